@@ -13,8 +13,8 @@ from typing import Any
 
 from pipeline.__main__ import parser
 from pipeline.commands import SUMMARIES
-from pipeline.config import schema
-from pipeline.config.stages import INPUTS, STAGE
+from pipeline.job import schema
+from pipeline.job.stages import INPUTS, STAGE
 from pipeline.errors import show
 from pipeline.metrics import TABLE
 
@@ -29,7 +29,7 @@ LIBRARIES = {  # package of a configuration class -> its documentation
 CONFIGURATION = """\
 # Configuration: every key of a job file
 
-Made by `docs/reference.py` from [schema.json](../pipeline/config/schema.json). `rlhf help KEY`
+Made by `docs/reference.py` from [schema.json](../pipeline/job/schema.json). `rlhf help KEY`
 explains one key, also with the text of its library. The first line of a job file lets an editor
 complete and check keys.
 
@@ -64,17 +64,17 @@ def configuration() -> str:
     """Returns the page about the keys of job files."""
     pages = [CONFIGURATION]
     for title, dotted, intro in (
-        ("Top level", "pipeline.config.job.Job", "Models that a job starts from. Which stage takes which: `rlhf help policy`."),
-        ("model", "pipeline.config.job.Model", "The frozen base model."),
-        ("data", "pipeline.config.job.Data", "Rows: see [data.md](data.md)."),
-        ("An entry of data.train, data.eval, data.pairs or data.benchmarks", "pipeline.config.job.Source", "A path, or a mapping:"),
+        ("Top level", "pipeline.job.job.Job", "Models that a job starts from. Which stage takes which: `rlhf help policy`."),
+        ("model", "pipeline.job.job.Model", "The frozen base model."),
+        ("data", "pipeline.job.job.Data", "Rows: see [data.md](data.md)."),
+        ("An entry of data.train, data.eval, data.pairs or data.benchmarks", "pipeline.job.job.Source", "A path, or a mapping:"),
         ("lora", schema.class_of("lora", ""), "What `r` and `lora_alpha` change: [glossary](glossary.md)."),
         ("scaling", schema.class_of("scaling", ""), "With `num_workers: 0`, the command itself trains ([runs.md](runs.md))."),
-        ("run", "pipeline.config.job.Run", "Folder, resume, checkpoints: see [runs.md](runs.md)."),
-        ("mlflow", "pipeline.config.job.MLflow", "Tracking and registration."),
+        ("run", "pipeline.job.job.Run", "Folder, resume, checkpoints: see [runs.md](runs.md)."),
+        ("mlflow", "pipeline.job.job.MLflow", "Tracking and registration."),
         ("rollout", schema.class_of("rollout", "ppo"), "Which processes sample: see [rollouts.md](rollouts.md)."),
-        ("serve", "pipeline.config.job.Serve", "The endpoint: see [serving.md](serving.md)."),
-        ("A judge's file", "pipeline.config.judge.Definition", "The file of `{judge: FILE}`: see [judges.md](judges.md)."),
+        ("serve", "pipeline.job.job.Serve", "The endpoint: see [serving.md](serving.md)."),
+        ("A judge's file", "pipeline.job.judge.Definition", "The file of `{judge: FILE}`: see [judges.md](judges.md)."),
         ("sweep", "pipeline.sweep.space.SweepSettings", "For the subcommand `sweep`: see [training.md](training.md#sweeps)."),
     ):  # fmt: skip
         sections = {*INPUTS} if title == "Top level" else None

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.commands import COMMANDS, SUMMARIES
-from pipeline.config import command_line
-from pipeline.config.schema import nearest
-from pipeline.config.stages import STAGE
 from pipeline.errors import Failure, InputError, causes, in_brief
+from pipeline.job import RESUMABLE, STAGES, command_line
+from pipeline.job.schema import nearest
 from pipeline.system import process, terminal
 from pipeline.system.credentials import take_forwarded, without_secrets
 
@@ -125,17 +124,22 @@ def dispatch(verb: str, path: str, overrides: list[str]) -> int:
         if verb in submit.VERBS:
             submit.check_address(address)
     command = COMMANDS.get(verb)
-    module = f"pipeline.{'stages' if verb in STAGE and STAGE[verb].runs_in == 'train' else 'commands'}.{verb}"
+    trains = verb in STAGES
+    module = f"pipeline.{'stages' if trains else 'commands'}.{verb}"
     if command and command.takes != "job":
         importlib.import_module(module).run(path, overrides)
         return 0
-    from pipeline.config import load_job, make
+    from pipeline.job import load_job, make
 
     job = load_job(path, overrides, command.stage if command else verb)
     if address and verb in HERE and submit.is_dashboard(address):
         references = [job.model.name_or_path, *job.inputs.values()]
         submit.check_registry(make(verb, job.source), references, job.mlflow.tracking_uri)
-    importlib.import_module(module).run(job)
+    result = importlib.import_module(module).run(job)
+    if trains:
+        from pipeline import report
+
+        report.of_run(result)
     return 0
 
 
@@ -196,10 +200,10 @@ def ended(how: str, why: str, status: int) -> int:
 def stopped(how: str, verb: str, status: int, stop: BaseException) -> int:
     """Prints how a signal ended the run, and how to continue it; returns `status`."""
     several, own_names = verb in ("run", "demo"), verb == "sweep"
-    resumable = several or own_names or (verb in STAGE and STAGE[verb].runs_in in ("train", "data"))
+    resumable = several or own_names or verb in RESUMABLE
     name = "the same run.name"
     if not own_names:
-        for note in getattr(stop, "__notes__", []):  # STAGE.run.name=NAME, of the open run (runtime/run.py)
+        for note in getattr(stop, "__notes__", []):  # STAGE.run.name=NAME, of the open run (run/launch.py)
             name = note if several else note.partition(".")[2]
     advice = f"; the same command with {name} continues from the last checkpoint, if there is one"
     with process.signals_ignored():

@@ -16,5 +16,9 @@ def row(label: str, value: str) -> str:
 
 
 def number(value: float | None) -> str:
-    """Returns a metric with three decimals, or "" for None."""
-    return "" if value is None else f"{value:.3f}"
+    """Returns a number with three digits, without an exponent if it is near 1."""
+    if value is None:
+        return ""
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:.1e}"

@@ -28,9 +28,9 @@ os.environ.pop("RAY_ADDRESS", None)
 @pytest.fixture(scope="session")
 def embedded_ray():
     """Starts one Ray for all tests that need one. The stages use it, and so do the processes that check the libraries."""
-    from pipeline.config import libraries
-    from pipeline.on_ray.placement import ROWS
-    from pipeline.on_ray.session import session
+    from pipeline.job import libraries
+    from pipeline.run.session import session
+    from pipeline.settle.placement import ROWS
 
     for module in libraries.LOADED:  # otherwise each job starts a process to import them
         importlib.import_module(module)

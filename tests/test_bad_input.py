@@ -17,7 +17,7 @@ import pytest
 from running import NO_EVAL, ROOT, client
 
 from pipeline.__main__ import main
-from pipeline.config import load_job
+from pipeline.job import load_job
 
 # Small settings, so that an undetected mistake costs seconds and not the demo's minutes.
 ONE_STEP = ["trainer.max_steps=1", "trainer.save_strategy=no", *NO_EVAL]
@@ -183,7 +183,7 @@ def test_wrong_input_is_answered(one, world, tmp_path, capsys, in_root):
 
 
 def test_rows_longer_than_the_context_are_refused_before_ray_starts(tmp_path, capsys, monkeypatch, in_root):
-    monkeypatch.setattr("pipeline.on_ray.session.session", lambda job: pytest.fail("Ray was started"))
+    monkeypatch.setattr("pipeline.run.session.session", lambda job: pytest.fail("Ray was started"))
     given = ["data.max_length=512", "scaling.num_workers=1", f"run.storage_path={tmp_path}"]
     assert main(["sft", "jobs/demo/sft.yaml", *given]) == 2
     assert "data.max_length: 512 is more than the model's context of 256" in capsys.readouterr().err

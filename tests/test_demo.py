@@ -8,7 +8,7 @@ import pytest
 from running import ROOT
 
 from pipeline import demo
-from pipeline.config import Model, judge
+from pipeline.job import Model, judge
 from pipeline.models.base import load_base
 from pipeline.models.tokenizer import eos_ids, load_tokenizer
 

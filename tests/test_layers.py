@@ -6,15 +6,14 @@ import re
 import pytest
 from running import ROOT
 
-# layers from the bottom; each may import earlier layers and itself
-LAYERS = """errors references text metrics run_folder statistics checks ranges system models inference ppo demo penalties config judges data registry report on_ray settle runtime rollout evaluation planning stages sweep serving commands cloud
-    __main__""".split()
-# folders that can be read, tested and profiled alone, with torch, transformers and peft
-ALONE = {
-    "models": ("ray", "mlflow", "trl"),
-    "inference": ("ray", "mlflow", "trl"),
-    "ppo": ("ray", "mlflow", "trl"),
-}
+# The rooms of the core from the bottom; each may import earlier ones and itself.
+CORE = """errors references text metrics run_folder statistics checks system job models writing data scoring ppo demo penalties
+    registry settle planning run rollout stages""".split()
+# What a run does not need: no room of the core imports them. Only the doors above do.
+EXTRAS = "report sweep serving".split()
+LAYERS = [*CORE, *EXTRAS, "commands", "cloud", "__main__"]
+# rooms that can be read, tested and profiled alone, with torch, transformers and peft
+ALONE = ("models", "writing", "scoring/forward.py", "scoring/rewards.py", "ppo")
 
 
 def imports(file, type_checking=False):
@@ -53,8 +52,13 @@ def test_no_import_reaches_upward(file):
 
 @pytest.mark.parametrize("folder", ALONE)
 def test_models_and_ppo_stand_alone(folder):
-    found = {n.split(".")[0] for file in (ROOT / "pipeline" / folder).rglob("*.py") for n in imports(file)}
-    assert {"torch", "transformers"} <= found and not found & set(ALONE[folder])
+    there = ROOT / "pipeline" / folder
+    found = {
+        n.split(".")[0]
+        for file in (there.rglob("*.py") if there.is_dir() else [there])
+        for n in imports(file)
+    }
+    assert "torch" in found and not found & {"ray", "mlflow", "trl"}
 
 
 def test_every_folder_has_its_layer():
@@ -102,7 +106,7 @@ def names_in(file):
     return found
 
 
-ABOVE = [file for file in FILES if layer(name_of(file)) not in ("config", "settle")]
+ABOVE = [file for file in FILES if layer(name_of(file)) not in ("job", "settle")]
 
 
 def test_few_functions_take_a_whole_job():
@@ -119,11 +123,11 @@ def test_few_functions_take_a_whole_job():
         )
     }
     assert len(taking) <= 55, sorted(taking)
-    above = [one for one in taking if not one.startswith(("pipeline/config/", "pipeline/settle/"))]
-    assert len(above) <= 26, sorted(above)
+    above = [one for one in taking if not one.startswith(("pipeline/job/", "pipeline/settle/"))]
+    assert len(above) <= 31, sorted(above)
 
 
-def test_few_lines_outside_of_config_and_settle_ask_for_the_stage():
+def test_few_lines_outside_of_job_and_settle_ask_for_the_stage():
     """The stage's facts are part of the settled work. The subcommands and the reports know only a stage's name."""
     asks = re.compile(r"\bSTAGE\[|\.stage (==|!=|in|not in) |\bjob\.args\b")
     lines = [

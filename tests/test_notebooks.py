@@ -10,7 +10,7 @@ from execute import NOTEBOOKS, execute, main
 from running import ROOT
 from s3 import mock_s3
 
-from pipeline.config import load_job
+from pipeline.job import load_job
 from pipeline.system.storage import exists
 from tools.chaos.runs import Server
 

@@ -27,10 +27,10 @@ from hypothesis import strategies as st
 from running import NO_EVAL, ROOT, stage
 
 from pipeline.__main__ import main
-from pipeline.config import JOBS, load_job, schema
-from pipeline.config.libraries import problem
-from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
+from pipeline.job import JOBS, load_job, schema
+from pipeline.job.libraries import problem
+from pipeline.job.stages import STAGE
 
 CASES = int(os.environ.get("WALK_CASES", 2000))
 SEED = int(os.environ.get("WALK_SEED", 1))

@@ -20,10 +20,10 @@ from sockets import on_loopback, sockets
 from transformers import training_args
 
 from pipeline import metrics
-from pipeline.config import judge, load_job, schema
-from pipeline.config.schema import keys_of
-from pipeline.config.stages import INPUTS
 from pipeline.data.shapes import DEMONSTRATIONS, PREFERENCES, PROMPTS
+from pipeline.job import judge, load_job, schema
+from pipeline.job.schema import keys_of
+from pipeline.job.stages import INPUTS
 from tools.chaos.runs import answers, until
 
 README = (ROOT / "README.md").read_text()
@@ -185,7 +185,7 @@ def test_the_skill_is_one_that_agents_find():
     assert len(facts["description"]) <= 1024 and body.count("\n") < 100
     named = re.findall(r"`(docs/[\w.]+)`", body)
     assert len(named) > 4 and not [name for name in named if not (ROOT / name).exists()]
-    result = "".join(path.read_text() for path in (ROOT / "pipeline/runtime").glob("*.py"))
+    result = "".join(path.read_text() for path in (ROOT / "pipeline/run").glob("*.py"))
     cells = re.findall(r"^\| (`.*?`) \|", body, re.MULTILINE)
     assert cells and not [
         name for name in re.findall(r"`(\w+)`", "".join(cells)) if f'"{name}"' not in result
@@ -330,7 +330,7 @@ def test_every_command_is_covered():
             "bash jobs/demo/iterate.sh",
             "NAME=seed-2 SEED=2 bash jobs/demo/iterate.sh",
         ),  # commands/test_collect.py
-        "bash jobs/demo/judge.sh",  # judges/test_runs.py
+        "bash jobs/demo/judge.sh",  # scoring/test_runs.py
         *("make ui", "make serve", "make chat", "make report"),  # above
         "make notebook",  # test_notebooks.py
         *("make gpu", "SMALL=1 make gpu"),  # gpu/test_rehearsal.py

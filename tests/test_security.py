@@ -17,8 +17,8 @@ from settled import work_of
 
 from pipeline import registry
 from pipeline.__main__ import main
-from pipeline.config import load_job
-from pipeline.runtime.run import OpenRun, failure_recorded
+from pipeline.job import load_job
+from pipeline.run.launch import OpenRun, failure_recorded
 from pipeline.settle.identity import tracking_of
 from tools.chaos.runs import Server
 
@@ -179,7 +179,7 @@ def test_a_state_of_a_transformers_trainer_that_would_run_code_is_refused(file, 
 def test_no_source_file_unpickles_or_evaluates():
     """Code that could run code from a file appears only at the listed places."""
     # results of the job's own Ray tasks and actors, never a file
-    own_tasks = {"data/read.py", "runtime/inference.py", "rollout/client.py", "rollout/worker.py"}
+    own_tasks = {"data/read.py", "run/parts.py", "rollout/client.py", "rollout/worker.py"}
     calls = r"\bpickle\.loads?\(|\byaml\.(unsafe_)?load\(|(?<!\.)\beval\(|\bexec\("
     unsafe = re.compile(rf"{calls}|weights_only=False|shell=True")
     home = ROOT / "pipeline"

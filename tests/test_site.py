@@ -22,7 +22,7 @@ def test_the_site_builds_without_warnings_and_a_broken_anchor_is_one(tmp_path):
     for name in ("docs", "notebooks", "jobs"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "LICENSE", tmp_path)
-    shutil.copytree(ROOT / "pipeline/config", tmp_path / "pipeline/config")  # schema.json
+    shutil.copytree(ROOT / "pipeline/job", tmp_path / "pipeline/job")  # schema.json
 
     def build():
         return subprocess.run(["make", "docs"], cwd=tmp_path, capture_output=True, text=True, timeout=550)

@@ -15,7 +15,8 @@ import ray
 import torch
 
 from pipeline.errors import InputError
-from pipeline.on_ray import placement, session
+from pipeline.run import session
+from pipeline.settle import placement
 from pipeline.system import console
 
 # ------------------------------------------------------------------------------------------------ tables
@@ -25,10 +26,10 @@ FUNCTION = "ray.train.v2.api.data_parallel_trainer.DataParallelTrainer"
 # (object, a text of its source, the file that depends on it)
 SOURCES = [
     # Without this, an embedded run may end 12 s late, with a traceback.
-    (f"{FUNCTION}._create_default_callbacks", "PlacementGroupCleanerCallback()", "pipeline/on_ray/fit.py"),
-    (f"{FUNCTION}.fit", "_create_default_callbacks()", "pipeline/on_ray/fit.py"),
+    (f"{FUNCTION}._create_default_callbacks", "PlacementGroupCleanerCallback()", "pipeline/run/fit.py"),
+    (f"{FUNCTION}.fit", "_create_default_callbacks()", "pipeline/run/fit.py"),
     # Without this, Ctrl-C ends a run with status 1, and workers remain.
-    (FUNCTION, "self._register_sigint_handler(controller)", "pipeline/on_ray/fit.py"),
+    (FUNCTION, "self._register_sigint_handler(controller)", "pipeline/run/fit.py"),
     ("ray.dashboard.modules.job.job_head", "No available agent", "pipeline/cloud/submit.py"),
     (
         "ray.dashboard.modules.job.job_manager.JobManager.submit_job",
@@ -44,8 +45,8 @@ SOURCES = [
 ]
 # (function, parameters that we pass or that our override takes, the file that depends on it)
 PARAMETERS = [
-    (f"{FUNCTION}._register_sigint_handler", "self controller", "pipeline/on_ray/fit.py"),
-    ("ray._private.state.state.get_max_resources_from_cluster_config", "", "pipeline/on_ray/placement.py"),
+    (f"{FUNCTION}._register_sigint_handler", "self controller", "pipeline/run/fit.py"),
+    ("ray._private.state.state.get_max_resources_from_cluster_config", "", "pipeline/settle/placement.py"),
     ("ray.cluster_utils.Cluster", "initialize_head head_node_args", "tools/chaos/faults.py"),
     ("transformers.trainer_utils.seed_worker", "num_workers rank", "pipeline/data/feed.py"),
 ]
@@ -72,7 +73,7 @@ def test_the_environment_variables_are_still_read():
         known |= set(re.findall(rb'"(RAY_\w+)"', path.read_bytes()))
     for binary in ("_raylet.so", "core/src/ray/raylet/raylet"):
         known |= set(re.findall(rb"RAY_\w+", (root / binary).read_bytes()))
-    of_session = {*session.ENVIRONMENT, *session.EMBEDDED, *session.secured()}  # pipeline/on_ray/session.py
+    of_session = {*session.ENVIRONMENT, *session.EMBEDDED, *session.secured()}  # pipeline/run/session.py
     of_ray = {name for name in of_session if name.startswith("RAY_")}
     of_ray |= {"RAY_AUTH_TOKEN_PATH", "RAY_UP_enable_autoscaler_v2"}  # cloud/submit.py, cloud/clusterfile.py
     assert of_ray <= {name.decode() for name in known}
@@ -87,7 +88,7 @@ def test_the_environment_variables_are_still_read():
 
 
 def test_an_imported_ray_still_reads_its_security_settings_again():
-    """pipeline/on_ray/session.py, _read_by_ray: ENABLE_RAY_CLUSTER, Config.initialize, AuthenticationTokenLoader.reset_cache.
+    """pipeline/run/session.py, _read_by_ray: ENABLE_RAY_CLUSTER, Config.initialize, AuthenticationTokenLoader.reset_cache.
 
     If this fails, the Ray of a notebook may listen on every interface, or require no token.
     """
@@ -132,7 +133,7 @@ def test_the_settings_of_ray_data_still_exist():
 
 
 def test_the_states_in_which_workers_are_waited_for_still_have_these_names():
-    """pipeline/on_ray/placement.py, callback: an unknown name counts as placed, so a run would wait forever."""
+    """pipeline/settle/placement.py, callback: an unknown name counts as placed, so a run would wait forever."""
     from ray.train.v2._internal.execution.controller import state
 
     assert set(placement.WAITING) <= set(vars(state))

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from pipeline.errors import InputError, in_brief
-from pipeline.on_ray.placement import ACCELERATOR_TYPE, GPU_LABEL
+from pipeline.settle.placement import ACCELERATOR_TYPE, GPU_LABEL
 from pipeline.system import prices
 
 PLACEHOLDER = re.compile("EDIT|OWNER")  # marks the values that the user has to fill in

@@ -19,10 +19,10 @@ from pipeline.cloud import clusterfile
 from pipeline.cloud.clusterfile import NodeType
 from pipeline.cloud.workload import Workload
 from pipeline.errors import InputError
-from pipeline.on_ray import placement
-from pipeline.on_ray.placement import Bundle, Places
 from pipeline.planning import plan
 from pipeline.registry.store import uri_of
+from pipeline.settle import placement
+from pipeline.settle.placement import Bundle, Places
 from pipeline.system import console, storage
 
 # Bytes of the largest upload, which Ray keeps in the head's memory

@@ -21,10 +21,10 @@ import yaml
 
 from pipeline.cloud.workload import Workload, workload_of
 from pipeline.commands import run as rlhf
-from pipeline.config import load_job
 from pipeline.errors import InputError
-from pipeline.on_ray import placement
-from pipeline.on_ray.placement import Bundle, Group, Places
+from pipeline.job import load_job
+from pipeline.settle import placement
+from pipeline.settle.placement import Bundle, Group, Places
 from pipeline.system import storage
 
 CLAIM = "rlhf-runs"

@@ -24,11 +24,11 @@ from typing import Any
 import pipeline
 from pipeline.cloud import preflight
 from pipeline.cloud.workload import Workload, workload_of
-from pipeline.config import judge, load_job
-from pipeline.config.stages import STAGE
 from pipeline.errors import InputError, in_brief
-from pipeline.on_ray import session
+from pipeline.job import judge, load_job
+from pipeline.job.stages import STAGE
 from pipeline.references import Ref
+from pipeline.run import session
 from pipeline.system import process, terminal
 from pipeline.system.credentials import FORWARDED_MODULE, without_credentials
 

@@ -4,14 +4,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeline.config import Job
 from pipeline.errors import InputError
-from pipeline.on_ray.placement import Places
+from pipeline.job import Job
 from pipeline.planning import plan
 from pipeline.planning.shape import config_of
 from pipeline.references import JUDGE
+from pipeline.settle.placement import Places
 from pipeline.settle.places import places_of
-from pipeline.settle.run import sections_of
+from pipeline.settle.settle import sections_of
 from pipeline.system import storage
 
 

@@ -2,7 +2,8 @@
 
 from typing import Literal, NamedTuple
 
-from pipeline.config.stages import STAGE
+from pipeline.job import STAGES
+from pipeline.job.stages import STAGE
 
 
 class Command(NamedTuple):
@@ -38,4 +39,4 @@ def stages_of(verb: str) -> list[str]:
     command = COMMANDS[verb]
     if verb != "sweep" and command.takes != "job":
         return []
-    return [command.stage] if command.stage else [name for name in STAGE if STAGE[name].runs_in == "train"]
+    return [command.stage] if command.stage else [*STAGES]

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.config import Job
 from pipeline.data.encode import Encoder, Example
 from pipeline.data.shapes import Record, kind_of
 from pipeline.data.values import RowError
 from pipeline.errors import InputError, visible
+from pipeline.job import Job
 from pipeline.models.template import text_as_chat
-from pipeline.runtime.host import Host, load_host
+from pipeline.run.host import Host, load_host
 from pipeline.settle.inputs import unfilled
 from pipeline.system import process
 
@@ -50,9 +50,9 @@ class Chat:
     """A conversation: its messages, and the models that answer and judge them."""
 
     def __init__(self, host: Host):
-        from pipeline.inference.decoder import SlotDecoder
-        from pipeline.inference.rows import Sampling
-        from pipeline.runtime import roles
+        from pipeline.run import roles
+        from pipeline.writing.decoder import SlotDecoder
+        from pipeline.writing.rows import Sampling
 
         self.host = host
         self.shared = roles.shared_base(host)
@@ -85,8 +85,8 @@ class Chat:
 
     def answer(self, text: str) -> None:
         """Prints the completion to `text` as it is sampled, and its reward. Remembers both turns."""
-        from pipeline.inference.rows import Row
-        from pipeline.ppo.rewards import Samples, weighted
+        from pipeline.scoring.rewards import Samples, weighted
+        from pipeline.writing.rows import Row
 
         self.turns.append({"role": "user", "content": text})
         prompt = self.prompt()

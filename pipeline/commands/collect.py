@@ -17,12 +17,12 @@ from random import Random
 from typing import Any
 
 from pipeline.commands.generate import sampler
-from pipeline.config import Collect, Job
 from pipeline.data.messages import repeats_prompt, unpacked
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
-from pipeline.runtime.host import Host
-from pipeline.runtime.inference import Answer, Record, Verb, launch
+from pipeline.job import Collect, Job
+from pipeline.run.host import Host
+from pipeline.run.parts import Answer, Record, Verb, launch
 
 # Columns that are dropped from a prompt's row, because training would read them with or instead of the completions.
 REPLACED = """messages conversations system completion chosen rejected pos_answers neg_answers label kto_tag margin score

@@ -4,8 +4,8 @@ source <(rlhf completion)        in ~/.bashrc or ~/.zshrc; as a file in bash-com
 """
 
 from pipeline.commands import SUMMARIES, stages_of
-from pipeline.config.schema import keys_of
-from pipeline.config.stages import STAGE
+from pipeline.job.schema import keys_of
+from pipeline.job.stages import STAGE
 
 SCRIPT = """\
 # Made by `rlhf completion`, for the versions that are installed: make it again after an upgrade.

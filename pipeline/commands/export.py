@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.commands import hub
-from pipeline.config import Job
-from pipeline.config.identity import identity_of
-from pipeline.config.job import Export
 from pipeline.errors import Failure, InputError
+from pipeline.job import Job, lora
+from pipeline.job.identity import identity_of
+from pipeline.job.job import Export
 from pipeline.models import adapter_files, transformers4
-from pipeline.models.hub import ADAPTER, announcement, base_config
-from pipeline.runtime.host import Host
-from pipeline.runtime.run import OpenRun, finished, open_run
+from pipeline.run.host import Host
+from pipeline.run.launch import OpenRun, finished, open_run
 from pipeline.settle.identity import named
 from pipeline.system import console, storage
+from pipeline.system.hub import ADAPTER, announcement, base_config
 
 # Prompts of the comparison, written with the chat template of the adapter.
 PROBES = (
@@ -113,7 +113,7 @@ def vllm_command(base: str, folder: str, name: str) -> str:
     vLLM 0.31 is the first that reads the head of a reward adapter.
     """
     adapter = adapter_files.settings(folder)
-    if ignored := adapter_files.ignored_by_vllm(adapter):
+    if ignored := lora.ignored_by_vllm(adapter):
         return f"vLLM would ignore its {ignored}; merge it instead (trainer.merge=true)"
     rank = max(8, 1 << (adapter_files.rank(folder) - 1).bit_length())  # vLLM takes powers of two from 8 on
     words = ["vllm", "serve", base, "--tokenizer", folder, "--enable-lora", "--max-lora-rank", str(rank)]
@@ -179,9 +179,9 @@ def probes(host: Host) -> tuple[list[list[int]], int]:
 
 def expectations(host: Host, name: str) -> list[Any]:
     """Returns the adapter's answer on its frozen base to each probe: a greedy completion, or a score."""
-    from pipeline.inference.decoder import SlotDecoder
-    from pipeline.inference.rows import Sampling
-    from pipeline.runtime import roles
+    from pipeline.run import roles
+    from pipeline.writing.decoder import SlotDecoder
+    from pipeline.writing.rows import Sampling
 
     work = replace(host.work, model=replace(host.work.model, load_in_4bit=False))
     shared = roles.shared_base(Host(work))

@@ -10,10 +10,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.config import Job
+from pipeline.job import Job
 from pipeline.models.tokenizer import warn_of_endless
-from pipeline.runtime.host import Host
-from pipeline.runtime.inference import Answer, Record, Verb, launch
+from pipeline.run.host import Host
+from pipeline.run.parts import Answer, Record, Verb, launch
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -45,9 +45,9 @@ def sampler(host: Host, several: int) -> Callable[..., list[tuple[Record, list[R
     row with its samples: completion, completion_tokens, ended, and score if the job has rewards. If a judge compared the
     samples, a sample also has its scores in the `orders` in which the judge saw them.
     """
-    from pipeline.inference.rows import Sampling, seed_of
-    from pipeline.ppo.rewards import Samples, weighted
-    from pipeline.runtime import roles
+    from pipeline.run import roles
+    from pipeline.scoring.rewards import Samples, weighted
+    from pipeline.writing.rows import Sampling, seed_of
 
     shared = roles.shared_base(host)
     role = roles.add_frozen(host, shared, "policy", "policy")

@@ -2,9 +2,9 @@
 
 import difflib
 
-from pipeline.config import schema
-from pipeline.config.stages import INPUTS, STAGE
 from pipeline.errors import InputError
+from pipeline.job import schema
+from pipeline.job.stages import INPUTS, STAGE
 
 
 def run(name: str, more: list[str]) -> None:

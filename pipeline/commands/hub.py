@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline import registry
-from pipeline.config.job import Export
 from pipeline.data.counts import count, most_frequent
 from pipeline.data.files import NAME as DATA_SET
 from pipeline.errors import Failure, InputError, in_brief
-from pipeline.models import hub, transformers4
+from pipeline.job.job import Export
+from pipeline.models import transformers4
 from pipeline.models.tokenizer import eos_ids
 from pipeline.references import Ref
 from pipeline.registry import lineage
+from pipeline.run.host import Host
 from pipeline.run_folder import RESULT
-from pipeline.runtime.host import Host
-from pipeline.system import deadline, storage
+from pipeline.system import deadline, hub, storage
 from pipeline.system.credentials import without_credentials
 
 CARD = Path(__file__).with_name("card.jinja")

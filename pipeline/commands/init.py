@@ -24,9 +24,6 @@ from typing import Any
 import yaml
 
 from pipeline.commands import shipped
-from pipeline.config import Data, Job, load_job
-from pipeline.config.job import OF_ROWS
-from pipeline.config.yaml_tree import Tree, override
 from pipeline.data import chunks, guess, preview
 from pipeline.data.encode import Encoder, Example
 from pipeline.data.files import HELD_OUT, files_of, find, is_held_out
@@ -36,10 +33,13 @@ from pipeline.data.shapes import Kind, Record, kind_of
 from pipeline.data.tasks import checked, held_out
 from pipeline.data.values import RowError, some
 from pipeline.errors import InputError, show
+from pipeline.job import Data, Job, load_job
+from pipeline.job.job import OF_ROWS
+from pipeline.job.yaml_tree import Tree, override
 from pipeline.models.base import context_length
-from pipeline.models.hub import base_config
 from pipeline.models.template import text_as_chat
 from pipeline.models.tokenizer import eos_ids, load_tokenizer
+from pipeline.system.hub import base_config
 
 # {kind of rows: a stage that reads them}. A file has the kind of the first stage that can read it.
 READER = {"pairs": "rm", "labels": "kto", "demonstrations": "sft", "prompts": "ppo"}

@@ -13,22 +13,22 @@ from dataclasses import replace
 from typing import Any
 
 from pipeline import registry
-from pipeline.config import Job
 from pipeline.errors import Failure, InputError, about, summary
+from pipeline.job import Job
 from pipeline.models import adapter_files
 from pipeline.models.gpus import of_this_machine
-from pipeline.on_ray import placement
-from pipeline.on_ray.placement import Group, Places
 from pipeline.planning import plan
 from pipeline.planning.plan import GIB, GPUS, Plan
 from pipeline.planning.rows import Rows, look
 from pipeline.planning.shape import config_of
 from pipeline.references import Ref
 from pipeline.registry import lineage
+from pipeline.settle import placement
 from pipeline.settle.identity import tracking_of
 from pipeline.settle.inputs import room_for_prompts
+from pipeline.settle.placement import Group, Places
 from pipeline.settle.places import places_of
-from pipeline.settle.run import sections_of
+from pipeline.settle.settle import sections_of
 from pipeline.settle.work import Sections
 from pipeline.system import console, prices
 from pipeline.text import table
@@ -145,8 +145,8 @@ def check_shapes(work: Sections, folders: dict[str, str]) -> None:
     """Checks a base, adapters and `lora` as a run does; it needs no weights."""
     from pipeline.models.base import check_base
     from pipeline.models.compatibility import check_lora
-    from pipeline.models.hub import local, weight_files
     from pipeline.settle.inputs import makes_adapter
+    from pipeline.system.hub import local, weight_files
 
     _, unread = config_of(work.model)
     if unread:

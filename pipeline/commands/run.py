@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import report
-from pipeline.config import STAGES, Job, command_line, libraries, load_job
-from pipeline.config.stages import headline
 from pipeline.errors import Failure, InputError
-from pipeline.on_ray import placement
-from pipeline.on_ray.session import session
+from pipeline.job import STAGES, Job, command_line, libraries, load_job
+from pipeline.job.stages import headline
 from pipeline.registry import file_of_uri
+from pipeline.run.prepare import heading
+from pipeline.run.session import session
+from pipeline.run.summary import change, sample_table
 from pipeline.run_folder import RESULT
-from pipeline.runtime.summary import change, sample_table
+from pipeline.settle import placement
 from pipeline.settle.identity import tracking_of
 from pipeline.settle.inputs import check_paths
 from pipeline.settle.places import places_of
-from pipeline.settle.run import heading
 from pipeline.stages import evaluate, ppo, rm, sft
 from pipeline.system import storage, terminal
 
@@ -62,6 +62,7 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
             heading.set(f"[{number}/{len(ORDER)}]")
             terminal.screen.following = following(stage, expected, results)
             results.append(result := module.run(jobs[stage]))
+            report.of_run(result)
             gc.collect()  # frees the models of a stage in this process
             if result.get("registered_model") and not result["alias"]:
                 raise Failure(

@@ -9,9 +9,9 @@ It reads every format of preferences and demonstrations. A line of scores.jsonl 
 import json
 from typing import Any
 
-from pipeline.config import Job
-from pipeline.runtime.host import Host
-from pipeline.runtime.inference import Answer, Record, Verb, launch
+from pipeline.job import Job
+from pipeline.run.host import Host
+from pipeline.run.parts import Answer, Record, Verb, launch
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -19,8 +19,8 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def load(host: Host) -> Answer:
-    from pipeline.evaluation.pairs import named, scores_of
-    from pipeline.runtime import roles
+    from pipeline.run import roles
+    from pipeline.stages.pairs import named, scores_of
 
     shared = roles.shared_base(host)
     rewards = roles.add_rewards(host, shared)

@@ -20,12 +20,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from pipeline.config import Job, Serve, load_job
 from pipeline.errors import Failure, InputError
-from pipeline.on_ray import placement
-from pipeline.on_ray.session import session
-from pipeline.runtime.host import load_host
+from pipeline.job import Job, Serve, load_job
+from pipeline.run.host import load_host
+from pipeline.run.session import session
 from pipeline.serving import LOOPBACK, REQUEST_S
+from pipeline.settle import placement
 from pipeline.settle.identity import named
 from pipeline.settle.work import Work
 from pipeline.system import console, storage

@@ -14,14 +14,14 @@ from dataclasses import replace
 from typing import Any
 
 from pipeline import registry, run_folder
-from pipeline.config import JOBS, libraries
-from pipeline.config.identity import identity_of
 from pipeline.errors import Failure, InputError
-from pipeline.runtime import resume
-from pipeline.runtime import run as runs
+from pipeline.job import JOBS, libraries
+from pipeline.job.identity import identity_of
+from pipeline.run import launch as runs
+from pipeline.run import resume
+from pipeline.run.prepare import prepared
 from pipeline.settle.identity import gate_of, tracking_of
 from pipeline.settle.inputs import by_version, check_paths
-from pipeline.settle.run import prepared
 from pipeline.settle.work import SweepHandle, Work
 from pipeline.sweep import space, table, trials
 from pipeline.sweep.space import Sweep

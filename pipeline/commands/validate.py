@@ -9,14 +9,14 @@ run may be missing here.
 from dataclasses import replace
 from typing import Any
 
-from pipeline.config import Job, rules
-from pipeline.config.stages import INPUTS
 from pipeline.errors import InputError
-from pipeline.on_ray import placement
+from pipeline.job import Job, rules
+from pipeline.job.stages import INPUTS
+from pipeline.run.prepare import announce, read_only
+from pipeline.settle import placement
 from pipeline.settle.identity import named
 from pipeline.settle.inputs import pin_inputs
 from pipeline.settle.places import places_of
-from pipeline.settle.run import announce, read_only
 from pipeline.system import storage
 
 

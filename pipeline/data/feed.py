@@ -24,8 +24,8 @@ from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.job import Source
 from pipeline.errors import InputError
+from pipeline.job.job import Source
 
 if TYPE_CHECKING:
     from transformers import Trainer

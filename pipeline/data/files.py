@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.config.job import HUB, sources_of
 from pipeline.errors import InputError, in_brief
+from pipeline.job.job import HUB, sources_of
 from pipeline.system import deadline, storage
 
 NAME = re.compile(

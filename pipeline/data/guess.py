@@ -13,7 +13,6 @@ from typing import Any
 
 import yaml
 
-from pipeline.config.stages import STAGE
 from pipeline.data import reshape
 from pipeline.data.annotations import Answered
 from pipeline.data.messages import ROLES, offered
@@ -22,6 +21,7 @@ from pipeline.data.shapes import BAD, GOOD, are_clear, are_mostly, is_good, kind
 from pipeline.data.shapes import LABELS as VERDICTS
 from pipeline.data.values import Dropped, RowError, setting, some
 from pipeline.errors import InputError, visible
+from pipeline.job.stages import STAGE
 
 # names of a field in datasets, the most likely first
 NAMES = {

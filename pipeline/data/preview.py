@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.config.job import Source, completed, sources_of
 from pipeline.data import chunks, guess, reshape
 from pipeline.data.files import File
 from pipeline.data.messages import is_printed_list
@@ -16,6 +15,7 @@ from pipeline.data.reshape import Preprocess
 from pipeline.data.shapes import LABELS, Kind, are_clear, are_mostly, is_good, kind_of, shape_of
 from pipeline.data.values import RowError, setting, show, some
 from pipeline.errors import InputError, visible
+from pipeline.job.job import Source, completed, sources_of
 from pipeline.system import functions
 
 FILES = 16  # number of files of a source whose first rows are read

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.config.job import sources_of
 from pipeline.data.chunks import Chunk, plan
 from pipeline.data.counts import Counts, RowsDigest, of_split, totals
 from pipeline.data.feed import Mixture, mix
@@ -28,6 +27,7 @@ from pipeline.data.shapes import kind_of
 from pipeline.data.tasks import Options, columns_of, hash_rows, run_chunks, tokenize
 from pipeline.data.template import DATE
 from pipeline.errors import InputError
+from pipeline.job.job import sources_of
 from pipeline.system import storage
 
 VERSION = 17  # format of the parts; raise it if the same rows give other tokens or another report

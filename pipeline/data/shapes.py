@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from pipeline.config.stages import STAGE
 from pipeline.data import reshape, values
 from pipeline.data.messages import (
     ABOUT_TOOLS,
@@ -38,6 +37,7 @@ from pipeline.data.messages import (
 )
 from pipeline.data.reshape import NOTHING, UNORDERED, NoteLabel, Preprocess, shapes_with
 from pipeline.data.values import RowError, as_json, check_values, decoded, fields_of, nearest, show, too_deep
+from pipeline.job.stages import STAGE
 from pipeline.references import Ref
 
 

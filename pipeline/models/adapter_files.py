@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import InputError, in_brief
-from pipeline.models.compatibility import Base, Shapes, is_named, shapes_in
-from pipeline.models.hub import HEAD_NAMES, SETTINGS, TENSORS, json_object
+from pipeline.job.lora import is_named
+from pipeline.models.compatibility import Base, Shapes, shapes_in
+from pipeline.system.hub import HEAD_NAMES, SETTINGS, TENSORS, json_object
 
 PREFIX = "base_model.model."  # peft's prefix of every name in an adapter file
 HEAD = f"{PREFIX}score.weight"  # name of the scalar head in files written here
@@ -77,14 +78,6 @@ def write(folder: str | Path, config: Any, tensors: dict[str, Any]) -> dict[str,
             setattr(config, key, sorted(value))
     config.save_pretrained(str(folder))
     return {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
-
-
-def adapts_lm_head(target_modules: Any) -> bool:
-    """Returns whether peft's `target_modules`, a list of names or a pattern, include the lm head."""
-    try:
-        return is_named(target_modules, "lm_head")
-    except re.error:  # check_lora reports the error
-        return False
 
 
 def settings(folder: str | Path) -> dict[str, Any]:
@@ -160,11 +153,6 @@ def exact(folder: str | Path) -> dict[str, Any]:
 def rank(folder: str | Path) -> int:
     """Returns the largest rank of an adapter's matrices."""
     return max(ranks(shapes(folder)).values())
-
-
-def ignored_by_vllm(given: dict[str, Any]) -> str | None:
-    """Returns a setting of an adapter that vLLM ignores, or None. vLLM scales all modules by lora_alpha / r."""
-    return next((key for key in ("use_dora", "rank_pattern", "alpha_pattern") if given.get(key)), None)
 
 
 def described(folder: str | Path) -> dict[str, Any]:

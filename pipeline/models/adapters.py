@@ -38,12 +38,12 @@ from pipeline.errors import Failure, InputError, SelfCheckFailed, in_brief
 from pipeline.models import adapter_files
 from pipeline.models.adapter_files import HEAD, is_head
 from pipeline.models.base import freeze
-from pipeline.models.hub import SETTINGS, TENSORS
 from pipeline.models.logprobs import per_action
 from pipeline.models.lora import FusedLinear, MixedBatch, fuse
 from pipeline.models.packing import Batch, alone, packed
 from pipeline.models.precision import linear_fp32
 from pipeline.models.tokenizer import eos_ids
+from pipeline.system.hub import SETTINGS, TENSORS
 
 
 class SharedBase(nn.Module):

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import InputError, in_brief
 from pipeline.models.compatibility import Base, check_weights
-from pipeline.models.hub import HEAD_NAMES, KEY, base_config, base_file, local, source, weight_files
+from pipeline.system.hub import HEAD_NAMES, KEY, base_config, base_file, local, source, weight_files
 
 if TYPE_CHECKING:
     import torch
 
-    from pipeline.config.job import Model
+    from pipeline.job.job import Model
 
 WHOLE_FILE_BYTES = 1 << 30  # weight files up to 1 GiB are hashed in full
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # in larger files, the header and 64 pieces of 64 KiB are hashed

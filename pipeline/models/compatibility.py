@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import InputError, about, in_brief, show
-from pipeline.models.hub import HEAD_NAMES, KEY, base_file, base_json, local
+from pipeline.job import lora as lora_section
+from pipeline.system.hub import HEAD_NAMES, KEY, base_file, base_json, local
 
 if TYPE_CHECKING:
-    from pipeline.config.job import Model
+    from pipeline.job.job import Model
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LM_HEADS = ("lm_head", "embed_out")  # transformers' names of the lm head
@@ -120,9 +121,11 @@ def check_lora(base: Base, lora: dict[str, Any], scores: bool = False) -> None:
     modules, wanted = base.modules, lora.get("target_modules")
     endings = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
     for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern") if modules else ():
-        for name in _listed(given := lora.get(key)):
+        for name in lora_section.listed(given := lora.get(key)):
             try:
-                matches = name == "all-linear" or any(_matches(name, given, module) for module in modules)
+                matches = name == "all-linear" or any(
+                    lora_section.matches(name, given, module) for module in modules
+                )
             except re.error as error:
                 raise InputError(f"{name!r} is no regular expression ({error})", f"lora.{key}") from error
             if not matches:
@@ -132,15 +135,17 @@ def check_lora(base: Base, lora: dict[str, Any], scores: bool = False) -> None:
     if wanted in (None, "all-linear"):
         adapted = [name for name in modules if not name.endswith((*LM_HEADS, *EMBEDDINGS, "wpe"))]
     else:
-        adapted = [name for name in modules or _listed(wanted) if is_named(wanted, name)]
-    adapted = [name for name in adapted if not is_named(lora.get("exclude_modules"), name)]
+        adapted = [
+            name for name in modules or lora_section.listed(wanted) if lora_section.is_named(wanted, name)
+        ]
+    adapted = [name for name in adapted if not lora_section.is_named(lora.get("exclude_modules"), name)]
     if not adapted and (modules or wanted == []):
         why = f"found {show(wanted)}, so no module would be adapted; expected some of {endings or 'its modules'}"
         raise InputError(why, "lora.target_modules")
-    lists = "|".join(_listed(lora.get("layers_pattern"))) or "[^.]*"
+    lists = "|".join(lora_section.listed(lora.get("layers_pattern"))) or "[^.]*"
     found = (re.search(rf"(?:^|\.)(?:{lists})\.(?P<index>\d+)\.", name) for name in adapted)
     layers = sorted({int(one["index"]) for one in found if one})
-    for index in _listed(lora.get("layers_to_transform")) if modules else ():
+    for index in lora_section.listed(lora.get("layers_to_transform")) if modules else ():
         if index not in layers:
             has = f"layers {layers[0]} to {layers[-1]}" if layers else "no layers of that name"
             raise InputError(f"found {index}, and these modules have {has}", "lora.layers_to_transform")
@@ -165,19 +170,3 @@ def unmergeable(base: Base, adapted: Iterable[str], bias: bool, scores: bool) ->
             why = f"adds a bias to {name}, which has none in this base and could not be merged; train one with lora.lora_bias=false"
             return InputError(why, "lora.lora_bias")
     return None
-
-
-def is_named(given: Any, module: str) -> bool:
-    """Returns whether a list of names, or a pattern, of a `lora` section includes a module."""
-    return any(_matches(name, given, module) for name in _listed(given))
-
-
-def _listed(given: Any) -> list[Any]:
-    return [given] if isinstance(given, (str, int)) else list(given or ())
-
-
-def _matches(name: str, given: Any, module: str) -> bool:
-    """Returns whether a module matches as in peft: list entries match the end of its name, other settings are patterns."""
-    if isinstance(given, list):  # the files of some bases lack the start of each name
-        return f".{module}".endswith(f".{name}") or f".{name}".endswith(f".{module}")
-    return bool(re.fullmatch(name if isinstance(given, str) else rf"(.*\.)?({name})", module))

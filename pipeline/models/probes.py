@@ -10,7 +10,7 @@ import os
 import random
 from collections.abc import Callable
 
-from pipeline.models import hub
+from pipeline.system import hub
 
 FILE = "probes.json"
 LENGTHS = (4, 9, 17, 30)  # tokens of each probe

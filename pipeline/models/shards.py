@@ -26,7 +26,7 @@ from pipeline.errors import InputError
 from pipeline.models import fsdp_sync
 from pipeline.models.base import check_finite, configured, fp32_head, freeze, score_head, unreadable
 from pipeline.models.compatibility import safetensors_files
-from pipeline.models.hub import HEAD_NAMES, base_file, source
+from pipeline.system.hub import HEAD_NAMES, base_file, source
 
 
 def load_shards(

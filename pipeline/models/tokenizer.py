@@ -13,8 +13,8 @@ import re
 from typing import Any
 
 from pipeline.errors import InputError, in_brief
-from pipeline.models.hub import KEY, base_config, base_file, base_json, source
 from pipeline.models.template import set_template
+from pipeline.system.hub import KEY, base_config, base_file, base_json, source
 
 # Tokens that end a turn in common chat templates, even if tokenizer.eos_token is a different token.
 END_OF_TURN = (

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.config import schema
-from pipeline.config.stages import Stage
 from pipeline.errors import InputError
-from pipeline.inference.memory import MOST_ROWS, SAMPLING_BYTES, WORKSPACE
+from pipeline.job import schema
+from pipeline.job.stages import Stage
 from pipeline.models import adapter_files
 from pipeline.models.gpus import PEAK_TFLOPS
 from pipeline.planning.rows import Rows
@@ -21,6 +20,7 @@ from pipeline.planning.shape import Shape
 from pipeline.references import Ref
 from pipeline.settle.inputs import room_for_prompts
 from pipeline.settle.work import Sections
+from pipeline.writing.memory import MOST_ROWS, SAMPLING_BYTES, WORKSPACE
 
 GIB = 2**30
 
@@ -131,7 +131,7 @@ def settings(work: Sections, context: int) -> MemorySettings:
     if not stage.learns:
         rows = args.local_rollout_forward_batch_size
         return MemorySettings(0, width, work.bf16, False, 1, rows, prompt, completion)
-    from pipeline.ppo.forward import FORWARD_TOKENS
+    from pipeline.scoring.forward import FORWARD_TOKENS
 
     rows, decoded = args.per_device_train_batch_size, args.planned_rows(workers)
     if args.max_tokens_per_micro_batch:
@@ -215,7 +215,7 @@ def _rollout_items(shape: Shape, asked: MemorySettings, device: str, vllm: bool,
     """Returns the memory that sampling needs in addition to the base. vLLM has a base and a KV cache of its own, split over
     `gpus`; transformers needs the KV cache, the logits of the next token, and the activations of the prompts' forward.
     """
-    from pipeline.inference.decoder import PREFILL_TOKENS
+    from pipeline.writing.decoder import PREFILL_TOKENS
 
     rows, width = asked.rollout_rows, asked.width
     cache, size = f"KV cache: {rows} rows of {width} tokens", rows * width * shape.cache(asked.bf16)
@@ -409,7 +409,7 @@ def recomputes(worker: Any) -> bool:
     """
     import torch
 
-    from pipeline.inference.memory import free_bytes
+    from pipeline.writing.memory import free_bytes
 
     work = worker.work
     default = schema.keys(work.stage.trainer)["gradient_checkpointing"].get("default")

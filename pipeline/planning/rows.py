@@ -3,13 +3,13 @@
 import tempfile
 from dataclasses import dataclass, replace
 
-from pipeline.config.job import sources_of
 from pipeline.data.chunks import Chunk, plan
 from pipeline.data.feed import mix
 from pipeline.data.read import plan_reading
 from pipeline.data.report import split_of
 from pipeline.data.tasks import tokenize
 from pipeline.errors import InputError
+from pipeline.job.job import sources_of
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.settle.work import Sections
 from pipeline.system import storage

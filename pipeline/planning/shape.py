@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from pipeline.config import Model
 from pipeline.errors import InputError
-from pipeline.inference.memory import kv_bytes
-from pipeline.models.hub import base_config
+from pipeline.job import Model
+from pipeline.system.hub import base_config
+from pipeline.writing.memory import kv_bytes
 
 # The config.json of gated models, so that a plan needs neither their license nor a network
 _LLAMA_3 = {

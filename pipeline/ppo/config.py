@@ -1,6 +1,6 @@
-"""`PPOConfig` and `RolloutConfig`: the sections `trainer` and `rollout` of a PPO job. Plain data, no torch import.
+"""`PPOConfig`: the section `trainer` of a PPO job. Plain data, no torch import.
 
-Types and ranges of fields are checked when a job is read (config/schema.py), combinations when a section is made: InputError with
+Types and ranges of fields are checked when a job is read (job/schema.py), combinations when a section is made: InputError with
 the key.
 
 Names follow TRL's last `PPOConfig` (1.12), or else TRL 1.16's online trainers (GRPO, RLOO). An *episode* is one completion of
@@ -12,30 +12,31 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le
 
-from pipeline.errors import InputError, about, short
+from pipeline.errors import about
+from pipeline.job.ranges import (
+    Count,
+    Factor,
+    Fraction,
+    Norm,
+    Patience,
+    Rate,
+    Rows,
+    Seed,
+    Share,
+    Steps,
+    Weight,
+    require_value,
+)
 from pipeline.ppo import estimators
 from pipeline.ppo.estimators import Estimator
-from pipeline.ranges import Count, Factor, Fraction, Norm, Patience, Rate, Rows, Seed, Share, Steps, Weight
-
-# arguments of vllm.LLM that the job determines
-VLLM_FIXED = set(
-    """model revision dtype trust_remote_code quantization gpu_memory_utilization enable_lora max_loras max_lora_rank
-    max_model_len max_logprobs logprobs_mode generation_config disable_log_stats use_tqdm_on_load tensor_parallel_size""".split()
-)
 
 # Completions that a plan decodes at once, and the maximum in an evaluation, if free memory decides the number.
 PLANNED_ROWS = 64
 CHUNK_COMPLETIONS = 256  # size of a chunk if the job sets none
-
-
-def _require(settings: Any, key: str, allowed: bool, expected: str) -> None:
-    """Raises InputError if the value of a key is not allowed."""
-    if not allowed:
-        raise InputError(f"found {short(repr(getattr(settings, key)))}, expected {expected}", key=key)
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,7 @@ class PPOConfig:
     """Raise unless the KL to the reference is 0 before the first update: the policy must start as a copy of it."""
 
     def __post_init__(self) -> None:
-        require = partial(_require, self)
+        require = partial(require_value, self)
         name = self.advantage_estimator
         known = name in estimators.ESTIMATORS or name.startswith("python:")
         names = f"{', '.join(estimators.ESTIMATORS)} or python:MODULE:FUNCTION"
@@ -333,64 +334,3 @@ class PPOConfig:
     def logs(self, update: int, total: int) -> bool:
         """Returns True if this update, counted from 1, logs its metrics. An update with an evaluation always does."""
         return update % self.logging_steps == 0 or update == total or self.evaluates(update, total)
-
-
-@dataclass(frozen=True)
-class RolloutConfig:
-    """Settings of the rollout: who samples a PPO run's completions, with which engine, and how many updates behind."""
-
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """What decodes. transformers: the frozen base that the process holds anyway. vllm (the extra `vllm`): faster for large
-    models, at the cost of a second copy of the base."""
-    num_workers: Annotated[int, Ge(0), Le(1000)] = 0
-    """Rollout workers: Ray actors that hold the frozen base and every frozen role, sample completions and score them.
-    0: the training workers sample."""
-    staleness: Annotated[int, Ge(0), Le(64)] = 0
-    """How many updates old the policy is that samples: the one after update u - staleness samples the episodes of update u,
-    and the initial policy the first ones. 0: sampling and learning take turns. 1 or more: rollout workers sample while the
-    trainer learns."""
-    use_gpu: bool | None = None
-    """Whether a rollout worker holds its models on a GPU. By default as the trainer's workers, `scaling.use_gpu`."""
-    resources_per_worker: dict[str, Annotated[float, Ge(0)]] | None = None
-    """What each rollout worker requests from Ray. By default {CPU: 1}, or {GPU: tensor_parallel_size} with `use_gpu`."""
-    label_selector: dict[str, str] | None = None
-    """Labels of the nodes that rollout workers are placed on, as Ray's label_selector: for example {market: spot}."""
-    patience_s: Patience = 600.0
-    """Seconds that the trainer waits if there is no rollout worker. Then it samples by itself, until a rollout worker comes.
-    -1: no limit."""
-    chunk_timeout_s: Annotated[float, Ge(1), Le(365 * 86_400)] = 3600.0
-    """Seconds that a chunk may take, its rewards included, before its rollout worker is replaced. Loading the models may take
-    an hour, or this long if it is more."""
-    tensor_parallel_size: Annotated[int, Ge(1), Le(64)] = 1
-    """GPUs over which vLLM splits the base in each rollout worker."""
-    gpu_memory_utilization: Annotated[float, Gt(0), Lt(1)] | None = None
-    """Fraction of the GPU's memory for vLLM's copy of the base and its KV cache. By default what they need, or less
-    if less is free."""
-    vllm_kwargs: dict[str, Any] | None = None
-    """Other arguments of vllm.LLM, for example {max_num_seqs: 128, enforce_eager: true}."""
-    correction: Literal["none", "token", "sequence"] | None = None
-    """Off-policy correction: each advantage is multiplied by the probability ratio trainer / sampler, of its token or of its
-    completion, truncated at `correction_cap`. By default token for vllm, else none, because the correction made runs with
-    `staleness: 2` worse (docs/rollouts.md)."""
-    correction_cap: Annotated[float, Gt(1), Le(10**6)] = 3.0
-    """Largest ratio."""
-
-    def __post_init__(self) -> None:
-        require = partial(_require, self)
-        behind = "0 without rollout workers: no process samples ahead; set rollout.num_workers=1"
-        require("staleness", self.staleness == 0 or self.num_workers > 0, behind)
-        overruled = sorted(VLLM_FIXED & (self.vllm_kwargs or {}).keys())
-        require("vllm_kwargs", not overruled, f"none of what the sampler sets itself: {overruled}")
-        split = self.engine == "vllm" and self.use_gpu is True and self.num_workers > 0
-        one = "1 unless rollout workers (rollout.num_workers) decode with vLLM on GPUs (rollout.use_gpu=true)"
-        require("tensor_parallel_size", self.tensor_parallel_size == 1 or split, one)
-        for key in ("gpu_memory_utilization", "vllm_kwargs"):
-            allowed = self.engine == "vllm" or not getattr(self, key)
-            require(key, allowed, "null without rollout.engine=vllm")
-
-    @property
-    def corrects(self) -> Literal["token", "sequence"] | None:
-        """Returns `correction` (its default if it is None), or None for "none"."""
-        if self.correction is None:
-            return "token" if self.engine == "vllm" else None
-        return None if self.correction == "none" else self.correction

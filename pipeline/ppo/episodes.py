@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.inference.rows import Completion
 from pipeline.models.fsdp_sync import catch_up
 from pipeline.ppo.config import PPOConfig
+from pipeline.scoring.forward import Sequences, collate_ids
+from pipeline.writing.rows import Completion
 
 
 def world() -> tuple[int, int]:
@@ -103,19 +104,10 @@ class Totals(NamedTuple):
 
 
 @dataclass
-class Episodes:
-    """Episodes of an update, padded on the right: B rows, T tokens, R actions.
+class Episodes(Sequences):
+    """Episodes of an update: B rows, R actions. Action t of a row is its token `starts` + t."""
 
-    Action t of a row is its token `starts` + t.
-    """
-
-    indices: Tensor  # (B,) indices of the rows in the global batch
-    prompts: Tensor  # (B,) the first of `indices` with the same prompt
-    input_ids: Tensor  # (B, T) prompt and completion
-    starts: Tensor  # (B,) length of the prompt, which is the position of the first action
-    counts: Tensor  # (B,) length of the completion, including its end-of-sequence token
     ended: Tensor  # (B,) bool; False if truncated at the length limit
-    mask: Tensor  # (B, R) bool, on at actions; made from lengths, never from token ids
     sampler_logprobs: Tensor  # (B, R) log-probs reported by the engine
     # (B,) float64: weighted and clipped sum of the rewards' scores, minus the penalty for truncation
     scores: Tensor
@@ -129,29 +121,6 @@ class Episodes:
     advantages: Tensor  # (B, R)
     returns: Tensor  # (B, R)
     learn: Tensor  # (B, R) bool: the actions of `mask` that enter the loss
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def lengths(self, packs: Sequence[Sequence[int]] | None = None) -> list[int]:
-        """Returns the tokens of each row, or of each pack of rows with their prompt counted once."""
-        starts, counts = self.starts.tolist(), self.counts.tolist()
-        if packs is None:
-            packs = [[row] for row in range(len(self))]
-        return [starts[pack[0]] + sum(counts[row] for row in pack) for pack in packs]
-
-    def take(self, rows: Sequence[int]) -> Episodes:
-        """Returns the given rows, trimmed to the longest of them."""
-        index = torch.as_tensor(rows, device=self.indices.device)
-        width = int((self.starts + self.counts)[index].max())
-        actions = int(self.counts[index].max())
-        taken = {}
-        for field in fields(self):
-            tensor = getattr(self, field.name)[index]
-            if tensor.dim() == 2:
-                tensor = tensor[:, : width if field.name == "input_ids" else actions]
-            taken[field.name] = tensor
-        return Episodes(**taken)
 
     def gathered(self, batch_size: int) -> Episodes:
         """Returns the `batch_size` episodes of all workers, the same on each; row i has index i."""
@@ -184,33 +153,16 @@ def collate(
         indices: each row's index in the global batch of the update.
         pad: token id that fills rows up.
     """
-    token_ids = [[*p, *c.tokens] for p, c in zip(prompts, completions, strict=True)]
-    width, actions = max(map(len, token_ids)), max(len(c.tokens) for c in completions)
-    counts = torch.tensor([len(c.tokens) for c in completions], device=device)
-    mask = torch.arange(actions, device=device) < counts.unsqueeze(-1)
+    plain = collate_ids(prompts, [c.tokens for c in completions], device, indices, pad)
+    mask = plain.mask
     of_actions = "old_logprobs ref_logprobs teacher_logprobs values rewards advantages returns".split()
     later = {name: torch.zeros(mask.shape, device=device) for name in of_actions}
     later |= {n: torch.zeros(len(mask), device=device) for n in ("scores", "greedy_scores", "bootstrap")}
-    first: dict[tuple[int, ...], int] = {}
-    same = [first.setdefault(tuple(p), index) for p, index in zip(prompts, indices, strict=True)]
-    sampler_logprobs = [c.logprobs + [0.0] * (actions - len(c.tokens)) for c in completions]
+    sampler_logprobs = [c.logprobs + [0.0] * (mask.shape[1] - len(c.tokens)) for c in completions]
     return Episodes(
-        indices=torch.tensor(indices, device=device),
-        prompts=torch.tensor(same, device=device),
-        input_ids=torch.tensor([ids + [pad] * (width - len(ids)) for ids in token_ids], device=device),
-        starts=torch.tensor([len(p) for p in prompts], device=device),
-        counts=counts,
+        **vars(plain),
         ended=torch.tensor([c.ended for c in completions], device=device),
-        mask=mask,
         sampler_logprobs=torch.tensor(sampler_logprobs, device=device),
         learn=mask.clone(),
         **later,
     )
-
-
-def collate_ids(
-    prompts: Sequence[Sequence[int]], completions: Sequence[list[int]], device: torch.device
-) -> Episodes:
-    """Returns episodes for completions of which only the token ids are known."""
-    made = [Completion(ids, True, [0.0] * len(ids)) for ids in completions]
-    return collate(prompts, made, range(len(made)), 0, device)

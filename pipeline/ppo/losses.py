@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import Failure
+from pipeline.job.rollout import RolloutConfig
 from pipeline.ppo import estimators
-from pipeline.ppo.config import PPOConfig, RolloutConfig
+from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.episodes import Episodes, Totals, all_reduce
 from pipeline.ppo.functional import (
     kl_estimate,

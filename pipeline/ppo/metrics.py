@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.ppo.config import PPOConfig, RolloutConfig
+from pipeline.job.rollout import RolloutConfig
+from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.episodes import Episodes, all_reduce
 from pipeline.ppo.functional import kl_estimate, off_policy_weights
 

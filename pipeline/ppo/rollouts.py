@@ -16,10 +16,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipeline.inference.rows import Completion
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo.episodes import Episodes, collate, gather
 from pipeline.ppo.sampler import Chunk, Sampled, Sampler
+from pipeline.writing.rows import Completion
 
 VERSIONS_FILE = "versions.pt"
 Tensors = Mapping[str, Tensor]  # an adapter, with the tensor names of peft's files

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.inference.decoder import SlotDecoder
-from pipeline.inference.memory import GIB, decoding_rows
-from pipeline.inference.rows import Completion, Decoder, Sampling, seed_of
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo import forward
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.episodes import Episodes, all_reduce, collate, world
-from pipeline.ppo.rewards import Reward, Samples, raw_scores
+from pipeline.scoring import forward
+from pipeline.scoring.rewards import Reward, Samples, raw_scores
+from pipeline.writing.decoder import SlotDecoder
+from pipeline.writing.memory import GIB, decoding_rows
+from pipeline.writing.rows import Completion, Decoder, Sampling, seed_of
 
 Key = tuple[int, int, int]  # update, rank, and number among the rank's chunks of that update
 

@@ -15,9 +15,9 @@ import torch
 
 from pipeline.errors import InputError
 from pipeline.models.template import DATE
-from pipeline.ppo import forward
 from pipeline.ppo.episodes import Episodes
 from pipeline.ppo.sampler import Sampler
+from pipeline.scoring import forward
 
 
 @dataclass(frozen=True)

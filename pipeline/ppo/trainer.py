@@ -25,13 +25,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from pipeline.checks import raise_if_failed
-from pipeline.inference.rows import Decoder
+from pipeline.job.rollout import RolloutConfig
 from pipeline.models.adapters import SharedBase
 from pipeline.models.gpus import peak_flops
 from pipeline.models.lora import cast_once
-from pipeline.ppo import forward, losses
+from pipeline.ppo import losses
 from pipeline.ppo.clock import Phases
-from pipeline.ppo.config import PPOConfig, RolloutConfig
+from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.episodes import (
     Episodes,
     Totals,
@@ -44,12 +44,14 @@ from pipeline.ppo.episodes import (
 from pipeline.ppo.functional import adapted_kl_coef
 from pipeline.ppo.losses import POLICY_STATS, VALUE_STATS, RunningMoments
 from pipeline.ppo.metrics import episode_metrics, off_policy_metrics, seconds_at_peak
-from pipeline.ppo.rewards import AdapterReward, Reward, combined
-from pipeline.ppo.rng import kept_rng_state, rng_state, set_rng_state
 from pipeline.ppo.rollouts import Rollout, Rollouts, RolloutWorkers, Versions, assembled
 from pipeline.ppo.sampler import Chunk, Sampler, split_into_chunks
 from pipeline.ppo.selfcheck import rollout as checks
 from pipeline.ppo.teacher import Teacher
+from pipeline.scoring import forward
+from pipeline.scoring.rewards import AdapterReward, Reward, combined
+from pipeline.system.rng import kept_rng_state, rng_state, set_rng_state
+from pipeline.writing.rows import Decoder
 
 STATE_FILE = "ppo_state.json"  # file in a checkpoint
 # attributes of the trainer in that file

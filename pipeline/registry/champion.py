@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.config import OPERATORS, parse_gate
-from pipeline.config.job import SPLITS
+from pipeline.job import OPERATORS, parse_gate
+from pipeline.job.job import SPLITS
 from pipeline.registry.store import metric_key, search_filter
 
 

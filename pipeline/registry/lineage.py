@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import InputError
-from pipeline.models import adapter_files, hub
-from pipeline.models.hub import json_object
+from pipeline.models import adapter_files
+from pipeline.system import hub
+from pipeline.system.hub import json_object
 
 FILE = "lineage.json"
 LIBRARIES = ("torch", "transformers", "peft", "trl", "ray", "mlflow")

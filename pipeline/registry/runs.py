@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import run_folder
-from pipeline.config.identity import Identity
 from pipeline.errors import InputError, LeaseLost, causes, summary
+from pipeline.job.identity import Identity
 from pipeline.registry import store
 from pipeline.registry.store import Tracking
 from pipeline.system import process, storage

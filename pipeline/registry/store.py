@@ -13,8 +13,8 @@ from importlib.metadata import version
 from typing import Any
 from urllib.parse import quote, unquote
 
-from pipeline.config.identity import Identity
 from pipeline.errors import Failure, InputError, causes, summary
+from pipeline.job.identity import Identity
 from pipeline.system import deadline, storage, terminal
 from pipeline.system.credentials import has_credentials, user_and_password, without_credentials
 

@@ -12,17 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipeline.config import make
-from pipeline.config.stages import TRAINED, headline
 from pipeline.data.counts import count, most_frequent
 from pipeline.errors import InputError, summary
+from pipeline.job import make
+from pipeline.job.stages import TRAINED, headline
 from pipeline.metrics import SPEED, Metric
-from pipeline.models import hub
 from pipeline.references import Ref
 from pipeline.registry.champion import Champion, Gate, champion_of, evaluate_gate, measured_on
 from pipeline.registry.lineage import folder_digests
 from pipeline.registry.store import client, metric_key, search_filter
-from pipeline.system import storage
+from pipeline.system import hub, storage
 from pipeline.system.credentials import without_credentials
 
 DIGEST = 19  # characters that are shown of `sha256:...` or `commit:...`, and that tell digests apart

@@ -9,11 +9,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pipeline import registry
+from pipeline import registry, text
 from pipeline.errors import summary
 from pipeline.report.gather import Run, newest, read
 from pipeline.run_folder import REPORT, RESULT
-from pipeline.system import storage
+from pipeline.system import console, storage, terminal
 
 
 def write(
@@ -40,9 +40,15 @@ def write(
     return storage.join(folder, REPORT)
 
 
-def attach(result: dict[str, Any]) -> str | None:
-    """Draws the report of the run that just ended, into its folder and onto its page in MLflow; see of_several."""
-    return of_several([result["folder"]], result["folder"], result=result)
+def of_run(result: dict[str, Any]) -> None:
+    """Draws the report of a finished run into its folder and onto its page in MLflow, unless it has one or wants none."""
+    folder = result["folder"]
+    if not result["job"]["run"]["report"] or storage.exists(storage.join(folder, REPORT)):
+        return
+    with console.waiting("drawing the report"):
+        drawn = of_several([folder], folder, result=result)
+    if drawn:
+        terminal.say(text.row("report", storage.relative(drawn)), result=True)
 
 
 def of_several(folders: list[str], folder: str, result: dict[str, Any] | None = None) -> str | None:

@@ -8,9 +8,9 @@ from typing import Any
 from urllib.parse import quote
 
 from pipeline import registry, run_folder
-from pipeline.config.stages import INPUTS
 from pipeline.data.counts import count, most_frequent
 from pipeline.errors import InputError, summary
+from pipeline.job.stages import INPUTS
 from pipeline.references import Ref
 from pipeline.report.panels import History
 from pipeline.system import storage

@@ -1,14 +1,13 @@
 """The top of a page: a run's headline metrics and its facts."""
 
-from typing import Any
-
-from pipeline.config.stages import headline as metrics_of
+from pipeline.job.stages import headline as metrics_of
 from pipeline.metrics import Metric, find
 from pipeline.report import preferences
 from pipeline.report.gather import Run
-from pipeline.report.plots import number
+from pipeline.run.summary import how_it_ended
 from pipeline.system import prices
 from pipeline.system.terminal import duration
+from pipeline.text import number
 
 # (stage, its metric) for several runs, the most important first
 OVERVIEW = (
@@ -75,15 +74,3 @@ def facts(run: Run) -> list[tuple[str, str]]:
         ("folder", run.folder),
     ]
     return [(name, value) for name, value in entries if value]
-
-
-def how_it_ended(result: dict[str, Any]) -> str | None:
-    """Returns which step was kept as the best and why training stopped early, from a result.json, or None if neither applies."""
-    kept, ended = result.get("kept", {}), result.get("ended", {})
-    parts = []
-    if kept.get("by"):
-        value = number(kept.get("value"))
-        parts.append(f"kept step {kept.get('step')} of {ended.get('step')}: the best {kept['by']}, {value}")
-    if ended.get("early"):
-        parts.append(f"stopped at step {ended.get('step')} of {ended.get('of')}: {ended['early']}")
-    return "; ".join(parts) or None

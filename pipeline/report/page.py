@@ -8,10 +8,10 @@ import jinja2
 import yaml
 from markupsafe import Markup, escape
 
-from pipeline import references
-from pipeline.config.stages import STAGE
+from pipeline import references, text
 from pipeline.data.counts import versions_in_words
 from pipeline.data.report import name_of
+from pipeline.job.stages import STAGE
 from pipeline.registry.store import flatten
 from pipeline.report import evaluations, gather, headline, plots, preferences
 from pipeline.report.gather import Run
@@ -31,7 +31,7 @@ def render(runs: list[Run]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    functions = (plots.number, versions_in_words, name_of, title_of, marked, as_yaml)
+    functions = (text.number, versions_in_words, name_of, title_of, marked, as_yaml)
     environment.globals.update({one.__name__: one for one in functions})
     environment.globals.update(
         headline=headline, evaluations=evaluations, gather=gather, references=references

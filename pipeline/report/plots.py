@@ -11,6 +11,7 @@ from html import escape
 from typing import Any, NamedTuple
 
 from pipeline.report.panels import HELD_OUT, History, Panel, Points
+from pipeline.text import number
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 INK, FAINT, GRID = "#1f2328", "#6e7781", "#d8dee4"
@@ -212,12 +213,3 @@ def _name_ends(axes: Any, ends: list[tuple[str, float, str]]) -> None:
     for y, name, color in placed:
         at = (1.015, y - overshoot)
         axes.annotate(str(name), at, xycoords="axes fraction", color=color, va="center", fontsize=8)
-
-
-def number(value: float | None) -> str:
-    """Returns a number with three digits, without an exponent if it is near 1."""
-    if value is None:
-        return ""
-    if value == 0 or 1e-3 <= abs(value) < 1e5:
-        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return f"{value:.1e}"

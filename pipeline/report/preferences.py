@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 from pipeline.report import plots
-from pipeline.report.plots import COLORS, DASHED, INK, Drawing, number
+from pipeline.report.plots import COLORS, DASHED, INK, Drawing
 from pipeline.statistics import calibration, correlation, mean
+from pipeline.text import number
 
 Pair = dict[str, float]
 

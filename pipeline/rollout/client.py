@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipeline.ppo.rollouts import Tensors
     from pipeline.ppo.sampler import Chunk, Sampled
     from pipeline.ppo.trainer import PPOTrainer
-    from pipeline.runtime.worker import Worker
+    from pipeline.run.worker import Worker
 
 
 class Client:

@@ -18,9 +18,9 @@ from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.errors import Failure, InputError, OutOfMemory, SelfCheckFailed, in_brief
-from pipeline.on_ray import placement
-from pipeline.on_ray.placement import Bundle
 from pipeline.rollout.worker import NumericSettings, RolloutWorker
+from pipeline.settle import placement
+from pipeline.settle.placement import Bundle
 from pipeline.settle.work import Work
 from pipeline.system import terminal
 

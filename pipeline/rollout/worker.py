@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from pipeline.runtime.host import Host
+from pipeline.run.host import Host
 from pipeline.settle.work import Work
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ class RolloutWorker:
         from transformers import set_seed
 
         from pipeline.ppo.sampler import Sampler
-        from pipeline.runtime import memory, roles
-        from pipeline.runtime.worker import name_output
+        from pipeline.run import memory, roles
+        from pipeline.run.worker import name_output
         from pipeline.system.lease import hold
 
         name_output("rollout")
@@ -69,7 +69,7 @@ class RolloutWorker:
         """Makes this worker compute like the trainers. Starts vLLM if the job samples with vLLM."""
         import torch
 
-        from pipeline.runtime import memory, roles
+        from pipeline.run import memory, roles
 
         self.load()
         if settings == self.settings:
@@ -98,7 +98,7 @@ class RolloutWorker:
             tensors: reference to the version's adapter, which is fetched unless this worker holds it.
         """
         from pipeline.ppo.rollouts import digest
-        from pipeline.runtime import memory
+        from pipeline.run import memory
 
         self.apply_settings(settings)
         one = pickle.loads(chunk)

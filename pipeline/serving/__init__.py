@@ -3,7 +3,7 @@
     make serve    or    python -m pipeline serve jobs/demo/serve.yaml
 
 A request passes `app.py` (HTTP, a Ray Serve application), `answer.py` (its choices, in one piece or streamed) and `batching.py`
-(the rows of all requests) on its way to a decoder of pipeline.inference. `protocol.py` reads requests, `models.py` starts the
+(the rows of all requests) on its way to a decoder of pipeline.writing. `protocol.py` reads requests, `models.py` starts the
 decoder and holds the versions of a replica, `scores.py` runs reward models, `feedback.py` stores users' feedback on answers,
 and `metrics.py` counts. `proxy.py` limits the time for a request's headers.
 """

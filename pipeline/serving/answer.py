@@ -21,10 +21,10 @@ from tokenizers.decoders import DecodeStream
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from pipeline.errors import in_brief
-from pipeline.inference.rows import Sampling
 from pipeline.serving.batching import ServedRow, Token
 from pipeline.serving.models import Served
 from pipeline.serving.protocol import ChatRequest, CompletionRequest, Refused
+from pipeline.writing.rows import Sampling
 
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # for byte-level vocabularies
 

@@ -32,10 +32,9 @@ from pipeline.data.encode import Encoder, Example
 from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import RowError
 from pipeline.errors import in_brief
-from pipeline.inference.rows import Sampling
-from pipeline.runtime import memory
-from pipeline.runtime.host import Host
-from pipeline.runtime.roles import longest_row
+from pipeline.run import memory
+from pipeline.run.host import Host
+from pipeline.run.roles import longest_row
 from pipeline.serving import LOOPBACK, REQUEST_S, answer, protocol
 from pipeline.serving.answer import Answer, Mailbox, Stream, limit
 from pipeline.serving.feedback import FeedbackStore, encoders, folder_of
@@ -46,6 +45,7 @@ from pipeline.serving.scores import ROWS, Scores
 from pipeline.settle.work import Work
 from pipeline.system import console
 from pipeline.system.credentials import without_credentials
+from pipeline.writing.rows import Sampling
 
 TOO_LONG = "context_length_exceeded"  # OpenAI's code
 HEAD = "node:__internal_head__"  # a resource that Ray gives to the head

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pipeline.errors import SelfCheckFailed
-from pipeline.inference.rows import Decoder, Row
 from pipeline.serving.protocol import Refused
+from pipeline.writing.rows import Decoder, Row
 
 ENDED = "the batcher has ended"  # it was closed, or its decoder cannot continue
 

@@ -21,11 +21,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Serve
 from pipeline.data.encode import Encoder
 from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
+from pipeline.job import Serve
 from pipeline.serving.protocol import Feedback, Refused
 from pipeline.system import storage
 

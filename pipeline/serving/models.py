@@ -17,22 +17,22 @@ import torch
 
 from pipeline import registry
 from pipeline.errors import InputError, in_brief
-from pipeline.inference.decoder import PREFILL_TOKENS, SlotDecoder
-from pipeline.inference.memory import free_bytes, kv_bytes
-from pipeline.inference.vllm import VllmDecoder, accepted_rank, start_llm
 from pipeline.models import adapter_files
 from pipeline.models.adapters import SharedBase
 from pipeline.models.base import check_base
-from pipeline.models.hub import base_config, base_json
 from pipeline.models.tokenizer import eos_ids, template_digest
-from pipeline.ppo.rewards import Reward
 from pipeline.references import Ref
-from pipeline.runtime import roles
-from pipeline.runtime.host import Host
+from pipeline.run import roles
+from pipeline.run.host import Host
+from pipeline.scoring.rewards import Reward
 from pipeline.serving.batching import Batcher
 from pipeline.serving.protocol import TOP_LOGPROBS
 from pipeline.settle.inputs import checked
 from pipeline.settle.work import Input, Work
+from pipeline.system.hub import base_config, base_json
+from pipeline.writing.decoder import PREFILL_TOKENS, SlotDecoder
+from pipeline.writing.memory import free_bytes, kv_bytes
+from pipeline.writing.vllm import VllmDecoder, accepted_rank, start_llm
 
 BASE = "base"  # the version of the bare base
 MAX_ADAPTERS = 8  # adapters per vLLM batch; requests for others wait

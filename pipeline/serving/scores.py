@@ -8,13 +8,13 @@ from typing import Any
 from pipeline.data.encode import Encoder
 from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import Dropped, RowError
-from pipeline.evaluation.pairs import named, samples_of
 from pipeline.models.template import text_as_chat
 from pipeline.references import Ref
-from pipeline.runtime.host import Host
+from pipeline.run.host import Host
 from pipeline.serving.batching import Batcher
 from pipeline.serving.models import Served, ends
 from pipeline.settle.inputs import unfilled
+from pipeline.stages.pairs import named, samples_of
 
 ROWS = 4096  # maximum rows of a request
 Sample = tuple[list[int], list[int], dict[str, Any]]  # prompt ids, completion ids, row

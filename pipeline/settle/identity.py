@@ -6,9 +6,9 @@ import os
 import time
 from dataclasses import replace
 
-from pipeline.config import Job, gates, judge
-from pipeline.config.identity import identity_of
-from pipeline.config.job import SPLITS, sources_of
+from pipeline.job import Job, gates, judge
+from pipeline.job.identity import identity_of
+from pipeline.job.job import SPLITS, sources_of
 from pipeline.metrics import greater_is_better
 from pipeline.references import Ref
 from pipeline.registry.champion import Gate

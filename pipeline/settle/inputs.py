@@ -10,18 +10,18 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeline import registry
-from pipeline.config import Job, Model, judge
-from pipeline.config.job import HUB, transforms
-from pipeline.config.stages import INPUTS, Stage
 from pipeline.errors import InputError, about
-from pipeline.models import adapter_files, hub
+from pipeline.job import Job, Model, judge, lora
+from pipeline.job.job import HUB, transforms
+from pipeline.job.rollout import RolloutConfig
+from pipeline.job.stages import INPUTS, Stage
+from pipeline.models import adapter_files
 from pipeline.models.compatibility import Base, unmergeable
-from pipeline.ppo.config import RolloutConfig
 from pipeline.references import Ref
 from pipeline.registry import lineage
 from pipeline.settle.identity import tracking_of
 from pipeline.settle.work import Input, Work
-from pipeline.system import storage, terminal
+from pipeline.system import hub, storage, terminal
 from pipeline.system.functions import digest, imported
 
 # Arguments that every Python reward may have
@@ -233,9 +233,9 @@ def _check_supported(work: Work, name: str, folder: str, base: Base, scores: boo
     stage, adapter = work.stage, adapter_files.settings(folder)
     modules = adapter_files.ranks(adapter_files.shapes(folder))
     dora, problem = adapter.get("use_dora"), None
-    on_head = adapter_files.adapts_lm_head(list(modules))
+    on_head = lora.adapts_lm_head(list(modules))
     merged = stage.runs_in == "here" or (stage.learns and name == "policy")
-    ignored = None if scores or name == "teacher" else adapter_files.ignored_by_vllm(adapter)
+    ignored = None if scores or name == "teacher" else lora.ignored_by_vllm(adapter)
     if on_head and stage.trl:
         problem = "adapts lm_head, to which TRL's trainers apply no adapter; train one without it"
     elif merged and (found := unmergeable(base, modules, bool(adapter.get("lora_bias")), scores)):

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pipeline.config import Job, rules
-from pipeline.on_ray.placement import ACCELERATOR_TYPE, Bundle, Group, Places, on_cluster
+from pipeline.job import Job, rules
+from pipeline.settle.placement import ACCELERATOR_TYPE, Bundle, Group, Places, on_cluster
 
 CLUSTER_ONLY = ("accelerator_type", "label_selector", "placement_strategy")  # keys that choose among nodes
 

@@ -1,20 +1,24 @@
 """Reads and tokenizes the rows of a run, and makes the checks that need the rows."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pipeline.config.job import Data, transforms
 from pipeline.errors import InputError
-from pipeline.on_ray import placement, session
+from pipeline.job.job import Data, transforms
 from pipeline.settle.inputs import GIVEN, digests_of_functions, unfilled
 from pipeline.settle.work import Input, Work
 from pipeline.system import functions, storage
 
 
-def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
-    """Returns the work with the rows' digests, the tokenized rows by name, and the report on the rows."""
+def tokenize(work: Work, start_ray: Callable[[], Any] | None = None) -> tuple[Work, dict[str, Any], Any]:
+    """Returns the work with the rows' digests, the tokenized rows by name, and the report on the rows.
+
+    Args:
+        start_ray: opens a Ray session for many rows, or None if the job has one.
+    """
     from pipeline.data import read
 
     print("reading and tokenizing the rows", flush=True)
@@ -23,13 +27,11 @@ def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
     report: Any = None
     mixture: Any = None
     cache = given.cache_dir or storage.join(work.run.storage_path, "data")
-    # A job in process starts Ray only if it has many rows.
-    start_ray = partial(session.session, placement.ROWS, work.run.storage_path, work.uri)
     prepare = partial(
         read.prepare,
         tokenizer=work.tokenizer,
         cache_root=cache,
-        ray_for_rows=start_ray if work.places.in_process else None,
+        ray_for_rows=start_ray,
     )
     if given.train or given.eval:
         packing = bool(work.trainer.get("packing"))

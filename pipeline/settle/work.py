@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from pipeline.config import Data, Model, Run, Serve
-from pipeline.config.identity import Identity
-from pipeline.config.stages import Stage
-from pipeline.on_ray.placement import Places
-from pipeline.ppo.config import RolloutConfig
+from pipeline.job import Data, Model, Run, Serve
+from pipeline.job.identity import Identity
+from pipeline.job.rollout import RolloutConfig
+from pipeline.job.stages import Stage
 from pipeline.registry import Gate, Tracking
+from pipeline.settle.placement import Places
 from pipeline.system.lease import Lease
 
 

@@ -8,9 +8,9 @@ that the job names as `reference`.
 
 from typing import Any
 
-from pipeline.config import Job
-from pipeline.runtime.run import launch
-from pipeline.runtime.worker import Worker
+from pipeline.job import Job
+from pipeline.run.launch import launch
+from pipeline.run.worker import Worker
 
 
 def run(job: Job) -> dict[str, Any]:

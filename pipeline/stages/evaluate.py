@@ -13,10 +13,10 @@ restart after a lost node. They write their results in parts, as `score` does, f
 from typing import Any
 
 from pipeline import registry, run_folder
-from pipeline.config import Job
-from pipeline.runtime.run import launch
-from pipeline.runtime.summary import best_of_n_table, probes_table, subsets_table
-from pipeline.runtime.worker import Outcome, Worker
+from pipeline.job import Job
+from pipeline.run.launch import launch
+from pipeline.run.summary import best_of_n_table, probes_table, subsets_table
+from pipeline.run.worker import Outcome, Worker
 from pipeline.settle.work import Work
 from pipeline.system import storage, terminal
 
@@ -51,10 +51,10 @@ def promote(work: Work, result: dict[str, Any]) -> registry.Version | None:
 
 
 def train(worker: Worker) -> dict[str, Any]:
-    from pipeline import evaluation
-    from pipeline.evaluation import benchmarks, pairs, probes
     from pipeline.models.tokenizer import warn_of_endless
-    from pipeline.runtime import roles
+    from pipeline.run import roles
+    from pipeline.stages import benchmarks, pairs, probes
+    from pipeline.stages import comparison as evaluation
 
     shared = roles.shared_base(worker)
     rewards, judge = roles.add_rewards(worker, shared), roles.judge(worker, shared)

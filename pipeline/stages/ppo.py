@@ -16,15 +16,15 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config import Job
-from pipeline.runtime.run import launch
-from pipeline.runtime.worker import Outcome, Worker
+from pipeline.job import Job
+from pipeline.run.launch import launch
+from pipeline.run.worker import Outcome, Worker
 from pipeline.settle.work import Work
 
 if TYPE_CHECKING:
-    from pipeline.evaluation import Comparison
     from pipeline.ppo.trainer import PPOTrainer
-    from pipeline.runtime.best import Best
+    from pipeline.run.best import Best
+    from pipeline.stages.comparison import Comparison
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -43,11 +43,11 @@ def rollout_workers(work: Work) -> AbstractContextManager[Any]:
 def train(worker: Worker) -> dict[str, Any]:
     from transformers import set_seed
 
-    from pipeline import evaluation
     from pipeline.planning import plan
     from pipeline.ppo import teacher as teachers
     from pipeline.ppo.trainer import PPOTrainer
-    from pipeline.runtime import best, roles
+    from pipeline.run import best, roles
+    from pipeline.stages import comparison as evaluation
 
     args = replace(worker.args, gradient_checkpointing=plan.recomputes(worker))
     client = None
@@ -112,8 +112,8 @@ def _after_update(
     total: int,
 ) -> bool:
     """Logs an update, compares its evaluation, and saves a checkpoint if one is due. Returns True if training must stop."""
-    from pipeline.judges.reward import JudgeReward
     from pipeline.models.tokenizer import warn_of_endless
+    from pipeline.scoring.judges.reward import JudgeReward
 
     args = trainer.args
     if update == 1 and worker.rank == 0:
@@ -144,7 +144,7 @@ def _finish(
     worker: Worker, trainer: PPOTrainer, tracked: Best | None, comparison: Comparison | None
 ) -> dict[str, Any]:
     """Puts the weights back that the run keeps, evaluates them, and saves the policy. Returns what result.json says."""
-    from pipeline.runtime import best, roles
+    from pipeline.run import best, roles
 
     shared = trainer.shared
     if tracked and comparison and trainer.update == trainer.total:

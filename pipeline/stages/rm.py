@@ -8,10 +8,10 @@ its scores on held-out completions, with which PPO normalizes them.
 
 from typing import Any
 
-from pipeline.config import Job
+from pipeline.job import Job
+from pipeline.run.launch import launch
+from pipeline.run.worker import Worker
 from pipeline.run_folder import DOUBTFUL, PAIRS
-from pipeline.runtime.run import launch
-from pipeline.runtime.worker import Worker
 from pipeline.system.progress import Bar
 
 TABLE, WORST = 4096, 8  # maximum number of pairs in the report, and of those that it shows as text

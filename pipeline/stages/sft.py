@@ -7,9 +7,9 @@ TRL's SFTTrainer on completion-only labels. Registers the adapter that dpo and p
 
 from typing import Any
 
-from pipeline.config import Job
-from pipeline.runtime.run import launch
-from pipeline.runtime.worker import Worker
+from pipeline.job import Job
+from pipeline.run.launch import launch
+from pipeline.run.worker import Worker
 
 SAMPLES = 8  # held-out prompts in the report
 # Most tokens of such a prompt and of its completion, so that their cache takes less memory than training

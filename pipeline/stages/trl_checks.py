@@ -21,7 +21,7 @@ from pipeline.models.adapters import tensors_in
 from pipeline.models.precision import precision_of
 from pipeline.models.template import GENERATION, user_header_and_generation_prompt
 from pipeline.models.tokenizer import eos_ids
-from pipeline.runtime.worker import Worker
+from pipeline.run.worker import Worker
 
 CHECKED_ROWS = 64  # number of rows whose tokens are checked
 FORWARD_ROWS = 4  # number of the shortest of these rows, which go through the model

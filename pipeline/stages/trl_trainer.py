@@ -18,12 +18,12 @@ from pipeline.checks import raise_if_failed
 from pipeline.models import adapter_files, probes
 from pipeline.models.adapters import as_peft_model, errors_of_peft
 from pipeline.models.gpus import peak_flops
-from pipeline.models.hub import json_object
 from pipeline.planning import plan
-from pipeline.runtime import best
-from pipeline.runtime.best import FIX, Best
-from pipeline.runtime.worker import Outcome, Worker, peak_memory
+from pipeline.run import best
+from pipeline.run.best import FIX, Best
+from pipeline.run.worker import Outcome, Worker, peak_memory
 from pipeline.stages import trl_checks
+from pipeline.system.hub import json_object
 from pipeline.system.progress import Bar
 
 REFERENCE = "ref"  # TRL's name of a DPOTrainer's frozen reference adapter

@@ -17,14 +17,14 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from pipeline.config import Job, load_job, schema
-from pipeline.config.gates import LOSS, Metrics
-from pipeline.config.identity import identity_of
-from pipeline.config.stages import TRAINED
-from pipeline.config.yaml_tree import Tree
 from pipeline.errors import InputError, show
+from pipeline.job import Job, load_job, schema
+from pipeline.job.gates import LOSS, Metrics
+from pipeline.job.identity import identity_of
+from pipeline.job.stages import TRAINED
+from pipeline.job.yaml_tree import Tree
 from pipeline.metrics import IMPLICIT, find, greater_is_better
-from pipeline.runtime.resume import essence
+from pipeline.run.resume import essence
 from pipeline.system import storage
 
 EXAMPLE = "for example trainer.learning_rate=1e-4,3e-4"

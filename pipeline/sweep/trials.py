@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from pipeline import registry
-from pipeline.config import libraries
+from pipeline import registry, report
 from pipeline.errors import in_brief, summary
-from pipeline.on_ray import placement, session
-from pipeline.on_ray.placement import Places
-from pipeline.runtime.run import launch
-from pipeline.runtime.worker import name_output
+from pipeline.job import libraries
+from pipeline.run import session
+from pipeline.run.launch import launch
+from pipeline.run.worker import name_output
+from pipeline.settle import placement
+from pipeline.settle.placement import Places
 from pipeline.settle.work import SweepHandle
 from pipeline.sweep import table
 from pipeline.sweep.space import Sweep, SweepSettings
@@ -108,7 +109,7 @@ def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
         try:
             train = importlib.import_module(f"pipeline.stages.{job.stage}").train
             with registry.nested_under(handle.run_id):
-                launch(job, train, sweep=handle, companion=rollout_workers)
+                report.of_run(launch(job, train, sweep=handle, companion=rollout_workers))
         except Exception as error:
             failure = without_secrets(summary(error))
             print(f"failed: {failure}", flush=True)
@@ -203,8 +204,8 @@ class Rungs:
         self.lines: list[str] = []  # this driver's lines for the terminal
         self.ended = ended
         for trial, reports in known.items():
-            for report in reports:
-                self._note(trial, report)
+            for one in reports:
+                self._note(trial, one)
 
     def report(self, trial: str, step: int, total: int, figure: float) -> str | None:
         """Records an evaluation. Returns why the trial must stop, or None.

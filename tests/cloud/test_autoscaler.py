@@ -36,8 +36,8 @@ LISTS = """initialization_commands setup_commands head_setup_commands worker_set
     worker_start_ray_commands cluster_synced_files rsync_exclude rsync_filter""".split()
 WAITS = """
 import ray, sys, time
-from pipeline.config import load_job
-from pipeline.on_ray import placement
+from pipeline.job import load_job
+from pipeline.settle import placement
 from pipeline.settle.places import places_of
 
 ray.init(log_to_driver=False, logging_level="error")

@@ -14,7 +14,7 @@ from environments import install
 from running import ROOT
 
 from pipeline.commands.run import ORDER, overrides_of
-from pipeline.config import load_job
+from pipeline.job import load_job
 
 FILE = ROOT / "jobs/cloud/sky.yaml"
 TASK = yaml.safe_load(FILE.read_text())

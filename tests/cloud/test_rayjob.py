@@ -11,7 +11,7 @@ from running import ROOT
 
 from pipeline.cloud import rayjob
 from pipeline.commands.run import ORDER, overrides_of
-from pipeline.config import load_job
+from pipeline.job import load_job
 
 SHIPPED = ROOT / "jobs/rayjob.yaml"
 MLFLOW = "mlflow.tracking_uri=http://m:5000"

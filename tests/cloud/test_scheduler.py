@@ -17,11 +17,11 @@ from settled import plan_of
 
 from pipeline.cloud import clusterfile, preflight, rayjob
 from pipeline.cloud.workload import workload_of
-from pipeline.config import load_job
-from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
-from pipeline.on_ray.placement import GPU_LABEL
+from pipeline.job import load_job
+from pipeline.job.stages import STAGE
 from pipeline.planning import plan
+from pipeline.settle.placement import GPU_LABEL
 from pipeline.settle.places import places_of
 
 FILES = ["cluster.yaml", "jobs/cloud/gcp.yaml"]

@@ -22,8 +22,8 @@ from pipeline.__main__ import main
 from pipeline.cloud import preflight, submit
 from pipeline.cloud.clusterfile import NodeType
 from pipeline.cloud.workload import workload_of
-from pipeline.config import load_job
 from pipeline.errors import InputError
+from pipeline.job import load_job
 
 GPU = NodeType({"CPU": 8.0, "GPU": 1.0}, max_workers=4)
 
@@ -62,7 +62,7 @@ def test_every_local_path_of_a_job_is_looked_for_in_the_upload(in_root):
 
 def test_keys_and_tokens_in_the_folder_are_not_uploaded(tmp_path):
     shutil.copy(ROOT / ".rayignore", tmp_path)
-    sent = ["pipeline/runtime/run.py", "jobs/demo/sft.yaml", "my_rewards.py", "data/rows.jsonl"]
+    sent = ["pipeline/run/launch.py", "jobs/demo/sft.yaml", "my_rewards.py", "data/rows.jsonl"]
     for name in [*SECRETS, *sent]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")

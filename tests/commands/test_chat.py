@@ -7,8 +7,8 @@ from toy_models import BASE, tokenizer
 
 from pipeline.__main__ import main
 from pipeline.commands.chat import Chat, Writer
-from pipeline.config import load_job
-from pipeline.runtime.host import load_host
+from pipeline.job import load_job
+from pipeline.run.host import load_host
 
 MODELS = ["policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"]
 

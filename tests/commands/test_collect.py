@@ -14,10 +14,10 @@ from running import ROOT
 from toy_models import registered
 
 from pipeline.commands import collect
-from pipeline.config import Collect
 from pipeline.data.messages import plain
 from pipeline.data.shapes import KIND, kind_of, parse, shape_of
 from pipeline.errors import InputError
+from pipeline.job import Collect
 
 
 def sample(text: str, score: float, ended: bool = True) -> dict:

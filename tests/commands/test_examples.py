@@ -6,7 +6,7 @@ import pytest
 from running import ROOT, stage
 
 from pipeline.commands import validate
-from pipeline.config import load_job
+from pipeline.job import load_job
 
 EXAMPLES = sorted(path.stem for path in (ROOT / "jobs/examples").glob("*.yaml"))
 # job -> number of kept rows, dropped rows by reason

@@ -30,10 +30,10 @@ from transformers import AutoModelForSequenceClassification
 from pipeline import registry
 from pipeline.__main__ import main
 from pipeline.commands import export
-from pipeline.config import load_job
+from pipeline.job import load_job
 from pipeline.models.base import base_identity
 from pipeline.registry import lineage
-from pipeline.runtime.host import Host
+from pipeline.run.host import Host
 from pipeline.settle.identity import tracking_of
 
 MODELS = ["policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"]

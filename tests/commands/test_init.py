@@ -12,7 +12,7 @@ from running import ROOT
 from pipeline.__main__ import main
 from pipeline.commands import shipped, validate
 from pipeline.commands.init import EXAMPLES, TAKES
-from pipeline.config import load_job
+from pipeline.job import load_job
 from pipeline.settle.inputs import check_paths
 
 MODEL = str(ROOT / "jobs/demo/model")

@@ -14,8 +14,8 @@ from running import ROOT, stage
 from toy_models import tokenizer
 
 from pipeline.commands import collect, generate
-from pipeline.config import Collect
-from pipeline.ppo.rewards import AdapterReward, Samples
+from pipeline.job import Collect
+from pipeline.scoring.rewards import AdapterReward, Samples
 
 POLICY, REWARD = "policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"
 pytestmark = pytest.mark.usefixtures("embedded_ray")

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from pipeline.commands import run as rlhf
-from pipeline.config import load_job
 from pipeline.errors import InputError
+from pipeline.job import load_job
 
 
 def test_the_summary_shows_the_results_of_the_profile():

@@ -17,9 +17,9 @@ from running import ROOT, client
 from pipeline import registry
 from pipeline.__main__ import main
 from pipeline.commands import sweep as command
-from pipeline.config.identity import identity_of
 from pipeline.errors import InputError
-from pipeline.runtime.resume import essence
+from pipeline.job.identity import identity_of
+from pipeline.run.resume import essence
 from pipeline.settle.identity import tracking_of
 from pipeline.sweep import space
 

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_data import ROWS, make, tokenizer, write
 
-from pipeline.config import Data
 from pipeline.data import chunks, counts, files, read, tasks
 from pipeline.data.chunks import Chunk
 from pipeline.data.counts import Counts, RowsDigest
 from pipeline.data.report import Report
 from pipeline.data.shapes import kind_of, parse
+from pipeline.job import Data
 
 PPO3, SFT1 = "models:/demo-ppo/3", "models:/demo-sft/1"
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_data import make, rows_of, tokenizer, write
 
-from pipeline.config.job import Source
 from pipeline.data import chunks, read
 from pipeline.data.feed import ExactBatchSampler, Mixture, mix
 from pipeline.errors import InputError
+from pipeline.job.job import Source
 from pipeline.ppo.episodes import prompt_order
 
 SOURCES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=4)

@@ -5,12 +5,12 @@ import csv
 import pytest
 from toy_data import make, write
 
-from pipeline.config import Data
 from pipeline.data import guess
 from pipeline.data.files import find
 from pipeline.data.preview import preprocessing, resolve_labels
 from pipeline.data.reshape import Rule
 from pipeline.errors import InputError
+from pipeline.job import Data
 
 PAIR = {"q": "Why is it so?", "a": "Because of this.", "b": "No idea at all."}
 COLUMNS = {"prompt": "q", "first": "a", "second": "b", "label": "better"}

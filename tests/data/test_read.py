@@ -11,10 +11,10 @@ import pytest
 from running import ROOT, SHARED
 from toy_data import CHATML, ROWS, make, rows_of, tokenizer, write
 
-from pipeline.config import Data
 from pipeline.data import read
 from pipeline.data.read import prepare
 from pipeline.errors import InputError
+from pipeline.job import Data
 
 
 def test_rows_become_tokens_in_order_and_are_reused(tmp_path, monkeypatch):

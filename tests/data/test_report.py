@@ -15,7 +15,7 @@ from pipeline.data.tasks import sample
 from pipeline.data.values import RowError, show
 from pipeline.errors import InputError, visible
 from pipeline.models.tokenizer import eos_ids
-from pipeline.runtime.summary import sample_table
+from pipeline.run.summary import sample_table
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\r\x9b31m\x7f\x08\u202eolleh\u2066\u200f\ufeff\U000e0041\ud800"
 

@@ -9,7 +9,6 @@ import sys
 import pytest
 from toy_data import make, rows_of, tokenizer, write
 
-from pipeline.config import Data
 from pipeline.data.files import find
 from pipeline.data.preview import check_columns, check_there, preprocessing
 from pipeline.data.read import cache_key, options_of
@@ -17,6 +16,7 @@ from pipeline.data.reshape import Preprocess, Rule, derived, vote
 from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import Dropped, RowError
 from pipeline.errors import InputError
+from pipeline.job import Data
 
 
 def made(stage, row, columns=(), **options):

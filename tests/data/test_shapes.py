@@ -5,9 +5,9 @@ import json
 import pytest
 from toy_data import ASIDE, BOT, NO, PREFERENCES, SYSTEM, USER, WEATHER, parsed
 
-from pipeline.config.stages import STAGE
 from pipeline.data.shapes import KIND, kind_of
 from pipeline.data.values import RowError
+from pipeline.job.stages import STAGE
 
 ASKED = "\n\nHuman: hi\n\nAssistant:"
 SINGLE = [  # the same demonstration in each row format

@@ -25,19 +25,19 @@ from toy_data import (
 from toy_data import make as prepared
 from toy_models import BASE, make
 
-from pipeline.config import load_job
 from pipeline.data.encode import Example
 from pipeline.data.shapes import parse
 from pipeline.data.tasks import sample
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
+from pipeline.job import load_job
 from pipeline.models.base import base_identity
 from pipeline.models.template import PLAIN, text_as_chat
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.registry import lineage
-from pipeline.runtime.worker import Outcome, Worker
+from pipeline.run.worker import Outcome, Worker
 from pipeline.settle.rows import check_row_format
-from pipeline.settle.run import settle
+from pipeline.settle.settle import settle
 from pipeline.settle.work import Input
 
 ROW = {"prompt": "What is it?", "completion": "A cat."}

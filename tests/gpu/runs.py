@@ -22,12 +22,12 @@ import resumed
 import served
 import torch
 
-from pipeline.config import load_job
-from pipeline.inference.memory import GIB
-from pipeline.on_ray.session import embedded
-from pipeline.runtime import roles
-from pipeline.runtime.host import load_host
+from pipeline.job import load_job
+from pipeline.run import roles
+from pipeline.run.host import load_host
+from pipeline.run.session import embedded
 from pipeline.serving import models
+from pipeline.writing.memory import GIB
 from tools.gpu.pretend import worker
 from tools.gpu.pretend.command import machine, run
 

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing import start_processes
 
-from pipeline.inference.decoder import SlotDecoder
-from pipeline.inference.graphs import Steps
-from pipeline.inference.rows import Sampling
 from pipeline.models import precision
 from pipeline.models.adapters import SharedBase
+from pipeline.writing.decoder import SlotDecoder
+from pipeline.writing.graphs import Steps
+from pipeline.writing.rows import Sampling
 from tools.gpu import correct, pretend
 from tools.gpu.record import Record
 

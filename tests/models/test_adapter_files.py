@@ -13,8 +13,8 @@ from toy_models import DEMO, settings
 from pipeline.errors import InputError
 from pipeline.models import adapter_files, probes
 from pipeline.models.base import check_base
-from pipeline.models.hub import SETTINGS, TENSORS
 from pipeline.registry import lineage
+from pipeline.system.hub import SETTINGS, TENSORS
 
 A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 B = A.replace("lora_A", "lora_B")

@@ -155,7 +155,7 @@ def test_turn_markers_that_are_not_special_are_control_tokens():
 
 
 def test_a_reward_with_another_tokenizer_gets_text():
-    from pipeline.ppo.rewards import ModelReward, Samples
+    from pipeline.scoring.rewards import ModelReward, Samples
 
     class Model:
         eval = requires_grad_ = lambda self, *_: self

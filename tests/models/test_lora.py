@@ -11,10 +11,10 @@ from peft.tuners.lora import LoraModel
 from peft.tuners.lora.layer import Linear
 from torch import nn
 
-from pipeline.inference import decoder
 from pipeline.models import lora
 from pipeline.models.lora import fuse
 from pipeline.ppo import trainer as ppo_trainer
+from pipeline.writing import decoder
 
 IN, OUT = 24, 40
 

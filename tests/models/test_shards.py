@@ -10,14 +10,14 @@ from forked import in_processes
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from pipeline.config import Model
 from pipeline.errors import InputError
+from pipeline.job import Model
 from pipeline.models import fsdp_sync
 from pipeline.models.adapters import SharedBase
 from pipeline.models.base import load_base
 from pipeline.models.fsdp_sync import Lockstep
 from pipeline.models.shards import load_shards
-from pipeline.ppo.rewards import AdapterReward
+from pipeline.scoring.rewards import AdapterReward
 
 ODD = dict(vocab_size=toy.VOCAB + 1)  # two ranks cannot split these rows equally
 RUNS = [

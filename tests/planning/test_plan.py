@@ -18,13 +18,13 @@ from settled import plan_of, work_of
 
 from pipeline.__main__ import main
 from pipeline.commands.plan import check_fit, named, of_rollout_workers
-from pipeline.config import load_job
 from pipeline.errors import Failure, InputError
+from pipeline.job import load_job
 from pipeline.models.adapters import SharedBase
-from pipeline.on_ray import placement
 from pipeline.planning import plan, shape
 from pipeline.planning.rows import Rows, look
 from pipeline.planning.shape import Shape, saved
+from pipeline.settle import placement
 from pipeline.settle.places import places_of
 from pipeline.system import prices
 

@@ -7,9 +7,9 @@ import pytest
 from running import ROOT
 from settled import plan_of, work_of
 
-from pipeline.config import load_job
-from pipeline.inference import memory
+from pipeline.job import load_job
 from pipeline.planning import plan
+from pipeline.writing import memory
 
 
 @pytest.fixture(params=["ppo", "sft", "rm", "dpo", "kto"])

@@ -6,11 +6,11 @@ import pytest
 import torch
 import toy_ppo as toy
 
-from pipeline.inference.decoder import SlotDecoder
-from pipeline.inference.rows import Completion
-from pipeline.ppo import forward
-from pipeline.ppo.config import RolloutConfig
-from pipeline.ppo.rewards import AdapterReward
+from pipeline.job.rollout import RolloutConfig
+from pipeline.scoring import forward
+from pipeline.scoring.rewards import AdapterReward
+from pipeline.writing.decoder import SlotDecoder
+from pipeline.writing.rows import Completion
 
 
 def first_and_last_advantage(**changes):

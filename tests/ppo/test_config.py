@@ -2,10 +2,11 @@
 
 import pytest
 
-from pipeline.config import load_job
-from pipeline.config.rules import Rules
 from pipeline.errors import InputError
-from pipeline.ppo.config import PPOConfig, RolloutConfig
+from pipeline.job import load_job
+from pipeline.job.rollout import RolloutConfig
+from pipeline.job.rules import Rules
+from pipeline.ppo.config import PPOConfig
 
 pytestmark = pytest.mark.usefixtures("in_root")
 WRONG = [  # key, value, expected value, other settings

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.inference.rows import Completion
 from pipeline.models.packing import micro_batches
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.episodes import collate, deal, minibatches, prompt_order
+from pipeline.writing.rows import Completion
 
 
 def test_each_pass_has_every_prompt_once_in_a_new_order():

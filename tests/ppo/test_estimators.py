@@ -8,8 +8,8 @@ import torch
 import toy_ppo as toy
 
 from pipeline.checks import CheckResult
-from pipeline.config import load_job
 from pipeline.errors import Failure, InputError
+from pipeline.job import load_job
 from pipeline.ppo import estimators
 from pipeline.ppo.config import PPOConfig
 

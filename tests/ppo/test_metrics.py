@@ -5,7 +5,7 @@ import torch
 import toy_ppo as toy
 
 from pipeline.models.gpus import peak_flops
-from pipeline.ppo.rewards import FunctionReward
+from pipeline.scoring.rewards import FunctionReward
 
 
 def length(completion_ids):

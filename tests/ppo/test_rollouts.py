@@ -13,12 +13,12 @@ import torch
 import toy_ppo as toy
 
 from pipeline.errors import SelfCheckFailed
+from pipeline.job.rollout import RolloutConfig
 from pipeline.ppo import rollouts
-from pipeline.ppo.config import RolloutConfig
 from pipeline.ppo.metrics import off_policy_metrics
-from pipeline.ppo.rewards import AdapterReward, FunctionReward
 from pipeline.ppo.rollouts import digest
 from pipeline.ppo.sampler import Sampler, split_into_chunks
+from pipeline.scoring.rewards import AdapterReward, FunctionReward
 
 AHEAD = {k: RolloutConfig(num_workers=1, staleness=k) for k in (0, 1, 2)}
 

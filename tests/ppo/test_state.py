@@ -9,8 +9,8 @@ import torch
 import toy_ppo as toy
 
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.rng import rng_state, set_rng_state
 from pipeline.ppo.trainer import adamw
+from pipeline.system.rng import rng_state, set_rng_state
 
 
 @pytest.fixture

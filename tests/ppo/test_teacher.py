@@ -9,8 +9,8 @@ import torch
 import toy_ppo as toy
 from running import ROOT
 
-from pipeline.config import load_job
 from pipeline.errors import InputError, SelfCheckFailed
+from pipeline.job import load_job
 from pipeline.models.template import DATE
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.ppo import losses, teacher

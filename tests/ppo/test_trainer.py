@@ -9,11 +9,11 @@ import toy_ppo as toy
 from forked import in_processes
 
 from pipeline.checks import CheckResult
-from pipeline.inference import memory
-from pipeline.inference.rows import Completion, Sampling
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo.selfcheck import roles
 from pipeline.ppo.selfcheck import rollout as checks
+from pipeline.writing import memory
+from pipeline.writing.rows import Completion, Sampling
 
 GROUP = dict(num_generations=4)
 

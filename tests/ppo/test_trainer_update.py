@@ -9,10 +9,10 @@ import toy_ppo as toy
 from running import ROOT
 
 from pipeline.errors import SelfCheckFailed
-from pipeline.inference.rows import Sampling
 from pipeline.ppo import losses
 from pipeline.ppo.episodes import Totals
-from pipeline.ppo.rewards import AdapterReward
+from pipeline.scoring.rewards import AdapterReward
+from pipeline.writing.rows import Sampling
 
 GSPO = dict(
     advantage_estimator="grpo", num_generations=2, importance_sampling_level="sequence", cliprange=0.01, cliprange_high=0.02,

@@ -10,15 +10,15 @@ import torch
 import toy_ppo
 from running import ROOT, stage
 
-from pipeline.config import load_job
 from pipeline.demo import gold
+from pipeline.job import load_job
 from pipeline.models.adapters import SharedBase
 from pipeline.models.base import load_base
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.rewards import AdapterReward, FunctionReward
 from pipeline.ppo.trainer import PPOTrainer
 from pipeline.registry import lineage
+from pipeline.scoring.rewards import AdapterReward, FunctionReward
 
 pytestmark = [pytest.mark.usefixtures("embedded_ray"), pytest.mark.slow]
 EPISODES = 1280  # half as many as the demo

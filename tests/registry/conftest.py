@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from pipeline.config import load_job
+from pipeline.job import load_job
 
 
 @pytest.fixture

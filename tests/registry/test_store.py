@@ -18,8 +18,8 @@ from running import ROOT
 from servers import answering
 
 from pipeline import registry
-from pipeline.config import MLflow, load_job
 from pipeline.errors import Failure, InputError
+from pipeline.job import MLflow, load_job
 from pipeline.registry import store
 from pipeline.registry.lineage import folder_digests
 from pipeline.settle.identity import tracking_of

@@ -12,16 +12,16 @@ from typing import get_args, get_type_hints
 import pytest
 
 from pipeline import registry
-from pipeline.config import load_job
-from pipeline.config.job import MLflow
 from pipeline.errors import InputError
+from pipeline.job import load_job
+from pipeline.job.job import MLflow
 from pipeline.registry import curves
 from pipeline.settle.identity import tracking_of
 
 FIRST = """
 import os, sys, time
 from pipeline import registry
-from pipeline.config import load_job
+from pipeline.job import load_job
 from pipeline.settle.identity import tracking_of
 job = load_job("jobs/demo/sft.yaml", [*sys.argv[2:], "gate={}"], "sft")
 log = registry.Curves(tracking_of(job), sys.argv[1])

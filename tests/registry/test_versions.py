@@ -22,7 +22,7 @@ from pipeline.errors import InputError
 from pipeline.registry import lineage
 from pipeline.registry.lineage import folder_digests
 from pipeline.registry.store import persistently
-from pipeline.runtime.run import publish
+from pipeline.run.launch import publish
 from pipeline.settle.identity import gate_of, tracking_of
 from pipeline.settle.work import Input
 from pipeline.system import storage

@@ -18,9 +18,9 @@ from running import ROOT, client, stage
 
 from pipeline import registry, report
 from pipeline.__main__ import main
-from pipeline.config import load_job
+from pipeline.job import load_job
 from pipeline.report import gather, page, panels, plots, preferences
-from pipeline.runtime import run
+from pipeline.run import launch as run
 from pipeline.settle.identity import tracking_of
 
 SCRIPT = "<script>alert('x')</script> & \"quotes\" $x^2$"
@@ -407,7 +407,8 @@ def test_a_run_is_found_by_name_and_by_its_mlflow_id(runs, store, monkeypatch):
 def test_a_run_whose_folder_is_gone_is_shown_from_mlflow(store, monkeypatch):
     job = begin(store, "gone-ppo")
     result = finish(store, job, PPO_CURVES, {"eval_kl": 2.5}, publish=False)
-    assert report.attach(result) == f"{store}/gone-ppo/report.html"
+    report.of_run(result)
+    assert (store / "gone-ppo/report.html").exists()
     shutil.rmtree(store / "gone-ppo")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", result["tracking_uri"])
     run = gather.read(result["mlflow_run_id"])
@@ -428,7 +429,8 @@ def test_without_a_run_the_newest_are_named(tmp_path, monkeypatch, capsys):
 
 def test_a_finished_run_has_its_page_and_samples_in_mlflow(runs, store):
     result = runs["ppo"]
-    assert report.attach(result)
+    (store / "one-ppo/report.html").unlink(missing_ok=True)
+    report.of_run(result)
     run_id = result["mlflow_run_id"]
     api = client(store)
     logged = {file.path for file in api.list_artifacts(run_id)}
@@ -442,7 +444,8 @@ def test_a_finished_run_has_its_page_and_samples_in_mlflow(runs, store):
 
 def test_a_report_that_cannot_be_drawn_is_said_and_no_more(runs, store, capsys):
     broken = {**runs["ppo"], "name": "never-was", "folder": f"{store}/never-was"}
-    assert report.attach(broken) is None
+    report.of_run(broken)
+    assert not (store / "never-was/report.html").exists()
     assert "try again with: python -m pipeline report" in capsys.readouterr().out
 
 

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from pipeline.errors import Failure, OutOfMemory
-from pipeline.ppo.config import RolloutConfig
+from pipeline.job.rollout import RolloutConfig
 from pipeline.rollout import pool as pools
 from pipeline.rollout.pool import MAX_ATTEMPTS, Pool, WorkerLost
 from pipeline.rollout.worker import RolloutWorker

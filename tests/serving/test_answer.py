@@ -10,12 +10,12 @@ from toy_data import BOT, THINKING, USER, encoder
 from toy_models import tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.inference.rows import Sampling
 from pipeline.serving.answer import Answer, Mailbox, Stream, Text, bytes_of, name_of
 from pipeline.serving.app import Server
 from pipeline.serving.batching import Token
 from pipeline.serving.models import Served
 from pipeline.serving.protocol import ChatRequest, Refused
+from pipeline.writing.rows import Sampling
 
 
 def test_a_request_has_a_prompt_with_thoughts_and_variables_of_the_template():

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from toy_models import ROOT, tokenizer
 
-from pipeline.config import load_job
-from pipeline.runtime.host import load_host
+from pipeline.job import load_job
+from pipeline.run.host import load_host
 from pipeline.serving.app import Server
 from pipeline.serving.protocol import ChatRequest, Refused
 

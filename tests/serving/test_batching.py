@@ -1,4 +1,4 @@
-"""Tests continuous batching: waiting rows, delivered tokens and errors. tests/inference tests the decoder."""
+"""Tests continuous batching: waiting rows, delivered tokens and errors. tests/writing tests the decoder."""
 
 import queue
 import threading
@@ -9,11 +9,11 @@ import torch
 from toy_models import shared_base
 
 from pipeline.errors import SelfCheckFailed
-from pipeline.inference import decoder as decoders
-from pipeline.inference.decoder import SlotDecoder
-from pipeline.inference.rows import Sampling
 from pipeline.serving.batching import Batcher, ServedRow, Token
 from pipeline.serving.protocol import Refused
+from pipeline.writing import decoder as decoders
+from pipeline.writing.decoder import SlotDecoder
+from pipeline.writing.rows import Sampling
 
 EOS = (2,)
 SECONDS = 60

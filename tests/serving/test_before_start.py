@@ -7,8 +7,8 @@ import pytest
 from running import ROOT
 
 from pipeline.__main__ import main
-from pipeline.config import load_job
 from pipeline.errors import InputError
+from pipeline.job import load_job
 
 TEXT = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
 OVERRIDES = re.findall(r"make (serve|kto|rm)(?: ARGS=\"(.*?)\")", TEXT)

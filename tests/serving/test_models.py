@@ -11,12 +11,12 @@ from served import POLICIES, REWARDS
 from toy_models import ROOT, tokenizer
 
 from pipeline import registry
-from pipeline.config import load_job
-from pipeline.inference.rows import Sampling
-from pipeline.models.hub import TENSORS
-from pipeline.runtime.host import load_host
+from pipeline.job import load_job
+from pipeline.run.host import load_host
 from pipeline.serving.batching import ServedRow
 from pipeline.serving.models import Models, start
+from pipeline.system.hub import TENSORS
+from pipeline.writing.rows import Sampling
 
 FIRST = "models:/toy-policy/1"
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from running import ROOT
 
-from pipeline.config import load_job
 from pipeline.data.values import RowError
-from pipeline.runtime.host import load_host
+from pipeline.job import load_job
+from pipeline.run.host import load_host
 from pipeline.serving.models import Served
 from pipeline.serving.scores import Scores
 

@@ -15,10 +15,10 @@ from toy_models import BASE, tokenizer
 
 from pipeline import registry
 from pipeline.commands.export import expectations
-from pipeline.config import load_job
 from pipeline.errors import InputError
+from pipeline.job import load_job
 from pipeline.registry import lineage
-from pipeline.runtime.host import load_host
+from pipeline.run.host import load_host
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_a_reward_model_of_its_own_is_pinned_too(hub, storage, tmp_path, in_root
     model.save_pretrained(tmp_path / "scorer")
     tokenizer().save_pretrained(tmp_path / "scorer")
     commit = hub.put("org/scorer", of_folder(tmp_path / "scorer"))
-    from pipeline.runtime import roles
+    from pipeline.run import roles
 
     job_ = job(storage, "reward=org/scorer", verb="score")
     host_ = load_host(job_)

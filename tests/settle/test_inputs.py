@@ -16,13 +16,13 @@ from running import ROOT
 from safetensors.torch import load_file, save_file
 from toy_models import settings
 
-from pipeline.config import Model, load_job
 from pipeline.errors import InputError
+from pipeline.job import Model, load_job
 from pipeline.models.base import base_identity
 from pipeline.registry import lineage
 from pipeline.settle.inputs import check_reward_model, check_sampler, pin_inputs
 from pipeline.settle.rows import check_labels
-from pipeline.settle.run import settle
+from pipeline.settle.settle import settle
 
 SINGLE = "model.safetensors"
 

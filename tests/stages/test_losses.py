@@ -11,10 +11,10 @@ import torch
 import toy_ppo as toy
 from running import ROOT
 
-from pipeline.config import load_job, schema
-from pipeline.config.stages import STAGE
 from pipeline.data.feed import ExactBatches
 from pipeline.data.kl_pairs import PairedBatches
+from pipeline.job import load_job, schema
+from pipeline.job.stages import STAGE
 from pipeline.stages import trl_checks, trl_trainer
 from pipeline.stages.kto import sampling
 

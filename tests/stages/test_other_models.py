@@ -100,7 +100,7 @@ def test_every_stage_trains_an_adapter_that_reloads(train):
 @pytest.mark.parametrize("stage", ["sft", "rm", "ppo"])
 def test_an_adapter_that_reloads_differently_is_refused(stage, tmp_path, monkeypatch):
     """Writes other numbers than the trained adapter has, like a lost head or a renamed key."""
-    from pipeline.runtime.worker import lineage
+    from pipeline.run.worker import lineage
 
     def spoil(folder, facts):
         tensors = load_file(f"{folder}/adapter_model.safetensors")

@@ -9,9 +9,9 @@ from running import NO_EVAL, ROOT, client, curve, stage
 from settled import plan_of
 
 from pipeline import metrics
-from pipeline.config import gates, load_job
-from pipeline.config.identity import identity_of
-from pipeline.runtime import run
+from pipeline.job import gates, load_job
+from pipeline.job.identity import identity_of
+from pipeline.run import launch as run
 from pipeline.settle.identity import named
 
 STEPS = 6

@@ -12,10 +12,10 @@ import transformers
 import trl
 from safetensors.torch import load_file
 
-from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
+from pipeline.job.stages import STAGE
 from pipeline.models.adapters import SharedBase
-from pipeline.runtime import worker
+from pipeline.run import worker
 from pipeline.stages import trl_trainer
 
 

@@ -13,14 +13,14 @@ import torch
 from running import ROOT
 from settled import work_of
 
-from pipeline.config import load_job
 from pipeline.data.feed import to_hf
 from pipeline.data.read import prepare
+from pipeline.job import load_job
 from pipeline.models.base import base_identity
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.registry import lineage
-from pipeline.runtime.host import Host
-from pipeline.runtime.worker import require_reload
+from pipeline.run.host import Host
+from pipeline.run.worker import require_reload
 from pipeline.settle.work import Input
 
 ONE_STEP = [

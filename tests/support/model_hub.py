@@ -244,7 +244,7 @@ def connected(cache):
     import huggingface_hub.hf_api
     from huggingface_hub import constants
 
-    from pipeline.models.hub import _hub_answers
+    from pipeline.system.hub import _hub_answers
 
     with serve() as hub, pytest.MonkeyPatch.context() as patch:
         template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"

@@ -29,8 +29,8 @@ from trl import (
     SFTTrainer,
 )
 
-from pipeline.config import load_job
 from pipeline.data.kl_pairs import PairedBatches
+from pipeline.job import load_job
 from pipeline.models.adapters import SharedBase
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.planning import plan

@@ -11,7 +11,7 @@ from typing import Any
 from mlflow import MlflowClient
 
 from pipeline.__main__ import main
-from pipeline.config import STAGES, gates, load_job
+from pipeline.job import STAGES, gates, load_job
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from running import ROOT
 
 from pipeline.commands.serve import serving
-from pipeline.config import load_job
+from pipeline.job import load_job
 
 POLICIES = "serve.policies={toy: models:/toy-policy@champion, bare: base}"
 REWARDS = "serve.rewards={toy-rm: models:/toy-rm@champion}"

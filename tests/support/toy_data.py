@@ -8,13 +8,13 @@ from types import SimpleNamespace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.config import Data
-from pipeline.config.stages import STAGE
 from pipeline.data import chunks, files
 from pipeline.data.encode import Encoder, Example
 from pipeline.data.feed import to_hf
 from pipeline.data.read import prepare
 from pipeline.data.shapes import kind_of, parse
+from pipeline.job import Data
+from pipeline.job.stages import STAGE
 from pipeline.models.template import PLAIN
 
 ROWS = [{"prompt": f"question {i}", "completion": f" answer {i}"} for i in range(50)]

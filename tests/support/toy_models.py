@@ -8,14 +8,14 @@ from registered import published
 from running import ROOT
 
 from pipeline import registry
-from pipeline.config import Model, load_job
-from pipeline.inference.decoder import SlotDecoder
-from pipeline.inference.rows import Completion, Sampling
+from pipeline.job import Model, load_job
 from pipeline.models.adapters import SharedBase
 from pipeline.models.base import base_identity, load_base
 from pipeline.models.tokenizer import eos_ids, load_tokenizer
 from pipeline.registry import lineage
 from pipeline.settle.identity import tracking_of
+from pipeline.writing.decoder import SlotDecoder
+from pipeline.writing.rows import Completion, Sampling
 
 DEMO = ROOT / "jobs/demo/model"
 BASE = str(DEMO)

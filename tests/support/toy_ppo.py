@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 import transformers
 
-from pipeline.inference.decoder import SlotDecoder
-from pipeline.inference.rows import Row, Sampling
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.rewards import FunctionReward, Samples, weighted
 from pipeline.ppo.trainer import PPOTrainer
+from pipeline.scoring.rewards import FunctionReward, Samples, weighted
+from pipeline.writing.decoder import SlotDecoder
+from pipeline.writing.rows import Row, Sampling
 
 KINDS = ["llama", "gpt2", "qwen3", "mistral", "gemma", "gemma2"]  # architectures that `config` makes
 MEASURED = re.compile("time/|memory/|per_second")  # metrics that differ between runs

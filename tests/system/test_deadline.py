@@ -13,8 +13,8 @@ from servers import answering, silent
 from pipeline import registry
 from pipeline.__main__ import main
 from pipeline.cloud import submit
-from pipeline.config import load_job
 from pipeline.errors import InputError
+from pipeline.job import load_job
 from pipeline.settle.identity import tracking_of
 from pipeline.system import deadline
 

@@ -105,7 +105,7 @@ def test_code_of_a_user_does_not_end_the_process_with_the_status_of_success(tmp_
     import ends, multiprocessing, os
     from types import SimpleNamespace
     from pipeline import __main__
-    from pipeline.ppo.rewards import FunctionReward, Samples
+    from pipeline.scoring.rewards import FunctionReward, Samples
     child = multiprocessing.get_context("fork").Process(target=print, args=("a child",))
     child.start()
     child.join()

@@ -9,7 +9,7 @@ import pytest
 from model_hub import of_folder, serve
 from running import ROOT
 
-from pipeline.config import load_job
+from pipeline.job import load_job
 from pipeline.system import progress
 
 
@@ -40,9 +40,9 @@ def test_the_loading_of_a_base_is_shown(capsys, monkeypatch, in_root):
 
 DOWNLOAD = """
 from huggingface_hub import constants
-from pipeline.config import load_job
+from pipeline.job import load_job
 from pipeline.models.base import load_base
-from pipeline.models.hub import announcement
+from pipeline.system.hub import announcement
 from pipeline.system import progress
 progress.INTERVAL_S, constants.DOWNLOAD_CHUNK_SIZE = 0.0, 100_000
 job = load_job("jobs/demo/sft.yaml", ["model.name_or_path=org/model"], "sft")

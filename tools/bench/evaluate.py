@@ -13,7 +13,7 @@ ROWS = 16  # completions per forward
 def ours(name: str) -> None:
     """Runs the command line in this process. Only the scoring counts, from token rows to metrics."""
     from pipeline.__main__ import main as command
-    from pipeline.evaluation import pairs
+    from pipeline.stages import pairs
 
     clock, measure, size = Clock(), pairs.measure, SIZES[name]
     folder = size.folder / "evaluate"

@@ -58,10 +58,10 @@ def measured(ask) -> None:
 
 def ours(endpoint: str) -> None:
     """Uses limits, locks and a store that is synced before each answer is used."""
-    from pipeline.config.judge import Definition
-    from pipeline.judges import forms
-    from pipeline.judges.client import Asked, Client
-    from pipeline.judges.store import Store
+    from pipeline.job.judge import Definition
+    from pipeline.scoring.judges import forms
+    from pipeline.scoring.judges.client import Asked, Client
+    from pipeline.scoring.judges.store import Store
 
     given = Definition(MODEL, "score", endpoint, concurrency=CONCURRENCY)
     texts = [f"question {i}" for i in range(QUESTIONS)]

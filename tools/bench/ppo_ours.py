@@ -13,8 +13,8 @@ from sizes import LEARNING_RATE, LORA, PHASES, SEED, SIZES, Clock, Setting, high
 def ppo(name: str, case: str, fields: str) -> None:
     """Runs updates with a reward adapter, timed by phase."""
     from pipeline.ppo.config import PPOConfig
-    from pipeline.ppo.rewards import AdapterReward
     from pipeline.ppo.trainer import PPOTrainer
+    from pipeline.scoring.rewards import AdapterReward
 
     clock, size, ours = Clock(), SIZES[name], Setting(**json.loads(fields))
     shared, tokens = shared_base(size.base(case, ours.dtype), ours), size.tokenizer()

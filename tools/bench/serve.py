@@ -27,7 +27,7 @@ def ours(name: str, _: str, *overrides: str) -> None:
     import psutil
 
     from pipeline.commands.serve import serving
-    from pipeline.config import load_job
+    from pipeline.job import load_job
 
     size = SIZES[name]
     limit = size.serve_tokens

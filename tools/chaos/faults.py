@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 from runs import AUTHENTICATION, STEPS, Run, until
 
-from pipeline.on_ray.session import _read_by_ray
+from pipeline.run.session import _read_by_ray
 
 TRAINER, ROLLOUT_WORKER = "RayTrainWorker", "RolloutWorker"  # names of Ray's actors
 RESTARTS = "run.max_failures=3"

@@ -16,7 +16,7 @@ from pipeline.__main__ import main
 
 def slow(stage: str, seconds: float, folder: str | None) -> Any:
     def slowly(worker: Any) -> Any:
-        importlib.import_module("pipeline.runtime.worker").PRINT_INTERVAL_S = 0.0  # a line for each step
+        importlib.import_module("pipeline.run.worker").PRINT_INTERVAL_S = 0.0  # a line for each step
         # In process, this file has replaced the function in its module. In a worker, nothing has.
         train = getattr(sys.modules["__main__"], "train", None)
         train = train or importlib.import_module(f"pipeline.stages.{stage}").train

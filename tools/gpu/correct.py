@@ -11,18 +11,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.config import Data, Job, Model
-from pipeline.inference.decoder import SlotDecoder
-from pipeline.inference.rows import Completion, Sampling
+from pipeline.job import Data, Job, Model
 from pipeline.models import probes
 from pipeline.models.adapters import SharedBase
 from pipeline.models.precision import linear_fp32, mm_fp32
 from pipeline.ppo import losses
 from pipeline.ppo.episodes import Totals, collate
-from pipeline.ppo.rng import rng_state, set_rng_state
 from pipeline.ppo.selfcheck import rollout as checks
 from pipeline.ppo.selfcheck.definitions import precision_in_use
 from pipeline.ppo.selfcheck.roles import gradient_of
+from pipeline.system.rng import rng_state, set_rng_state
+from pipeline.writing.decoder import SlotDecoder
+from pipeline.writing.rows import Completion, Sampling
 from tests.support.settled import work_of
 from tools.gpu import models
 from tools.gpu.models import DEVICE, SMALL, small
@@ -231,7 +231,7 @@ def nf4_load(record: Record) -> None:
 def out_of_memory(record: Record) -> None:
     """Checks that an update that does not fit raises a message with phase and remedy, and that the process can continue."""
     from pipeline.errors import OutOfMemory
-    from pipeline.runtime.memory import explained
+    from pipeline.run.memory import explained
 
     # more bytes than this device has
     limit = 4 * torch.cuda.get_device_properties(DEVICE).total_memory if models.CUDA else 1 << 50

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from peft.tuners.lora.layer import Linear
 
-from pipeline.inference.decoder import SlotDecoder
-from pipeline.inference.rows import Sampling
 from pipeline.models import lora
+from pipeline.writing.decoder import SlotDecoder
+from pipeline.writing.rows import Sampling
 from tools.gpu import models
 from tools.gpu.correct import distance, sampler_drift
 from tools.gpu.models import CUDA, DEVICE, MEASURES, small

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.rewards import AdapterReward
 from pipeline.ppo.trainer import PPOTrainer
+from pipeline.scoring.rewards import AdapterReward
 from tools.gpu.record import Skipped
 
 PRETEND = bool(os.environ.get("PRETEND"))

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from pipeline.config import Data, Job, Model
+from pipeline.job import Data, Job, Model
 from pipeline.planning import plan
 from pipeline.settle.places import places_of
-from pipeline.settle.run import sections_of
+from pipeline.settle.settle import sections_of
 from tools.gpu import models
 from tools.gpu.models import CUDA, DEVICE, MEASURES, PRETEND, small
 from tools.gpu.record import Record, Skipped
@@ -185,7 +185,7 @@ def installed_pipeline(record: Record) -> None:
 def installed_vllm(record: Record) -> None:
     """Runs the tests of the vLLM engine on this device, if vLLM and pytest are installed."""
     models.need("vllm", "pytest")
-    _succeeds(record, "its tests pass", "pytest", "-rs", "tests/inference/test_vllm.py")
+    _succeeds(record, "its tests pass", "pytest", "-rs", "tests/writing/test_vllm.py")
 
 
 def _succeeds(record: Record, what: str, *module: str) -> None:

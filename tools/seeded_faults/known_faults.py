@@ -19,15 +19,16 @@ from transformers import TrainerCallback
 
 from pipeline.data import encode, kl_pairs, tasks
 from pipeline.data.template import ChatTemplate
-from pipeline.inference import decoder, rows
-from pipeline.inference.rows import Sampling
 from pipeline.models import adapter_files, adapters, base
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo import forward, functional, losses, rewards, rollouts, sampler
+from pipeline.ppo import functional, losses, rollouts, sampler
 from pipeline.ppo import trainer as ppo
 from pipeline.ppo.trainer import PPOTrainer
-from pipeline.runtime import roles
+from pipeline.run import roles
+from pipeline.scoring import forward, rewards
 from pipeline.stages import trl_trainer
+from pipeline.writing import decoder, rows
+from pipeline.writing.rows import Sampling
 
 Place = tuple[Any, str]  # owner and name of a function
 Change = Callable[..., Any]  # takes the original function and its arguments, and replaces it

@@ -19,15 +19,16 @@ import torch
 from torch import Tensor
 
 from pipeline.checks import CheckResult
+from pipeline.job.rollout import RolloutConfig
 from pipeline.models.adapters import SharedBase
 from pipeline.models.precision import precision_of
 from pipeline.ppo import estimators, losses
-from pipeline.ppo.config import PPOConfig, RolloutConfig
+from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.episodes import Episodes, Totals, all_reduce, gather
 from pipeline.ppo.losses import RunningMoments
-from pipeline.ppo.rewards import Reward
 from pipeline.ppo.rollouts import Rollouts
 from pipeline.ppo.sampler import Sampler
+from pipeline.scoring.rewards import Reward
 
 MAX_ACTIONS = 64  # number of checked actions per completion, from the first
 LOW_PRECISION = 0.1  # nats that rounding explains if the precision is below fp32

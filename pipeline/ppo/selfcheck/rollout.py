@@ -20,7 +20,6 @@ from pipeline.checks import CheckResult
 from pipeline.models.adapters import SharedBase
 from pipeline.models.template import user_header_and_generation_prompt
 from pipeline.ppo.episodes import Episodes, all_reduce, gather
-from pipeline.ppo.rewards import AdapterReward
 from pipeline.ppo.rollouts import Versions
 from pipeline.ppo.sampler import Chunk, Sampled
 from pipeline.ppo.selfcheck import roles
@@ -32,6 +31,7 @@ from pipeline.ppo.selfcheck.definitions import (
     root_mean_square,
     tolerance,
 )
+from pipeline.scoring.rewards import AdapterReward
 
 MAX_TOKENS = 1024  # total number of checked actions
 CHECKED_COMPLETIONS = 4  # number of checked completions of rollout workers per update

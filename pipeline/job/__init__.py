@@ -1,0 +1,129 @@
+"""Reads and checks job files. Unknown keys, wrong types and impossible combinations raise InputError before heavy imports.
+
+    job = load_job("jobs/demo/sft.yaml", ["trainer.learning_rate=1e-4"], stage="sft")
+
+Sections that belong to a library (`lora`, `trainer`, `scaling`) stay plain mappings with the library's keys, and are checked
+against its dataclass. Relative paths are relative to the working directory of the command.
+"""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import InputError, show
+from pipeline.job import rules, schema
+from pipeline.job.gates import OPERATORS, parse_gate
+from pipeline.job.job import Collect, Data, Job, MLflow, Model, Run, Serve
+from pipeline.job.stages import INPUTS, STAGE
+from pipeline.job.yaml_tree import Tree, read_tree
+
+JOBS = tuple(STAGE)  # the stages that a job file may have
+STAGES = tuple(name for name in JOBS if STAGE[name].runs_in == "train")
+RESUMABLE = tuple(name for name in JOBS if STAGE[name].runs_in in ("train", "data"))  # their runs continue
+# {section: the type of its values}, in the order in which sections are checked
+SECTIONS: dict[str, Any] = {
+    "model": Model, "lora": dict, "data": Data, "trainer": dict, "scaling": dict, "rollout": dict, "serve": Serve, "run": Run, "mlflow": MLflow,
+}  # fmt: skip
+
+
+def make(stage: str, job_file: str) -> str:
+    """Returns the make target of a stage in the profile that a job file is from."""
+    folder = Path(job_file).parent
+    profile = folder.name if folder.parent.name == "jobs" and folder.name != "demo" else ""
+    profile = "own" if profile == "examples" else profile  # the examples extend jobs/own
+    return f"make {stage}" + (f" PROFILE={profile}" if profile else "")
+
+
+def command_line(verb: str, path: str, overrides: list[str]) -> str:
+    """Returns a command line, with make if the job or the folder of jobs is a profile's."""
+    profile = Path(path) if verb == "run" else Path(path).parent
+    given = shlex.join(overrides)
+    if profile.parent != Path("jobs") or (verb != "run" and Path(path).stem != verb):
+        return f"python -m pipeline {verb} {path} {given}"
+    name = "" if profile.name == "demo" else f" PROFILE={profile.name}"
+    return f'make {"rlhf" if verb == "run" else verb}{name} ARGS="{given}"'
+
+
+def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | None = None) -> Job:
+    """Reads and checks a job file. Raises InputError, naming file:line and section.key.
+
+    Args:
+        overrides: `section.key=value`, as on the command line.
+        stage: the stage on the command line, or None for the stage of the file.
+    """
+    _check_file(Path(path), stage or "sft")
+    return job_of(read_tree(path, overrides or []), stage, str(path))
+
+
+def _check_file(path: Path, stage: str) -> None:
+    """Raises InputError for a path that is no file, with the job files that may be meant."""
+    if path.exists() and not path.is_dir():
+        return
+    key, equals, value = str(path).partition("=")
+    if equals:
+        ours = f"{schema.meant(key, stage) or key}={value}"
+        raise InputError(f"{path}: no job file; name one before the keys: jobs/own/{stage}.yaml {ours}")
+    profile = next((one for one in (path, "jobs" / path, path.parent) if any(one.glob("*.yaml"))), None)
+    if profile is None:
+        found = sorted(file.parent.name for file in Path("jobs").glob("*/generate.yaml"))
+        raise InputError(f"{path}: no such job file; profiles here are {', '.join(found) or 'none'}")
+    names = ", ".join(str(file) for file in sorted(profile.glob("*.yaml")))
+    add = f"; `init FILE --name {profile.name}` adds jobs for more rows" if profile == path.parent else ""
+    raise InputError(f"{path}: no such job file; expected one of {names}{add}")
+
+
+def job_of(tree: Tree, stage: str | None, path: str) -> Job:
+    """Returns the checked job of a tree, as `load_job` reads it from a file."""
+    found = tree.data.get("stage")
+    if found not in JOBS:
+        raise tree.error("stage", f"found {show(found)}, expected one of {', '.join(JOBS)}")
+    if stage not in (None, found):
+        meant = Path(path).with_name(f"{stage}.yaml")
+        use = f"use {meant}" if meant.exists() else f"use python -m pipeline {found} {path}"
+        raise tree.error("stage", f"this is a job for `{found}`, not `{stage}`: {use}")
+    _check_top(tree, found)
+    job = Job(
+        stage=found,
+        **{section: kind(**_section(tree, section)) for section, kind in SECTIONS.items()},
+        gate={name: rule for name, rule in tree.section("gate").items() if rule is not None},
+        source=path,
+        overridden=tuple(key for key, place in tree.where.items() if place == "command line"),
+        **{name: tree.data[name] for name in STAGE[found].inputs if name in tree.data},
+    )
+    job = rules.split_revision(tree, rules.drop_eval_schedule(job))
+    rules.check_job(tree, job)
+    return job
+
+
+# ---------------------------------------------------------------- keys and types
+def _check_top(tree: Tree, stage: str) -> None:
+    known = schema.keys(schema.class_of("job", stage))
+    for key, value in tree.data.items():
+        if key not in known:
+            meant = schema.meant(key, stage)
+            hint = f"did you mean {meant}?" if meant else schema.nearest(key, known)
+            raise tree.error(key, f"unknown section; {hint}")
+        if key in INPUTS:
+            if key not in STAGE[stage].inputs:
+                raise tree.error(key, f"`{stage}` takes no {key}; remove it")
+            if problem := schema.problem(value, known[key]):
+                raise tree.error(key, problem)
+    for name, needed in STAGE[stage].inputs.items():
+        if needed and not tree.data.get(name):
+            function = ", or python:MODULE:FUNCTION" if name == "reward" else ""
+            says = f"missing; `{stage}` needs it: {name}: models:/NAME@ALIAS, or a folder{function}"
+            raise tree.error(name, says)
+
+
+def _section(tree: Tree, section: str) -> dict[str, Any]:
+    stage = tree.data["stage"]
+    known = schema.keys(schema.class_of(section, stage))
+
+    def hint(key: str) -> str:
+        """Returns what an unknown key may mean: the nearest one of this section, or the same key of another section."""
+        if f"{section}.{key}" == "trainer.max_steps" and stage == "ppo":
+            return "the length of a ppo run is trainer.total_episodes = updates * trainer.batch_size"
+        meant = schema.meant(f"{section}.{key}", stage)
+        return f"did you mean {meant}?" if meant else f"`rlhf help {section}` lists the keys"
+
+    return schema.checked(tree, section, known, hint)

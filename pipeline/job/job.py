@@ -1,0 +1,469 @@
+"""A job as dataclasses: the sections that are ours, with their keys, types, defaults, ranges (`Annotated`) and meanings.
+
+schema.json is generated from these annotations and the docstrings below the fields.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Container
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from pipeline.job.ranges import Count, Fraction, Patience, Rows, Seconds, Seed, Steps
+from pipeline.job.rollout import RolloutConfig
+from pipeline.job.stages import INPUTS, STAGE, Stage
+from pipeline.references import Ref
+from pipeline.system import storage
+
+HUB = "hf://datasets/"
+
+
+@dataclass(frozen=True)
+class Model:
+    name_or_path: str
+    """A folder, a hub id, or hub id@revision."""
+    revision: str | None = None
+    """Hub only: a commit, tag or branch."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Dtype of the frozen base; adapters and heads are float32. On a CPU, trainer.bf16 makes the base
+    bfloat16."""
+    load_in_4bit: bool = False
+    """nf4 with double quantization; computes in `dtype`."""
+    fsdp: bool = False
+    """Shards the base over the workers (FSDP2); adapters are not sharded."""
+    attn_implementation: str | None = None
+    """By default, transformers chooses (sdpa)."""
+    chat_template: str | None = None
+    """A Jinja file or "plain"; by default the tokenizer's own, else "plain"."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with a model on the hub."""
+    allow_pickle: bool = False
+    """Also read *.bin weights, which can run code."""
+
+
+SPLITS = ("train", "eval", "pairs", "benchmarks")  # keys of `data` that name rows
+OF_ROWS = ("columns", "label", "transform", "group_by")  # keys of `data` that say what rows are
+
+
+@dataclass(frozen=True)
+class Source:
+    """An entry of a list under a key of SPLITS: a path alone, or a mapping with these keys."""
+
+    path: str
+    """A path, a glob, a folder, s3:// gs:// hf://."""
+    weight: Annotated[float, Gt(0), Le(10**9)] | None = None
+    """Share of an epoch, relative to the others."""
+    revision: str | None = None
+    """Commit, tag or branch of a Hub dataset; the same as @REVISION in its path."""
+    columns: dict[str, str | list[str]] | None = None
+    """Instead of data.columns, for the rows of this source."""
+    label: dict[str, Any] | None = None
+    """Instead of data.label."""
+    transform: str | None = None
+    """Instead of data.transform."""
+    group_by: str | None = None
+    """Instead of data.group_by."""
+
+    @property
+    def location(self) -> str:
+        """Returns the path, with the revision of a Hub dataset."""
+        if self.revision is None:
+            return self.path
+        name, colon, split = self.path.removeprefix(HUB).partition(":")
+        return f"{HUB}{name}@{self.revision}{colon}{split}"
+
+
+@dataclass(frozen=True)
+class Data:
+    train: str | list[str | dict[str, Any]] | None = None
+    """A path, a glob, a folder, s3:// gs:// hf://, or a list of them; in a list also {path: ..., weight:
+    ..., columns: ...}."""
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
+    """If sources have weights: an epoch ends when one source is used up, or when all are."""
+    eval: str | list[str | dict[str, Any]] | None = None
+    """Held-out rows, as `train`."""
+    pairs: str | list[str | dict[str, Any]] | None = None
+    """Held-out preference pairs on which `evaluate` measures the reward model."""
+    benchmarks: str | list[str | dict[str, Any]] | None = None
+    """Benchmarks for `evaluate`: RewardBench 2, RM-Bench, or rows with lists of `chosen` and `rejected`."""
+    transform: str | None = None
+    """A Python function of a row, python:module:function. It returns a row, several, or None, and runs
+    before `columns`."""
+    group_by: str | None = None
+    """A column: consecutive rows with the same value in it go to `transform` together, as a list."""
+    columns: dict[str, str | list[str]] | None = None
+    """{field: column}: the column of each field that the stage reads. A path such as a.0.b names a part of a
+    column. Fields are prompt, completion, label; chosen, rejected; first, second, and label or first_score,
+    second_score; messages, conversations; instruction, input, output; system, tools, context."""
+    label: dict[str, Any] | None = None
+    """{first: 1, second: 2, tie: 0}: which values of the column `label` prefer the completion `first`, and
+    which `second`."""
+    eval_fraction: Fraction = 0.0
+    """Share of `train` to hold out, by prompt."""
+    max_length: Annotated[int, Ge(2), Le(2**20)] | None = None
+    """Tokens; by default the model's context."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """A bad row stops the run, or is counted and left out."""
+    deduplicate: bool = False
+    """Leave out rows that are equal to an earlier row of their set, byte by byte."""
+    too_long: Literal["error", "drop", "truncate"] = "error"
+    """What happens to rows above `max_length`."""
+    apply_chat_template: bool | None = None
+    """Applies the chat template to rows of plain text. By default true, unless the template is the fallback
+    "plain"."""
+    parse_special_tokens: bool = False
+    """Read "<|eot_id|>" in the text of a row as that token, not as its characters."""
+    batch_size: Rows | None = None
+    """Rows per optimizer step over all workers."""
+    cache_dir: str | None = None
+    """By default <run.storage_path>/data."""
+    seed: Seed = 0
+    """Of `eval_fraction`, and of the order of `collect`'s prompts."""
+    subset: str | None = None
+    """A column of `pairs`: accuracy is also reported for each of its values."""
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str | None = None
+    """By default new for each run; the same name again continues that run."""
+    storage_path: str = "runs"
+    """A folder or bucket, with a folder for each run."""
+    max_failures: Annotated[int, Ge(-1), Le(10**6)] = 0
+    """Restarts after lost workers; -1: no limit."""
+    placement_timeout_s: Literal[-1] | Annotated[float, Gt(0), Le(365 * 86_400)] = 3600.0
+    """Seconds to wait for workers that no node has resources for; -1: no limit."""
+    num_to_keep: Annotated[int, Ge(1), Le(1000)] = 2
+    """Checkpoints to keep."""
+    load_best_model_at_end: bool = False
+    """Evaluate, gate and register the adapter of the best evaluation so far, not of the last step."""
+    metric_for_best_model: str | None = None
+    """The held-out metric that compares evaluations. By default eval_loss; for ppo, eval_judge or without a
+    judge eval_reward."""
+    greater_is_better: bool | None = None
+    """By default false for a loss, a perplexity, a KL and eval_repetition; true for accuracies, margins,
+    rewards and judges."""
+    early_stopping_patience: Annotated[int, Ge(1), Le(10**6)] | None = None
+    """Training stops after this many evaluations in a row without a better one; by default never."""
+    stop_if: dict[str, str] = field(default_factory=dict)
+    """Training stops at an evaluation whose metric meets a condition: {eval_kl: "> 20"}. The run counts as
+    finished."""
+    overwrite: bool = False
+    """Start over although a run of this name exists."""
+    report: bool = True
+    """Draw report.html at the end, for the run's folder and for MLflow."""
+
+
+@dataclass(frozen=True)
+class MLflow:
+    tracking_uri: str | None = None
+    """By default $MLFLOW_TRACKING_URI, else <run.storage_path>/mlflow.db."""
+    experiment: str = "rlhf"
+    """The MLflow experiment of the run."""
+    registered_model: str | None = None
+    """By default, nothing is registered."""
+    alias: str = "champion"
+    """Moves to the new version if the gate passes."""
+    report_to: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
+    """Other trackers that get the same curves; each needs the extra with the same name."""
+
+
+@dataclass(frozen=True)
+class Serve:
+    """The `serve` section: the models and their ids, access, and limits."""
+
+    policies: dict[str, str] = field(default_factory=dict)
+    """{model id in requests: policy}. A policy is a version, a folder, a hub id, base, or models:/NAME@ALIAS
+    (follows the alias)."""
+    rewards: dict[str, str] = field(default_factory=dict)
+    """{model id in requests to /score: reward}, which may also be python:MODULE:FUNCTION."""
+    host: str = "127.0.0.1"
+    """Any other address needs tokens in RLHF_SERVE_TOKENS."""
+    port: Annotated[int, Ge(0), Le(65_535)] = 8000
+    """0: any free port."""
+    max_queue: Annotated[int, Ge(1), Le(10**6)] = 256
+    """Completions that may wait for a place in a replica's batch; a request beyond that gets 429."""
+    max_n: Annotated[int, Ge(1), Le(128)] = 16
+    """Completions of one request (its `n`)."""
+    max_body_bytes: Annotated[int, Ge(2**10), Le(2**30)] = 1048576
+    """A larger request gets 413."""
+    timeout_s: Seconds = 300.0
+    """Seconds for a complete answer, including the wait for a place in the batch. A request that takes
+    longer gets 504."""
+    cache_tokens: Annotated[int, Ge(16), Le(10**12)] | None = None
+    """Size of the KV cache. By default as many tokens as fit into half of a GPU's free memory, or a quarter
+    of a CPU's."""
+    alias_poll_interval_s: Seconds = 5.0
+    """Seconds between two checks for aliases that have moved."""
+    log_prompts: bool = False
+    """Keep conversations, so that feedback on them becomes training rows; otherwise only metrics are
+    kept."""
+    feedback_path: str | None = None
+    """A local folder; by default <run.storage_path>/feedback."""
+    max_feedback_bytes: Annotated[int, Ge(4096), Le(10**12)] = 1073741824
+    """Largest size of that folder: half for rows, beyond which feedback gets 507, and half for
+    conversations."""
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """{input: name}: policies.ID and rewards.ID of all that the section names."""
+        policies = {f"policies.{key}": name for key, name in self.policies.items()}
+        return policies | {f"rewards.{key}": name for key, name in self.rewards.items()}
+
+    def without(self, inputs: Container[str]) -> Serve:
+        """Returns the section without some of its `inputs`."""
+        policies = {key: name for key, name in self.policies.items() if f"policies.{key}" not in inputs}
+        rewards = {key: name for key, name in self.rewards.items() if f"rewards.{key}" not in inputs}
+        return replace(self, policies=policies, rewards=rewards)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The `trainer` section of `score`; its keys, and those of Inference, have PPOConfig's names."""
+
+    local_rollout_forward_batch_size: Rows = 64
+    """Rows per forward."""
+    bf16: bool = False
+    """Matrix products in bfloat16 (autocast); on a CPU the base, too."""
+    patience_s: Patience = 600.0
+    """Seconds to wait for a reward that is an async function. Then the run ends; the same command
+    with its run.name continues it. -1: no limit."""
+
+    @property
+    def rows_per_forward(self) -> int:
+        """Rows of data.train that fill a forward."""
+        return self.local_rollout_forward_batch_size
+
+
+@dataclass(frozen=True)
+class Inference(Forward):
+    """The `trainer` section of `generate` and `serve`, whose requests may override it."""
+
+    response_length: Rows = 256
+    """Maximum new tokens of a completion, the end-of-sequence token included."""
+    min_new_tokens: Annotated[int, Ge(0)] = 0
+    """Minimum new tokens of a completion."""
+    temperature: Literal[0] | Annotated[float, Ge(1e-6)] = 1.0
+    """Divides the logits; 0: greedy."""
+    seed: Seed = 42
+    """Seed of sampling, combined with a row's number."""
+
+
+@dataclass(frozen=True)
+class Evaluate(Inference):
+    """The `trainer` section of `evaluate`."""
+
+    probes: bool = False
+    """Edit the completions of data.pairs, and measure how much that moves the reward."""
+    best_of_n: Literal[0] | Annotated[int, Ge(2), Le(1024)] = 0
+    """Completions of each prompt of data.eval for the best-of-n curve, from which the reward chooses the
+    best. 0: no curve."""
+
+
+@dataclass(frozen=True)
+class Collect(Inference):
+    """The `trainer` section of `collect`."""
+
+    num_generations: Annotated[int, Ge(1), Le(1024)] = 4
+    """Completions of each prompt."""
+    select: Literal["best", "best_worst", "pairs", "labels"] = "best_worst"
+    """Rows to write: the best completion (for sft), the best against the worst, or every pair (for dpo, rm
+    and kto), or every completion with a label (for kto)."""
+    good_above: float = 0.5
+    """With select=labels, completions with a higher score are good. A judge's scores are from 0 to 1."""
+    min_margin: Annotated[float, Ge(0)] = 0.0
+    """Smallest difference between the scores of a pair. Equal scores never make a pair."""
+    num_prompts: Count | None = None
+    """Prompts to draw from data.train without replacement, in an order by data.seed. By default all, in the
+    file's order."""
+    skip_prompts: Steps = 0
+    """Prompts to skip in that order; after the last prompt, a new order is drawn."""
+
+    @property
+    def rows_per_forward(self) -> int:
+        return max(1, self.local_rollout_forward_batch_size // self.num_generations)
+
+
+@dataclass(frozen=True)
+class Export:
+    """The `trainer` section of `export`; what goes to the hub has the names of transformers.TrainingArguments."""
+
+    merge: bool = True
+    """false: the adapter as it is, with its tokenizer and card."""
+    response_length: Rows = 256
+    """Maximum new tokens of the compared completions."""
+    bf16: bool = False
+    """bfloat16 (autocast) for the adapter that the merged model is compared with."""
+    hub_model_id: str | None = None
+    """OWNER/NAME on the hub, for the model card and a push."""
+    push_to_hub: bool = False
+    """false: nothing is sent."""
+    hub_private_repo: bool = True
+    """Whether a repository that the push creates is private."""
+
+
+@dataclass(frozen=True)
+class Job:
+    stage: str
+    model: Model
+    lora: dict[str, Any] = field(default_factory=dict)
+    data: Data = field(default_factory=Data)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    scaling: dict[str, Any] = field(default_factory=dict)
+    rollout: dict[str, Any] = field(default_factory=dict)
+    serve: Serve = field(default_factory=Serve)
+    run: Run = field(default_factory=Run)
+    mlflow: MLflow = field(default_factory=MLflow)
+    gate: dict[str, str] = field(default_factory=dict)
+    """{metric: condition}, for example {eval_accuracy: ">= 0.95"}."""
+    policy: str | list[str] | None = None
+    """models:/name@alias, a folder, an adapter on the hub (org/name or org/name@revision), or `base`: no
+    adapter. Of a list, the first that exists."""
+    reference: str | None = None
+    """Of dpo: the frozen adapter that training stays close to; by default the policy that it starts from."""
+    reward: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
+    """A name, {judge: FILE}, or a list of names, {reward: NAME, weight: NUMBER} and {judge: FILE, weight:
+    NUMBER}."""
+    baseline: str | None = None
+    """For evaluate: the policy that `policy` is compared with, named like it."""
+    teacher: str | None = None
+    """Of ppo: the adapter, or `base`, that rates every token that the policy writes
+    (trainer.teacher_coef)."""
+    judge: str | dict[str, Any] | None = None
+    """A Python function, a second reward model, or {judge: FILE}: reported, never trained on."""
+    source: str = ""
+    """The job file."""
+    overridden: tuple[str, ...] = ()
+    """Keys that the command line set; no part of the resolved job."""
+
+    @property
+    def facts(self) -> Stage:
+        """Returns the facts about its stage."""
+        return STAGE[self.stage]
+
+    @property
+    def folder(self) -> str:
+        """Returns the folder of the run: checkpoints, result.json, its report."""
+        return storage.join(self.run.storage_path, str(self.run.name))
+
+    @property
+    def paths(self) -> list[tuple[str, str]]:
+        """(key, path) of all rows that the job names."""
+        return [
+            (f"data.{key}", source.location)
+            for key in SPLITS
+            for source in sources_of(getattr(self.data, key))
+        ]
+
+    @property
+    def held_out(self) -> bool:
+        """Returns True if the job has held-out rows: data.eval, or a share of data.train."""
+        return bool(self.data.eval or self.data.eval_fraction)
+
+    @property
+    def workers(self) -> tuple[int, int]:
+        """(fewest, most) workers; equal unless the job is elastic."""
+        count = self.scaling.get("num_workers", 1) or 1
+        return (count[0], count[1]) if isinstance(count, list) else (count, count)
+
+    @property
+    def in_process(self) -> bool:
+        """Returns True if the job runs in the process of the command: `scaling.num_workers: 0`.
+
+        On a cluster, and next to rollout workers, which need Ray, 0 means one worker.
+        """
+        zero = self.scaling.get("num_workers", 1) == 0
+        return zero and not os.environ.get("RAY_ADDRESS") and not self.rollout_config.num_workers
+
+    @property
+    def rewards(self) -> list[tuple[str, float]]:
+        """(name, weight) of each reward."""
+        items = self.reward if isinstance(self.reward, list) else [self.reward] if self.reward else []
+        return [
+            (name_of(item), float(item.get("weight", 1.0)) if isinstance(item, dict) else 1.0)
+            for item in items
+        ]
+
+    @property
+    def policies(self) -> list[str]:
+        """Returns the names under `policy`, of which the first that exists counts."""
+        return self.policy if isinstance(self.policy, list) else [self.policy] if self.policy else []
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """{key: name} of every model or Python function that the job names: policy, baseline, judge, reward.0, ..."""
+        given = {"policy": next(iter(self.policies), None)}
+        given |= {key: name_of(getattr(self, key)) for key in INPUTS if key not in ("policy", "reward")}
+        given |= {f"reward.{index}": name for index, (name, _) in enumerate(self.rewards)}
+        return {key: name for key, name in given.items() if name} | self.serve.inputs
+
+    def key_of(self, name: str) -> str:
+        """Returns the key of an input: a single reward is `reward`, one of a list `reward.0`, `reward.1`, ..."""
+        if name in self.serve.inputs:
+            return f"serve.{name}"
+        return "reward" if name == "reward.0" and not isinstance(self.reward, list) else name
+
+    @property
+    def functions(self) -> dict[str, str]:
+        """{key: python:module:function} of its rewards and judge."""
+        named = self.inputs.items()
+        return {self.key_of(name): source for name, source in named if Ref.parse(source).is_function}
+
+    @property
+    def bf16(self) -> bool:
+        """Returns True if matrix products are in bfloat16. In TRL's stages, bfloat16 is the default (trl.SFTConfig.bf16)."""
+        given = self.trainer.get("bf16")
+        return bool(self.facts.trl and not self.trainer.get("fp16") if given is None else given)
+
+    @property
+    def args(self) -> Any:
+        """The `trainer` section as its config class, or None for a TRL stage: only a worker instantiates TRL's."""
+        if self.facts.trl:
+            return None
+        module, _, name = self.facts.trainer.rpartition(".")
+        return getattr(importlib.import_module(module), name)(**self.trainer)
+
+    @property
+    def rollout_config(self) -> RolloutConfig:
+        """The `rollout` section as its config class."""
+        return RolloutConfig(**self.rollout)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the resolved job as plain JSON-able data."""
+        return {key: value for key, value in asdict(self).items() if key != "overridden"}
+
+
+def name_of(item: Any) -> Any:
+    """Returns the name of a reward or judge: of `{judge: FILE}`, judge:FILE; see pipeline/references.py."""
+    if not isinstance(item, dict):
+        return item
+    return f"judge:{item['judge']}" if "judge" in item else item.get("reward")
+
+
+def sources_of(spec: str | list[str | dict[str, Any]] | None) -> list[Source]:
+    """Returns the sources of one of SPLITS, in their order."""
+    items = [spec] if isinstance(spec, str) else spec or []
+    return [Source(item) if isinstance(item, str) else Source(**item) for item in items]
+
+
+def completed(data: Data, name: str) -> list[Source]:
+    """Returns the sources of one of SPLITS, with the keys of `data` that a source does not set."""
+    shared = {key: getattr(data, key) for key in OF_ROWS}
+    return [
+        replace(source, **{key: value for key, value in shared.items() if getattr(source, key) is None})
+        for source in sources_of(getattr(data, name))
+    ]
+
+
+def transforms(data: Data) -> dict[str, str]:
+    """Returns {key of the job: python:module:function} of all functions that rows go through, each once."""
+    found = {"data.transform": data.transform}
+    for name in SPLITS:
+        for index, source in enumerate(sources_of(getattr(data, name))):
+            found[f"data.{name}.{index}.transform"] = source.transform
+    first = {function: key for key, function in reversed(found.items()) if function is not None}
+    return {key: function for function, key in first.items()}

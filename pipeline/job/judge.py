@@ -1,0 +1,260 @@
+"""A judge's file, which a job names as `{judge: FILE}`: the model, the question, and what an answer means.
+
+Every form gives scores between 0 and 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import json
+import math
+import re
+import unicodedata
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from annotated_types import Ge, Gt, Le
+
+from pipeline.errors import InputError, show
+from pipeline.job import schema
+from pipeline.job.ranges import Rows, Seconds, Weight
+from pipeline.job.yaml_tree import Tree, read_tree
+
+CLASS = "pipeline.job.judge.Definition"
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
+MARKS = re.compile(r"""[*_`#\[\]"'“”‘’]""")  # Markdown and quotes
+# The default question of each form. {criteria} lists the criteria of the rubric.
+PROMPTS = {
+    "score": """Judge the response to the request.
+
+Request:
+{prompt}
+
+Response:
+{completion}
+
+Explain your judgment in one or two sentences. Then end with one line that says `Score: ` and a number from {low} (worst) to
+{high} (best).""",
+    "yes": """Request:
+{prompt}
+
+Response:
+{completion}
+
+Is this a good response to the request? Answer {words}.""",
+    "rank": """Compare the responses to the request.
+
+Request:
+{prompt}
+
+{completions}
+
+Explain your judgment in one or two sentences. Then end with one line that says `Ranking: ` and the letters of all responses,
+from the best to the worst, with `>` between them.""",
+    "rubric": """Judge the response to the request by each of the criteria.
+
+Request:
+{prompt}
+
+Response:
+{completion}
+
+Criteria, each with its possible choices:
+{criteria}
+
+Answer with one line for each criterion: its name, a colon, and one of its choices.""",
+}
+# keys that change neither the question nor the meaning of an answer
+LIMITS = """concurrency requests_per_minute tokens_per_minute timeout_s api_key_variable
+    dollars_per_million_input dollars_per_million_output most_calls most_dollars""".split()
+
+
+@dataclass(frozen=True)
+class Definition:
+    """The keys of a judge's file."""
+
+    model: str
+    """The model's id at the endpoint, as its answers name it."""
+    form: Literal["score", "yes", "rank", "rubric"]
+    """What an answer is. score: a line `Score: NUMBER`. yes: the probability that it begins with Yes, not
+    No. rank: a line `Ranking: B > A`, for all completions of a prompt in one request. rubric: a line `NAME:
+    CHOICE` for each criterion."""
+    endpoint: str = "http://127.0.0.1:8000/v1"
+    """Of any server with OpenAI's chat completions, our `serve` included."""
+    api_key_variable: str | None = None
+    """Variable of the environment that holds the endpoint's key. By default requests have none."""
+    system: str | None = None
+    """A system message before the question."""
+    prompt: str | None = None
+    """What is asked, with {prompt}, {completion} ({completions} for rank), {criteria}, {words}, and columns
+    of the rows, such as {answer}. By default each form has its own text."""
+    words: list[str] = field(default_factory=lambda: ["Yes", "No"])
+    """Of yes: how a good answer begins, and how a bad one does."""
+    low: float = 1.0
+    """Of score: the number that means 0."""
+    high: float = 10.0
+    """Of score: the number that means 1."""
+    criteria: list[dict[str, Any]] | None = None
+    """Of rubric: {name: ..., text: ..., choices: [worst, ..., best]} each, with a weight if it is not 1."""
+    orders: Literal["drawn", "both"] = "drawn"
+    """Of rank, and so of pairs that `collect` labels: one drawn order of the completions, or also its
+    reverse."""
+    draws: Annotated[int, Ge(1), Le(64)] = 1
+    """Answers to each question, whose mean counts."""
+    body: dict[str, Any] = field(default_factory=dict)
+    """Merged into each request; null removes a field. For endpoints that expect other fields than
+    `temperature` and `max_tokens`."""
+    temperature: Annotated[float, Ge(0), Le(100)] = 0.0
+    """Of the judge's answers; above 0, each draw has a seed."""
+    max_tokens: Rows = 512
+    """Maximum number of tokens in an answer; `yes` needs only one."""
+    concurrency: Annotated[int, Ge(1), Le(4096)] = 16
+    """Maximum number of requests that one process has under way at the same time."""
+    requests_per_minute: Annotated[float, Gt(0), Le(10**9)] | None = None
+    """Maximum number of requests of one process in a minute; by default no limit."""
+    tokens_per_minute: Annotated[float, Gt(0), Le(10**12)] | None = None
+    """Maximum number of tokens of one process in a minute, including answers; by default no limit."""
+    timeout_s: Seconds = 120.0
+    """Seconds to wait for an answer before the request is repeated."""
+    dollars_per_million_input: Weight = 0.0
+    """Price of tokens that are sent."""
+    dollars_per_million_output: Weight = 0.0
+    """Price of tokens of answers."""
+    most_calls: Annotated[int, Ge(1), Le(10**12)] | None = None
+    """Maximum number of answers that a run may pay for; then it ends. By default no limit."""
+    most_dollars: Annotated[float, Gt(0), Le(10**9)] | None = None
+    """Maximum dollars that a run may pay; then it ends. By default no limit."""
+
+    @property
+    def asks(self) -> str:
+        """Returns the text of the question, with its placeholders."""
+        return self.prompt or PROMPTS[self.form]
+
+    @property
+    def longest(self) -> int:
+        """Returns the most tokens of an answer."""
+        newer = self.body.get("max_completion_tokens")  # OpenAI's name
+        return newer if isinstance(newer, int) else 1 if self.form == "yes" else self.max_tokens
+
+    @cached_property
+    def digest(self) -> str:
+        """Returns a digest of what decides the scores, without LIMITS."""
+        content = {key: value for key, value in asdict(self).items() if key not in LIMITS}
+        content["prompt"] = self.asks
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def columns(self) -> set[str]:
+        """Returns the columns of the rows that the question shows."""
+        own = {"prompt", "completion", "completions", "criteria", "words", "low", "high"}
+        return {*PLACEHOLDER.findall(self.asks)} - own
+
+    def dollars(self, sent: float, answered: float) -> float:
+        """Returns what tokens that were sent, and tokens of answers, cost."""
+        prices = self.dollars_per_million_input, self.dollars_per_million_output
+        return (sent * prices[0] + answered * prices[1]) / 1e6
+
+
+def plain(text: str) -> str:
+    """Returns a text, as it is compared: without Markdown, quotes, case, and dots at the ends of lines."""
+    # NFKC turns full-width characters and non-breaking spaces into the usual ones
+    lines = MARKS.sub("", unicodedata.normalize("NFKC", text)).casefold().splitlines()
+    return "\n".join(" ".join(line.split()).rstrip(". ") for line in lines)
+
+
+def read(path: str) -> Definition:
+    """Returns the definition in a file. Raises InputError, with the line, if it is wrong."""
+    tree = read_tree(path, [])
+    for key, problem in schema.wrong(tree.data, schema.keys(CLASS)):
+        raise tree.error(key, problem)
+    found = Definition(**tree.data)
+    for key, problem in _problems(found):
+        raise tree.error(key, problem)
+    _check_criteria(tree, found)
+    return found
+
+
+def _problems(given: Definition) -> list[tuple[str, str]]:
+    """Returns (key, problem) of values that do not fit together."""
+    problems = []
+    parts = urlsplit(given.endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        expected = "expected http:// or https://, for example http://127.0.0.1:8000/v1"
+        problems.append(("endpoint", f"found {show(given.endpoint)}, {expected}"))
+    elif parts.scheme == "http" and given.api_key_variable and not _is_loopback(parts.hostname):
+        problems.append(("endpoint", "found http:// with a key, which others could read; use https://"))
+    words = sorted(map(plain, given.words))
+    if len(words) != 2 or words[1].startswith(words[0]):
+        expected = "two different words, of which none begins with the other"
+        problems.append(("words", f"found {show(given.words)}, expected {expected}"))
+    if given.low == given.high:
+        problems.append(("high", f"found {given.high:g}, which is also `low`; expected another number"))
+    shown = {*PLACEHOLDER.findall(given.asks)}
+    needed, other = ("completions", "completion")[:: 1 if given.form == "rank" else -1]
+    if needed not in shown:
+        problems.append(("prompt", f"lacks {{{needed}}}, which `form: {given.form}` needs; add it"))
+    if other in shown:
+        problems.append(("prompt", f"shows {{{other}}}, which `form: {given.form}` lacks; remove it"))
+    if given.form == "rubric" and "criteria" not in shown:
+        problems.append(("prompt", "lacks {criteria}, which `form: rubric` needs; add it"))
+    if (given.form == "rubric") != bool(given.criteria):
+        problems.append(("criteria", "`form: rubric` needs them, and no other form has any"))
+    if given.draws > 1 and (given.temperature == 0 or given.form == "yes"):
+        problem = "but all answers are equal without a temperature, or with `form: yes`; use 1"
+        problems.append(("draws", f"found {given.draws}, {problem}"))
+    return problems
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_criteria(tree: Tree, given: Definition) -> None:
+    """Raises InputError for a criterion with wrong keys, or that no answer could name clearly."""
+    names: set[str] = set()
+    for index, one in enumerate(given.criteria or []):
+        name, choices, weight = one.get("name"), one.get("choices"), one.get("weight", 1)
+        texts = [str(choice) for choice in choices] if isinstance(choices, list) else []
+        has_keys = isinstance(one.get("text"), str) and not set(one) - {"name", "text", "choices", "weight"}
+        has_name = isinstance(name, str) and "\n" not in name and plain(name) not in {"", *names}
+        differ = len({*map(plain, texts)} - {""}) == len(texts) > 1 and not re.search("[,\n]", "".join(texts))
+        also = "; case, Markdown, quotes and a last dot make no difference"
+        for is_right, expected in (
+            (has_keys, "{name: NAME, text: TEXT, choices: [WORST, ..., BEST]}, and perhaps a weight"),
+            (has_name, f"a name of its own, on one line{also}"),
+            (differ, f"two or more different choices, on one line and without commas{also}"),
+            (type(weight) in (int, float) and 0 < weight < math.inf, "a weight above 0"),
+        ):
+            if not is_right:
+                raise tree.error("criteria", f"{index}: found {show(one)}, expected {expected}")
+        names.add(plain(str(name)))
+
+
+def at_version(source: str) -> tuple[str, str]:
+    """Returns file and digest of `judge:FILE@DIGEST`; the digest of `judge:FILE` is empty."""
+    path, _, digest = source.removeprefix("judge:").partition("@")
+    return path, digest
+
+
+def pinned(source: str) -> str:
+    """Returns `judge:FILE@DIGEST` of `judge:FILE`, which must be right."""
+    path, _ = at_version(source)
+    return f"judge:{path}@{read(path).digest[:16]}"
+
+
+def loaded(version: str) -> Definition:
+    """Returns the definition of a pinned judge. Raises InputError if the file has changed since then."""
+    path, digest = at_version(version)
+    found = read(path)
+    if found.digest[:16] != digest:
+        raise InputError(
+            f"{path} has changed since the run began (it was {digest}, and is {found.digest[:16]}); restore it, choose another "
+            "run.name, or set run.overwrite=true"
+        )
+    return found

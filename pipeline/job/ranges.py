@@ -1,0 +1,26 @@
+"""Numbers that several sections of a job allow, as types. Upper bounds are far above sensible values, but below any overflow."""
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from pipeline.errors import InputError, short
+
+Seed = Annotated[int, Ge(0), Le(2**32 - 1)]  # numpy's
+Rows = Annotated[int, Ge(1), Le(2**20)]  # or tokens
+Count = Annotated[int, Ge(1), Le(10**9)]
+Steps = Annotated[int, Ge(0), Le(10**9)]
+Share = Annotated[float, Ge(0), Le(1)]
+Fraction = Annotated[float, Ge(0), Lt(1)]
+Rate = Annotated[float, Gt(0), Le(100)]
+Factor = Annotated[float, Gt(0), Le(10**6)]
+Weight = Annotated[float, Ge(0), Le(10**6)]
+Norm = Literal[0] | Annotated[float, Ge(1e-6), Le(10**6)]  # of a gradient; smaller limits make it underflow
+Seconds = Annotated[float, Gt(0), Le(86_400)]
+Patience = Literal[-1] | Annotated[float, Ge(0), Le(365 * 86_400)]  # seconds; -1: no limit
+
+
+def require_value(settings: Any, key: str, allowed: bool, expected: str) -> None:
+    """Raises InputError if the value of a key is not allowed."""
+    if not allowed:
+        raise InputError(f"found {short(repr(getattr(settings, key)))}, expected {expected}", key=key)

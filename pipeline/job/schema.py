@@ -1,0 +1,209 @@
+"""The schema of job files: types, defaults, ranges and meaning of all keys.
+
+schema.json is generated from our dataclasses and from the config classes of TRL, peft and Ray, whose import takes seconds.
+Validation, `rlhf help KEY`, shell completion and editors read it. Regenerate it after a change of a key or a pin:
+
+    python -m pipeline.job.schema_of
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import short, show
+from pipeline.job.stages import INPUTS, STAGE
+from pipeline.job.yaml_tree import Tree
+
+FILE = Path(__file__).with_name("schema.json")
+SECTIONS = ("model", "data", "run", "mlflow", "trainer", "lora", "scaling", "rollout", "serve")
+CLASSES = {
+    "lora": "peft.tuners.lora.config.LoraConfig",
+    "scaling": "ray.train.v2.api.config.ScalingConfig",
+    "rollout": "pipeline.job.rollout.RolloutConfig",
+}
+NAMES = {  # {type in a schema: its name}
+    "null": "null", "boolean": "true or false", "integer": "a whole number", "number": "a number", "string": "text",
+    "array": "a list", "object": "a mapping",
+}  # fmt: skip
+
+# {name in TRL's scripts, LLaMA-Factory, Axolotl or OpenRLHF: ours}. Names that are equal but for the section need no row.
+ELSEWHERE = {
+    "lr": "trainer.learning_rate",
+    "epochs": "trainer.num_train_epochs",
+    "base_model": "model.name_or_path",
+    "rank": "lora.r",
+    "lora_r": "lora.r",
+    "alpha": "lora.lora_alpha",
+    "cutoff_len": "data.max_length",
+    "max_seq_length": "data.max_length",
+    "dataset": "data.train",
+    "model_name_or_path": "model.name_or_path",
+}
+
+
+# ---------------------------------------------------------------- which keys there are
+@cache
+def document() -> dict[str, Any]:
+    return json.loads(FILE.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def keys(dotted: str) -> dict[str, dict[str, Any]]:
+    """Returns {key: its schema} of the dataclass `package.module.Class`."""
+    return document()["$defs"][dotted]["properties"]  # type: ignore[no-any-return]
+
+
+def class_of(section: str, stage: str) -> str:
+    """Returns the dataclass, as `package.module.Class`, whose fields are the keys of a section."""
+    if section == "trainer":
+        return STAGE[stage].trainer
+    ours = f"pipeline.job.job.{'MLflow' if section == 'mlflow' else section.title()}"
+    return CLASSES.get(section, ours)
+
+
+def keys_of(stage: str) -> dict[str, str]:
+    """Returns {section.key: key} of all that the sections of a stage's job may have."""
+    known = ((section, keys(class_of(section, stage)).items()) for section in SECTIONS)
+    return {f"{section}.{key}": key for section, items in known for key, one in items if "not" not in one}
+
+
+def meant(key: str, stage: str) -> str | None:
+    """Returns the key of a stage's job that an unknown one means: by other tools' names, by spelling, in another section."""
+    section, _, name = key.rpartition(".")
+    known = keys_of(stage)
+    if (ours := ELSEWHERE.get(name)) in {*known, *STAGE[stage].inputs}:
+        return ours
+    siblings = [short for full, short in known.items() if full == f"{section}.{short}"]
+    near = [f"{section}.{one}" for one in difflib.get_close_matches(name, siblings, 1, 0.7)]
+    elsewhere = [full for full, short in known.items() if short == name]
+    return next(iter(near + elsewhere), None)
+
+
+# ---------------------------------------------------------------- values
+@cache
+def _validator() -> Any:
+    """Returns the class that checks values. Draft 4 has its whole numbers: 7.0 is none."""
+    from jsonschema import Draft4Validator, Draft7Validator, validators
+
+    return validators.extend(Draft7Validator, type_checker=Draft4Validator.TYPE_CHECKER)
+
+
+def problem(value: Any, schema: Mapping[str, Any]) -> str | None:
+    """Returns why a key cannot have this value, or None."""
+    validator = _validator()(schema)
+    if (error := next(validator.iter_errors(value), None)) is None:
+        return None
+    part = "".join(f"{short(str(key))}: " for key in error.absolute_path)
+    found, wanted = error.instance, error.schema  # of that part
+    near = difflib.get_close_matches(str(found), list(map(str, _choices(wanted))), n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    if isinstance(found, (int, float)):
+        default = schema.get("default")
+        if validator.evolve(schema=wanted).is_valid(""):
+            hint = "; put it in quotes"
+        elif type(default) in (int, float) and default:
+            hint = f", for example {default}"
+    return f"{part}found {show(found)}, expected {expected(wanted)}{hint}"
+
+
+def checked(
+    tree: Tree, section: str, known: Mapping[str, dict[str, Any]], hint: Callable[[str], str] | None = None
+) -> dict[str, Any]:
+    """Returns the values of a section, in which one value may stand for a list of one. Raises InputError if one is `wrong`."""
+    values = tree.section(section)
+    for key, value in values.items():
+        single = key in known and isinstance(value, (str, int, float)) and not isinstance(value, bool)
+        if single and problem(value, known[key]) and not problem([value], known[key]):
+            values[key] = [value]  # trainer.loss_type=ipo, if the library wants a list
+    for key, message in wrong(values, known, hint):
+        raise tree.error(f"{section}.{key}", message)
+    return values
+
+
+def wrong(
+    values: Mapping[str, Any], known: Mapping[str, dict[str, Any]], hint: Callable[[str], str] | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yields (key, what is wrong) for keys that are refused, unknown or missing, and for values that they cannot have.
+
+    Args:
+        known: {key: its schema}.
+        hint: returns what an unknown key may mean. None: `nearest`.
+    """
+    for key in values:
+        if "not" in known.get(key, ()):
+            yield key, f"is set by the pipeline: {known[key]['description']}"
+    for key, value in values.items():
+        if key not in known:
+            yield key, f"unknown key; {hint(key) if hint else nearest(key, known)}"
+        elif found := problem(value, known[key]):
+            yield key, found
+    for key, one in known.items():
+        if one.get("needed") and key not in values:
+            yield key, f"missing, expected {expected(one)}"
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    """Returns the known key that an unknown one probably means, or all of them."""
+    near = difflib.get_close_matches(key, known := list(known), 1, 0.7)
+    return f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
+
+
+def expected(schema: Mapping[str, Any]) -> str:
+    """Returns the name of a schema's type, with the range of its numbers."""
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(map(expected, schema["anyOf"])))
+    if choices := schema.get("enum"):
+        words = ", ".join(show(one).strip("'") for one in choices[:12]) + ", ..." * (len(choices) > 12)
+        return f"one of {words}" if len(choices) > 1 else words
+    if "type" not in schema:
+        return "any value"
+    name = NAMES["integer" if "multipleOf" in schema else schema["type"]]
+    count = f" of {schema['minItems']}" if "minItems" in schema else ""
+    inside = schema.get("items") or schema.get("additionalProperties")
+    return name + _range(schema) + count + (f" of {expected(inside)}" if isinstance(inside, dict) else "")
+
+
+def _range(schema: Mapping[str, Any]) -> str:
+    if "minimum" in schema and "maximum" in schema:
+        return f" between {_number(schema['minimum'])} and {_number(schema['maximum'])}"
+    words = {"minimum": "of at least", "exclusiveMinimum": "above"}
+    words |= {"maximum": "at most", "exclusiveMaximum": "below"}
+    return " and".join(f" {word} {_number(schema[key])}" for key, word in words.items() if key in schema)
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else f"{value:g}"  # {:g} would round the largest seed
+
+
+def _choices(schema: Mapping[str, Any]) -> Iterator[Any]:
+    """Yields the words and numbers among which a value, or an item of it, can be chosen."""
+    yield from schema.get("enum", ())
+    for part in (*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else ())):
+        yield from _choices(part)
+
+
+def described(name: str) -> list[str]:
+    """Returns what `rlhf help KEY` prints: type, default, range and meaning, once for all stages that share them."""
+    section, _, key = name.partition(".")
+    found: dict[str, list[str]] = {}
+    for stage in STAGE:
+        schema = keys(class_of("job", stage)).get(section, {}) if not key else {}
+        if key and section in SECTIONS:
+            schema = keys(class_of(section, stage)).get(key, {})
+        elif section in INPUTS and section not in STAGE[stage].inputs:
+            continue
+        if schema and "not" not in schema:
+            found.setdefault("\n".join(_described(schema)), []).append(stage)
+    return [f"{name}   ({', '.join(stages)})\n{text}" for text, stages in found.items()]
+
+
+def _described(schema: Mapping[str, Any]) -> Iterator[str]:
+    yield f"  type     {expected(schema)}"
+    if not schema.get("needed"):
+        yield f"  default  {show(schema.get('default'))}"
+    if text := schema.get("description"):
+        yield f"  {text}"

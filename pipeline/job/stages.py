@@ -1,0 +1,236 @@
+"""One table: what each stage takes, which rows it reads, what it trains, which settings it does not use, and the metrics
+of its summary.
+
+Code that depends on the stage asks here: job.facts.learns, not job.stage in ("sft", "rm", ...).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pipeline import metrics
+
+OURS = "pipeline.job.job"
+# The models that a job may name. Stage.inputs lists which of them a stage takes.
+INPUTS = ("policy", "reference", "baseline", "teacher", "reward", "judge")
+# Keys that a stage does not use, and why.
+_NO_SERVER = {"serve": "only `serve` answers requests"}
+_NO_ROLLOUT = {"rollout": "only `ppo` samples what it learns from"}
+_LEARNS = _NO_SERVER | dict.fromkeys(
+    ("data.pairs", "data.benchmarks"), "they are for `evaluate`; its held-out rows are data.eval"
+)
+_NOTHING_TRAINED = dict.fromkeys(
+    """lora data.deduplicate data.batch_size data.eval_fraction data.seed run.load_best_model_at_end
+    run.metric_for_best_model run.greater_is_better run.early_stopping_patience run.stop_if run.num_to_keep
+    mlflow.registered_model""".split(),
+    "it trains nothing",
+)
+# A job that writes completions without learning from them uses only the decoding keys of `rollout`.
+_DECODES = dict.fromkeys(
+    """rollout.num_workers rollout.staleness rollout.use_gpu rollout.resources_per_worker rollout.label_selector
+    rollout.patience_s rollout.chunk_timeout_s rollout.tensor_parallel_size rollout.correction
+    rollout.correction_cap""".split(),
+    "only `ppo` learns from what it samples; here only rollout.engine and its settings count",
+)
+_NO_MLFLOW_RUN, _ACTORS = "it makes no MLflow run", "Ray places and restarts its actors one by one"
+_EVALUATES_NOTHING = "it evaluates nothing; all its rows are data.train"
+_ROW_BY_ROW = _NOTHING_TRAINED | {
+    "model.fsdp": "each of its processes holds the full base; only sft, rm, dpo, kto, ppo and evaluate shard it",
+    "data.pairs": _EVALUATES_NOTHING,
+    "data.benchmarks": _EVALUATES_NOTHING,
+    "data.eval": _EVALUATES_NOTHING,
+    "gate": _EVALUATES_NOTHING,
+    "mlflow.experiment": _NO_MLFLOW_RUN,
+    "mlflow.report_to": _NO_MLFLOW_RUN,
+    "mlflow.alias": _NO_MLFLOW_RUN,
+    "run.report": _NO_MLFLOW_RUN,
+    "run.max_failures": _ACTORS,
+    "scaling.placement_strategy": _ACTORS,
+    "scaling.elastic_resize_monitor_interval_s": _ACTORS,
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The facts about one stage."""
+
+    # The config class, as package.module.Class, whose fields are the keys of the `trainer` section.
+    trainer: str
+    summary: str  # One line for --help.
+    inputs: Mapping[str, bool] = field(default_factory=dict)  # {model that it takes: whether it is required}
+    rows: str | None = None  # The kind of its rows, a key of data.shapes.KIND, or None if it reads no rows.
+    learns: str | None = None  # The role whose adapter it trains: policy or reward.
+    # Whether the frozen adapter that training starts from is the reference, unless the job names one.
+    keeps_reference: bool = False
+    # Number of forwards without gradients over the tokens that it learns from, not counting the reference's.
+    further_forwards: int = 0
+    fewest_rows: int = 1  # Least rows of a micro-batch.
+    sequences: int = 1  # Sequences in one training row: a pair has two.
+    # Whether it generates completions, for which the context needs space after the prompt.
+    writes: bool = False
+    # Whether it scores with rewards or a judge; Python functions among them may take columns of the rows.
+    scores: bool = False
+    # train: Ray Train's workers; data: actors of Ray Data, row by row; serve: replicas of Ray Serve; here: this process.
+    runs_in: str = "train"
+    # {section or section.key: why the stage does not use it}
+    unused: Mapping[str, str] = field(default_factory=dict)
+    title: str = ""  # Its name in reports.
+    # Metrics of its summary, the most important first: `run` shows only that one in its table.
+    headline: tuple[str, ...] = ()
+
+    @property
+    def trl(self) -> bool:
+        """Returns True if a TRL trainer does the work. Only a worker imports its config class."""
+        return self.trainer.startswith("trl.")
+
+    @property
+    def online(self) -> bool:
+        """Returns True if the stage learns from completions that it samples."""
+        return bool(self.learns and self.writes)
+
+    @property
+    def reads_train(self) -> bool:
+        """Returns True if the stage needs the rows of data.train."""
+        return not {"data", "data.train"} & self.unused.keys()
+
+
+STAGE: dict[str, Stage] = {
+    "sft": Stage(
+        "trl.trainer.sft_config.SFTConfig",
+        "fine-tune on demonstrations",
+        rows="demonstrations",
+        learns="policy",
+        unused={**_LEARNS, **_NO_ROLLOUT},
+        title="Supervised fine-tuning",
+        headline=("eval_loss", "eval_mean_token_accuracy", "eval_eos_accuracy"),
+    ),
+    "rm": Stage(
+        "trl.trainer.reward_config.RewardConfig",
+        "train a reward model on preference pairs",
+        rows="whole_preferences",
+        learns="reward",
+        sequences=2,
+        unused={**_LEARNS, **_NO_ROLLOUT},
+        title="Reward model",
+        headline=("eval_accuracy", "eval_margin"),
+    ),
+    "dpo": Stage(
+        "trl.trainer.dpo_config.DPOConfig",
+        "train on preference pairs directly, from the sft adapter",
+        {"policy": True, "reference": False},
+        rows="preferences",
+        learns="policy",
+        keeps_reference=True,
+        sequences=2,
+        unused={**_LEARNS, **_NO_ROLLOUT},
+        title="Direct preference optimization",
+        headline=("eval_rewards/accuracies", "eval_loss", "eval_rewards/margins"),
+    ),
+    "kto": Stage(
+        "trl.trainer.kto_config.KTOConfig",
+        "train on completions labeled good or bad, from the sft adapter",
+        {"policy": True},
+        rows="thumbs",
+        learns="policy",
+        keeps_reference=True,
+        fewest_rows=2,  # each prompt also gets another row's completion
+        further_forwards=2,  # policy and reference, for the KL term
+        unused={**_LEARNS, **_NO_ROLLOUT},
+        title="Kahneman-Tversky optimization",
+        headline=("eval_rewards/margins", "eval_loss", "eval_kl"),
+    ),
+    "ppo": Stage(
+        "pipeline.ppo.config.PPOConfig",
+        "train with PPO, GRPO or RLOO, from the sft adapter",
+        {"policy": True, "teacher": False, "reward": False, "judge": False},
+        rows="prompts",
+        learns="policy",
+        keeps_reference=True,
+        writes=True,
+        scores=True,
+        unused={**_LEARNS, "data.batch_size": "use trainer.batch_size, the episodes of one update over all workers"},
+        title="PPO",
+        headline=("eval_judge", "eval_reward", "eval_win_rate", "eval_kl", "eval_length", "eval_eos_rate"),
+    ),
+    "evaluate": Stage(
+        f"{OURS}.Evaluate",
+        "compare a policy with a baseline, test a reward model",
+        {"policy": False, "baseline": False, "reward": False, "judge": False},
+        rows="answered_prompts",
+        writes=True,
+        scores=True,
+        unused={**_NO_SERVER, **_DECODES, **_NOTHING_TRAINED, "data.train": "it trains nothing; put the prompts under data.eval"},
+        title="Evaluation",
+        headline=(
+            "eval_judge_win_rate", "eval_judge", "eval_win_rate", "eval_reward",
+            "eval_kl", "eval_rm_accuracy",
+        ),
+    ),
+    "generate": Stage(
+        f"{OURS}.Inference",
+        "write completions to a file of prompts",
+        {"policy": True, "reward": False},
+        rows="prompts",
+        writes=True,
+        scores=True,
+        runs_in="data",
+        unused={**_NO_SERVER, **_DECODES, **_ROW_BY_ROW},
+    ),
+    "collect": Stage(
+        f"{OURS}.Collect",
+        "make rows to train on from scored completions of a policy",
+        {"policy": True, "reward": True},
+        rows="prompts",
+        writes=True,
+        scores=True,
+        runs_in="data",
+        unused={**_NO_SERVER, **_DECODES, **{key: why for key, why in _ROW_BY_ROW.items() if key != "data.seed"}},
+    ),
+    "score": Stage(
+        f"{OURS}.Forward",
+        "score a file of pairs or completions with a reward model",
+        {"reward": True},
+        rows="completions",
+        scores=True,
+        runs_in="data",
+        unused={**_NO_SERVER, **_NO_ROLLOUT, **_ROW_BY_ROW},
+    ),
+    "serve": Stage(
+        f"{OURS}.Inference",
+        "serve policies and reward models on one base, as OpenAI's API",
+        writes=True,
+        scores=True,
+        runs_in="serve",
+        unused={
+            **_DECODES,
+            **_ROW_BY_ROW,
+            **dict.fromkeys("""data.train data.on_error data.too_long data.columns data.label data.transform data.group_by
+                data.cache_dir data.subset""".split(), "it reads no rows"),
+            "trainer.seed": "a request may set one; otherwise each has a different one",
+            "run.overwrite": "there is nothing to resume",
+        },
+    ),
+    "export": Stage(
+        f"{OURS}.Export",
+        "write merged models or adapters, to a folder or the Hub",
+        {"policy": False, "reward": False},
+        runs_in="here",
+        unused={
+            **_NO_SERVER,
+            **_NO_ROLLOUT,
+            **_ROW_BY_ROW,
+            "data": "it reads no rows",
+            "model.load_in_4bit": "an adapter is merged into the unquantized base in model.dtype",
+            **dict.fromkeys("""run.placement_timeout_s scaling.num_workers scaling.resources_per_worker scaling.accelerator_type
+                scaling.label_selector""".split(), "it runs in this process; scaling.use_gpu chooses the device"),
+        },
+    ),
+}  # fmt: skip
+TRAINED = tuple(name for name, stage in STAGE.items() if stage.learns)
+
+
+def headline(stage: str, measured: Mapping[str, float]) -> list[metrics.Metric]:
+    """Returns the metrics of a stage's summary that were measured."""
+    found = (metrics.find(name, stage) for name in STAGE[stage].headline if name in measured)
+    return [one for one in found if one]

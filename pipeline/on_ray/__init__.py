@@ -1,1 +1,0 @@
-"""Ray on the driver: a session, places for workers, and a TorchTrainer."""

@@ -1,0 +1,127 @@
+"""Tracks which step's adapter a run keeps, and whether it stops early.
+
+    best = of(run, gate, parameters)           # the section `run`; None if nothing is compared
+    best.compare(metrics, step)                # after each evaluation, on every rank with the same metrics
+    best.exhausted                             # True if training must stop
+    best.save(folder), best.load(folder)       # as part of every checkpoint
+    best.restore()                             # puts back the weights of best.step, to be saved and registered
+
+The weights of the best step are in memory and in each checkpoint. So evaluations need no separate checkpoint, and
+run.num_to_keep cannot delete the best one.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline import run_folder
+from pipeline.errors import Failure, SelfCheckFailed
+from pipeline.job import gates
+from pipeline.job.job import Run
+from pipeline.registry import Gate
+from pipeline.system.hub import json_object
+
+FIX = "remove this checkpoint, so that the run resumes from an earlier one"
+WEIGHTS = "best.safetensors"
+# Passes an evaluation's value and step to a sweep. Returns the reason to stop, or None.
+Report = Callable[[float, int], str | None]
+
+
+@dataclass
+class Best:
+    """The best evaluation so far, and its weights."""
+
+    metric: str
+    greater_is_better: bool
+    patience: int | None  # evaluations without improvement until training stops, or None for no limit
+    parameters: dict[str, torch.nn.Parameter]  # trainable parameters; if empty, the last weights are kept
+    report: Report | None = None
+    stop_if: dict[str, str] = field(default_factory=dict)  # {metric: condition} that ends training
+    step: int | None = None  # None before the first evaluation with a finite value
+    value: float | None = None
+    stale: int = 0  # evaluations since the best step
+    stopped: str | None = None  # reason of the sweep or run.stop_if to end training
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def compare(self, metrics: dict[str, float], step: int) -> None:
+        """Keeps this step if its value is better than all earlier values. Equal values and NaN are not better."""
+        for metric in (self.metric, *self.stop_if):
+            if metric not in metrics:
+                key = "metric_for_best_model" if metric == self.metric else "stop_if"
+                known = ", ".join(sorted(name for name in metrics if name.startswith("eval_")))
+                raise Failure(f"run.{key}: the evaluation has no {metric} here, but {known}")
+        value = float(metrics[self.metric])
+        if self.report:
+            if not math.isfinite(value):
+                raise SelfCheckFailed(f"{self.metric} is {value} at step {step}; the trial ends")
+            self.stopped = self.report(value, step)
+        for metric, condition in self.stop_if.items():
+            symbol, threshold = gates.parse_gate(condition)
+            found = float(metrics[metric])
+            if threshold is not None and gates.OPERATORS[symbol](found, threshold):
+                self.stopped = f"{metric} is {found:.4g} (run.stop_if: {condition})"
+        sign = 1.0 if self.greater_is_better else -1.0
+        if sign * value > (-math.inf if self.value is None else sign * self.value):
+            self.step, self.value, self.stale = step, value, 0
+            self.weights = {name: p.detach().to("cpu", copy=True) for name, p in self.parameters.items()}
+        else:
+            self.stale += 1
+
+    @property
+    def exhausted(self) -> bool:
+        """Returns True if training must stop: the patience has run out, or run.stop_if or the sweep stopped it."""
+        return bool(self.stopped) or (self.patience is not None and self.stale >= self.patience)
+
+    def restore(self) -> int | None:
+        """Restores the best weights. Returns their step, or None if the last weights stay."""
+        if not self.weights:
+            return None
+        for name, parameter in self.parameters.items():
+            parameter.data.copy_(self.weights[name])
+        return self.step
+
+    def save(self, folder: str) -> None:
+        """Writes the files for `load`. Only rank 0 calls it, because all ranks have the same state."""
+        state = {key: getattr(self, key) for key in ("step", "value", "stale", "stopped")}
+        with open(os.path.join(folder, run_folder.BEST), "w", encoding="utf-8") as file:
+            json.dump(state, file)
+        save_file({name: tensor.contiguous() for name, tensor in self.weights.items()}, f"{folder}/{WEIGHTS}")
+
+    def load(self, folder: str) -> None:
+        vars(self).update(json_object(os.path.join(folder, run_folder.BEST), FIX))
+        self.weights = load_file(os.path.join(folder, WEIGHTS))
+
+    def reason(self) -> str:
+        what = "was no number in" if self.step is None else "has not improved for"
+        return self.stopped or f"{self.metric} {what} {self.stale} evaluation{'s' * (self.stale != 1)}"
+
+
+def of(
+    run: Run, gate: Gate, parameters: dict[str, torch.nn.Parameter], report: Report | None = None
+) -> Best | None:
+    """Returns the tracker of a run, or None if it keeps the last step, never stops early and is in no sweep."""
+    if (
+        not run.load_best_model_at_end
+        and run.early_stopping_patience is None
+        and not run.stop_if
+        and report is None
+    ):
+        return None
+    kept = parameters if run.load_best_model_at_end else {}
+    return Best(gate.metric, gate.greater_is_better, run.early_stopping_patience, kept, report, run.stop_if)
+
+
+def outcome(best: Best | None, kept: int | None, last: int, total: int) -> dict[str, Any]:
+    """Returns for result.json the step whose weights were kept (None means the last) and why training ended at step `last`."""
+    by = {"by": best.metric, "value": best.value} if best and kept is not None else {"by": None}
+    reason = best.reason() if best and best.exhausted and last < total else None
+    return {
+        "kept": {"step": last if kept is None else kept, **by},
+        "ended": {"step": last, "of": total, "early": reason},
+    }

@@ -1,0 +1,132 @@
+"""Ray Train on the driver: a TorchTrainer with its workers, failures and restarts."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.train import DataConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+
+# Private functions that TorchConfig's own backend runs in the workers. Remove when Ray's `init_method` takes a URL.
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch.config import _set_torch_distributed_env_vars, _setup_torch_process_group, _TorchBackend
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+
+from pipeline.job import Run
+from pipeline.run.session import session_folder
+from pipeline.settle import placement
+from pipeline.settle.placement import Places
+from pipeline.system import process
+
+# Time limit of a collective of torch.distributed; torch's default is half an hour. A rank may wait longer for others that
+# load models, score or wait for rollout workers. If a rank dies, Ray Train notices it.
+COLLECTIVE_TIMEOUT_S = 365 * 24 * 3600
+
+
+def fit(
+    places: Places,
+    run: Run,
+    loop: Callable[[dict[str, Any]], Any],
+    config: dict[str, Any],
+    rows: dict[str, Any],
+) -> Any:
+    """Runs `loop(config)` on every worker of a TorchTrainer, and returns what it returns on rank 0.
+
+    Restarts workers that died as run.max_failures allows. Raises ray.train.WorkerGroupError with each worker's exception, or
+    Failure if no place for the workers was found in time.
+
+    Args:
+        run: the section of the job.
+        rows: {name: dataset} that each worker gets.
+    """
+    trainer = _trainer(places, run, loop, config, rows)
+    # Ray Train's handler of Ctrl-C would end this process with status 1 and without a message (ray 2.60, private). Without it,
+    # Ctrl-C is a KeyboardInterrupt as elsewhere. Remove when there is a public way to keep one's handler.
+    controllers: list[Any] = []
+    trainer._register_sigint_handler = controllers.append
+    try:
+        return trainer.fit().return_value
+    except (KeyboardInterrupt, SystemExit):
+        # Waits until the workers have ended, so that none writes into the run's folder later
+        with process.signals_ignored():
+            for controller in controllers:
+                # The call ends its process, which Ray reports as an error.
+                with contextlib.suppress(ray.exceptions.RayError):
+                    ray.get(controller.abort.remote(), timeout=5)
+        raise
+
+
+def _trainer(places: Places, run: Run, loop: Any, config: dict[str, Any], rows: dict[str, Any]) -> Any:
+    if places.in_process:  # Ray Train's local mode: it calls the loop here, without starting Ray
+        local = ScalingConfig(num_workers=0)
+        return TorchTrainer(loop, train_loop_config=config, datasets=rows, scaling_config=local)
+    scaling, folder = dict(places.scaling), session_folder()
+    workers = scaling.pop("num_workers", 1) or 1
+    torch_config = TorchConfig(timeout_s=COLLECTIVE_TIMEOUT_S)
+    if folder:
+        torch_config = FileRendezvous(folder=folder, timeout_s=COLLECTIVE_TIMEOUT_S)
+    trainer = TorchTrainer(
+        loop,
+        train_loop_config=config,
+        torch_config=torch_config,
+        datasets=rows,
+        # Every worker sees all rows, because accelerate would split a shard again.
+        dataset_config=DataConfig(datasets_to_split=[]),
+        scaling_config=ScalingConfig(
+            num_workers=tuple(workers) if isinstance(workers, list) else workers, **scaling
+        ),
+        run_config=RunConfig(
+            name=run.name,
+            storage_path=run.storage_path,
+            failure_config=FailureConfig(max_failures=run.max_failures),
+            logging_config=LoggingConfig(log_level="WARNING"),
+            callbacks=[placement.callback(places)],
+        ),
+    )
+    if folder:
+        # All processes of an embedded Ray end with the driver. Ray Train's cleaner of placement groups polls a dashboard once a
+        # second, of any Ray that this machine was the last to start, and the end of the run waits 12 s for an answer (ray 2.60,
+        # private). Remove when it asks the GCS of its own session.
+        defaults, cleaner = trainer._create_default_callbacks, PlacementGroupCleanerCallback
+        trainer._create_default_callbacks = lambda: [c for c in defaults() if not isinstance(c, cleaner)]
+    return trainer
+
+
+@dataclass
+class FileRendezvous(TorchConfig):
+    """TorchConfig for workers on the driver's machine: they meet through a file that only their user can read.
+
+    torch's TCPStore listens on every interface, without a password, and takes no other address (torch 2.13;
+    https://github.com/pytorch/pytorch/issues/173909). On a cluster the workers need it.
+
+    Args:
+        folder: only this user can read it; it is deleted when the session ends.
+    """
+
+    folder: str = ""
+
+    @property
+    def backend_cls(self) -> type[_TorchBackend]:
+        return _Backend
+
+
+class _Backend(_TorchBackend):
+    def on_start(self, worker_group: Any, backend_config: FileRendezvous) -> None:
+        """Runs in Ray Train's controller: forms the group of all workers."""
+        store = os.path.join(tempfile.mkdtemp(prefix="rendezvous-", dir=backend_config.folder), "store")
+        group = {
+            "backend": "nccl" if worker_group.get_resources_per_worker().get("GPU") else "gloo",
+            "world_size": len(worker_group),
+            "init_method": f"file://{store}",
+            "timeout_s": backend_config.timeout_s,
+        }
+        worker_group.execute(_set_torch_distributed_env_vars)
+        ray.get(
+            [
+                worker_group.execute_single_async(rank, _setup_torch_process_group, world_rank=rank, **group)
+                for rank in range(len(worker_group))
+            ]
+        )

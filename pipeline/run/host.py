@@ -1,0 +1,64 @@
+"""Loads the models of a job into a process."""
+
+import os
+from typing import Any
+
+from pipeline import registry
+from pipeline.job import Job
+from pipeline.run import session
+from pipeline.settle import placement
+from pipeline.settle.inputs import check_sampler, pin_inputs
+from pipeline.settle.settle import settle
+from pipeline.settle.work import Work
+from pipeline.system import console, hub
+
+
+def load_host(job: Job) -> "Host":
+    """Returns the models of a job in this process, without Ray. The job's inputs are pinned and checked."""
+    from pipeline.system.hub import announcement
+
+    session.set_environment()
+    check_sampler(job.rollout_config, job.model)
+    with console.waiting("checking the models"):
+        work = settle(*pin_inputs(job))
+    placement.check_fits(work.places)
+    print(announcement(work.model.name_or_path, work.model.revision), flush=True)
+    console.silence_libraries()
+    return Host(work)
+
+
+class Host:
+    """A process that holds the models of a job: a worker of a stage, an actor of Ray Data, or the driver itself."""
+
+    rank = 0
+
+    def __init__(self, work: Work):
+        self.work, self.tokenizer, self.args = work, work.tokenizer, work.args
+
+    @property
+    def device(self) -> str:
+        """Returns the GPU of this process if the job uses one, or else the CPU."""
+        return "cuda" if self.work.places.on_gpu else "cpu"
+
+    def load_base(self, scorer_tokenizer: Any = None) -> Any:
+        """Loads the job's frozen base. Rank 0 warns if the processor emulates the job's bfloat16."""
+        import torch
+
+        base = self.frozen_base(scorer_tokenizer)
+        on_cpu = self.rank == 0 and base.device.type == "cpu"
+        if on_cpu and self.work.bf16 and not torch.cpu._is_avx512_bf16_supported():
+            print("warning: this processor emulates bfloat16; trainer.bf16=false may be faster", flush=True)
+        return base
+
+    def frozen_base(self, scorer_tokenizer: Any = None) -> Any:
+        """Loads the job's frozen base directly onto this process's device; see models.base.load_base."""
+        from pipeline.models.base import load_base
+
+        return load_base(self.work.frozen, scorer_tokenizer, self.device)
+
+    def input(self, name: str) -> str:
+        """Returns the local folder of an input (`policy`, `reward.0`, ...). Fetches it if this is not the driver's machine."""
+        one = self.work.inputs[name]
+        # this folder of the Hub's cache may have other files of the same commit
+        there = os.path.isdir(one.folder) and not one.version.startswith(hub.SCHEME)
+        return one.folder if there else registry.fetch(one.version, self.work.uri)

@@ -1,0 +1,76 @@
+"""Reports the possible cost of judges before a run, and their real cost in its result."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipeline.job import judge
+from pipeline.job.judge import Definition
+from pipeline.scoring.judges.client import CHARACTERS
+from pipeline.scoring.judges.store import Store, folder
+from pipeline.settle.work import Work
+from pipeline.statistics import mean
+from pipeline.system import prices
+
+SAMPLED = 100  # number of rows whose prompts are measured
+
+
+def estimates(work: Work, rows: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[str]:
+    """Yields a line for each judge of a run: the maximum number of questions, their cost in dollars, and the run's budget.
+
+    Args:
+        rows: token rows of each split.
+        counts: number of them.
+    """
+    for name, given in _judges(work):
+        completions, group = asked(work, counts, name)
+        shared = group if given.form == "rank" else 1
+        orders = 2 if given.form == "rank" and given.orders == "both" else 1
+        questions = -(-completions // shared) * orders * given.draws
+        first = next(iter(rows.values()))
+        some = first.slice(0, SAMPLED).to_pylist() if hasattr(first, "slice") else first.take(SAMPLED)
+        prompt = mean([len(row.get("input_ids") or row.get("prompt_ids") or ()) for row in some])
+        sent = len(given.asks) / CHARACTERS + prompt + shared * getattr(work.args, "response_length", prompt)
+        dollars = questions * given.dollars(sent, given.longest)
+        budgets = [f"{given.most_calls:,} answers"] if given.most_calls else []
+        budgets += [prices.in_dollars(given.most_dollars)] if given.most_dollars else []
+        cost = f", about {prices.in_dollars(dollars)} with the longest answers" if dollars else ""
+        yield (
+            f"judge {judge.at_version(work.inputs[name].version)[0]}: at most {questions:,} questions{cost}, less what is in the "
+            f"store; budget: {' and '.join(budgets) or 'no limit'}"
+        )
+
+
+def asked(work: Work, rows: Mapping[str, int], name: str) -> tuple[int, int]:
+    """Returns the number of completions that an input scores in a run, and how many of them share a prompt.
+
+    Args:
+        rows: number of rows of each split.
+    """
+    args, stage, held_out = work.args, work.run.stage, rows.get("eval", 0)
+    if stage == "ppo":
+        updates = args.total_updates(rows["train"])
+        evaluations = 1 + (updates // args.eval_steps if args.eval_steps else 0)
+        alone = held_out * (1 + evaluations)
+        if name == "judge":
+            return alone, 1
+        greedy = updates * args.batch_size // args.num_generations * args.estimator.needs_greedy
+        return updates * args.batch_size + greedy + alone, args.num_generations
+    if stage == "evaluate":
+        return held_out * (2 + args.best_of_n) + 2 * rows.get("pairs", 0), 2
+    if stage == "collect":
+        return (args.num_prompts or rows["train"]) * args.num_generations, args.num_generations
+    return rows["train"] * (2 if stage == "score" else 1), 2
+
+
+def costs(work: Work) -> dict[str, dict[str, float]]:
+    """Returns {input: answers and cost of its judge in this run, including earlier attempts}."""
+    run = work.run
+    return {
+        name: Store(folder(run.storage_path, given), run.name).costs(given) for name, given in _judges(work)
+    }
+
+
+def _judges(work: Work) -> Iterator[tuple[str, Definition]]:
+    for name, one in work.inputs.items():
+        if one.kind == "judge":
+            yield name, Definition(**one.facts)

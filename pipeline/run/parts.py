@@ -1,0 +1,223 @@
+"""Batch inference: sends every row of a file through models in Ray Data actors, to JSON Lines. A killed run resumes.
+
+    launch(job, Verb("completions.jsonl", load, measure)) -> the content of result.json
+
+Rows are processed in parts of consecutive rows. A part's file is written atomically, and an existing part is not repeated, so
+each input row has one output, in the same order. The output of a row depends only on the job, the row and its number, not on
+the number of actors or on interruptions. The workers of `evaluate` make their parts with `in_parts`.
+"""
+
+import contextlib
+import json
+import pickle
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline import run_folder
+from pipeline.data.feed import to_hf
+from pipeline.errors import Failure, InputError
+from pipeline.job import Job
+from pipeline.job.identity import identity_of
+from pipeline.run import memory
+from pipeline.run.host import Host
+from pipeline.run.launch import finished, open_run
+from pipeline.run.worker import Worker, like_a_worker, name_output
+from pipeline.settle import placement
+from pipeline.settle.identity import named
+from pipeline.settle.work import Work
+from pipeline.system import console, storage
+from pipeline.system.lease import hold
+
+BATCHES = 4  # forwards per part: enough to sort rows by length, few enough to lose in a crash
+
+Record = dict[str, Any]  # the result of a row
+# (token rows, number of the first row) -> records
+Answer = Callable[[list[dict[str, Any]], int], list[Record]]
+Load = Callable[[Host], Answer]  # runs once in each actor
+Batches = Generator[dict[str, Any], None, None]  # result of Parts
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A subcommand's function for each row, and its output."""
+
+    output: str  # the file in the run's folder
+    load: Load
+    # metrics of a record; result.json has their means
+    measure: Callable[[Record], dict[str, float]]
+    lines: Callable[[Record], list[Record]] = lambda record: [record]  # lines of the output
+    # counts of a record; result.json has their sums
+    count: Callable[[Record], Mapping[str, int]] = lambda _: {}
+    # f(number of rows) -> the rows to process, in this order; None: all rows
+    choose: Callable[[int], Sequence[int]] | None = None
+
+
+def launch(job: Job, verb: Verb) -> dict[str, Any]:
+    """Runs one job over rows of data.train. The same `run.name` continues an interrupted run."""
+    job = named(job)
+    if result := finished(identity_of(job)):
+        return result
+    with open_run(job) as run:
+        count = run.report.splits["train"].kept
+        chosen = verb.choose(count) if verb.choose else range(count)
+        fresh = complete(run.work, run.rows["train"], chosen, verb.load)
+        path = storage.join(run.folder, verb.output)
+        outcome = join(run.work, len(chosen), verb, path)
+        result = run.finish(output=path, rows=len(chosen), rows_done_now=fresh, **outcome, data=run.data())
+        # only now, because the run is not finished without result.json
+        storage.remove(storage.join(run.folder, run_folder.PARTS))
+    numbers = {**outcome["metrics"], **outcome["counts"]}
+    print("\n" + "\n".join(f"   {name:<28}{value:.4g}" for name, value in numbers.items()))
+    print(f"   {len(chosen)} rows in {result['seconds']:.0f} s  {path}", flush=True)
+    return result
+
+
+def part_file(work: Work, part: int, of: str = "") -> str:
+    return storage.join(work.folder, run_folder.PARTS, f"{of}{part:06d}.jsonl")
+
+
+def part_size(args: Any) -> int:
+    return BATCHES * args.rows_per_forward
+
+
+def in_parts(worker: Worker, of: str, count: int, answer: Callable[[range], Iterable[Any]]) -> Iterator[Any]:
+    """Yields the record of each of `count` rows, in order, after the workers have made the missing parts.
+
+    Every rank must use it up, and every rank gets the same.
+
+    Args:
+        of: begins the names of the part files.
+        answer: from the numbers of consecutive rows to their records, which must be JSON.
+    """
+    size = part_size(worker.args)
+    parts = range(-(-count // size))
+    for part in parts[worker.rank :: worker.world]:
+        path = part_file(worker.work, part, of)
+        if not storage.exists(path):
+            numbers = range(count)[part * size : (part + 1) * size]
+            records = list(answer(numbers))
+            worker.work.lease.require()
+            storage.write_lines(path, map(json.dumps, records))
+    worker.gather(None)  # from here on, all parts exist
+    for part in parts:
+        yield from map(json.loads, storage.read_lines(part_file(worker.work, part, of)))
+
+
+def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
+    """Makes the missing parts. Returns the number of rows done now."""
+    size, count = part_size(work.args), len(chosen)
+    missing = [i for i in range(-(-count // size)) if not storage.exists(part_file(work, i))]
+    there = count - sum(min(size, count - i * size) for i in missing)
+    if there:
+        print(f"{there} of {count} rows are already done", flush=True)
+    if not missing:
+        return 0
+    make = _here if work.places.in_process else _actors
+    batches = make(work, (load, work, rows, chosen), missing)
+    started, now = time.monotonic(), 0
+    # After an error too, the actors end before the lease of the run's folder.
+    with console.native_lines_filtered(), contextlib.closing(batches):
+        for batch in batches:
+            if problem := next(filter(None, batch["problem"]), None):
+                raise pickle.loads(problem)
+            now += int(sum(batch["rows"]))
+            rate = now / (time.monotonic() - started)
+            print(f"{work.run.stage}  {there + now}/{count} rows  {rate:.1f} rows/s", flush=True)
+    return now
+
+
+def _here(work: Work, given: tuple[Any, ...], missing: list[int]) -> Batches:
+    """Answers the missing parts in this process."""
+    console.silence_libraries()
+    with like_a_worker(work.places):
+        parts = Parts(*given)
+        for part in missing:
+            yield parts({"part": [part]})
+
+
+def _actors(work: Work, given: tuple[Any, ...], missing: list[int]) -> Batches:
+    """Answers the missing parts in Ray Data actors."""
+    import ray
+
+    workers = work.places.workers
+    low, high = (min(count, len(missing)) for count in (workers.fewest, workers.most))
+    print(f"starting {high} worker{'s' * (high > 1)} and loading {work.model.name_or_path}", flush=True)
+    placement.wait_for_one(work.places)
+    asked = ray.data.from_items([{"part": i} for i in missing], override_num_blocks=len(missing))
+    done = asked.map_batches(
+        Parts,
+        fn_constructor_args=given,
+        batch_size=None,
+        batch_format="numpy",
+        compute=ray.data.ActorPoolStrategy(min_size=low, max_size=high),
+        **workers.each.options(),
+    )
+    batches: Any = iter(done.iter_batches(batch_size=None, batch_format="numpy"))
+    with contextlib.closing(batches):
+        yield from batches
+
+
+class Parts:
+    """The actor: holds the models and, over Ray's shared blocks, all token rows; writes the parts of each batch."""
+
+    def __init__(self, load: Load, work: Work, rows: Any, chosen: Sequence[int]):
+        if not work.places.in_process:
+            name_output(work.run.stage)
+            hold(work.lease)
+        self.load, self.work = load, work
+        self.rows, self.chosen = to_hf(rows, work.fingerprints["train"]), chosen
+        self.answer: Answer | None = None
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Returns the number of rows of each part. An InputError or Failure is returned too, for the driver to raise.
+
+        If it were raised here, Ray Data would log it with its own frames, or turn it into text if a constructor raised it.
+        """
+        parts = [int(part) for part in batch["part"]]
+        try:
+            with memory.explained(self.work):
+                if self.answer is None:
+                    self.answer = self.load(Host(self.work))
+                return {"rows": [self._write(part) for part in parts], "problem": [b""] * len(parts)}
+        except (InputError, Failure) as error:
+            return {"rows": [0] * len(parts), "problem": [pickle.dumps(error)] * len(parts)}
+
+    def _write(self, part: int) -> int:
+        size = part_size(self.work.args)
+        first = part * size
+        chosen = self.chosen[first : first + size]
+        assert self.answer is not None
+        records = self.answer([dict(row) for row in self.rows.select(chosen)], first)
+        lines = (json.dumps(record, ensure_ascii=False) for record in records)
+        self.work.lease.require()
+        storage.write_lines(part_file(self.work, part), lines)
+        return len(records)
+
+
+def join(work: Work, count: int, verb: Verb, path: str) -> dict[str, Any]:
+    """Writes all parts to one file, in the order of the rows. Returns the means of their metrics and the sums of their counts."""
+    sums, measured, counts = defaultdict[str, float](float), Counter[str](), Counter[str]()
+    seen = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal seen
+        for part in range(-(-count // part_size(work.args))):
+            for record in map(json.loads, storage.read_lines(part_file(work, part))):
+                for name, value in verb.measure(record).items():
+                    sums[name] += value
+                    measured[name] += 1
+                counts.update(verb.count(record))
+                seen += 1
+                yield from (json.dumps(line, ensure_ascii=False) for line in verb.lines(record))
+        if seen != count:  # for example, parts of another version of the pipeline
+            raise InputError(
+                f"{work.folder}/{run_folder.PARTS} holds {seen} rows of {count}; set run.overwrite=true to start over",
+                key="run.name",
+            )
+
+    work.lease.require()
+    storage.write_lines(path, lines())
+    return {"metrics": {name: sums[name] / measured[name] for name in sums}, "counts": dict(counts)}

@@ -1,0 +1,265 @@
+"""Loads a job's inputs as roles on one base: policy, reference, rewards and critic."""
+
+import atexit
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from pipeline.job import Model
+from pipeline.job.judge import Definition
+from pipeline.job.rollout import RolloutConfig
+from pipeline.models import fsdp_sync, probes
+from pipeline.models.adapters import SharedBase
+from pipeline.models.base import load_base
+from pipeline.models.tokenizer import load_tokenizer, tokenizer_digest
+from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.selfcheck.definitions import precision_in_use
+from pipeline.run.host import Host
+from pipeline.run.worker import Worker
+from pipeline.scoring.judges.reward import JudgeReward
+from pipeline.scoring.rewards import AdapterReward, FunctionReward, ModelReward, Reward
+from pipeline.system import hub
+from pipeline.system.functions import imported
+from pipeline.writing import memory
+from pipeline.writing.decoder import SlotDecoder
+from pipeline.writing.rows import Decoder
+from pipeline.writing.vllm import VllmDecoder, largest_rank, start_llm
+
+
+def shared_base(worker: Host) -> SharedBase:
+    """Returns the job's frozen base on this process's device, without roles."""
+    shared = SharedBase(worker.load_base(), autocast=torch.bfloat16 if worker.work.bf16 else None)
+    if fsdp_sync.current is not None:
+        fsdp_sync.current.shared = shared
+    return shared
+
+
+def add_rewards(worker: Host, shared: SharedBase) -> list[Reward]:
+    """Returns the job's rewards, in order; a reward adapter becomes the role `reward`, `reward_1`, ..."""
+    return [
+        reward(worker, shared, name, _reward_role(index)) for index, name in enumerate(worker.work.rewards)
+    ]
+
+
+def reward(worker: Host, shared: SharedBase | None, name: str, role: str) -> Reward:
+    """Returns the reward of one input: an adapter, which becomes a role of `shared`, another model, or a Python function."""
+    given, args = worker.work.inputs[name], worker.args
+    weight = given.weight
+    if given.kind == "function":
+        return FunctionReward(imported(given.version), args.patience_s, weight=weight, name=role)
+    if given.kind == "judge":
+        run, definition = worker.work.run, Definition(**given.facts)
+        return JudgeReward(definition, run.storage_path, run.name, args.patience_s, weight=weight, name=role)
+    # A training job limits a forward by its tokens; the other subcommands by its rows.
+    by_tokens = bool(worker.work.stage.learns)
+    limits = (
+        {"tokens": args.max_tokens_per_micro_batch}
+        if by_tokens
+        else {"rows": args.local_rollout_forward_batch_size}
+    )
+    folder = worker.input(name)
+    if given.kind == "adapter":
+        assert shared is not None
+        shared.add(role, folder=folder, head=True)
+        constants = given.facts.get("reward") or {"mean": 0.0, "std": 1.0}
+        return AdapterReward(shared, role, **limits, weight=weight, **constants)
+    # a separate model, in memory in addition to the base
+    model_name, revision = hub.split(folder)
+    settings = replace(worker.work.model, name_or_path=model_name, revision=revision, load_in_4bit=False)
+    tokenizer = load_tokenizer(model_name, revision, trust_remote_code=settings.trust_remote_code)
+    model = load_base(settings, tokenizer, worker.device)
+    same = tokenizer_digest(tokenizer) == tokenizer_digest(worker.tokenizer)
+    control = worker.work.data.parse_special_tokens
+    return ModelReward(
+        model, None if same else tokenizer, **limits, weight=weight, name=role, control=control
+    )
+
+
+def judge(worker: Host, shared: SharedBase) -> Reward | None:
+    """Returns the job's judge (a function, a judge or a second reward model, which trains nothing), or None."""
+    return reward(worker, shared, "judge", "judge") if "judge" in worker.work.inputs else None
+
+
+def add_frozen(worker: Host, shared: SharedBase, name: str, role: str) -> str | None:
+    """Adds a frozen role from the input `name`. Returns the role, or None (the bare base) if there is no such input."""
+    if name not in worker.work.inputs:
+        return None
+    shared.add(role, folder=worker.input(name))
+    return role
+
+
+def add_policy(worker: Host, shared: SharedBase, args: PPOConfig) -> str | None:
+    """Adds the role `policy`, trainable, and its reference, the frozen sft adapter that it starts from.
+
+    Returns the role of the reference, or None (the bare base) if there is no sft adapter.
+    """
+    folder = worker.input("policy") if "policy" in worker.work.inputs else None
+    if folder:
+        shared.add("policy", folder=folder, trainable=True)
+    else:
+        shared.add("policy", lora=worker.work.lora, trainable=True)
+    if args.sync_ref_model:  # a reference that moves needs an adapter that no frozen role shares
+        shared.add("reference", copy_of="policy")
+    elif folder:
+        shared.add("reference", folder=folder)
+    else:
+        return None
+    return "reference"
+
+
+def start(worker: Host, shared: SharedBase, reference: str | None) -> str | None:
+    """Returns the role that the policy started as: the reference, unless the reference follows the policy."""
+    if reference is None or not worker.args.sync_ref_model:
+        return reference
+    return add_frozen(worker, shared, "policy", "start")
+
+
+def add_critic(worker: Host, shared: SharedBase, args: PPOConfig) -> str | None:
+    """Adds the role `critic`, trainable: a head on the policy; or an adapter, a copy of the first reward's with its head if any.
+
+    Returns the role of the reward that was copied, or None.
+    """
+    if args.critic == "head":
+        shared.add("critic", head_on="policy", trainable=True)
+        return None
+    rewards = map(_reward_role, range(len(worker.work.rewards)))
+    copied = next((role for role in rewards if role in shared.roles), None)
+    lora = None if copied else worker.work.lora
+    shared.add("critic", lora=lora, copy_of=copied, head=True, trainable=True)
+    return copied
+
+
+def _reward_role(index: int) -> str:
+    return f"reward_{index}" if index else "reward"
+
+
+@contextmanager
+def trainers_decoder(worker: Worker, shared: SharedBase, args: PPOConfig) -> Iterator[Decoder | None]:
+    """Yields vLLM for a training worker, or None if the base samples here, or only rollout workers sample."""
+    rollout = worker.work.rollout
+    if rollout.engine != "vllm" or rollout.num_workers:
+        yield None
+        return
+    longest = max(map(len, worker.rows("train")["input_ids"])) + args.response_length
+    rows = math.ceil(args.batch_size / worker.world)
+    with vllm(worker, shared, ["policy"], longest, rows, worker.scratch) as decoder:
+        yield decoder
+
+
+def decoder(host: Host, shared: SharedBase, wanted: Sequence[str | None]) -> Decoder:
+    """Returns the decoder of some frozen roles, or of the bare base (None), for a job that does not train, by `rollout.engine`.
+
+    vLLM ends with this process.
+    """
+    rows = host.args.local_rollout_forward_batch_size
+    if host.work.rollout.engine != "vllm":
+        return SlotDecoder(shared, rows, host.tokenizer.pad_token_id)
+    stack = ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(vllm(host, shared, wanted, longest_row(host), rows))
+
+
+def longest_row(host: Host) -> int:
+    """Returns the most tokens that a prompt and its completion may have together."""
+    context, longest = host.work.context, host.work.data.max_length
+    return min(context, (longest or context) + host.args.response_length)
+
+
+@contextmanager
+def vllm(
+    host: Host,
+    shared: SharedBase,
+    wanted: Sequence[str | None],
+    longest: int,
+    rows: int,
+    scratch: str | None = None,
+) -> Iterator[Decoder]:
+    """Starts vLLM in addition to this process's base, and stops it when the block ends.
+
+    Args:
+        wanted: roles that it may sample from.
+        longest: tokens of the longest prompt and its completion.
+        rows: completions of an update that this process samples.
+        scratch: folder in which adapters are passed to vLLM, or None for a temporary one.
+    """
+    options = vllm_options(host.work.model, host.work.rollout, min(rows, memory.MOST_ROWS))
+    if shared.device.type == "cuda":
+        cache = memory.kv_bytes(shared.base.config.get_text_config(), shared.base.dtype.itemsize)
+        named = shared.base.named_parameters()
+        weights = sum(p.numel() * p.element_size() for name, p in named if "lora_" not in name)
+        total = torch.cuda.get_device_properties(shared.device).total_memory
+        free = memory.free_bytes(shared.device)
+        share = memory.memory_share(total, free, weights, cache, rows, longest)
+        options["gpu_memory_utilization"] = host.work.rollout.gpu_memory_utilization or share
+        print(f"vLLM takes {options['gpu_memory_utilization']} of the GPU's memory", flush=True)
+    # Like the trainer's, log-probs include the temperature.
+    options |= {"max_loras": 1, "max_logprobs": 1, "logprobs_mode": "processed_logprobs"}
+    rank = largest_rank(shared, wanted)
+    llm = start_llm(host.work.model.name_or_path, shared.device, longest, rank, **options)
+    started = VllmDecoder(llm, rank, shared=shared, folder=tempfile.mkdtemp(prefix="vllm-", dir=scratch))
+    try:
+        for role in wanted:
+            started.changed(role)
+        yield started
+    finally:
+        started.close()
+
+
+def vllm_options(model: Model, rollout: RolloutConfig, rows: int) -> dict[str, Any]:
+    """Returns the arguments of vllm.LLM that follow from these sections of a job, except for its share of the memory.
+
+    vLLM's own batch limits grow with the GPU, but `memory_share` assumes the limits that are set here.
+
+    Args:
+        rows: completions that it decodes at the same time.
+    """
+    options: dict[str, Any] = {
+        "max_num_seqs": rows,
+        "max_num_batched_tokens": max(memory.BATCHED_TOKENS, rows),
+        "revision": model.revision,
+        "dtype": model.dtype,
+        "trust_remote_code": model.trust_remote_code,
+    }
+    if model.load_in_4bit:
+        options["quantization"] = "bitsandbytes"
+    if rollout.tensor_parallel_size > 1:
+        options["tensor_parallel_size"] = rollout.tensor_parallel_size
+        # The custom all-reduce shares buffers by IPC, which fails with our expandable segments (run/session.py):
+        # https://github.com/vllm-project/vllm/issues/42609
+        options["disable_custom_all_reduce"] = True
+    return options | (rollout.vllm_kwargs or {})
+
+
+def folders(worker: Host, shared: SharedBase) -> dict[str, str]:
+    """Returns {role: folder of the adapter that it started as}."""
+    inputs = dict.fromkeys(("policy", "reference"), "policy") if "policy" in worker.work.inputs else {}
+    rewards = {_reward_role(index): f"reward.{index}" for index in range(len(worker.work.rewards))}
+    rewards = {role: name for role, name in rewards.items() if role in shared.roles}  # the adapters
+    inputs |= rewards
+    inputs |= {"teacher": "teacher"} if "teacher" in worker.work.inputs else {}
+    if rewards and not shared.is_head("critic"):
+        inputs["critic"] = next(iter(rewards.values()))
+    return {role: worker.input(name) for role, name in inputs.items() if role in shared.roles}
+
+
+def save_policy(worker: Host, shared: SharedBase, folder: str) -> dict[str, Any]:
+    """Writes the policy and its probes. Returns the digest of its tensors."""
+    digest = shared.save("policy", folder)
+    pad = worker.tokenizer.pad_token_id
+    precision = precision_in_use(shared)
+    probes.write(folder, shared.vocab_size, pad, lambda ids: shared.mean_logprob("policy", ids), precision)
+    return digest
+
+
+def outputs(shared: SharedBase, rows: list[list[int]], folder: str | None = None) -> list[torch.Tensor]:
+    """Returns the hidden states of rows of token ids, by the policy, or by the adapter in `folder` on the same base."""
+    role = "reloaded" if folder else "policy"
+    if folder:
+        shared.add(role, folder=folder)
+    with torch.no_grad():
+        return [shared.hidden(role, torch.tensor([ids], device=shared.device)) for ids in rows]

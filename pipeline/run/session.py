@@ -1,0 +1,259 @@
+"""A Ray session: an embedded Ray, or the cluster that this driver runs on.
+
+    with session(places, storage_path, uri):      # nothing is started for a job in process
+        ...
+
+Ray listens on every interface and, without a token, runs any command that is posted to its agent. The embedded Ray binds
+every socket to loopback, so that no other machine can reach it, and requires a token, so that no other user can.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import Failure, InputError, in_brief
+from pipeline.job import JOBS
+from pipeline.settle import placement
+from pipeline.settle.placement import Places
+from pipeline.system import console, process, storage
+
+# Set before Ray starts, so that all its processes inherit them.
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # else every line of a worker appears twice
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # every process has the same working directory
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else `uv run` uploads the working directory and slows every start
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's future default; silences its warning on CPU workers
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",  # after a node died, the first try waits for it until this timeout
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2",  # a spot node gives 30 s to 120 s of notice
+    # Rows are tokenized on the existing CPUs. Ray Data requests twice as many. If only nodes with GPUs can be
+    # started (cluster.yaml) the autoscaler repeats into the job's log that no node type fits.
+    "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_MAX_CPU_RESOURCE_DELTA": "0",
+    # Lets a GPU's memory blocks grow, because sequences of new lengths leave holes between blocks of fixed sizes.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    # By default, oneDNN caches 1024 matmul kernels, one for each shape. In PPO, where lengths vary, they take 0.4 GiB.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    "GIT_PYTHON_REFRESH": "quiet",  # MLflow asks for the commit; without git it would print a page of advice
+    **console.QUIET,
+}
+# Environment variables of Ray if it runs inside this process.
+EMBEDDED = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # the default, 2 s, would delay the end of every run
+    "RAY_prestart_worker_first_driver": "0",  # a process per CPU would slow the start, and few are used
+    "RAY_worker_niceness": "0",  # Ray's default is 15: its own idle processes would push the training aside
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one process less: no cloud reclaims this machine
+}
+RAY_LOGGING: dict[str, Any] = {"log_to_driver": True, "logging_level": "warning"}
+MAX_ROOT_CHARACTERS = 40  # Ray's socket names add 66, and the system allows 107
+
+
+def set_environment() -> None:
+    """Sets ENVIRONMENT, except variables that the user has set. Must run before the import of a library that reads it."""
+    os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
+
+
+@contextlib.contextmanager
+def session(places: Places, storage_path: str, uri: str) -> Iterator[None]:
+    """Provides Ray for the block: this process's, the cluster's, or an embedded one. A job in process gets none.
+
+    Args:
+        storage_path, uri: where runs are, and MLflow, which all nodes must reach.
+    """
+    placement.check_fits(places)
+    set_environment()
+    logging.getLogger("ray.train").setLevel(logging.WARNING)
+    if places.in_process:
+        yield
+        return
+    storage.scratch()  # each worker needs it: a folder of another user is an error before Ray starts
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    cluster = placement.on_cluster()
+    print("joining the cluster" if cluster else "starting Ray", flush=True)
+    with (
+        _cluster(storage_path, uri) if cluster else embedded(num_cpus=placement.EMBEDDED_CPUS, **RAY_LOGGING)
+    ):
+        process.listen()  # ray.init() has installed its own handlers
+        console.attach(JOBS)
+        # This logger would warn of a hang whenever no CPU is free.
+        logging.getLogger("ray.data.dataset").setLevel(logging.ERROR)
+        placement.check_fits(places)  # again, because Ray now knows its resources
+        yield
+
+
+# ----------------------------------------------------------------------------------------------- a cluster
+
+
+@contextlib.contextmanager
+def _cluster(storage_path: str, uri: str) -> Iterator[None]:
+    """Joins the cluster that this driver runs on."""
+    import ray
+
+    try:
+        ray.init(**RAY_LOGGING)
+    except Exception as error:  # many types: no connection, no token, another version
+        raise InputError(
+            f"cannot join the cluster at {os.environ['RAY_ADDRESS']} ({in_brief(error)}); check `ray status` there, "
+            "export RAY_AUTH_MODE=token if Ray requires a token, or unset RAY_ADDRESS",
+            key="RAY_ADDRESS",
+        ) from error
+    try:
+        check_shared_storage(storage_path, uri)
+        yield
+    finally:
+        with process.signals_ignored():
+            ray.shutdown()
+
+
+def check_shared_storage(storage_path: str, uri: str) -> None:
+    """Raises InputError if a node does not see a file that the driver writes, or if MLflow's store is a file."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if storage.is_remote(storage_path) or len(nodes) < 2:
+        return
+    if uri.startswith("sqlite:"):
+        raise InputError(
+            f"a SQLite file belongs to one machine, but this cluster has {len(nodes)} nodes; name a server, e.g. "
+            "mlflow.tracking_uri=http://HEAD:5000",
+            key="mlflow.tracking_uri",
+        )
+    probe = storage.probe_in(storage_path)
+    storage.write_json(probe, {})
+    sees = ray.remote(num_cpus=0)(os.path.exists)
+    answers, blind = {}, []
+    for node in nodes:
+        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        answers[node["NodeManagerAddress"]] = sees.options(scheduling_strategy=there).remote(probe)
+    for address, answer in answers.items():
+        # Unless the node has ended meanwhile, as spot nodes do
+        with contextlib.suppress(ray.exceptions.TaskUnschedulableError, ray.exceptions.WorkerCrashedError):
+            if not ray.get(answer, timeout=60):
+                blind.append(address)
+    os.remove(probe)
+    if blind:
+        raise InputError(
+            f"{storage_path} is not shared: {', '.join(blind)} do not see what the driver writes there; use a bucket or a "
+            "network mount, e.g. run.storage_path=s3://BUCKET/runs",
+            key="run.storage_path",
+        )
+
+
+# ------------------------------------------------------------------------------------------ an embedded Ray
+
+TOKEN = secrets.token_hex(32)  # two sessions of one process may share it
+
+
+def secured() -> dict[str, str]:
+    """Returns the environment of a Ray that only this session can use. Overrides the user's settings."""
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    return {
+        # Named after the systems on which it is the default: there Ray binds to loopback, to spare its users the
+        # firewall's questions (https://github.com/ray-project/ray/issues/18730). It does the same on Linux.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": TOKEN,
+        # torch.distributed would listen on the address that this machine's name resolves to.
+        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback),
+    }
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """Sets the environment of a session for the block, and restores it: a cluster, for example, has another token."""
+    before = dict(os.environ)
+    os.environ.update({key: value for key, value in EMBEDDED.items() if key not in os.environ})
+    os.environ.update(secured())
+    _read_by_ray()
+    try:
+        yield
+    finally:
+        for key in (*EMBEDDED, *secured()):
+            os.environ.pop(key, None)
+            os.environ.update({key: before[key]} if key in before else {})
+        _read_by_ray()
+
+
+_folders: list[str] = []  # folder of this process's session, if there is one
+
+
+def session_folder() -> str | None:
+    """Returns the folder of this process's embedded Ray, or None if there is none."""
+    return _folders[-1] if _folders else None
+
+
+def belong_to(folder: str | None) -> None:
+    """Lets another process of an embedded Ray start workers like the driver. `folder` is the driver's."""
+    _folders[:] = [folder] if folder else []
+
+
+def _read_by_ray() -> None:
+    """Makes Ray read these settings again. Ray reads them at its import, which a notebook may have done long before.
+
+    All of these names are private (ray 2.60). Remove when ray.init reads them, or takes address and token as arguments.
+    """
+    from ray._private import ray_constants as ray_settings
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+    default = not ray_settings.IS_WINDOWS_OR_OSX
+    ray_settings.ENABLE_RAY_CLUSTER = ray_settings.env_bool(ray_settings.ENABLE_RAY_CLUSTERS_ENV_VAR, default)
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextlib.contextmanager
+def embedded(**options: Any) -> Iterator[None]:
+    """Starts Ray for the block, and ends it. `options` are ray.init's. Raises Failure if Ray does not start."""
+    import psutil
+
+    root = _session_root()
+    # Of the sessions whose driver has ended, only the newest stays, because its logs may be needed.
+    sessions = sorted(path for path in root.glob("session_*_*") if path.is_dir() and not path.is_symlink())
+    ended = [path for path in sessions if not psutil.pid_exists(int(path.name.rpartition("_")[2]))]
+    for path in ended[:-1]:
+        shutil.rmtree(path, ignore_errors=True)
+    with _environment():
+        import ray
+
+        try:
+            try:
+                # address="local": otherwise it would join the cluster that this machine last started, even another user's.
+                context = ray.init(address="local", include_dashboard=False, _temp_dir=str(root), **options)
+            # Of many types: a process died or did not answer in time, the disk is full.
+            except Exception as error:
+                raise Failure(
+                    f"Ray did not start ({in_brief(error, 400)}). Its logs are in {root}/session_latest/logs. Check free "
+                    f"memory, CPU load and disk space in {root}, then run the same command again"
+                ) from error
+            _folders.append(context.address_info["session_dir"])
+            yield
+            ray.shutdown()
+            shutil.rmtree(_folders[-1], ignore_errors=True)
+        finally:  # the logs of a failed session stay until the session after the next one starts
+            with process.signals_ignored():
+                ray.shutdown()
+            _folders.clear()
+
+
+def _session_root() -> Path:
+    """Returns the folder of this user's Ray sessions, for logs and unix sockets.
+
+    Ray opens its folder and everything in it to all users, so that folder lies in one that only this user can enter.
+    """
+    private = storage.private(os.environ.get("RAY_TMPDIR", "/tmp"), f"rlhf-{os.getuid()}", "RAY_TMPDIR")
+    root = Path(private, "ray")
+    if len(str(root)) > MAX_ROOT_CHARACTERS:
+        why = f"cannot use {private} (its path is too long for unix sockets); export RAY_TMPDIR=FOLDER, with a short path"
+        raise InputError(why, "RAY_TMPDIR")
+    root.mkdir(exist_ok=True)
+    return root

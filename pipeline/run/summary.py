@@ -1,0 +1,135 @@
+"""Prints the summary at the end of a run."""
+
+from typing import Any
+
+from pipeline import registry, text
+from pipeline.errors import visible
+from pipeline.job.stages import STAGE, headline
+from pipeline.metrics import Metric
+from pipeline.references import Ref
+from pipeline.run.prepare import ALONE, heading
+from pipeline.run_folder import RESULT
+from pipeline.system import prices, storage, terminal
+
+SHOWN_SAMPLES = 4
+
+
+def print_summary(result: dict[str, Any]) -> None:
+    """Prints the end of a run: samples, headline metrics before and after, the gate, the version, and the folder.
+
+    A stage of `run` shows its first metric and those of its gate. `run` shows samples at its end. The log has the other
+    metrics; result.json and the report have all samples and metrics.
+    """
+    one_of_several = heading.get() != ALONE
+    detail = print if one_of_several else terminal.say
+    if result["samples"]:
+        detail("\n" + sample_table(result["samples"][:SHOWN_SAMPLES]) + "\n")
+    metrics = result["metrics"]
+    champion = registry.Champion(**(result.get("champion") or {}))
+    conditions = registry.conditions(result["job"].get("gate") or {}, metrics, champion.metrics)
+    gate = {
+        metric: f"{f'gate {condition} ':<14}{'passed' if holds else 'FAILED'}"
+        for metric, condition, _, holds in conditions
+    }
+    for place, one in enumerate(headline(result["stage"], metrics)):
+        line = text.row(one.label, f"{change(metrics, one):<22}{gate.get(one.name, '')}")
+        shown = place == 0 or one.name in gate
+        terminal.say(line.rstrip(), result=True) if shown else detail(line.rstrip())
+        gate.pop(one.name, None)
+    lines = []
+    for metric, condition in gate.items():
+        found = f"{metrics[metric]:.4g}" if metric in metrics else "missing"
+        lines.append(text.row(metric, f"{found:<22}{condition}"))
+    lines += [f"  {warning}" for warning in (how_it_ended(result), not_better(result)) if warning]
+    if result["version"]:
+        version = registry.Version(*(result[k] for k in ("registered_model", "version", "alias", "gate")))
+        passed = f"gate {version.gate}" if result["job"]["gate"] else "no gate set"
+        lines.append(text.row("registered" if result["adapter"] else "version", f"{version}  ({passed})"))
+        if result["adapter"] and not version.alias:
+            reference = Ref(version.name, version=version.version)
+            lines.append(
+                f"  @{result['job']['mlflow']['alias']} has not moved; name {reference} to use this version"
+            )
+        if champion.note not in version.gate:
+            lines.append(f"  {champion.note}")
+    for line in lines:
+        terminal.say(line, result=True)
+    detail(text.row("result", storage.relative(f"{result['folder']}/{RESULT}")))
+    words = filter(None, (terminal.duration(result["seconds"]), prices.in_words(result["cost"])))
+    terminal.say(text.row("time", ", ".join(words)), result=True)
+
+
+def how_it_ended(result: dict[str, Any]) -> str | None:
+    """Returns which step was kept as the best and why training stopped early, from a result.json, or None if neither applies."""
+    kept, ended = result.get("kept", {}), result.get("ended", {})
+    parts = []
+    if kept.get("by"):
+        value = text.number(kept.get("value"))
+        parts.append(f"kept step {kept.get('step')} of {ended.get('step')}: the best {kept['by']}, {value}")
+    if ended.get("early"):
+        parts.append(f"stopped at step {ended.get('step')} of {ended.get('of')}: {ended['early']}")
+    return "; ".join(parts) or None
+
+
+def change(metrics: dict[str, float], one: Metric) -> str:
+    """Returns a metric before and after, for example 0.5465 -> 0.5104."""
+    before = metrics.get(one.before)
+    return (f"{before:.4g} -> " if before is not None else "") + f"{metrics[one.name]:.4g}"
+
+
+def not_better(result: dict[str, Any]) -> str | None:
+    """Returns a caveat about the eval win rate, or None if the policy is better or was not compared."""
+    rate, low, high = (result["metrics"].get(f"eval_win_rate{end}") for end in ("", "_low", "_high"))
+    if rate is None or low > 0.5:
+        return None
+    learns = STAGE[result["stage"]].learns
+    verdict = f"{'worse' if high < 0.5 else 'not better'} than {'before' if learns else 'the baseline'}"
+    advice = "; try a higher trainer.learning_rate, or train longer" if learns and high >= 0.5 else ""
+    return f"{verdict}: win rate {rate:.2f} ({low:.2f} to {high:.2f}){advice}"
+
+
+def sample_table(samples: list[dict[str, Any]], width: int = 40) -> str:
+    """Returns prompts with the completions before and after, and their scores, as aligned text."""
+    lines = []
+    for sample in samples:
+        lines.append(f"   {_cut(sample['prompt'], 2 * width)}")
+        for key in ("before", "after"):
+            side = sample[key]
+            scores = "  ".join(f"{name} {side[name]:.2f}" for name in ("reward", "judge") if name in side)
+            lines.append(f"     {key:<6}  {_cut(side['completion'], width):<{width}}  {scores}".rstrip())
+    return "\n".join(lines)
+
+
+def subsets_table(
+    subsets: dict[str, dict[str, float]], title: str = "subset", of: str = "pairs", value: str = "accuracy"
+) -> str:
+    """Returns the accuracy on each subset of the pairs, or a benchmark's score on each of its subsets, as a table."""
+    rows = []
+    for name, one in subsets.items():
+        interval = f"  ({one['low']:.3f} to {one['high']:.3f})" if "low" in one else ""
+        rows.append((name, str(one[of]), f"{one[value]:.3f}{interval}"))
+    return text.table((title, of, f"{value} (95 %)"), rows, "<><")
+
+
+def best_of_n_table(curve: list[dict[str, float]]) -> str:
+    """Returns the best-of-n curve as a table, with a warning if a larger n no longer helps the judge."""
+    rows = [
+        (str(at["n"]), f"{at['proxy']:.3f}", f"{at['gold']:.3f}", f"{at['kl_bound']:.2f}") for at in curve
+    ]
+    table = text.table(("best of n", "reward", "judge", "KL at most"), rows, ">>>>")
+    falls = curve[-1]["gold"] < max(point["gold"] for point in curve)
+    return table + "\n   the judge's score falls again: choosing by this reward exploits it" * falls
+
+
+def probes_table(probes: dict[str, Any]) -> str:
+    """Returns the effect of each probe of a reward, in standard deviations of its score, as a table."""
+    rows = []
+    for name, one in probes.items():
+        effect = f"{one['effect']:+.2f} ({one['low']:+.2f} to {one['high']:+.2f})"
+        rows.append((name, effect, f"{one['accuracy']:.3f}", one["verdict"]))
+    return text.table(("probe", "effect (95 %)", "accuracy", "verdict"), rows, "<<><")
+
+
+def _cut(words: str, width: int) -> str:
+    words = visible(" ".join(words.split()))
+    return words if len(words) <= width else words[: width - 1] + "…"

@@ -1,0 +1,397 @@
+"""A worker of a stage: its rank and device, the rows it reads, its log and its checkpoints.
+
+A stage's `train(worker)` runs once in every worker of the group. It reads `rows` and inputs, `log`s a step, commits a
+`checkpoint`, and `finish`es with an adapter that has been checked to reload.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import resource
+import shutil
+import sys
+import time
+from collections import ChainMap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline import registry, text
+from pipeline.errors import Failure, InputError
+from pipeline.metrics import line_of
+from pipeline.models import transformers4
+from pipeline.registry import lineage
+from pipeline.run import checkpoints, memory
+from pipeline.run.host import Host
+from pipeline.run_folder import OUTCOME
+from pipeline.settle.placement import Places
+from pipeline.settle.work import Work
+from pipeline.system import console, hub, storage, terminal
+from pipeline.system.lease import hold, remove_abandoned
+
+PRINT_INTERVAL_S = 5.0  # at most one line of training steps in this time; evaluations are always printed
+LIVE_INTERVAL_S = 0.5  # seconds in which at most one line of progress is shown
+LIVE_METRICS = 3  # metrics that a line of progress shows
+NOTICE_INTERVAL_S = float(os.environ.get("PIPELINE_NOTICE_EVERY_S", "5"))  # spot nodes give 30 to 120 s
+
+
+def main(config: dict[str, Any]) -> dict[str, Any]:
+    """Prepares the process of a worker, then trains, resumes, or finds the run finished. Ray Train calls it."""
+    import ray.train.collective
+
+    work: Work = config["work"]
+    context, folder, model = ray.train.get_context(), work.folder, work.model
+    with contextlib.ExitStack() as stack:
+        if work.places.in_process:
+            console.silence_libraries()
+            stack.enter_context(like_a_worker(work.places))
+        else:
+            name_output(f"{work.run.stage} {work.run.name}" if work.sweep else work.run.stage)
+            leave_group_of_one(context.get_world_size(), work.places.on_gpu)
+            hold(work.lease)
+        # All ranks resume from the same checkpoint.
+        newest = None
+        if context.get_world_rank() == 0:
+            work.lease.require()
+            newest = checkpoints.newest(folder)
+        newest = ray.train.collective.broadcast_from_rank_zero(newest)
+        resume = stack.enter_context(storage.local_copy(storage.join(folder, newest))) if newest else None
+        if resume and os.path.exists(outcome := os.path.join(resume, OUTCOME)):
+            return storage.read_json(outcome)
+        worker = Worker(work, resume, config["companion"])
+        if worker.rank == 0:
+            if resume:
+                terminal.say(f"continuing from {newest}")
+            print(hub.announcement(model.name_or_path, model.revision), flush=True)
+        try:
+            with memory.explained(work):
+                result = config["train"](worker)
+        except BaseException as error:
+            if isinstance(error, (InputError, Failure)):
+                # Ray Train 2.60 would log a traceback, but the messages of these errors say enough.
+                logging.getLogger("ray.train.v2._internal.util").disabled = True
+            worker.close(patience=5.0)
+            raise
+        worker.close()
+        return result
+
+
+@contextlib.contextmanager
+def like_a_worker(places: Places) -> Iterator[None]:
+    """Gives torch the threads of a worker that Ray starts, for bit-identical results; restores them after the block.
+
+    A GPU job sees one GPU, because transformers wraps a model in nn.DataParallel if it sees several.
+    """
+    import torch
+
+    from pipeline.ppo import clock
+
+    if places.on_gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    threads, precision = torch.get_num_threads(), torch.backends.fp32_precision
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, int(places.workers.each.resources.get("CPU", 1))))
+    # The peak must not include earlier stages of this process
+    clock.reset_peak(torch.device("cuda" if places.on_gpu else "cpu"))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.backends.fp32_precision = precision  # trainer.tf32 is a choice for one job
+
+
+def leave_group_of_one(world: int, use_gpu: bool) -> None:
+    """Makes a single worker on a CPU a plain process: accelerate wraps a model in DDP if it finds a group, as Ray forms one.
+
+    On a GPU the group stays, because without it transformers puts nn.DataParallel around a model if it sees several GPUs.
+    Remove when TorchTrainer can form no group, or accelerate does not wrap models in a group of one.
+    """
+    import torch
+
+    if world > 1 or use_gpu:
+        return
+    torch.distributed.destroy_process_group()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+
+
+def name_output(stage: str) -> None:
+    """Names this process's lines in the driver's log after the stage, and silences the libraries' warnings."""
+    print(f":actor_name:{stage}", flush=True)  # Ray's marker: log lines start with `(sft pid=...)`
+    print(f":actor_name:{stage}", file=sys.stderr, flush=True)
+    terminal.mark_lines()
+    console.silence_libraries()
+
+
+@dataclass
+class Outcome:
+    """The results of a stage at its end."""
+
+    metrics: dict[str, float]  # the final ones; they decide the gate
+    end: dict[str, Any] = field(default_factory=dict)  # best.outcome of a stage that trains
+    usage: dict[str, int] = field(default_factory=dict)  # counts of the stage: tokens, completions
+    samples: list[dict[str, Any]] = field(default_factory=list)  # prompts with completions before and after
+    # {file: rows} for the report, saved next to the adapter
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    # More entries of lineage.json, e.g. the reward's mean and standard deviation
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class PreemptionNotice:
+    """What the workers know of nodes that will be taken away: Ray's drain notice, for example of a spot node.
+
+    Every rank calls `poll` after every step. Asking Ray is a barrier of a few milliseconds, and all ranks have to ask at the
+    same step. They agree on the next one whenever they ask, so that they ask about every NOTICE_INTERVAL_S.
+    """
+
+    def __init__(self) -> None:
+        self.active = False  # a notice was given; the run commits one checkpoint for it
+        self._next, self._step, self._asked = 0, 0, time.monotonic()
+
+    def poll(self, step: int) -> bool:
+        """Returns True once: at the first step that knows of a notice."""
+        if self.active or step < self._next:
+            return False
+        import ray.train.collective
+
+        from pipeline.models.fsdp_sync import catch_up
+
+        now = time.monotonic()
+        step_s = (now - self._asked) / max(1, step - self._step)
+        gap = max(1, int(NOTICE_INTERVAL_S / max(step_s, 1e-3))) if self._step else 1
+        catch_up()
+        gap = ray.train.collective.broadcast_from_rank_zero(gap)
+        self._next, self._step, self._asked = step + gap, step, now
+        self.active = ray.train.get_preemption_info() is not None
+        return self.active
+
+
+class Worker(Host):
+    """One worker of a stage: its rank and device, the rows it reads, its log, its checkpoints and its outcome."""
+
+    def __init__(self, work: Work, resume: str | None, companion: Any = None):
+        import ray.train.collective
+
+        super().__init__(work)
+        context = ray.train.get_context()
+        self.rank, self.world = context.get_world_rank(), context.get_world_size()
+        self.local_rank = context.get_local_rank()
+        self.resume = resume  # the folder of the checkpoint to resume from, or None
+        self.companion = companion  # actor next to the workers, such as the pool of rollout workers
+        # The same folder for all workers of a node: transformers lets each rank add its random state to it.
+        self.scratch = os.path.join(work.lease.scratch, "files")
+        self.started: tuple[float, int] | None = None  # (time, step) of the first line, for the time left
+        self.printed = self.shown = 0.0  # times of the last printed line and of the last live line
+        self.step = self.total = 0  # the log's last step; the last step of the run
+        self.report = self._report if work.sweep else None
+        self.metrics = registry.Curves(work.tracking, work.run_id) if self.rank == 0 and work.run_id else None
+        self.notice = PreemptionNotice()
+        if self.local_rank == 0:  # removes the files of workers that were killed
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            remove_abandoned()
+        ray.train.collective.barrier()
+
+    @property
+    def device(self) -> str:
+        """Returns the GPU that Ray gave this worker, else the CPU."""
+        import ray.train.torch
+
+        return super().device if self.work.places.in_process else str(ray.train.torch.get_device())
+
+    def rows(self, name: str) -> Any:
+        """Returns all tokenized rows of `train`, `eval` or `pairs` as a datasets.Dataset, or None if the job has none."""
+        import ray.train
+
+        from pipeline.data.feed import to_hf
+
+        fingerprint = self.work.fingerprints.get(name)
+        return to_hf(ray.train.get_dataset_shard(name), fingerprint) if fingerprint else None
+
+    def frozen_base(self, scorer_tokenizer: Any = None) -> Any:
+        """Loads the job's frozen base on this worker's device; in shards over all workers with `model.fsdp`."""
+        if not (self.work.model.fsdp and self.world > 1):
+            return super().frozen_base(scorer_tokenizer)
+        from pipeline.models.shards import load_shards
+
+        return load_shards(self.work.frozen, scorer_tokenizer, self.device)
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Returns the values of all ranks, in their order, on every rank."""
+        import torch
+
+        from pipeline.models.fsdp_sync import catch_up
+
+        if self.world == 1:
+            return [mine]
+        catch_up()
+        parts: list[Any] = [None] * self.world
+        torch.distributed.all_gather_object(parts, mine)
+        return parts
+
+    def log(self, metrics: dict[str, float], step: int, total: int) -> None:
+        """Sends the metrics to MLflow and prints a line with the time left, at most every PRINT_INTERVAL_S; on rank 0."""
+        self.step, self.total = step, total
+        if self.metrics is None:
+            return
+        now = time.monotonic()
+        if self.started is None:
+            self.started = (now, step)
+        began, first = self.started
+        left = (now - began) / (step - first) * (total - step) if step > first else 0.0
+        shown = [f"{label} {value:<9.4g}" for label, value in line_of(self.work.run.stage, metrics)]
+        ends = step in (first, total) or any(key.startswith("eval_") for key in metrics)
+        if ends or now - self.printed >= PRINT_INTERVAL_S:  # MLflow has every step
+            self.printed = now
+            ahead = f"  left {terminal.duration(left)}" if step > first else ""
+            print(f"step {step:>{len(str(total))}}/{total}  {'  '.join(shown)}{ahead}".rstrip(), flush=True)
+        if ends or now - self.shown >= LIVE_INTERVAL_S:
+            self.shown = now
+            numbers = "  ".join(one.rstrip() for one in shown[:LIVE_METRICS])
+            terminal.live(text.row("train", f"{step}/{total}"), left, numbers)
+        self.metrics.log(metrics, step)
+
+    def _report(self, value: float, step: int) -> str | None:
+        """Reports an evaluation to the sweep. Returns why the trial must stop, the same on every rank, or None."""
+        import ray
+
+        assert self.work.sweep
+        return ray.get(self.work.sweep.rungs.report.remote(self.work.run.name, step, self.total, value))
+
+    def replay(self, history: list[tuple[int, dict[str, float]]]) -> None:
+        """Sends the curve of the checkpoint, (step, metrics) each, to MLflow, which may lack the end of it."""
+        if self.metrics:
+            for step, metrics in history:
+                self.metrics.log(metrics, step)
+
+    def checkpoint(self, source: str, step: int) -> None:
+        """Commits the files of `source` as the checkpoint of `step`, and deletes `source`. A barrier: every rank calls it."""
+        self._commit(source, checkpoints.name_of(step))
+        if self.notice.active and self.rank == 0:
+            terminal.say(f"node is being reclaimed: checkpoint of step {step} committed")
+
+    def _commit(self, source: str | None, name: str, checked: dict[str, Any] | None = None) -> None:
+        """Copies the folder `source` of every node, if it has one, into the run's folder; seals it; removes the oldest ones.
+
+        `checked`: digests, made in memory, of files that must be stored like that.
+        """
+        import ray.train.collective
+
+        from pipeline.models.fsdp_sync import catch_up
+
+        run_folder = self.work.folder
+        catch_up()
+        if self.rank == 0:
+            self.work.lease.require()
+            name = checkpoints.unused(run_folder, name, self.work.lease.attempt)
+        # Also waits until every rank has written its files.
+        name = ray.train.collective.broadcast_from_rank_zero(name)
+        files = checkpoints.store(source, run_folder, name) if source and self.local_rank == 0 else {}
+        parts = self.gather(files)
+        if self.rank == 0:
+            self.work.lease.require()
+            checkpoints.seal(run_folder, name, dict(ChainMap(checked or {}, *parts)))
+            if checked and (wrong := checkpoints.damage(path := storage.join(run_folder, name))):
+                storage.remove(path)
+                raise Failure(
+                    f"the last checkpoint is not what was trained ({wrong}): something else writes to {self.scratch} or "
+                    f"{run_folder}; stop it, then run the same command again"
+                )
+            self.work.lease.require()
+            checkpoints.prune(run_folder, self.work.options.num_to_keep)
+
+    def finish(
+        self,
+        outcome: Outcome,
+        save: Callable[[str], dict[str, Any]] | None = None,
+        outputs: Callable[[str | None], list[Any]] | None = None,
+    ) -> dict[str, Any]:
+        """Saves the adapter, checks that it reloads as it was, and commits it as the run's last checkpoint.
+
+        Args:
+            save: writes adapter and head into a folder (on rank 0), and returns the digest of their file, as
+                adapter_files.write does. None if nothing was trained.
+            outputs: returns outputs on a few rows, of the adapter in memory, or of the adapter in a folder (on rank 0).
+
+        Returns:
+            What result.json says of the training, and `usage`, of which its cost is made.
+        """
+        import torch
+
+        # PPO resets the system's peak at each phase; its metric has the highest peak (GiB).
+        metrics = outcome.metrics
+        peak = max(peak_memory(self.device), int(metrics.get("memory/peak", 0.0) * 2**30))
+        gpu = torch.cuda.get_device_name(self.device) if self.device.startswith("cuda") else None
+        usage = {"gpu": gpu, "workers": self.world, **outcome.usage}
+        said = {"metrics": metrics, "samples": outcome.samples, "peak_memory_bytes": peak, "usage": usage}
+        said |= outcome.end
+        final, checked = os.path.join(self.scratch, "final"), dict[str, Any]()
+        if self.rank == 0:
+            shutil.rmtree(final, ignore_errors=True)
+            os.makedirs(final)
+            if save:
+                assert outputs, "an adapter counts once it is checked to reload"
+                adapter = os.path.join(final, "adapter")
+                os.makedirs(adapter)
+                checked[f"adapter/{hub.TENSORS}"] = save(adapter)
+                transformers4.save_tokenizer(self.tokenizer, adapter)
+                lineage.write(adapter, self._lineage(outcome))
+                print("checking that the adapter reloads as it was saved", flush=True)
+                require_reload(outputs(None), outputs(adapter), adapter)
+            if self.metrics:
+                held_out = {k: v for k, v in metrics.items() if k.startswith(("eval_", "initial_"))}
+                step = outcome.end["kept"]["step"] if outcome.end else self.step
+                self.metrics.log(held_out, step, final=True)
+                self.metrics.close()  # before the run counts as finished
+            for name, content in {**outcome.tables, OUTCOME: said}.items():
+                with open(os.path.join(final, name), "w", encoding="utf-8") as file:
+                    json.dump(content, file)
+        self._commit(final if self.rank == 0 else None, "final", checked)
+        return said
+
+    def _lineage(self, outcome: Outcome) -> dict[str, Any]:
+        from pipeline.models.template import text_as_chat
+
+        work, facts = self.work, outcome.facts | {"step": outcome.end["kept"]["step"]}
+        if work.rows_from:
+            facts["rows_from"] = work.rows_from
+        if work.judged_by:
+            facts["judged_by"] = work.judged_by
+        facts["rows"] = work.row_format
+        # If all rows are messages, the policy was trained on nothing else.
+        chat = work.row_format == "chat"
+        facts["text_as_chat"] = chat or text_as_chat(self.tokenizer, self.work.data.apply_chat_template)
+        # The judge is not a parent: nothing was trained on it.
+        parents = {name: version for name, version in work.versions.items() if name != "judge"}
+        return lineage.describe(work.run.stage, work.base, self.tokenizer, parents, work.digests, **facts)
+
+    def close(self, patience: float | None = None) -> None:
+        if self.metrics:
+            self.metrics.close(patience)
+        if self.local_rank == 0:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def require_reload(trained: list[Any], reloaded: list[Any], folder: str) -> None:
+    """Raises RuntimeError if an adapter, loaded back onto the same base, gives other bits than the one that was trained.
+
+    Lost heads and renamed keys are the most reported faults of LoRA checkpoints, and peft only warns about them.
+    """
+    for row, (a, b) in enumerate(zip(trained, reloaded, strict=True)):
+        if not a.equal(b):
+            raise RuntimeError(
+                f"the saved adapter does not reload as it was: row {row} differs by {(a - b).abs().max().item():.3g}; "
+                f"nothing was registered. Compare {folder} with the parameters listed in adapter_config.json"
+            )
+
+
+def peak_memory(device: Any) -> int:
+    """Returns this worker's peak memory in bytes: GPU memory if its device is a GPU, else resident memory."""
+    import torch
+
+    from pipeline.ppo import clock
+
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    # macOS reports no peak that can be reset; its ru_maxrss is in bytes.
+    return clock.peak_bytes(torch.device("cpu")) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,0 +1,1 @@
+"""Scores completions: forward passes, rewards, judges."""

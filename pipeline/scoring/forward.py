@@ -1,0 +1,151 @@
+"""Forward passes of prompts with completions: grouping of rows, and hidden states.
+
+Rows of similar length share a micro-batch, and completions to one prompt share a row (models/packing.py). Both change results
+only by rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from pipeline.models.adapters import SharedBase
+from pipeline.models.packing import alone, micro_batches, packed, packs_that_pay
+
+# Maximum tokens of a forward pass without gradients. It holds one layer's activations, about 100 KB per token at 8B.
+FORWARD_TOKENS = {"cpu": 4096, "cuda": 16384}
+# Maximum tokens of a row with several completions. The size of its attention mask is the square of this number.
+PACK_TOKENS = 4096
+
+
+@dataclass
+class Sequences:
+    """Prompts with completions, padded on the right: B rows, T tokens."""
+
+    indices: Tensor  # (B,) indices of the rows in the global batch
+    prompts: Tensor  # (B,) the first of `indices` with the same prompt
+    input_ids: Tensor  # (B, T) prompt and completion
+    starts: Tensor  # (B,) length of the prompt, which is the position of the first action
+    counts: Tensor  # (B,) length of the completion, including its end-of-sequence token
+    mask: Tensor  # (B, R) bool, on at actions; made from lengths, never from token ids
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def lengths(self, packs: Sequence[Sequence[int]] | None = None) -> list[int]:
+        """Returns the tokens of each row, or of each pack of rows with their prompt counted once."""
+        starts, counts = self.starts.tolist(), self.counts.tolist()
+        if packs is None:
+            packs = [[row] for row in range(len(self))]
+        return [starts[pack[0]] + sum(counts[row] for row in pack) for pack in packs]
+
+    def take(self, rows: Sequence[int]) -> Self:
+        """Returns the given rows, trimmed to the longest of them."""
+        index = torch.as_tensor(rows, device=self.indices.device)
+        width = int((self.starts + self.counts)[index].max())
+        actions = int(self.counts[index].max())
+        taken = {}
+        for field in fields(self):
+            tensor = getattr(self, field.name)[index]
+            if tensor.dim() == 2:
+                tensor = tensor[:, : width if field.name == "input_ids" else actions]
+            taken[field.name] = tensor
+        return type(self)(**taken)
+
+
+def collate_ids(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    device: torch.device,
+    indices: Sequence[int] | None = None,
+    pad: int = 0,
+) -> Sequences:
+    """Returns the sequences of prompts and completions, given as token ids.
+
+    Args:
+        indices: each row's index in the global batch of an update. By default, their order.
+        pad: token id that fills rows up.
+    """
+    token_ids = [[*p, *c] for p, c in zip(prompts, completions, strict=True)]
+    width, actions = max(map(len, token_ids)), max(map(len, completions))
+    counts = torch.tensor([len(c) for c in completions], device=device)
+    indices = range(len(token_ids)) if indices is None else indices
+    first: dict[tuple[int, ...], int] = {}
+    same = [first.setdefault(tuple(p), index) for p, index in zip(prompts, indices, strict=True)]
+    return Sequences(
+        indices=torch.tensor(indices, device=device),
+        prompts=torch.tensor(same, device=device),
+        input_ids=torch.tensor([ids + [pad] * (width - len(ids)) for ids in token_ids], device=device),
+        starts=torch.tensor([len(p) for p in prompts], device=device),
+        counts=counts,
+        mask=torch.arange(actions, device=device) < counts.unsqueeze(-1),
+    )
+
+
+Some = TypeVar("Some", bound=Sequences)
+
+
+def states(shared: SharedBase, role: str | None, part: Sequences, last: bool = False) -> Tensor:
+    """Returns the hidden states (B, R + 1, H) of a role before each action, and after the last.
+
+    Args:
+        role: None means the bare base.
+        last: only the states (B, 1, H) after the last action.
+    """
+    rows = (part.input_ids, part.starts, part.counts, part.mask.shape[1])
+    packs = in_packs(shared, part, range(len(part)))
+    batch = packed(*rows, packs) if len(packs) < len(part) else alone(*rows)
+    return shared.states(role, batch.ends() if last else batch)
+
+
+def in_packs(
+    shared: SharedBase,
+    sequences: Sequences,
+    rows: Sequence[int],
+    completions: int | None = None,
+    tokens: int | None = None,
+) -> list[list[int]]:
+    """Groups `rows` of the sequences into packs of completions to one prompt, if this saves time and the base supports it.
+
+    Args:
+        completions, tokens: limits of a pack with several completions.
+    """
+    index = torch.as_tensor(rows, dtype=torch.long, device=sequences.prompts.device)
+    prompts = sequences.prompts[index].tolist()
+    if len(set(prompts)) == len(prompts) or not shared.can_pack:
+        return [[row] for row in rows]
+    starts, counts = sequences.starts[index].tolist(), sequences.counts[index].tolist()
+    tokens = min(tokens or PACK_TOKENS, PACK_TOKENS)
+    packs = packs_that_pay(prompts, starts, counts, shared.hidden_size, completions, tokens)
+    return [[rows[i] for i in pack] for pack in packs]
+
+
+def parts_of(
+    shared: SharedBase, sequences: Some, completions: int | None = None, tokens: int | None = None
+) -> Iterator[tuple[list[int], Some]]:
+    """Yields (rows, their sequences) of each micro-batch of a pass without gradients. By default, it has FORWARD_TOKENS."""
+    tokens = tokens or FORWARD_TOKENS[shared.device.type]
+    for rows in micro_batches_of(shared, sequences, range(len(sequences)), completions, tokens):
+        yield rows, sequences.take(rows)
+
+
+def micro_batches_of(
+    shared: SharedBase,
+    sequences: Sequences,
+    rows: Sequence[int],
+    completions: int | None = None,
+    tokens: int | None = None,
+) -> list[list[int]]:
+    """Splits `rows` of the sequences into micro-batches, which do not split packs.
+
+    Args:
+        completions, tokens: limits of a micro-batch; padding counts as tokens.
+    """
+    packs = in_packs(shared, sequences, rows, completions, tokens)
+    held = [len(pack) for pack in packs]
+    batches = micro_batches(sequences.lengths(packs), completions, tokens, shared.device.type, held)
+    return [[row for i in batch for row in packs[i]] for batch in batches]

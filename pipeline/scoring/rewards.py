@@ -1,0 +1,403 @@
+"""Rewards: an adapter on the shared base, another sequence-classification model, or a Python function.
+
+Each `Reward` has a name, a weight, and the mean and standard deviation that normalize its scores (measured on eval completions,
+stored with the reward model's version). A completion's score is the weighted sum of all rewards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import os
+import random
+import sysconfig
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.errors import Failure, InputError, in_brief, is_out_of_memory
+from pipeline.models.adapters import SharedBase
+from pipeline.models.control_tokens import ControlTokens, chat_ids, text_ids
+from pipeline.models.packing import micro_batches
+from pipeline.scoring import forward
+from pipeline.scoring.forward import FORWARD_TOKENS
+from pipeline.system import loop, process
+from pipeline.system.rng import kept_rng_state
+from pipeline.writing.rows import Completion
+
+
+@dataclass
+class Samples:
+    """Completions to score, with the data rows of their prompts: `prompt` and all other columns."""
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    ended: list[bool]
+    rows: list[dict[str, Any]]
+    tokenizer: Any
+    seeds: Sequence[int] = ()  # of each completion, for functions that draw random numbers; empty: 0 for each
+    # one per completion, for random numbers; empty means 0 for each
+    groups: Sequence[int] = ()
+    # a reward's remarks on each sample, by the reward's name
+    notes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.seeds = list(self.seeds) or [0] * len(self)
+        self.groups = list(self.groups) or [*range(len(self))]
+
+    @classmethod
+    def of(
+        cls,
+        prompts: list[list[int]],
+        completions: Sequence[Completion],
+        rows: list[dict[str, Any]],
+        tokenizer: Any,
+        seeds: Sequence[int] = (),
+        each: int = 1,
+    ) -> Samples:
+        """Returns sampled completions as samples. `each` consecutive completions have the same prompt."""
+        tokens, ended = [one.tokens for one in completions], [one.ended for one in completions]
+        groups = [i // each for i in range(len(tokens))]
+        return cls(prompts, tokens, ended, rows, tokenizer, seeds, groups)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def prompts(self) -> list[str]:
+        """Returns the prompts as in the data. A list of messages is rendered by the template."""
+        given = [row.get("prompt") for row in self.rows]
+        return [
+            prompt if isinstance(prompt, str) else self.tokenizer.decode(ids, skip_special_tokens=True)
+            for prompt, ids in zip(given, self.prompt_ids, strict=True)
+        ]
+
+    @cached_property
+    def completions(self) -> list[str]:
+        """Returns the completions as text, without special tokens."""
+        return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in self.completion_ids]
+
+    def columns(self) -> dict[str, list[Any]]:
+        """Returns the other columns, one value per row, None if a row lacks it.
+
+        Prompts that are lists of messages are the column `messages`.
+        """
+        names = sorted({key for row in self.rows for key in row} - {"prompt", "completion"})
+        columns = {name: [row.get(name) for row in self.rows] for name in names}
+        if any(isinstance(row.get("prompt"), list) for row in self.rows):
+            columns.setdefault("messages", [row.get("prompt") for row in self.rows])
+        return columns
+
+    def show(self, i: int) -> str:
+        """Returns a shortened text of sample `i` for an error message."""
+        values = (_brief(value) for value in (self.prompts[i], self.completions[i], self.rows[i]))
+        return "prompt {}, completion {}, row {} (sample {} of {})".format(*values, i, len(self))
+
+
+def _brief(value: Any, limit: int = 300) -> str:
+    """Returns the repr of a value, shortened to `limit` characters."""
+    try:
+        text = repr(value)
+    except Exception as error:  # the value's __repr__ is user code
+        text = f"<{type(value).__name__} whose repr raised {type(error).__name__}>"
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+class Reward(ABC):
+    """A source of scores.
+
+    Args:
+        name: name in metrics and messages.
+        weight: weight of its scores in the weighted sum.
+        mean, std: normalized scores are (score - mean) / std.
+    """
+
+    columns: frozenset[str] = frozenset()  # columns of the rows that it needs to score
+    compares = False  # whether it compares the completions of a prompt
+
+    def __init__(self, name: str, weight: float = 1.0, mean: float = 0.0, std: float = 1.0) -> None:
+        self.name, self.weight, self.mean, self.std = name, weight, mean, std
+        if not (std > 0 and math.isfinite(mean) and math.isfinite(std) and math.isfinite(weight)):
+            raise ValueError(
+                f"reward {name!r}: weight {weight}, mean {mean}, std {std}; expected finite numbers, std above 0"
+            )
+
+    @abstractmethod
+    def score(self, samples: Samples) -> list[float]:
+        """Returns one raw score for each sample; `checked` verifies that."""
+
+    def checked(self, samples: Samples) -> list[float]:
+        """Returns the scores that the function `score` gives.
+
+        Raises InputError for anything but a list of one number for each sample, because repeating the call would not help.
+        Raises Failure for a number that is not finite.
+        """
+        scores = self._listed(self.score(samples), samples)
+        values = [_number(score) for score in scores]
+        for i, value in enumerate(values):
+            if value is None or not math.isfinite(value):
+                found = f"reward {self} returned {_brief(scores[i], 100)} for {samples.show(i)}"
+                if scores[i] is None:
+                    raise InputError(f"{found}; None is no score: return a number, or leave such rows out")
+                raise (InputError if value is None else Failure)(f"{found}; expected a finite number")
+        return [value for value in values if value is not None]
+
+    def _listed(self, scores: Any, samples: Samples) -> Sequence[Any]:
+        """Returns scores as a list. Raises InputError unless it has one for each sample."""
+        # Arrays and tensors have tolist, even tensors that require gradients.
+        listed = scores.tolist() if hasattr(scores, "tolist") else scores
+        is_list = isinstance(listed, (list, tuple))
+        if not is_list or len(listed) != len(samples):
+            found = f"{len(listed)} scores" if is_list else _brief(scores, 100)
+            raise InputError(
+                f"reward {self} returned {found} (samples: {len(samples)}); expected a list of one number for each sample; "
+                f"the first is {samples.show(0)}"
+            )
+        return listed
+
+    def __str__(self) -> str:
+        return repr(self.name)
+
+
+def _number(score: Any) -> float | None:
+    """Returns a score as a float (infinite if too large), or None if it is not a real number."""
+    try:
+        return float(score.item() if hasattr(score, "item") else score)
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError comes from a tensor of two numbers
+        return None
+
+
+class AdapterReward(Reward):
+    """A reward adapter and its head on the shared base. It scores the last token of the completion.
+
+    Args:
+        role: the adapter's role on `shared`.
+        rows, tokens: limits of a forward pass. None means no limit on rows, and FORWARD_TOKENS tokens.
+        settings: name (default: the role), weight, mean and std of `Reward`.
+    """
+
+    def __init__(
+        self,
+        shared: SharedBase,
+        role: str = "reward",
+        rows: int | None = None,
+        tokens: int | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**{"name": role, **settings})
+        self.shared, self.role, self.rows, self.tokens = shared, role, rows, tokens
+
+    @torch.no_grad()
+    def score(self, samples: Samples) -> list[float]:
+        sequences = forward.collate_ids(samples.prompt_ids, samples.completion_ids, self.shared.device)
+        scores = torch.zeros(len(sequences))
+        for rows, part in forward.parts_of(self.shared, sequences, self.rows, self.tokens):
+            last = forward.states(self.shared, self.role, part, last=True)
+            scores[rows] = self.shared.head(self.role, last).squeeze(1).float().cpu()
+        return scores.tolist()
+
+
+class ModelReward(Reward):
+    """A separate sequence-classification model, in memory in addition to the base. Scores are its only logit.
+
+    Args:
+        tokenizer: the model's own. It encodes prompt and completion as text, with its chat template if the prompt is a list
+            of messages. None means that the model reads the policy's token ids.
+        rows, tokens, settings: as for `AdapterReward`.
+        control: whether special tokens in the text are encoded as special tokens or as ordinary text.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        rows: int | None = None,
+        tokens: int | None = None,
+        control: bool = False,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**{"name": "model", **settings})
+        self.model, self.tokenizer, self.rows = model.eval().requires_grad_(False), tokenizer, rows
+        self.tokens = tokens
+        self.control = ControlTokens(tokenizer, as_text=not control) if tokenizer is not None else None
+
+    @torch.no_grad()
+    def score(self, samples: Samples) -> list[float]:
+        if self.control is None:
+            token_ids = [p + c for p, c in zip(samples.prompt_ids, samples.completion_ids, strict=True)]
+        else:
+            token_ids = [self._encode(samples, i, self.control) for i in range(len(samples))]
+        pad = getattr(self.model.config.get_text_config(), "pad_token_id", None) or 0
+        device = next(self.model.parameters()).device
+        scores = torch.zeros(len(token_ids))
+        lengths, tokens = [len(ids) for ids in token_ids], self.tokens or FORWARD_TOKENS[device.type]
+        for batch in micro_batches(lengths, self.rows, tokens, device.type):
+            width = lengths[batch[-1]]  # the longest
+            ids = [token_ids[i] + [pad] * (width - lengths[i]) for i in batch]
+            mask = [[1] * lengths[i] + [0] * (width - lengths[i]) for i in batch]
+            ids, mask = (torch.tensor(rows, device=device) for rows in (ids, mask))
+            scores[batch] = self.model(input_ids=ids, attention_mask=mask).logits[:, 0].float().cpu()
+        return scores.tolist()
+
+    def _encode(self, samples: Samples, i: int, control: ControlTokens) -> list[int]:
+        """Returns sample `i` as ids of the model's own tokenizer. Plain text that ended gets its eos."""
+        prompt, completion = samples.rows[i].get("prompt"), samples.completions[i]
+        if isinstance(prompt, list) and self.tokenizer.chat_template is not None:
+            messages = [*prompt, {"role": "assistant", "content": completion}]
+            return chat_ids(control, messages)
+        ids = text_ids(control, samples.prompts[i] + completion)
+        eos = self.tokenizer.eos_token_id
+        return [*ids, eos] if samples.ended[i] and eos is not None and ids[-1] != eos else ids
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds the global generators of Python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def generator_states() -> tuple[Any, ...]:
+    """Returns the states of the global generators, which change if a number is drawn."""
+    numpy: Any = np.random.get_state()
+    return random.getstate(), numpy[1].tobytes(), numpy[2:], torch.get_rng_state().numpy().tobytes()
+
+
+class FunctionReward(Reward):
+    """A Python function `f(prompts, completions, **columns) -> list of numbers`, sync or async, as in TRL.
+
+    Its keyword arguments are those of `prompts`, `completions`, `completion_ids`, `seeds`, `groups` and the data's other
+    columns that its signature names, or all of them if it takes **kwargs. Each is a list. Completions to the same prompt have
+    the same number in `groups`, and are in the same call. If the function raises, the run stops with a Failure that shows the
+    sample and the function's own stack frames.
+
+    Each completion has its own seed for random numbers (`seeds`). The global generators are seeded by the first completion of a
+    call, so their numbers depend on which completions share the call.
+
+    Args:
+        patience_s: seconds after which a call of an async function ends the run. -1 means no limit.
+    """
+
+    def __init__(self, function: Callable[..., Any], patience_s: float = -1, **settings: Any) -> None:
+        super().__init__(**{"name": getattr(function, "__name__", type(function).__name__), **settings})
+        self.function, self.patience_s = function, patience_s
+        self.warned = False  # whether the warning about a global generator was printed
+
+    def score(self, samples: Samples) -> Any:
+        """Returns the function's result for all samples. Warns once if it used a global generator."""
+        with kept_rng_state():
+            seed_generators(samples.seeds[0])
+            seeded = generator_states()
+            scores = self._call(samples, range(len(samples)))
+            drew = generator_states() != seeded
+        if drew and not self.warned and len(samples) > 1:
+            self.warned = True
+            print(
+                f"warning: reward {self} draws random numbers from a global generator: its scores change if completions are "
+                "split into other chunks (trainer.local_rollout_forward_batch_size, scaling.num_workers); take a parameter "
+                "seeds, a list of one number for each completion, and draw from random.Random(seed)",
+                flush=True,
+            )
+        return scores
+
+    def __str__(self) -> str:
+        names = (getattr(self.function, key, None) for key in ("__module__", "__qualname__"))
+        return f"{self.name!r} ({':'.join(name for name in names if name)})"
+
+    def _call(self, samples: Samples, rows: Sequence[int]) -> Any:
+        """Returns the function's result for some of the samples."""
+        columns = {"seeds": samples.seeds, "groups": samples.groups, **samples.columns()}
+        columns["completion_ids"] = samples.completion_ids
+        columns |= {"prompts": samples.prompts, "completions": samples.completions}
+        # The function may change other settings of torch, which training does not expect.
+        dtype, learns, later = torch.get_default_dtype(), torch.is_grad_enabled(), False
+        try:
+            parameters = inspect.signature(self.function).parameters
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+                columns = {name: values for name, values in columns.items() if name in parameters}
+            result = self.function(**{name: [values[i] for i in rows] for name, values in columns.items()})
+            if not inspect.iscoroutine(result):
+                return result
+            later = True
+            return loop.run(self._in_time(result))
+        except (KeyboardInterrupt, Failure):
+            raise
+        except BaseException as error:  # SystemExit would end the worker as if its work were done
+            if is_out_of_memory(error) or process.received:  # SIGTERM ends the run in any case
+                raise
+            expected = not isinstance(error, Exception)
+            # An async function may send requests that cost money, so it is not called again.
+            of = f"a batch of {len(rows)} samples" if later else self._culprit(samples, rows)
+            hint = "; expected a list of numbers" if expected else f" for {of}"
+            raise Failure(f"reward {self} raised {in_brief(error, 500)}{hint}:\n{_frames(error)}") from error
+        finally:
+            torch.set_default_dtype(dtype)
+            torch.set_grad_enabled(learns)
+
+    def _culprit(self, samples: Samples, rows: Sequence[int]) -> str:
+        """Describes the first of some samples for which the function raises if it gets this sample alone."""
+        if len(rows) == 1:
+            return samples.show(rows[0])
+        for i in rows:
+            try:
+                self._call(samples, [i])
+            except Exception:  # the caller reports the original error
+                return samples.show(i)
+        return f"a batch of {len(rows)} samples (each alone does not make it raise)"
+
+    async def _in_time(self, result: Coroutine[Any, Any, Any]) -> Any:
+        """Returns the result of an async function. Raises Failure after `patience_s`."""
+        limit = asyncio.timeout(self.patience_s if self.patience_s >= 0 else None)
+        try:
+            async with limit:
+                return await result
+        except TimeoutError as error:
+            if not limit.expired():  # the function itself raised it
+                raise
+            raise Failure(
+                f"reward {self} took more than {self.patience_s:g} s (trainer.patience_s); the same command with its "
+                "run.name continues the run"
+            ) from error
+
+
+LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")))
+
+
+def _frames(error: BaseException, limit: int = 10) -> str:
+    """Returns the last `limit` frames in a reward function as text, if possible without frames of libraries."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [
+        frame for frame in frames if not frame.filename.startswith((__file__, str(loop.__file__), *LIBRARIES))
+    ]
+    return "".join(traceback.format_list((users or frames[1:])[-limit:])).rstrip()
+
+
+def weighted(
+    rewards: Sequence[Reward], samples: Samples, normalize: bool
+) -> tuple[list[float], dict[str, list[float]]]:
+    """Returns the weighted sum of the rewards' scores of each sample, and the raw scores by reward."""
+    raw = raw_scores(rewards, samples)
+    return combined(rewards, raw, normalize), raw
+
+
+def raw_scores(rewards: Sequence[Reward], samples: Samples) -> dict[str, list[float]]:
+    """Returns each reward's raw scores by its name."""
+    return {reward.name: reward.checked(samples) for reward in rewards}
+
+
+def combined(rewards: Sequence[Reward], raw: Mapping[str, Sequence[float]], normalize: bool) -> list[float]:
+    """Returns the weighted sum of at least one reward's raw scores, normalized if requested."""
+    total = [0.0] * len(raw[rewards[0].name])
+    for reward in rewards:
+        for i, score in enumerate(raw[reward.name]):
+            total[i] += reward.weight * ((score - reward.mean) / reward.std if normalize else score)
+    return total

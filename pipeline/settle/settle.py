@@ -1,0 +1,95 @@
+"""Settles a job: checks the base, its tokenizer and the inputs, before any row is read."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pipeline.errors import InputError
+from pipeline.job import Job, Model
+from pipeline.job.identity import identity_of
+from pipeline.settle import inputs as checks
+from pipeline.settle.identity import gate_of, tracking_of
+from pipeline.settle.placement import Places
+from pipeline.settle.places import places_of
+from pipeline.settle.work import Input, Sections, Work
+
+
+def settle(job: Job, versions: Mapping[str, str]) -> Work:
+    """Checks the base, its tokenizer and the inputs of a job. Returns them as work that has no rows yet.
+
+    Args:
+        versions: versions of the inputs, from inputs.pin_inputs.
+    """
+    from pipeline.models.base import base_identity, check_base
+    from pipeline.models.compatibility import check_lora
+
+    places, model = places_of(job, note=True), job.model
+    files = check_base(model)
+    if model.fsdp and files.config.get("quantization_config"):
+        raise InputError(
+            f"{model.name_or_path!r} has quantized weights, which FSDP cannot gather; set model.fsdp=false",
+            "model.fsdp",
+        )
+    base = base_identity(model.name_or_path, model.revision)
+    job = replace(job, model=replace(model, revision=base["revision"]))  # all workers use this commit
+    work = work_of(job, places, base=base)
+    room = checks.room_for_prompts(work.writes, work.data.max_length, base["context_length"])
+    inputs = checks.checked(work, versions, files)
+    weights = {f"reward.{index}": weight for index, (_, weight) in enumerate(job.rewards)}
+    inputs = {name: replace(one, weight=weights.get(name, 1.0)) for name, one in inputs.items()}
+    adapters = {name: one for name, one in inputs.items() if one.kind == "adapter"}
+    if checks.makes_adapter(work.stage, work.args, adapters):
+        check_lora(files, work.lora, work.stage.learns == "reward")
+    elif unused := [key for key in job.overridden if key.partition(".")[0] == "lora"]:
+        print(
+            f"warning: {', '.join(unused)} changes nothing: the adapters that this job trains are copies of those it starts from; "
+            "policy=base starts a new one",
+            flush=True,
+        )
+    tokenizer = _tokenizer(work.model, adapters, "policy" in work.named)
+    return replace(work, room=room, inputs=inputs, tokenizer=tokenizer)
+
+
+def work_of(job: Job, places: Places, **known: Any) -> Work:
+    """Returns the work of a job of which only `known` is found out yet, for example its base."""
+    return Work(**vars(sections_of(job, places)), tracking=tracking_of(job), gate=gate_of(job), **known)
+
+
+def sections_of(job: Job, places: Places) -> Sections:
+    """Returns what a job says. It asks neither MLflow nor the code of judges, which the plan does not need."""
+    return Sections(
+        stage=job.facts,
+        run=identity_of(job),
+        places=places,
+        model=job.model,
+        lora=job.lora,
+        data=job.data,
+        trainer=job.trainer,
+        args=job.args,
+        rollout=job.rollout_config,
+        serve=job.serve,
+        options=job.run,
+        bf16=job.bf16,
+        named=job.inputs,
+        keys={name: job.key_of(name) for name in job.inputs},
+    )
+
+
+def _tokenizer(model: Model, adapters: Mapping[str, Input], names_policy: bool) -> Any:
+    """Returns the base's tokenizer with the chat template of the job, or else of the adapter that decides."""
+    from pipeline.models.template import is_plain
+    from pipeline.models.tokenizer import load_tokenizer
+
+    # the policy decides, or else the reward
+    policies = [name for name in adapters if name == "policy" or name.startswith("policies.")]
+    rewards = [name for name in adapters if name.startswith("reward") and not names_policy]
+    learned = next((adapters[name] for name in policies + rewards), None)
+    template = model.chat_template
+    if template is None and learned:
+        saved = os.path.join(learned.folder, "chat_template.jinja")  # the template of the adapter's training
+        template = saved if os.path.lexists(saved) else None
+    tokenizer = load_tokenizer(model.name_or_path, model.revision, template, model.trust_remote_code)
+    if learned and model.chat_template is None:  # text prompts are encoded as in training
+        tokenizer.text_as_chat = bool(learned.facts.get("text_as_chat", not is_plain(tokenizer)))
+    return tokenizer

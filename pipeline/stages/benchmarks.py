@@ -1,0 +1,192 @@
+"""Benchmarks of reward models from files: RewardBench 2, RM-Bench, and your own best-of-k rows.
+
+A row of data.benchmarks has one prompt and several completions, the correct ones first (data.shapes.parse_benchmark). Each
+completion is scored alone; the benchmark's rule then compares the scores of a row.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.data.shapes import STYLED
+from pipeline.run.parts import in_parts
+from pipeline.run.worker import Worker
+from pipeline.stages.pairs import metric_name, scores_of
+from pipeline.statistics import mean, wilson
+
+# the parts of a completion's row that a rule reads
+FACTS = ("benchmark", "subset", "id", "pair", "correct", "completions")
+TIES = "ties"  # RewardBench 2's subset with several correct completions; its files spell it `Ties` or `ties`
+
+Scores = dict[str, dict[str, float]]  # level or subset -> rows, score, and the ends of its 95 % interval
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A row of a benchmark, with the scores of its completions. The first `correct` completions are correct."""
+
+    row: dict[str, Any]
+    scores: list[float]
+
+    @property
+    def good(self) -> list[float]:
+        return self.scores[: self.row["correct"]]
+
+    @property
+    def bad(self) -> list[float]:
+        return self.scores[self.row["correct"] :]
+
+
+def measure(
+    worker: Worker, rewards: list[Any], rows: Any, ends: Collection[int]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Returns (metrics, tables for evaluation.json) of the weighted `rewards` on the token rows of data.benchmarks.
+
+    A row is left out if one of its completions could not be used.
+    """
+    if worker.rank == 0:
+        print(f"scoring {len(rows)} completions of benchmarks", flush=True)
+
+    def answer(numbers: range) -> Iterator[tuple[dict[str, Any], float]]:
+        mine = [dict(row) for row in rows.select(numbers)]
+        scored = scores_of(rewards, mine, numbers.start, worker.tokenizer, ends)
+        for row, [score] in zip(mine, scored, strict=True):
+            given = json.loads(row["row"])
+            yield {key: given[key] for key in FACTS if key in given}, score
+
+    return metrics_of(_grouped(in_parts(worker, "benchmarks-", len(rows), answer)))
+
+
+def _grouped(scored: Iterable[tuple[dict[str, Any], float]]) -> list[Scored]:
+    """Returns the complete rows of a benchmark from its completions in order; `pair` numbers the completions of a row."""
+    groups: list[Scored] = []
+    for row, score in scored:
+        if row["pair"] == 0:
+            groups.append(Scored(row, []))
+        if groups and row["pair"] == len(groups[-1].scores):
+            groups[-1].scores.append(score)
+    return [group for group in groups if len(group.scores) == group.row["completions"]]
+
+
+def metrics_of(rows: Sequence[Scored]) -> tuple[dict[str, float], dict[str, Any]]:
+    """Returns the metrics `eval_BENCHMARK`, `eval_BENCHMARK/SUBSET`, and a table of each benchmark."""
+    metrics: dict[str, float] = {}
+    tables: dict[str, Any] = {}
+    by_name: dict[str, list[Scored]] = defaultdict(list)
+    for row in rows:
+        by_name[row.row["benchmark"]].append(row)
+    for name, own in by_name.items():
+        levels, subsets = BENCHMARKS[name](own)
+        overall = levels["all"]
+        metrics[f"eval_{name}"] = overall["score"]
+        metrics |= {f"eval_{name}_{end}": overall[end] for end in ("low", "high") if end in overall}
+        metrics |= {f"eval_{name}_{key}": one["score"] for key, one in levels.items() if key != "all"}
+        metrics |= {f"eval_{name}/{metric_name(key)}": one["score"] for key, one in subsets.items()}
+        tables[name] = {"rows": len(own), "score": overall["score"], "levels": levels, "subsets": subsets}
+    return metrics, tables
+
+
+# ------------------------------------------------------------------------------------------------ rules
+
+
+def best_of(row: Scored) -> float:
+    """Returns 1 if only a correct completion has the highest score. Completions with equal scores share the credit.
+
+    This is RewardBench 2's rule for one correct completion (https://arxiv.org/abs/2506.01937).
+    """
+    largest = max(row.scores)
+    return row.good.count(largest) / row.scores.count(largest)
+
+
+def ties_score(rows: Sequence[Scored]) -> float:
+    """Returns RewardBench 2's score of its subset Ties: any correct completion may win, and their scores should be close.
+
+    With D, the spread of the correct scores, and G, the gap between the worst correct and the best wrong score: 0.30 accuracy
+    with several correct answers + 0.30 accuracy of their reference rows + 0.20 share of G > D + 0.20 share of
+    min(G, G of the reference) > D + 0.01 mean tanh(min(G, G of the reference) / D - 1).
+    """
+    by_kind: dict[str, dict[str, Scored]] = {"ref": {}, "tied": {}}
+    for row in rows:
+        kind, _, number = str(row.row["id"]).partition(":")
+        by_kind.setdefault(kind, {})[number] = row
+    ref, tied = by_kind["ref"], by_kind["tied"]
+    if alone := sorted(ref.keys() ^ tied.keys()):
+        print(
+            f"warning: Ties: {len(alone)} rows without their ref: or tied: row, the first is {alone[0]}",
+            flush=True,
+        )
+    right = {kind: [_gap(row) > 0 for row in of.values()] for kind, of in by_kind.items()}
+    both = sorted(ref.keys() & tied.keys())
+    spread = [max(tied[key].good) - min(tied[key].good) for key in both]
+    gap = [_gap(tied[key]) for key in both]
+    least = [min(_gap(ref[key]), _gap(tied[key])) for key in both]
+    # If D is 0, the quotient is infinite with the sign of `low`; 0 / 0 counts as 0, as upstream
+    margins = [
+        math.tanh(low / d - 1) if d else (low > 0) - (low < 0) for low, d in zip(least, spread, strict=True)
+    ]
+    return (
+        0.30 * _mean(right["tied"])
+        + 0.30 * _mean(right["ref"])
+        + 0.20 * _mean([g > d for g, d in zip(gap, spread, strict=True)])
+        + 0.20 * _mean([low > d for low, d in zip(least, spread, strict=True)])
+        + 0.01 * _mean(margins)
+    )
+
+
+def _gap(row: Scored) -> float:
+    return min(row.good) - max(row.bad)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return mean(values) if values else 0.0
+
+
+def _best_of_k(rows: list[Scored]) -> tuple[Scores, Scores]:
+    """Scores RewardBench 2, and your own best-of-k rows, by the plain mean of the subsets."""
+    subsets = _by_subset(rows, [best_of(row) for row in rows])
+    for name in [name for name in subsets if name.lower() == TIES]:
+        own = [row for row in rows if str(row.row["subset"]) == name]
+        subsets[name] = {"rows": len(own), "score": ties_score(own)}
+    score = mean([one["score"] for one in subsets.values()])
+    return {"all": {"rows": len(rows), "score": score}}, subsets
+
+
+def _rm_bench(rows: list[Scored]) -> tuple[Scores, Scores]:
+    """RM-Bench (https://arxiv.org/abs/2410.16184): entry (i, j) compares the correct completion in style i with the wrong
+    completion in style j. Hard is the upper triangle (longer wrong completions with more markdown), normal is the diagonal.
+    """
+    wins = [[[float(good > bad) for bad in row.bad] for good in row.good] for row in rows]
+    # All levels have the same number of entries, so the mean over all entries is the mean of the levels.
+    means = [mean([mean(line) for line in won]) for won in wins]
+    levels = {"all": _share(means)}
+    cells = [(i, j) for i in range(STYLED) for j in range(STYLED)]
+    for level, belongs in {"hard": operator.lt, "normal": operator.eq, "easy": operator.gt}.items():
+        score = mean([won[i][j] for won in wins for i, j in cells if belongs(i, j)])
+        levels[level] = {"rows": len(rows), "score": score}
+    return levels, _by_subset(rows, means)
+
+
+def _by_subset(rows: Sequence[Scored], values: Sequence[float]) -> Scores:
+    groups: dict[str, list[float]] = defaultdict(list)
+    for row, value in zip(rows, values, strict=True):
+        groups[str(row.row["subset"])].append(value)
+    return {name: _share(groups[name]) for name in sorted(groups)}
+
+
+def _share(values: Sequence[float]) -> dict[str, float]:
+    low, high = wilson(values)
+    return {"rows": len(values), "score": mean(values), "low": low, "high": high}
+
+
+# name -> rows to (scores of `all` and of other levels, scores of the subsets)
+BENCHMARKS: dict[str, Callable[[list[Scored]], tuple[Scores, Scores]]] = {
+    "reward_bench_2": _best_of_k,
+    "best_of_k": _best_of_k,
+    "rm_bench": _rm_bench,
+}

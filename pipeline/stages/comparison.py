@@ -1,0 +1,283 @@
+"""Compares a policy with a baseline on eval prompts: reward, win rates, KL, length, diversity, and samples.
+
+Policy and baseline sample one completion for every prompt, with the same random numbers. The workers share the prompts.
+"""
+
+import json
+import math
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from pipeline.data.encode import Encoder, Example
+from pipeline.data.shapes import kind_of, parse
+from pipeline.models.adapters import SharedBase
+from pipeline.models.template import text_as_chat
+from pipeline.ppo.config import PLANNED_ROWS
+from pipeline.run.parts import in_parts
+from pipeline.run.worker import Worker
+from pipeline.scoring import forward
+from pipeline.scoring.rewards import Samples, weighted
+from pipeline.stages import policies
+from pipeline.statistics import mean, ngrams, repetition, wilson
+from pipeline.system import console
+from pipeline.writing.decoder import SlotDecoder
+from pipeline.writing.rows import Completion, Decoder, Sampling, seed_of
+
+SEED_OFFSET = 1_000_003  # so that evaluation and training draw different random numbers
+WIN_RATES = {"reward": "eval_win_rate", "judge": "eval_judge_win_rate"}
+THE_MODELS_OWN = Sampling(0, ())  # log-probabilities at temperature 1, without barred ends
+SAMPLES = 8  # number of first completions, each to another prompt, that stay in memory for result.json
+
+
+class Completions:
+    """The parts of one policy's completions that stay in memory: numbers, distinct texts and n-grams, and first samples."""
+
+    def __init__(self, records: Iterable[dict[str, Any]]) -> None:
+        self.numbers: dict[str, array[float]] = defaultdict(lambda: array("d"))  # in the order of the prompts
+        self.samples: dict[str, dict[str, Any]] = {}  # prompt -> completion with its scores
+        self.texts: set[int] = set()  # hashes
+        self.ngrams: dict[int, set[tuple[int, ...]]] = {1: set(), 2: set()}
+        self.total: Counter[int] = Counter()  # n -> number of n-grams
+        for record in records:
+            if len(self.samples) < SAMPLES and record["prompt"] not in self.samples:
+                shown = {
+                    key: value for key, value in record.items() if key in ("completion", "words", *WIN_RATES)
+                }
+                self.samples[record["prompt"]] = shown
+            self.texts.add(hash(record["completion"]))
+            for n, found in self.ngrams.items():
+                grams = ngrams(record["tokens"], n)
+                found.update(grams)
+                self.total[n] += len(grams)
+            self.numbers["characters"].append(len(record["completion"]))
+            for key, value in record.items():
+                if isinstance(value, int | float):
+                    self.numbers[key].append(value)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns means and shares over all completions, by their names without prefix."""
+        numbers = self.numbers
+        metrics: dict[str, float] = {}
+        for name in ("reward", "judge", "length", "eos_rate", "kl", "repetition"):
+            if name in numbers:
+                metrics[name] = mean(numbers[name])
+        metrics["unique_fraction"] = len(self.texts) / max(1, len(numbers["characters"]))
+        metrics |= {f"distinct_{n}": len(found) / self.total[n] for n, found in self.ngrams.items() if found}
+        if "reference_tokens" in numbers:
+            metrics["perplexity"] = math.exp(sum(numbers["reference_nll"]) / sum(numbers["reference_tokens"]))
+        return metrics
+
+
+class Comparison:
+    """Compares policies with a baseline on held-out prompts. The baseline's completions are sampled only once.
+
+    Args:
+        prompts: rows with `input_ids` (prompt token ids) and `row` (JSON text of the row as the data has it).
+        rewards, judge: scorers of pipeline.scoring.rewards; the judge may be None.
+        baseline: a frozen role on `shared`; None is the bare base.
+        decoder: writes the completions. None: the base itself.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        shared: SharedBase,
+        prompts: Any,
+        rewards: list[Any],
+        judge: Any,
+        baseline: str | None,
+        decoder: Decoder | None = None,
+    ) -> None:
+        self.worker, self.shared, self.prompts = worker, shared, prompts
+        # Here each completion is scored alone.
+        self.rewards = [reward for reward in rewards if not reward.compares]
+        self.judge, self.baseline = judge, baseline
+        sampling = Sampling.from_args(worker.args, worker.tokenizer, shared)
+        self.sampling = replace(sampling, seed=sampling.seed + SEED_OFFSET)
+        # In a PPO job, null becomes a constant, because free memory may differ after a resume and would change the numbers.
+        self.size = worker.args.local_rollout_forward_batch_size or PLANNED_ROWS
+        self.decoder = decoder or SlotDecoder(shared, self.size, worker.tokenizer.pad_token_id)
+        self.before: Completions | None = None
+        self.after: Completions | None = None  # result of the last call of `of`
+
+    def of(self, policy: str | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Returns metrics and samples of `policy` (`eval_*`; None is the bare base) and of the baseline (`initial_*`).
+
+        docs/evaluate.md explains the metrics. Every rank must call it, and every rank gets the same.
+        """
+        count = len(self.prompts)
+        with console.waiting(f"sampling completions to {count} held-out prompts"):
+            if self.before is None:
+                answer = partial(self._answer, self.baseline, compared=False)
+                self.before = Completions(self._of_all("baseline-", count, answer))
+            answer = partial(self._answer, policy, compared=True)
+            self.after = after = Completions(self._of_all("policy-", count, answer))
+        metrics = {f"initial_{name}": value for name, value in self.before.metrics().items()}
+        metrics |= {f"eval_{name}": value for name, value in after.metrics().items()}
+        for name, key in WIN_RATES.items():
+            if wins := self._wins(name):
+                metrics[key] = mean(wins)
+                metrics[f"{key}_low"], metrics[f"{key}_high"] = wilson(wins)
+        before = self.before.samples
+        return metrics, [
+            {"prompt": prompt, "before": before[prompt], "after": ours}
+            for prompt, ours in after.samples.items()
+        ]
+
+    def _wins(self, name: str) -> list[float]:
+        """Returns for each prompt 1 if `reward` or `judge` prefers the policy's completion to the baseline's, ties 0.5."""
+        assert self.before and self.after
+        scores = (one.numbers.get(name, ()) for one in (self.after, self.before))
+        # Scores of equal completions differ by fp32 rounding if their batches differ.
+        return [
+            0.5 if math.isclose(ours, theirs, rel_tol=1e-5, abs_tol=1e-5) else float(ours > theirs)
+            for ours, theirs in zip(*scores, strict=True)
+        ]
+
+    def best_of(self, policy: str | None, n: int) -> list[dict[str, float]]:
+        """Returns the best-of-n curve of `policy`: n completions per prompt, ranked by the reward, rated by the judge.
+
+        Without a judge, the reward rates its own choice. Every rank must call it, and every rank gets the same.
+        """
+        sampling = replace(self.sampling, seed=self.sampling.seed + SEED_OFFSET)
+
+        def answer(numbers: range) -> list[tuple[float, float]]:
+            rows = [_prompt(self.prompts[number // n]) for number in numbers]
+            scored = self._sampled(policy, rows, numbers, sampling)[1]
+            return [(one["reward"], one.get("judge", one["reward"])) for one in scored]
+
+        count = len(self.prompts)
+        proxy, gold = array("d"), array("d")
+        with console.waiting(f"sampling {n} completions to each of {count} held-out prompts"):
+            for reward, judge in self._of_all("best-of-n-", count * n, answer):
+                proxy.append(reward)
+                gold.append(judge)
+        starts = range(0, count * n, n)
+        return policies.best_of_curve(*([of[start : start + n] for start in starts] for of in (proxy, gold)))
+
+    def length_controlled(self) -> dict[str, float]:
+        """Returns the length-controlled win rates, with intervals, of the last completions of `of`."""
+        metrics: dict[str, float] = {}
+        assert self.before and self.after
+        lengths = (one.numbers["characters"] for one in (self.after, self.before))
+        longer = [ours - theirs for ours, theirs in zip(*lengths, strict=True)]
+        for name, key in WIN_RATES.items():
+            if wins := self._wins(name):
+                ends = policies.length_controlled(wins, longer)
+                metrics |= dict(zip((f"{key}_lc", f"{key}_lc_low", f"{key}_lc_high"), ends, strict=True))
+        return metrics
+
+    def _of_all(self, of: str, count: int, answer: Callable[[range], list[Any]]) -> Iterable[Any]:
+        """Returns the record of each of `count` rows, in order, on every rank. A killed `evaluate` resumes."""
+        if not self.worker.work.stage.learns:
+            return in_parts(self.worker, of, count, answer)
+        world = self.worker.world
+        parts = self.worker.gather(answer(range(self.worker.rank, count, world)))
+        return [parts[i % world][i // world] for i in range(count)]
+
+    def _answer(self, role: str | None, numbers: range, compared: bool) -> list[dict[str, Any]]:
+        """Returns one completion of a role for each of some prompts: tokens, scores and metrics.
+
+        Args:
+            compared: whether to compare log-probabilities with the baseline's.
+        """
+        rows = [_prompt(self.prompts[number]) for number in numbers]
+        if not rows:
+            return []
+        completions, scored = self._sampled(role, rows, numbers, self.sampling)
+        records = [
+            {
+                "length": len(completion.tokens),
+                "eos_rate": float(completion.ended),
+                "repetition": repetition(completion.tokens),
+                "tokens": completion.tokens,
+                **scores,
+            }
+            for completion, scores in zip(completions, scored, strict=True)
+        ]
+        references = self._references(rows)
+        sums = logprobs(self.shared, role, list(references.values()), self.size)
+        for (index, (_, reference)), total in zip(references.items(), sums, strict=True):
+            records[index] |= {"reference_nll": -total, "reference_tokens": len(reference)}
+        if compared:
+            token_ids = [(row["input_ids"], one.tokens) for row, one in zip(rows, completions, strict=True)]
+            of_policy, of_baseline = (
+                logprobs(self.shared, one, token_ids, self.size, self.sampling)
+                for one in (role, self.baseline)
+            )
+            for record, ours, theirs in zip(records, of_policy, of_baseline, strict=True):
+                record["kl"] = ours - theirs
+        return records
+
+    def _sampled(
+        self, role: str | None, rows: list[dict[str, Any]], numbers: range, sampling: Sampling
+    ) -> tuple[list[Completion], list[dict[str, Any]]]:
+        """Returns a completion for each row, with its text and scores."""
+        prompts, given = [row["input_ids"] for row in rows], [row["row"] for row in rows]
+        completions = self.decoder.generate(role, prompts, numbers, sampling)
+        seeds = [seed_of(self.worker.args.seed, number) for number in numbers]
+        samples = Samples.of(prompts, completions, given, self.worker.tokenizer, seeds)
+        scores: list[dict[str, Any]] = [
+            {"prompt": p, "completion": c} for p, c in zip(samples.prompts, samples.completions, strict=True)
+        ]
+        if self.rewards:
+            total, _ = weighted(self.rewards, samples, normalize=False)
+            for score, value in zip(scores, total, strict=True):
+                score["reward"] = value
+        if self.judge is not None:
+            for score, value in zip(scores, self.judge.checked(samples), strict=True):
+                score["judge"] = value
+        for notes in samples.notes.values():
+            for score, note in zip(scores, notes, strict=True):
+                score["words"] = "\n".join(filter(None, (score.get("words"), *note["words"])))
+        return completions, scores
+
+    def _references(self, rows: list[dict[str, Any]]) -> dict[int, tuple[list[int], list[int]]]:
+        """Returns {index into `rows`: (prompt ids, completion ids)} for the rows with a reference completion."""
+        worker, data, found = self.worker, self.worker.work.data, {}
+        apply = text_as_chat(worker.tokenizer, data.apply_chat_template)
+        settings = (worker.work.context, "truncate", apply, self.sampling.eos, data.parse_special_tokens)
+        encoder = Encoder(worker.tokenizer, kind_of("score"), *settings)
+        for index, row in enumerate(row["row"] for row in rows):
+            if row.get("completion"):
+                names = ("prompt", "completion", "tools", "chat_template_kwargs")
+                reference = {name: row.get(name) for name in names}
+                [[example]] = encoder.encode([parse(reference, encoder.kind)])
+                if isinstance(example, Example):
+                    found[index] = example.columns["prompt_ids"], example.columns["chosen_ids"]
+        return found
+
+
+def _prompt(row: dict[str, Any]) -> dict[str, Any]:
+    return {"input_ids": list(row["input_ids"]), "row": json.loads(row["row"])}
+
+
+@torch.no_grad()
+def logprobs(
+    shared: SharedBase,
+    role: str | None,
+    token_ids: list[tuple[list[int], list[int]]],
+    size: int,
+    sampling: Sampling = THE_MODELS_OWN,
+) -> list[float]:
+    """Returns the log-probability in nats of the completion of each (prompt ids, completion ids), summed over its tokens.
+
+    Args:
+        size: maximum rows of one forward.
+        sampling: temperature and barred ends of the sampling (greedy uses temperature 1).
+    """
+    if not token_ids:
+        return []
+    how = (sampling.temperature or 1.0, sampling.eos, sampling.min_new_tokens)
+    prompts, completions = zip(*token_ids, strict=True)
+    sequences, sums = forward.collate_ids(prompts, completions, shared.device), torch.zeros(len(token_ids))
+    for rows, part in forward.parts_of(shared, sequences, size):
+        given = (part.input_ids, part.starts, part.mask, *how)
+        sums[rows] = shared.logprobs(role, *given)[0].sum(-1).cpu()
+    return sums.tolist()

@@ -1,0 +1,246 @@
+"""Evaluates a reward model on preference pairs: accuracy, margin, calibration, length bias, agreement with a judge.
+
+It reads a pair exactly like `rm` in training, so the accuracy equals TRL's. Every pair counts once, with any batches and
+workers. The job's `judge` rates the same pairs if they have the columns that it needs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+from pipeline.errors import visible
+from pipeline.run.parts import in_parts
+from pipeline.run.worker import Worker
+from pipeline.scoring.rewards import Samples, weighted
+from pipeline.settle.inputs import unfilled
+from pipeline.statistics import calibration, correlation, mean, sigmoid, temperature, wilson
+from pipeline.writing.rows import seed_of
+
+SIDES = ("chosen_ids", "rejected_ids")
+# The pairs of eval_rm_accuracy_NAME, by the lengths of the chosen and of the rejected completion
+BY_LENGTH: dict[str, Callable[[int, int], bool]] = {
+    "matched_length": lambda chosen, rejected: max(chosen, rejected) <= 1.1 * min(chosen, rejected),
+    "chosen_shorter": lambda chosen, rejected: chosen < rejected,
+    "chosen_longer": lambda chosen, rejected: chosen > rejected,
+}
+PLACES = ("first", "last")  # position of the chosen completion for a judge that sees both
+
+
+def measure(
+    worker: Worker, rewards: list[Any], judge: Any, rows: Any, ends: Collection[int]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Returns (metrics `eval_rm_*`, tables for evaluation.json) of the weighted `rewards` on the token rows of `data.pairs`.
+
+    docs/evaluate.md explains the metrics.
+
+    Args:
+        ends: ids that end a completion.
+    """
+    if worker.rank == 0:
+        print(f"scoring {len(rows)} held-out pairs", flush=True)
+    column, named = worker.work.data.subset, worker.work.inputs.get("judge")
+    # A Python function takes columns, which rows may lack.
+    asks = named.version if named and named.kind == "function" else None
+
+    def answer(numbers: range) -> list[dict[str, Any]]:
+        mine = [dict(row) for row in rows.select(numbers)]
+        given = [json.loads(row["row"]) for row in mine]
+        first, tokenizer = numbers.start, worker.tokenizer
+        pairs = compared(rewards, mine, first, tokenizer, ends)
+        lacks = [judge and (judge.columns - set(row) or (asks and unfilled(asks, set(row)))) for row in given]
+        if judge is not None and not any(lacks):
+            for pair, (c, r) in zip(pairs, scores_of([judge], mine, first, tokenizer, ends), strict=True):
+                pair["judge"] = c - r
+        if column:
+            for pair, row in zip(pairs, given, strict=True):
+                pair["subset"] = visible(str(row.get(column)), lines=False)[:60]
+        return pairs
+
+    return metrics_of(in_parts(worker, "pairs-", len(rows), answer))
+
+
+def compared(
+    rewards: list[Any], rows: Sequence[Any], first: int, tokenizer: Any, ends: Collection[int]
+) -> list[dict[str, Any]]:
+    """Returns `scores` and `lengths` of the chosen and the rejected completion of each token row.
+
+    For a judge that sees both at once, `orders` has the chosen completion's position and score in each order.
+    """
+    notes: dict[str, Any] = {}
+    scores = scores_of(rewards, rows, first, tokenizer, ends, notes)
+    pairs: list[dict[str, Any]] = [
+        {"scores": both, "lengths": [len(row[side]) for side in SIDES]}
+        for row, both in zip(rows, scores, strict=True)
+    ]
+    for of_chosen in (one[::2] for one in notes.values()):
+        for pair, note in zip(pairs, of_chosen, strict=True):
+            if note["orders"]:
+                pair["orders"] = note["orders"]
+    return pairs
+
+
+def metrics_of(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
+    """Returns metrics and tables of pairs with `scores`, `lengths`, and optionally `orders`, `judge` and `subset`.
+
+    Only the numbers of a pair are kept, in arrays, to support millions of pairs.
+    """
+    chosen, rejected, judged, agreeing = (array("d") for _ in range(4))
+    lengths = array("l"), array("l")
+    by_place: tuple[list[bool], list[bool]] = (
+        [],
+        [],
+    )  # whether the chosen completion wins when it is shown first, and when it is not
+    by_subset: dict[str, list[bool]] = defaultdict(list)
+    for pair in pairs:
+        good, bad = pair["scores"]
+        chosen.append(good)
+        rejected.append(bad)
+        for column, length in zip(lengths, pair["lengths"], strict=True):
+            column.append(length)
+        if orders := pair.get("orders"):  # [position of the chosen completion, its score] for each order
+            for place, score in orders:
+                by_place[place > 0].append(score > 0.5)
+            if len(orders) > 1:
+                agreeing.append(float(len({score for _, score in orders}) == 1))
+        if "judge" in pair:
+            judged.append(pair["judge"])
+        if "subset" in pair:
+            by_subset[pair["subset"]].append(good > bad)
+    margins = array("d", (good - bad for good, bad in zip(chosen, rejected, strict=True)))
+    right = [margin > 0 for margin in margins]
+    ece, bins = calibration(margins)
+    low, high = wilson(right)
+    metrics = {
+        "eval_rm_accuracy": mean(right),
+        "eval_rm_accuracy_low": low,
+        "eval_rm_accuracy_high": high,
+        "eval_rm_margin": mean(margins),
+        "eval_rm_loss": mean([-math.log(max(sigmoid(margin), 1e-300)) for margin in margins]),
+        "eval_rm_ece": ece,
+        "eval_rm_ties": mean([margin == 0 for margin in margins]),
+    }
+    if all(
+        by_place
+    ):  # each position counts the same, for any number of draws that showed the chosen one first
+        metrics["eval_rm_shown_first"] = 0.5 + (mean(by_place[0]) - mean(by_place[1])) / 2
+    if agreeing:
+        metrics["eval_rm_order_agreement"] = mean(agreeing)
+    if len(margins) > 1:  # fitted on every second pair, measured on the others
+        metrics["eval_rm_calibration_temperature"] = scale = temperature(margins[::2])
+        metrics["eval_rm_ece_calibrated"] = calibration([margin / scale for margin in margins[1::2]])[0]
+    ends_of: dict[str, tuple[float, float]] = {}
+    for name, belongs in BY_LENGTH.items():
+        if hits := [hit for hit, c, r in zip(right, *lengths, strict=True) if belongs(c, r)]:
+            metrics[f"eval_rm_accuracy_{name}"] = mean(hits)
+            ends_of[name] = wilson(hits)
+    if (bias := correlation(chosen + rejected, lengths[0] + lengths[1])) is not None:
+        metrics["eval_rm_length_correlation"] = bias
+    if len(judged) == len(margins):
+        metrics["eval_rm_agreement"] = mean([(j > 0) == hit for j, hit in zip(judged, right, strict=True)])
+        metrics["eval_rm_judge_accuracy"] = mean([j > 0 for j in judged])
+    subsets: dict[str, dict[str, float]] = {}
+    for name, hits in sorted(by_subset.items()):
+        low, high = wilson(hits)
+        subsets[name] = {"pairs": len(hits), "accuracy": mean(hits), "low": low, "high": high}
+        metrics[f"eval_rm_accuracy/{metric_name(name)}"] = mean(hits)
+    found = faults(
+        metrics, ends_of | {name: wilson(hits) for name, hits in zip(PLACES, by_place, strict=True) if hits}
+    )
+    return metrics, {"pairs": len(margins), "reliability": bins, "subsets": subsets, "faults": found}
+
+
+def faults(metrics: dict[str, float], ends_of: dict[str, tuple[float, float]]) -> list[str]:
+    """Returns the faults of a reward that exceed chance (a 95 % interval).
+
+    Args:
+        ends_of: the interval of the accuracy on the pairs of BY_LENGTH, and of PLACES.
+    """
+    found = []
+    low, high = metrics["eval_rm_accuracy_low"], metrics["eval_rm_accuracy_high"]
+    if metrics["eval_rm_ties"] > 0.5:
+        found.append(f"{metrics['eval_rm_ties']:.0%} of the pairs have equal scores")
+    elif high < 0.5:
+        found.append(
+            f"it prefers the rejected completion ({1 - metrics['eval_rm_accuracy']:.0%}); are they swapped?"
+        )
+    elif low <= 0.5:
+        found.append(f"its accuracy may be chance ({low:.2f} to {high:.2f})")
+    if where := _higher(ends_of, *PLACES):
+        share = metrics["eval_rm_shown_first"]
+        found.append(
+            f"it prefers the completion that it sees {where} ({max(share, 1 - share):.0%}); set orders: both"
+        )
+    if which := _higher(ends_of, "chosen_longer", "chosen_shorter"):
+        found.append(
+            f"it prefers the {which.removeprefix('chosen_')} completion; compare eval_rm_accuracy_matched_length"
+        )
+    return found
+
+
+def _higher(ends_of: dict[str, tuple[float, float]], one: str, other: str) -> str | None:
+    """Returns which of two intervals is above the other, or None if they overlap or one is missing."""
+    if not {one, other} <= set(ends_of):
+        return None
+    (low, high), (other_low, other_high) = ends_of[one], ends_of[other]
+    return one if low > other_high else other if other_low > high else None
+
+
+def metric_name(subset: str) -> str:
+    """Returns a column's value as part of a metric's name. MLflow rejects all metrics if one name is wrong."""
+    return re.sub(r"[^\w.: -]", "_", subset).strip(" .") or "_"
+
+
+def scores_of(
+    rewards: list[Any],
+    rows: Sequence[Any],
+    first: int,
+    tokenizer: Any,
+    ends: Collection[int],
+    notes: dict[str, Any] | None = None,
+) -> list[list[float]]:
+    """Returns the weighted scores, in raw units, of the one or two completions of each token row.
+
+    Args:
+        first: the number of the first row.
+        notes: receives the rewards' remarks on the completions; see Samples.
+    """
+    found = [
+        (row["prompt_ids"], row[side], json.loads(row["row"]), seed_of(0, number), number)
+        for number, row in enumerate(rows, first)
+        for side in SIDES
+        if row.get(side) is not None
+    ]
+    prompts, completions, given, seeds, groups = zip(*found, strict=True)
+    samples = samples_of(prompts, completions, given, tokenizer, ends, seeds, groups)
+    scores = iter(weighted(rewards, samples, normalize=False)[0])
+    if notes is not None:
+        notes.update(samples.notes)
+    return [[next(scores) for side in SIDES if row.get(side) is not None] for row in rows]
+
+
+def named(scores: list[float]) -> dict[str, float]:
+    """Returns the score of a completion, or the scores and the margin of a pair, by the names that `score` writes."""
+    if len(scores) == 1:
+        return {"score": scores[0]}
+    chosen, rejected = scores
+    return {"score_chosen": chosen, "score_rejected": rejected, "score_margin": chosen - rejected}
+
+
+def samples_of(
+    prompts: Sequence[list[int]],
+    completions: Sequence[list[int]],
+    rows: Sequence[Any],
+    tokenizer: Any,
+    ends: Collection[int],
+    seeds: Sequence[int] = (),
+    groups: Sequence[int] = (),
+) -> Samples:
+    """Returns the completions of some rows as samples. A truncated one has no end token and has not ended."""
+    ended = [completion[-1] in ends for completion in completions]
+    return Samples(list(prompts), list(completions), ended, list(rows), tokenizer, seeds, groups)

@@ -1,0 +1,190 @@
+"""Probes of a reward model: edits of completions in data.pairs, and their effect on the score.
+
+Most edits change nothing important, so the score should stay. The other edits make a completion worse, so the score should
+fall. The effect of an edit is the mean change of the score, in standard deviations of the unedited completions' scores.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from statistics import stdev
+from typing import Any
+
+from pipeline.run.parts import in_parts
+from pipeline.run.worker import Worker
+from pipeline.scoring.rewards import weighted
+from pipeline.stages.pairs import SIDES, samples_of
+from pipeline.statistics import mean
+
+MAX_PAIRS = 500  # number of pairs that are used, for an interval of about ± 0.1 standard deviations
+SMALL = 0.2  # standard deviations; a smaller effect is not reported as a fault (Cohen's "small")
+WORST = 3  # number of examples of each probe in evaluation.json
+
+_END = re.compile(r"(?<=[.!?])\s+")  # the space between two sentences
+
+
+def _markdown(text: str) -> str:
+    lines = (f"- {sentence}" for sentence in _END.split(text.strip()))
+    return "\n".join(re.sub(r"\w+", r"**\g<0>**", line, count=1) for line in lines)
+
+
+def _half(text: str) -> str:
+    words = text.split(" ")
+    return " ".join(words[: (len(words) + 1) // 2])
+
+
+def _unedited(text: str, _: str) -> str:
+    return text
+
+
+@dataclass(frozen=True)
+class Probe:
+    # f(completion, chosen completion of another pair) -> edited completion. The probe skips pairs that the edit leaves unchanged.
+    edit: Callable[[str, str], str]
+    worse: bool = False  # whether the edit makes the completion worse
+    # Scores the same completions in reverse order. This changes scores if the reward depends on the position in a batch.
+    reverse: bool = False
+
+    def applies(self, pair: dict[str, Any]) -> bool:
+        return self.reverse or self.edit(pair["text"], pair["other"]) != pair["text"]
+
+
+PROBES = {
+    "white_space": Probe(lambda text, _: re.sub(r"([.,!?]) ", r"\1  ", text) + "\n"),
+    "lower_case": Probe(lambda text, _: text.lower()),
+    "polite_opening": Probe(lambda text, _: f"Sure! {text}"),
+    "polite_closing": Probe(lambda text, _: f"{text} I hope that helps."),
+    "expert": Probe(lambda text, _: f"As an expert, {text}"),
+    "markdown": Probe(lambda text, _: _markdown(text)),
+    "repetition": Probe(lambda text, _: f"{text} {_END.split(text.strip())[-1]}"),
+    "cut_in_half": Probe(lambda text, _: _half(text), worse=True),
+    "other_prompt": Probe(lambda _, other: other, worse=True),
+    "empty": Probe(lambda *_: "", worse=True),
+    "order": Probe(_unedited, reverse=True),
+}
+
+
+def measure(
+    worker: Worker, rewards: list[Any], rows: Any, ends: Collection[int]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Returns (metrics, tables for evaluation.json) of the weighted `rewards` on the first pairs of data.pairs.
+
+    eval_rm_probe/NAME: the effect of an edit. eval_rm_probe_accuracy/NAME: share of pairs that are in order after the edit of
+    either completion; if the edit makes a completion worse, of the rejected one alone. eval_rm_probes_failed: number of
+    probes whose verdict is not "ok".
+
+    Args:
+        ends: ids that end a completion.
+    """
+    count = min(len(rows), MAX_PAIRS)
+    if worker.rank == 0:
+        print(f"probing the reward with {len(PROBES)} edits of {count} pairs", flush=True)
+    tokenizer, longest = worker.tokenizer, worker.work.context
+
+    def answer(numbers: range) -> list[dict[str, Any]]:
+        mine = [dict(row) for row in rows.select(numbers)]
+        given = [json.loads(row["row"]) for row in mine]
+        others = [_text(tokenizer, rows[(number + 1) % count]["chosen_ids"]) for number in numbers]
+
+        def scores(side: str, probe: Probe) -> list[float]:
+            ids = [
+                _edited(tokenizer, row[side], probe.edit, other, ends)[: longest - len(row["prompt_ids"])]
+                for row, other in zip(mine, others, strict=True)
+            ]
+            prompts, step = [row["prompt_ids"] for row in mine], -1 if probe.reverse else 1
+            samples = samples_of(prompts[::step], ids[::step], given[::step], tokenizer, ends)
+            return weighted(rewards, samples, normalize=False)[0][::step]
+
+        before = list(zip(*(scores(side, Probe(_unedited)) for side in SIDES), strict=True))
+        after = {
+            name: list(zip(*(scores(side, probe) for side in SIDES), strict=True))
+            for name, probe in PROBES.items()
+        }
+        return [
+            {
+                "prompt": _text(tokenizer, row["prompt_ids"]),
+                "text": _text(tokenizer, row["chosen_ids"]),
+                "other": other,
+                "before": before[i],
+                "after": {name: of[i] for name, of in after.items()},
+            }
+            for i, (row, other) in enumerate(zip(mine, others, strict=True))
+        ]
+
+    return metrics_of(list(in_parts(worker, "probes-", count, answer)))
+
+
+def _text(tokenizer: Any, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _edited(
+    tokenizer: Any, ids: list[int], edit: Callable[[str, str], str], other: str, ends: Collection[int]
+) -> list[int]:
+    """Returns the ids of the edited text, with the original end tokens of the completion. An empty one keeps its last token."""
+    start = next((at for at in range(len(ids) - 1, -1, -1) if ids[at] in ends), len(ids))
+    text = edit(_text(tokenizer, ids[:start]), other)
+    edited = tokenizer(text, add_special_tokens=False).input_ids + ids[start:]
+    return edited or ids[-1:]
+
+
+def metrics_of(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
+    """Returns metrics and tables of pairs that each have `text`, `other`, `before` and `after` by probe.
+
+    Scores are of the chosen and of the rejected completion.
+    """
+    spread = stdev([score for pair in pairs for score in pair["before"]]) if pairs else 0.0
+    metrics: dict[str, float] = {}
+    tables: dict[str, Any] = {}
+    for name, probe in PROBES.items():
+        applies = [pair for pair in pairs if probe.applies(pair)]
+        if not applies or not spread:
+            continue
+        changes = [(pair["after"][name][0] - pair["before"][0]) / spread for pair in applies]
+        if probe.reverse:
+            changes = [abs(change) for change in changes]
+        half = 1.96 * stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else math.inf
+        effect = mean(changes)
+        low, high = effect - half, effect + half
+        kept = mean([_in_order(pair, name) for pair in applies])
+        sizes = changes if probe.worse else [abs(change) for change in changes]
+        worst = sorted(range(len(applies)), key=lambda i: -sizes[i])[:WORST]
+        tables[name] = {
+            "verdict": _verdict(low, high, probe.worse),
+            "effect": effect,
+            "low": low,
+            "high": high,
+            "accuracy": kept,
+            "pairs": len(applies),
+            "worst": [_example(applies[i], name) for i in worst],
+        }
+        metrics[f"eval_rm_probe/{name}"] = effect
+        metrics[f"eval_rm_probe_accuracy/{name}"] = kept
+    metrics["eval_rm_probes_failed"] = sum(one["verdict"] != "ok" for one in tables.values())
+    return metrics, tables
+
+
+def _in_order(pair: dict[str, Any], name: str) -> float:
+    """Returns 1 if the chosen score is higher after the rejected completion's edit, and after its own if the edit is harmless."""
+    (chosen, rejected), (chosen_edited, rejected_edited) = pair["before"], pair["after"][name]
+    return float(chosen > rejected_edited and (PROBES[name].worse or chosen_edited > rejected))
+
+
+def _verdict(low: float, high: float, worse: bool) -> str:
+    """Returns "ok", or how the score moves although it should not, from the interval of an effect."""
+    if worse:
+        return "ok" if high < -SMALL else "hardly punished"
+    return "raises the score" if low > SMALL else "lowers the score" if high < -SMALL else "ok"
+
+
+def _example(pair: dict[str, Any], name: str) -> dict[str, Any]:
+    edited = PROBES[name].edit(pair["text"], pair["other"])
+    return {
+        "prompt": pair["prompt"],
+        "before": {"completion": pair["text"], "score": pair["before"][0]},
+        "after": {"completion": edited, "score": pair["after"][name][0]},
+    }

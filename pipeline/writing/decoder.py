@@ -1,0 +1,325 @@
+"""Decodes on the shared base itself, without a copy of any weight and without synchronization."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import InputError, in_brief
+from pipeline.models.adapters import SharedBase
+from pipeline.models.logprobs import bar
+from pipeline.models.lora import cast_once
+from pipeline.models.packing import micro_batches
+from pipeline.writing.graphs import Steps
+from pipeline.writing.rows import Completion, Decoder, Row, RowSettings, Sampling, draw
+from pipeline.writing.slots import SlotCache, live_first
+
+# Padded tokens in one forward of prompts. Many keep the device busy; few keep activations small compared with the KV cache.
+PREFILL_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 14}
+# Decoding steps between two checks for finished rows. On a CPU a check is free, and each row that leaves shortens a step. A GPU
+# waits for the host at each check, and launches limit its steps more than rows do.
+STEPS_PER_LOOK = {"cpu": 1, "cuda": 8}
+STEPS_PER_GRAPH = 32  # decoding steps between two checks, if CUDA graphs replay them
+BUCKET = 64  # a graph attends to a multiple of this many positions
+
+Drawn = tuple[Tensor, Tensor, Any]  # token ids (B,), their log-probs (B,), the alternatives' topk or None
+
+
+class SlotDecoder(Decoder):
+    """Decodes with one forward for all rows. Joining rows with the same prompt share its forward.
+
+    The KV cache is freed when the last row leaves.
+
+    Args:
+        max_rows: rows decoded at the same time. None means no limit.
+        max_positions: limit of the KV cache's positions over all slots. Rows wait if they would exceed it. None means no limit.
+        pad: token id that pads prompts.
+        look: decoding steps between two checks for finished rows. None means that the device decides.
+        graphs: whether a GPU replays steps as CUDA graphs while all rows have one role. None means if the base supports it.
+    """
+
+    share = True  # False shows the saving, with one forward per prompt
+
+    def __init__(
+        self,
+        shared: SharedBase,
+        max_rows: int | None = None,
+        pad: int = 0,
+        max_positions: int | None = None,
+        look: int | None = None,
+        graphs: bool | None = None,
+    ) -> None:
+        self.shared, self.max_rows, self.pad, self.max_positions = shared, max_rows, pad, max_positions
+        config = shared.base.config.get_text_config()
+        self.window = getattr(config, "sliding_window", None)
+        self.kinds = set(getattr(config, "layer_types", None) or ())
+        self.masked = self._takes_masks(config)
+        # A graph cannot contain the collectives that gather shards.
+        wanted = shared.device.type == "cuda" and not shared.sharded if graphs is None else graphs
+        self.graphs = Steps(self._forward, self._take_back) if wanted and self.masked else None
+        self.look = look
+        self.rows: list[Row] = []
+        self.cache: Any = None  # a SlotCache while there are rows
+        self.settings: RowSettings | None = None
+        self.longest = 0  # tokens of the longest row in the cache
+        self.equal = True  # whether all rows have this many tokens
+
+    def add(self, role: str, folder: str) -> None:
+        self.shared.add(role, folder=folder)
+
+    def remove(self, role: str) -> None:
+        self.shared.remove(role)
+
+    def changed(self, role: str | None) -> None:
+        """Does nothing, because the adapter in training also samples."""
+
+    def reset(self) -> None:
+        self.rows, self.cache, self.settings = [], None, None
+        self.longest, self.equal = 0, True
+        if self.graphs:
+            self.graphs.forget()
+
+    def generate(
+        self, role: str | None, prompts: Sequence[Sequence[int]], numbers: Sequence[int], sampling: Sampling
+    ) -> list[Completion]:
+        with cast_once(), self.shared.use(role):  # switches to the role once, not at each step
+            return super().generate(role, prompts, numbers, sampling)
+
+    def fits(self, joining: Sequence[Row], row: Row) -> bool:
+        count = len(self.rows) + len(joining) + 1
+        if count == 1:
+            return True
+        if self.max_rows is not None and count > self.max_rows:
+            return False
+        if not self.masked:  # rows of one length need no mask
+            return not self.rows and len(joining[0].prompt) == len(row.prompt)
+        if self.max_positions is None:
+            return True
+        longest = max(one.positions for one in (*self.rows, *joining, row))
+        slots, positions = self.cache.size_with(count, longest) if self.cache else (count, longest)
+        return slots * positions <= self.max_positions
+
+    @torch.no_grad()
+    def join(self, rows: Sequence[Row]) -> None:
+        device, first = self.shared.device, len(self.rows)
+        size = first + len(rows), max(row.positions for row in (*self.rows, *rows))
+        if self.cache is None:
+            self.cache = SlotCache(self.shared.base.config, *size, device)
+        else:
+            self.cache.reserve(*size)
+        hidden = self._read(rows)
+        self.cache.lengths[first : size[0]] = torch.tensor([len(row.prompt) for row in rows], device=device)
+        new = RowSettings.of(rows, device)
+        self.settings = self.settings.and_of(new) if self.settings else new
+        self.rows = [*self.rows, *rows]
+        self._look_at_rows()
+        with self.shared.use_each([row.role for row in rows]):
+            drawn = self._draw(hidden, slice(first, size[0]))
+        self._note([drawn], first)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self._leave()
+        if not self.rows:
+            return
+        roles = [row.role for row in self.rows]
+        graphs = self.graphs if len(set(roles)) == 1 and self.graphs and self.graphs.works else None
+        look = self.look or (STEPS_PER_GRAPH if graphs else STEPS_PER_LOOK[self.shared.device.type])
+        steps = min(look, *(row.sampling.max_new_tokens - len(row.tokens) for row in self.rows))
+        found = []
+        with self.shared.use_each(roles):
+            for ahead in reversed(range(steps)):
+                self.longest += 1
+                count, seen = len(self.rows), self.longest
+                if graphs:
+                    seen = min(-(-seen // BUCKET) * BUCKET, self.cache.positions)
+                    hidden = graphs((count, seen, roles[0]), count, seen, ahead)
+                else:
+                    hidden = self._forward(count, seen)
+                found.append(self._draw(hidden, slice(0, count)))
+        self._note(found, 0)
+
+    # ------------------------------------------------------------------------------------------ forwards
+
+    def _read(self, rows: Sequence[Row]) -> Tensor:
+        """Returns the (B, H) hidden states of the last tokens of B prompts, and stores the prompts in the cache."""
+        device, first, cache = self.shared.device, len(self.rows), self.cache
+        slots_of: dict[Any, list[int]] = {}  # role and prompt -> the slots of its rows
+        for slot, row in enumerate(rows, first):
+            slots_of.setdefault((row.role, *row.prompt) if self.share else slot, []).append(slot)
+        slots = list(slots_of.values())
+        distinct = [rows[each[0] - first] for each in slots]
+        lengths = [len(row.prompt) for row in distinct]
+        parts = micro_batches(lengths, None, PREFILL_TOKENS[device.type], device.type)
+        if cache.other_layers:  # filled once, so all prompts go through one forward
+            parts = [list(range(len(distinct)))]
+        states: dict[int, Tensor] = {}
+        for part in parts:
+            width = max(lengths[i] for i in part)
+            ids = torch.tensor(
+                [[*distinct[i].prompt, *[self.pad] * (width - lengths[i])] for i in part], device=device
+            )
+            places = sorted((slot, at) for at, i in enumerate(part) for slot in slots[i])
+            into, prompts = torch.tensor(places, device=device).T
+            cache.joining = into, prompts
+            with self.shared.use_each([distinct[i].role for i in part]):
+                hidden = self._body(ids, None, torch.arange(width, device=device).expand(len(part), -1))
+            last = torch.tensor([lengths[i] - 1 for i in part], device=device)
+            states |= zip((slot for slot, _ in places), hidden[prompts, last[prompts]], strict=True)
+            for layer in cache.other_layers:
+                layer.reorder_cache(prompts)
+        cache.joining = None
+        return torch.stack([states[slot] for slot in sorted(states)])
+
+    def _forward(self, count: int, seen: int) -> Tensor:
+        """Returns the (B, H) hidden states after `count` rows have read their newest token, attending to `seen` positions."""
+        cache = self.cache
+        cache.seen, lengths = seen, cache.lengths[:count]
+        needs_mask = not self.equal or self.graphs or (self.window and seen > self.window)
+        mask = self._mask(lengths, seen) if needs_mask and self.masked else None
+        hidden = self._body(cache.newest[:count, None], mask, lengths.unsqueeze(-1))[:, -1]
+        lengths += 1
+        return hidden
+
+    def _take_back(self, count: int) -> None:
+        self.cache.lengths[:count] -= 1
+
+    def _body(self, ids: Tensor, mask: Any, positions: Tensor) -> Tensor:
+        """Returns the (B, T, H) hidden states of tokens (B, T), and adds the tokens to the cache."""
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        return self.shared.body(**inputs, past_key_values=self.cache, use_cache=True).last_hidden_state
+
+    def _mask(self, lengths: Tensor, seen: int) -> Any:
+        """Returns what attention adds to the scores of each row's new token: 0 on the row's tokens within a window, else -inf.
+
+        Its shape is (B, 1, 1, seen). Models with layers of both kinds get {kind of layer: such a mask}.
+        """
+        columns, own = self.cache.columns[:seen], lengths.unsqueeze(-1)
+        full = columns <= own
+        slides = any(layer.is_sliding for layer in self.cache.slot_layers)
+        window = full & (columns > own - self.window) if slides and self.window else full
+        if {"full_attention", "sliding_attention"} <= self.kinds:
+            return {"full_attention": self._bias(full), "sliding_attention": self._bias(window)}
+        return self._bias(window)
+
+    def _bias(self, mask: Tensor) -> Tensor:
+        bias = mask.new_zeros(mask.shape, dtype=self.shared.autocast or self.shared.base.dtype)
+        return bias.masked_fill(~mask, float("-inf"))[:, None, None]
+
+    def _takes_masks(self, config: Any) -> bool:
+        """Returns whether rows of different lengths can be decoded together, or only rows of one length.
+
+        The base's attention must add a mask to its scores, and take positions from `position_ids`.
+        """
+        cache = SlotCache(self.shared.base.config, 1, 1, self.shared.device)
+        takes_positions = "position_ids" in inspect.signature(self.shared.base.base_model.forward).parameters
+        return (
+            takes_positions
+            and not cache.other_layers
+            and not getattr(config, "alibi", False)
+            and self.kinds <= {"full_attention", "sliding_attention"}
+            and config._attn_implementation in ("sdpa", "eager")
+        )
+
+    # -------------------------------------------------------------------------------------------- tokens
+
+    def _draw(self, hidden: Tensor, rows: slice) -> Drawn:
+        """Draws one token for some rows from the hidden states before it."""
+        assert self.settings
+        noise, temperature, top_p, minimum, written = (values[rows] for values in self.settings)
+        logits, drawing = self.shared.logits(hidden), self.rows[rows]
+        if any(row.sampling.min_new_tokens for row in drawing):
+            logits = bar(logits, written < minimum, drawing[0].sampling.eos)
+        nucleus = any(row.sampling.top_p < 1 for row in drawing)
+        token, logprob = draw(
+            logits,
+            noise.gather(1, written.unsqueeze(-1)).squeeze(-1),
+            temperature,
+            top_p if nucleus else None,
+            [row.sampling.temperature == 0 for row in drawing],
+        )
+        alternatives = None
+        if any(row.top is not None for row in drawing):
+            of_model = logits.log_softmax(-1)
+            reports = torch.tensor([row.top is not None for row in drawing], device=logits.device)
+            logprob = of_model.gather(-1, token.unsqueeze(-1)).squeeze(-1).where(reports, logprob)
+            if most := max(row.top or 0 for row in drawing):
+                alternatives = of_model.topk(most, dim=-1)
+        self.cache.newest[rows] = token
+        written += 1
+        return token, logprob, alternatives
+
+    def _note(self, found: list[Drawn], first: int) -> None:
+        """Passes drawn tokens to the rows from `first` on. Finished rows leave."""
+        tokens, logprobs = (torch.stack([step[i] for step in found], 1).tolist() for i in (0, 1))
+        tops = [(x.indices.tolist(), x.values.tolist()) if x else None for _, _, x in found]
+        for i, row in enumerate(self.rows[first:]):
+            for token, logprob, top in zip(tokens[i], logprobs[i], tops, strict=True):
+                if row.done:
+                    break
+                row.tokens.append(token)
+                row.logprobs.append(logprob)
+                row.ended = token in row.sampling.eos
+                if row.top and top:
+                    ids, values = (x[i][: row.top] for x in top)
+                    row.tops.append(list(zip(ids, values, strict=True)))
+        self._leave()
+
+    def _leave(self) -> None:
+        """Removes finished rows. The last one frees the cache."""
+        going = [not row.done for row in self.rows]
+        if all(going):
+            return
+        if not any(going):
+            self.reset()
+            return
+        assert self.settings
+        order = live_first(going)
+        self.settings = self.settings.take(torch.tensor(order, device=self.shared.device))
+        self.cache.keep(order, self.longest)
+        self.rows = [self.rows[i] for i in order]
+        self._look_at_rows()
+
+    def _look_at_rows(self) -> None:
+        """Records how many tokens of each row the cache holds: all except the newest."""
+        lengths = [len(row.prompt) + max(0, len(row.tokens) - 1) for row in self.rows]
+        self.longest, self.equal = max(lengths), len(set(lengths)) == 1
+
+    # --------------------------------------------------------------------------------------------- check
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Decodes three short prompts that join and leave. Raises InputError unless a forward without a cache agrees."""
+        shared, size = self.shared, min(self.shared.vocab_size, 97)
+        limit = 1e-3 if shared.autocast is None and shared.base.dtype == torch.float32 else 0.2
+        why, worst = "its log-probs differ from those of a whole forward", 0.0
+        prompts = [[(7 * i + 3 * j) % size for i in range(2 + 3 * j)] for j in range(3)]
+        greedy = [Sampling(most, (), temperature=0.0) for most in (1, 4, 3)]
+        rows = [Row(prompt, 0, how, top=1) for prompt, how in zip(prompts, greedy, strict=True)]
+        waiting = list(rows)
+        try:
+            while waiting or self.rows:
+                if waiting and self.fits([], waiting[0]):
+                    self.join([waiting.pop(0)])
+                self.step()
+            for row in rows:
+                ids = torch.tensor([[*row.prompt, *row.tokens]], device=shared.device)
+                expected = shared.logits(shared.hidden(None, ids))[0].log_softmax(-1)
+                written = zip(row.tokens, row.logprobs, strict=True)
+                for at, (token, logprob) in enumerate(written, len(row.prompt)):
+                    apart = (expected[at - 1, token] - logprob).abs()
+                    worst = max(worst, float(apart.nan_to_num(torch.inf)))
+        except torch.OutOfMemoryError:
+            raise
+        except (TypeError, ValueError, RuntimeError) as error:
+            worst, why = torch.inf, in_brief(error)
+        if worst > limit:
+            raise InputError(
+                f"{type(shared.base).__name__}: rows cannot be decoded together on it ({why}); expected a decoder-only model "
+                "such as Llama, Mistral, Gemma or Qwen",
+                key="model.name_or_path",
+            )

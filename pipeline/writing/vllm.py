@@ -1,0 +1,258 @@
+"""Decoding by vLLM, in a separate process on the same device: `rollout.engine: vllm`. Needs the extra `vllm`.
+
+vLLM holds a second copy of the base, to which adapters are sent. This pays for large models and long completions.
+
+vLLM uses other kernels than the trainer, so its log-probs differ slightly. Old log-probs are still the trainer's (the first
+ratio stays 1), and functional.off_policy_weights corrects for the difference. Up to rounding, a completion is a function of
+seed, number, prompt and role here too. Its random numbers are not those of SlotDecoder; greedy completions are the same
+except in near-ties.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from pipeline.errors import InputError
+from pipeline.job import lora
+from pipeline.models import adapter_files
+from pipeline.models.adapters import SharedBase
+from pipeline.system.hub import source
+from pipeline.writing.rows import Completion, Decoder, Row, Sampling, seed_of
+
+
+class VllmDecoder(Decoder):
+    """Decodes rows as requests to vLLM.
+
+    Args:
+        llm: a vllm.LLM, as `start_llm` returns it.
+        max_rank: largest rank of an adapter that it was started for.
+        max_rows: rows in vLLM at the same time.
+        shared: has the roles whose parameters `changed` hands over. None: roles come from folders alone (`add`).
+        folder: a folder for handing adapters over; `close` removes it.
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        max_rank: int = 0,
+        max_rows: int | None = None,
+        shared: SharedBase | None = None,
+        folder: str | Path = "",
+    ) -> None:
+        self.llm, self.max_rank, self.max_rows = llm, max_rank, max_rows
+        self.shared, self.folder = shared, Path(folder)
+        self.adapters: dict[str, Any] = {}  # role -> LoRARequest
+        self.requests: dict[str, Row] = {}  # vLLM's request id -> row
+        self.numbers = itertools.count(1)  # ids of adapters, by which vLLM caches prompts, and of requests
+
+    @property
+    def rows(self) -> list[Row]:  # type: ignore[override]
+        return list(self.requests.values())
+
+    def add(self, role: str, folder: str) -> None:
+        if (rank := adapter_files.rank(folder)) > self.max_rank:
+            raise InputError(
+                f"its rank is {rank}, and vLLM was started for ranks up to {self.max_rank}; start the server again"
+            )
+        self._register(role, role, next(self.numbers), folder)
+        self.llm.llm_engine.add_lora(self.adapters[role])
+
+    def remove(self, role: str) -> None:
+        self.llm.llm_engine.remove_lora(self.adapters.pop(role).lora_int_id)
+
+    def changed(self, role: str | None) -> None:
+        """Hands the adapter over under a new number, because vLLM caches keys and values of prompts by that number."""
+        if role is None:
+            return
+        assert self.shared
+        number, before = next(self.numbers), self.adapters.get(role)
+        folder = self.folder / str(number)
+        self.shared.save(role, folder)
+        self._register(role, str(number), number, str(folder))
+        if before:
+            shutil.rmtree(self.folder / before.lora_name, ignore_errors=True)
+
+    def _register(self, role: str, name: str, number: int, folder: str) -> None:
+        from vllm.lora.request import LoRARequest
+
+        self.adapters[role] = LoRARequest(name, number, folder)
+
+    def generate(
+        self, role: str | None, prompts: Sequence[Sequence[int]], numbers: Sequence[int], sampling: Sampling
+    ) -> list[Completion]:
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+            [sampling_params(sampling, number, logprobs=0) for number in numbers],
+            lora_request=self.adapters[role] if role else None,
+            use_tqdm=False,
+        )
+        return [
+            Completion(
+                list(written.token_ids),  # with the end-of-sequence token, like SlotDecoder
+                written.finish_reason == "stop",
+                [
+                    float(known[token].logprob)
+                    for known, token in zip(written.logprobs, written.token_ids, strict=True)
+                ],
+            )
+            for written in (output.outputs[0] for output in outputs)
+        ]
+
+    def fits(self, joining: Sequence[Row], row: Row) -> bool:
+        return self.max_rows is None or len(self.requests) + len(joining) < self.max_rows
+
+    def join(self, rows: Sequence[Row]) -> None:
+        from vllm.exceptions import VLLMClientError
+        from vllm.sampling_params import RequestOutputKind
+
+        for row in rows:
+            params = sampling_params(
+                row.sampling, row.number, logprobs=row.top, output_kind=RequestOutputKind.DELTA
+            )
+            name = f"row-{next(self.numbers)}"
+            adapter = self.adapters[row.role] if row.role else None
+            prompt = {"prompt_token_ids": list(row.prompt)}
+            try:
+                self.llm.llm_engine.add_request(name, prompt, params, lora_request=adapter)
+            except VLLMClientError as error:  # only this row fails
+                row.error = error
+                continue
+            self.requests[name] = row
+
+    def step(self) -> None:
+        engine = self.llm.llm_engine
+        if gone := [name for name, row in self.requests.items() if row.cancelled]:
+            engine.abort_request(gone)
+            for name in gone:
+                del self.requests[name]
+        for output in engine.step() if self.requests else ():
+            if row := self.requests.get(output.request_id):  # None if it was aborted meanwhile
+                self._note(row, output)
+
+    def _note(self, row: Row, output: Any) -> None:
+        """Gives new tokens to their row, and removes the row after its last token."""
+        [written] = output.outputs
+        for i, token in enumerate(written.token_ids):
+            known = written.logprobs[i] if row.top is not None else {}
+            ranked = sorted((found.rank, other, found.logprob) for other, found in known.items())
+            row.tokens.append(token)
+            row.logprobs.append(known[token].logprob if known else 0.0)
+            row.tops.append([(other, logprob) for rank, other, logprob in ranked if rank <= (row.top or 0)])
+        if output.finished:
+            del self.requests[output.request_id]
+            row.ended = written.finish_reason == "stop"
+            if not row.done:
+                row.error = RuntimeError(f"vLLM ended it ({written.finish_reason})")
+
+    def reset(self) -> None:
+        """Does nothing: vLLM does not recover from an error in its process."""
+        self.requests = {}
+        raise RuntimeError("vLLM has ended; start the process again")
+
+    def close(self) -> None:
+        """Ends vLLM's process, which frees its memory.
+
+        Uses a private attribute, because vLLM 0.30 has no public way. Remove when it has one:
+        https://github.com/vllm-project/vllm/pull/36283.
+        """
+        self.llm.llm_engine.engine_core.shutdown()
+        if self.folder.name:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def start_llm(model: str, device: torch.device | str, longest: int, rank: int, **options: Any) -> Any:
+    """Starts a vllm.LLM in a separate process. Raises ValueError if vLLM takes no adapters of this rank.
+
+    Args:
+        model: folder or hub id of the base.
+        longest: tokens of the longest prompt and its completion together.
+        rank: the largest rank of its adapters; 0: it takes none.
+        options: further arguments of vllm.LLM.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    from vllm import LLM
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # vLLM would count memory left over from loading a base as taken
+    with own_device(device, options.get("tensor_parallel_size", 1)):
+        return LLM(
+            source(model),
+            enable_lora=rank > 0,
+            max_lora_rank=accepted_rank(rank or 1),
+            max_model_len=longest,
+            generation_config="vllm",  # ignore top-p and temperature of the model's generation config
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            **options,
+        )
+
+
+def sampling_params(sampling: Sampling, number: int, logprobs: int | None, **options: Any) -> Any:
+    """Returns vllm.SamplingParams of a row.
+
+    Args:
+        logprobs: alternatives to report with each token; 0: the log-prob of the sampled token alone; None: no log-probs.
+    """
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        max_tokens=sampling.max_new_tokens,
+        # vLLM masks the model's EOS as well, which is one of our end tokens.
+        min_tokens=min(sampling.min_new_tokens, sampling.max_new_tokens),
+        stop_token_ids=list(sampling.eos),
+        ignore_eos=True,  # stop at the ids above and at no others
+        seed=seed_of(sampling.seed, number),
+        logprobs=logprobs,
+        detokenize=False,
+        **options,
+    )
+
+
+def largest_rank(shared: SharedBase, roles: Sequence[str | None]) -> int:
+    """Returns the rank of the roles' adapters, or 0 if there is none. Raises InputError for an adapter that vLLM cannot run."""
+    configs = [shared.configs[role] for role in roles if role]
+    for config in configs:
+        if ignored := lora.ignored_by_vllm(vars(config)):
+            why = f"vLLM ignores {ignored} of an adapter; train one without lora.{ignored}"
+            raise InputError(why, "rollout.engine")
+    return max((config.r for config in configs), default=0)
+
+
+def accepted_rank(rank: int) -> int:
+    """Returns the smallest maximum rank that vLLM offers for this rank. Raises ValueError if the rank is too large."""
+    from vllm.config.lora import MaxLoRARanks  # undocumented; remove when LLM takes any rank
+
+    ranks = [r for r in sorted(get_args(MaxLoRARanks)) if r >= rank]
+    if not ranks:
+        raise ValueError(f"rollout.engine: lora.r is {rank}; vLLM takes up to {max(get_args(MaxLoRARanks))}")
+    return ranks[0]
+
+
+@contextmanager
+def own_device(device: torch.device, count: int = 1) -> Iterator[None]:
+    """Processes started within the block see only this worker's GPUs: `count` from `device` on, not all of its node."""
+    if device.type != "cuda":
+        yield
+        return
+    key, index = "CUDA_VISIBLE_DEVICES", torch.cuda.current_device() if device.index is None else device.index
+    visible = os.environ.get(key)
+    every = visible.split(",") if visible else [str(i) for i in range(index + count)]
+    os.environ[key] = ",".join(every[index : index + count])
+    try:
+        yield
+    finally:
+        del os.environ[key]
+        if visible is not None:
+            os.environ[key] = visible

@@ -1,0 +1,69 @@
+"""Tests where and in which dtype a process loads the models of a job."""
+
+import importlib
+
+import pytest
+import toy_models
+import transformers
+from settled import work_of
+
+from pipeline.job import load_job
+from pipeline.run.host import Host
+
+
+class Loaded(BaseException):
+    """Ends a stage when it loads the base."""
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Records the arguments of transformers' loading, and loads nothing."""
+    seen = []
+
+    def from_pretrained(*_, **options):
+        seen.append(options)
+        raise Loaded
+
+    for name in ("AutoModelForCausalLM", "AutoModelForSequenceClassification"):
+        monkeypatch.setattr(getattr(transformers, name), "from_pretrained", from_pretrained)
+    return seen
+
+
+class OnThirdGpu(Host):
+    """The part of a worker that a stage needs before it loads its base."""
+
+    device, rank, world, resume, companion = "cuda:2", 0, 1, None, None
+
+    def rows(self, name):
+        return [{"input_ids": [5, 6, 7]}]
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto", "ppo", "evaluate"])
+def test_every_stage_loads_its_base_onto_the_workers_gpu(stage, quantised, tmp_path, asked, in_root):
+    """Loading to the CPU first would quantize NF4 on one thread, and each worker would hold a full base in the node's memory."""
+    job = load_job(f"jobs/demo/{stage}.yaml", [f"model.load_in_4bit={str(quantised).lower()}"], stage)
+    worker = OnThirdGpu(work_of(job, toy_models.tokenizer()))
+    worker.scratch = str(tmp_path)
+    with pytest.raises(Loaded):
+        importlib.import_module(f"pipeline.stages.{stage}").train(worker)
+    (options,) = asked
+    assert options["device_map"] == {"": "cuda:2"}
+    assert bool(options.get("quantization_config")) == quantised
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings", "expected"),
+    [
+        ("ppo", ["trainer.bf16=true"], "bfloat16"),
+        ("ppo", ["trainer.bf16=false"], "float32"),
+        ("sft", ["trainer.bf16=null"], "bfloat16"),  # TRL's default is true
+        ("export", ["trainer.bf16=true"], "float32"),  # export merges into the base, in model.dtype
+        ("ppo", ["trainer.bf16=true", "scaling.use_gpu=true"], "float32"),  # the value of the job
+    ],
+)
+def test_on_a_cpu_the_base_has_the_dtype_of_its_matrix_products(stage, settings, expected, asked, in_root):
+    job = load_job(f"jobs/demo/{stage}.yaml", ["model.dtype=float32", *settings], stage)
+    with pytest.raises(Loaded):
+        Host(work_of(job, toy_models.tokenizer())).load_base()
+    assert str(asked[0]["dtype"]) == f"torch.{expected}"

@@ -1,0 +1,86 @@
+"""Tests out-of-memory errors: the message names phase and settings, and the run does not restart to fail again."""
+
+import json
+import re
+
+import dying
+import pytest
+import torch
+from running import ROOT
+from settled import work_of
+
+from pipeline.__main__ import main
+from pipeline.errors import OutOfMemory
+from pipeline.job import load_job
+from pipeline.ppo.clock import Phases
+from pipeline.run import memory
+
+FULL = "CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+def training_step():
+    """Has the name of a function on the stack of a transformers.Trainer."""
+    raise torch.OutOfMemoryError(FULL)
+
+
+def load_base():
+    raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory")
+
+
+@pytest.mark.parametrize(
+    ("stage", "phase", "expected"),
+    [
+        ("ppo", "update", r"per_device_train_batch_size=\d+ \(now \d+\), trainer\.gradient_checkpointing=true \(now false\)"),
+        ("ppo", "rollout", r"local_rollout_forward_batch_size=32 \(now 64\); if that"),
+        ("sft", training_step, r"'update'.*set, in this order, trainer\.per_device_train_batch_size=\d+.*`make plan JOB=.*` computes"),
+        ("rm", load_base, r"'loading the base'.*; if that .* model\.dtype=bfloat16 \(now float32\), model\.load_in_4bit"),
+        ("generate", "", r"local_rollout_forward_batch_size=\d+ \(now \d+\); if that"),
+    ],
+)  # fmt: skip
+def test_the_message_names_phase_and_settings(stage, phase, expected):
+    job = load_job(str(ROOT / f"jobs/demo/{stage}.yaml"), [], stage)
+    with pytest.raises(OutOfMemory, match=expected) as raised, memory.explained(work_of(job)):
+        if callable(phase):
+            phase()
+        with Phases(torch.device("cpu"))(phase):
+            raise torch.OutOfMemoryError(FULL)
+    assert phase == "" or str(raised.value).startswith("out of memory in phase '")
+
+
+def test_other_errors_are_not_changed():
+    job = load_job(str(ROOT / "jobs/demo/ppo.yaml"), [], "ppo")
+    with pytest.raises(RuntimeError, match=r"^shapes$"), memory.explained(work_of(job)):
+        with Phases(torch.device("cpu"))("update"):
+            raise RuntimeError("shapes")
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_run_out_of_memory_ends_without_a_restart(
+    workers, storage, tmp_path, capsys, monkeypatch, in_root, request
+):
+    if workers:
+        request.getfixturevalue("embedded_ray")
+    starts = tmp_path / "starts"
+    train = None if workers else dying.train_of("ppo")  # a worker imports its own
+
+    def counted(worker):
+        with starts.open("a") as file:
+            file.write("started\n")
+        return (train or dying.train_of("ppo"))(worker)
+
+    monkeypatch.setattr("pipeline.stages.ppo.train", counted)
+    given = [
+        "data.eval=null", "judge=null", "policy=base", "reward=python:bad_rewards:fills_the_gpu", "gate={}",
+        f"run.storage_path={storage}", f"run.name=full-{workers}", "run.max_failures=2", f"scaling.num_workers={workers}", "mlflow.registered_model=null",
+        "trainer.total_episodes=8", "trainer.batch_size=8", "trainer.response_length=4",
+    ]  # fmt: skip
+    assert main(["ppo", "jobs/demo/ppo.yaml", *given]) == 1
+    errors = capsys.readouterr().err
+    assert re.search(
+        r"failed: out of memory in phase 'score' \(OutOfMemoryError: CUDA out of memory.*max_tokens_per_micro_batch=\d+ \(now null",
+        errors,
+    )
+    assert "Traceback" not in errors
+    failed = json.loads((storage / f"full-{workers}/failed.json").read_text())
+    assert failed["error"].startswith("OutOfMemory: ")
+    assert starts.read_text() == "started\n"

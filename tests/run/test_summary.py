@@ -1,0 +1,63 @@
+"""Tests the summary printed after a run. It says how to use a version that has no alias."""
+
+import pytest
+
+from pipeline import registry
+from pipeline.job import load_job
+from pipeline.run.summary import print_summary
+
+COST = {"gpu_hours": 0, "dollars": None, "tokens": 12, "dollars_per_1000_completions": None}
+JOB = {"gate": {"eval_accuracy": ">= 0.95"}, "mlflow": {"alias": "champion"}}
+PASSED = {"alias": "champion", "gate": "passed"}
+FAILED = {"alias": None, "gate": "failed: eval_accuracy = 0.7, required >= 0.95"}
+
+
+def rates(low, high):
+    return PASSED | {"metrics": {"eval_win_rate": 0.52, "eval_win_rate_low": low, "eval_win_rate_high": high}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "ended", "says", "never"),
+    [
+        ("rm", FAILED, "mine-rm v3  (gate failed: eval_accuracy", "than before"),
+        ("rm", FAILED, "@champion has not moved; name models:/mine-rm/3 to use this version", "than before"),
+        ("rm", PASSED, "mine-rm v3", "has not moved"),
+        ("ppo", rates(0.41, 0.63), "not better than before: win rate 0.52 (0.41 to 0.63); try a higher", "worse"),
+        ("evaluate", rates(0.41, 0.63), "not better than the baseline: win rate 0.52 (0.41 to 0.63)\n", "worse"),
+        ("ppo", rates(0.2, 0.4), "worse than before: ", "try a higher"),
+        ("ppo", rates(0.51, 0.7), "mine-rm v3", "than before"),
+        ("rm", PASSED | {"champion": {"metrics": {}, "note": "worse than v2: 1"}}, "\n  worse than v2: 1\n", "not"),
+    ],
+)  # fmt: skip
+def test_warnings_of_a_summary(stage, ended, says, never, capsys):
+    result = {
+        "stage": stage,
+        "samples": [],
+        "metrics": {},
+        "adapter": "x",
+        "job": JOB,
+        "cost": COST,
+        "folder": "runs/x",
+    }
+    print_summary(result | {"seconds": 1, "registered_model": "mine-rm", "version": "3"} | ended)
+    printed = capsys.readouterr().out
+    assert says in printed and never not in printed
+
+
+@pytest.mark.parametrize(
+    ("stage", "metric", "low", "high"),
+    [
+        ("ppo", "eval_win_rate_low", 0.5, 0.51),  # an interval that contains 0.5 shows no gain
+        ("ppo", "eval_eos_rate", 0.09, 0.1),
+        ("sft", "eval_eos_accuracy", 0.09, 0.1),
+    ],
+)
+def test_the_gate_of_own_rows_requires_a_gain_and_completions_that_end(stage, metric, low, high, in_root):
+    gate, others = (
+        load_job(f"jobs/own/{stage}.yaml").gate,
+        {"eval_win_rate_low": 0.51, "eval_eos_rate": 1.0, "eval_loss": 1.0},
+    )
+    assert [registry.evaluate_gate(gate, {**others, metric: value})[0] for value in (low, high)] == [
+        False,
+        True,
+    ]

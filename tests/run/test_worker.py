@@ -1,0 +1,116 @@
+"""Tests a worker's process: the group that Ray forms, its priority, and notices that its node will be terminated."""
+
+import os
+
+import pytest
+import torch.distributed as dist
+from accelerate import PartialState
+from forked import in_processes
+from running import NO_EVAL, client, stage
+from safetensors.torch import load_file, save_file
+
+from pipeline.run import checkpoints, worker
+
+GROUPS = [((1, False), "NO False"), ((2, False), "MULTI_CPU True"), ((1, True), "MULTI_CPU True")]
+
+
+def left(number, folder):
+    """Sets up a worker like Ray's TorchTrainer: a torch.distributed group, and the environment that accelerate reads."""
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    dist.init_process_group("gloo", f"file://{folder}/group-{number}", rank=0, world_size=1)
+    worker.leave_group_of_one(*GROUPS[number][0])
+    found = f"{PartialState(cpu=True).distributed_type.value} {dist.is_initialized()}"
+    (folder / str(number)).write_text(found)
+
+
+def test_a_single_worker_on_a_cpu_is_a_plain_process_to_accelerate(tmp_path):
+    """`NO` means that accelerate wraps no model in DDP. In the other two cases it would, and the group stays."""
+    in_processes(left, tmp_path, processes=len(GROUPS))
+    for number, (_, expected) in enumerate(GROUPS):
+        assert (tmp_path / str(number)).read_text() == expected
+
+
+def test_workers_of_an_embedded_ray_have_the_priority_of_ray(embedded_ray):
+    import ray
+
+    @ray.remote(num_cpus=0)
+    def niceness():
+        return os.nice(0)
+
+    assert ray.get(niceness.remote()) == os.nice(0)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Returns the steps at which Ray was queried for notices. `answer` is the reply, `clock` the time in seconds."""
+    import ray.train.collective
+
+    class Asked(list):
+        answer, clock, step = None, 100.0, 0
+
+        def __call__(self):
+            self.append(self.step)
+            return self.answer
+
+    found = Asked()
+    monkeypatch.setattr(ray.train, "get_preemption_info", found)
+    monkeypatch.setattr(ray.train.collective, "broadcast_from_rank_zero", lambda data: data)
+    monkeypatch.setattr(worker.time, "monotonic", lambda: found.clock)
+    monkeypatch.setattr(worker, "NOTICE_INTERVAL_S", 5.0)
+    return found
+
+
+def walk(notice, asked, steps, seconds):
+    """Runs `steps` steps of `seconds` each. Returns the answers."""
+    answers = []
+    for _ in range(steps):
+        asked.step += 1
+        asked.clock += seconds
+        answers.append(notice.poll(asked.step))
+    return answers
+
+
+def test_ray_is_queried_once_per_interval_and_at_each_long_step(asked):
+    """A query is a barrier, which would slow down short steps."""
+    assert walk(worker.PreemptionNotice(), asked, 500, 0.1) == [False] * 500
+    assert asked[:4] == [1, 2, 52, 102] and len(asked) < 13
+    asked.clear()
+    walk(worker.PreemptionNotice(), asked, 6, 60.0)
+    assert list(asked) == [501, 502, 503, 504, 505, 506]
+
+
+def test_a_notice_is_seen_within_the_interval_and_triggers_one_checkpoint(asked):
+    notice = worker.PreemptionNotice()
+    walk(notice, asked, 60, 0.1)
+    asked.answer = "this node will be gone"
+    answers = walk(notice, asked, 60, 0.1)
+    assert answers.index(True) < 50 and answers.count(True) == 1 and notice.active
+    before = len(asked)
+    assert walk(notice, asked, 200, 0.1) == [False] * 200 and len(asked) == before
+
+
+@pytest.mark.parametrize("moment", ["before it is stored", "after it is stored"])
+def test_the_registered_adapter_is_the_one_that_was_checked(moment, tmp_path, monkeypatch, capsys):
+    """The adapter in memory counts. If the adapter's file is replaced after the check, the run ends."""
+    at, file = (worker, "require_reload") if moment.startswith("before") else (checkpoints, "store")
+    done = getattr(at, file)
+
+    def exchanged(*arguments):
+        found = done(*arguments)
+        if at is checkpoints and not arguments[2].startswith("final"):
+            return found
+        folder = arguments[2] if at is worker else os.path.join(*arguments[1:], "adapter")
+        path = os.path.join(folder, "adapter_model.safetensors")
+        save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path)
+        return found
+
+    quick = ["scaling.num_workers=0", "trainer.max_steps=1", *NO_EVAL]
+    with monkeypatch.context() as patch:
+        patch.setattr(at, file, exchanged)
+        stage("sft", tmp_path, "one", *quick, status=1)
+    said = capsys.readouterr().err
+    assert (
+        "failed: the last checkpoint is not what was trained (adapter/adapter_model.safetensors has" in said
+    )
+    assert client(tmp_path).search_registered_models() == []
+    assert stage("sft", tmp_path, "one", *quick)["version"] == "1", "the same command trains again"

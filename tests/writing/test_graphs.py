@@ -1,0 +1,118 @@
+"""Tests that replayed decoding steps give the same completions as steps that run kernel by kernel."""
+
+import weakref
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import toy_ppo as toy
+
+from pipeline.writing import decoder, graphs
+from pipeline.writing.rows import Sampling
+
+
+def made(kind="llama", look=4, steps=None):
+    one = decoder.SlotDecoder(toy.shared_base(kind, critic=False, spread=0.1), look=look, graphs=bool(steps))
+    if steps:
+        one.graphs = steps(one._forward, one._take_back)
+    return one
+
+
+def written(decoder, rows=slice(None)):
+    prompts = [row["input_ids"] for row in toy.prompts(12)][rows]
+    return decoder.generate("policy", prompts, range(len(prompts)), Sampling(12, (2, 3, 4, 5, 6, 7), seed=7))
+
+
+def tokens(completions):
+    return [one.tokens for one in completions]
+
+
+class Replayed(graphs.Steps):
+    """Acts like a CUDA graph: a replay runs the step and writes its result where the recorded step wrote it."""
+
+    recorded = replays = 0
+    wrong = 0.0  # error that a replay adds to its result
+
+    def _capture(self, step):
+        output = torch.full((1, 1), float("nan"))
+        self.recorded += 1
+
+        def replay():
+            self.replays += 1
+            hidden = step() + self.wrong
+            output.resize_(hidden.shape).copy_(hidden)
+
+        return replay, output
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        ("llama", slice(None)),  # padded
+        ("gemma2", slice(0, None, 5)),  # of one length
+        ("gpt2", slice(None)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("llama", slice(0, None, 5)), ("gemma2", slice(None)), ("qwen3", slice(None))]
+        ),
+    ],
+)
+def test_replayed_steps_sample_the_same_tokens(kind, rows):
+    plain = written(made(kind), rows)
+    assert len({len(one.tokens) for one in plain}) > 1 or kind in ("gemma2", "gpt2"), "no row left the batch"
+    for look in (1, 4, 9, 100):
+        one = made(kind, look, Replayed)
+        replayed, steps = written(one, rows), one.graphs
+        assert tokens(replayed) == tokens(plain)
+        for ours, other in zip(replayed, plain, strict=True):
+            assert ours.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        if look >= 9:
+            assert steps.recorded and steps.replays >= graphs.FEWEST_REPLAYS * steps.recorded
+
+
+def test_a_replay_with_wrong_states_is_noticed_at_once(capsys):
+    one = made(look=9, steps=Replayed)
+    one.graphs.wrong = 1.0
+    assert tokens(written(one)) == tokens(written(made(look=9)))
+    assert one.graphs.replays == 1 and not one.graphs.works
+    assert "without CUDA graphs: a replayed step gives other hidden states" in capsys.readouterr().out
+
+
+def test_a_step_that_cannot_be_captured_runs_without_a_graph(monkeypatch, capsys):
+    for name in ("CUDAGraph", "Stream", "current_stream", "graph_pool_handle", "stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    torch.cuda.CUDAGraph().capture_begin.side_effect = RuntimeError("operation not permitted\nCUDA error")
+    one = made(look=9, steps=graphs.Steps)
+    assert tokens(written(one)) == tokens(written(made())) == tokens(written(one))
+    said = capsys.readouterr().out
+    assert not one.graphs.works and said.count("without CUDA graphs") == 1
+    assert "(RuntimeError: operation not permitted CUDA error)" in said
+
+
+def test_a_pool_always_keeps_a_graph(monkeypatch):
+    """torch 2.13 captures nothing into a used pool after its last graph is gone."""
+    used = weakref.WeakSet()
+
+    class Graph:
+        def capture_begin(self, pool, **_):
+            assert used or not pool, "use_count > 0 INTERNAL ASSERT FAILED"
+            pool.append(1)
+            used.add(self)
+
+        def capture_end(self):
+            pass
+
+        def replay(self):
+            pass
+
+    for name in ("Stream", "current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", list)
+    steps = graphs.Steps(lambda rows, seen: torch.zeros(1, 1), lambda rows: None)
+    for _ in range(3):
+        steps("a shape", 1, 0, ahead=9)
+        assert steps.replay is not None
+        steps.forget()
+        assert steps.replay is None
+    assert steps.works and len(used) == 1  # the older graphs are freed

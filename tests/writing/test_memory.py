@@ -1,0 +1,107 @@
+"""Tests how many rows decode at once in the free memory, that a resumed run keeps this number, and vLLM's GPU share."""
+
+import json
+import math
+
+import pytest
+import torch
+import toy_ppo as toy
+
+from pipeline.writing import memory
+from pipeline.writing.memory import GIB, LARGEST, memory_share
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3", "gemma"])
+def test_the_bytes_per_token_equal_those_of_the_real_cache(kind):
+    shared = toy.shared_base(kind, critic=False)
+    real = toy.cache_bytes(shared, rows=2, tokens=5)
+    assert memory.kv_bytes(shared.base.config, 4) * 10 == real
+
+
+def test_rows_fill_half_of_the_free_memory(monkeypatch):
+    shared = toy.shared_base(critic=False)
+    row = memory.kv_bytes(shared.base.config, 4) * 100 + 20 * toy.VOCAB
+    for free, rows in ((20 * row, 10), (21 * row, 10), (1e12, 64), (math.inf, 64), (0.0, 1)):
+        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
+        assert memory.decoding_rows(shared, 64, 100)[0] == rows
+
+
+def test_a_containers_memory_limit_counts_and_cached_files_do_not(tmp_path, monkeypatch):
+    def free_of_node(folder=tmp_path, **files):
+        folder.mkdir(exist_ok=True)
+        for name, text in files.items():
+            (folder / name.replace("memory_", "memory.", 1)).write_text(text)
+        return memory.free_of_node()
+
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    unlimited = free_of_node()
+    assert MIB < unlimited < math.inf or not memory.Path("/proc/meminfo").exists()
+    stat = f"anon {3 * MIB}\ninactive_file {2 * MIB}\n"
+    assert free_of_node(memory_max="max\n", memory_current=f"{5 * MIB}\n", memory_stat=stat) > 6 * MIB
+    assert free_of_node(memory_max=f"{8 * MIB}\n") == 5 * MIB
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert memory.free_bytes(torch.device("cpu")) == 2.5 * MIB
+    files = dict(memory_limit_in_bytes=str(4 * MIB), memory_usage_in_bytes=str(3 * MIB), memory_stat=stat)
+    assert free_of_node(tmp_path / "memory", **files) == 3 * MIB  # cgroup version 1
+
+
+def free_rows(monkeypatch, rows):
+    """Sets the free memory to hold `rows` rows of a toy trainer."""
+    row = memory.kv_bytes(toy.config(), 4) * (7 + 8) + 20 * toy.VOCAB
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 2.0 * rows * row)
+
+
+def test_a_resumed_run_decodes_as_many_rows_as_before(tmp_path, monkeypatch, capsys):
+    def resumed(free, **changes):
+        free_rows(monkeypatch, free)
+        trainer = toy.trainer(**changes)
+        trainer.restore(tmp_path)
+        return trainer.sampler.rows
+
+    free_rows(monkeypatch, 100)
+    assert toy.trainer().sampler.rows == 16  # all rows of the update
+    assert toy.trainer(local_rollout_forward_batch_size=4).sampler.rows == 4
+    assert "at once" not in capsys.readouterr().out
+    free_rows(monkeypatch, 5)
+    first = toy.trainer()
+    assert first.sampler.rows == 5
+    assert "decoding 5 of a chunk's 16 completions at once" in capsys.readouterr().out
+    first.save(tmp_path)
+    assert resumed(9) == 5
+    assert resumed(4) == 4  # 4 rows, so that memory does not run out
+    assert resumed(9, local_rollout_forward_batch_size=3) == 3
+    state = json.loads((tmp_path / "ppo_state.json").read_text())
+    assert state["decoding"] == {"workers": 1, "rows": 5}
+    (tmp_path / "ppo_state.json").write_text(json.dumps(state | {"decoding": {"workers": 2, "rows": 5}}))
+    assert resumed(9) == 9  # the worker now has another share of the completions
+
+
+def test_chunks_do_not_depend_on_memory(monkeypatch):
+    """Otherwise a smaller GPU would change the random numbers of a reward and the work of rollout workers."""
+    found = []
+    for rows in (100, 5):
+        free_rows(monkeypatch, rows)
+        trainer = toy.trainer()
+        found.append(([chunk for chunk, _ in trainer.rollout().parts], trainer.sampler.rows))
+    (large, most), (small, fewer) = found
+    assert large == small and (most, fewer) == (16, 5)
+
+
+# Llama 3 8B in bf16 takes 15 GiB, and each token 128 KiB for keys and values.
+BASE_BYTES, KV_BYTES = 15 * GIB, 2 * 32 * 8 * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "rows", "length", "share"),
+    [
+        (79, 60, 64, 1024, 0.33),  # 15 + 8 + 3 GiB
+        (139, 120, 64, 1024, 0.19),
+        (79, 60, 512, 1024, 0.64),  # at most 256 rows at once
+        (79, 40, 512, 1024, 0.48),  # 95 % of the memory that the trainer leaves
+        (22, 22, 64, 1024, LARGEST),
+    ],
+)
+def test_vllms_share_holds_base_and_cache_or_all_free_memory(total, free, rows, length, share):
+    assert memory_share(total * GIB, free * GIB, BASE_BYTES, KV_BYTES, rows, length) == share

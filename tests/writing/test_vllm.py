@@ -1,0 +1,161 @@
+"""Tests rollouts by a real vLLM (its CPU build suffices): completions come from the adapter in training."""
+
+import contextlib
+import os
+from pathlib import Path
+
+import dying
+import pytest
+import torch
+import toy_ppo as toy
+from running import curve, stage
+from toy_models import BASE, shared_base, tokenizer
+
+from pipeline.errors import InputError
+from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.trainer import PPOTrainer
+from pipeline.scoring.rewards import FunctionReward
+from pipeline.writing.decoder import SlotDecoder
+from pipeline.writing.rows import Sampling
+from tools.chaos.runs import until
+
+pytest.importorskip("vllm", reason="needs the extra `vllm`")
+from pipeline.writing.vllm import VllmDecoder, accepted_rank, largest_rank, start_llm
+
+pytestmark = pytest.mark.slow
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+EOS = (825, 1)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    torch.manual_seed(0)
+    shared = shared_base()
+    shared.add("policy", lora=toy.LORA, trainable=True)
+    return shared
+
+
+@pytest.fixture(scope="module")
+def decoder(shared, tmp_path_factory):
+    options = dict(max_loras=1, max_logprobs=1, logprobs_mode="processed_logprobs", dtype="float32")
+    rank = largest_rank(shared, ["policy"])
+    llm = start_llm(BASE, shared.device, 64, rank, **options)
+    decoder = VllmDecoder(llm, rank, shared=shared, folder=tmp_path_factory.mktemp("vllm"))
+    yield decoder
+    decoder.close()
+
+
+def prompts(count=12):
+    questions = [f"What is the capital of {place}?" for place in ("Norway", "Peru", "Chile", "Ghana")]
+    chats = [[{"role": "user", "content": questions[i % 4]}] for i in range(count)]
+    return [tokenizer().apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
+
+
+def disturb(shared, seed):
+    torch.manual_seed(seed)
+    for parameter in shared.parameters_of("policy"):
+        parameter.data += 0.1 * torch.randn_like(parameter)
+
+
+def test_greedy_completions_are_those_of_the_adapters_current_weights(shared, decoder):
+    greedy, seen = Sampling(16, EOS, temperature=0.0), []
+    for seed in range(3):
+        disturb(shared, seed)
+        decoder.changed("policy")
+        completions = decoder.generate("policy", prompts(4), range(4), greedy)
+        expected = SlotDecoder(shared).generate("policy", prompts(4), range(4), greedy)
+        assert [(r.tokens, r.ended) for r in completions] == [(r.tokens, r.ended) for r in expected]
+        seen.append([r.tokens for r in completions])
+    assert seen[0] != seen[1] != seen[2]
+
+
+def test_samples_depend_on_seed_and_episode(decoder):
+    def sampled(seed, prompts):
+        how = Sampling(12, EOS, seed=seed)
+        return [r.tokens for r in decoder.generate("policy", prompts, range(12), how)]
+
+    decoder.changed("policy")
+    first = sampled(1, prompts())
+    assert sampled(1, prompts()) == first != sampled(2, prompts())
+    assert len(set(map(tuple, sampled(1, prompts(1) * 12)))) > 3
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "min_new_tokens": 4}])
+def test_its_log_probs_are_the_trainers(shared, decoder, settings):
+    """Tests temperature, barred end tokens and several end tokens. The trainer then learns from these samples."""
+    rows = [{"input_ids": ids, "row": '{"prompt": ""}'} for ids in prompts()]
+    args = PPOConfig(
+        total_episodes=24, batch_size=12, response_length=12, advantage_estimator="reinforce_plus_plus",
+        learning_rate=1e-3, num_ppo_epochs=1, **settings,
+        check_reference=False,  # disturb() changed the policy
+    )  # fmt: skip
+    reward = FunctionReward(lambda completions, **_: [float(len(text)) for text in completions])
+    before = toy.weights(shared).clone()
+    trainer = PPOTrainer(shared, tokenizer(), args, rows, [reward], decoder=decoder)
+    for metrics in trainer.train():
+        assert metrics["val/sampler_drift"] < 1e-5
+        assert metrics["completions/mean_length"] >= settings.get("min_new_tokens", 1)
+    assert not torch.equal(before, toy.weights(shared))
+
+
+def test_a_killed_worker_takes_its_vllm_along_and_the_run_goes_on(embedded_ray, storage, monkeypatch):
+    options = [
+        "rollout.engine=vllm", "trainer.total_episodes=48", "trainer.batch_size=8", "trainer.response_length=16",
+        "trainer.save_steps=2", "data.eval=null", "judge=null", "policy=base", "reward=python:bad_rewards:length",
+        "mlflow.registered_model=null",
+    ]  # fmt: skip
+    before = of_vllm()
+    expected = stage("ppo", storage, "vllm", *options)
+    killed = dying.at_step("ppo", 3, str(storage / "vllm-died"), dying.killed)
+    monkeypatch.setattr("pipeline.stages.ppo.train", killed)
+    result = stage("ppo", storage, "vllm-killed", *options, "run.max_failures=1", "scaling.num_workers=1")
+    assert (storage / "vllm-died").exists()
+    until(lambda: of_vllm() <= before, "vLLM's processes to end", patience=30)
+    for name in ("objective/scores", "objective/entropy", "loss/policy_avg"):
+        assert curve(storage, result, name) == pytest.approx(curve(storage, expected, name), rel=1e-3)
+    assert len(curve(storage, result, "objective/scores")) == 6
+
+
+def test_a_rollout_worker_decodes_with_it_from_three_versions_and_what_it_samples_teaches(
+    embedded_ray, storage
+):
+    """Compares each chunk's log-probs with those of its policy version in the trainer (checks.sampled_by_its_version)."""
+    options = [
+        "rollout.engine=vllm", "rollout.num_workers=1", "rollout.staleness=2", "trainer.total_episodes=640",
+        "trainer.batch_size=32", "trainer.response_length=16", "trainer.save_steps=0", "data.eval=null", "judge=null",
+        "policy=base", "reward=python:bad_rewards:of_e", "mlflow.registered_model=null", "trainer.kl_coef=0.0",
+        "trainer.local_rollout_forward_batch_size=16", "trainer.normalize_rewards=false",
+    ]  # fmt: skip
+    result = stage("ppo", storage, "vllm-ahead", *options)
+    scores = curve(storage, result, "objective/scores")
+    print(
+        "scores", scores, {k: v for k, v in result["metrics"].items() if k.startswith(("rollout/", "val/"))}
+    )
+    assert sum(scores[-5:]) > sum(scores[:5])
+    assert result["metrics"]["rollout/workers"] == 1
+
+
+def of_vllm():
+    """Returns the PIDs of vLLM's processes."""
+    processes = set()
+    for one in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # the process ended meanwhile
+            if Path(f"/proc/{one}/comm").read_text().startswith("VLLM"):
+                processes.add(one)
+    return processes
+
+
+def test_a_rank_that_vllm_supports():
+    assert [accepted_rank(r) for r in (1, 4, 16, 17, 512)] == [1, 8, 16, 32, 512]
+    with pytest.raises(ValueError, match=r"lora\.r is 513; vLLM takes up to 512"):
+        accepted_rank(513)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("use_dora", True), ("rank_pattern", {"q_proj": 2}), ("alpha_pattern", {"q_proj": 2})]
+)
+def test_settings_that_vllm_ignores_are_refused(key, value):
+    shared = shared_base()
+    shared.add("policy", lora={**toy.LORA, key: value}, trainable=True)
+    with pytest.raises(InputError, match=rf"rollout\.engine: vLLM ignores {key}"):
+        largest_rank(shared, ["policy"])
