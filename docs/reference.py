@@ -13,9 +13,9 @@ from typing import Any
 
 from pipeline.__main__ import parser
 from pipeline.commands import SUMMARIES
+from pipeline.errors import show
 from pipeline.job import schema
 from pipeline.job.stages import INPUTS, STAGE
-from pipeline.errors import show
 from pipeline.metrics import TABLE
 
 DOCS = Path(__file__).parent

@@ -62,7 +62,7 @@ ROWS = [
     case("empty file", "sft", r"rows\.jsonl\b", "empty file", "no rows", "at least one row", rows=b""),
     case("not JSON", "sft", r"rows\.jsonl:2: found .*promt.*column 10.*expected one JSON object on each line", MEND,
          rows=jsonl([GOOD]) + b'{"promt" "a"}\n'),
-    case("longer than the context", "sft", r"rows\.jsonl:2: found \d{3,} tokens; expected at most 256 .*context", r"data\.too_long=truncate",
+    case("longer than the context", "sft", r"rows\.jsonl:2: found \d{3,} tokens; expected at most 256 .*context", r"data\.overlong=truncate",
          rows=[GOOD, {**GOOD, "completion": "Lima. " * 300}], overrides=["data.max_length=null"]),
     case("template that changes words", "dpo", r"rows\.jsonl:2: `messages\[0\]`: found a chat template that cuts or changes the words of", MEND,
          rows=[{**PAIR, "prompt": "a", "chosen": "b", "rejected": "c"}, PAIR], overrides=["model.chat_template={lower}"]),

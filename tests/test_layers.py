@@ -7,7 +7,7 @@ import pytest
 from running import ROOT
 
 # The rooms of the core from the bottom; each may import earlier ones and itself.
-CORE = """errors references text metrics run_folder statistics checks system job models writing data scoring ppo demo penalties
+CORE = """errors input_uri text metrics run_folder statistics checks system job models writing data scoring ppo demo penalties
     registry settle planning run rollout stages""".split()
 # What a run does not need: no room of the core imports them. Only the doors above do.
 EXTRAS = "report sweep serving".split()

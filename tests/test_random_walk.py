@@ -40,7 +40,7 @@ FILES = {
     "sft": "demonstrations",
     "rm": "preferences",
     "dpo": "preferences",
-    "kto": "thumbs",
+    "kto": "labels",
     "ppo": "prompts",
 }
 
@@ -141,7 +141,7 @@ def wrong_rows(draw, kind, folder, inputs):
             data = damaged(draw, data)
     (folder / name).write_bytes(data)
     options = draw(st.lists(st.sampled_from([
-        "data.on_error=skip", "data.too_long=drop", "data.too_long=truncate", "data.max_length=24", "data.eval_fraction=0.3",
+        "data.on_error=skip", "data.overlong=drop", "data.overlong=truncate", "data.max_length=24", "data.eval_fraction=0.3",
         "model.chat_template=plain", "data.apply_chat_template=true",
     ]), max_size=3, unique_by=lambda option: option.partition("=")[0]))  # fmt: skip
     held_out = ["data.eval=null", *(["trainer.eval_strategy=no"] if kind != "ppo" else [])]

@@ -25,9 +25,9 @@ import pipeline
 from pipeline.cloud import preflight
 from pipeline.cloud.workload import Workload, workload_of
 from pipeline.errors import InputError, in_brief
+from pipeline.input_uri import InputURI
 from pipeline.job import judge, load_job
 from pipeline.job.stages import STAGE
-from pipeline.references import Ref
 from pipeline.run import session
 from pipeline.system import process, terminal
 from pipeline.system.credentials import FORWARDED_MODULE, without_credentials
@@ -105,7 +105,7 @@ def runtime_env(variables: dict[str, str]) -> Iterator[dict[str, Any]]:
 def check_registry(command: str, references: Iterable[str], tracking_uri: str | None) -> None:
     """Raises InputError if a command that runs here needs registered models, but no MLflow server is named."""
     named = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-    if named or not any(Ref.parse(reference).is_registered for reference in references):
+    if named or not any(InputURI.parse(reference).is_registered for reference in references):
         return
     raise InputError(
         f"found {os.environ['RAY_ADDRESS']}, but this command runs on this machine, and its registry has none of the cluster's "

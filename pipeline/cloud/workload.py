@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.errors import InputError
+from pipeline.input_uri import JUDGE
 from pipeline.job import Job
 from pipeline.planning import plan
 from pipeline.planning.shape import config_of
-from pipeline.references import JUDGE
 from pipeline.settle.placement import Places
 from pipeline.settle.places import places_of
 from pipeline.settle.settle import sections_of

@@ -127,7 +127,7 @@ class Chat:
                 self.turns = self.turns[start:]
                 return outcome.columns["input_ids"]
             assert isinstance(outcome, RowError)
-            if outcome.kind != "too_long":
+            if outcome.kind != "overlong":
                 why = f"invalid message: found {visible(outcome.found)}; expected {visible(outcome.expected)}"
                 break
             why = (

@@ -17,10 +17,10 @@ from pipeline import registry
 from pipeline.data.counts import count, most_frequent
 from pipeline.data.files import NAME as DATA_SET
 from pipeline.errors import Failure, InputError, in_brief
+from pipeline.input_uri import InputURI
 from pipeline.job.job import Export
 from pipeline.models import transformers4
 from pipeline.models.tokenizer import eos_ids
-from pipeline.references import Ref
 from pipeline.registry import lineage
 from pipeline.run.host import Host
 from pipeline.run_folder import RESULT
@@ -52,7 +52,7 @@ def card(host: Host, name: str, differences: dict[str, float] | None = None) -> 
 
     kind, base, model = name.removesuffix(".0"), host.work.base, host.work.model
     uri, reference = host.work.uri, host.work.versions[name]
-    tags = registry.version(reference, uri)["tags"] if Ref.parse(reference).version else {}
+    tags = registry.version(reference, uri)["tags"] if InputURI.parse(reference).version else {}
     metrics = {key: value for key, value in sorted(tags.items()) if key.startswith("eval_")}
     repo, made_from = host.args.hub_model_id, list(ancestors(reference, uri))
     parameters = [registry.parameters(one.reference, uri) for one in made_from]
@@ -117,7 +117,7 @@ def _license(base: str, revision: str | None) -> dict[str, Any]:
 def ancestors(reference: str, uri: str, depth: int = 0, role: str = "") -> Iterator[Ancestor]:
     """Yields a version and its ancestors, each before its parents."""
     facts: dict[str, Any] = {}
-    if Ref.parse(reference).is_model:
+    if InputURI.parse(reference).is_model:
         folder = registry.fetch(reference, uri)
         facts = lineage.read(folder, reference) if lineage.is_adapter(folder) else {}
     yield Ancestor(reference, facts, depth, role)

@@ -14,6 +14,7 @@ from typing import Any
 
 from pipeline import registry
 from pipeline.errors import Failure, InputError, about, summary
+from pipeline.input_uri import InputURI
 from pipeline.job import Job
 from pipeline.models import adapter_files
 from pipeline.models.gpus import of_this_machine
@@ -21,7 +22,6 @@ from pipeline.planning import plan
 from pipeline.planning.plan import GIB, GPUS, Plan
 from pipeline.planning.rows import Rows, look
 from pipeline.planning.shape import config_of
-from pipeline.references import Ref
 from pipeline.registry import lineage
 from pipeline.settle import placement
 from pipeline.settle.identity import tracking_of
@@ -127,14 +127,14 @@ def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
 
     guess = "adapters are assumed to be as large as `lora` makes them"
     uri = tracking_of(job).uri
-    registered = any(Ref.parse(name).is_registered for name in job.inputs.values())
+    registered = any(InputURI.parse(name).is_registered for name in job.inputs.values())
     if registered and (file := registry.file_of_uri(uri)) and not os.path.exists(file):
         return {}, [f"nothing is registered yet; {guess}"]
     try:
         if registered:
             registry.check_reachable(uri)
         _, inputs = pin_inputs(job)
-        models = {name: at for name, at in inputs.items() if Ref.parse(at).is_model}
+        models = {name: at for name, at in inputs.items() if InputURI.parse(at).is_model}
         folders = {name: registry.fetch(at, uri) for name, at in models.items()}
     except Exception as error:  # the store's driver and the network raise errors of any type
         return {}, [f"{guess} ({error if isinstance(error, InputError) else f'{uri}: {summary(error)}'})"]

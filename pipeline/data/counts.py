@@ -42,7 +42,7 @@ class Counts:
     """The counts of one chunk. Their size does not grow with the chunk."""
 
     chunk: Chunk
-    # (split, label, detail) -> rows or tokens, such as ("train", "dropped", "too_long") -> 3
+    # (split, label, detail) -> rows or tokens, such as ("train", "dropped", "overlong") -> 3
     tally: Counter[tuple[str, str, Any]] = field(default_factory=Counter)
     # split -> (file, rows)
     parts: dict[str, tuple[str, int]] = field(default_factory=dict)

@@ -43,7 +43,7 @@ class Encoder:
 
     Args:
         max_length: maximum tokens of a row.
-        too_long: error | drop | truncate.
+        overlong: error | drop | truncate.
         apply_template: whether a text prompt becomes a user message.
         ends: all ids that end a completion; `tokenizer.eos_token_id` is added to a completion that has none of them.
         parse_special_tokens: whether special tokens in the text of a row are control tokens, not text.
@@ -54,14 +54,14 @@ class Encoder:
         tokenizer: Any,
         kind: Kind,
         max_length: int,
-        too_long: str,
+        overlong: str,
         apply_template: bool,
         ends: Sequence[int],
         parse_special_tokens: bool = False,
     ):
         self.chat = ChatTemplate(tokenizer)
         self.tokenizer, self.kind = tokenizer, replace(kind, message_keys=self.chat.message_keys)
-        self.max_length, self.too_long, self.apply_template = max_length, too_long, apply_template
+        self.max_length, self.overlong, self.apply_template = max_length, overlong, apply_template
         self.control = ControlTokens(tokenizer, as_text=not parse_special_tokens)
         self.eos, self.ends, self.bos = tokenizer.eos_token_id, frozenset(ends), tokenizer.bos_token_id
         # A completion with only these ids is empty. Control tokens count as content only if rows may contain them.
@@ -198,7 +198,7 @@ class Encoder:
         if length > self.max_length:
             chat = self.apply_template or not isinstance(record.prompt, str)
             # Truncation at the start of a chat would remove the system prompt and the header of a turn.
-            if self.too_long != "truncate" or (chat and not sides):
+            if self.overlong != "truncate" or (chat and not sides):
                 return self.over_length(length)
             if not sides:
                 # Truncate at the start, because the question is at the end.
@@ -308,7 +308,7 @@ class Encoder:
     def _fit_labels(self, ids: list[int], trained: list[bool]) -> Outcome:
         length = len(ids)
         if length > self.max_length:
-            if self.too_long != "truncate":
+            if self.overlong != "truncate":
                 return self.over_length(length)
             ids, trained = ids[: self.max_length], trained[: self.max_length]
         # The first token is never predicted.
@@ -346,8 +346,8 @@ class Encoder:
     def over_length(self, length: int) -> RowError | Dropped:
         """Returns the outcome of a row that is too long and may not, or cannot, be truncated."""
         expected = f"at most {self.max_length} tokens (data.max_length or the context)"
-        error = RowError("too_long", "", f"{length} tokens", expected)
-        return error if self.too_long == "error" else Dropped("too_long", error)
+        error = RowError("overlong", "", f"{length} tokens", expected)
+        return error if self.overlong == "error" else Dropped("overlong", error)
 
     def prompt_too_long(self) -> Dropped:
         """Returns the outcome of a row whose prompt leaves no token for the completion."""

@@ -162,7 +162,7 @@ def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None
     return Options(
         stage,
         max_length,
-        data.too_long,
+        data.overlong,
         data.on_error,
         text_as_chat(tokenizer, data.apply_chat_template),
         tuple(eos_ids(tokenizer)),

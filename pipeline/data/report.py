@@ -377,8 +377,8 @@ def check_rows_are_usable(counts: Sequence[Counts], options: Options) -> None:
                 raise InputError(f"{one.unread}; {why}", key=key)
         if not total["kept"]:
             advice = "".join(f"; first: {error}" for error, _ in first_errors(part)[:1])
-            if "too_long" in total["dropped"]:
-                advice += "; a larger data.max_length keeps long rows, and data.too_long=truncate all but chat prompts"
+            if "overlong" in total["dropped"]:
+                advice += "; a larger data.max_length keeps long rows, and data.overlong=truncate all but chat prompts"
             elif "prompt_too_long" in total["dropped"]:
                 tokens = f"the {options.max_length} tokens of data.max_length"
                 advice += f"; their prompts alone fill {tokens}: raise it"
@@ -411,8 +411,8 @@ def complaint(counts: Sequence[Counts]) -> str:
     advice = "fix them, or set data.on_error=skip to leave them out"
     if unclear_labels(total):
         advice = "set data.label to what the labels mean"
-    if "too_long" in kinds:
-        advice += "; data.too_long=truncate (or drop) for long rows"
+    if "overlong" in kinds:
+        advice += "; data.overlong=truncate (or drop) for long rows"
     return "\n".join([f"{what} ({in_words(kinds)}):", *lines, advice + "; nothing was trained"])
 
 

@@ -37,8 +37,8 @@ from pipeline.data.messages import (
 )
 from pipeline.data.reshape import NOTHING, UNORDERED, NoteLabel, Preprocess, shapes_with
 from pipeline.data.values import RowError, as_json, check_values, decoded, fields_of, nearest, show, too_deep
+from pipeline.input_uri import InputURI
 from pipeline.job.stages import STAGE
-from pipeline.references import Ref
 
 
 @dataclass
@@ -457,7 +457,7 @@ KIND = {
     "demonstrations": Kind(DEMONSTRATIONS, parse_demonstration, _LABELS, "learned", frozenset(LABELS)),
     "preferences": Kind(PREFERENCES, parse_preference, _PAIR, "learned", _MARGIN),
     "whole_preferences": Kind(PREFERENCES, parse_preference, _WHOLE_PAIR, "scored", _MARGIN),
-    "thumbs": Kind(RATED, parse_rated, _RATED, "learned", _MARGIN),
+    "labels": Kind(RATED, parse_rated, _RATED, "learned", _MARGIN),
     "prompts": Kind(PROMPTS, parse_prompt, _PROMPT, "written"),
     "answered_prompts": Kind(PROMPTS, parse_answered, _PROMPT, "written", frozenset({"completion"})),
     "completions": Kind(SCORED, parse_scored, _SCORED, "scored"),
@@ -508,11 +508,11 @@ def _parsed(row: Any, kind: Kind) -> Record:
         raise unclear(row["label"], "label")
     record.tools = offered(row.get("tools"))
     record.template_kwargs = template_kwargs(row.get("chat_template_kwargs"))
-    if isinstance(version := row.get("version"), str) and Ref.parse(version).version:
+    if isinstance(version := row.get("version"), str) and InputURI.parse(version).version:
         record.version = version
     scored = row.get("reward_version")
     named = scored if isinstance(scored, list) else [scored]
-    record.judges = tuple(one for one in named if isinstance(one, str) and Ref.parse(one).is_judge)
+    record.judges = tuple(one for one in named if isinstance(one, str) and InputURI.parse(one).is_judge)
     also: dict[str, Any] = {"tools": record.tools, "chat_template_kwargs": record.template_kwargs}
     also |= {"version": record.version, "reward_version": list(record.judges)}
     check_values(also)

@@ -33,7 +33,7 @@ class Options:
 
     stage: str
     max_length: int
-    too_long: str
+    overlong: str
     on_error: str
     apply_template: bool
     ends: tuple[int, ...]
@@ -124,7 +124,7 @@ def encoder_of(tokenizer: Any, options: Options, chunk: Chunk | None = None) -> 
         tokenizer,
         options.kind_in(chunk.split, chunk.source) if chunk else options.kind,
         options.max_length,
-        options.too_long,
+        options.overlong,
         options.apply_template,
         options.ends,
         options.parse_special_tokens,

@@ -58,7 +58,7 @@ class RowError(Exception):
 
 @dataclass(frozen=True)
 class Dropped:
-    """A row that is dropped without being wrong: `too_long`, `prompt_too_long`, or `equal_after_truncation`."""
+    """A row that is dropped without being wrong: `overlong`, `prompt_too_long`, or `equal_after_truncation`."""
 
     reason: str
     error: RowError | None = field(default=None, compare=False)  # the report shows this error with its line

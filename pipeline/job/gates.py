@@ -14,9 +14,9 @@ from functools import cached_property
 from typing import Any
 
 from pipeline.errors import short, show
+from pipeline.input_uri import InputURI
 from pipeline.job.job import Job
 from pipeline.metrics import METRICS, SPEED, Metric, find
-from pipeline.references import Ref
 
 Problems = Iterator[tuple[str, str]]  # (key of the job, its error)
 
@@ -127,7 +127,7 @@ class Metrics:
             yield from self._condition_problems(key, metric, rule, known)
             if learns and known.get(metric) == HELD_OUT_ROWS and (not removed or key in self.job.overridden):
                 yield key, f"needs {HELD_OUT_ROWS}; set data.eval_fraction=0.1, or gate={{}}"
-        if self.job.gate and not learns and not Ref.parse(str(judged)).is_registered:
+        if self.job.gate and not learns and not InputURI.parse(str(judged)).is_registered:
             yield (
                 "gate",
                 f"found one, but {show(judged)} is no registered version that could pass it; remove it",

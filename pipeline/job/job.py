@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from pipeline.input_uri import InputURI
 from pipeline.job.ranges import Count, Fraction, Patience, Rows, Seconds, Seed, Steps
 from pipeline.job.rollout import RolloutConfig
 from pipeline.job.stages import INPUTS, STAGE, Stage
-from pipeline.references import Ref
 from pipeline.system import storage
 
 HUB = "hf://datasets/"
@@ -110,7 +110,7 @@ class Data:
     """A bad row stops the run, or is counted and left out."""
     deduplicate: bool = False
     """Leave out rows that are equal to an earlier row of their set, byte by byte."""
-    too_long: Literal["error", "drop", "truncate"] = "error"
+    overlong: Literal["error", "drop", "truncate"] = "error"
     """What happens to rows above `max_length`."""
     apply_chat_template: bool | None = None
     """Applies the chat template to rows of plain text. By default true, unless the template is the fallback
@@ -229,7 +229,7 @@ class Forward:
     """Rows per forward."""
     bf16: bool = False
     """Matrix products in bfloat16 (autocast); on a CPU the base, too."""
-    patience_s: Patience = 600.0
+    reward_timeout_s: Patience = 600.0
     """Seconds to wait for a reward that is an async function. Then the run ends; the same command
     with its run.name continues it. -1: no limit."""
 
@@ -411,7 +411,7 @@ class Job:
     def functions(self) -> dict[str, str]:
         """{key: python:module:function} of its rewards and judge."""
         named = self.inputs.items()
-        return {self.key_of(name): source for name, source in named if Ref.parse(source).is_function}
+        return {self.key_of(name): source for name, source in named if InputURI.parse(source).is_function}
 
     @property
     def bf16(self) -> bool:
@@ -438,7 +438,7 @@ class Job:
 
 
 def name_of(item: Any) -> Any:
-    """Returns the name of a reward or judge: of `{judge: FILE}`, judge:FILE; see pipeline/references.py."""
+    """Returns the name of a reward or judge: of `{judge: FILE}`, judge:FILE; see pipeline/input_uri.py."""
     if not isinstance(item, dict):
         return item
     return f"judge:{item['judge']}" if "judge" in item else item.get("reward")

@@ -37,7 +37,7 @@ class RolloutConfig:
     """What each rollout worker requests from Ray. By default {CPU: 1}, or {GPU: tensor_parallel_size} with `use_gpu`."""
     label_selector: dict[str, str] | None = None
     """Labels of the nodes that rollout workers are placed on, as Ray's label_selector: for example {market: spot}."""
-    patience_s: Patience = 600.0
+    worker_wait_timeout_s: Patience = 600.0
     """Seconds that the trainer waits if there is no rollout worker. Then it samples by itself, until a rollout worker comes.
     -1: no limit."""
     chunk_timeout_s: Annotated[float, Ge(1), Le(365 * 86_400)] = 3600.0

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from pipeline import references
+from pipeline import input_uri
 from pipeline.errors import InputError, about, show
+from pipeline.input_uri import InputURI
 from pipeline.job import gates, schema
 from pipeline.job.gates import Problems
 from pipeline.job.job import HUB, SPLITS, Collect, Inference, Job, completed, sources_of, transforms
 from pipeline.job.lora import adapts_lm_head, ignored_by_vllm
 from pipeline.job.yaml_tree import Tree
-from pipeline.references import Ref
 from pipeline.system import hub
 
 # What run.storage_path contains in addition to the folders of runs.
@@ -168,7 +168,7 @@ def _run_problems(job: Job) -> Problems:
     if problem := name_problem(job.run.name):
         yield "run.name", problem
     model, alias = job.mlflow.registered_model, job.mlflow.alias
-    if not re.fullmatch(references.NAME, model or "none"):
+    if not re.fullmatch(input_uri.NAME, model or "none"):
         expected = "letters, digits, spaces and `. _ - + ( )`, for example rlhf-sft"
         yield "mlflow.registered_model", f"found {show(model)}, expected {expected}"
     if not re.fullmatch(r"(?!(?i:latest|v\d+)$)[\w-]{1,255}", alias):
@@ -201,7 +201,7 @@ def _export_problems(job: Job) -> Problems:
     if "base" in job.policies or not (job.policy or job.reward):
         needs = "`export` needs an adapter: policy=models:/rlhf-ppo@champion, its folder, or a reward"
         yield "policy", f"found {show(job.policy)}; {needs}"
-    if isinstance(job.reward, (dict, list)) or Ref.parse(job.reward).is_function:
+    if isinstance(job.reward, (dict, list)) or InputURI.parse(job.reward).is_function:
         expected = "one reward adapter: models:/rlhf-rm@champion, or its folder"
         yield "reward", f"found {show(job.reward)}, expected {expected}"
     repository = job.args.hub_model_id
@@ -397,16 +397,16 @@ class Rules:
             adapter = key.startswith(("policy", "baseline", "reference", "teacher", "policies."))
             if name.startswith("judge:") and (adapter or key not in mappings):
                 expected = "{judge: FILE} as a reward or judge"
-            elif name.startswith("models:") and not Ref.parse(name).is_registered:
+            elif name.startswith("models:") and not InputURI.parse(name).is_registered:
                 expected = "models:/NAME@ALIAS or models:/NAME/VERSION, for example models:/rlhf-sft@champion"
             elif name.startswith("python:") and adapter:
                 expected = "an adapter: models:/NAME@ALIAS, a folder, or base"
-            elif not Ref.parse(name).is_function and (name.startswith("python:") or key in functions):
+            elif not InputURI.parse(name).is_function and (name.startswith("python:") or key in functions):
                 expected = "python:MODULE:FUNCTION, for example python:pipeline.demo:gold"
             elif not adapter and name.endswith(".py"):
                 module = name.removesuffix(".py").replace("/", ".")
                 expected = f"python:{module}:FUNCTION for a function of that file"
-            elif not adapter and Ref.parse(f"python:{name}").is_function:
+            elif not adapter and InputURI.parse(f"python:{name}").is_function:
                 expected = f"python:{name} for a Python function"
             else:
                 continue

@@ -52,7 +52,7 @@ REFUSED: dict[str, dict[str, str]] = {
             "use run.num_to_keep": "save_total_limit",
             "use run.load_best_model_at_end=true, run.metric_for_best_model and run.greater_is_better": """load_best_model_at_end
                 metric_for_best_model greater_is_better""",
-            "use data.max_length and data.too_long": "max_length truncation_mode",
+            "use data.max_length and data.overlong": "max_length truncation_mode",
             "it would change the global batch; set trainer.per_device_train_batch_size": "auto_find_batch_size",
             _MODEL: "model_init_kwargs trust_remote_code chat_template_path eos_token pad_token use_cache",
             "the reference is the frozen sft adapter, which never changes": "sync_ref_model",

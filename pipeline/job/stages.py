@@ -29,7 +29,7 @@ _NOTHING_TRAINED = dict.fromkeys(
 # A job that writes completions without learning from them uses only the decoding keys of `rollout`.
 _DECODES = dict.fromkeys(
     """rollout.num_workers rollout.staleness rollout.use_gpu rollout.resources_per_worker rollout.label_selector
-    rollout.patience_s rollout.chunk_timeout_s rollout.tensor_parallel_size rollout.correction
+    rollout.worker_wait_timeout_s rollout.chunk_timeout_s rollout.tensor_parallel_size rollout.correction
     rollout.correction_cap""".split(),
     "only `ppo` learns from what it samples; here only rollout.engine and its settings count",
 )
@@ -131,7 +131,7 @@ STAGE: dict[str, Stage] = {
         "trl.trainer.kto_config.KTOConfig",
         "train on completions labeled good or bad, from the sft adapter",
         {"policy": True},
-        rows="thumbs",
+        rows="labels",
         learns="policy",
         keeps_reference=True,
         fewest_rows=2,  # each prompt also gets another row's completion
@@ -205,7 +205,7 @@ STAGE: dict[str, Stage] = {
         unused={
             **_DECODES,
             **_ROW_BY_ROW,
-            **dict.fromkeys("""data.train data.on_error data.too_long data.columns data.label data.transform data.group_by
+            **dict.fromkeys("""data.train data.on_error data.overlong data.columns data.label data.transform data.group_by
                 data.cache_dir data.subset""".split(), "it reads no rows"),
             "trainer.seed": "a request may set one; otherwise each has a different one",
             "run.overwrite": "there is nothing to resume",

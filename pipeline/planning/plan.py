@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.errors import InputError
+from pipeline.input_uri import InputURI
 from pipeline.job import schema
 from pipeline.job.stages import Stage
 from pipeline.models import adapter_files
 from pipeline.models.gpus import PEAK_TFLOPS
 from pipeline.planning.rows import Rows
 from pipeline.planning.shape import Shape
-from pipeline.references import Ref
 from pipeline.settle.inputs import room_for_prompts
 from pipeline.settle.work import Sections
 from pipeline.writing.memory import MOST_ROWS, SAMPLING_BYTES, WORKSPACE
@@ -243,13 +243,15 @@ def _roles(work: Sections) -> tuple[list[str], list[str]]:
     """Returns (adapters in memory, those that learn)."""
     stage, named = work.stage, work.named
     if stage.learns is None:
-        models = [name for name, at in named.items() if at != "base" and Ref.parse(at).is_model]
+        models = [name for name, at in named.items() if at != "base" and InputURI.parse(at).is_model]
         return list(dict.fromkeys(name.split(".")[0] for name in models)), []
     learning = [stage.learns]
     roles = learning + ["reference"] * _has_reference(work)
     if stage.trl:
         return roles, learning
-    rewards = [name for name, at in named.items() if name.startswith("reward.") and Ref.parse(at).is_model]
+    rewards = [
+        name for name, at in named.items() if name.startswith("reward.") and InputURI.parse(at).is_model
+    ]
     roles += [f"reward_{i}" if i else "reward" for i in range(len(rewards))]
     roles += ["teacher"] * (named.get("teacher") not in (None, "base"))
     critic = ["critic"] * work.args.has_critic_adapter  # a head weighs nothing

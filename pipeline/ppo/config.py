@@ -82,7 +82,7 @@ class PPOConfig:
     # ---- reward
     normalize_rewards: bool = False
     """Normalize each reward's scores with the mean and standard deviation stored with the reward model's version."""
-    patience_s: Patience = 600.0
+    reward_timeout_s: Patience = 600.0
     """Seconds that the update waits for a reward that is an async function. Then the run ends; the same command with its
     run.name continues it. -1: no limit."""
     reward_clip: Factor | None = None

@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 
 from pipeline.data.counts import count, most_frequent
 from pipeline.errors import InputError, summary
+from pipeline.input_uri import InputURI
 from pipeline.job import make
 from pipeline.job.stages import TRAINED, headline
 from pipeline.metrics import SPEED, Metric
-from pipeline.references import Ref
 from pipeline.registry.champion import Champion, Gate, champion_of, evaluate_gate, measured_on
 from pipeline.registry.lineage import folder_digests
 from pipeline.registry.store import client, metric_key, search_filter
@@ -108,7 +108,7 @@ def promote(
     A version that failed the gate of its training fails this gate too. `measured` is what `measured_on` returns.
     """
     mlflow = client(uri)
-    ref = Ref.parse(reference)
+    ref = InputURI.parse(reference)
     champion = champion_of(mlflow, gate, ref.name, ref.version, metrics, measured, "evaluate.")
     ok, reason = evaluate_gate(gate.conditions, metrics, champion)
     trained = mlflow.get_model_version(ref.name, ref.version).tags.get("gate", "")
@@ -219,7 +219,7 @@ def _shown(value: float, of: Metric) -> str:
 
 def _link(source: str) -> str:
     """Returns a registered parent as a link to its page; a folder, a hub id or a function as code."""
-    ref = Ref.parse(source)
+    ref = InputURI.parse(source)
     if not ref.version:
         return f"`{source}`"
     return f"[{ref.name} v{ref.version}](#/models/{ref.name}/versions/{ref.version})"
@@ -238,7 +238,7 @@ def pin(reference: str, uri: str, job_file: str = "") -> str:
 
     if hub.is_reference(reference):
         return hub.pin(reference)
-    ref = Ref.parse(reference)
+    ref = InputURI.parse(reference)
     if not ref.is_registered:
         return reference
     mlflow = client(uri)
@@ -247,7 +247,7 @@ def pin(reference: str, uri: str, job_file: str = "") -> str:
             found = mlflow.get_model_version_by_alias(ref.name, ref.alias)
         else:
             found = mlflow.get_model_version(ref.name, ref.version)
-        return str(Ref(ref.name, version=str(found.version)))
+        return str(InputURI(ref.name, version=str(found.version)))
     except MlflowException as error:
         newest, stage = _newest(mlflow, ref.name), ref.name.rpartition("-")[2]
         if newest is None:
@@ -270,7 +270,7 @@ def parameters(reference: str, uri: str) -> dict[str, str]:
     """Returns {section.key: value} of the job behind a pinned version, or {} for a folder or if MLflow lost the run."""
     from mlflow.exceptions import MlflowException
 
-    ref = Ref.parse(reference)
+    ref = InputURI.parse(reference)
     if not ref.version:
         return {}
     mlflow = client(uri)
@@ -282,7 +282,7 @@ def parameters(reference: str, uri: str) -> dict[str, str]:
 
 def version(reference: str, uri: str) -> dict[str, Any]:
     """Returns aliases and tags of `models:/name/3`; the tags parents, data and rows_from are parsed."""
-    ref = Ref.parse(reference)
+    ref = InputURI.parse(reference)
     registered = client(uri).get_model_version(ref.name, ref.version)
     tags: dict[str, Any] = dict(registered.tags)
     for key in ("parents", "data", "rows_from"):
@@ -307,7 +307,7 @@ def fetch(reference: str, uri: str) -> str:
     """
     if reference.startswith(hub.SCHEME):
         return hub.fetch(reference)
-    ref = Ref.parse(reference)
+    ref = InputURI.parse(reference)
     if not ref.version:
         return reference
     mlflow = client(uri)

@@ -10,8 +10,8 @@ from urllib.parse import quote
 from pipeline import registry, run_folder
 from pipeline.data.counts import count, most_frequent
 from pipeline.errors import InputError, summary
+from pipeline.input_uri import InputURI
 from pipeline.job.stages import INPUTS
-from pipeline.references import Ref
 from pipeline.report.panels import History
 from pipeline.system import storage
 from pipeline.system.credentials import without_credentials
@@ -76,7 +76,7 @@ class Run:
         """Returns `models:/name/3`, which the run registered, or None. An evaluation only names a version that it promoted."""
         if not self.result.get("version") or not self.result.get("adapter"):
             return None
-        return str(Ref(self.result["registered_model"], version=self.result["version"]))
+        return str(InputURI(self.result["registered_model"], version=self.result["version"]))
 
 
 def folders(reference: str, runs: str) -> list[str]:
@@ -181,7 +181,7 @@ def ancestors(run: Run) -> list[Ancestor]:
     for role, reference in waiting:  # it grows
         if reference not in found:
             found[reference] = one = Ancestor(role, reference)
-            if run.uri and Ref.parse(reference).version:
+            if run.uri and InputURI.parse(reference).version:
                 one.state, one.sources = _recorded(reference, run.uri)
                 waiting += one.sources
     return list(found.values())
@@ -218,7 +218,7 @@ def _recorded(reference: str, uri: str) -> tuple[str, list[tuple[str, str]]]:
 
 def address(reference: str, uri: str | None) -> str | None:
     """Returns the page of a version, or None if the store is no MLflow server."""
-    ref = Ref.parse(reference)
+    ref = InputURI.parse(reference)
     if not ref.version or not uri or not uri.startswith("http"):
         return None
     return f"{without_credentials(uri)}/#/models/{quote(ref.name)}/versions/{ref.version}"

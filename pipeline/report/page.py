@@ -8,7 +8,7 @@ import jinja2
 import yaml
 from markupsafe import Markup, escape
 
-from pipeline import references, text
+from pipeline import input_uri, text
 from pipeline.data.counts import versions_in_words
 from pipeline.data.report import name_of
 from pipeline.job.stages import STAGE
@@ -33,9 +33,7 @@ def render(runs: list[Run]) -> str:
     )
     functions = (text.number, versions_in_words, name_of, title_of, marked, as_yaml)
     environment.globals.update({one.__name__: one for one in functions})
-    environment.globals.update(
-        headline=headline, evaluations=evaluations, gather=gather, references=references
-    )
+    environment.globals.update(headline=headline, evaluations=evaluations, gather=gather, input_uri=input_uri)
     sampled = [run for run in runs if run.result.get("samples")]
     return environment.get_template("page.jinja").render(
         title=runs[0].name if len(runs) == 1 else " → ".join(stages),

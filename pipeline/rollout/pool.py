@@ -120,7 +120,7 @@ class Pool:
             await self._notify()
 
     async def collect(self, session: str, key: Key) -> bytes | None:
-        """Waits until a chunk is sampled and scored. If no worker exists for `patience_s`, withdraws it and returns None."""
+        """Waits for a sampled and scored chunk. Returns None if there is no worker for `worker_wait_timeout_s`."""
         if session != self.session or key not in self.tasks:
             raise Failure(
                 f"chunk {key} (update, rank, number) was not requested: the actor that hands out rollouts was restarted"
@@ -129,7 +129,7 @@ class Pool:
         while not task.result.done():
             if self.broken:
                 raise self.broken
-            impatient = 0 <= self.config.patience_s <= time.monotonic() - self.alone_since
+            impatient = 0 <= self.config.worker_wait_timeout_s <= time.monotonic() - self.alone_since
             if not self.present and impatient and task in self.waiting:
                 self.waiting.remove(task)
                 del self.tasks[key]

@@ -15,9 +15,9 @@ from typing import Any
 
 from pipeline import run_folder
 from pipeline.errors import InputError, in_brief
+from pipeline.input_uri import InputURI
 from pipeline.job.identity import Identity
 from pipeline.job.stages import INPUTS
-from pipeline.references import Ref
 from pipeline.registry import lineage
 from pipeline.registry.store import flatten
 from pipeline.run import checkpoints
@@ -36,7 +36,7 @@ MAY_CHANGE = (
     "trainer.per_device_eval_batch_size", "trainer.max_tokens_per_micro_batch",
     "trainer.gradient_checkpointing", "trainer.gradient_checkpointing_kwargs",
     "trainer.dataloader_num_workers", "trainer.dataloader_prefetch_factor", "trainer.dataloader_pin_memory",
-    "rollout.num_workers", "rollout.use_gpu", "rollout.resources_per_worker", "rollout.label_selector", "rollout.patience_s",
+    "rollout.num_workers", "rollout.use_gpu", "rollout.resources_per_worker", "rollout.label_selector", "rollout.worker_wait_timeout_s",
     "rollout.chunk_timeout_s", "rollout.tensor_parallel_size", "rollout.gpu_memory_utilization",
 )  # fmt: skip
 # Keys that decide which step is kept and where training stops, in a run that compares its evaluations.
@@ -250,7 +250,7 @@ def _resolved(run: Identity) -> tuple[str, ...]:
 
     The base's content is compared later.
     """
-    named = Ref.parse(run.settings["model"]["name_or_path"]).is_registered
+    named = InputURI.parse(run.settings["model"]["name_or_path"]).is_registered
     return ("model.name_or_path", "model.revision") if named else ("model.revision",)
 
 

@@ -51,10 +51,12 @@ def reward(worker: Host, shared: SharedBase | None, name: str, role: str) -> Rew
     given, args = worker.work.inputs[name], worker.args
     weight = given.weight
     if given.kind == "function":
-        return FunctionReward(imported(given.version), args.patience_s, weight=weight, name=role)
+        return FunctionReward(imported(given.version), args.reward_timeout_s, weight=weight, name=role)
     if given.kind == "judge":
         run, definition = worker.work.run, Definition(**given.facts)
-        return JudgeReward(definition, run.storage_path, run.name, args.patience_s, weight=weight, name=role)
+        return JudgeReward(
+            definition, run.storage_path, run.name, args.reward_timeout_s, weight=weight, name=role
+        )
     # A training job limits a forward by its tokens; the other subcommands by its rows.
     by_tokens = bool(worker.work.stage.learns)
     limits = (

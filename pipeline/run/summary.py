@@ -4,9 +4,9 @@ from typing import Any
 
 from pipeline import registry, text
 from pipeline.errors import visible
+from pipeline.input_uri import InputURI
 from pipeline.job.stages import STAGE, headline
 from pipeline.metrics import Metric
-from pipeline.references import Ref
 from pipeline.run.prepare import ALONE, heading
 from pipeline.run_folder import RESULT
 from pipeline.system import prices, storage, terminal
@@ -46,7 +46,7 @@ def print_summary(result: dict[str, Any]) -> None:
         passed = f"gate {version.gate}" if result["job"]["gate"] else "no gate set"
         lines.append(text.row("registered" if result["adapter"] else "version", f"{version}  ({passed})"))
         if result["adapter"] and not version.alias:
-            reference = Ref(version.name, version=version.version)
+            reference = InputURI(version.name, version=version.version)
             lines.append(
                 f"  @{result['job']['mlflow']['alias']} has not moved; name {reference} to use this version"
             )

@@ -284,12 +284,12 @@ class FunctionReward(Reward):
     call, so their numbers depend on which completions share the call.
 
     Args:
-        patience_s: seconds after which a call of an async function ends the run. -1 means no limit.
+        reward_timeout_s: seconds after which a call of an async function ends the run. -1 means no limit.
     """
 
-    def __init__(self, function: Callable[..., Any], patience_s: float = -1, **settings: Any) -> None:
+    def __init__(self, function: Callable[..., Any], reward_timeout_s: float = -1, **settings: Any) -> None:
         super().__init__(**{"name": getattr(function, "__name__", type(function).__name__), **settings})
-        self.function, self.patience_s = function, patience_s
+        self.function, self.reward_timeout_s = function, reward_timeout_s
         self.warned = False  # whether the warning about a global generator was printed
 
     def score(self, samples: Samples) -> Any:
@@ -355,8 +355,8 @@ class FunctionReward(Reward):
         return f"a batch of {len(rows)} samples (each alone does not make it raise)"
 
     async def _in_time(self, result: Coroutine[Any, Any, Any]) -> Any:
-        """Returns the result of an async function. Raises Failure after `patience_s`."""
-        limit = asyncio.timeout(self.patience_s if self.patience_s >= 0 else None)
+        """Returns the result of an async function. Raises Failure after `reward_timeout_s`."""
+        limit = asyncio.timeout(self.reward_timeout_s if self.reward_timeout_s >= 0 else None)
         try:
             async with limit:
                 return await result
@@ -364,7 +364,7 @@ class FunctionReward(Reward):
             if not limit.expired():  # the function itself raised it
                 raise
             raise Failure(
-                f"reward {self} took more than {self.patience_s:g} s (trainer.patience_s); the same command with its "
+                f"reward {self} took more than {self.reward_timeout_s:g} s (trainer.reward_timeout_s); the same command with its "
                 "run.name continues the run"
             ) from error
 

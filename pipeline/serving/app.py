@@ -375,7 +375,7 @@ class Server:
         if isinstance(outcome, Example):
             return outcome.columns["input_ids"]
         field = outcome.field.replace("prompt", "messages", 1) or "messages"
-        long = outcome.kind == "too_long"
+        long = outcome.kind == "overlong"
         why = f"{'messages:' if long else f'{field}: found'} {outcome.found}; expected {outcome.expected}"
         raise Refused(400, why, "messages", TOO_LONG if long else None)
 

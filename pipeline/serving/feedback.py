@@ -1,6 +1,6 @@
 """Users' feedback on answers, as rows that `kto`, `rm`, `dpo` and `sft` read.
 
-    thumbs.jsonl         {prompt, completion, label}     kto
+    labels.jsonl         {prompt, completion, label}     kto
     comparisons.jsonl    {prompt, chosen, rejected}      rm, dpo
     edits.jsonl          {prompt, completion}            sft
 
@@ -30,7 +30,7 @@ from pipeline.serving.protocol import Feedback, Refused
 from pipeline.system import storage
 
 # {file: (a stage that reads it, the key of the request that makes its rows)}
-READ_BY = {"thumbs": ("kto", "label"), "comparisons": ("rm", "chosen"), "edits": ("sft", "edit")}
+READ_BY = {"labels": ("kto", "label"), "comparisons": ("rm", "chosen"), "edits": ("sft", "edit")}
 KEY = "serve.feedback_path"
 BYTES = "LENGTH(CAST(answer AS BLOB))"
 LOCK_S = 10.0  # maximum wait for an earlier process to release the folder, such as a replaced recorder
@@ -186,7 +186,7 @@ class FeedbackStore:
             raise Refused(400, f"{why}; send an edit with its end", key, "truncated")
         texts, prompt = answer["texts"], {"prompt": answer["messages"]}
         prompt |= {key: answer[key] for key in ("chat_template_kwargs",) if answer.get(key)}
-        if said.kind == "thumbs":
+        if said.kind == "labels":
             return prompt | {"completion": texts[said.choice], "label": said.label}
         if said.kind == "edits":
             return prompt | {"completion": said.edit, "original": texts[said.choice]}

@@ -17,11 +17,11 @@ import torch
 
 from pipeline import registry
 from pipeline.errors import InputError, in_brief
+from pipeline.input_uri import InputURI
 from pipeline.models import adapter_files
 from pipeline.models.adapters import SharedBase
 from pipeline.models.base import check_base
 from pipeline.models.tokenizer import eos_ids, template_digest
-from pipeline.references import Ref
 from pipeline.run import roles
 from pipeline.run.host import Host
 from pipeline.scoring.rewards import Reward
@@ -143,7 +143,7 @@ class Models:
         for key, reference in self.host.work.serve.inputs.items():
             name = key.partition(".")[2]
             before, what = self.versions[name], f"{reference} cannot be followed"
-            if not Ref.parse(reference).alias:
+            if not InputURI.parse(reference).alias:
                 continue
             try:
                 version = registry.pin(reference, self.uri)
@@ -200,7 +200,7 @@ def start(host: Host) -> tuple[SharedBase | None, Batcher]:
     """
     work = host.work
     if work.rollout.engine == "vllm":
-        scores = any(not Ref.parse(source).is_function for source in work.serve.rewards.values())
+        scores = any(not InputURI.parse(source).is_function for source in work.serve.rewards.values())
         return roles.shared_base(host) if scores else None, _vllm(host)
     shared = roles.shared_base(host)
     device, free = shared.device, free_bytes(shared.device)

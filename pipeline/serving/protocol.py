@@ -177,7 +177,7 @@ class Feedback(BaseModel):
 
     @property
     def kind(self) -> str:
-        return "thumbs" if self.label is not None else "edits" if self.edit is not None else "comparisons"
+        return "labels" if self.label is not None else "edits" if self.edit is not None else "comparisons"
 
 
 def decoded(body: bytes) -> Any:

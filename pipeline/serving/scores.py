@@ -8,8 +8,8 @@ from typing import Any
 from pipeline.data.encode import Encoder
 from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import Dropped, RowError
+from pipeline.input_uri import InputURI
 from pipeline.models.template import text_as_chat
-from pipeline.references import Ref
 from pipeline.run.host import Host
 from pipeline.serving.batching import Batcher
 from pipeline.serving.models import Served, ends
@@ -28,7 +28,7 @@ class Scores:
     def __init__(self, host: Host, batcher: Batcher) -> None:
         data, self.tokenizer, self.ends = host.work.data, host.tokenizer, ends(host)
         apply = text_as_chat(host.tokenizer, data.apply_chat_template)
-        settings = (host.work.context, data.too_long, apply, self.ends, data.parse_special_tokens)
+        settings = (host.work.context, data.overlong, apply, self.ends, data.parse_special_tokens)
         self.encoder = Encoder(host.tokenizer, kind_of("score"), *settings)
         self.batcher, self.rows = batcher, host.args.local_rollout_forward_batch_size
 
@@ -61,7 +61,7 @@ class Scores:
         try:
             [outcomes] = self.encoder.encode([parse(row, self.encoder.kind)])
             outcome = outcomes[0]
-            if Ref.parse(source).is_function and (wanted := unfilled(source, {*row, "messages"})):
+            if InputURI.parse(source).is_function and (wanted := unfilled(source, {*row, "messages"})):
                 outcome = RowError("missing", wanted, "no such field", f"one, since {source} asks for it")
             elif isinstance(outcome, Dropped):
                 expected = "a shorter prompt"

@@ -6,11 +6,11 @@ import os
 import time
 from dataclasses import replace
 
+from pipeline.input_uri import InputURI
 from pipeline.job import Job, gates, judge
 from pipeline.job.identity import identity_of
 from pipeline.job.job import SPLITS, sources_of
 from pipeline.metrics import greater_is_better
-from pipeline.references import Ref
 from pipeline.registry.champion import Gate
 from pipeline.registry.store import Tracking, uri_of
 from pipeline.system import storage
@@ -43,7 +43,7 @@ def gate_of(job: Job) -> Gate:
     keys = (*gates.LOSS, *gates.SAMPLING)
     settings = {f"trainer.{key}": job.trainer[key] for key in keys if job.trainer.get(key) is not None}
     if name := job.inputs.get("judge"):
-        ref = Ref.parse(name)
+        ref = InputURI.parse(name)
         code = digest([name])[:12] if ref.is_function else ""
         settings["judge"] = judge.pinned(name) if ref.is_judge else f"{name} {code}".strip()
     return Gate(job.mlflow.registered_model, job.mlflow.alias, job.gate, metric, greater, settings)

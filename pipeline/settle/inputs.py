@@ -11,13 +11,13 @@ from typing import Any
 
 from pipeline import registry
 from pipeline.errors import InputError, about
+from pipeline.input_uri import InputURI
 from pipeline.job import Job, Model, judge, lora
 from pipeline.job.job import HUB, transforms
 from pipeline.job.rollout import RolloutConfig
 from pipeline.job.stages import INPUTS, Stage
 from pipeline.models import adapter_files
 from pipeline.models.compatibility import Base, unmergeable
-from pipeline.references import Ref
 from pipeline.registry import lineage
 from pipeline.settle.identity import tracking_of
 from pipeline.settle.work import Input, Work
@@ -39,9 +39,9 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
     tracking = tracking_of(job)
     uri = tracking.uri
     named = {name: source for name, source in job.inputs.items() if source != "base"}
-    if any(Ref.parse(name).is_registered for name in (job.model.name_or_path, *named.values())):
+    if any(InputURI.parse(name).is_registered for name in (job.model.name_or_path, *named.values())):
         registry.check_store(tracking)
-    if Ref.parse(job.model.name_or_path).is_registered:
+    if InputURI.parse(job.model.name_or_path).is_registered:
         with about("model.name_or_path"):
             reference = registry.pin(job.model.name_or_path, uri, job.source)
             base = lineage.read(registry.fetch(reference, uri), reference).get("base")
@@ -54,9 +54,9 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
     inputs, missing = dict[str, str](), list[str]()
     for name, source in named.items():
         with about(job.key_of(name)):
-            if Ref.parse(source).is_function:
+            if InputURI.parse(source).is_function:
                 imported(source)
-            if Ref.parse(source).is_judge:
+            if InputURI.parse(source).is_judge:
                 inputs[name] = pinned.get(name) or judge.pinned(source)
                 continue
             names = job.policies if name == "policy" else [source]
@@ -91,7 +91,7 @@ def first(names: list[str], uri: str, job_file: str) -> str:
 
 def by_version(job: Job, inputs: Mapping[str, str]) -> Job:
     """Replaces the names of models in a job by the pinned versions."""
-    models = {key: version for key, version in inputs.items() if not Ref.parse(version).is_judge}
+    models = {key: version for key, version in inputs.items() if not InputURI.parse(version).is_judge}
     named: dict[str, Any] = {key: models[key] for key in INPUTS if key in models}
     if isinstance(job.reward, list):
         several = [(models.get(f"reward.{i}"), weight) for i, (_, weight) in enumerate(job.rewards)]
@@ -121,7 +121,7 @@ def check_paths(job: Job) -> None:
         files.reach(path, key)
     if job.data.cache_dir and storage.is_remote(job.data.cache_dir):
         storage.require_writable(job.data.cache_dir, "data.cache_dir", "./cache")
-    if not Ref.parse(job.model.name_or_path).is_registered:
+    if not InputURI.parse(job.model.name_or_path).is_registered:
         hub.require_local(job.model.name_or_path)
 
 
@@ -142,7 +142,7 @@ def digests_of_functions(work: Work) -> dict[str, str]:
 
 def unfilled(source: str, columns: set[str]) -> str | None:
     """Returns the parameter of a Python reward or a judge's question for which no column exists, or None."""
-    if Ref.parse(source).is_judge:
+    if InputURI.parse(source).is_judge:
         return next(iter(sorted(judge.read(judge.at_version(source)[0]).columns - columns)), None)
     optional = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
     parameters = inspect.signature(imported(source)).parameters.values()
@@ -179,10 +179,10 @@ def checked(work: Work, versions: Mapping[str, str], files: Base) -> dict[str, I
     """
     inputs = {}
     for name, reference in versions.items():
-        if Ref.parse(reference).is_function:
+        if InputURI.parse(reference).is_function:
             inputs[name] = Input(reference, "function")
             continue
-        if Ref.parse(reference).is_judge:
+        if InputURI.parse(reference).is_judge:
             with about(work.keys[name]):
                 given = judge.loaded(reference)
                 _check_judge(work, name, given)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from pipeline.errors import InputError, in_brief
-from pipeline.references import Ref
+from pipeline.input_uri import InputURI
 
 
 def digest(sources: Iterable[str]) -> str:
@@ -18,7 +18,7 @@ def digest(sources: Iterable[str]) -> str:
     digests = []
     for source in sources:
         try:
-            text = inspect.getsource(importlib.import_module(Ref.parse(source).name))
+            text = inspect.getsource(importlib.import_module(InputURI.parse(source).name))
         except (OSError, TypeError):
             text = source
         digests.append(hashlib.sha256(text.encode()).hexdigest())
@@ -27,7 +27,7 @@ def digest(sources: Iterable[str]) -> str:
 
 def imported(source: str) -> Callable[..., Any]:
     """Returns the function of `python:module:function`. Raises InputError if it cannot be imported."""
-    ref = Ref.parse(source)
+    ref = InputURI.parse(source)
     try:
         found = pkgutil.resolve_name(f"{ref.name}:{ref.function}")
     except (Exception, SystemExit) as error:

@@ -247,7 +247,7 @@ def test_the_roles_allow_what_they_need_and_no_more(ec2):
 
 def test_the_head_passes_its_workers_role_to_instances_only():
     class Template(yaml.SafeLoader):
-        """Reads CloudFormation's !Ref, !Sub and !GetAtt as text."""
+        """Reads CloudFormation's !InputURI, !Sub and !GetAtt as text."""
 
     Template.add_multi_constructor("!", lambda loader, tag, node: node.value)
     resources = yaml.load((ROOT / "jobs/cloud/aws.yaml").read_text(), Template)["Resources"]

@@ -21,7 +21,7 @@ PPO = [
     "gate={}", "policy=base", "reward=python:pipeline.demo:gold", "judge=null", "data.eval=null", "run.report=false",
     "mlflow.registered_model=null", f"trainer.total_episodes={16 * UPDATES}", "trainer.batch_size=16",
     "trainer.local_rollout_forward_batch_size=8", "trainer.normalize_rewards=false", "scaling.label_selector={for: head}",
-    "rollout.label_selector={for: rollouts}", "rollout.num_workers=2", "rollout.staleness=1", "rollout.patience_s=-1",
+    "rollout.label_selector={for: rollouts}", "rollout.num_workers=2", "rollout.staleness=1", "rollout.worker_wait_timeout_s=-1",
     "mlflow.tracking_uri=http://127.0.0.1:5000",
 ]  # fmt: skip
 pytestmark = [

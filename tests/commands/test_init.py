@@ -92,7 +92,7 @@ def test_a_folder_becomes_a_profile_with_all_jobs(here, capsys):
         "sft": (train("demonstrations"), held_out("demonstrations"), 64),
         "rm": (train("preferences"), held_out("preferences"), 64),
         "dpo": (train("preferences"), held_out("preferences"), 64),
-        "kto": (train("thumbs"), held_out("thumbs"), 64),
+        "kto": (train("labels"), held_out("labels"), 64),
         "ppo": (train("prompts"), held_out("prompts"), 64),
         "evaluate": (None, held_out("prompts"), 64),
         "collect": (train("prompts"), None, 64),
@@ -405,13 +405,13 @@ def test_columns_that_may_say_which_completions_are_bad_are_asked_about(here, ca
 
 
 def test_lines_name_the_stages_whose_jobs_read_a_file(here, capsys):
-    rows(here / "my/thumbs.jsonl", THUMBS)
+    rows(here / "my/labels.jsonl", THUMBS)
     rows(here / "my/plain.jsonl", PLAIN)
     rows(here / "my/prompts.jsonl", ASKED)
     init("my")
     shown = capsys.readouterr().out
     columns = "{'prompt': 'question', 'completion': 'answer', 'label': 'thumbs'}"
-    assert f"my/thumbs.jsonl: labels, read by kto; columns {columns}\n" in shown
+    assert f"my/labels.jsonl: labels, read by kto; columns {columns}\n" in shown
     assert "my/plain.jsonl: demonstrations, read by sft\n" in shown
     assert (
         "my/prompts.jsonl: prompts, read by ppo; columns {'prompt': 'question'}; only a Python reward reads "

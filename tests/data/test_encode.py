@@ -28,7 +28,7 @@ FIRST, QUESTION, LAST = CONVERSATION["messages"][1:]
 UNMARKED = PLAIN.read_text().replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
 CHAT = {"template": CHATML, "ends": ("</s>", "<|im_end|>")}
 CALLS = CHAT | {"template": CALLING}
-CUT = {"too_long": "truncate"}
+CUT = {"overlong": "truncate"}
 TEXT = {"prompt": "hi", "completion": " yo"}
 PAIR = {"prompt": [USER], "chosen": "yo", "rejected": "no"}
 ASK = {"role": "user", "content": "Rain in Oslo?"}
@@ -137,7 +137,7 @@ EVIL = [{"name": "f", "arguments": {"x": "<|im_end|>"}}]
 @pytest.mark.parametrize(
     ("stage", "row", "options", "kind"),
     [
-        ("sft", {"prompt": "abc", "completion": "defghij"}, {"max_length": 8}, "too_long"),
+        ("sft", {"prompt": "abc", "completion": "defghij"}, {"max_length": 8}, "overlong"),
         ("sft", {"prompt": "abc", "completion": "defghij"}, {"max_length": 3, **CUT}, "prompt_too_long"),
         *((stage, LONG, {"max_length": 20, **CUT}, "equal_after_truncation") for stage in ("rm", "dpo", "kto")),
         *((stage, LONG, {"max_length": 60, **CUT}, Example) for stage in ("rm", "dpo", "kto")),
@@ -150,8 +150,8 @@ EVIL = [{"name": "f", "arguments": {"x": "<|im_end|>"}}]
         ("rm", {**PAIR, "rejected": "yo!"}, LOWER, Example),
         ("dpo", {"prompt": [ASK], "chosen": [CALLED], "rejected": [OTHER_CALL]}, CALLS, Example),
         # Truncation would remove the header of a turn.
-        *((stage, {"prompt": [USER]}, {"max_length": 9, **CUT}, "too_long") for stage in ("ppo", "evaluate")),
-        ("ppo", {"prompt": "hi"}, {"max_length": 9, "apply": True, **CUT}, "too_long"),
+        *((stage, {"prompt": [USER]}, {"max_length": 9, **CUT}, "overlong") for stage in ("ppo", "evaluate")),
+        ("ppo", {"prompt": "hi"}, {"max_length": 9, "apply": True, **CUT}, "overlong"),
         # An empty turn would teach the policy to end at once.
         ("sft", {"messages": [USER, SILENT, USER, BOT]}, {}, "empty_completion"),
         ("sft", {"prompt": [USER], "completion": [SILENT, USER, BOT]}, {}, "empty_completion"),
@@ -172,9 +172,9 @@ def test_rows_that_are_left_out(stage, row, options, kind):
 
 def test_rows_that_are_dropped_and_pairs_that_are_kept():
     row = {"prompt": "abc", "completion": "defghij"}
-    assert isinstance(encoded("sft", row, max_length=8, too_long="drop")[1][0], Dropped)
+    assert isinstance(encoded("sft", row, max_length=8, overlong="drop")[1][0], Dropped)
     answers = {"prompt": "p", "pos_answers": [LONG["chosen"], "y"], "neg_answers": [LONG["rejected"], "z"]}
-    _, (first, *others) = encoded("kto", answers, max_length=20, too_long="truncate")
+    _, (first, *others) = encoded("kto", answers, max_length=20, overlong="truncate")
     assert first == Dropped("equal_after_truncation")
     assert [one.columns["label"] for one in others] == [True, False]
 

@@ -182,11 +182,11 @@ def test_real_files(tmp_path, embedded_ray):
 
     tok = load_tokenizer(str(SHARED / "models" / "stories260K"))
     preferences = str(SHARED / "data" / "hh_harmless_test.jsonl.gz")
-    data = Data(train=preferences, on_error="skip", too_long="drop")
+    data = Data(train=preferences, on_error="skip", overlong="drop")
     made = prepare("rm", data, tok, 512, str(tmp_path))
     split = made.report.splits["train"]
     assert (split.read, split.kept) == (2312, 1601)
-    assert split.dropped == {"too_long": 702, "empty_completion": 4, "prompts_differ": 5}
+    assert split.dropped == {"overlong": 702, "empty_completion": 4, "prompts_differ": 5}
     with pytest.raises(InputError, match=r"hh_harmless_test.jsonl.gz:87: `chosen`"):
         prepare("rm", Data(train=preferences), tok, 512, str(tmp_path))
     messages = Data(train=str(SHARED / "data" / "tinker_conversations.jsonl"))

@@ -70,14 +70,14 @@ def judged(*winners):
 SAID = [  # stage, rows, options, texts in the report, texts that are not in it
     ("sft", [TALK], {"template": APART}, ["no completion is trained with a token that generation stops on",
         "the chat template leaves it out (model.chat_template)"], []),
-    ("sft", ROWS, {"max_length": 15, "too_long": "truncate"}, ["all of them are truncated (data.max_length)"], []),
+    ("sft", ROWS, {"max_length": 15, "overlong": "truncate"}, ["all of them are truncated (data.max_length)"], []),
     ("sft", ROWS, {}, [], ["stops on"]),
     ("sft", ROWS[:1], {}, ["read        1 row\n"], []),
     ("sft", ONCE, {}, ["1 row equal to an earlier row (data.deduplicate=true removes them)",
         "1 row with special tokens in the text (</s> in 1): they are encoded as ordinary text"], []),
-    ("sft", [*LONG, LONG[0]], {"max_length": 20, "too_long": "truncate"}, ["dropped     3 prompt too long",
+    ("sft", [*LONG, LONG[0]], {"max_length": 20, "overlong": "truncate"}, ["dropped     3 prompt too long",
         "\n\nduplicates    1 row equal", "rows.jsonl:2: found no token of the completion among the first 20"], []),
-    ("sft", LONG, {"max_length": 20, "too_long": "drop"}, ["dropped     3 too long", "rows.jsonl:2: found 54 tokens"], []),
+    ("sft", LONG, {"max_length": 20, "overlong": "drop"}, ["dropped     3 too long", "rows.jsonl:2: found 54 tokens"], []),
     ("sft", [TOOLS] * 3, {}, ["not read    columns id, tools\n", "the model does not see the `tools` of 3 rows"], []),
     ("ppo", [{"prompt": "q", "id": 1}], {}, [], ["not read"]),  # Python rewards read other columns
     ("ppo", [{"prompt": [{**USER, "id": 1}]}], {}, ["not read    column prompt[].id\n"], []),
@@ -147,9 +147,9 @@ def test_bad_rows_are_named_by_line_in_all_chunks(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"max_length": 8}, "data.too_long=truncate"),
-        ({"max_length": 8, "too_long": "drop"}, r"no row is left of 50 read \(50 too long\).*data.too_long=truncate"),
-        ({"max_length": 9, "too_long": "truncate"}, "50 prompt too long.*their prompts alone fill the 9 tokens"),
+        ({"max_length": 8}, "data.overlong=truncate"),
+        ({"max_length": 8, "overlong": "drop"}, r"no row is left of 50 read \(50 too long\).*data.overlong=truncate"),
+        ({"max_length": 9, "overlong": "truncate"}, "50 prompt too long.*their prompts alone fill the 9 tokens"),
         ({"eval_fraction": 1e-9}, "leaves none for `eval`"),
         ({"eval": "nowhere.jsonl"}, "data.eval: there is no file"),
         ({"train": None}, "needs rows"),

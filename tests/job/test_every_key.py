@@ -59,7 +59,7 @@ WHERE = {
 # Keys that a stage or an engine reads, instead of the trainer. The file is given.
 ELSEWHERE = {
     "save_steps": "pipeline/stages/ppo.py",
-    "patience_s": "pipeline/run/roles.py",
+    "reward_timeout_s": "pipeline/run/roles.py",
     "teacher_coef": "pipeline/ppo/losses.py",
     "teacher_system": "pipeline/stages/ppo.py",
 }

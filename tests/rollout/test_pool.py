@@ -90,7 +90,7 @@ async def test_whoever_waited_for_a_chunk_of_an_earlier_session_leaves_that_of_t
 
 @in_a_loop
 async def test_patience_ends_only_where_no_worker_is_there():
-    one = pool(patience_s=0)
+    one = pool(worker_wait_timeout_s=0)
     _, waiting = await asked(one)
     assert await waiting is None and one.waiting == [] and one.tasks == {}
     one.present.add(0)  # loads for the first time
@@ -101,7 +101,7 @@ async def test_patience_ends_only_where_no_worker_is_there():
 
 @in_a_loop
 async def test_trainers_that_were_away_begin_to_wait_anew():
-    one = pool(patience_s=100)
+    one = pool(worker_wait_timeout_s=100)
     one.alone_since -= 1000
     _, waiting = await asked(one)
     assert not (await asyncio.wait({waiting}, timeout=0.5))[0]

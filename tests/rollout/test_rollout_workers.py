@@ -73,7 +73,9 @@ def test_a_trainer_that_is_killed_asks_again_for_what_was_in_flight(ahead, stora
 @pytest.mark.slow
 def test_without_rollout_workers_the_trainer_samples_itself(ahead, storage, monkeypatch, capfd):
     touched(monkeypatch, "ppo", 2, storage / "rollout-nobody-once", rollout_workers_killed)
-    result = run(storage, "rollout-nobody", *AHEAD, "rollout.num_workers=1", "rollout.patience_s=0")
+    result = run(
+        storage, "rollout-nobody", *AHEAD, "rollout.num_workers=1", "rollout.worker_wait_timeout_s=0"
+    )
     assert_equal(storage, ahead, result)
     assert "no rollout worker is there: this trainer samples chunk" in capfd.readouterr().out
 

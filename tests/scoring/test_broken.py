@@ -107,7 +107,7 @@ def found(storage, form, answer):
     with judging(answer) as server:
         criteria = CRITERIA if form == "rubric" else None
         given = Definition(MODEL, form, f"{server.address}/v1", criteria=criteria)
-        judge = JudgeReward(given, str(storage), "run", patience_s=0.2)
+        judge = JudgeReward(given, str(storage), "run", reward_timeout_s=0.2)
         try:
             made = pairs.compared([judge], rows(), 0, Tokenizer(), {0, 1})
         except (Failure, InputError) as error:

@@ -41,8 +41,8 @@ def given(server, form="score", **settings):
     return Definition(model=MODEL, form=form, endpoint=f"{server.address}/v1", **settings)
 
 
-def reward(server, storage, run="run", patience_s=5.0, **settings):
-    return JudgeReward(given(server, **settings), str(storage), run, patience_s)
+def reward(server, storage, run="run", reward_timeout_s=5.0, **settings):
+    return JudgeReward(given(server, **settings), str(storage), run, reward_timeout_s)
 
 
 def expected(definition, several):
@@ -90,7 +90,7 @@ def test_an_alias_ends_the_run_at_the_first_answer(tmp_path):
 )
 def test_after_patience_the_run_ends_with_one_line_and_continues(fault, says, tmp_path):
     with judging(faults=[None, None, *[fault] * 500]) as server:
-        judge = reward(server, tmp_path, patience_s=0.3, timeout_s=0.1, concurrency=1)
+        judge = reward(server, tmp_path, reward_timeout_s=0.3, timeout_s=0.1, concurrency=1)
         with pytest.raises(
             Failure,
             match=rf"^reward 'judge' \(judge wise\): no usable answer for 0\.3 s .*({says}).* the same command with its run\.name continues",
@@ -118,7 +118,7 @@ def cut():
 )
 def test_five_answers_to_a_question_that_cannot_be_used_end_the_run(said, says, tmp_path):
     with judging(lambda asked: said) as server:
-        judge = reward(server, tmp_path, patience_s=-1)
+        judge = reward(server, tmp_path, reward_timeout_s=-1)
         with pytest.raises(Failure, match=rf"no usable answer in 5 answers to one question; .*{says}"):
             judge.checked(samples(1))
         assert len(server.requests) == judge.client.store.totals["run"]["calls"] == 5
@@ -134,13 +134,13 @@ def test_an_answer_of_one_token_is_not_truncated(tmp_path):
 def test_waiting_for_a_turn_does_not_prolong_the_patience(tmp_path):
     with judging(faults=[500] * 60) as server:
         with pytest.raises(Failure, match=r"no usable answer for 0\.3 s"):
-            reward(server, tmp_path, patience_s=0.3, requests_per_minute=1200).checked(samples(3))
+            reward(server, tmp_path, reward_timeout_s=0.3, requests_per_minute=1200).checked(samples(3))
 
 
 def test_a_pause_is_not_longer_than_the_patience(tmp_path, monkeypatch):
     monkeypatch.setattr(client, "PAUSES_S", (9.0, 9.0))
     with judging(faults=[500]) as server:
-        judge = reward(server, tmp_path, patience_s=0.2)
+        judge = reward(server, tmp_path, reward_timeout_s=0.2)
         begin = time.monotonic()
         assert judge.checked(samples(1)) == expected(judge.given, samples(1))
         assert time.monotonic() - begin < 4
@@ -225,7 +225,7 @@ def test_a_budget_is_kept_and_can_be_raised(tmp_path):
 def test_limits_of_requests_and_tokens_a_minute(tmp_path):
     with judging() as server:
         begin = time.monotonic()
-        reward(server, tmp_path, requests_per_minute=1200, patience_s=0.01).checked(samples(11))
+        reward(server, tmp_path, requests_per_minute=1200, reward_timeout_s=0.01).checked(samples(11))
         assert time.monotonic() - begin >= 10 * 0.05
         begin = time.monotonic()
         judge = reward(server, tmp_path, tokens_per_minute=600_000, max_tokens=900)

@@ -228,19 +228,21 @@ def test_an_async_reward_has_all_rows_at_once_and_a_limit():
         assert groups == [7, 7]
         return await asyncio.gather(*map(one, completions))
 
-    assert FunctionReward(together, patience_s=30).checked(asked) == [0.0, 1.0]
+    assert FunctionReward(together, reward_timeout_s=30).checked(asked) == [0.0, 1.0]
 
     async def hangs(completions):
         await asyncio.sleep(60)
 
-    with pytest.raises(Failure, match=r"'hangs' .* took more than 0\.1 s \(trainer\.patience_s\); the same"):
-        FunctionReward(hangs, patience_s=0.1).checked(asked)
+    with pytest.raises(
+        Failure, match=r"'hangs' .* took more than 0\.1 s \(trainer\.reward_timeout_s\); the same"
+    ):
+        FunctionReward(hangs, reward_timeout_s=0.1).checked(asked)
 
     async def gives_up(completions):
         raise TimeoutError("no answer")
 
     with pytest.raises(Failure, match=r"raised TimeoutError: no answer for a batch of 2 samples"):
-        FunctionReward(gives_up, patience_s=30).checked(asked)
+        FunctionReward(gives_up, reward_timeout_s=30).checked(asked)
 
 
 def test_completions_to_the_same_prompt_are_a_group():

@@ -72,7 +72,7 @@ def test_each_kind_has_its_rows_with_the_version_that_answered(stores, tmp_path)
     kept.give({**ID, "label": False, "choice": 1})
     kept.give({**ID, "chosen": 0, "rejected": 1})
     assert kept.give({**ID, "edit": "It is Lima."})["version"] == "models:/p/3"
-    thumbs = [(row["prompt"], row["completion"], row["label"]) for row in rows(tmp_path, "thumbs")]
+    thumbs = [(row["prompt"], row["completion"], row["label"]) for row in rows(tmp_path, "labels")]
     assert thumbs == [(MESSAGES, "Lima.", True), (MESSAGES, "Cuzco.", False)]
     [pair], [edit] = rows(tmp_path, "comparisons"), rows(tmp_path, "edits")
     assert (pair["chosen"], pair["rejected"]) == ("Lima.", "Cuzco.")
@@ -85,7 +85,7 @@ def test_the_row_has_the_variables_of_the_template(stores, tmp_path):
     kept = stores({**answer("chatcmpl-1"), **given}, {**answer("chatcmpl-2"), "chat_template_kwargs": None})
     for name in ("chatcmpl-1", "chatcmpl-2"):
         kept.give({"id": name, "label": True})
-    first, second = rows(tmp_path, "thumbs")
+    first, second = rows(tmp_path, "labels")
     assert (
         first["chat_template_kwargs"] == {"enable_thinking": False} and "chat_template_kwargs" not in second
     )
@@ -101,7 +101,7 @@ def test_repeated_feedback_changes_nothing_and_different_feedback_is_refused_als
         for said in ({"label": False}, {"edit": "No."}, {"chosen": 1, "rejected": 0}):
             refused(kept, said, 409)
         kept = stores()
-    assert [len(rows(tmp_path, name)) for name in ("thumbs", "edits", "comparisons")] == [1, 1, 1]
+    assert [len(rows(tmp_path, name)) for name in ("labels", "edits", "comparisons")] == [1, 1, 1]
 
 
 LONG = r"no row to learn from: found \d+ tokens; expected at most 2048"
@@ -146,14 +146,14 @@ def test_a_truncated_choice_is_never_the_good_one(stores):
 def test_an_incomplete_line_of_a_killed_writer_is_removed_and_reported(stores, tmp_path, capsys):
     kept = stores(answer(), answer("chatcmpl-2"))
     kept.give({**ID, "label": True})
-    whole = (tmp_path / "thumbs.jsonl").read_bytes()
-    (tmp_path / "thumbs.jsonl").write_bytes(whole + whole[: len(whole) // 2])
+    whole = (tmp_path / "labels.jsonl").read_bytes()
+    (tmp_path / "labels.jsonl").write_bytes(whole + whole[: len(whole) // 2])
     kept = stores()
-    assert (tmp_path / "thumbs.jsonl").read_bytes() == whole
-    said = f"{tmp_path}/thumbs.jsonl: removed an unfinished last line of {len(whole) // 2} bytes"
+    assert (tmp_path / "labels.jsonl").read_bytes() == whole
+    said = f"{tmp_path}/labels.jsonl: removed an unfinished last line of {len(whole) // 2} bytes"
     assert capsys.readouterr().out.strip() == said
     kept.give({"id": "chatcmpl-2", "label": False})
-    assert [row["label"] for row in rows(tmp_path, "thumbs")] == [True, False]
+    assert [row["label"] for row in rows(tmp_path, "labels")] == [True, False]
 
 
 def test_a_partly_written_line_is_removed(stores, tmp_path, monkeypatch):
@@ -161,9 +161,9 @@ def test_a_partly_written_line_is_removed(stores, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", lambda file, data: write(file, data[: len(data) // 2]))
         refused(kept, {"label": True}, 507)
-    assert (tmp_path / "thumbs.jsonl").read_bytes() == b""
+    assert (tmp_path / "labels.jsonl").read_bytes() == b""
     kept.give({**ID, "label": True})
-    assert len(rows(tmp_path, "thumbs")) == 1
+    assert len(rows(tmp_path, "labels")) == 1
     (tmp_path / "edits.jsonl").mkdir()  # the file cannot be created, as on a full disk
     refused(kept, {"edit": "Lima."}, 507)
 
@@ -180,7 +180,7 @@ def test_the_folder_has_a_size_limit_and_old_conversations_are_deleted(stores, t
             kept.remember([answer(f"new-{j}", ("z" * 2000,), time=5e9 + j)])
             kept.give({"id": f"new-{j}", "label": True})
             written += 1
-    assert full.value.status == 507 and written == len(rows(tmp_path, "thumbs")) > 5
+    assert full.value.status == 507 and written == len(rows(tmp_path, "labels")) > 5
     assert sum(file.stat().st_size for file in tmp_path.glob("*.jsonl")) <= 1 << 15
 
 
@@ -218,7 +218,7 @@ def test_no_other_user_can_read_the_folders_files(stores, tmp_path):
     kept = stores(answer())
     kept.give({**ID, "label": True})
     held = [file for file in tmp_path.iterdir() if file.stat().st_size]
-    assert {"conversations.db-wal", "thumbs.jsonl"} <= {file.name for file in held}
+    assert {"conversations.db-wal", "labels.jsonl"} <= {file.name for file in held}
     assert all(file.stat().st_mode & 0o077 == 0 for file in held), held
 
 
@@ -236,7 +236,7 @@ def test_without_log_prompts_no_text_is_on_disk(stores, tmp_path):
     kept.give({**ID, "label": True})
     kept.give({**ID, "chosen": 1, "rejected": 0})
     refused(kept, {"edit": "It is Lima."}, 400, "texts are not kept")
-    assert [row["said"]["kind"] for row in rows(tmp_path, "votes")] == ["thumbs", "comparisons"]
+    assert [row["said"]["kind"] for row in rows(tmp_path, "votes")] == ["labels", "comparisons"]
     content = b"".join(file.read_bytes() for file in tmp_path.iterdir())
     assert b"Lima" not in content and b"capital" not in content
     assert all(file.stat().st_mode & 0o077 == 0 for file in tmp_path.glob("*.jsonl"))
@@ -261,7 +261,7 @@ def test_a_restarted_recorder_waits_for_the_previous_one(tmp_path, stores, monke
     threading.Timer(0.3, stores(answer()).close).start()
     monkeypatch.setattr(feedback, "LOCK_S", 60.0)
     after = FeedbackStore(str(tmp_path), True, 1 << 20)
-    assert after.give({**ID, "label": True})["kind"] == "thumbs"
+    assert after.give({**ID, "label": True})["kind"] == "labels"
     after.close()
 
 

@@ -52,12 +52,12 @@ def test_labels_make_a_better_policy_that_is_served_without_a_restart(tmp_path, 
             ended = answer["choices"][0]["finish_reason"] == "stop"
             said = {"id": answer["id"], "label": ended and score >= 0.5}
             assert ask(server.url, "/v1/feedback", said)[0] == 200
-        thumbs = rows_of(tmp_path / "feedback/thumbs.jsonl")
+        thumbs = rows_of(tmp_path / "feedback/labels.jsonl")
         liked = sum(row["label"] for row in thumbs)
         assert len(thumbs) == 300 and 10 < liked < 290
         given = [
-            f"data.train={tmp_path}/feedback/thumbs.jsonl",
-            "data.eval=jobs/demo/data/thumbs_eval.jsonl",
+            f"data.train={tmp_path}/feedback/labels.jsonl",
+            "data.eval=jobs/demo/data/labels_eval.jsonl",
             f"trainer.desirable_weight={1.2 * (300 - liked) / liked}",
             "trainer.num_train_epochs=10",
             "mlflow.registered_model=rlhf-sft",

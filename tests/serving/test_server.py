@@ -342,9 +342,9 @@ def test_feedback_becomes_rows_that_the_stages_read(server, storage, in_root):
     for file in server.folder.glob("*.jsonl"):
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         rows[file.stem] = [row for row in lines if row["prompt"][0]["content"].startswith("Question")]
-    assert [len(rows[name]) for name in ("thumbs", "edits")] == [6, 6] and len(rows["comparisons"]) > 3
+    assert [len(rows[name]) for name in ("labels", "edits")] == [6, 6] and len(rows["comparisons"]) > 3
     assert {row["version"] for kind in rows.values() for row in kind} == {"models:/toy-policy/1"}
-    for kind, name in (("kto", "thumbs"), ("rm", "comparisons"), ("dpo", "comparisons"), ("sft", "edits")):
+    for kind, name in (("kto", "labels"), ("rm", "comparisons"), ("dpo", "comparisons"), ("sft", "edits")):
         given = [f"data.train={server.folder}/{name}.jsonl", "data.eval=null", f"run.storage_path={storage}"]
         assert main(["validate", f"jobs/demo/{kind}.yaml", *given]) == 0
 

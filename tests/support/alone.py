@@ -79,7 +79,7 @@ def worker(stage, folder, *settings, inputs=MappingProxyType({})):
     job = load_job(f"jobs/demo/{stage}.yaml", [*QUICK[stage], "trainer.seed=1", *settings], stage)
     rows, model = out / f"{stage}.jsonl", job.model
     rows.write_text("".join(Path(job.data.train).read_text().splitlines(True)[:ROWS]))
-    data = replace(job.data, train=str(rows), eval=None, too_long="truncate")
+    data = replace(job.data, train=str(rows), eval=None, overlong="truncate")
     tokenizer = load_tokenizer(model.name_or_path, model.revision, model.chat_template)
     packing = bool(job.trainer.get("packing"))
     made = prepare(stage, data, tokenizer, 256, str(out / "cache"), packing, contextlib.nullcontext)

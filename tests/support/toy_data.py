@@ -88,10 +88,10 @@ def parsed(row, stage: str):
     return parse(row, kind_of(stage))
 
 
-def encoder(stage, template=None, max_length=500, too_long="error", apply=False, bos=True, ends=("</s>",)):
+def encoder(stage, template=None, max_length=500, overlong="error", apply=False, bos=True, ends=("</s>",)):
     """Returns an encoder. Generation stops at the tokens `ends`."""
     tok = tokenizer(template, bos)
-    return Encoder(tok, kind_of(stage), max_length, too_long, apply, tok.convert_tokens_to_ids([*ends]))
+    return Encoder(tok, kind_of(stage), max_length, overlong, apply, tok.convert_tokens_to_ids([*ends]))
 
 
 def encoded(stage, row, **options):

@@ -32,7 +32,7 @@ SMALL = {
     ],
     # If no node fits a rollout worker, the trainers sample themselves after less than PATIENCE.
     "ahead": [
-        "rollout.num_workers=1", "rollout.staleness=1", "rollout.chunk_timeout_s=5", "rollout.patience_s=20",
+        "rollout.num_workers=1", "rollout.staleness=1", "rollout.chunk_timeout_s=5", "rollout.worker_wait_timeout_s=20",
         "trainer.local_rollout_forward_batch_size=4",
     ],
 }  # fmt: skip

@@ -45,11 +45,11 @@ class Client:
     Args:
         given: the definition.
         name: what messages call the judge.
-        patience_s: seconds after a failure, without a usable answer since, when a call ends; -1: no limit.
+        reward_timeout_s: seconds after a failure, without a usable answer since, when a call ends; -1: no limit.
     """
 
-    def __init__(self, given: Definition, store: Store, name: str, patience_s: float = -1) -> None:
-        self.given, self.store, self.name, self.patience_s = given, store, name, patience_s
+    def __init__(self, given: Definition, store: Store, name: str, reward_timeout_s: float = -1) -> None:
+        self.given, self.store, self.name, self.reward_timeout_s = given, store, name, reward_timeout_s
         self.counts = dict.fromkeys(COUNTS, 0.0)  # counts of this call
         self.failing: float | None = None  # time of the first failure since the last usable answer
         self.free_at = 0.0  # time at which the next request may begin
@@ -156,10 +156,10 @@ class Client:
             self.counts["failed"] += 1
             now = time.monotonic()
             self.failing = self.failing or now
-            rest = self.failing + self.patience_s - now
-            is_late = self.patience_s >= 0 >= rest
+            rest = self.failing + self.reward_timeout_s - now
+            is_late = self.reward_timeout_s >= 0 >= rest
             if is_late or unclear == UNCLEAR:
-                span = f"for {self.patience_s:g} s (trainer.patience_s)"
+                span = f"for {self.reward_timeout_s:g} s (trainer.reward_timeout_s)"
                 span = span if is_late else f"in {UNCLEAR} answers to one question"
                 ended = f"{self.name}: no usable answer {span}; the last problem: {why}"
                 self.error = self.error or Failure(
@@ -168,7 +168,7 @@ class Client:
                 return
             wait = max(wait, pause * random.Random(key).uniform(0.5, 1.0))
             pause = min(most, 2 * pause)
-            await asyncio.sleep(min(wait, rest) if self.patience_s >= 0 else wait)
+            await asyncio.sleep(min(wait, rest) if self.reward_timeout_s >= 0 else wait)
 
     async def _wait_for_turn(self, asked: Asked) -> None:
         """Waits until the limits of requests and tokens a minute allow another request."""

@@ -22,16 +22,16 @@ class JudgeReward(Reward):
     Args:
         given: the definition.
         storage_path, run: where answers are kept, and the run that pays for them.
-        patience_s: seconds without a usable answer after which the run ends; -1: no limit.
+        reward_timeout_s: seconds without a usable answer after which the run ends; -1: no limit.
     """
 
     def __init__(
-        self, given: Definition, storage_path: str, run: str, patience_s: float = -1, **settings: Any
+        self, given: Definition, storage_path: str, run: str, reward_timeout_s: float = -1, **settings: Any
     ) -> None:
         super().__init__(**{"name": "judge", **settings})
         self.given, self.columns, self.compares = given, frozenset(given.columns), given.form == "rank"
         store = Store(folder(storage_path, given), run)
-        self.client = Client(given, store, f"reward {self.name!r} (judge {given.model})", patience_s)
+        self.client = Client(given, store, f"reward {self.name!r} (judge {given.model})", reward_timeout_s)
 
     def score(self, samples: Samples) -> list[float]:
         given = self.given

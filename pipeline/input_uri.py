@@ -18,7 +18,7 @@ FUNCTION = re.compile(r"python:(?P<name>[A-Za-z_][\w.]*):(?P<function>[A-Za-z_]\
 
 
 @dataclass(frozen=True)
-class Ref:
+class InputURI:
     """A parsed reference. `name` is a registered model, a module or a judge; of anything else all parts are empty."""
 
     name: str = ""
@@ -27,7 +27,7 @@ class Ref:
     function: str | None = None
 
     @classmethod
-    def parse(cls, text: str | None) -> Ref:
+    def parse(cls, text: str | None) -> InputURI:
         found = MODEL.fullmatch(text or "") or FUNCTION.fullmatch(text or "")
         if (text or "").startswith(JUDGE):
             return cls(str(text))
@@ -60,5 +60,5 @@ class Ref:
 
 def title(text: str) -> str:
     """Returns `rlhf-dpo v3` for models:/rlhf-dpo/3, and any other text as it is."""
-    ref = Ref.parse(text)
+    ref = InputURI.parse(text)
     return f"{ref.name} v{ref.version}" if ref.version else text
