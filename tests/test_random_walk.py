@@ -40,7 +40,7 @@ FILES = {
     "sft": "demonstrations",
     "rm": "preferences",
     "dpo": "preferences",
-    "kto": "labels",
+    "kto": "thumbs",
     "ppo": "prompts",
 }
 

@@ -100,7 +100,7 @@ def preferences(asked: list[Question], count: int, rng: Random) -> list[dict[str
     return rows
 
 
-def labels(asked: list[Question], count: int, rng: Random) -> list[dict[str, Any]]:
+def thumbs(asked: list[Question], count: int, rng: Random) -> list[dict[str, Any]]:
     """Returns single completions with a user's label: desirable with a probability equal to the gold score."""
     rows = []
     for question in _spread(asked, count, rng):
@@ -129,7 +129,7 @@ def write_data(folder: Path, seed: int = SEED) -> None:
     sizes = {
         demonstrations: (500, 60),
         preferences: (1200, 200),
-        labels: (1800, 300),
+        thumbs: (1800, 300),
         prompts: (len(questions(False)), len(questions(True))),
     }
     for make, (train, held_out) in sizes.items():

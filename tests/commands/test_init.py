@@ -92,7 +92,7 @@ def test_a_folder_becomes_a_profile_with_all_jobs(here, capsys):
         "sft": (train("demonstrations"), held_out("demonstrations"), 64),
         "rm": (train("preferences"), held_out("preferences"), 64),
         "dpo": (train("preferences"), held_out("preferences"), 64),
-        "kto": (train("labels"), held_out("labels"), 64),
+        "kto": (train("thumbs"), held_out("thumbs"), 64),
         "ppo": (train("prompts"), held_out("prompts"), 64),
         "evaluate": (None, held_out("prompts"), 64),
         "collect": (train("prompts"), None, 64),

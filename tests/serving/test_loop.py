@@ -57,7 +57,7 @@ def test_labels_make_a_better_policy_that_is_served_without_a_restart(tmp_path, 
         assert len(thumbs) == 300 and 10 < liked < 290
         given = [
             f"data.train={tmp_path}/feedback/labels.jsonl",
-            "data.eval=jobs/demo/data/labels_eval.jsonl",
+            "data.eval=jobs/demo/data/thumbs_eval.jsonl",
             f"trainer.desirable_weight={1.2 * (300 - liked) / liked}",
             "trainer.num_train_epochs=10",
             "mlflow.registered_model=rlhf-sft",

@@ -174,7 +174,7 @@ def test_losses_equal_those_of_bare_trl(name, runs, storage):
 
 def rows(name):
     """Returns the raw rows as TRL's own messages, so that the test also covers templating and tokenizing."""
-    files = {"sft": "demonstrations", "kto": "labels"}
+    files = {"sft": "demonstrations", "kto": "thumbs"}
     path = ROOT / "jobs/demo/data" / f"{files.get(name, 'preferences')}.jsonl"
     for row in map(json.loads, path.read_text().splitlines()):
         if name == "sft":
