@@ -56,8 +56,8 @@ RUNS = {  # name: (subcommand, its keys besides GPU)
 }
 REPLAYED = {"ppo", "ppo-adapter-bf16", "ppo-grpo", "evaluate", "generate", "collect", "export"}
 ROWS = {"train": 16, "eval": 4, "pairs": 4}  # number of rows read from each file
-# subcommand, free GiB of a GPU's 80, and vLLM's share
-VLLM = [("ppo", 40, 0.04), ("ppo", 2, 0.02), ("serve", 40, 0.4)]
+# subcommand, free GiB of the GPU's 80 GiB, and the share of the GPU that vLLM gets
+VLLM = [("ppo", 40, 0.04), ("serve", 40, 0.4)]
 
 
 def few_rows(verb, storage):
@@ -81,19 +81,16 @@ class Runs:
 
     def child(self, work, *args):
         gpus = worker.GPUS if work in (working.run_on_ray, working.served_answer) else 1
-        return isolated(400, working.quietly, str(self.statements), gpus, work, *args, method="forkserver")
+        return isolated(
+            400, working.with_output, str(self.statements), gpus, work, *args, method="forkserver"
+        )
 
     @cache  # noqa: B019  (one object, until the tests of this file end)
     def of(self, name, verb, *keys, work=command.run, more=()):
         """Returns the result of `work` for this run, and the run's `result`."""
-        given = [
-            *few_rows(verb, self.storage),
-            "gate={}",
-            f"run.storage_path={self.storage}",
-            f"run.name={name}",
-        ]
-        found = self.child(work, [verb, f"jobs/demo/{verb}.yaml", *given, *keys], *more)
-        print(found["said"])
+        keys = (*few_rows(verb, self.storage), f"run.storage_path={self.storage}", f"run.name={name}", *keys)
+        found = self.child(work, [verb, f"jobs/demo/{verb}.yaml", "gate={}", *keys], *more)
+        print(found["output"])
         file = self.storage / name / "result.json"
         return found | {"result": json.loads(file.read_text()) if file.exists() else {}}
 
@@ -120,7 +117,7 @@ class Runs:
     def of_vllm(self, verb, free):
         models = [POLICIES, REWARDS] if verb == "serve" else [POLICY, REWARD]
         keys = [GPU, *models, "rollout.engine=vllm", f"run.storage_path={self.storage}"]
-        return self.child(working.asked_of_vllm, verb, keys, free)
+        return self.child(working.options_of_vllm, verb, keys, free)
 
     @cache  # noqa: B019
     def planned(self):
@@ -140,7 +137,7 @@ def runs(tmp_path_factory):
 def test_a_command_runs_on_a_gpu(name, runs):
     found = runs.table(name)
     assert found["status"] == 0
-    assert "CUDA graphs" not in found["said"] and "nothing was learned" not in found["said"]
+    assert "CUDA graphs" not in found["output"] and "nothing was learned" not in found["output"]
     assert found["peak"] > BASE_BYTES and found["host_reads"]["copy from the host"]
     assert (found["replays"] > 0) == (name in REPLAYED)
 
@@ -166,7 +163,7 @@ def test_a_rollout_worker_on_its_own_gpu_gives_bit_identical_results(runs):
 
 @pytest.mark.parametrize(("verb", "free", "share"), VLLM)
 def test_vllm_takes_only_free_memory(verb, free, share, runs):
-    assert runs.of_vllm(verb, free) == {"gpu_memory_utilization": share, "gpus": "3", "said": mock.ANY}
+    assert runs.of_vllm(verb, free) == {"gpu_memory_utilization": share, "gpus": "3", "output": mock.ANY}
 
 
 def test_a_replica_answers(runs):

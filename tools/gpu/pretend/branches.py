@@ -17,15 +17,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-FILE = (
-    "PRETEND_STATEMENTS"  # environment variable: the file to which processes add the statements that they run
-)
+FILE = "PRETEND_STATEMENTS"  # environment variable that names the file to which processes add statements that ran
 NOTE = "_note_statement_of_cuda"
 
 
 @cache
 def statements() -> dict[str, str]:
-    """Returns {path from ROOT:line: text} of statements that call torch.cuda or are in branches whose condition names CUDA."""
+    """Returns {path from ROOT:line: text} of statements that call torch.cuda, or that run only if a condition on CUDA holds."""
     found = {}
     for path in sorted((ROOT / "pipeline").rglob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -36,7 +34,7 @@ def statements() -> dict[str, str]:
 
 
 def _of_cuda(tree: ast.AST) -> Iterator[tuple[list[ast.stmt], int]]:
-    """Yields (block, position in the block) of each such statement."""
+    """Yields (block, position in the block) of each statement that only a GPU executes."""
     inside = set[ast.stmt]()
     for node in ast.walk(tree):
         for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
@@ -51,7 +49,7 @@ def _of_cuda(tree: ast.AST) -> Iterator[tuple[list[ast.stmt], int]]:
 
 
 class _Noting(SourceFileLoader):
-    """Loads a module and inserts a recording call before each of these statements."""
+    """Loads a module, and inserts a call of `_note` before each statement that only a GPU executes."""
 
     def get_code(self, fullname: str) -> Any:
         text = Path(self.path).read_text(encoding="utf-8")
