@@ -13,10 +13,6 @@ from types import ModuleType
 from typing import Any, Literal
 from unittest import mock
 
-# isort: off
-from tools.gpu.pretend import branches  # must precede the modules of pipeline/, whose statements it records
-# isort: on
-
 import pytest
 import resumed
 import served
@@ -40,13 +36,8 @@ def run_cut(arguments: list[str], step: int) -> dict[str, Any]:
     return run(arguments)
 
 
-def with_output(notes: str, gpus: int, work: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """Returns the result of `work(*args)` on a machine with GPUs, plus its `output`.
-
-    Args:
-        notes: file for the statements that ran (branches.FILE).
-    """
-    os.environ[branches.FILE] = notes
+def with_output(gpus: int, work: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """Returns the result of `work(*args)` on a machine with GPUs, plus its `output`."""
     output = io.StringIO()
     with redirect_stdout(output), redirect_stderr(output), machine(gpus):
         found = work(*args)
