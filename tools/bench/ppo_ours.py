@@ -33,7 +33,7 @@ def ppo(name: str, case: str, fields: str) -> None:
     history: list[dict[str, float]] = []
 
     def on_update(metrics: dict[str, float], update: int, total: int) -> None:
-        clock.step(update)
+        clock.update_ended()
         history.append(metrics)
 
     rows = [{"input_ids": ids, "row": json.dumps({"prompt": ""})} for ids in size.token_ids(tokens)]
