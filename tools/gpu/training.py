@@ -177,7 +177,7 @@ def installed_pipeline(record: Record) -> None:
         raise Skipped("tests/gpu/test_runs.py runs the commands on a pretended GPU")
     models.need("ray", "trl", "mlflow")
     with tempfile.TemporaryDirectory() as folder:
-        settings = "scaling.use_gpu=true trainer.use_cpu=false gate={} trainer.max_steps=2 trainer.eval_on_start=false trainer.eval_strategy=no"
+        settings = "scaling.use_gpu=true gate={} trainer.max_steps=2 trainer.eval_on_start=false trainer.eval_strategy=no"
         run = [f"run.storage_path={folder}", "run.name=gpu", "run.report=false"]
         _check_succeeds(record, "pipeline", "sft", "jobs/demo/sft.yaml", *settings.split(), *run)
         result = json.loads(Path(folder, "gpu/result.json").read_text())
