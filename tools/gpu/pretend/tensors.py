@@ -21,7 +21,6 @@ CPU = torch.device("cpu")
 _make_subclass = torch.Tensor._make_subclass
 _plain_to = torch.Tensor.to
 _plain_data = torch.Tensor.data
-_plain_pin = torch.Tensor.pin_memory
 
 COPIES = {aten._to_copy.default, aten.copy_.default}  # operations that accept tensors on several devices
 READS = {  # operations whose result the host must know: a number, or the size of a tensor
