@@ -80,7 +80,7 @@ class Size:
         return self.folder / "model" if self.shape else DEMO
 
     def prepare(self) -> None:
-        """Writes the random model, once."""
+        """Writes the random model, unless it exists."""
         if not self.shape or (self.folder / "ready").exists():
             return
         import torch
@@ -170,12 +170,12 @@ SIZES = {size.name: size for size in ALL}
 
 
 def write(found: dict[str, Any]) -> None:
-    """Writes the results of this process to the file that its parent requested."""
+    """Writes the results of this process to the file BENCH_OUT, which its parent reads."""
     Path(os.environ["BENCH_OUT"]).write_text(json.dumps(found))
 
 
 def since_start(at: float) -> float:
-    """Returns the seconds from the start of this process, including imports, to a time (seconds since the epoch)."""
+    """Returns the seconds between the start of this process and a time in seconds since the epoch."""
     return at - float(os.environ["BENCH_BEGIN"])
 
 
