@@ -52,7 +52,7 @@ def run(job: Job) -> dict[str, Any]:
             key="run.storage_path",
         )
     args: Export = job.args
-    hub.check_push(args)
+    hub.create_repository(args)
     job = named(job)
     if not (result := finished(identity_of(job))):
         with open_run(job) as run:

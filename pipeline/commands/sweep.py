@@ -167,11 +167,11 @@ def _quietly(sweep: Sweep) -> Iterator[None]:
         yield
         return
     with open(f"{sweep.folder}/output.log", "a", encoding="utf-8") as log:
-        console.attach(JOBS, log)
+        console.attach_ray_printer(JOBS, log)
         try:
             yield
         finally:
-            console.attach(JOBS)
+            console.attach_ray_printer(JOBS)
 
 
 def closing(sweep: Sweep, summary: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ from pipeline.run.worker import Worker
 from pipeline.scoring.judges.reward import JudgeReward
 from pipeline.scoring.rewards import AdapterReward, FunctionReward, ModelReward, Reward
 from pipeline.system import hub
-from pipeline.system.functions import imported
+from pipeline.system.functions import import_function
 from pipeline.writing import memory
 from pipeline.writing.decoder import SlotDecoder
 from pipeline.writing.rows import Decoder
@@ -51,7 +51,7 @@ def reward(worker: Host, shared: SharedBase | None, name: str, role: str) -> Rew
     given, args = worker.work.inputs[name], worker.args
     weight = given.weight
     if given.kind == "function":
-        return FunctionReward(imported(given.version), args.reward_timeout_s, weight=weight, name=role)
+        return FunctionReward(import_function(given.version), args.reward_timeout_s, weight=weight, name=role)
     if given.kind == "judge":
         run, definition = worker.work.run, Definition(**given.facts)
         return JudgeReward(

@@ -22,7 +22,7 @@ from pipeline.registry import lineage
 from pipeline.settle.identity import tracking_of
 from pipeline.settle.work import Input, Work
 from pipeline.system import hub, storage, terminal
-from pipeline.system.functions import digest, imported
+from pipeline.system.functions import digest_functions, import_function
 
 # Arguments that every Python reward may have
 GIVEN = ("prompts", "completions", "completion_ids", "seeds", "groups")
@@ -55,7 +55,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
     for name, source in named.items():
         with about(job.key_of(name)):
             if InputURI.parse(source).is_function:
-                imported(source)
+                import_function(source)
             if InputURI.parse(source).is_judge:
                 inputs[name] = pinned.get(name) or judge.pinned(source)
                 continue
@@ -108,7 +108,7 @@ def check_paths(job: Job) -> None:
 
     for key, source in transforms(job.data).items():
         with about(key):
-            imported(source)
+            import_function(source)
     if job.facts.rows:
         preview.preprocessing(job.stage, job.data)
     buckets: dict[str, tuple[str, str]] = {}
@@ -137,7 +137,7 @@ def digests_of_functions(work: Work) -> dict[str, str]:
             found.setdefault(work.keys[name].partition(".")[0], []).append(one.version)
     if (estimator := str(work.trainer.get("advantage_estimator"))).startswith("python:"):
         found["trainer.advantage_estimator"] = [estimator]
-    return {key: digest(sources) for key, sources in found.items()}
+    return {key: digest_functions(sources) for key, sources in found.items()}
 
 
 def unfilled(source: str, columns: set[str]) -> str | None:
@@ -145,7 +145,7 @@ def unfilled(source: str, columns: set[str]) -> str | None:
     if InputURI.parse(source).is_judge:
         return next(iter(sorted(judge.read(judge.at_version(source)[0]).columns - columns)), None)
     optional = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
-    parameters = inspect.signature(imported(source)).parameters.values()
+    parameters = inspect.signature(import_function(source)).parameters.values()
     required = [one.name for one in parameters if one.default is one.empty and one.kind not in optional]
     return next((name for name in required if name not in {*columns, *GIVEN}), None)
 

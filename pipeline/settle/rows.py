@@ -64,7 +64,7 @@ def tokenize(work: Work, start_ray: Callable[[], Any] | None = None) -> tuple[Wo
         check_updates(work.args, len(mixture) if mixture else report.splits["train"].kept)
     digests = {name: tokenized.digests[split] for name, (tokenized, split) in sets.items()}
     if through := transforms(given):
-        digests["transform"] = functions.digest(through.values())
+        digests["transform"] = functions.digest_functions(through.values())
     work = replace(
         work,
         digests=digests | digests_of_functions(work),

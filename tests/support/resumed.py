@@ -9,17 +9,17 @@ from tools.chaos.runs import differences
 
 
 def touched(monkeypatch, verb, step, once, happens):
-    """Makes the stage `verb` call `happens()` once, after `step` or after the last step. The file `once` records the call."""
+    """Makes the stage `verb` call `happens()` once, after `step`. The file `once` records the call, see dying.at_step."""
     module = importlib.import_module(f"pipeline.stages.{verb}")
     monkeypatch.setattr(module, "train", dying.at_step(verb, step, str(once), happens))
 
 
 class Interrupted(Exception):
-    """Ends a run in the process of its command."""
+    """Ends a run without ending the process."""
 
 
 def interrupted(monkeypatch, verb, step):
-    """Makes the stage `verb` fail after its first checkpoint at `step` or later."""
+    """Makes the stage `verb` fail after it has committed a checkpoint of `step` or later."""
     module = importlib.import_module(f"pipeline.stages.{verb}")
     train = module.train
 
@@ -38,5 +38,5 @@ def interrupted(monkeypatch, verb, step):
 
 
 def assert_equal(storage, expected, result):
-    """Asserts that two runs (their result.json) have bit-identical adapters, and the same metrics and curves."""
+    """Asserts that the runs with these result.json have bit-identical adapters, equal metrics and equal curves."""
     assert differences(client(storage), expected, result) == []

@@ -1,6 +1,6 @@
-"""Measures `serve`: `python tools/bench/serve.py ours|plain SIZE serve [section.key=value ...]`, started by `make bench`.
+"""Measures `serve`. `make bench` runs `python tools/bench/serve.py ours|plain SIZE serve [section.key=value ...]`.
 
-A step is a token, over all clients.
+A step is a token of any client.
 """
 
 import json
@@ -21,8 +21,8 @@ def questions() -> list[str]:
 def ours(name: str, _: str, *overrides: str) -> None:
     """Serves two policies on one base over HTTP. Each client waits for an answer before its next request.
 
-    The peak is the private memory of the replica and vLLM's processes before the first request, which hold the models. The
-    replica of an embedded Ray has one thread, like a worker on one CPU.
+    The peak is the private memory of the replica and of vLLM's processes before the first request. The replica has one
+    thread, like a worker on one CPU.
     """
     import psutil
 
