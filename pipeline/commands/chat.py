@@ -17,7 +17,7 @@ from pipeline.data.values import RowError
 from pipeline.errors import InputError, visible
 from pipeline.job import Job
 from pipeline.models.template import text_as_chat
-from pipeline.run.host import Host, load_host
+from pipeline.run.model_host import ModelHost, load_model_host
 from pipeline.settle.inputs import unfilled
 from pipeline.system import process
 
@@ -25,7 +25,7 @@ HELP = "/reset forgets the conversation, /system TEXT sets the instructions (not
 
 
 def run(job: Job) -> None:
-    host = load_host(job)
+    host = load_model_host(job)
     for key, source in job.functions.items():
         if wanted := unfilled(source, {"messages"}):
             raise InputError(
@@ -49,7 +49,7 @@ def run(job: Job) -> None:
 class Chat:
     """A conversation: its messages, and the models that answer and judge them."""
 
-    def __init__(self, host: Host):
+    def __init__(self, host: ModelHost):
         from pipeline.run import roles
         from pipeline.writing.decoder import SlotDecoder
         from pipeline.writing.rows import Sampling

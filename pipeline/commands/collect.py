@@ -21,7 +21,7 @@ from pipeline.data.messages import repeats_prompt, unpacked
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
 from pipeline.job import Collect, Job
-from pipeline.run.host import Host
+from pipeline.run.model_host import ModelHost
 from pipeline.run.parts import Answer, Record, Verb, launch
 
 # Columns that are dropped from a prompt's row, because training would read them with or instead of the completions.
@@ -47,7 +47,7 @@ def run(job: Job) -> dict[str, Any]:
     return result
 
 
-def load(host: Host) -> Answer:
+def load(host: ModelHost) -> Answer:
     sample = sampler(host, host.args.num_generations)
     came_from = origin(host.work.versions) | {"seed": host.args.seed}
 

@@ -25,8 +25,8 @@ from pipeline.job import Job, lora
 from pipeline.job.identity import identity_of
 from pipeline.job.job import Export
 from pipeline.models import adapter_files, transformers4
-from pipeline.run.host import Host
 from pipeline.run.launch import OpenRun, finished, open_run
+from pipeline.run.model_host import ModelHost
 from pipeline.settle.identity import named
 from pipeline.system import console, storage
 from pipeline.system.hub import ADAPTER, announcement, base_config
@@ -67,7 +67,7 @@ def write_all(run: OpenRun) -> dict[str, Any]:
     if run.work.args.merge:
         print(announcement(run.work.model.name_or_path, run.work.model.revision), flush=True)
     console.silence_libraries()
-    host = Host(run.work)
+    host = ModelHost(run.work)
     exported = {}
     for name in ("policy", "reward.0"):
         kind = name.removesuffix(".0")
@@ -79,7 +79,7 @@ def write_all(run: OpenRun) -> dict[str, Any]:
     return run.finish(exported=exported)
 
 
-def write(host: Host, name: str, folder: str) -> dict[str, float]:
+def write(host: ModelHost, name: str, folder: str) -> dict[str, float]:
     """Writes one adapter to `folder`, merged or as it is. Returns the differences of the merged model from the adapter.
 
     The folder appears only when it is complete. Raises Failure if a difference is too large.
@@ -124,7 +124,7 @@ def vllm_command(base: str, folder: str, name: str) -> str:
     return shlex.join(words)
 
 
-def save_merged(host: Host, name: str, folder: str) -> None:
+def save_merged(host: ModelHost, name: str, folder: str) -> None:
     """Saves the merged model, with its padding token and the tokens that end a completion."""
     from transformers import GenerationConfig
     from transformers.utils import logging
@@ -168,7 +168,7 @@ def merge(base: Any, adapter: str, dtype: str) -> Any:
 # ------------------------------------------------------------------------------------------- the comparison
 
 
-def probes(host: Host) -> tuple[list[list[int]], int]:
+def probes(host: ModelHost) -> tuple[list[list[int]], int]:
     """Returns the token ids of the PROBES, as the chat template writes them, and the maximum length of a completion."""
     encode = host.tokenizer.apply_chat_template
     turns = ([{"role": "user", "content": text}] for text in PROBES)
@@ -177,14 +177,14 @@ def probes(host: Host) -> tuple[list[list[int]], int]:
     return rows, min(most, context - max(map(len, rows))) if context else most
 
 
-def expectations(host: Host, name: str) -> list[Any]:
+def expectations(host: ModelHost, name: str) -> list[Any]:
     """Returns the adapter's answer on its frozen base to each probe: a greedy completion, or a score."""
     from pipeline.run import roles
     from pipeline.writing.decoder import SlotDecoder
     from pipeline.writing.rows import Sampling
 
     work = replace(host.work, model=replace(host.work.model, load_in_4bit=False))
-    shared = roles.shared_base(Host(work))
+    shared = roles.shared_base(ModelHost(work))
     shared.add("exported", folder=host.input(name), head=name != "policy")
     rows, length = probes(host)
     if name != "policy":
@@ -194,7 +194,7 @@ def expectations(host: Host, name: str) -> list[Any]:
     return decoder.generate("exported", rows, range(len(rows)), Sampling(length, ends, temperature=0.0))
 
 
-def compare(host: Host, name: str, folder: str, expected: list[Any]) -> dict[str, float]:
+def compare(host: ModelHost, name: str, folder: str, expected: list[Any]) -> dict[str, float]:
     """Loads the exported folder with plain transformers, and compares its outputs with the adapter's.
 
     Returns the differences, or raises Failure if they are too large.

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.job import Job
 from pipeline.models.tokenizer import warn_of_endless
-from pipeline.run.host import Host
+from pipeline.run.model_host import ModelHost
 from pipeline.run.parts import Answer, Record, Verb, launch
 
 
@@ -22,7 +22,7 @@ def run(job: Job) -> dict[str, Any]:
     return result
 
 
-def load(host: Host) -> Answer:
+def load(host: ModelHost) -> Answer:
     sample = sampler(host, 1)
 
     def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
@@ -38,7 +38,7 @@ def load(host: Host) -> Answer:
     return answer
 
 
-def sampler(host: Host, several: int) -> Callable[..., list[tuple[Record, list[Record]]]]:
+def sampler(host: ModelHost, several: int) -> Callable[..., list[tuple[Record, list[Record]]]]:
     """Loads policy and rewards. Returns a function that samples `several` completions of each token row, and scores them.
 
     The function takes the rows and the index of the first one, which keys the streams of random numbers. It returns each input

@@ -22,7 +22,7 @@ from typing import Any
 
 from pipeline.errors import Failure, InputError
 from pipeline.job import Job, Serve, load_job
-from pipeline.run.host import load_host
+from pipeline.run.model_host import load_model_host
 from pipeline.run.session import session
 from pipeline.serving import LOOPBACK, REQUEST_S
 from pipeline.settle import placement
@@ -53,7 +53,7 @@ def serving(job: Job) -> Iterator[Work]:
     from pipeline.serving.app import application
 
     digests = token_digests(job.serve.host)
-    work = load_host(replace(named(job), serve=with_port(job.serve))).work
+    work = load_model_host(replace(named(job), serve=with_port(job.serve))).work
     asked, name = work.serve, job.run.name or "serve"
     if not os.environ.get("RAY_ADDRESS"):  # on a cluster, the recorder checks the folder on the head
         feedback.FeedbackStore(
@@ -161,5 +161,5 @@ def build(args: dict[str, Any]) -> Any:
     if ray.is_initialized():
         os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
     job = named(load_job(args["job"], args.get("overrides") or [], "serve"))
-    work = load_host(replace(job, serve=absolute(job.serve))).work
+    work = load_model_host(replace(job, serve=absolute(job.serve))).work
     return application(work, token_digests(work.serve.host))

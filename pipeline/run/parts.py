@@ -22,8 +22,8 @@ from pipeline.errors import Failure, InputError
 from pipeline.job import Job
 from pipeline.job.identity import identity_of
 from pipeline.run import memory
-from pipeline.run.host import Host
 from pipeline.run.launch import finished, open_run
+from pipeline.run.model_host import ModelHost
 from pipeline.run.worker import Worker, like_a_worker, name_output
 from pipeline.settle import placement
 from pipeline.settle.identity import named
@@ -36,7 +36,7 @@ BATCHES = 4  # forwards per part: enough to sort rows by length, few enough to l
 Record = dict[str, Any]  # the result of a row
 # (token rows, number of the first row) -> records
 Answer = Callable[[list[dict[str, Any]], int], list[Record]]
-Load = Callable[[Host], Answer]  # runs once in each actor
+Load = Callable[[ModelHost], Answer]  # runs once in each actor
 Batches = Generator[dict[str, Any], None, None]  # result of Parts
 
 
@@ -180,7 +180,7 @@ class Parts:
         try:
             with memory.explained(self.work):
                 if self.answer is None:
-                    self.answer = self.load(Host(self.work))
+                    self.answer = self.load(ModelHost(self.work))
                 return {"rows": [self._write(part) for part in parts], "problem": [b""] * len(parts)}
         except (InputError, Failure) as error:
             return {"rows": [0] * len(parts), "problem": [pickle.dumps(error)] * len(parts)}

@@ -19,7 +19,7 @@ from pipeline.models.base import load_base
 from pipeline.models.tokenizer import load_tokenizer, tokenizer_digest
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.selfcheck.definitions import precision_in_use
-from pipeline.run.host import Host
+from pipeline.run.model_host import ModelHost
 from pipeline.run.worker import Worker
 from pipeline.scoring.judges.reward import JudgeReward
 from pipeline.scoring.rewards import AdapterReward, FunctionReward, ModelReward, Reward
@@ -31,7 +31,7 @@ from pipeline.writing.rows import Decoder
 from pipeline.writing.vllm import VllmDecoder, largest_rank, start_llm
 
 
-def shared_base(worker: Host) -> SharedBase:
+def shared_base(worker: ModelHost) -> SharedBase:
     """Returns the job's frozen base on this process's device, without roles."""
     shared = SharedBase(worker.load_base(), autocast=torch.bfloat16 if worker.work.bf16 else None)
     if fsdp_sync.current is not None:
@@ -39,14 +39,14 @@ def shared_base(worker: Host) -> SharedBase:
     return shared
 
 
-def add_rewards(worker: Host, shared: SharedBase) -> list[Reward]:
+def add_rewards(worker: ModelHost, shared: SharedBase) -> list[Reward]:
     """Returns the job's rewards, in order; a reward adapter becomes the role `reward`, `reward_1`, ..."""
     return [
         reward(worker, shared, name, _reward_role(index)) for index, name in enumerate(worker.work.rewards)
     ]
 
 
-def reward(worker: Host, shared: SharedBase | None, name: str, role: str) -> Reward:
+def reward(worker: ModelHost, shared: SharedBase | None, name: str, role: str) -> Reward:
     """Returns the reward of one input: an adapter, which becomes a role of `shared`, another model, or a Python function."""
     given, args = worker.work.inputs[name], worker.args
     weight = given.weight
@@ -82,12 +82,12 @@ def reward(worker: Host, shared: SharedBase | None, name: str, role: str) -> Rew
     )
 
 
-def judge(worker: Host, shared: SharedBase) -> Reward | None:
+def judge(worker: ModelHost, shared: SharedBase) -> Reward | None:
     """Returns the job's judge (a function, a judge or a second reward model, which trains nothing), or None."""
     return reward(worker, shared, "judge", "judge") if "judge" in worker.work.inputs else None
 
 
-def add_frozen(worker: Host, shared: SharedBase, name: str, role: str) -> str | None:
+def add_frozen(worker: ModelHost, shared: SharedBase, name: str, role: str) -> str | None:
     """Adds a frozen role from the input `name`. Returns the role, or None (the bare base) if there is no such input."""
     if name not in worker.work.inputs:
         return None
@@ -95,7 +95,7 @@ def add_frozen(worker: Host, shared: SharedBase, name: str, role: str) -> str | 
     return role
 
 
-def add_policy(worker: Host, shared: SharedBase, args: PPOConfig) -> str | None:
+def add_policy(worker: ModelHost, shared: SharedBase, args: PPOConfig) -> str | None:
     """Adds the role `policy`, trainable, and its reference, the frozen sft adapter that it starts from.
 
     Returns the role of the reference, or None (the bare base) if there is no sft adapter.
@@ -114,14 +114,14 @@ def add_policy(worker: Host, shared: SharedBase, args: PPOConfig) -> str | None:
     return "reference"
 
 
-def start(worker: Host, shared: SharedBase, reference: str | None) -> str | None:
+def start(worker: ModelHost, shared: SharedBase, reference: str | None) -> str | None:
     """Returns the role that the policy started as: the reference, unless the reference follows the policy."""
     if reference is None or not worker.args.sync_ref_model:
         return reference
     return add_frozen(worker, shared, "policy", "start")
 
 
-def add_critic(worker: Host, shared: SharedBase, args: PPOConfig) -> str | None:
+def add_critic(worker: ModelHost, shared: SharedBase, args: PPOConfig) -> str | None:
     """Adds the role `critic`, trainable: a head on the policy; or an adapter, a copy of the first reward's with its head if any.
 
     Returns the role of the reward that was copied, or None.
@@ -153,7 +153,7 @@ def trainers_decoder(worker: Worker, shared: SharedBase, args: PPOConfig) -> Ite
         yield decoder
 
 
-def decoder(host: Host, shared: SharedBase, wanted: Sequence[str | None]) -> Decoder:
+def decoder(host: ModelHost, shared: SharedBase, wanted: Sequence[str | None]) -> Decoder:
     """Returns the decoder of some frozen roles, or of the bare base (None), for a job that does not train, by `rollout.engine`.
 
     vLLM ends with this process.
@@ -166,7 +166,7 @@ def decoder(host: Host, shared: SharedBase, wanted: Sequence[str | None]) -> Dec
     return stack.enter_context(vllm(host, shared, wanted, longest_row(host), rows))
 
 
-def longest_row(host: Host) -> int:
+def longest_row(host: ModelHost) -> int:
     """Returns the most tokens that a prompt and its completion may have together."""
     context, longest = host.work.context, host.work.data.max_length
     return min(context, (longest or context) + host.args.response_length)
@@ -174,7 +174,7 @@ def longest_row(host: Host) -> int:
 
 @contextmanager
 def vllm(
-    host: Host,
+    host: ModelHost,
     shared: SharedBase,
     wanted: Sequence[str | None],
     longest: int,
@@ -237,7 +237,7 @@ def vllm_options(model: Model, rollout: RolloutConfig, rows: int) -> dict[str, A
     return options | (rollout.vllm_kwargs or {})
 
 
-def folders(worker: Host, shared: SharedBase) -> dict[str, str]:
+def folders(worker: ModelHost, shared: SharedBase) -> dict[str, str]:
     """Returns {role: folder of the adapter that it started as}."""
     inputs = dict.fromkeys(("policy", "reference"), "policy") if "policy" in worker.work.inputs else {}
     rewards = {_reward_role(index): f"reward.{index}" for index in range(len(worker.work.rewards))}
@@ -249,7 +249,7 @@ def folders(worker: Host, shared: SharedBase) -> dict[str, str]:
     return {role: worker.input(name) for role, name in inputs.items() if role in shared.roles}
 
 
-def save_policy(worker: Host, shared: SharedBase, folder: str) -> dict[str, Any]:
+def save_policy(worker: ModelHost, shared: SharedBase, folder: str) -> dict[str, Any]:
     """Writes the policy and its probes. Returns the digest of its tensors."""
     digest = shared.save("policy", folder)
     pad = worker.tokenizer.pad_token_id

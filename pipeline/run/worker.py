@@ -23,7 +23,7 @@ from pipeline.metrics import line_of
 from pipeline.models import transformers4
 from pipeline.registry import lineage
 from pipeline.run import checkpoints, memory
-from pipeline.run.host import Host
+from pipeline.run.model_host import ModelHost
 from pipeline.run_folder import OUTCOME
 from pipeline.settle.placement import Places
 from pipeline.settle.work import Work
@@ -167,7 +167,7 @@ class PreemptionNotice:
         return self.active
 
 
-class Worker(Host):
+class Worker(ModelHost):
     """One worker of a stage: its rank and device, the rows it reads, its log, its checkpoints and its outcome."""
 
     def __init__(self, work: Work, resume: str | None, companion: Any = None):

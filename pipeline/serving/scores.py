@@ -10,7 +10,7 @@ from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import Dropped, RowError
 from pipeline.input_uri import InputURI
 from pipeline.models.template import text_as_chat
-from pipeline.run.host import Host
+from pipeline.run.model_host import ModelHost
 from pipeline.serving.batching import Batcher
 from pipeline.serving.models import Served, ends
 from pipeline.settle.inputs import unfilled
@@ -25,7 +25,7 @@ Waiting = tuple[list[list[Sample]], Future[list[dict[str, float]]]]
 class Scores:
     """Reads rows of any format that `score` reads. Scores together all requests that wait for the same reward."""
 
-    def __init__(self, host: Host, batcher: Batcher) -> None:
+    def __init__(self, host: ModelHost, batcher: Batcher) -> None:
         data, self.tokenizer, self.ends = host.work.data, host.tokenizer, ends(host)
         apply = text_as_chat(host.tokenizer, data.apply_chat_template)
         settings = (host.work.context, data.overlong, apply, self.ends, data.parse_special_tokens)

@@ -18,7 +18,7 @@ from pipeline.commands.export import expectations
 from pipeline.errors import InputError
 from pipeline.job import load_job
 from pipeline.registry import lineage
-from pipeline.run.host import load_host
+from pipeline.run.model_host import load_model_host
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def job(storage, *settings, verb="export"):
 
 
 def host(storage, *settings):
-    return load_host(job(storage, *settings))
+    return load_model_host(job(storage, *settings))
 
 
 @pytest.mark.parametrize(("name", "kind"), [("policy", "toy-policy"), ("reward.0", "toy-rm")])
@@ -86,7 +86,7 @@ def test_a_reward_model_of_its_own_is_pinned_too(hub, storage, tmp_path, in_root
     from pipeline.run import roles
 
     job_ = job(storage, "reward=org/scorer", verb="score")
-    host_ = load_host(job_)
+    host_ = load_model_host(job_)
     assert host_.work.versions == {"reward.0": f"hf://org/scorer@{commit}"}
     hub.put("org/scorer", {"config.json": b"moved on"})  # the run keeps its commit
     reward = roles.add_rewards(host_, roles.shared_base(host_))[0]

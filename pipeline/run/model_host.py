@@ -13,7 +13,7 @@ from pipeline.settle.work import Work
 from pipeline.system import console, hub
 
 
-def load_host(job: Job) -> "Host":
+def load_model_host(job: Job) -> "ModelHost":
     """Returns the models of a job in this process, without Ray. The job's inputs are pinned and checked."""
     from pipeline.system.hub import announcement
 
@@ -24,10 +24,10 @@ def load_host(job: Job) -> "Host":
     placement.check_fits(work.places)
     print(announcement(work.model.name_or_path, work.model.revision), flush=True)
     console.silence_libraries()
-    return Host(work)
+    return ModelHost(work)
 
 
-class Host:
+class ModelHost:
     """A process that holds the models of a job: a worker of a stage, an actor of Ray Data, or the driver itself."""
 
     rank = 0

@@ -8,7 +8,7 @@ import transformers
 from settled import work_of
 
 from pipeline.job import load_job
-from pipeline.run.host import Host
+from pipeline.run.model_host import ModelHost
 
 
 class Loaded(BaseException):
@@ -29,7 +29,7 @@ def asked(monkeypatch):
     return seen
 
 
-class OnThirdGpu(Host):
+class OnThirdGpu(ModelHost):
     """The part of a worker that a stage needs before it loads its base."""
 
     device, rank, world, resume, companion = "cuda:2", 0, 1, None, None
@@ -65,5 +65,5 @@ def test_every_stage_loads_its_base_onto_the_workers_gpu(stage, quantised, tmp_p
 def test_on_a_cpu_the_base_has_the_dtype_of_its_matrix_products(stage, settings, expected, asked, in_root):
     job = load_job(f"jobs/demo/{stage}.yaml", ["model.dtype=float32", *settings], stage)
     with pytest.raises(Loaded):
-        Host(work_of(job, toy_models.tokenizer())).load_base()
+        ModelHost(work_of(job, toy_models.tokenizer())).load_base()
     assert str(asked[0]["dtype"]) == f"torch.{expected}"
