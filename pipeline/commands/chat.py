@@ -18,7 +18,7 @@ from pipeline.errors import InputError, visible
 from pipeline.job import Job
 from pipeline.models.template import text_as_chat
 from pipeline.run.model_host import ModelHost, load_model_host
-from pipeline.settle.inputs import unfilled
+from pipeline.settle.inputs import missing_parameter
 from pipeline.system import process
 
 HELP = "/reset forgets the conversation, /system TEXT sets the instructions (nothing: none), /quit ends"
@@ -27,7 +27,7 @@ HELP = "/reset forgets the conversation, /system TEXT sets the instructions (not
 def run(job: Job) -> None:
     host = load_model_host(job)
     for key, source in job.functions.items():
-        if wanted := unfilled(source, {"messages"}):
+        if wanted := missing_parameter(source, {"messages"}):
             raise InputError(
                 f"{source} asks for `{wanted}`, which a conversation does not have; set {key}=null, or name a reward "
                 "model, e.g. models:/rlhf-rm@champion",

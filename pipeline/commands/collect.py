@@ -22,7 +22,7 @@ from pipeline.data.values import RowError
 from pipeline.errors import InputError
 from pipeline.job import Collect, Job
 from pipeline.run.model_host import ModelHost
-from pipeline.run.parts import Answer, Record, Verb, launch
+from pipeline.run.parts import Answer, Record, RowRecipe, launch_rows
 
 # Columns that are dropped from a prompt's row, because training would read them with or instead of the completions.
 REPLACED = """messages conversations system completion chosen rejected pos_answers neg_answers label kto_tag margin score
@@ -33,7 +33,7 @@ SCORE = itemgetter("score")
 
 def run(job: Job) -> dict[str, Any]:
     args: Collect = job.args
-    verb = Verb(
+    recipe = RowRecipe(
         "rows.jsonl",
         load,
         measure=functools.partial(measure, args),
@@ -41,7 +41,7 @@ def run(job: Job) -> dict[str, Any]:
         count=functools.partial(count, args),
         choose=functools.partial(choose, args, job.data.seed),
     )
-    result = launch(job, verb)
+    result = launch_rows(job, recipe)
     if not result["counts"]["rows"]:
         print(f"warning: no prompt gave a row: {why_none(args, result['counts'])}", flush=True)
     return result

@@ -25,9 +25,11 @@ from pipeline.job import Job, lora
 from pipeline.job.identity import identity_of
 from pipeline.job.job import Export
 from pipeline.models import adapter_files, transformers4
-from pipeline.run.launch import OpenRun, finished, open_run
+from pipeline.run.launch import finished, open_run, write_result
 from pipeline.run.model_host import ModelHost
+from pipeline.run.resume import find_earlier
 from pipeline.settle.identity import named
+from pipeline.settle.work import Work
 from pipeline.system import console, storage
 from pipeline.system.hub import ADAPTER, announcement, base_config
 
@@ -54,29 +56,30 @@ def run(job: Job) -> dict[str, Any]:
     args: Export = job.args
     hub.check_push(args)
     job = named(job)
-    if not (result := finished(identity_of(job))):
-        with open_run(job) as run:
-            result = write_all(run)
+    earlier = find_earlier(identity_of(job))
+    if not (result := finished(earlier)):
+        with open_run(job, earlier) as (work, _, report):
+            result = write_result(work, report, {"exported": write_all(work)})
     if not args.hub_model_id:
         return result
     return hub.push(args, "policy" if job.policy else "reward", job.model.name_or_path, result)
 
 
-def write_all(run: OpenRun) -> dict[str, Any]:
-    """Writes the folders that the job names, in this process. Returns the content of result.json."""
-    if run.work.args.merge:
-        print(announcement(run.work.model.name_or_path, run.work.model.revision), flush=True)
+def write_all(work: Work) -> dict[str, Any]:
+    """Writes the folders that the job names, in this process. Returns {kind: folder, and differences if merged}."""
+    if work.args.merge:
+        print(announcement(work.model.name_or_path, work.model.revision), flush=True)
     console.silence_libraries()
-    host = ModelHost(run.work)
+    host = ModelHost(work)
     exported = {}
     for name in ("policy", "reward.0"):
         kind = name.removesuffix(".0")
-        folder = storage.join(run.folder, kind)
+        folder = storage.join(work.folder, kind)
         for left in (folder, f"{folder}.partial"):  # left by an interrupted attempt
             shutil.rmtree(left, ignore_errors=True)
-        if name in run.work.inputs:
+        if name in work.inputs:
             exported[kind] = {"folder": folder, **write(host, name, folder)}
-    return run.finish(exported=exported)
+    return exported
 
 
 def write(host: ModelHost, name: str, folder: str) -> dict[str, float]:

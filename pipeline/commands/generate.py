@@ -13,11 +13,11 @@ from typing import Any
 from pipeline.job import Job
 from pipeline.models.tokenizer import warn_of_endless
 from pipeline.run.model_host import ModelHost
-from pipeline.run.parts import Answer, Record, Verb, launch
+from pipeline.run.parts import Answer, Record, RowRecipe, launch_rows
 
 
 def run(job: Job) -> dict[str, Any]:
-    result = launch(job, Verb("completions.jsonl", load, measure))
+    result = launch_rows(job, RowRecipe("completions.jsonl", load, measure))
     warn_of_endless(result["metrics"].get("ended", 1.0), "the completions")
     return result
 

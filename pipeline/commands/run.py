@@ -16,6 +16,7 @@ from pipeline.errors import Failure, InputError
 from pipeline.job import STAGES, Job, command_line, libraries, load_job
 from pipeline.job.stages import headline
 from pipeline.registry import file_of_uri
+from pipeline.run.launch import launch
 from pipeline.run.prepare import heading
 from pipeline.run.session import session
 from pipeline.run.summary import change, sample_table
@@ -30,7 +31,7 @@ from pipeline.system import storage, terminal
 SHOWN_SAMPLES = 2
 # Seconds of jobs/demo's stages on two cores, for the time left until the stages have run in this storage path
 DEMO_SECONDS = {"sft": 8.0, "rm": 16.0, "ppo": 19.0, "evaluate": 1.0}
-ORDER = {"sft": sft, "rm": rm, "ppo": ppo, "evaluate": evaluate}
+ORDER = {"sft": sft.RECIPE, "rm": rm.RECIPE, "ppo": ppo.RECIPE, "evaluate": evaluate.RECIPE}
 
 
 def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
@@ -58,10 +59,10 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     place = (places_of(first), first.run.storage_path, tracking_of(first).uri)
     with libraries.asked(*on_ray) as check, session(*place):
         check()
-        for number, (stage, module) in enumerate(ORDER.items(), 1):
+        for number, (stage, recipe) in enumerate(ORDER.items(), 1):
             heading.set(f"[{number}/{len(ORDER)}]")
             terminal.screen.following = following(stage, expected, results)
-            results.append(result := module.run(jobs[stage]))
+            results.append(result := launch(jobs[stage], recipe))
             report.of_run(result)
             gc.collect()  # frees the models of a stage in this process
             if result.get("registered_model") and not result["alias"]:

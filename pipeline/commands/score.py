@@ -11,11 +11,11 @@ from typing import Any
 
 from pipeline.job import Job
 from pipeline.run.model_host import ModelHost
-from pipeline.run.parts import Answer, Record, Verb, launch
+from pipeline.run.parts import Answer, Record, RowRecipe, launch_rows
 
 
 def run(job: Job) -> dict[str, Any]:
-    return launch(job, Verb("scores.jsonl", load, measure))
+    return launch_rows(job, RowRecipe("scores.jsonl", load, measure))
 
 
 def load(host: ModelHost) -> Answer:

@@ -27,7 +27,7 @@ from pipeline.run.model_host import ModelHost
 from pipeline.scoring.rewards import Reward
 from pipeline.serving.batching import Batcher
 from pipeline.serving.protocol import TOP_LOGPROBS
-from pipeline.settle.inputs import checked
+from pipeline.settle.inputs import check_inputs
 from pipeline.settle.work import Input, Work
 from pipeline.system.hub import base_config, base_json
 from pipeline.writing.decoder import PREFILL_TOKENS, SlotDecoder
@@ -85,7 +85,7 @@ class Models:
     def _checked(self, key: str, version: str) -> Input:
         """Returns a version that fits the base and the other policies. Raises InputError if it does not."""
         work = self.host.work
-        return self._with_template(key, checked(work, {key: version}, self.files)[key])
+        return self._with_template(key, check_inputs(work, {key: version}, self.files)[key])
 
     def _with_template(self, key: str, found: Input) -> Input:
         """Returns an input. Raises InputError if a policy was trained with another chat template than the other policies."""

@@ -13,7 +13,7 @@ from pipeline.models.template import text_as_chat
 from pipeline.run.model_host import ModelHost
 from pipeline.serving.batching import Batcher
 from pipeline.serving.models import Served, ends
-from pipeline.settle.inputs import unfilled
+from pipeline.settle.inputs import missing_parameter
 from pipeline.stages.pairs import named, samples_of
 
 ROWS = 4096  # maximum rows of a request
@@ -61,7 +61,9 @@ class Scores:
         try:
             [outcomes] = self.encoder.encode([parse(row, self.encoder.kind)])
             outcome = outcomes[0]
-            if InputURI.parse(source).is_function and (wanted := unfilled(source, {*row, "messages"})):
+            if InputURI.parse(source).is_function and (
+                wanted := missing_parameter(source, {*row, "messages"})
+            ):
                 outcome = RowError("missing", wanted, "no such field", f"one, since {source} asks for it")
             elif isinstance(outcome, Dropped):
                 expected = "a shorter prompt"

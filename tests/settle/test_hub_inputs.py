@@ -1,4 +1,4 @@
-"""Tests Hub adapters and reward models: pinned to a commit, downloaded once, with the same results as their folders."""
+"""Tests that adapters and reward models on the Hub are pinned to a commit, downloaded once, and work like folders."""
 
 import json
 import os
@@ -158,7 +158,7 @@ def test_a_base_on_the_hub_is_pinned_for_all_workers(hub, storage, in_root, mode
 
 @pytest.mark.slow
 def test_workers_of_ray_fetch_them_too(models, tmp_path):
-    """Runs the command line in a separate process, which reads HF_ENDPOINT like its workers."""
+    """The command is a separate process, because it and its workers read HF_ENDPOINT at their start."""
     with serve() as hub:
         hub.put("org/scorer", of_folder(Path(models["toy-rm"])), private=True)
         hub.put("org/writer", of_folder(Path(models["toy-policy"])), private=True)
