@@ -166,7 +166,7 @@ def open_run(job: Job, earlier: Earlier) -> Iterator[tuple[Work, dict[str, Any],
                     try:
                         yield work, rows, report
                     except (KeyboardInterrupt, SystemExit) as stop:  # the command line says how to continue
-                        stop.add_note(f"{job.stage}.run.name={job.run.name}")
+                        stop.add_note(f"run.name={job.run.name}")
                         raise
 
 
