@@ -1,14 +1,14 @@
-"""Policy and reward as folders for others: merged models for plain transformers, or adapters for plain peft.
+"""Exports policy and reward model to folders: merged models for plain transformers, or adapters for plain peft.
 
     make export    or    python -m pipeline export jobs/demo/export.yaml [reward=null] [model.dtype=float32]
     make export ARGS="reward=null trainer.merge=false trainer.hub_model_id=OWNER/NAME [trainer.push_to_hub=true]"
 
-With trainer.hub_model_id and trainer.push_to_hub=true it pushes to the hub (commands/hub.py).
+trainer.hub_model_id and trainer.push_to_hub=true push the folder to the Hub (commands/hub.py).
 
-This is the only place that merges. The base is loaded as it is stored (never from nf4), each layer's sum is made in float32 and
-rounded once to model.dtype. The folder holds safetensors, tokenizer, chat template, generation config (every token that ends a
-completion) and a model card. It appears only after plain transformers has loaded it and answered like the registered adapter:
-in float32 with the same greedy text and scores within 1e-5, in a shorter dtype within its rounding.
+No other code merges adapters. The base is loaded with its stored weights, never from NF4. Each merged weight is computed in
+float32 and rounded once to model.dtype. A folder has safetensors, tokenizer, chat template, generation config and a model card.
+It appears only after plain transformers has loaded it and its outputs equal the adapter's: in float32 with the same greedy
+text and scores within 1e-5, in a shorter dtype within its rounding.
 """
 
 import gc
@@ -33,7 +33,7 @@ from pipeline.settle.work import Work
 from pipeline.system import console, storage
 from pipeline.system.hub import ADAPTER, announcement, base_config
 
-# Prompts of the comparison, written with the chat template of the adapter.
+# Prompts for the comparison of a merged model with its adapter
 PROBES = (
     "What is the capital of Peru?",
     "Name the continent of Norway.",
@@ -42,7 +42,7 @@ PROBES = (
     "Explain to a child why the sky is blue.",
     "Translate to French: Good morning.",
 )
-# {dtype: (limit of a score's difference, limit of a mean log-prob's difference)}: what rounding the merged weights explains
+# {dtype: (largest difference of a score, largest difference of a mean log-prob) that rounding the merged weights explains}
 TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (0.1, 0.1), "float16": (0.02, 0.02)}
 
 
@@ -53,8 +53,8 @@ def run(job: Job) -> dict[str, Any]:
             "run.storage_path=./exports, and copy it",
             key="run.storage_path",
         )
-    args: Export = job.args
-    hub.check_push(args)
+    args = Export(**job.trainer)
+    hub.create_repository(args)
     job = named(job)
     earlier = find_earlier(identity_of(job))
     if not (result := finished(earlier)):
@@ -66,7 +66,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def write_all(work: Work) -> dict[str, Any]:
-    """Writes the folders that the job names, in this process. Returns {kind: folder, and differences if merged}."""
+    """Exports the policy and the reward of a job in this process. Returns the entry of result.json."""
     if work.args.merge:
         print(announcement(work.model.name_or_path, work.model.revision), flush=True)
     console.silence_libraries()
@@ -83,9 +83,9 @@ def write_all(work: Work) -> dict[str, Any]:
 
 
 def write(host: ModelHost, name: str, folder: str) -> dict[str, float]:
-    """Writes one adapter to `folder`, merged or as it is. Returns the differences of the merged model from the adapter.
+    """Writes one adapter to `folder`, merged or as it is. The folder appears only when it is complete.
 
-    The folder appears only when it is complete. Raises Failure if a difference is too large.
+    Returns the differences between the merged model and the adapter. Raises Failure if a difference is too large.
     """
     differences, partial = None, f"{folder}.partial"
     try:
@@ -93,7 +93,7 @@ def write(host: ModelHost, name: str, folder: str) -> dict[str, float]:
         if host.args.merge:
             expected = expectations(host, name)
             save_merged(host, name, partial)
-            gc.collect()  # a large model must fit only once into memory
+            gc.collect()  # frees the merged model before it is loaded again
             differences = compare(host, name, partial, expected)
         else:
             for file in ADAPTER:
@@ -111,14 +111,14 @@ def write(host: ModelHost, name: str, folder: str) -> dict[str, float]:
 
 
 def vllm_command(base: str, folder: str, name: str) -> str:
-    """Returns the command with which vLLM serves an adapter on its base under a name, or why it cannot.
+    """Returns the command with which vLLM serves an adapter as `name`, or the reason why vLLM cannot serve it.
 
-    vLLM 0.31 is the first that reads the head of a reward adapter.
+    The head of a reward adapter needs vLLM 0.31 or newer.
     """
     adapter = adapter_files.settings(folder)
     if ignored := lora.ignored_by_vllm(adapter):
         return f"vLLM would ignore its {ignored}; merge it instead (trainer.merge=true)"
-    rank = max(8, 1 << (adapter_files.rank(folder) - 1).bit_length())  # vLLM takes powers of two from 8 on
+    rank = max(8, 1 << (adapter_files.rank(folder) - 1).bit_length())  # a power of two, at least 8
     words = ["vllm", "serve", base, "--tokenizer", folder, "--enable-lora", "--max-lora-rank", str(rank)]
     words += ["--lora-modules", f"{name}={folder}"]
     if name == "reward":
@@ -145,7 +145,7 @@ def save_merged(host: ModelHost, name: str, folder: str) -> None:
             eos_token_id=eos_ids(tokenizer, merged.generation_config),
             pad_token_id=tokenizer.pad_token_id,
         )
-    logging.disable_progress_bar()  # progress of the shards that it writes
+    logging.disable_progress_bar()  # of save_pretrained
     merged.save_pretrained(folder)
     transformers4.add_old_names(folder, base_config(model.name_or_path, model.revision))
 
@@ -172,7 +172,7 @@ def merge(base: Any, adapter: str, dtype: str) -> Any:
 
 
 def probes(host: ModelHost) -> tuple[list[list[int]], int]:
-    """Returns the token ids of the PROBES, as the chat template writes them, and the maximum length of a completion."""
+    """Returns the token ids of PROBES after the chat template, and the maximum number of tokens of a completion."""
     encode = host.tokenizer.apply_chat_template
     turns = ([{"role": "user", "content": text}] for text in PROBES)
     rows = [[*encode(one, add_generation_prompt=True, return_dict=False)] for one in turns]
@@ -181,7 +181,7 @@ def probes(host: ModelHost) -> tuple[list[list[int]], int]:
 
 
 def expectations(host: ModelHost, name: str) -> list[Any]:
-    """Returns the adapter's answer on its frozen base to each probe: a greedy completion, or a score."""
+    """Returns the output of the adapter on its frozen base for each probe: a greedy completion, or a score."""
     from pipeline.run import roles
     from pipeline.writing.decoder import SlotDecoder
     from pipeline.writing.rows import Sampling

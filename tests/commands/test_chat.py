@@ -1,4 +1,4 @@
-"""Tests `chat` with piped lines, and compares its stream with the engine. tests/test_readme.py runs a real process."""
+"""Tests `chat` with lines from a pipe, and compares its output with the engine's. tests/test_readme.py runs a real process."""
 
 import io
 import re
@@ -60,7 +60,9 @@ def test_a_full_context_is_reported(models, storage, monkeypatch, capsys, in_roo
     assert main(["chat", *GREEDY, f"run.storage_path={storage}", "reward=null"]) == 0
     said = capsys.readouterr().out
     assert "the model's context is full: the oldest 2 messages are forgotten" in said
-    assert said.rindex("the oldest 2 messages") > said.index("too long: "), "what was refused costs no memory"
+    assert said.rindex("the oldest 2 messages") > said.index("too long: "), (
+        "a message that is too long makes the model forget nothing"
+    )
     assert re.search(r"too long: \d+ tokens, but 236 fit next to a completion of trainer\.response", said)
 
 
