@@ -97,8 +97,6 @@ def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
     def trial(config: dict[str, Any]) -> None:
         import ray
 
-        from pipeline.stages.ppo import rollout_workers
-
         session.belong_to(own)
         hold(handle.lease)  # because this process may outlive the sweep's driver by seconds
         name, failure = config["trial"], None
@@ -107,9 +105,9 @@ def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
         name_output(f"{job.stage} {name}")
         ray.get(handle.rungs.begin.remote(name))
         try:
-            train = importlib.import_module(f"pipeline.stages.{job.stage}").train
+            recipe = importlib.import_module(f"pipeline.stages.{job.stage}").RECIPE
             with registry.nested_under(handle.run_id):
-                report.of_run(launch(job, train, sweep=handle, companion=rollout_workers))
+                report.of_run(launch(job, recipe, handle))
         except Exception as error:
             failure = without_secrets(summary(error))
             print(f"failed: {failure}", flush=True)

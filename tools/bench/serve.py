@@ -28,7 +28,7 @@ def ours(name: str, _: str, *overrides: str) -> None:
 
     from pipeline.commands.serve import serving
     from pipeline.job import load_job
-    from pipeline.run.host import load_host
+    from pipeline.run.model_host import load_model_host
     from pipeline.settle.identity import named
 
     size = SIZES[name]
@@ -44,7 +44,7 @@ def ours(name: str, _: str, *overrides: str) -> None:
         *overrides,
     ]
     job = load_job(ROOT / "jobs/demo/serve.yaml", given, "serve")
-    with serving(load_host(named(job)).work) as work:
+    with serving(load_model_host(named(job)).work) as work:
         url = f"http://127.0.0.1:{work.serve.port}/v1/chat/completions"
         texts, tokens, ends, errors = questions(), [0] * CLIENTS, [], []
 
