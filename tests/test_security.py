@@ -17,7 +17,7 @@ from settled import work_of
 from pipeline import registry
 from pipeline.__main__ import main
 from pipeline.job import load_job
-from pipeline.run.launch import OpenRun, failure_recorded
+from pipeline.run.launch import failure_recorded
 from pipeline.settle.identity import tracking_of
 from tools.chaos.runs import Server
 
@@ -115,7 +115,7 @@ def test_the_file_about_a_failure_contains_no_secret(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", SECRETS["HF_TOKEN"])
     job = load_job(ROOT / "jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}", "run.name=ill"], "sft")
     work = work_of(job)
-    with pytest.raises(RuntimeError), failure_recorded(OpenRun(work, {}, None, started=0.0)):
+    with pytest.raises(RuntimeError), failure_recorded(work):
         raise RuntimeError(f"{SECRETS['HF_TOKEN']} at {os.environ['MLFLOW_TRACKING_URI']}")
     failed = json.loads((tmp_path / "ill/failed.json").read_text())
     assert failed["error"] == "RuntimeError: *** at http://127.0.0.1:9"

@@ -20,7 +20,7 @@ import torch
 
 from pipeline.job import load_job
 from pipeline.run import roles
-from pipeline.run.host import load_host
+from pipeline.run.model_host import load_model_host
 from pipeline.run.session import embedded
 from pipeline.serving import models
 from pipeline.writing.memory import GIB
@@ -77,7 +77,7 @@ def options_of_vllm(verb: str, keys: list[str], free: int) -> dict[str, Any]:
         mock.patch.object(roles, "VllmDecoder"),
         mock.patch.object(models, "VllmDecoder"),
     ):
-        host = load_host(load_job(f"jobs/demo/{verb}.yaml", keys, verb))
+        host = load_model_host(load_job(f"jobs/demo/{verb}.yaml", keys, verb))
         if verb == "serve":
             models._vllm(host)
         else:

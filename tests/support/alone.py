@@ -19,7 +19,7 @@ from pipeline.job import load_job
 from pipeline.models.base import base_identity
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.registry import lineage
-from pipeline.run.host import Host
+from pipeline.run.model_host import ModelHost
 from pipeline.run.worker import require_reload
 from pipeline.settle.work import Input
 
@@ -34,8 +34,8 @@ QUICK = {
 ROWS = 24  # rows per file of the demo
 
 
-class Alone(Host):
-    """The only worker of a stage, in this process."""
+class Alone(ModelHost):
+    """One worker of a stage, in this process."""
 
     rank, world, local_rank, resume, companion, report = 0, 1, 0, None, None, None
 

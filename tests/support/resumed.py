@@ -1,6 +1,7 @@
 """Compares an interrupted run with an uninterrupted one: adapter bits, metrics and curves."""
 
 import importlib
+from dataclasses import replace
 
 import dying
 from running import client
@@ -8,10 +9,15 @@ from running import client
 from tools.chaos.runs import differences
 
 
-def touched(monkeypatch, verb, step, once, happens):
-    """Makes the stage `verb` call `happens()` once, after `step`. The file `once` records the call, see dying.at_step."""
+def patched(monkeypatch, verb, train):
+    """Makes the stage `verb` execute `train` in its workers."""
     module = importlib.import_module(f"pipeline.stages.{verb}")
-    monkeypatch.setattr(module, "train", dying.at_step(verb, step, str(once), happens))
+    monkeypatch.setattr(module, "RECIPE", replace(module.RECIPE, train=train))
+
+
+def touched(monkeypatch, verb, step, once, happens):
+    """Makes the stage `verb` call `happens()` once, after `step` or after the last step. The file `once` records the call."""
+    patched(monkeypatch, verb, dying.at_step(verb, step, str(once), happens))
 
 
 class Interrupted(Exception):
@@ -19,9 +25,8 @@ class Interrupted(Exception):
 
 
 def interrupted(monkeypatch, verb, step):
-    """Makes the stage `verb` fail after it has committed a checkpoint of `step` or later."""
-    module = importlib.import_module(f"pipeline.stages.{verb}")
-    train = module.train
+    """Makes the stage `verb` fail after its first checkpoint at `step` or later."""
+    train = dying.train_of(verb)
 
     def cut(worker):
         commit = worker.checkpoint
@@ -34,7 +39,7 @@ def interrupted(monkeypatch, verb, step):
         worker.checkpoint = checkpoint
         return train(worker)
 
-    monkeypatch.setattr(module, "train", cut)
+    patched(monkeypatch, verb, cut)
 
 
 def assert_equal(storage, expected, result):

@@ -10,6 +10,8 @@ from running import ROOT
 
 from pipeline.commands.serve import serving
 from pipeline.job import load_job
+from pipeline.run.model_host import load_model_host
+from pipeline.settle.identity import named
 
 POLICIES = "serve.policies={toy: models:/toy-policy@champion, bare: base}"
 REWARDS = "serve.rewards={toy-rm: models:/toy-rm@champion}"
@@ -20,7 +22,7 @@ def served(storage, *overrides, policies=POLICIES, rewards=REWARDS):
     """Starts the server. Yields its address as `url`, and the settled `work`."""
     given = [policies, rewards, "serve.port=0", f"run.storage_path={storage}", *overrides]
     job = load_job(ROOT / "jobs/demo/serve.yaml", given, "serve")
-    with serving(job) as work:
+    with serving(load_model_host(named(job)).work) as work:
         yield SimpleNamespace(url=f"http://127.0.0.1:{work.serve.port}", work=work)
 
 

@@ -28,6 +28,8 @@ def ours(name: str, *overrides: str) -> None:
 
     from pipeline.commands.serve import serving
     from pipeline.job import load_job
+    from pipeline.run.model_host import load_model_host
+    from pipeline.settle.identity import named
 
     size = SIZES[name]
     limit = size.serve_tokens
@@ -41,7 +43,8 @@ def ours(name: str, *overrides: str) -> None:
         f"run.storage_path={WORK}/serve",
         *overrides,
     ]
-    with serving(load_job(ROOT / "jobs/demo/serve.yaml", given, "serve")) as work:
+    job = load_job(ROOT / "jobs/demo/serve.yaml", given, "serve")
+    with serving(load_model_host(named(job)).work) as work:
         url = f"http://127.0.0.1:{work.serve.port}/v1/chat/completions"
         texts, tokens, ends, errors = questions(), [0] * CLIENTS, [], []
 

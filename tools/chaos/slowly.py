@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 from pipeline.__main__ import main
@@ -17,9 +18,7 @@ from pipeline.__main__ import main
 def slow(stage: str, seconds: float, folder: str | None) -> Any:
     def slowly(worker: Any) -> Any:
         importlib.import_module("pipeline.run.worker").PRINT_INTERVAL_S = 0.0  # a line for each step
-        # In this process, the module's `train` is this function, and __main__ has the original. A worker has the original.
-        train = getattr(sys.modules["__main__"], "train", None)
-        train = train or importlib.import_module(f"pipeline.stages.{stage}").train
+        train = importlib.import_module(f"pipeline.stages.{stage}").train
         if folder:
             record_rows(worker, folder)
         poll = worker.notice.poll
@@ -58,6 +57,6 @@ def record_rows(worker: Any, folder: str) -> None:
 
 if __name__ == "__main__":
     stage = importlib.import_module(f"pipeline.stages.{sys.argv[1]}")
-    train = stage.train
-    stage.train = slow(sys.argv[1], float(os.environ["CHAOS_STEP_S"]), os.environ.get("CHAOS_ROWS"))
+    train = slow(sys.argv[1], float(os.environ["CHAOS_STEP_S"]), os.environ.get("CHAOS_ROWS"))
+    stage.RECIPE = replace(stage.RECIPE, train=train)
     sys.exit(main(sys.argv[1:]))

@@ -322,7 +322,7 @@ FROM_ARGS, DRAW, PACKED = (Sampling, "from_args"), (decoder, "draw"), (forward, 
 COLLATE, TOKEN_REWARDS = (rewards, "collate_ids"), (losses, "token_rewards")
 GAE, WHITEN = (functional, "gae"), (losses, "whiten")
 FIT, WRITE = (encode.Encoder, "_fit_labels"), (tasks.PartWriter, "add")
-RUN, LOAD_TOKENIZER = (trl_trainer, "run"), (alone, "load_tokenizer")
+RUN, LOAD_TOKENIZER = (trl_trainer, "train"), (alone, "load_tokenizer")
 
 COPY = "KL to the reference is 0.*copy of the reference"
 OF_FILE = "reward equals the adapter in its file"
