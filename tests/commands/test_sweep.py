@@ -82,7 +82,6 @@ def test_of_two_trials_the_better_one_is_registered(embedded_ray, in_root, tmp_p
     assert (
         len(re.findall(r"^ *trainer\.learning_rate +eval_loss +steps +seconds +ended$", printed, re.M)) == 1
     )
-    assert not (tmp_path / "two/tune").exists()
     # The same command prints the result again.
     assert main(given) == 0
     assert "has ended" in capsys.readouterr().out

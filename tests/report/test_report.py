@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-import time
 from collections import Counter
 from dataclasses import replace
 from html import unescape
@@ -191,19 +190,6 @@ def test_the_badge_shows_the_verdict_of_the_gate_or_the_state_of_the_run(runs, s
     assert replace(run, result=better).verdict == "gate passed"
     assert replace(run, job=run.job | {"gate": {}}).verdict == "finished"
     assert replace(run, state="failed").verdict == "failed"
-
-
-@pytest.mark.parametrize(
-    ("reward", "judge", "marked"), [(2.0, 0.25, 1), (2.0, 1.0, 0), (0.0, 0.25, 0), (2.0, None, 0)]
-)
-def test_a_judge_that_falls_while_the_reward_rises_is_colored(reward, judge, marked, runs, store):
-    run = report.read_run(str(store / "one-ppo"))
-    before, after = {"completion": "a", "reward": 1.0}, {"completion": "b", "reward": reward}
-    if judge is not None:
-        before["judge"], after["judge"] = 0.5, judge
-    sample = {"prompt": "?", "before": before, "after": after}
-    html = page.render([replace(run, result=run.result | {"samples": [sample]})])
-    assert html.count('class="falls"') == marked
 
 
 def test_the_held_out_value_of_a_card_is_a_point_in_the_curve():
@@ -420,16 +406,6 @@ def test_any_number_of_pairs_can_be_drawn(count):
     for title, note, draw in preferences.drawings(made):
         assert preferences.picture(made, title).startswith(b"\x89PNG")
         assert plots.svg(draw, "x", note).startswith("<svg ")
-
-
-def test_of_a_step_logged_twice_the_later_value_counts(store):
-    job = begin(store, "twice")
-    with registry.mlflow_run(tracking_of(job), {}) as run_id:
-        log(job, run_id, {"loss": [3.0, 2.0, 1.0]})
-        later = int(time.time() * 1000) + 10_000  # as a restarted worker logs the step again
-        registry.client(tracking_of(job).uri).log_metric(run_id, "loss", 2.5, timestamp=later, step=2)
-    history = registry.history(tracking_of(job).uri, run_id)
-    assert history["loss"] == [(1, 3.0), (2, 2.5), (3, 1.0)]
 
 
 def test_every_panel_can_be_drawn():
