@@ -45,13 +45,13 @@ def plain_pairs(count):
 
 
 def init(*given, model=MODEL):
-    """Writes jobs with the demo's model. Returns a function that loads one by (name of its folder, stage)."""
+    """Runs `init` with the model of the demo. Returns a function that loads the job (name of the profile, stage)."""
     assert main(["init", *given, "--model", str(model)]) == 0
     return lambda name, stage: load_job(f"jobs/{name}/{stage}.yaml", [], stage)
 
 
 def next_commands(shown):
-    """Returns the subcommands that `init` prints at its end. In `make test` they are targets of make."""
+    """Returns the subcommands below `Run next:`, which are targets of make if make runs the tests."""
     return re.findall(r"(\w+) (?:JOB=)?jobs/", shown.partition("Run next:")[2])
 
 
@@ -80,7 +80,7 @@ def test_demonstrations_alone_make_a_policy_of_another_profile(here, capsys):
     assert load_job("jobs/talks/generate.yaml").policy == "models:/talks-sft@champion"
     shown = capsys.readouterr().out
     assert "set `reward` in jobs/talks/ppo.yaml" in shown  # without pairs there is no reward model
-    assert "warning: the jobs keep the lengths of the profile: " in shown  # the model is gated
+    assert "warning: the jobs keep the lengths of the profile: " in shown  # because the model is gated
     assert next_commands(shown) == ["validate", "sft", "chat", "serve", "export"]
 
 
@@ -132,11 +132,11 @@ CALLS = """{%- for turn in messages %}<{{ turn.role }}>{{ turn.content }}{{ turn
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_rows_of_an_example_are_read_like_in_the_example(name, here):
+def test_rows_in_the_format_of_an_example_get_the_keys_of_the_example(name, here):
     stage, _, example = name.partition("/")
     (path,) = (ROOT / "tests/data/shapes").glob(f"{example}.*")
     model = shutil.copytree(MODEL, here / "model")
-    (model / "chat_template.jinja").write_text(CALLS)  # the model's own template writes no tool calls
+    (model / "chat_template.jinja").write_text(CALLS)  # the template of the demo ignores tool calls
     ours = init(str(path), "--name", "mine", model=model)("mine", stage).data
     theirs = load_job(ROOT / f"jobs/examples/{example}.yaml", [], stage).data
     assert ours.train == str(path) and (theirs.transform or theirs.label)
@@ -242,7 +242,7 @@ def test_every_folder_of_jobs_is_in_the_list_of_shipped_folders():
 
 
 def test_eval_files_are_not_trained_on(here, capsys):
-    """Covers a folder with shards, names in any case and files of other formats, and a dataset with an eval split."""
+    """The folder has shards, names in upper case and a file of another format. The dataset has an eval split."""
     for name in ("export_2025/part_1.JSONL", "export_2025/part_2.JSONL", "export_2024/part_1.JSONL"):
         rows(here / name, PAIRS)
     rows(here / "export_2025/pairs_valid.Json", PAIRS)

@@ -1,4 +1,4 @@
-"""Tests the report page of finished, failed and interrupted runs. Uses MLflow on SQLite, and real stages at the end."""
+"""Tests the report page of finished, failed and interrupted runs. The runs are recorded in MLflow, and one is a real stage."""
 
 import json
 import math
@@ -47,7 +47,7 @@ SPLIT = {
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """Returns a folder for runs, with an MLflow store that is migrated once."""
+    """Returns a folder for runs that has an MLflow store."""
     folder = tmp_path_factory.mktemp("reported")
     registry.client(f"sqlite:///{folder}/mlflow.db").search_experiments()
     return folder
@@ -69,7 +69,7 @@ def log(job, run_id, curves):
 
 
 def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True, rows_from=None):
-    """Makes a run like `launch`, without training: its MLflow run, its version, its result.json."""
+    """Makes what a finished run leaves: its MLflow run, its version and its result.json."""
     with registry.mlflow_run(tracking_of(job), {"train": "d" * 64}) as run_id:
         if curves:
             log(job, run_id, curves)
@@ -98,7 +98,7 @@ def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True, r
 
 @pytest.fixture(scope="module")
 def runs(store):
-    """Makes runs of sft, rm, ppo and evaluate that follow from each other, with their results."""
+    """Returns the results of four runs: sft, rm, ppo from both of them, and evaluate."""
     curves = {"loss": [0.6, 0.5], "eval_loss": [0.6, 0.55]}
     sft = finish(store, begin(store, "one-sft", "sft"), curves, {"eval_loss": 0.5, "initial_loss": 0.7})
     rm = finish(store, begin(store, "one-rm", "rm"), {"accuracy": [0.5, 0.9]}, {"eval_accuracy": 0.975})
@@ -220,7 +220,7 @@ def test_runs_of_one_stage_are_drawn_over_each_other(runs, store):
     def kl_of(*names):
         html = page_of(store, "one-ppo", *names)
         kl = re.search(r'<svg[^>]*aria-label="KL from the reference.*?</svg>', html, re.DOTALL)[0]
-        assert "var(--c0)" in kl and "#0072b2" not in kl.lower()  # colors follow the page
+        assert "var(--c0)" in kl and "#0072b2" not in kl.lower()  # colors are variables of the page
         return re.findall(r"fill: var\(--c\d\)[^<]*>(\d)</text>", kl), text_of(html)
 
     for name, *changed in (("other-ppo", "trainer.kl_coef=0.5"), ("third-ppo", "data.eval=null")):
@@ -289,7 +289,7 @@ def test_without_an_mlflow_server_the_page_has_a_note_instead_of_curves(runs, st
 
 def test_markup_in_values_is_escaped(runs, store, tmp_path):
     html = page_of(store, "one-ppo")
-    assert "&lt;script&gt;alert(&#39;x&#39;)" in html and "<b>thanks" not in html  # in the sample
+    assert "&lt;script&gt;alert(&#39;x&#39;)" in html and "<b>thanks" not in html  # of the sample
     assert "<mark>a &lt;b&gt;</mark>" in html  # the trained tokens of a row
     shutil.copytree(store / "one-rm", tmp_path / "run")
     for name, change in (
@@ -352,15 +352,15 @@ def test_a_report_that_cannot_be_drawn_does_not_fail_the_run(runs, store, capsys
     assert "try again with: python -m pipeline report" in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------------------------------------------- figures
+# -------------------------------------------------------------------------------------------- pairs and panels
 
 
 def pair(margin, longer=0):
     return {"chosen": margin, "rejected": 0.0, "chosen_tokens": 10 + longer, "rejected_tokens": 10}
 
 
-def test_the_statistics_of_pairs():
-    # ten pairs with confidence 0.9, nine of them right
+def test_accuracy_calibration_and_length_bias_of_pairs():
+    # Ten pairs have a confidence of 0.9, and nine of them are right.
     sure = [pair(math.log(9) * (-1 if i == 0 else 1), longer=2) for i in range(10)]
     summary = preferences.summary(sure)
     assert (summary["accuracy"], summary["calibration error"]) == (0.9, pytest.approx(0.0, abs=1e-9))
@@ -374,7 +374,7 @@ def test_the_statistics_of_pairs():
     assert summary["accuracy where the chosen completion is shorter"] == 0.0
 
 
-def test_a_token_pair_as_text():
+def test_a_pair_of_token_rows_becomes_prompt_and_completions():
     from pipeline.models.tokenizer import load_tokenizer
     from pipeline.stages.rm import as_text
 
@@ -383,7 +383,7 @@ def test_a_token_pair_as_text():
     asked = {"role": "user", "content": "What is the capital of Peru?"}
     chats = [[asked, {"role": "assistant", "content": text}] for text in texts]
     sides = tokenizer.apply_chat_template(chats, return_dict=False)
-    # full completions, although both begin with the same words
+    # Both completions are shown in full, although they begin with the same words.
     assert as_text(tokenizer, *sides) == (asked["content"], *texts)
     assert as_text(tokenizer, *map(tokenizer.encode, texts))[1:] == (" Lima.", " Oslo.")
 
@@ -424,7 +424,7 @@ def test_every_panel_can_be_drawn():
         assert plots.curve(panel, {"": {}}) is None
 
 
-# --------------------------------------------------------------------------------------------- of real stages
+# ------------------------------------------------------------------------------------------------ a real stage
 
 
 @pytest.mark.slow  # test_stages.py draws the page of a run without its panels
