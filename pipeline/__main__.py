@@ -133,11 +133,14 @@ def dispatch(verb: str, path: str, overrides: list[str]) -> int:
     if address and verb in HERE and submit.is_dashboard(address):
         references = [job.model.name_or_path, *job.inputs.values()]
         submit.check_registry(make(verb, job.source), references, job.mlflow.tracking_uri)
-    result = importlib.import_module(module).run(job)
+    code = importlib.import_module(module)
     if trains:
         from pipeline import report
+        from pipeline.run.launch import launch
 
-        report.of_run(result)
+        report.of_run(launch(job, code.RECIPE))
+    else:
+        code.run(job)
     return 0
 
 

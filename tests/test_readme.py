@@ -274,7 +274,7 @@ def test_every_command_is_covered():
         "bash jobs/demo/judge.sh",  # scoring/test_runs.py
         *("make ui", "make serve", "make chat", "make report"),  # above
         "make notebook",  # test_notebooks.py
-        *("make gpu", "SMALL=1 make gpu"),  # gpu/test_rehearsal.py
+        "make gpu",  # gpu/test_pretend.py
         "python -m tools.gpu.pretend",  # gpu/test_runs.py
         *("make up", "make dashboard", "make down"),  # cluster/test_ray_up.py
         "hf jobs uv run --dry-run",  # cloud/test_launchers.py

@@ -17,17 +17,17 @@ from pipeline.data.values import RowError
 from pipeline.errors import InputError, visible
 from pipeline.job import Job
 from pipeline.models.template import text_as_chat
-from pipeline.run.host import Host, load_host
-from pipeline.settle.inputs import unfilled
+from pipeline.run.model_host import ModelHost, load_model_host
+from pipeline.settle.inputs import missing_parameter
 from pipeline.system import process
 
 HELP = "/reset forgets the conversation, /system TEXT sets or removes the system prompt, /quit ends"
 
 
 def run(job: Job) -> None:
-    host = load_host(job)
+    host = load_model_host(job)
     for key, source in job.functions.items():
-        if wanted := unfilled(source, {"messages"}):
+        if wanted := missing_parameter(source, {"messages"}):
             raise InputError(
                 f"{source} asks for `{wanted}`, which a conversation does not have; set {key}=null, or name a reward "
                 "model, e.g. models:/rlhf-rm@champion",
@@ -49,7 +49,7 @@ def run(job: Job) -> None:
 class Chat:
     """A conversation: its messages, and the models that answer and score them."""
 
-    def __init__(self, host: Host):
+    def __init__(self, host: ModelHost):
         from pipeline.run import roles
         from pipeline.writing.decoder import SlotDecoder
         from pipeline.writing.rows import Sampling

@@ -21,8 +21,8 @@ from pipeline.data.messages import repeats_prompt, unpacked
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
 from pipeline.job import Collect, Job
-from pipeline.run.host import Host
-from pipeline.run.parts import Answer, Record, Verb, launch
+from pipeline.run.model_host import ModelHost
+from pipeline.run.parts import Answer, Record, RowRecipe, launch_rows
 
 # Columns that are removed from a prompt's row, because training would read them in addition to the completions or instead.
 REPLACED = """messages conversations system completion chosen rejected pos_answers neg_answers label kto_tag margin score
@@ -33,7 +33,7 @@ SCORE = itemgetter("score")
 
 def run(job: Job) -> dict[str, Any]:
     args = Collect(**job.trainer)
-    verb = Verb(
+    recipe = RowRecipe(
         "rows.jsonl",
         load,
         measure=functools.partial(measure, args),
@@ -41,13 +41,13 @@ def run(job: Job) -> dict[str, Any]:
         count=functools.partial(count, args),
         choose=functools.partial(choose, args, job.data.seed),
     )
-    result = launch(job, verb)
+    result = launch_rows(job, recipe)
     if not result["counts"]["rows"]:
         print(f"warning: no prompt gave a row: {why_none(args, result['counts'])}", flush=True)
     return result
 
 
-def load(host: Host) -> Answer:
+def load(host: ModelHost) -> Answer:
     sample = sampler(host, host.args.num_generations)
     came_from = origin(host.work.versions) | {"seed": host.args.seed}
 

@@ -25,9 +25,11 @@ from pipeline.job import Job, lora
 from pipeline.job.identity import identity_of
 from pipeline.job.job import Export
 from pipeline.models import adapter_files, transformers4
-from pipeline.run.host import Host
-from pipeline.run.launch import OpenRun, finished, open_run
+from pipeline.run.launch import finished, open_run, write_result
+from pipeline.run.model_host import ModelHost
+from pipeline.run.resume import find_earlier
 from pipeline.settle.identity import named
+from pipeline.settle.work import Work
 from pipeline.system import console, storage
 from pipeline.system.hub import ADAPTER, announcement, base_config
 
@@ -54,32 +56,33 @@ def run(job: Job) -> dict[str, Any]:
     args = Export(**job.trainer)
     hub.create_repository(args)
     job = named(job)
-    if not (result := finished(identity_of(job))):
-        with open_run(job) as run:
-            result = write_all(run)
+    earlier = find_earlier(identity_of(job))
+    if not (result := finished(earlier)):
+        with open_run(job, earlier) as (work, _, report):
+            result = write_result(work, report, {"exported": write_all(work)})
     if not args.hub_model_id:
         return result
     return hub.push(args, "policy" if job.policy else "reward", job.model.name_or_path, result)
 
 
-def write_all(run: OpenRun) -> dict[str, Any]:
-    """Exports the policy and the reward of a job in this process. Returns the content of result.json."""
-    if run.work.args.merge:
-        print(announcement(run.work.model.name_or_path, run.work.model.revision), flush=True)
+def write_all(work: Work) -> dict[str, Any]:
+    """Exports the policy and the reward of a job in this process. Returns the entry of result.json."""
+    if work.args.merge:
+        print(announcement(work.model.name_or_path, work.model.revision), flush=True)
     console.silence_libraries()
-    host = Host(run.work)
+    host = ModelHost(work)
     exported = {}
     for name in ("policy", "reward.0"):
         kind = name.removesuffix(".0")
-        folder = storage.join(run.folder, kind)
+        folder = storage.join(work.folder, kind)
         for left in (folder, f"{folder}.partial"):  # left by an interrupted attempt
             shutil.rmtree(left, ignore_errors=True)
-        if name in run.work.inputs:
+        if name in work.inputs:
             exported[kind] = {"folder": folder, **write(host, name, folder)}
-    return run.finish(exported=exported)
+    return exported
 
 
-def write(host: Host, name: str, folder: str) -> dict[str, float]:
+def write(host: ModelHost, name: str, folder: str) -> dict[str, float]:
     """Writes one adapter to `folder`, merged or as it is. The folder appears only when it is complete.
 
     Returns the differences between the merged model and the adapter. Raises Failure if a difference is too large.
@@ -124,7 +127,7 @@ def vllm_command(base: str, folder: str, name: str) -> str:
     return shlex.join(words)
 
 
-def save_merged(host: Host, name: str, folder: str) -> None:
+def save_merged(host: ModelHost, name: str, folder: str) -> None:
     """Saves the merged model, with its padding token and the tokens that end a completion."""
     from transformers import GenerationConfig
     from transformers.utils import logging
@@ -168,7 +171,7 @@ def merge(base: Any, adapter: str, dtype: str) -> Any:
 # ------------------------------------------------------------------------------------------- the comparison
 
 
-def probes(host: Host) -> tuple[list[list[int]], int]:
+def probes(host: ModelHost) -> tuple[list[list[int]], int]:
     """Returns the token ids of PROBES after the chat template, and the maximum number of tokens of a completion."""
     encode = host.tokenizer.apply_chat_template
     turns = ([{"role": "user", "content": text}] for text in PROBES)
@@ -177,14 +180,14 @@ def probes(host: Host) -> tuple[list[list[int]], int]:
     return rows, min(most, context - max(map(len, rows))) if context else most
 
 
-def expectations(host: Host, name: str) -> list[Any]:
+def expectations(host: ModelHost, name: str) -> list[Any]:
     """Returns the output of the adapter on its frozen base for each probe: a greedy completion, or a score."""
     from pipeline.run import roles
     from pipeline.writing.decoder import SlotDecoder
     from pipeline.writing.rows import Sampling
 
     work = replace(host.work, model=replace(host.work.model, load_in_4bit=False))
-    shared = roles.shared_base(Host(work))
+    shared = roles.shared_base(ModelHost(work))
     shared.add("exported", folder=host.input(name), head=name != "policy")
     rows, length = probes(host)
     if name != "policy":
@@ -194,7 +197,7 @@ def expectations(host: Host, name: str) -> list[Any]:
     return decoder.generate("exported", rows, range(len(rows)), Sampling(length, ends, temperature=0.0))
 
 
-def compare(host: Host, name: str, folder: str, expected: list[Any]) -> dict[str, float]:
+def compare(host: ModelHost, name: str, folder: str, expected: list[Any]) -> dict[str, float]:
     """Loads the exported folder with plain transformers, and compares its outputs with the adapter's.
 
     Returns the differences, or raises Failure if they are too large.

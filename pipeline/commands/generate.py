@@ -13,17 +13,17 @@ from typing import Any
 
 from pipeline.job import Job
 from pipeline.models.tokenizer import warn_of_endless
-from pipeline.run.host import Host
-from pipeline.run.parts import Answer, Record, Verb, launch
+from pipeline.run.model_host import ModelHost
+from pipeline.run.parts import Answer, Record, RowRecipe, launch_rows
 
 
 def run(job: Job) -> dict[str, Any]:
-    result = launch(job, Verb("completions.jsonl", load, measure))
+    result = launch_rows(job, RowRecipe("completions.jsonl", load, measure))
     warn_of_endless(result["metrics"].get("ended", 1.0), "the completions")
     return result
 
 
-def load(host: Host) -> Answer:
+def load(host: ModelHost) -> Answer:
     sample = sampler(host, 1)
 
     def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
@@ -39,7 +39,7 @@ def load(host: Host) -> Answer:
     return answer
 
 
-def sampler(host: Host, several: int) -> Callable[..., list[tuple[Record, list[Record]]]]:
+def sampler(host: ModelHost, several: int) -> Callable[..., list[tuple[Record, list[Record]]]]:
     """Loads policy and rewards. Returns a function that samples and scores `several` completions for each prompt.
 
     The function takes token rows and the number of the first row, which seeds the random numbers. It returns each row with its

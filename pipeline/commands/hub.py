@@ -22,7 +22,7 @@ from pipeline.job.job import Export
 from pipeline.models import transformers4
 from pipeline.models.tokenizer import eos_ids
 from pipeline.registry import lineage
-from pipeline.run.host import Host
+from pipeline.run.model_host import ModelHost
 from pipeline.run_folder import RESULT
 from pipeline.system import hub, storage
 from pipeline.system.credentials import without_credentials
@@ -42,7 +42,7 @@ class Ancestor(NamedTuple):
     role: str = ""  # what its descendant used it for: policy, reward, ...
 
 
-def card(host: Host, name: str, differences: dict[str, float] | None = None) -> str:
+def card(host: ModelHost, name: str, differences: dict[str, float] | None = None) -> str:
     """Returns the README.md for the input `name` (`policy` or `reward.0`) of an export job.
 
     Args:

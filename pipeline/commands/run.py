@@ -18,6 +18,7 @@ from pipeline.errors import Failure, InputError
 from pipeline.job import STAGES, Job, command_line, libraries, load_job
 from pipeline.job.stages import headline
 from pipeline.registry import file_of_uri
+from pipeline.run.launch import launch
 from pipeline.run.prepare import heading
 from pipeline.run.session import session
 from pipeline.run.summary import change, sample_table
@@ -29,7 +30,7 @@ from pipeline.stages import evaluate, ppo, rm, sft
 from pipeline.system import storage, terminal
 
 SHOWN_SAMPLES = 2
-ORDER = {"sft": sft, "rm": rm, "ppo": ppo, "evaluate": evaluate}
+ORDER = {"sft": sft.RECIPE, "rm": rm.RECIPE, "ppo": ppo.RECIPE, "evaluate": evaluate.RECIPE}
 
 
 def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
@@ -49,10 +50,10 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     place = (places_of(first), first.run.storage_path, tracking_of(first).uri)
     with libraries.asked(*on_ray) as check, session(*place):
         check()
-        for number, (stage, module) in enumerate(ORDER.items(), 1):
+        for number, (stage, recipe) in enumerate(ORDER.items(), 1):
             heading.set(f"[{number}/{len(ORDER)}]")
             try:
-                results.append(result := module.run(jobs[stage]))
+                results.append(result := launch(jobs[stage], recipe))
             except (KeyboardInterrupt, SystemExit) as stop:
                 stop.add_note(f"run.name={name}")
                 raise

@@ -10,15 +10,15 @@ import json
 from typing import Any
 
 from pipeline.job import Job
-from pipeline.run.host import Host
-from pipeline.run.parts import Answer, Record, Verb, launch
+from pipeline.run.model_host import ModelHost
+from pipeline.run.parts import Answer, Record, RowRecipe, launch_rows
 
 
 def run(job: Job) -> dict[str, Any]:
-    return launch(job, Verb("scores.jsonl", load, measure))
+    return launch_rows(job, RowRecipe("scores.jsonl", load, measure))
 
 
-def load(host: Host) -> Answer:
+def load(host: ModelHost) -> Answer:
     from pipeline.run import roles
     from pipeline.stages.pairs import named, scores_of
 

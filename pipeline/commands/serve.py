@@ -22,7 +22,7 @@ from typing import Any
 
 from pipeline.errors import Failure, InputError
 from pipeline.job import Job, Serve, load_job
-from pipeline.run.host import load_host
+from pipeline.run.model_host import load_model_host
 from pipeline.run.session import session
 from pipeline.serving import LOOPBACK, REQUEST_S
 from pipeline.settle import placement
@@ -36,7 +36,7 @@ MIN_TOKEN_LENGTH = 16  # characters
 
 def run(job: Job) -> None:
     token_digests(job.serve.host)  # reports a missing token before it downloads models
-    with serving(load_host(named(job)).work, job.run.name or "serve") as work:
+    with serving(load_model_host(named(job)).work, job.run.name or "serve") as work:
         print(announcement(work), flush=True)
         try:
             while True:
@@ -164,5 +164,5 @@ def build(args: dict[str, Any]) -> Any:
     if ray.is_initialized():
         os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
     job = named(load_job(args["job"], args.get("overrides") or [], "serve"))
-    work = load_host(replace(job, serve=with_absolute_folder(job.serve))).work
+    work = load_model_host(replace(job, serve=with_absolute_folder(job.serve))).work
     return application(work, token_digests(work.serve.host))

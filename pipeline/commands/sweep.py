@@ -32,7 +32,7 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
     """Runs a sweep. Returns the content of sweep.json. Checks the jobs of all trials before the first one starts."""
     sweep = space.read_sweep(path, arguments)
     seen = resume.check_folder(sweep.folder, "a sweep", "sweep")
-    left = recorded(sweep)
+    left = recorded(sweep, seen)
     if left.get("ended") and not [row for row in left["trials"] if row["state"] == "failed"]:
         print(f"sweep {sweep.job.run.name} has ended ({sweep.folder}); run.overwrite=true starts it over")
         print(closing(sweep, left), flush=True)
@@ -57,13 +57,11 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
     return summary
 
 
-def recorded(sweep: Sweep) -> dict[str, Any]:
+def recorded(sweep: Sweep, seen: dict[str, str]) -> dict[str, Any]:
     """Returns sweep.json of an earlier driver, or {}. Raises InputError if the folder has the sweep of another job."""
     job = sweep.job
-    left = resume.left_in(
-        sweep.folder, run_folder.SWEEP, job.run.overwrite, "job", "metric", "trials", "reports"
-    )
-    if not left:
+    keys = ("job", "metric", "trials", "reports")
+    if job.run.overwrite or not (left := resume.read_left(sweep.folder, seen, run_folder.SWEEP, *keys)):
         return {}
     if left["job"] != resume.essence(identity_of(job), "gate") or left["metric"] != sweep.metric:
         raise InputError(
@@ -172,11 +170,11 @@ def output_in_log(sweep: Sweep) -> Iterator[None]:
         yield
         return
     with open(f"{sweep.folder}/output.log", "a", encoding="utf-8") as log:
-        console.attach(JOBS, log)
+        console.attach_ray_printer(JOBS, log)
         try:
             yield
         finally:
-            console.attach(JOBS)
+            console.attach_ray_printer(JOBS)
 
 
 def closing(sweep: Sweep, summary: dict[str, Any]) -> str:

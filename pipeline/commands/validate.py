@@ -12,10 +12,10 @@ from typing import Any
 from pipeline.errors import InputError
 from pipeline.job import Job, rules
 from pipeline.job.stages import INPUTS
-from pipeline.run.prepare import announce, read_only
+from pipeline.run.prepare import print_header, read_only
 from pipeline.settle import placement
 from pipeline.settle.identity import named
-from pipeline.settle.inputs import pin_inputs
+from pipeline.settle.inputs import check_paths, pin_inputs
 from pipeline.settle.places import places_of
 from pipeline.system import storage
 
@@ -26,7 +26,8 @@ def run(job: Job) -> dict[str, Any]:
     # A run with the job's name may exist, and does not matter here.
     job = named(replace(job, run=replace(job.run, name=None)))
     storage.require_writable(job.run.storage_path)
-    announce(job, "validate")
+    check_paths(job)
+    print_header(f"validate  {job.stage}  {job.source}")
     for warning in rules.Rules(job).warnings():
         print(f"warning: {warning}", flush=True)
     try:

@@ -131,18 +131,20 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
     home = storage.absolute(base.run.storage_path)
     base = replace(base, run=replace(base.run, name=name, storage_path=home))
     trials = []
-    for job, values in jobs:
+    for job, varied_values in jobs:
         scaling = {**job.scaling, "num_workers": job.scaling.get("num_workers", 1) or 1}
         cache = job.data.cache_dir or storage.join(home, "data")
         trial = replace(
             job,
-            run=replace(job.run, name=name_of_trial(values), storage_path=base.folder, overwrite=False),
+            run=replace(
+                job.run, name=name_of_trial(varied_values), storage_path=base.folder, overwrite=False
+            ),
             scaling=scaling,  # trials run at the same time, so none may run in the process of the sweep
             mlflow=replace(job.mlflow, registered_model=None),
             data=replace(job.data, cache_dir=cache),
             gate={},
         )
-        trials.append(Trial(name_of_trial(values), values, trial))
+        trials.append(Trial(name_of_trial(varied_values), varied_values, trial))
     greater = greater_is_better(metric, base.run.greater_is_better)
     return Sweep(base, known, trials, metric, greater, shared)
 
@@ -150,9 +152,10 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
 def split(text: str) -> list[str]:
     """Splits a list at its commas, except for commas inside brackets and quotes: "[a,b],[c]" -> ["[a,b]", "[c]"]."""
     try:
-        items = yaml.compose(f"[{text}]").value if "," in text else []
+        node = yaml.compose(f"[{text}]")
     except yaml.YAMLError:
-        items = []
+        node = None
+    items = node.value if node and "," in text else []
     return [text[item.start_mark.index - 1 : item.end_mark.index - 1].strip() for item in items] or [text]
 
 

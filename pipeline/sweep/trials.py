@@ -84,8 +84,6 @@ def run_trial(name: str, job: Job, handle: SweepHandle, folder: str | None) -> N
     """
     import ray
 
-    from pipeline.stages.ppo import rollout_workers
-
     session.belong_to(folder)
     hold(handle.lease)  # because this process may outlive the sweep's driver by seconds
     libraries.trust_the_parent()
@@ -93,9 +91,9 @@ def run_trial(name: str, job: Job, handle: SweepHandle, folder: str | None) -> N
     ray.get(handle.rungs.begin.remote(name))
     failure = None
     try:
-        train = importlib.import_module(f"pipeline.stages.{job.stage}").train
+        recipe = importlib.import_module(f"pipeline.stages.{job.stage}").RECIPE
         with registry.nested_under(handle.run_id):
-            report.of_run(launch(job, train, sweep=handle, companion=rollout_workers))
+            report.of_run(launch(job, recipe, handle))
     except Exception as error:
         failure = without_secrets(summary(error))
         print(f"failed: {failure}", flush=True)

@@ -33,7 +33,7 @@ from pipeline.commands import export
 from pipeline.job import load_job
 from pipeline.models.base import base_identity
 from pipeline.registry import lineage
-from pipeline.run.host import Host
+from pipeline.run.model_host import ModelHost
 from pipeline.settle.identity import tracking_of
 
 MODELS = ["policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"]
@@ -118,10 +118,10 @@ def test_an_error_keeps_the_run_that_was_to_be_overwritten(models, storage, caps
 def test_a_probe_fits_into_a_short_context(models):
     settings = ["trainer.response_length=250", f"model.name_or_path={BASE}"]
     job = load_job(ROOT / "jobs/demo/export.yaml", settings, "export")
-    host = Host(work_of(job, tokenizer(), {"context_length": 256}))
+    host = ModelHost(work_of(job, tokenizer(), {"context_length": 256}))
     rows, length = export.probes(host)
     assert length == 256 - max(map(len, rows))
-    assert export.probes(Host(replace(host.work, base={"context_length": None})))[1] == 250
+    assert export.probes(ModelHost(replace(host.work, base={"context_length": None})))[1] == 250
 
 
 # ------------------------------------------------------------------------------------------------- a push to the Hub

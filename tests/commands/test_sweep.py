@@ -19,7 +19,7 @@ from pipeline.__main__ import main
 from pipeline.commands import sweep as command
 from pipeline.errors import InputError
 from pipeline.job.identity import identity_of
-from pipeline.run.resume import essence
+from pipeline.run.resume import essence, owner_files
 from pipeline.settle.identity import tracking_of
 from pipeline.sweep import space
 
@@ -102,14 +102,16 @@ def test_a_folder_with_another_sweep_is_an_error(in_root, tmp_path):
     content["trials"] = [{"trial": trial.name} for trial in sweep.trials]
     (tmp_path / "s").mkdir()
     (tmp_path / "s/sweep.json").write_text(json.dumps(content))
-    assert command.recorded(sweep)["ended"]
-    assert not command.recorded(begun("trainer.learning_rate=1e-3,2e-3"))[
-        "ended"
-    ]  # the same job with more trials
+
+    def recorded(sweep):
+        return command.recorded(sweep, owner_files(sweep.folder))
+
+    more = begun("trainer.learning_rate=1e-3,2e-3")
+    assert recorded(sweep)["ended"] and not recorded(more)["ended"], "the same job may get more trials"
     for other in (["trainer.seed=9"], ["run.metric_for_best_model=eval_accuracy"]):
         with pytest.raises(InputError, match="a sweep of another job"):
-            command.recorded(begun(*other))
-        assert command.recorded(begun(*other, "run.overwrite=true")) == {}
+            recorded(begun(*other))
+        assert recorded(begun(*other, "run.overwrite=true")) == {}
 
 
 def test_trials_start_from_the_versions_behind_the_aliases(in_root):
