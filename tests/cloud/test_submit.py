@@ -79,7 +79,7 @@ def test_a_sweep_is_submitted_under_the_name_that_it_will_have_there(in_root):
     )
     assert len(submit.load("sweep", path, [given, bucket])[1]) == 1
     with pytest.raises(InputError, match=r"lora\.r"):
-        submit.load("sweep", path, [f"{given},"])
+        submit.load("sweep", path, ["lora.r=8,0"])
 
 
 # ------------------------------------------------------------------------------------------- errors, with a head
