@@ -6,8 +6,8 @@
          -d '{"model": "rlhf-ppo", "messages": [{"role": "user", "content": "Hello"}]}'
     curl -s http://127.0.0.1:8000/score -d '{"prompt": "What is the capital of Peru?", "completion": "Lima."}'
 
-A Ray Serve application (pipeline/serving/), here on an embedded Ray, with RAY_ADDRESS on a cluster. It answers this machine
-only, unless serve.host says otherwise and RLHF_SERVE_TOKENS holds the tokens that clients show.
+The server is a Ray Serve application (pipeline/serving/) on a local Ray, or on the cluster at RAY_ADDRESS. It answers only
+this machine, unless serve.host is another address and RLHF_SERVE_TOKENS has the tokens of the clients.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ from pipeline.errors import Failure, InputError
 from pipeline.job import Job, Serve, load_job
 from pipeline.run.host import load_host
 from pipeline.run.session import session
-from pipeline.serving import LOOPBACK, REQUEST_S
+from pipeline.serving import LOOPBACK
 from pipeline.settle import placement
 from pipeline.settle.identity import named
 from pipeline.settle.work import Work
 from pipeline.system import console, storage
 
 TOKENS = "RLHF_SERVE_TOKENS"
-SHORTEST = 16  # least characters of a token
+MIN_TOKEN_LENGTH = 16  # characters
 
 
 def run(job: Job) -> None:
@@ -46,36 +46,31 @@ def run(job: Job) -> None:
 
 @contextlib.contextmanager
 def serving(job: Job) -> Iterator[Work]:
-    """Runs the application of a job for the block. Raises Failure if a replica cannot be placed or does not start."""
+    """Serves a job during the block. Raises Failure if a replica cannot be placed or does not start."""
     from ray import serve
 
-    from pipeline.serving import feedback, proxy
+    from pipeline.serving import feedback
     from pipeline.serving.app import application
 
     digests = token_digests(job.serve.host)
     work = load_host(replace(named(job), serve=with_port(job.serve))).work
-    asked, name = work.serve, job.run.name or "serve"
-    if not os.environ.get("RAY_ADDRESS"):  # on a cluster, the recorder checks the folder on the head
-        feedback.FeedbackStore(
-            feedback.folder_of(asked, work.run.storage_path), log_prompts=False, max_bytes=0
-        ).close()
+    section, name = work.serve, job.run.name or "serve"
+    if section.log_prompts and not os.environ.get("RAY_ADDRESS"):  # on a cluster, the folder is on the head
+        folder = feedback.feedback_folder(section, work.run.storage_path)
+        feedback.FeedbackStore(folder, max_bytes=section.max_feedback_bytes, encoders={}).close()
     with session(work.places, work.run.storage_path, work.uri):
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         placement.wait_for_one(work.places)
-        # A request's own limit ends first, with a message.
-        limits = {"request_timeout_s": asked.timeout_s + 5, "keep_alive_timeout_s": REQUEST_S}
-        serve.start(
-            http_options={"host": asked.host, "port": asked.port, **limits},
-            logging_config={"log_level": "WARNING", "enable_access_log": False},
-            controller_options={"runtime_env": {"env_vars": proxy.ENVIRONMENT}},
-        )
+        # serve.timeout_s ends a request first, with a message.
+        options = {"host": section.host, "port": section.port, "request_timeout_s": section.timeout_s + 5}
+        serve.start(http_options=options, logging_config={"log_level": "WARNING", "enable_access_log": False})
         try:
             with console.waiting("loading the models"):
                 serve.run(application(work, digests), name=name, route_prefix="/")
         except RuntimeError as error:
             deployments = serve.status().applications[name].deployments.values()
-            said = next((one.message for one in deployments if one.message.strip()), str(error))
-            why = said.strip().splitlines()[-1].strip()  # from the replica's traceback
+            messages = (one.message for one in deployments if one.message.strip())
+            why = next(messages, str(error)).strip().splitlines()[-1].strip()  # last line of a traceback
             raise Failure(f"the application does not start: {why}") from error
         else:
             yield work
@@ -85,7 +80,7 @@ def serving(job: Job) -> Iterator[Work]:
 
 
 def announcement(work: Work) -> str:
-    """Returns the address, the served versions and an example request, as text."""
+    """Returns the address, the served versions and an example request as text."""
     from pipeline.serving.models import pinned
 
     serve = work.serve
@@ -94,8 +89,8 @@ def announcement(work: Work) -> str:
     lines = [f"   {key.partition('.')[2]:<28}{version}" for key, version in pinned(work).items()]
     key = f' -H "Authorization: Bearer ${TOKENS}"' if os.environ.get(TOKENS) else ""
     if serve.policies:
-        asked = f'{{"model": "{next(iter(serve.policies))}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
-        example = f"curl -s {url}/v1/chat/completions{key} -d '{asked}'"
+        body = f'{{"model": "{next(iter(serve.policies))}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+        example = f"curl -s {url}/v1/chat/completions{key} -d '{body}'"
     else:
         example = (
             f"""curl -s {url}/score{key} -d '{{"prompt": "Who is there?", "completion": "A friend."}}'"""
@@ -104,28 +99,28 @@ def announcement(work: Work) -> str:
 
 
 def token_digests(host: str) -> list[str]:
-    """Returns the SHA-256 of each token in RLHF_SERVE_TOKENS, split at commas and white space, to be passed on instead.
+    """Returns the SHA-256 of each token in RLHF_SERVE_TOKENS. Commas or spaces separate tokens.
 
-    Raises InputError without tokens for a server that other machines can reach, or for a short one.
+    Raises InputError if a server that other machines can reach has no tokens, or if a token is too short.
     """
     tokens = os.environ.get(TOKENS, "").replace(",", " ").split()
     if not tokens and host not in LOOPBACK:
         raise InputError(
             f"found {host}, which other machines can reach, and no tokens; run export {TOKENS}=$(openssl rand -hex 32), "
-            "or leave it at 127.0.0.1",
+            "or use serve.host=127.0.0.1",
             key="serve.host",
         )
-    if any(len(token) < SHORTEST for token in tokens):
+    if any(len(token) < MIN_TOKEN_LENGTH for token in tokens):
         raise InputError(
-            f"found a token of less than {SHORTEST} characters; export {TOKENS}=$(openssl rand -hex 32)",
+            f"found a token of less than {MIN_TOKEN_LENGTH} characters; run export {TOKENS}=$(openssl rand -hex 32)",
             key=TOKENS,
         )
     return [hashlib.sha256(token.encode()).hexdigest() for token in tokens]
 
 
 def with_port(serve: Serve) -> Serve:
-    """Returns the section with a free port and an absolute path. Raises InputError if its port is taken."""
-    serve = absolute(serve)
+    """Returns the section with a free port and an absolute path. Raises InputError if its port is in use."""
+    serve = with_absolute_path(serve)
     if os.environ.get("RAY_ADDRESS"):  # the port belongs to the head's machine
         return serve
     family = socket.AF_INET6 if ":" in serve.host else socket.AF_INET
@@ -135,14 +130,14 @@ def with_port(serve: Serve) -> Serve:
             one.bind((serve.host, serve.port))
         except OSError as error:
             raise InputError(
-                f"{serve.host}:{serve.port} cannot be listened on ({error.strerror}); serve.port=0 takes any free one",
+                f"the server cannot listen on {serve.host}:{serve.port} ({error.strerror}); set serve.port=0 for any free port",
                 key="serve.port",
             ) from error
         return replace(serve, port=one.getsockname()[1])
 
 
-def absolute(serve: Serve) -> Serve:
-    """Returns the section with an absolute path of its folder, because a replica may run in another directory."""
+def with_absolute_path(serve: Serve) -> Serve:
+    """Returns the section with an absolute feedback path, because a replica may run in another directory."""
     folder = serve.feedback_path
     return replace(serve, feedback_path=None if folder is None else storage.absolute(folder))
 
@@ -161,5 +156,5 @@ def build(args: dict[str, Any]) -> Any:
     if ray.is_initialized():
         os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
     job = named(load_job(args["job"], args.get("overrides") or [], "serve"))
-    work = load_host(replace(job, serve=absolute(job.serve))).work
+    work = load_host(replace(job, serve=with_absolute_path(job.serve))).work
     return application(work, token_digests(work.serve.host))

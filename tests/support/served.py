@@ -1,4 +1,4 @@
-"""Runs the application of `serve` on the tests' own Ray."""
+"""Starts `serve` on the Ray of the tests, and sends requests."""
 
 import contextlib
 import http.client
@@ -17,7 +17,7 @@ REWARDS = "serve.rewards={toy-rm: models:/toy-rm@champion}"
 
 @contextlib.contextmanager
 def served(storage, *overrides, policies=POLICIES, rewards=REWARDS):
-    """Returns the address and the work."""
+    """Serves the toy models during the block. Yields the server's address and its work."""
     given = [policies, rewards, "serve.port=0", f"run.storage_path={storage}", *overrides]
     job = load_job(ROOT / "jobs/demo/serve.yaml", given, "serve")
     with serving(job) as work:
@@ -25,7 +25,7 @@ def served(storage, *overrides, policies=POLICIES, rewards=REWARDS):
 
 
 def ask(url, path, body=None, method=None, **headers):
-    """Returns (status, headers, JSON value or bytes) of a request."""
+    """Sends a request. Returns (status, headers, JSON value or bytes)."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=120)
     with contextlib.closing(connection):
@@ -39,7 +39,7 @@ def ask(url, path, body=None, method=None, **headers):
 
 
 def chat(url, text="What is the capital of Peru?", model="toy", **settings):
-    """Returns (status, answer) of a chat completion."""
+    """Requests a chat completion. Returns (status, answer)."""
     asked = {"model": model, "messages": [{"role": "user", "content": text}], **settings}
     status, _, answer = ask(url, "/v1/chat/completions", asked)
     return status, answer
