@@ -212,7 +212,7 @@ def stopped(how: str, verb: str, status: int, stop: BaseException) -> int:
 def command() -> None:
     """Runs the console command `rlhf`, which finds Python functions in the current folder, as `python -m pipeline` does."""
     sys.path.append("")
-    sys.exit(process.run(main))
+    sys.exit(process.run_main(main))
 
 
 if __name__ == "__main__":
