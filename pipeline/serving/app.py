@@ -32,7 +32,7 @@ from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import RowError
 from pipeline.errors import in_brief
 from pipeline.run import memory
-from pipeline.run.host import Host
+from pipeline.run.model_host import ModelHost
 from pipeline.run.roles import longest_row
 from pipeline.serving import LOOPBACK, protocol
 from pipeline.serving.answer import Answer, Stream, complete_prompts, time_limit
@@ -84,7 +84,7 @@ def application(work: Work, digests: list[str]) -> Any:
         logging_config=logging,
         **replicas,
     )
-    host = Host(work)
+    host = ModelHost(work)
     encoding = (work.tokenizer, longest_row(host), end_token_ids(host), work.data.parse_special_tokens)
     folder = feedback_folder(limits, work.run.storage_path) if limits.log_prompts else None
     return server.bind(work, digests, recorder.bind(folder, limits.max_feedback_bytes, encoding))
@@ -167,7 +167,7 @@ class Server:
     def __init__(self, work: Work, digests: list[str], recorder: DeploymentHandle) -> None:
         bind_to_node_address()
         console.silence_libraries()
-        host = Host(work)
+        host = ModelHost(work)
         self.serve, self.args = work.serve, work.args
         self.digests, self.recorder, self.tokenizer = digests, recorder, work.tokenizer
         self.name = secrets.token_hex(4)

@@ -21,11 +21,11 @@ from pipeline.models.adapters import SharedBase
 from pipeline.models.base import check_base
 from pipeline.models.tokenizer import eos_ids, template_digest
 from pipeline.run import roles
-from pipeline.run.host import Host
+from pipeline.run.model_host import ModelHost
 from pipeline.scoring.rewards import Reward
 from pipeline.serving.batching import Batcher
 from pipeline.serving.protocol import TOP_LOGPROBS
-from pipeline.settle.inputs import checked
+from pipeline.settle.inputs import check_inputs
 from pipeline.settle.work import Input, Work
 from pipeline.system.hub import base_config, base_json
 from pipeline.writing.decoder import PREFILL_TOKENS, SlotDecoder
@@ -57,7 +57,7 @@ class Models:
         shared: the base. May be None if no reward needs it.
     """
 
-    def __init__(self, host: Host, shared: SharedBase | None, batcher: Batcher) -> None:
+    def __init__(self, host: ModelHost, shared: SharedBase | None, batcher: Batcher) -> None:
         self.host, self.shared, self.batcher = host, shared, batcher
         self.files = check_base(host.work.model)
         self.uri = host.work.uri
@@ -79,7 +79,7 @@ class Models:
     def _checked(self, key: str, version: str) -> Input:
         """Returns a version that fits the base and the other policies. Raises InputError if it does not."""
         work = self.host.work
-        return self._with_same_template(key, checked(work, {key: version}, self.files)[key])
+        return self._with_same_template(key, check_inputs(work, {key: version}, self.files)[key])
 
     def _with_same_template(self, key: str, found: Input) -> Input:
         """Returns an input. Raises InputError if its chat template differs from the template of the other policies."""
@@ -102,7 +102,7 @@ class Models:
         if served is None:
             self.loaded += 1
             role, reward = f"{kind}_{self.loaded}", None
-            host = Host(replace(self.host.work, inputs={key: found} if found else {}))
+            host = ModelHost(replace(self.host.work, inputs={key: found} if found else {}))
             if kind == "rewards":
                 reward = roles.reward(host, self.shared, key, role)
                 if self.shared is not None and hasattr(reward, "role"):
@@ -172,7 +172,7 @@ def pinned(work: Work) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------- the decoder
 
 
-def start_decoder(host: Host) -> tuple[SharedBase | None, Batcher]:
+def start_decoder(host: ModelHost) -> tuple[SharedBase | None, Batcher]:
     """Loads the base and starts the batcher. Both have no roles yet.
 
     vLLM loads the base in its own process. Then this process loads the base only for reward models, and otherwise returns None.
@@ -197,7 +197,7 @@ def start_decoder(host: Host) -> tuple[SharedBase | None, Batcher]:
     return shared, Batcher(decoder, work.serve.max_queue, PREFILL_TOKENS[device.type])
 
 
-def _vllm(host: Host) -> Batcher:
+def _vllm(host: ModelHost) -> Batcher:
     work, rows = host.work, host.args.local_rollout_forward_batch_size
     # One adapter more than policies: after an alias has moved, the old version still completes its rows.
     options: dict[str, Any] = {
@@ -215,7 +215,7 @@ def _vllm(host: Host) -> Batcher:
     return Batcher(VllmDecoder(llm, rank, rows), work.serve.max_queue)
 
 
-def end_token_ids(host: Host) -> list[int]:
+def end_token_ids(host: ModelHost) -> list[int]:
     """Returns the token ids that end a completion, like `load_base`, but without loading the base."""
     model = host.work.model
     config = base_config(model.name_or_path, model.revision)

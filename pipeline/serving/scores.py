@@ -10,10 +10,10 @@ from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import Dropped, RowError
 from pipeline.input_uri import InputURI
 from pipeline.models.template import text_as_chat
-from pipeline.run.host import Host
+from pipeline.run.model_host import ModelHost
 from pipeline.serving.batching import Batcher
 from pipeline.serving.models import Served, end_token_ids
-from pipeline.settle.inputs import unfilled
+from pipeline.settle.inputs import missing_parameter
 from pipeline.stages.pairs import named, samples_of
 
 MAX_ROWS = 4096  # maximum number of rows in a request
@@ -22,7 +22,7 @@ MAX_ROWS = 4096  # maximum number of rows in a request
 class Scores:
     """Scores the rows of a request, in any format that `score` accepts."""
 
-    def __init__(self, host: Host, batcher: Batcher) -> None:
+    def __init__(self, host: ModelHost, batcher: Batcher) -> None:
         data, self.tokenizer, self.ends = host.work.data, host.tokenizer, end_token_ids(host)
         apply = text_as_chat(host.tokenizer, data.apply_chat_template)
         settings = (host.work.context, data.overlong, apply, self.ends, data.parse_special_tokens)
@@ -57,7 +57,9 @@ class Scores:
         try:
             [outcomes] = self.encoder.encode([parse(row, self.encoder.kind)])
             outcome = outcomes[0]
-            if InputURI.parse(source).is_function and (wanted := unfilled(source, {*row, "messages"})):
+            if InputURI.parse(source).is_function and (
+                wanted := missing_parameter(source, {*row, "messages"})
+            ):
                 outcome = RowError("missing", wanted, "no such field", f"one, because {source} needs it")
             elif isinstance(outcome, Dropped):
                 expected = "a shorter prompt"

@@ -92,7 +92,7 @@ def filesystem(path: str) -> tuple[Any, str]:
 def reach(path: str) -> None:
     """Contacts a bucket or the Hub, with a time limit, because their clients retry for minutes."""
     if is_remote(path):
-        deadline.answer(exists, path)
+        deadline.call_with_deadline(exists, path)
 
 
 def exists(path: str) -> bool:
