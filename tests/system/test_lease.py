@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import importlib.util
 import io
 import json
 import os
@@ -15,7 +14,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import gcs
 import pytest
 from resumed import touched
 from running import NO_EVAL, ROOT, stage
@@ -34,21 +32,15 @@ def short(monkeypatch):
     monkeypatch.setattr(lease, "POLL_S", 0.05)
 
 
-@pytest.fixture(params=["folder", "memory", "s3", "gs"])
+@pytest.fixture(params=["folder", "memory", "s3"])
 def folder(request, tmp_path, monkeypatch):
-    """Returns a run's folder on the local disk, in fsspec's memory, in a mock of S3, or in a fake Google Cloud Storage."""
-    needs = {"s3": "moto", "gs": "google.cloud.storage"}.get(request.param, "os")
-    with contextlib.suppress(ModuleNotFoundError):
-        if importlib.util.find_spec(needs):
-            with contextlib.ExitStack() as stack:
-                if request.param == "s3":
-                    stack.enter_context(mock_s3(monkeypatch))
-                elif request.param == "gs":
-                    stack.enter_context(gcs.gcs(monkeypatch))
-                places = {"folder": str(tmp_path), "memory": f"memory://{tmp_path.name}", "s3": "s3://bucket"}
-                yield places.get(request.param, "gs://anonymous@bucket") + f"/{tmp_path.name}/one"
-            return
-    pytest.skip(f"needs {needs}: the extras `mock` and `cloud`")
+    """Returns a run's folder on the local disk, in fsspec's memory, or in a mock of S3."""
+    with contextlib.ExitStack() as stack:
+        if request.param == "s3":
+            pytest.importorskip("moto", reason="needs the extra `mock`")
+            stack.enter_context(mock_s3(monkeypatch))
+        places = {"folder": str(tmp_path), "memory": f"memory://{tmp_path.name}", "s3": "s3://bucket"}
+        yield f"{places[request.param]}/{tmp_path.name}/one"
 
 
 @pytest.fixture

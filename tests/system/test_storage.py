@@ -4,6 +4,7 @@ import os
 import stat
 import sys
 import tempfile
+from types import SimpleNamespace
 
 import pyarrow.fs
 import pytest
@@ -87,3 +88,31 @@ def test_missing_packages_of_a_bucket_are_named(monkeypatch):
         ImportError, match=r"s3:// needs packages \(.*boto3.*\): pip install -e '\.\[cloud\]'"
     ):
         storage.create("s3://bucket/one.json", {})
+
+
+def test_a_bucket_of_google_creates_a_file_only_once(monkeypatch):
+    """Uses a fake of Google's client, because the project has no mock of Google Cloud Storage."""
+    stored = {}
+
+    class PreconditionFailed(Exception):
+        """Google's error for an object that exists."""
+
+    class Blob(SimpleNamespace):
+        def upload_from_string(self, content, if_generation_match):
+            assert if_generation_match == 0  # only if the object does not exist
+            if self.name in stored:
+                raise PreconditionFailed
+            stored[self.name] = content
+
+    def client(project):
+        return SimpleNamespace(
+            bucket=lambda bucket: SimpleNamespace(blob=lambda key: Blob(name=(bucket, key)))
+        )
+
+    gcs = SimpleNamespace(Client=client)
+    monkeypatch.setitem(
+        sys.modules, "google.api_core.exceptions", SimpleNamespace(PreconditionFailed=PreconditionFailed)
+    )
+    monkeypatch.setitem(sys.modules, "google.cloud", SimpleNamespace(storage=gcs))
+    assert [storage.create("gs://anonymous@bucket/runs/one.json", value) for value in (1, 2)] == [True, False]
+    assert stored == {("bucket", "runs/one.json"): b"1"}
