@@ -337,7 +337,7 @@ def test_a_ray_that_does_not_start_is_one_message():
             with session.embedded(num_cpus=1, object_store_memory=10**15):
                 pass
         __main__.dispatch = run
-        sys.exit(process.run(lambda: __main__.main(["sft", "job.yaml"])))
+        sys.exit(process.run_main(lambda: __main__.main(["sft", "job.yaml"])))
     """
     done = program(textwrap.dedent(text))
     assert done.returncode == 1
