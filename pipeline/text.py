@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], sides: str = "") -> str:
-    """Returns aligned columns. `sides` has < or > for each column; by default, all cells are left."""
+    """Returns a table with aligned columns. `sides` has < (left) or > (right) for each column. The default is left."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     columns = [f"{side}{width}" for side, width in zip(sides or "<" * len(widths), widths, strict=True)]
     return "\n".join("   " + "  ".join(map(format, line, columns)).rstrip() for line in (header, *rows))
 
 
 def row(label: str, value: str) -> str:
-    """Returns a line about a run: what it is, and its value."""
+    """Returns a line with a label and its value."""
     return f"  {label:<24}{value}"
 
 

@@ -1,7 +1,7 @@
 """Tests wrong input of every kind through the real command line: exit status 2, one message, an unchanged registry.
 
 A message gives the place (file:line or section.key), the value found, the expected value, and the next command. The first table
-is about rows (details: tests/data/test_shapes.py, test_text_rows.py, test_table_rows.py), the second about job files and their
+is about rows (details: tests/data/test_formats.py, test_text_rows.py, test_table_rows.py), the second about job files and their
 inputs, and the third about errors that show only during training.
 """
 
@@ -59,9 +59,6 @@ ASK = {"prompt": "What is the capital of Peru?", "answer": "Lima"}
 
 MEND = r"data\.on_error=skip"
 ROWS = [
-    case("empty file", "sft", r"rows\.jsonl\b", "empty file", "no rows", "at least one row", rows=b""),
-    case("not JSON", "sft", r"rows\.jsonl:2: found .*promt.*column 10.*expected one JSON object on each line", MEND,
-         rows=jsonl([GOOD]) + b'{"promt" "a"}\n'),
     case("longer than the context", "sft", r"rows\.jsonl:2: found \d{3,} tokens; expected at most 256 .*context", r"data\.overlong=truncate",
          rows=[GOOD, {**GOOD, "completion": "Lima. " * 300}], overrides=["data.max_length=null"]),
     case("template that changes words", "dpo", r"rows\.jsonl:2: `messages\[0\]`: found a chat template that cuts or changes the words of", MEND,

@@ -48,7 +48,7 @@ PARAMETERS = [
     (f"{FUNCTION}._register_sigint_handler", "self controller", "pipeline/run/fit.py"),
     ("ray._private.state.state.get_max_resources_from_cluster_config", "", "pipeline/settle/placement.py"),
     ("ray.cluster_utils.Cluster", "initialize_head head_node_args", "tools/chaos/faults.py"),
-    ("transformers.trainer_utils.seed_worker", "num_workers rank", "pipeline/data/feed.py"),
+    ("transformers.trainer_utils.seed_worker", "num_workers rank", "pipeline/stages/exact_batches.py"),
 ]
 
 
@@ -181,7 +181,7 @@ def test_the_reward_trainer_still_puts_the_chosen_first():
 
 
 def test_a_prepared_loader_still_keeps_its_last_batch_whole():
-    """pipeline/data/feed.py, get_train_dataloader, uses prepare_data_loader for one process, and _drop_last.
+    """pipeline/stages/exact_batches.py, get_train_dataloader, uses prepare_data_loader for one process, and _drop_last.
 
     If this fails, metrics of the last batch of an epoch are missing.
     """

@@ -26,11 +26,12 @@ import yaml
 from pipeline.commands import shipped
 from pipeline.data import chunks, guess, preview
 from pipeline.data.encode import Encoder, Example
-from pipeline.data.files import HELD_OUT, files_of, find, is_held_out
+from pipeline.data.files import HELD_OUT, files_of, find_files, is_held_out
 from pipeline.data.files import NAME as DATA_SET
-from pipeline.data.reshape import Preprocess, listed
-from pipeline.data.shapes import Kind, Record, kind_of
-from pipeline.data.tasks import checked, held_out
+from pipeline.data.formats import Kind, Record, kind_of
+from pipeline.data.labels import listed
+from pipeline.data.reshape import Preprocess
+from pipeline.data.tasks import held_out, parse_or_error
 from pipeline.data.values import RowError, some
 from pipeline.errors import InputError, show
 from pipeline.job import Data, Job, load_job
@@ -171,9 +172,9 @@ def possible(request: Request, sources: list[Source]) -> dict[str, str]:
         raise InputError(found, key="data.columns")
     if not jobs:
         path, kind = sources[0].path, kind_of("sft")
-        if preview.fits(first, kind) and isinstance(wrong := checked(first, kind), RowError):
+        if preview.fits(first, kind) and isinstance(wrong := parse_or_error(first, kind), RowError):
             raise InputError(f"{path}: {wrong.field}: found {wrong.found}; expected {wrong.expected}")
-        raise InputError(guess.misfit(sources[0].rows, "sft", path))
+        raise InputError(guess.explain_misfit(sources[0].rows, kind, path))
     if not request.new(jobs):
         folder = request.folder
         raise InputError(f"{folder} has every job that these rows allow; name the rows there: data.train")
@@ -274,7 +275,7 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
                     return
         return
     aside = dict[str, str]()
-    files = [file.path for file in find(path, "data", aside)]
+    files = [file.path for file in find_files(path, "data", aside)]
     shared = os.path.dirname(files[0])  # a number in its name is no shard number that other folders continue
     while shared and not all(file.startswith(f"{shared}/") for file in files):
         shared = os.path.dirname(shared)
@@ -292,8 +293,9 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
 def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> Source:
     """Finds the stages that can read the first rows of a path, with the keys of `data` that were typed, or guessed ones."""
     heads, made = [], Preprocess(transform=own.get("transform"), group_by=own.get("group_by"))
-    for file in find(path, "data.train")[: preview.FILES]:
-        head, errors = preview.first_rows(file, kind_of("sft", made))
+    as_typed, kinds = kind_of("sft").with_preprocess(made), {stage: kind_of(stage) for stage in TAKES}
+    for file in find_files(path, "data.train")[: preview.FILES]:
+        head, errors = preview.first_rows(file, as_typed)
         heads.append(head)
         if not head:
             raise InputError(str(errors[0]) if errors else f"{file.path}: it has no rows")
@@ -314,9 +316,11 @@ def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> Source:
     for stage in () if stages else ("ppo",) if named_prompts else TAKES:
         asked = [keys["columns"] for keys in stages.values() if "prompt" in keys.get("columns", ())]
         prompts = [{"prompt": columns["prompt"]} for columns in asked]
-        guesses = (columns_for(stage, own.get("columns")), guess.guessed(rows, stage), *prompts)
+        guesses = (columns_for(stage, own.get("columns")), guess.guess_columns(rows, kinds[stage]), *prompts)
         fit = (
-            one for one in guesses if one is not None and all(guess.reads(head, one, stage) for head in heads)
+            one
+            for one in guesses
+            if one is not None and all(guess.reads(head, one, kinds[stage]) for head in heads)
         )
         if (found := next((one for one in fit if not contradicts(one, own.get("columns"))), None)) is None:
             continue
@@ -568,26 +572,26 @@ def longest(
 
 def first_records(stage: str, data: Data) -> Iterator[tuple[Kind, Record]]:
     """Yields the first readable rows of each file of data.train."""
-    files = find(data.train, "data.train")
-    asked = {"train": [*map(unlabeled, preview.preprocessing(stage, data)["train"])]}
-    preprocess = preview.resolve_labels(asked, {"train": files}, stage)["train"]
+    files = find_files(data.train, "data.train")
+    asked = {"train": [*map(unlabeled, preview.source_kinds(stage, data)["train"])]}
+    kinds = preview.resolve_labels(asked, {"train": files})["train"]
     for file in files:
-        kind = kind_of(stage, preprocess[file.source])
-        chunk = chunks.plan(file, "train", kind)[0]
-        for _, row, _ in itertools.islice(chunks.rows(chunk), preview.ROWS):
+        kind = kinds[file.source]
+        chunk = chunks.plan_chunks(file, "train", kind)[0]
+        for _, row, _ in itertools.islice(chunks.chunk_rows(chunk), preview.ROWS):
             for made in kind.rows(row):
-                record = checked(made, kind) if isinstance(made, dict) else None
+                record = parse_or_error(made, kind) if isinstance(made, dict) else None
                 if isinstance(record, Record):
                     yield kind, record
 
 
-def unlabeled(one: Preprocess) -> Preprocess:
-    """Returns the preprocessing with `first` as `chosen`: prompts and lengths of a pair do not depend on its label."""
-    columns = dict(one.columns)
-    if one.rule is None and {"first", "second", "label"} <= columns.keys():
+def unlabeled(kind: Kind) -> Kind:
+    """Returns the kind with `first` as `chosen`, because prompts and lengths of a pair do not depend on its label."""
+    columns = dict(kind.preprocess.columns)
+    if kind.preprocess.rule is None and {"first", "second", "label"} <= columns.keys():
         del columns["label"]
         columns |= {"chosen": columns.pop("first"), "rejected": columns.pop("second")}
-    return replace(one, columns=columns)
+    return kind.with_preprocess(replace(kind.preprocess, columns=columns))
 
 
 def set_prompts(folder: Path, jobs: dict[str, str]) -> None:

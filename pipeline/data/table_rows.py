@@ -1,8 +1,8 @@
-"""Reads the rows of Parquet and Arrow files, a few at a time, as JSON would have them.
+"""Reads the rows of Parquet and Arrow files, a few at a time, and converts them to what JSON Lines would have.
 
-In such a file, a struct's missing field is null. It is dropped, as in JSON. NaN, which pandas writes for a missing value,
-becomes null. Dates, bytes and decimals keep their Python types. If the stage reads their column, messages.text rejects them. No
-code in a file is run: columns with Python types keep their stored values.
+A field that a struct lacks is null in these files; it is dropped. NaN, which pandas writes for a missing value, becomes null.
+Dates, bytes and decimals keep their Python types, and messages.text rejects them if the stage reads their column. No code in
+a file is run.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ Piece = tuple[int, int, int]  # rows [start, stop), or -1 to the end; bytes
 
 
 def pieces(path: str, format: str, size: int, chunk_bytes: int) -> list[Piece]:
-    """Returns the pieces of a file of `size` bytes that tasks read: one piece if damage must be found by reading it.
+    """Returns the pieces of a file of `size` bytes that tasks read. A damaged file may be one piece.
 
-    A piece has whole row groups of Parquet, or record batches of Arrow, of at least `chunk_bytes`. The last may be smaller.
+    A piece has complete row groups of Parquet, or record batches of Arrow. All pieces but the last have at least `chunk_bytes`.
     """
     whole = [(0, -1, size)]
     if format == "arrow" and storage.is_remote(path):
@@ -54,7 +54,7 @@ def table_rows(path: str, format: str, start: int, stop: int) -> Iterator[Row]:
     try:
         with _opened(path) as file:
             for size, _, read in _groups(file, format):
-                # One group at a time, so that an error has the row of the damage.
+                # One group at a time, so that an error names the row where the damage begins.
                 for batch in read() if start <= at and (stop < 0 or at < stop) else ():
                     if error := repeated_column(batch.schema.names):
                         yield 1, error, b""
@@ -128,7 +128,7 @@ def _record_batches(file: Any) -> Iterator[Any]:
         yield from pa.ipc.open_stream(file)
 
 
-# ---- a row as JSON would have it -------------------------------------------------------------------------------
+# ---- rows as JSON would have them ------------------------------------------------------------------------------
 
 
 def _rows(batch: Any) -> Iterator[Any]:
@@ -155,7 +155,7 @@ def _rows(batch: Any) -> Iterator[Any]:
 
 
 def tidy(value: Any) -> Any:
-    """Returns a value as JSON would have it: without the nulls of structs, and with null for NaN."""
+    """Returns a value without the null fields of structs, and with null for NaN."""
     if isinstance(value, dict):
         return {str(key): tidy(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -2,10 +2,9 @@
 
 A RowError replaces an unreadable row.
 
-We do not use ijson (3.6.0 was no faster). It stops at a NaN or an integer over 64 bits without naming the row, replaces lone
-surrogates (half of a UTF-16 pair), and loses a row's bytes, which identify duplicates. We do not use pyarrow's CSV reader.
-It guesses types (a prompt `42` becomes a number in some blocks), and its line numbers are wrong after a row of several
-lines.
+Why not ijson: version 3.6.0 was no faster. It stops at a NaN or an integer over 64 bits without naming the row, replaces lone
+surrogates (half of a UTF-16 pair), and loses a row's bytes, which identify duplicates. Why not pyarrow's CSV reader: it guesses
+types (a prompt `42` becomes a number in some blocks), and its line numbers are wrong after a row of several lines.
 """
 
 import codecs
@@ -23,7 +22,7 @@ from pipeline.data.values import RowError, fields_of, read_json, read_value, sho
 
 BLOCK = 1 << 20  # bytes to read at a time
 ROW = 64 << 20  # maximum characters of an array's element and of a CSV field
-# in an array: white space, optionally one sign, white space
+# between the elements of an array: white space, perhaps one sign, white space
 NEXT = re.compile(r"[ \t\r\n]*([\[,\]]?)[ \t\r\n]*")
 DELIMITERS = {"csv": ",;\t|", "tsv": "\t|"}  # delimiters of each format, the most likely first
 REST = "all that follows"
@@ -50,7 +49,7 @@ def text_rows(path: str, format: str, zipped: bool, start: int, stop: int) -> It
 
 
 def json_rows(stream: Any, start: int, stop: int) -> Iterator[Row]:
-    """Yields the decoded rows of lines. Empty lines are skipped, but counted."""
+    """Yields the decoded rows of JSON Lines. Empty lines are skipped, but counted."""
     at, number = start, 0
     if start:  # the previous range reads the line across the border
         stream.seek(start - 1)
@@ -117,7 +116,7 @@ def elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
         try:
             value, end = read_value(text, begin)
         except json.JSONDecodeError as error:
-            # An error well inside the text is real. One near the end may only mean that more must be read.
+            # An error far from the end of the text is real. Near the end, the rest of the element may be missing.
             if final or (error.pos < len(text) - 4096 and not error.msg.startswith("Unterminated")):
                 raise
             if len(text) - at > ROW:
@@ -136,7 +135,7 @@ def elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
 def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
     """Yields the rows below the header as {column: text}, each with the number of its first line.
 
-    An unusable header is a RowError in line 1 and ends the file. Blank lines are skipped, but counted.
+    Blank lines are skipped, but counted. After an unusable header, a RowError is the only row.
     """
     csv.field_size_limit(ROW)  # applies to the process; the default is 128 KiB
     head = stream.peek(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip(b"\r\n").partition(b"\n")[0]

@@ -203,7 +203,7 @@ class Worker(Host):
         """Returns all tokenized rows of `train`, `eval` or `pairs` as a datasets.Dataset, or None if the job has none."""
         import ray.train
 
-        from pipeline.data.feed import to_hf
+        from pipeline.data.read import to_hf
 
         fingerprint = self.work.fingerprints.get(name)
         return to_hf(ray.train.get_dataset_shard(name), fingerprint) if fingerprint else None

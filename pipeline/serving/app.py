@@ -29,7 +29,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from pipeline.data.encode import Encoder, Example
-from pipeline.data.shapes import kind_of, parse
+from pipeline.data.formats import kind_of, parse_row
 from pipeline.data.values import RowError
 from pipeline.errors import in_brief
 from pipeline.run import memory
@@ -365,7 +365,7 @@ class Server:
         outcome: Any
         row = {"prompt": asked.messages, "chat_template_kwargs": asked.chat_template_kwargs}
         try:
-            record = parse(row, self.encoder.kind)
+            record = parse_row(row, self.encoder.kind)
             if unknown := [name for name in self.encoder.unread(record) if name.startswith("chat_")]:
                 why = f"{unknown[0]}: the chat template does not read it"
                 raise Refused(400, why, "chat_template_kwargs")

@@ -5,9 +5,9 @@ from toy_data import make, write
 
 from pipeline.data import guess
 from pipeline.data.annotations import flat
-from pipeline.data.files import find
+from pipeline.data.files import find_files
+from pipeline.data.formats import kind_of
 from pipeline.data.preview import first_rows
-from pipeline.data.shapes import kind_of
 from pipeline.errors import InputError
 
 FIELDS = {"prompt": "Is it open on Sunday?", "reply_1": "Yes, from ten.", "reply_2": "No idea, call later."}
@@ -106,11 +106,11 @@ def test_other_rows_stay_as_they_are(row):
 def test_an_export_of_preferences_is_guessed_and_read_by_majority(tmp_path, export):
     made = [export(votes, prompt=f"Is it open on day {n}?") for n, votes in enumerate(VOTES * 4)]
     path = write(tmp_path / "export.jsonl", made)
-    (file,) = find(path, "data.train")
+    (file,) = find_files(path, "data.train")
     rows, _ = first_rows(file, kind_of("sft"))
-    assert guess.guessed(rows, "sft") is None  # sft would imitate reply_1 even if it is bad
+    assert guess.guess_columns(rows, kind_of("sft")) is None  # sft would imitate reply_1 even if it is bad
     columns = {"first": "reply_1", "second": "reply_2", "label": "better"}
-    assert guess.guessed(rows, "rm") == columns and guess.is_clear(columns, rows)
+    assert guess.guess_columns(rows, kind_of("rm")) == columns and guess.is_clear(columns, rows)
     report = make(tmp_path, "rm", train=path, columns=columns).report
     split = report.splits["train"]
     assert (split.kept, split.dropped) == (12, {"tie": 4, "unlabeled": 4})
@@ -162,12 +162,12 @@ def test_a_log_with_few_labels_is_guessed_and_a_topic_is_no_label(tmp_path):
         {"question": f"Say {n}.", "answer": "As you wish.", "feedback": "up" if n == 3 else None}
         for n in range(20)
     ]
-    columns = guess.guessed(made, "sft")
+    columns = guess.guess_columns(made, kind_of("sft"))
     assert columns == {"prompt": "question", "completion": "answer", "label": "feedback"}
     rated = [{**UP, "prompt": f"Say {n}.", "rating": 1 + n % 5} for n in range(20)]
-    columns = guess.guessed(rated, "sft")
+    columns = guess.guess_columns(rated, kind_of("sft"))
     assert columns == {"label": "rating"} and not guess.is_clear(columns, rated)
-    assert guess.guessed([{**UP, "level": 1 + n % 5} for n in range(20)], "sft") == {}
+    assert guess.guess_columns([{**UP, "level": 1 + n % 5} for n in range(20)], kind_of("sft")) == {}
     path = write(tmp_path / "rated.jsonl", rated)
     report = make(tmp_path, train=path, columns=columns, label={"good": 4, "bad": 2}, on_error="skip").report
     assert report.splits["train"].kept == 8

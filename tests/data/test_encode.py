@@ -19,7 +19,7 @@ from toy_data import (
 )
 
 from pipeline.data.encode import Encoder, Example
-from pipeline.data.shapes import kind_of
+from pipeline.data.formats import kind_of
 from pipeline.data.tasks import sample
 from pipeline.data.values import Dropped, RowError
 from pipeline.models.template import PLAIN
@@ -59,7 +59,6 @@ TRAINED = [  # stage, row, options of the encoder, the text of its examples with
     ("sft", TOOLS, CALLS, [f"{OFFER}{CALL}\n<|im_start|>tool\ndry<|im_end|>\n{SAYS}⟦bye<|im_end|>⟧"]),
     ("sft", {**TOOLS, "messages": [ASK, CALLED]}, CALLS, [OFFER + CALL]),
     ("rm", PAIR, {}, [f"<s>{HI}\n  chosen   ⟦ yo</s>⟧\n  rejected ⟦ no</s>⟧"]),
-    ("dpo", PAIR, {}, [f"<s>{HI}\n  chosen   ⟦ yo</s>⟧\n  rejected ⟦ no</s>⟧"]),
     ("dpo", {"prompt": "p", "pos_answers": ["a", "b"], "neg_answers": ["c", "d"]}, {},
      ["<s>p\n  chosen   ⟦a</s>⟧\n  rejected ⟦c</s>⟧", "<s>p\n  chosen   ⟦b</s>⟧\n  rejected ⟦d</s>⟧"]),
     ("kto", {"prompt": [USER], "completion": [BOT], "label": "bad"}, {}, [f"<s>{HI}⟦ yo</s>⟧"]),
@@ -73,7 +72,6 @@ WEIGHED = [  # turns, the other fields, and the trained part in CHATML
     ([{**USER, "weight": None}, {**FIRST, "weight": 0}, QUESTION, {**LAST, "weight": 1}], {}, "bye"),
     ([USER, {**FIRST, "train": False}, QUESTION, LAST], {}, "bye"),
     ([USER, FIRST, QUESTION, {**LAST, "weight": 0.0}], {}, "yo"),
-    ([USER, {**FIRST, "train": "no"}, QUESTION, LAST], {}, "bye"),
     ([USER, {**FIRST, "loss": False}, QUESTION, {**LAST, "loss": True}], {}, "bye"),
     ([USER, FIRST, QUESTION, {**LAST, "train": False}], {"system": "s"}, "yo"),  # shifts other turns
 ]
@@ -140,24 +138,20 @@ EVIL = [{"name": "f", "arguments": {"x": "<|im_end|>"}}]
         ("sft", {"prompt": "abc", "completion": "defghij"}, {"max_length": 8}, "overlong"),
         ("sft", {"prompt": "abc", "completion": "defghij"}, {"max_length": 3, **CUT}, "prompt_too_long"),
         *((stage, LONG, {"max_length": 20, **CUT}, "equal_after_truncation") for stage in ("rm", "dpo", "kto")),
-        *((stage, LONG, {"max_length": 60, **CUT}, Example) for stage in ("rm", "dpo", "kto")),
         # The tokenizer drops these words.
         *((stage, {"prompt": "hi", "completion": "\u200b"}, INVISIBLE, "empty_completion") for stage in ("sft", "score")),
-        *((stage, {**PAIR, "rejected": "\u200b"}, INVISIBLE, "empty_completion") for stage in ("rm", "dpo")),
+        ("dpo", {**PAIR, "rejected": "\u200b"}, INVISIBLE, "empty_completion"),
         ("ppo", {"prompt": "\u200b"}, INVISIBLE, "empty_prompt"),
         # Different completions become equal tokens.
-        *((stage, {**PAIR, "rejected": "yO"}, LOWER, "equal_pair") for stage in ("rm", "dpo", "pairs", "score")),
-        ("rm", {**PAIR, "rejected": "yo!"}, LOWER, Example),
+        *((stage, {**PAIR, "rejected": "yO"}, LOWER, "equal_pair") for stage in ("rm", "score")),
         ("dpo", {"prompt": [ASK], "chosen": [CALLED], "rejected": [OTHER_CALL]}, CALLS, Example),
         # Truncation would remove the header of a turn.
-        *((stage, {"prompt": [USER]}, {"max_length": 9, **CUT}, "overlong") for stage in ("ppo", "evaluate")),
-        ("ppo", {"prompt": "hi"}, {"max_length": 9, "apply": True, **CUT}, "overlong"),
+        ("ppo", {"prompt": [USER]}, {"max_length": 9, **CUT}, "overlong"),
         # An empty turn would teach the policy to end at once.
         ("sft", {"messages": [USER, SILENT, USER, BOT]}, {}, "empty_completion"),
         ("sft", {"prompt": [USER], "completion": [SILENT, USER, BOT]}, {}, "empty_completion"),
         ("sft", {"prompt": [USER, SILENT, USER], "completion": "yo"}, {}, Example),
         ("sft", {"messages": [USER, {**SILENT, "weight": 0}, USER, BOT]}, {}, Example),
-        ("kto", {"messages": [USER, SILENT, USER, BOT], "label": True}, {}, Example),
         ("ppo", {"prompt": [USER, SILENT, USER]}, {}, Example),
         # CHAT writes no tool calls; the last two rows have special tokens in a tool and in a tool call.
         ("sft", TOOLS, CHAT, "template"),

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_data import make, rows_of, tokenizer, write
 
-from pipeline.data import chunks, read
-from pipeline.data.feed import ExactBatchSampler, Mixture, mix
+from pipeline.data import read
+from pipeline.data.mixture import Mixture, mix_sources
 from pipeline.errors import InputError
 from pipeline.job.job import Source
 from pipeline.ppo.episodes import prompt_order
+from pipeline.stages.exact_batches import ExactBatchSampler
 
 SOURCES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=4)
 STRATEGIES = st.sampled_from(["first_exhausted", "all_exhausted"])
@@ -23,7 +24,7 @@ STRATEGIES = st.sampled_from(["first_exhausted", "all_exhausted"])
 
 def mixture(sizes, weights, strategy="first_exhausted") -> Mixture:
     sources = [Source(path=name, weight=weight) for name, weight in zip("abcd", weights, strict=False)]
-    return mix(sources, sizes, strategy)
+    return mix_sources(sources, sizes, strategy)
 
 
 @settings(max_examples=200, deadline=None)
@@ -134,7 +135,7 @@ def test_rows_of_a_group_become_one_row(tmp_path, monkeypatch, format):
         pa.csv.write_csv(pa.Table.from_pylist(rows), path)
     else:
         pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
-    monkeypatch.setattr(read, "plan", lambda *args, plan=read.plan: plan(*args, 100))
+    monkeypatch.setattr(read, "plan_chunks", lambda *args, plan=read.plan_chunks: plan(*args, 100))
     made = make(tmp_path, "dpo", train=path, transform="python:transforms:best_against_worst", group_by="q")
     table = rows_of(made.train)
     decoded = [[tokenizer().decode(ids) for ids in row.values()] for row in table]
@@ -142,9 +143,6 @@ def test_rows_of_a_group_become_one_row(tmp_path, monkeypatch, format):
     missing = r"`tree`: found fields q, a, rank; expected the column that data.group_by names"
     with pytest.raises(InputError, match=rf"rows\.\w+:\d+: {missing}"):
         make(tmp_path, "dpo", train=path, transform="python:transforms:best_against_worst", group_by="tree")
-    monkeypatch.setattr(chunks, "GROUP", 2)
-    [(number, error, _)] = chunks.grouped(iter([(i, {"q": "a"}, b"") for i in range(4)]), "q")
-    assert number == 2 and error.found == 'more than 2 rows in succession with "a"' and error.rest
 
 
 def test_the_balance_of_labels_counts_the_draws(tmp_path):

@@ -6,9 +6,10 @@ import pytest
 from toy_data import make, write
 
 from pipeline.data import guess
-from pipeline.data.files import find
-from pipeline.data.preview import preprocessing, resolve_labels
-from pipeline.data.reshape import Rule
+from pipeline.data.files import find_files
+from pipeline.data.formats import kind_of
+from pipeline.data.labels import Rule
+from pipeline.data.preview import resolve_labels, source_kinds
 from pipeline.errors import InputError
 from pipeline.job import Data
 
@@ -18,9 +19,9 @@ COLUMNS = {"prompt": "q", "first": "a", "second": "b", "label": "better"}
 
 def look(tmp_path, rows, stage="rm", key="train", **options):
     path = write(tmp_path / f"{key}.jsonl", rows)
-    files = {key: find(path, f"data.{key}")}
+    files = {key: find_files(path, f"data.{key}")}
     data = Data(**{key: path}, **options)
-    return resolve_labels(preprocessing(stage, data), files, stage)[key][0]
+    return resolve_labels(source_kinds(stage, data), files)[key][0].preprocess
 
 
 def test_the_rule_of_a_label_is_found_once_for_all_rows(tmp_path):
@@ -59,7 +60,7 @@ def test_a_column_that_no_row_has_is_named_before_rows_are_read(tmp_path):
 )
 def test_a_column_is_one_field_and_a_field_one_column(columns, says):
     with pytest.raises(InputError, match=says):
-        preprocessing("sft", Data(train="rows.jsonl", columns=columns))
+        source_kinds("sft", Data(train="rows.jsonl", columns=columns))
 
 
 @pytest.mark.parametrize(
@@ -93,8 +94,8 @@ def several(tmp_path, stage, **sources):
     entries = [
         {"path": write(tmp_path / f"{name}.jsonl", rows), **said} for name, (rows, said) in sources.items()
     ]
-    data, files = Data(train=entries), {"train": find(entries, "data.train")}
-    return resolve_labels(preprocessing(stage, data), files, stage)["train"]
+    data, files = Data(train=entries), {"train": find_files(entries, "data.train")}
+    return [kind.preprocess for kind in resolve_labels(source_kinds(stage, data), files)["train"]]
 
 
 ASKED = [{"question": "Why is it so?", "response": "It just is."}] * 3
@@ -138,7 +139,7 @@ def test_a_zero_next_to_minus_one_is_asked_about(tmp_path, stage, name):
     rows = [{"prompt": f"Why {i}?", "completion": "So.", name: mark} for i, mark in enumerate(marks)]
     columns = {"label": name} if name == "rating" else None
     if name == "rating":
-        assert not guess.is_clear(columns, rows) and guess.guessed(rows, stage) == columns
+        assert not guess.is_clear(columns, rows) and guess.guess_columns(rows, kind_of(stage)) == columns
     with pytest.raises(InputError, match=r"0 and -1, .* set .*data\.label='\{good: 1, bad: -1\}'"):
         look(tmp_path, rows, stage, columns=columns)
     told = {"columns": {"label": name}, "label": {"good": 1, "bad": -1}}
@@ -159,8 +160,7 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("mapped", [True, False])
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize(("name", "mapped"), [(name, len(name) % 2) for name in BESIDE])
 def test_a_label_next_to_the_columns_that_sft_reads_is_asked_about(tmp_path, name, mapped):
     """An earlier version only listed such a column as unread, so that sft imitated bad completions."""
     marks, says = BESIDE[name]
@@ -217,8 +217,8 @@ def test_texts_that_are_printed_lists_are_refused_in_csv(tmp_path, printed):
             writer = csv.DictWriter(file, ["prompt", "completion"])
             writer.writeheader()
             writer.writerows(rows)
-        files = {"train": find(str(path), "data.train")}
-        return resolve_labels(preprocessing("sft", Data(train=str(path))), files, "sft")
+        files = {"train": find_files(str(path), "data.train")}
+        return resolve_labels(source_kinds("sft", Data(train=str(path))), files)
 
     with pytest.raises(InputError, match=r"each 'completion' is the text of a list, .*to_json or to_parquet"):
         read(rows)

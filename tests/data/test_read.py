@@ -3,22 +3,19 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from functools import partial
 
 import pytest
-from running import ROOT, SHARED
 from toy_data import CHATML, ROWS, make, rows_of, tokenizer, write
 
 from pipeline.data import read
-from pipeline.data.read import prepare
 from pipeline.errors import InputError
-from pipeline.job import Data
 
 
 def test_rows_become_tokens_in_order_and_are_reused(tmp_path, monkeypatch):
-    monkeypatch.setattr(read, "plan", lambda *args, plan=read.plan: plan(*args, 300))  # several chunks
+    monkeypatch.setattr(
+        read, "plan_chunks", lambda *args, plan=read.plan_chunks: plan(*args, 300)
+    )  # several chunks
     path = write(tmp_path / "rows.jsonl", ROWS)
     first = make(tmp_path, train=path)
     tok = tokenizer()
@@ -44,7 +41,9 @@ def test_rows_become_tokens_in_order_and_are_reused(tmp_path, monkeypatch):
 
 
 def test_ray_data_makes_the_same_bytes(tmp_path, embedded_ray, monkeypatch):
-    monkeypatch.setattr(read, "plan", lambda *args, plan=read.plan: plan(*args, 300))  # several chunks
+    monkeypatch.setattr(
+        read, "plan_chunks", lambda *args, plan=read.plan_chunks: plan(*args, 300)
+    )  # several chunks
     pairs = [{"prompt": f"q{i}", "chosen": f"a{i}", "rejected": f"b{i % 7}"} for i in range(40)]
     cases = [
         ("sft", {"packing": True, "max_length": 100}, ROWS),
@@ -112,7 +111,9 @@ def test_packing_does_not_split_rows(tmp_path):
 
 @pytest.mark.parametrize("stage", ["sft", "kto"])
 def test_duplicates_are_dropped(tmp_path, monkeypatch, stage):
-    monkeypatch.setattr(read, "plan", lambda *args, plan=read.plan: plan(*args, 300))  # several chunks
+    monkeypatch.setattr(
+        read, "plan_chunks", lambda *args, plan=read.plan_chunks: plan(*args, 300)
+    )  # several chunks
     rows = ROWS if stage == "sft" else [{**row, "chosen": "a", "rejected": "b"} for row in ROWS]
     one = write(tmp_path / "one.jsonl", [*rows[:30], "", rows[3]])
     two = write(tmp_path / "two.jsonl", [*rows[20:], rows[45], "{", "{"])
@@ -159,35 +160,3 @@ def test_a_damaged_cache_is_made_again(tmp_path):
         damage()
         again = make(tmp_path, train=path)
         assert not again.report.reused and len(again.train) == 50
-
-
-def test_tasks_do_not_import_torch(tmp_path):
-    path = write(tmp_path / "rows.jsonl", ROWS)
-    code = f"""
-import sys
-from pipeline.data import chunks, files, tasks
-from pipeline.data.shapes import kind_of
-from toy_data import tokenizer
-options = tasks.Options("sft", 400, "error", "raise", False, (1,), 0.0, 0, False)
-(chunk,) = chunks.plan(*files.find({path!r}, "data.train"), "train", kind_of("sft"))
-assert tasks.tokenize(chunk, 0, tokenizer(), options, {str(tmp_path)!r}).tally["train", "kept", ""] == 50
-assert "torch" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-
-
-@pytest.mark.skipif(not SHARED.exists(), reason="third-party data is not here")
-def test_real_files(tmp_path, embedded_ray):
-    from pipeline.models.tokenizer import load_tokenizer
-
-    tok = load_tokenizer(str(SHARED / "models" / "stories260K"))
-    preferences = str(SHARED / "data" / "hh_harmless_test.jsonl.gz")
-    data = Data(train=preferences, on_error="skip", overlong="drop")
-    made = prepare("rm", data, tok, 512, str(tmp_path))
-    split = made.report.splits["train"]
-    assert (split.read, split.kept) == (2312, 1601)
-    assert split.dropped == {"overlong": 702, "empty_completion": 4, "prompts_differ": 5}
-    with pytest.raises(InputError, match=r"hh_harmless_test.jsonl.gz:87: `chosen`"):
-        prepare("rm", Data(train=preferences), tok, 512, str(tmp_path))
-    messages = Data(train=str(SHARED / "data" / "tinker_conversations.jsonl"))
-    assert prepare("sft", messages, tok, 512, str(tmp_path)).train.count() == 128

@@ -125,7 +125,7 @@ def test_an_end_of_turn_that_is_no_eos(tmp_path, stage):
 
 
 def test_bad_rows_are_named_by_line_in_all_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(read, "plan", lambda *args, plan=read.plan: plan(*args, 200))
+    monkeypatch.setattr(read, "plan_chunks", lambda *args, plan=read.plan_chunks: plan(*args, 200))
     rows = [*ROWS]
     rows[17] = {"prompt": "x", "completion": ""}
     rows[30] = '{"prompt": "'
@@ -175,7 +175,9 @@ def complaint(tmp_path, rows) -> tuple[str, list[str]]:
 
 
 def test_rows_with_the_same_problem_share_a_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(read, "plan", lambda *args, plan=read.plan: plan(*args, 300))  # several chunks
+    monkeypatch.setattr(
+        read, "plan_chunks", lambda *args, plan=read.plan_chunks: plan(*args, 300)
+    )  # several chunks
     empty = [{"prompt": f"q{i}", "completion": ""} for i in range(40)]
     path, (first, same, advice) = complaint(tmp_path, empty)
     assert first == "40 of 40 rows cannot be used (40 empty completion):"

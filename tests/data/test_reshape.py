@@ -9,11 +9,12 @@ import sys
 import pytest
 from toy_data import make, rows_of, tokenizer, write
 
-from pipeline.data.files import find
-from pipeline.data.preview import check_columns, check_there, preprocessing
+from pipeline.data.files import find_files
+from pipeline.data.formats import kind_of, parse_row
+from pipeline.data.labels import Rule, derive_rule
+from pipeline.data.preview import check_columns, check_columns_exist, source_kinds
 from pipeline.data.read import cache_key, options_of
-from pipeline.data.reshape import Preprocess, Rule, derived, vote
-from pipeline.data.shapes import kind_of, parse
+from pipeline.data.reshape import Preprocess
 from pipeline.data.values import Dropped, RowError
 from pipeline.errors import InputError
 from pipeline.job import Data
@@ -21,7 +22,7 @@ from pipeline.job import Data
 
 def made(stage, row, columns=(), **options):
     """Returns the records that a row becomes."""
-    return list(kind_of(stage, Preprocess(dict(columns), **options)).rows(row))
+    return list(kind_of(stage).with_preprocess(Preprocess(dict(columns), **options)).rows(row))
 
 
 # ---- data.columns ----------------------------------------------------------------------------------------------------
@@ -32,7 +33,7 @@ def read(row, stage, **mapped):
     (one,) = made(stage, row, mapped)
     if isinstance(one, RowError):
         raise one
-    return parse(one, kind_of(stage, Preprocess(mapped)))
+    return parse_row(one, kind_of(stage).with_preprocess(Preprocess(mapped)))
 
 
 @pytest.mark.parametrize(
@@ -89,10 +90,10 @@ def test_meaningless_mappings_are_refused(stage, mapped, expected):
 
 def test_a_missing_column():
     rows = [{"instruction": "a", "output_1": "b"}, {"instruction": "a", "output_2": "c"}]
-    check_there({"chosen": "output_2"}, rows, "f.jsonl")
+    check_columns_exist({"chosen": "output_2"}, rows, "f.jsonl")
     missing = "rows 1-2 have no column 'output1'; their columns are instruction, output_1, output_2"
     with pytest.raises(InputError, match=rf"data\.columns\.chosen: f\.jsonl: {missing}"):
-        check_there({"chosen": "output1"}, rows, "f.jsonl")
+        check_columns_exist({"chosen": "output1"}, rows, "f.jsonl")
     found = r"`output_1`: found fields instruction, output_2.* data\.columns\.chosen names"
     with pytest.raises(RowError, match=found):
         read(rows[1], "rm", prompt="instruction", chosen="output_1", rejected="output_2")
@@ -104,8 +105,8 @@ def test_a_missing_column():
 def test_the_datasets_of_evaluate_read_their_own_fields():
     for sides in ({"first": "a", "second": "b", "label": "l"}, {"chosen": "a", "rejected": "b"}):
         data = Data(eval="p.jsonl", pairs="q.jsonl", columns={"prompt": "q", **sides})
-        assert preprocessing("evaluate", data)["eval"][0].columns == {"prompt": "q"}
-        assert preprocessing("pairs", data)["eval"][0].columns == data.columns
+        assert source_kinds("evaluate", data)["eval"][0].preprocess.columns == {"prompt": "q"}
+        assert source_kinds("pairs", data)["eval"][0].preprocess.columns == data.columns
 
 
 # ---- data.label, and scores ------------------------------------------------------------------------------------------
@@ -122,11 +123,11 @@ def test_the_datasets_of_evaluate_read_their_own_fields():
     ],
 )  # fmt: skip
 def test_the_meaning_of_values_is_derived_if_it_is_unique(values, first, second, tie):
-    rule = derived(values, {})
-    assert (vote(first, rule), vote(second, rule), vote(tie, rule)) == ("first", "second", "tie")
+    rule = derive_rule(values, {})
+    assert (rule.vote(first), rule.vote(second), rule.vote(tie)) == ("first", "second", "tie")
     for other in ("C?", 0):
         with pytest.raises(RowError, match=r"; data\.label says what its values mean") as caught:
-            vote(other, rule)
+            rule.vote(other)
         assert caught.value.kind == "unclear_label"
 
 
@@ -144,7 +145,7 @@ def test_the_meaning_of_values_is_derived_if_it_is_unique(values, first, second,
 )
 def test_ambiguous_values_need_a_label_rule(values, typed):
     with pytest.raises(InputError) as caught:
-        derived(values, {"label": "verdict"})
+        derive_rule(values, {"label": "verdict"})
     assert typed in str(caught.value) and "'verdict'" in str(caught.value)
     assert caught.value.key == "data.label"
 
@@ -177,7 +178,7 @@ SIDES = [  # data.label, the row's label or scores, the chosen completion
 @pytest.mark.parametrize(("label", "row", "end"), SIDES)
 def test_a_label_or_the_higher_score_chooses_the_completion(label, row, end):
     row = {"prompt": "q", "first": "A", "second": "B", **row}
-    (one,) = made("rm", row, rule=Rule.of(label) if label else None)
+    (one,) = made("rm", row, rule=Rule.from_job(label) if label else None)
     if end in ("first", "second"):
         chosen, rejected = "AB" if end == "first" else "BA"
         assert one == {"prompt": "q", "chosen": chosen, "rejected": rejected}
@@ -198,7 +199,7 @@ def test_a_label_or_the_higher_score_chooses_the_completion(label, row, end):
 )  # fmt: skip
 def test_thresholds_turn_ratings_into_labels(label, value, good):
     row = {"prompt": "q", "completion": "a", "label": value}
-    (one,) = made("kto", row, rule=Rule.of(label))
+    (one,) = made("kto", row, rule=Rule.from_job(label))
     if good in ("tie", "unlabeled"):
         assert one == Dropped(good)
     else:
@@ -255,7 +256,7 @@ def test_rows_of_a_transform_keep_their_order_and_stay_together(tmp_path):
 
 def test_another_source_code_has_another_cache(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
-    files = {"train": find(write(tmp_path / "rows.jsonl", ROWS), "data.train")}
+    files = {"train": find_files(write(tmp_path / "rows.jsonl", ROWS), "data.train")}
     data, keys = Data(train="rows.jsonl", transform="python:mine:f"), []
     for end in ("", "", "!"):
         (tmp_path / "mine.py").write_text(f"def f(row):\n    return {{**row, 'a': row['a'] + '{end}'}}\n")
@@ -279,8 +280,8 @@ def test_another_source_code_has_another_cache(tmp_path, monkeypatch):
 def test_column_names_give_0_and_1_a_meaning(first, second, label, known):
     columns = {"first": first, "second": second, "label": label}
     if known:
-        rule = derived([0, 1], columns)
+        rule = derive_rule([0, 1], columns)
         assert (rule.meaning(0), rule.meaning("1")) == ("first", "second")
     else:
         with pytest.raises(InputError, match="whose meaning is ambiguous"):
-            derived([0, 1], columns)
+            derive_rule([0, 1], columns)

@@ -11,7 +11,7 @@ import pytest
 from toy_data import ROWS, USER, make, parsed, read_rows, write
 
 from pipeline.data import chunks, files, table_rows
-from pipeline.data.shapes import kind_of
+from pipeline.data.formats import kind_of
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
 
@@ -34,7 +34,7 @@ def test_tables_yield_each_row_once_with_its_number(tmp_path, format, chunk_byte
     else:
         path = arrow(tmp_path / "rows.arrow", table, format)
     assert read_rows(path, chunk_bytes) == list(enumerate(ROWS, 1))
-    planned = chunks.plan(*files.find(str(path), "data.train"), "train", kind_of("sft"), 1)
+    planned = chunks.plan_chunks(*files.find_files(str(path), "data.train"), "train", kind_of("sft"), 1)
     assert len(planned) == 1 if format == "one group" else len(planned) > 3
 
 

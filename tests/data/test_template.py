@@ -1,7 +1,6 @@
 """Tests chat templates: whether they apply to plain text, which part of their text is trained, and refused rows."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,7 @@ from toy_data import make as prepared
 from toy_models import BASE, make
 
 from pipeline.data.encode import Example
-from pipeline.data.shapes import parse
+from pipeline.data.formats import parse_row
 from pipeline.data.tasks import sample
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
@@ -78,11 +77,10 @@ def policies(bare, tmp_path_factory):
 
 
 @pytest.mark.parametrize("applies", [True, False, None])
-@pytest.mark.parametrize("stage", ["generate", "ppo", "evaluate"])
-def test_later_stages_treat_text_like_the_training(applies, stage, policies, bare, tmp_path):
+def test_later_stages_treat_text_like_the_training(applies, policies, bare, tmp_path):
     given = [f"model.name_or_path={bare}", f"policy={policies[applies]}", f"run.storage_path={tmp_path}"]
     for more, expected in (([], bool(applies)), (["model.chat_template=plain"], True)):
-        job = load_job(ROOT / f"jobs/demo/{stage}.yaml", [*given, *more], stage)
+        job = load_job(ROOT / "jobs/demo/ppo.yaml", [*given, *more], "ppo")
         tokenizer = settle(job, {"policy": policies[applies]}).tokenizer
         assert text_as_chat(tokenizer, job.data.apply_chat_template) is expected
 
@@ -145,14 +143,11 @@ def test_several_templates_without_a_default(tmp_path):
     assert load_tokenizer(str(base)).chat_template == template
 
 
-def test_a_template_in_the_home_folder_and_one_that_is_not_a_file(tmp_path, monkeypatch):
+def test_a_template_in_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     shutil.copy(PLAIN, tmp_path / "mine.jinja")
     job = load_job(ROOT / "jobs/demo/sft.yaml", ["model.chat_template=~/mine.jinja"], "sft")
     assert "Human" in settle(job, {}).tokenizer.chat_template
-    os.mkfifo(tmp_path / "pipe.jinja")
-    with pytest.raises(InputError, match="there is no file"):
-        load_tokenizer(BASE, chat_template=str(tmp_path / "pipe.jinja"))
 
 
 # ---- what of the text is trained -------------------------------------------------------------------------------
@@ -230,7 +225,7 @@ def test_the_template_gets_any_key_that_it_reads(read):
         ends=ENDS,
     )
     row = {"messages": [{**USER, "mood": "", "tone": 1}, {**BOT, "mood": "sad", "tone": 2}], "id": 3}
-    record = parse(row, made.kind)
+    record = parse_row(row, made.kind)
     [[example]] = made.encode([record])
     reads = "attr" not in read  # a filter's argument is invisible, and a missing key is empty
     assert trained(made.tokenizer, example) == [("sad" if reads else "") + " tone yo<|im_end|>"] or not reads
@@ -245,7 +240,7 @@ def test_thoughts_of_earlier_turns_that_the_template_leaves_out_are_counted():
     row = {
         "messages": [USER, {**BOT, "thinking": "one"}, USER, call, {"role": "tool", "content": "x"}, THOUGHT]
     }
-    record = parse(row, made.kind)
+    record = parse_row(row, made.kind)
     [[example]] = made.encode([record])
     written = trained(made.tokenizer, example)
     assert written[0] == "yo<|im_end|>" and written[1].startswith(
@@ -255,7 +250,7 @@ def test_thoughts_of_earlier_turns_that_the_template_leaves_out_are_counted():
     assert made.unread(record) == ("thoughts before the last turn",)
     for stage, more in (("ppo", {}), ("dpo", {"chosen": [BOT], "rejected": [{**BOT, "content": "no"}]})):
         asking = encoder(stage, template=template, ends=ENDS)
-        record = parse({"prompt": [USER, {**BOT, "thinking": "one"}, USER], **more}, asking.kind)
+        record = parse_row({"prompt": [USER, {**BOT, "thinking": "one"}, USER], **more}, asking.kind)
         asking.encode([record])
         assert asking.unread(record) == ("thoughts before the last turn",)
 
@@ -286,9 +281,10 @@ def test_calls_with_thoughts_are_trained_alone_in_gpt_oss_template():
 
 
 @pytest.mark.parametrize(
-    "said", ["<think>\none\n</think>", "\u200b", "<think>one</think>\n\u200b", "[THINK]a[/THINK]"]
-)
-@pytest.mark.parametrize("name", ["lfm2_2_5", "qwen3", "qwen3_5_think", "phi3", "llama3"])
+    ("name", "said"),
+    [("qwen3", "<think>\none\n</think>"), ("lfm2_2_5", "\u200b"), ("qwen3_5_think", "<think>one</think>\n\u200b"),
+     ("phi3", "[THINK]a[/THINK]"), ("llama3", "<think>\none\n</think>")],
+)  # fmt: skip
 def test_a_turn_with_only_thoughts_is_an_empty_one(name, said):
     """Covers templates that strip the thoughts or keep them, and any position of the turn."""
     quiet = {"role": "assistant", "content": said}
@@ -312,9 +308,9 @@ def test_two_different_thoughts_of_a_message_are_an_error():
         row = {"messages": [USER, {**BOT, "reasoning_content": "Two.", "thinking": other}]}
         if wrong:
             with pytest.raises(RowError, match="`reasoning_content` and `thinking` that differ"):
-                parse(row, made.kind)
+                parse_row(row, made.kind)
         else:
-            parse(row, made.kind)
+            parse_row(row, made.kind)
 
 
 def test_a_key_counts_as_read_only_if_the_template_writes_it():
@@ -329,7 +325,7 @@ def test_a_key_counts_as_read_only_if_the_template_writes_it():
             named = [{**turn, "name": "f"} if turn in (FOUND, USER) else turn for turn in turns]
             for given, unread in ((named, not written), ([{**USER, "name": "Ann"}, *turns[1:]], True)):
                 made = encoder(stage, template=template, ends=ENDS)
-                record = parse({key: given}, made.kind)
+                record = parse_row({key: given}, made.kind)
                 made.encode([record])
                 assert ("messages[].name" in made.unread(record)) is unread
 
@@ -339,7 +335,7 @@ def test_a_second_system_prompt_that_the_template_drops_is_an_error():
     systems = [{"role": "system", "content": words} for words in ("Be nice.", "Be brief.")]
     made = encoder("sft", template=first, ends=ENDS)
     for turns, kept in (([systems[0], USER, BOT], True), ([*systems, USER, BOT], False)):
-        [[example]] = made.encode([parse({"messages": turns}, made.kind)])
+        [[example]] = made.encode([parse_row({"messages": turns}, made.kind)])
         assert (not isinstance(example, RowError)) == kept
 
 
@@ -363,17 +359,19 @@ def test_a_row_sets_variables_of_the_template():
     made = encoder("ppo", template=THINKING)
     given = {"enable_thinking": False, "tone": "x", "date_string": None}
     for kwargs in (given, json.dumps(given)):
-        record = parse({"prompt": [USER], "chat_template_kwargs": kwargs}, made.kind)
+        record = parse_row({"prompt": [USER], "chat_template_kwargs": kwargs}, made.kind)
         [[example]] = made.encode([record])
         assert made.tokenizer.decode(example.columns["input_ids"]).endswith("assistant\n<think></think>")
         assert made.unread(record) == ("chat_template_kwargs.tone",)
-    [[example]] = made.encode([parse({"prompt": [USER], "chat_template_kwargs": None}, made.kind)])
+    [[example]] = made.encode([parse_row({"prompt": [USER], "chat_template_kwargs": None}, made.kind)])
     assert made.tokenizer.decode(example.columns["input_ids"]).endswith("assistant\n")
-    [[error]] = made.encode([parse({"prompt": [USER], "chat_template_kwargs": {"messages": []}}, made.kind)])
+    [[error]] = made.encode(
+        [parse_row({"prompt": [USER], "chat_template_kwargs": {"messages": []}}, made.kind)]
+    )
     assert error.kind == "template" and "multiple values for keyword argument 'messages'" in error.expected
     row = {"prompt": "hi", "completion": " yo", "chat_template_kwargs": {"enable_thinking": False}}
     made = encoder("sft", template=THINKING)
-    assert made.unread(parse(row, made.kind)) == ("chat_template_kwargs.enable_thinking",), "plain text"
+    assert made.unread(parse_row(row, made.kind)) == ("chat_template_kwargs.enable_thinking",), "plain text"
 
 
 def test_a_template_whose_prompt_differs_from_its_completion():
@@ -439,7 +437,7 @@ ASKED = {"role": "user", "content": "Could you say that again, at greater length
 
 
 @pytest.mark.parametrize("template", [CUTS, LOWERS, CUTS_EARLIER, CUTS_QUESTIONS, BLOCKS, STRIPS])
-@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "ppo"])
+@pytest.mark.parametrize("stage", ["sft", "dpo", "ppo"])
 def test_a_template_that_changes_words_is_refused(stage, template):
     turns = [USER, LONG, ASKED] if template is CUTS_EARLIER else [ASKED]
     pair = {"prompt": turns, "chosen": [LONG], "rejected": [{**LONG, "content": LONG["content"] + " No."}]}

@@ -10,9 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeline.data import chunks, files
 from pipeline.data.encode import Encoder, Example
-from pipeline.data.feed import to_hf
-from pipeline.data.read import prepare
-from pipeline.data.shapes import kind_of, parse
+from pipeline.data.formats import kind_of, parse_row
+from pipeline.data.read import prepare_rows, to_hf
 from pipeline.job import Data
 from pipeline.job.stages import STAGE
 from pipeline.models.template import PLAIN
@@ -85,7 +84,7 @@ def tokenizer(template: str | None = None, bos: bool = True):
 
 
 def parsed(row, stage: str):
-    return parse(row, kind_of(stage))
+    return parse_row(row, kind_of(stage))
 
 
 def encoder(stage, template=None, max_length=500, overlong="error", apply=False, bos=True, ends=("</s>",)):
@@ -97,7 +96,7 @@ def encoder(stage, template=None, max_length=500, overlong="error", apply=False,
 def encoded(stage, row, **options):
     """Returns (tokenizer, results of one row)."""
     made = encoder(stage, **options)
-    return made.tokenizer, made.encode([parse(row, made.kind)])[0]
+    return made.tokenizer, made.encode([parse_row(row, made.kind)])[0]
 
 
 def trained(tok, example: Example) -> list[str]:
@@ -125,7 +124,7 @@ def make(tmp_path, stage="sft", packing=False, context=400, template=None, on_ra
     """Returns the rows of a job with these data options, tokenized in this process or by Ray Data."""
     here = None if on_ray else contextlib.nullcontext
     tok = tokenizer(template)
-    return prepare(stage, Data(**options), tok, context, str(tmp_path / "cache"), packing, here)
+    return prepare_rows(stage, Data(**options), tok, context, str(tmp_path / "cache"), packing, here)
 
 
 def evaluator(folder, tokenizer=None, rows_per_forward=64) -> SimpleNamespace:
@@ -147,7 +146,9 @@ def rows_of(dataset) -> list[dict]:
 def read_rows(path, chunk_bytes=chunks.CHUNK, stage="sft") -> list[tuple]:
     """Returns (number in the file, row) for all chunks of a file."""
     rows = []
-    for chunk in chunks.plan(*files.find(str(path), "data.train"), "train", kind_of(stage), chunk_bytes):
+    for chunk in chunks.plan_chunks(
+        *files.find_files(str(path), "data.train"), "train", kind_of(stage), chunk_bytes
+    ):
         before = chunks.lines_before(chunk)
-        rows += [(number + before, row) for number, row, _ in chunks.rows(chunk)]
+        rows += [(number + before, row) for number, row, _ in chunks.chunk_rows(chunk)]
     return rows

@@ -38,7 +38,7 @@ def record_rows(worker: Any, folder: str) -> None:
     """Makes every step append {attempt, step, world, rows} to its worker's file."""
     import ray.train.collective
 
-    from pipeline.data.feed import ExactBatches
+    from pipeline.stages.exact_batches import ExactBatches
 
     training_step = ExactBatches.training_step
     attempt = ray.train.collective.broadcast_from_rank_zero(time.time())

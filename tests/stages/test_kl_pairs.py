@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeline.data.kl_pairs import (
+from pipeline.stages.kl_pairs import (
     PairedBatchSampler,
     PairedCollator,
     PairedEvaluationSampler,

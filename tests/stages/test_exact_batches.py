@@ -29,8 +29,9 @@ from trl import (
     SFTTrainer,
 )
 
-from pipeline.data.feed import CountedCollator, EvaluationSampler, ExactBatches, ExactBatchSampler, to_hf
-from pipeline.data.kl_pairs import PairedBatches
+from pipeline.data.read import to_hf
+from pipeline.stages.exact_batches import CountedCollator, EvaluationSampler, ExactBatches, ExactBatchSampler
+from pipeline.stages.kl_pairs import PairedBatches
 
 TRL = {
     "sft": (SFTTrainer, SFTConfig),
@@ -215,7 +216,7 @@ def evaluated(stage, rows, folder, mixed=True, held_out=5):
     return {name: value for name, value in figures.items() if not name.endswith(times)}
 
 
-CASES = [("sft", 21), ("rm", 23), ("dpo", 21), ("dpo", 23), ("kto", 21), ("kto", 23)]
+CASES = [("sft", 21), ("rm", 23), ("dpo", 21), ("kto", 21)]
 
 
 def losses_of_all(rank: int, folder: str, port: str) -> None:
