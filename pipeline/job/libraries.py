@@ -143,10 +143,11 @@ def _trainer(asked: dict[str, Any], values: dict[str, Any]) -> None:
     module, _, name = STAGE[asked["stage"]].trainer.rpartition(".")
     if asked["use_gpu"]:  # this machine may have no GPU
         values = {k: v for k, v in values.items() if k not in ("fp16", "fp16_full_eval", "tf32")}
-        values["use_cpu"] = True
     config = getattr(importlib.import_module(module), name)
     with tempfile.TemporaryDirectory() as folder:
-        args = config(output_dir=folder, report_to="none", disable_tqdm=True, max_length=None, **values)
+        args = config(
+            output_dir=folder, report_to="none", disable_tqdm=True, max_length=None, use_cpu=True, **values
+        )
     if args.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
         raise ImportError("the package liger_kernel is not installed here")
     kind, settings = Trainer.get_optimizer_cls_and_kwargs(args)
