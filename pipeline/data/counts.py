@@ -87,7 +87,7 @@ def totals(
 
 
 def of_split(name: str, counts: Iterable[Counts]) -> list[Counts]:
-    """Returns the counts of those chunks that were read for `train` or `eval`."""
+    """Returns the counts of the chunks in files of `train` or `eval`."""
     return [one for one in counts if one.chunk.split == name]
 
 
@@ -121,7 +121,7 @@ def duplicates(counts: Sequence[Counts]) -> int:
 
 
 def overlap(counts: Sequence[Counts]) -> tuple[int, int] | None:
-    """Counts the eval rows whose prompt is also in `train`, and those whose completions are there too.
+    """Counts the eval rows with a prompt that is also in `train`, and those with the same prompt and completions.
 
     Returns None if there are no eval rows.
     """

@@ -82,7 +82,7 @@ class Record:
         return any(not str(side)[:1].isspace() for pair in self.pairs for side in pair)
 
     def prompt_content(self) -> str:
-        """Returns the key for splitting a hold-out, which is equal for a text prompt and one message with the same content."""
+        """Returns a key for splitting off eval rows. A text prompt and a message with the same content have the same key."""
         turns = as_turns(self.prompt)
         if len(turns) == 1:
             return words(turns[0]).strip()
@@ -104,6 +104,7 @@ Row = dict[str, Any]
 Ids = list[int]
 Parser = Callable[..., Record]  # (row, each field of the format) -> Record; raises RowError
 Formats = Mapping[str, Parser]  # the fields of a format, joined with + -> parser
+KindParser = Callable[[Row, Parser, tuple[str, ...]], Record]  # (row, parser of its format, its fields)
 
 
 def field_names(format: str) -> tuple[str, ...]:
@@ -116,9 +117,7 @@ class Kind:
     """The rows of one kind, from JSON to token ids."""
 
     formats: Formats
-    parse: Callable[
-        [Row, Parser, tuple[str, ...]], Record
-    ]  # (row, parser of its format, fields of the format)
+    parse: KindParser
     columns: tuple[str, ...]  # columns of the token table
     # learned: the policy learns to write the completions of the rows. scored: a reward model scores these completions.
     # written: the rows have only prompts, and the policy writes the completions.
@@ -131,8 +130,7 @@ class Kind:
 
     def with_preprocess(self, preprocess: Preprocess) -> "Kind":
         """Returns the kind of rows that a job changes, with the formats that have all mapped fields."""
-        formats = formats_with(preprocess.columns, KINDS[row_kind(self.stage)].formats)
-        return replace(self, formats=formats, preprocess=preprocess)
+        return replace(self, formats=formats_with(preprocess.columns, self.formats), preprocess=preprocess)
 
     @property
     def format_fields(self) -> frozenset[str]:
@@ -227,7 +225,7 @@ def untrained(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[
     excluded = {index + added for index in off}
     assistant = {index for index, turn in enumerate(turns) if turn["role"] == "assistant"}
     if excluded and assistant <= excluded:
-        raise RowError("weight", key, "no assistant turn that is to be trained", "one without `weight: 0`")
+        raise RowError("weight", key, "no assistant turn to train", "one without `weight: 0`")
     return frozenset(excluded & assistant)
 
 
@@ -258,7 +256,7 @@ LARGEST_MARGIN = 100.0
 
 def answer_lists(row: Row, prompt_key: str, *sides: str) -> Record:
     """Parses one pair for each index of `pos_answers` and `neg_answers`."""
-    margin, prompt = margin_in(row), prompt_in(row, prompt_key)
+    prompt = prompt_in(row, prompt_key)
     good, bad = (
         [completion_text(one, f"{side}[{i}]", prompt) for i, one in enumerate(as_list(row[side], side))]
         for side in sides
@@ -266,15 +264,12 @@ def answer_lists(row: Row, prompt_key: str, *sides: str) -> Record:
     if len(good) != len(bad):
         found = f"{len(good)} pos_answers and {len(bad)} neg_answers"
         raise RowError("unequal_answers", "neg_answers", found, "one pair for each index")
-    pairs = list(zip(good, bad, strict=True))
-    for index, pair in enumerate(pairs):
-        check_distinct(*pair, f"pos_answers[{index}]")
-    return Record(prompt, [*pairs], margin=margin)
+    pairs = enumerate(zip(good, bad, strict=True))
+    return Record(prompt, [distinct(pair, f"pos_answers[{index}]") for index, pair in pairs])
 
 
 def pair(row: Row, prompt_key: str, *sides: str) -> Record:
     """Parses a prompt and two completions, which may repeat the prompt."""
-    margin = margin_in(row)
     if any(repeats_prompt(row[side]) for side in sides):  # UltraFeedback: both completions repeat it
         empty = isinstance(row[prompt_key], str) and not row[prompt_key].strip()  # contradicts nothing
         prompt, completions = split_transcripts(row, row.get("system") if empty else None)
@@ -282,19 +277,25 @@ def pair(row: Row, prompt_key: str, *sides: str) -> Record:
     else:
         prompt = prompt_in(row, prompt_key)
         completions = tuple(completion_text(row[side], side, prompt) for side in sides)
-    check_distinct(*completions, "chosen")
-    return Record(prompt, [completions], margin=margin)
+    return Record(prompt, [distinct(completions, "chosen")])
 
 
 def transcripts(row: Row, *sides: str) -> Record:
     """Parses two conversations with the same prompt."""
-    margin = margin_in(row)
     prompt, completions = split_transcripts(row, row.get("system"))
-    check_distinct(*completions, "chosen")
-    return Record(prompt, [completions], margin=margin)
+    return Record(prompt, [distinct(completions, "chosen")])
+
+
+def distinct(pair: tuple[Text, ...], key: str) -> tuple[Text, ...]:
+    """Returns a pair. Raises RowError if both completions have the same text."""
+    if plain(pair[0]) == plain(pair[1]):
+        found = f"the same text on both sides: {show(plain(pair[0]))}"
+        raise RowError("equal_pair", key, found, "two different completions")
+    return pair
 
 
 def margin_in(row: Row) -> float | None:
+    """Returns the row's margin, or None if it has none. Raises RowError if TRL could not train with it."""
     margin = decoded(row.get("margin"))  # in CSV, numbers and missing values are text
     if margin in (None, ""):
         return None
@@ -304,12 +305,6 @@ def margin_in(row: Row) -> float | None:
         expected = f"a number from 0 to {LARGEST_MARGIN:g}; if it is negative, swap `chosen` and `rejected`"
         raise RowError("margin", "margin", show(margin), expected)
     return margin
-
-
-def check_distinct(chosen: Text, rejected: Text, key: str) -> None:
-    if plain(chosen) == plain(rejected):
-        found = f"the same text on both sides: {show(plain(chosen))}"
-        raise RowError("equal_pair", key, found, "two different completions")
 
 
 def agreed(repeated: Text, given: Text, key: str) -> Text:
@@ -354,7 +349,6 @@ PREFERENCES: Formats = {
 
 # ---- rated completions: desirable or not; a pair gives one of each ---------------------------------------------------
 
-
 RATED: Formats = {
     **{f"{one}+{name}": DEMONSTRATIONS[one] for name in ("label", "kto_tag") for one in DEMONSTRATIONS},
     **PREFERENCES,
@@ -373,7 +367,7 @@ def parse_rated(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
         raise unclear(row[name], name)
     record = parser(row, *keys[:-1])
     if record.untrained:
-        found, expected = "turns with weight 0 beside a label", f"`{name}` alone, which labels the last turn"
+        found, expected = "turns with weight 0 next to a label", f"`{name}` alone, which labels the last turn"
         raise RowError("weight", "+".join(keys[:-1]), found, expected)
     record.all_turns, record.labels = False, (label,)
     return record
@@ -474,33 +468,28 @@ _MARGIN = frozenset({"margin"})
 _BOTH = PREFERENCES | DEMONSTRATIONS
 
 
-def _plain(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
+def parse_plain(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
     return parser(row, *keys)
 
 
 KINDS = {
     "demonstrations": Kind(DEMONSTRATIONS, parse_imitated, _LABELS, "learned", frozenset(LABEL_FIELDS)),
-    "preferences": Kind(PREFERENCES, _plain, _PAIR, "learned", _MARGIN),
-    "whole_preferences": Kind(PREFERENCES, _plain, _WHOLE_PAIR, "scored", _MARGIN),
+    "preferences": Kind(PREFERENCES, parse_plain, _PAIR, "learned", _MARGIN),
+    "whole_preferences": Kind(PREFERENCES, parse_plain, _WHOLE_PAIR, "scored", _MARGIN),
     "labels": Kind(RATED, parse_rated, _RATED, "learned", _MARGIN),
-    "prompts": Kind(PROMPTS, _plain, _PROMPT, "written"),
+    "prompts": Kind(PROMPTS, parse_plain, _PROMPT, "written"),
     "answered_prompts": Kind(PROMPTS, parse_answered, _PROMPT, "written", frozenset({"completion"})),
     "completions": Kind(_BOTH, parse_scored, _SCORED, "scored"),
     "pairs": Kind(PREFERENCES, parse_scored, _SCORED, "scored"),
-    "benchmarks": Kind(BENCHMARKS, _plain, _SCORED, "scored"),
+    "benchmarks": Kind(BENCHMARKS, parse_plain, _SCORED, "scored"),
 }
 
 
-def row_kind(stage: str) -> str:
-    """Returns the key in KINDS for a stage. The rows of data.pairs and data.benchmarks are kinds of their own."""
+def kind_of(stage: str) -> Kind:
+    """Returns the kind of rows that a stage reads. `pairs` and `benchmarks` are the kinds of data.pairs and data.benchmarks."""
     name = STAGE[stage].rows if stage in STAGE else stage
     assert name is not None, f"{stage} reads no rows"
-    return name
-
-
-def kind_of(stage: str) -> Kind:
-    """Returns the kind of rows that a stage reads, for the stage, `pairs` or `benchmarks`."""
-    return replace(KINDS[row_kind(stage)], stage=stage)
+    return replace(KINDS[name], stage=stage)
 
 
 # ---- row -> Record ---------------------------------------------------------------------------------------------------
@@ -533,7 +522,10 @@ def _parse(row: Any, kind: Kind) -> Record:
     read = {*fields, *kind.further, "system"} | ({"input", "history"} if "instruction" in fields else set())
     row = row | fields
     check_values({key: value if key in read else None for key, value in row.items()})
-    record = kind.parse(row, kind.formats[format], field_names(format))
+    parser = kind.formats[format]
+    margin = margin_in(row) if parser in PREFERENCES.values() else None
+    record = kind.parse(row, parser, field_names(format))
+    record.margin = margin
     if "label" in record.unread and "label" in kind.preprocess.columns:
         raise unclear(row["label"], "label")
     record.tools = tool_schemas(row.get("tools"))

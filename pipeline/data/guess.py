@@ -71,14 +71,17 @@ def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
     """Returns the message for a file without any row in a format of the stage. `key` is the job's section about the rows."""
     names = dict.fromkeys(name for row in rows[:LOOKED] for name in some(row))
     found = visible(", ".join(names), lines=False)
-    numbers = f"rows 1-{len(rows):,} match" if len(rows) > 1 else "row 1 matches"
-    head = f"{visible(file, lines=False)}: {numbers} no format of `{kind.stage}`; the columns are {found[:300] or 'none'}"
+    which = f"rows 1-{len(rows):,} match" if len(rows) > 1 else "row 1 matches"
+    head = f"{visible(file, lines=False)}: {which} no format of `{kind.stage}`; the columns are {found[:300] or 'none'}"
     if rows and format_of(rows[0], kind):
         try:
             parse_row(rows[0], kind)
         except RowError as error:
             return str(replace(error, file=file, line=1))
-    if (problem := foreign(rows)) or (kind.stage in ("sft", "kto") and (problem := doubt(rows))):
+    if _are_messages(_columns(rows[:LOOKED])):
+        advice = "make conversations of them: data.group_by=COLUMN and data.transform"
+        return f"{head}; each row is one message; {advice}"
+    if kind.stage in ("sft", "kto") and (problem := doubt(rows)):
         return f"{head}; {problem}"
     if guess := guess_columns(rows, kind):
         return f"{head}; set {as_setting(guess, rows, key)}"
@@ -87,7 +90,7 @@ def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
         if isinstance(inner, dict) and not {"role", "from"} & inner.keys():
             return f"{head}; if the rows are in `{name}`, run jq -c '.{name}[]' FILE > NEW"
     others = fitting(rows)
-    if others and not others.startswith("ppo with"):  # a text that may also hold the completion
+    if others and not others.startswith("ppo with"):  # that one text may also contain the completion
         return f"{head}; such rows fit {others}"
     needs = [*map(field_names, kind.formats)]
     known = next(names for names in needs if names[0] == "prompt" and "pos_answers" not in names)
@@ -98,24 +101,6 @@ def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
         f"{head}; expected one of {' | '.join(kind.formats)}: name the columns, {named}, or make such rows, "
         f"{key}.transform=python:MODULE:FUNCTION"
     )
-
-
-def foreign(rows: Rows) -> str:
-    """Returns what to do with rows that an annotation tool exported in an unsupported format, or ""."""
-    if rows and {"annotation_id", "lead_time"} <= rows[0].keys():
-        return "they look like Label Studio's JSON_MIN or CSV; export them as JSON"
-    for name in sorted(_questions(rows[:LOOKED])):
-        if any(isinstance(one, dict) and "rank" in one for row in rows for one in _flat(row.get(name))):
-            return (
-                f"`{name}` is a ranking in Argilla's format; turn it into chosen and rejected: data.transform"
-            )
-    if _are_messages(_columns(rows[:LOOKED])):
-        return "each row is one message; make conversations of them: data.group_by=COLUMN and data.transform"
-    return ""
-
-
-def _flat(value: Any) -> list[Any]:
-    return [inner for one in value for inner in _flat(one)] if isinstance(value, list) else [value]
 
 
 def fitting(rows: Rows) -> str:
@@ -185,7 +170,7 @@ def guess_columns(rows: Rows, kind: Kind) -> dict[str, Any] | None:
 
 
 def beside(rows: Rows, given: Mapping[str, Any], used: set[str], section: str) -> str:
-    """Returns a question about a column that sft does not read and that may say which completions are good, or "".
+    """Returns a question about an unread column that may say which completions are good, or "" if there is none.
 
     Args:
         given: the job's data.columns.
@@ -250,7 +235,7 @@ def reads(rows: Rows, guess: dict[str, Any], kind: Kind) -> bool:
 
 
 def labels_of(guess: Mapping[str, Any], rows: Rows) -> list[Any]:
-    """Returns the labels of rows, including those in lists, without blanks, nested lists and objects."""
+    """Returns the labels of rows, also from lists of labels, without blanks, nested lists and objects."""
     found = []
     for row in rows:
         for name in listed(guess.get("label", "label")):
@@ -297,7 +282,7 @@ def _texts(columns: Mapping[str, Values]) -> list[str]:
 
 
 def _questions(rows: Rows) -> set[str]:
-    """Returns the columns that hold the answers of annotators."""
+    """Returns the columns with the answers of annotators."""
     return {name for row in rows if isinstance(row, Answered) for name in row.questions}
 
 

@@ -37,7 +37,7 @@ MEANINGS = ("first", "second", "tie", "good", "bad")
 UNRATED = ("nan", "n/a", "na", "#n/a", "<na>", "null", "none")
 MAX_VALUES = 12  # a column with more distinct values is not a label
 RARE = 0.05  # up to this fraction of the labels, an unknown text is an error in its row
-# A label with such a name holds the number of a completion, as in better_response_id. A column `label` may hold anything.
+# A label with such a name is the number of a completion, as in better_response_id. A column `label` may mean anything.
 NUMBER_OF = re.compile(r"(?i)(?<![a-z])(id|idx|index|choice|better|best|winner)(?![a-z])")
 
 
@@ -137,7 +137,7 @@ def are_mostly_ratings(labels: Sequence[Any]) -> bool:
 
 
 def are_labels(values: Iterable[Any]) -> bool:
-    """Returns True for few distinct values of at most two words. A list holds the labels of several annotators."""
+    """Returns True for few distinct values of at most two words. A list has the labels of several annotators."""
     values = [*values]
     each = [one for value in values for one in listed(value)]
     different = {str(comparable(value)) for value in each if not isinstance(value, list | dict)}

@@ -310,7 +310,7 @@ def repeats_prompt(value: Any) -> bool:
 
 
 def split_turns(value: str) -> Turns:
-    r"""Returns the transcript "\n\nHuman: a\n\nAssistant: b" as messages, without the one space after each colon."""
+    r"""Returns the transcript "\n\nHuman: a\n\nAssistant: b" as messages, without the space after each colon."""
     parts = _TURN.split(value)[1:]
     roles = {"Human": "user", "Assistant": "assistant"}
     return [

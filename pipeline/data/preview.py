@@ -29,7 +29,7 @@ from pipeline.system import functions
 
 FILES = 16  # number of files of a source whose first rows are read
 ROWS = 1000  # number of first rows to read from each file
-TEXTS = ("prompt", "completion", "chosen", "rejected", "first", "second")  # fields that hold one text
+TEXTS = ("prompt", "completion", "chosen", "rejected", "first", "second")  # fields with one text
 
 
 def source_kinds(stage: str, data: Any) -> dict[str, tuple[Kind, ...]]:

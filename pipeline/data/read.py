@@ -42,7 +42,7 @@ class Prepared:
     train: Any
     eval: Any
     report: Report
-    digests: dict[str, str]  # split -> sha256 of its rows
+    digests: dict[str, str]  # split -> SHA-256 digest of its rows
     fingerprints: dict[str, str]  # split -> name of the token table, the same on all workers
     mixture: Mixture | None = None  # sources of `train` if they have weights
 
@@ -191,7 +191,7 @@ def manifest_of(counts: list[Counts], tokenizer: Any, options: Options) -> dict[
 
 
 def content_digest(name: str, counts: list[Counts], options: Options) -> str:
-    """Returns a digest of a split's rows and their order, for any chunks. For a hold-out it includes fraction and seed."""
+    """Returns a digest of a split's rows in their order. With data.eval_fraction, fraction and seed are part of it."""
     whole = RowsDigest()
     for one in of_split("train" if options.eval_fraction else name, counts):
         whole.extend(one.digest)

@@ -122,7 +122,7 @@ class Report:
         return "both" if all(rows.values()) else next((name for name in rows if rows[name]), None)
 
     def labels(self) -> tuple[int, int]:
-        """Returns (desirable, undesirable) rows of an epoch. A weighted source counts the average of its draws."""
+        """Returns the desirable and undesirable rows of an epoch, on average over the draws of a weighted source."""
         desirable = drawn = 0.0
         for one in self.sources["train"]:
             share = 1 if one.drawn is None else one.drawn / max(1, one.rows)
@@ -422,7 +422,7 @@ def in_words(kinds: Counter[str]) -> str:
 
 
 def name_of(kind: str) -> str:
-    """Returns in a few words what is wrong with a row, from the kind of its error."""
+    """Describes the kind of a row's error in a few words."""
     return ERROR_NAMES.get(kind, kind.replace("_", " "))
 
 

@@ -71,7 +71,7 @@ def value_at(row: dict[str, Any], path: str) -> Any:
         return row[path]
     value: Any = row
     for part in path.split("."):
-        value = decoded(value)  # a CSV file holds lists and objects as JSON text
+        value = decoded(value)  # in CSV, lists and objects are JSON text
         if value is None:
             return None
         if isinstance(value, dict) and part in value:

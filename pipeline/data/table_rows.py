@@ -19,8 +19,8 @@ from pipeline.errors import in_brief
 from pipeline.system import storage
 
 ROWS = 256  # rows read at a time
-BYTES = 4 << 20  # maximum bytes of a batch of rows; a row may hold an image
-BUFFER = 1 << 20  # bytes per column; without a buffer, memory would hold the full row group
+BYTES = 4 << 20  # maximum bytes of a batch of rows; a row may contain an image
+BUFFER = 1 << 20  # bytes per column; without a buffer, pyarrow reads the full row group
 
 Piece = tuple[int, int, int]  # rows [start, stop), or -1 to the end; bytes
 
@@ -79,7 +79,7 @@ def _damage() -> tuple[type[Exception], ...]:
 
 
 def _opened(path: str) -> Any:
-    """Opens the file for random access. A local file is memory-mapped, which does not count as memory of the process."""
+    """Opens a file for random access. A local file is memory-mapped, so that it takes no memory of the process."""
     import pyarrow.fs as pafs
 
     if storage.is_remote(path):
@@ -132,7 +132,7 @@ def _record_batches(file: Any) -> Iterator[Any]:
 
 
 def _rows(batch: Any) -> Iterator[Any]:
-    """Yields the rows of a batch, with a RowError in place of a row that Python cannot hold."""
+    """Yields the rows of a batch, with a RowError in place of a row that Python cannot represent."""
     import pyarrow as pa
 
     columns = zip(batch.schema.names, batch.schema.types, strict=True)

@@ -280,7 +280,7 @@ def columns_of(options: Options) -> tuple[str, ...]:
 def schema(options: Options) -> Any:
     import pyarrow as pa
 
-    types = {"label": pa.bool_(), "margin": pa.float32(), "row": pa.string()}  # other columns hold token ids
+    types = {"label": pa.bool_(), "margin": pa.float32(), "row": pa.string()}  # other columns have token ids
     return pa.schema([(name, types.get(name, pa.list_(pa.int32()))) for name in columns_of(options)])
 
 

@@ -48,7 +48,7 @@ class RowError(Exception):
         rest = f"; not read: {self.rest}" if self.rest else ""
         return f"{self.where()}: {name}found {self.found}; expected {self.expected}{rest}"
 
-    # An exception is pickled with its args, which a dataclass does not set.
+    # Pickle would call RowError with `args`, which a dataclass does not set.
     def __reduce__(self) -> tuple[Any, ...]:
         return RowError, astuple(self)
 

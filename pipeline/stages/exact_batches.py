@@ -1,4 +1,4 @@
-"""Gives a TRL trainer batches that hold each row exactly once per epoch, for any number of workers.
+"""Makes batches for TRL's trainers that have each row exactly once per epoch, for any number of workers.
 
 The stock data loader of transformers and accelerate repeats or drops rows if their number is not divisible by the workers.
 `ExactBatches`, mixed into a trainer, splits each *global* batch over the ranks instead. The rows of a step, and so its loss,
@@ -158,7 +158,7 @@ class ExactBatches(Trainer):
             loader, self.accelerator.device, num_processes=1, process_index=0, put_on_device=True,
             non_blocking=args.dataloader_pin_memory,
         )  # fmt: skip
-        # Without a remainder, gather_for_metrics does not cut the last batch. This attribute is private in accelerate 1.15.
+        # Otherwise, gather_for_metrics would truncate the last batch. This attribute is private in accelerate 1.15.
         prepared._drop_last = True
         return prepared
 

@@ -1,4 +1,4 @@
-"""Tests that the counts of chunks add up: digests, duplicates, overlap of train and eval, model versions of rows."""
+"""Tests digests, the overlap of train and eval rows, and the model versions that wrote rows, over several chunks."""
 
 import json
 
@@ -34,8 +34,8 @@ def test_a_digest_does_not_depend_on_how_a_file_is_cut(tmp_path, format):
             tasks.tokenize_chunk(one, i, tokenizer(), options, str(tmp_path)) for i, one in enumerate(planned)
         ]
         digests.append(read.content_digest("train", made, options))
-    assert digests[0] == digests[1] and len({*digests}) == 3  # without a row, and in another order
-    if format == "jsonl":  # lineage and resumed runs compare it with digests of older runs
+    assert digests[0] == digests[1] and len({*digests}) == 3  # a missing row and another order change it
+    if format == "jsonl":  # runs compare digests with those that older versions stored
         assert digests[0] == "48aacbd301174b29a5ef432321f39e2c47c5da5f2fd90bab84fdea340bcb8449"
 
 
@@ -46,7 +46,7 @@ CHAT = {"messages": [{"role": "user", "content": "question 7"}, {"role": "assist
     ("rows", "overlap", "warning"),
     [
         ([ROWS[3], {**ROWS[4], "completion": " no"}, ROWS[30]], (2, 1), "2 rows of data.eval with a prompt that is"),
-        ([CHAT], (1, 1), "1 row of data.eval with a prompt that is"),  # the same words in another format
+        ([CHAT], (1, 1), "1 row of data.eval with a prompt that is"),  # the same text in another format
         (ROWS[20:], (0, 0), None),
     ],
 )  # fmt: skip
@@ -85,7 +85,7 @@ def test_rows_are_counted_by_version_and_source(tmp_path):
     assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
     skipped = write(tmp_path / "bad.jsonl", [pair(1, PPO3), pair(2, SFT1, chosen="b")])
     report = make(tmp_path, "dpo", train=skipped, on_error="skip").report
-    assert report.splits["train"].versions == {PPO3: 1}  # counts kept rows only
+    assert report.splits["train"].versions == {PPO3: 1}  # dropped rows do not count
 
 
 def test_rows_are_counted_by_the_judges_that_scored_them(tmp_path):

@@ -1,4 +1,4 @@
-"""Tests that all formats of rows become the same records, and that each unreadable row has its error kind and field."""
+"""Tests that rows in all formats become the same record, and that the error of a bad row names its kind and field."""
 
 import json
 
@@ -13,7 +13,7 @@ ASKED = "\n\nHuman: hi\n\nAssistant:"
 SINGLE = [  # the same demonstration in each row format
     {"messages": [USER, BOT]},
     {"messages": json.dumps([USER, BOT])},
-    {"messages": [{**USER, "tool_calls": None}, {**BOT, "tool_calls": None}]},  # as Arrow stores it
+    {"messages": [{**USER, "tool_calls": None}, {**BOT, "tool_calls": None}]},  # Arrow adds null fields
     {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
     {"conversations": [{"from": "User", "value": "hi"}, {"from": "ASSISTANT", "value": "yo"}]},
     {"instruction": "hi", "input": "", "output": "yo"},
@@ -54,7 +54,7 @@ OTHERS = [  # stage, row, prompt, completions
     ("ppo", {"instruction": "hi", "history": "[]"}, [USER], []),
     ("rm", {"prompt": "p", "pos_answers": ["a", "b"], "neg_answers": ["c", "d"]}, "p", [("a", "c"), ("b", "d")]),
     ("rm", {"chosen": "The cat sat here", "rejected": "The cat saw it"}, "The cat", [(" sat here", " saw it")]),
-    ("rm", {"prompt": "", "chosen": [USER, BOT], "rejected": [USER, NO]}, [USER], ENDS),  # as in Capybara
+    ("rm", {"prompt": "", "chosen": [USER, BOT], "rejected": [USER, NO]}, [USER], ENDS),  # the dataset Capybara has such rows
     ("rm", {"prompt": "hi", "chosen": "yo", "rejected": "no", "system": "s"}, [SYSTEM, USER], ENDS),
     ("rm", {"prompt": "hi", "pos_answers": ["yo"], "neg_answers": ["no"], "system": "s"}, [SYSTEM, USER], ENDS),
     ("rm", {"chosen": [USER, BOT], "rejected": [USER, NO], "system": "s"}, [SYSTEM, USER], ENDS),
@@ -76,16 +76,16 @@ REPEATED = [
     ("hi", [USER], [USER]),
     (" hi\n", [USER], [USER]),
     ([USER], [USER], [USER]),
-    ("hi", [*ASIDE, USER], [*ASIDE, USER]),  # the last of several questions
-    ("before", [*ASIDE, USER], [*ASIDE, USER]),  # the first question
-    ([SYSTEM, USER], [USER], [SYSTEM, USER]),  # adds instructions
+    ("hi", [*ASIDE, USER], [*ASIDE, USER]),  # `prompt` has the last of several questions
+    ("before", [*ASIDE, USER], [*ASIDE, USER]),  # `prompt` has the first question
+    ([SYSTEM, USER], [USER], [SYSTEM, USER]),  # `prompt` adds instructions
     ([USER], [SYSTEM, USER], [SYSTEM, USER]),
     (ASKED, [USER], [USER]),
     ("ho", [USER], None),
-    ([ASIDE[0]], [*ASIDE, USER], None),  # a list of messages must be the full prompt or its end
+    ([ASIDE[0]], [*ASIDE, USER], None),  # messages must be the full prompt or its end
     ([{"role": "user", "content": "ho"}], [USER], None),
     ([{"role": "system", "content": "t"}, USER], [SYSTEM, USER], None),
-    ("so", [*ASIDE, USER], None),  # the assistant said this
+    ("so", [*ASIDE, USER], None),  # `prompt` has the text of an assistant turn
 ]
 
 
@@ -149,7 +149,7 @@ def test_transcripts_split_at_paragraphs_only():
 ASK = {"role": "user", "content": "Rain in Oslo?"}
 BARE = {"name": "weather", "arguments": {"city": "Oslo"}}
 OLD = {"role": "assistant", "content": None, "function_call": {**BARE, "arguments": '{"city": "Oslo"}'}}
-CALLS = [  # the turn with the call, in every format
+CALLS = [  # the same tool call in every format
     *({"role": "assistant", "content": None, "tool_calls": calls} for calls in
       ([{"id": "c1", "type": "function", "function": BARE}], [{"function": OLD["function_call"]}], [BARE], BARE)),
     {"from": "function_call", "value": json.dumps(BARE)},
@@ -200,7 +200,7 @@ def test_values_that_a_label_may_have(value, label):
         assert parsed(row, "sft").unread == (("label",) if label is None else ())
 
 
-# ---- what is wrong ---------------------------------------------------------------------------------------------------
+# ---- bad rows -------------------------------------------------------------------------------------------------------
 
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 ERRORS = [
@@ -258,7 +258,7 @@ def test_row_errors(stage, row, kind, field):
 
 
 def test_fields_that_nothing_reads_may_hold_anything():
-    """A Python reward gets null for NaN and "?" for half a surrogate pair."""
+    """In the row that a Python reward gets, NaN becomes null, and half a surrogate pair becomes "?"."""
     wrong = {"score": float("nan"), "more": [1, {"w": float("-inf"), "t": "a\ud800"}]}
     assert parsed({"prompt": "a", "completion": "b", **wrong}, "sft").unread == ("score", "more")
     assert parsed({"messages": [{**USER, **wrong}, BOT]}, "sft").prompt == [USER]
@@ -301,7 +301,7 @@ def test_thoughts_are_part_of_a_completion():
     assert one[:8] == two[:8] and one != two
 
 
-# ---- Python's text of a list, such as pandas and datasets write to CSV -----------------------------------------------
+# ---- lists in Python's notation, which pandas and datasets write to CSV ----------------------------------------------
 
 TWO = [USER, {"content": 'it\'s "yo"', "role": "assistant"}]
 ARRAY = "[{'content': 'hi', 'role': 'user'}\n {'content': 'yo', 'role': 'assistant'}]"

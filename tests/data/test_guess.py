@@ -1,6 +1,5 @@
-"""Tests the data.columns that are suggested for a file, for each stage that its rows fit."""
+"""Tests which data.columns are suggested for a file, and for which stages."""
 
-import datetime
 import json
 
 import pytest
@@ -26,7 +25,7 @@ def reads(rows, columns, stage):
 
 
 def rows(**columns):
-    """Returns eight rows. Numbers replace {} in a text; the values of a tuple alternate."""
+    """Returns eight rows. The number of the row replaces {} in a text. Rows take the values of a tuple in turn."""
 
     def value(one, i):
         return one[i % len(one)] if isinstance(one, tuple) else one.format(i) if isinstance(one, str) else one
@@ -138,7 +137,7 @@ def test_rows_of_the_right_format_get_the_error_of_the_first_row():
 
 
 def asked(**answers):
-    """Returns records of Argilla with a prompt, a response and the answers of annotators."""
+    """Returns records of Argilla with a prompt, a response, and the answers of annotators."""
     given = {}
     for name, answer in answers.items():
         given |= {f"{name}.responses": answer, f"{name}.responses.status": ["submitted"] * len(answer)}
@@ -154,7 +153,7 @@ def test_ratings_of_annotators_are_a_label_for_any_name_of_the_question(ratings)
         assert not guess.is_clear(columns, made)
 
 
-def test_a_text_of_annotators_in_addition_to_the_completion_is_asked_about():
+def test_a_text_of_annotators_in_addition_to_the_completion_needs_a_setting():
     made = asked(corrected=["A tube is 8 euros."])
     assert guessed(made, "sft") is None
     line = misfit(made, "sft", "a.jsonl")
@@ -169,7 +168,7 @@ def test_a_text_of_annotators_in_addition_to_the_completion_is_asked_about():
 
 
 @pytest.mark.parametrize("names", [("thumbs_up", "thumbs_down"), ("likes", "dislikes"), ("thumbs_down",)])
-def test_a_column_that_marks_bad_completions_is_asked_about(names):
+def test_a_column_that_marks_bad_completions_needs_a_setting(names):
     made = rows(question="Say {} now.", answer="As you wish.", **dict.fromkeys(names, (0, 1, 0)))
     assert guessed(made, "sft") is guessed(made, "kto") is None
     assert guessed(made, "ppo") == {"prompt": "question"}
@@ -184,7 +183,7 @@ def test_the_values_of_a_column_that_marks_bad_completions_are_named():
     assert """data.label="{good: 'no', bad: 'yes'}\"""" in misfit(made, "sft", "a.jsonl")
 
 
-def test_two_texts_that_may_be_the_completion_are_asked_about():
+def test_two_texts_that_may_be_the_completion_need_a_setting():
     made = rows(question="Say {} now.", bot_answer="No idea.", corrected_answer=("As you wish.", ""))
     assert guessed(made, "sft") is None
     line = misfit(made, "sft", "a.jsonl")
@@ -222,7 +221,7 @@ def test_the_error_is_one_line_and_ends_in_the_setting_to_use():
     assert line.endswith(
         "the columns are version, data; if the rows are in `data`, run jq -c '.data[]' FILE > NEW"
     )
-    for stage in ("evaluate", "benchmarks", "pairs"):  # rows of these have few formats
+    for stage in ("evaluate", "benchmarks", "pairs"):
         assert "match no format of" in misfit(SETS["stack"], stage, "n.jsonl")
 
 
@@ -241,14 +240,6 @@ def test_ranks_and_lengths_are_no_scores(names):
         for n in range(20)
     ]  # fmt: skip
     assert guessed(rows, "rm") is None
-
-
-def test_an_unexplained_scale_is_still_a_label():
-    made = rows(
-        context=CHAT[:1], response1="Like this.", response2="Like that.", overall_preference=(-3, 3, -1)
-    )
-    found = {"prompt": "context", "first": "response1", "second": "response2", "label": "overall_preference"}
-    assert guessed(made, "rm") == found and not guess.is_clear(found, made)
 
 
 def test_one_value_alone_is_no_label():
@@ -273,13 +264,8 @@ def test_several_texts_are_a_conversation_only_if_their_names_say_so():
     assert guessed(rows(responses=["Why is it?", "It is so."]), "sft") is None
 
 
-def test_dates_in_other_columns_do_not_hide_a_conversation():
-    made = rows(conversation=CHAT, timestamp=datetime.datetime(2024, 5, 1))
-    assert guessed(made, "sft") == {"messages": "conversation"}
-
-
 def test_pythons_text_of_a_list_fits_no_stage():
-    """These values are neither tools nor rows. They once caused a traceback."""
+    """An earlier version failed on such values with a traceback."""
     made = [{"messages": str(CHAT)} for _ in range(8)]
     assert guess.fitting(made) == ""
     said = misfit(made, "sft", "chats.csv")
@@ -294,25 +280,6 @@ def test_unlabeled_rows_do_not_confirm_a_guess():
     assert not reads(made, {"label": "feedback"}, "kto")
 
 
-def test_unsupported_exports_are_named():
+def test_rows_of_one_message_each_are_recognized():
     said = misfit(SETS["a message a row"], "sft", "log.csv")
     assert said.endswith("make conversations of them: data.group_by=COLUMN and data.transform")
-    studio = [
-        {"id": 1, "prompt": "Hi?", "reply_1": "a", "quality": "good", "annotation_id": 3, "lead_time": 2.5}
-    ]
-    assert "Label Studio's JSON_MIN or CSV; export them as JSON" in misfit(studio, "rm", "min.json")
-    ranks = [{"value": "reply_1", "rank": 1}, {"value": "reply_2", "rank": 2}]
-    for answer in ([ranks], [ranks, ranks]):
-        made = [
-            flat(
-                {
-                    "reply_1": "a b",
-                    "reply_2": "b c",
-                    "order.responses": answer,
-                    "order.responses.status": ["submitted"] * len(answer),
-                }
-            )
-        ]
-        assert "`order` is a ranking in Argilla's format; turn it into chosen and rejected" in misfit(
-            made, "rm", "a.jsonl"
-        )

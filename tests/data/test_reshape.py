@@ -1,4 +1,4 @@
-"""Tests how a job changes rows: its function, its column names, and the completion that a label or two scores choose.
+"""Tests how a job changes rows: data.transform, data.columns, and the completion that a label or two scores choose.
 
 A label's meaning is known or requested, never guessed. An error in a function or a mapping ends the run first.
 """
@@ -83,7 +83,7 @@ def test_a_path_into_null_is_null():
         ("sft", {"prompt": "a", "messages": "b"}, r"no row of `sft` has prompt and messages"),
     ],
 )  # fmt: skip
-def test_meaningless_mappings_are_refused(stage, mapped, expected):
+def test_meaningless_mappings_are_rejected(stage, mapped, expected):
     with pytest.raises(InputError, match=expected):
         check_columns(mapped, kind_of(stage))
 
@@ -119,7 +119,7 @@ def test_the_datasets_of_evaluate_read_their_own_fields():
         (["1", "2", "tie"], "1", 2, "Tie"), (["model_a", "model_b", "tie (bothbad)"], "model_a", "model_b", "tie"),
         (["A", "B"], "a", "B", "tie"), (["a"], "A", "b", "draw"), (["output_1", "output_2"], "output_1", "Output 2", "both"),
         (["first", "second", "neither"], "first", "second", "same"), ([[1, 2, 1], [2, 2, 2]], 1, 2, 1.5),
-        ([*"ab" * 10, "C?"], "A", "b", "tie"),  # a rare value without a meaning
+        ([*"ab" * 10, "C?"], "A", "b", "tie"),  # the third value is rare and has no known meaning
     ],
 )  # fmt: skip
 def test_the_meaning_of_values_is_derived_if_it_is_unique(values, first, second, tie):
@@ -135,11 +135,11 @@ def test_the_meaning_of_values_is_derived_if_it_is_unique(values, first, second,
     ("values", "typed"),
     [
         ([0, 1], "set data.label='{first: 0, second: 1}' if 0 means that the first completion is better"),
-        ([1, 1], "data.label="),  # 0 and 1, or 1 and 2?
+        ([1, 1], "data.label="),  # the other value may be 0 or 2
         ([-1, 0, 1], "{first: -1, second: 1}"),
         (["model_1"], "data.label="),  # the other value may be model_0
         (["gpt-4", "claude"], "{first: claude, second: gpt-4}"),
-        (["right"], "data.label="),  # the right-hand one, or the correct one?
+        (["right"], "data.label="),  # right may mean correct
         ([None, ""], "data.columns.label=COLUMN"),
     ],
 )
@@ -154,16 +154,16 @@ ONE_TWO = {"first": 1, "second": 2, "tie": 0}
 SIDES = [  # data.label, the row's label or scores, the chosen completion
     *((ONE_TWO, {"label": value}, end) for value, end in
       [(1, "first"), ("2", "second"), (0, "tie"), (None, "unlabeled"), (1.5, "tie"), (" ", "unlabeled"), (3, "unknown_label")]),
-    ({"first": 1, "second": 0}, {"label": 0}, "second"),  # as in SHP
+    ({"first": 1, "second": 0}, {"label": 0}, "second"),  # the dataset SHP has such labels
     ({"first": 1, "second": 0}, {"label": 0.7}, "first"),
-    ({"first": -3, "second": 3}, {"label": -1}, "first"),  # as in HelpSteer3
+    ({"first": -3, "second": 3}, {"label": -1}, "first"),  # the dataset HelpSteer3 has such labels
     ({"first": -3, "second": 3}, {"label": 0}, "tie"),
     ({"first": ["gpt-4", "gpt-3"], "second": "claude"}, {"label": "GPT-3"}, "first"),
-    # Among several votes the majority decides.
+    # The majority of several votes decides.
     *((ONE_TWO, {"label": votes}, end) for votes, end in
       [([1, 1, 2], "first"), ([2, 2, 0], "second"), ([1, 2, 0], "tie"), ([0, 0, 1], "tie"), ([1, 2], "tie"),
        ([1, None, None], "first"), ([None, None, ""], "unlabeled"), ([], "unlabeled"), (["2", 2, "1"], "second")]),
-    # A value between first and second can be a tie only if each of them is one number.
+    # A value between first and second has a meaning only if each of them is one number.
     ({"first": 1, "second": 4}, {"label": 1.2}, "first"),
     ({"first": [1, 2], "second": "b"}, {"label": 1.2}, "unknown_label"),
     ({"first": [1, 2], "second": [3, 4]}, {"label": 2.5}, "unknown_label"),
@@ -184,7 +184,7 @@ def test_a_label_or_the_higher_score_chooses_the_completion(label, row, end):
         assert one == {"prompt": "q", "chosen": chosen, "rejected": rejected}
     else:
         assert one == Dropped(end) if end in ("tie", "unlabeled") else one.kind == end
-    assert made("ppo", row) == [row]  # prompts need no chosen completion
+    assert made("ppo", row) == [row]  # ppo reads only the prompt
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,9 @@ def test_a_transform_returns_one_row_several_or_none():
     bad = RowError("not_json", "", "x", "y")
     assert through("twice", bad) == [bad]
     (error,) = through("some", stage="rm", columns={"chosen": "completion", "rejected": "other"})
-    assert error.field == "other" and "prompt, completion" in error.found  # columns apply after the transform
+    assert (
+        error.field == "other" and "prompt, completion" in error.found
+    )  # data.columns applies after data.transform
 
 
 @pytest.mark.parametrize(
@@ -272,7 +274,7 @@ def test_another_source_code_has_another_cache(tmp_path, monkeypatch):
         ("response_0", "response_1", "better_response_id", True),
         ("response_0", "response_1", "safer_response_id", True),
         ("summaries.0.text", "summaries.1.text", "choice", True),
-        ("response_0", "response_1", "label", False),  # does 1 mean that response_0 is better?
+        ("response_0", "response_1", "label", False),  # a 1 may mean that response_0 is better
         ("human_ref_A", "human_ref_B", "choice", False),
         ("answer_1", "answer_2", "choice", False),
     ],

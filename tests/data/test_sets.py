@@ -1,4 +1,4 @@
-"""Tests datasets by name: saved folders, folders with a README, and a Hub that runs on this machine."""
+"""Tests datasets: folders of save_to_disk, folders with a README, and datasets on a Hub that runs on this machine."""
 
 import json
 import os
@@ -32,7 +32,7 @@ configs:
 
 @pytest.fixture
 def folder(tmp_path):
-    """Clones a dataset of the Hub."""
+    """Returns a folder like the clone of a Hub dataset."""
     path = tmp_path / "prefs"
     (path / "data").mkdir(parents=True)
     Dataset.from_list(ROWS[:30]).to_parquet(path / "data/train-00000-of-00001.parquet")
@@ -78,7 +78,9 @@ def test_a_folder_with_a_readme(folder):
     for item in ("/test_prefs", ":default/test_prefs"):
         assert found(f"{folder}{item}", "data.eval") == ["test-00000-of-00001.parquet"]
     assert found(f"{folder}:small") == found(f"{folder}:small/train", "data.eval") == ["small.jsonl"]
-    assert found(f"{folder}/data/test*") == ["test-00000-of-00001.parquet"]  # patterns of files still work
+    assert found(f"{folder}/data/test*") == [
+        "test-00000-of-00001.parquet"
+    ]  # a glob may be below such a folder
     assert found(f"{folder}/data") == ["train-00000-of-00001.parquet"]
     assert found(f"{folder}/data", "data.eval") == ["test-00000-of-00001.parquet"]
     for item, said in [
@@ -89,11 +91,13 @@ def test_a_folder_with_a_readme(folder):
         with pytest.raises(InputError, match=said):
             found(f"{folder}{item}")
     (folder / "README.md").unlink()
-    assert len(found(folder)) == 2  # all files of the folder except data/test-00000-of-00001.parquet
-    assert found(f"{folder}:default/train") == ["train-00000-of-00001.parquet"]  # splits by file name
+    assert len(found(folder)) == 2  # all files but data/test-00000-of-00001.parquet
+    assert found(f"{folder}:default/train") == [
+        "train-00000-of-00001.parquet"
+    ]  # the names of the files say which split they are
 
 
-def test_a_readme_that_lists_data_files_is_refused(tmp_path):
+def test_a_readme_that_lists_data_files_is_rejected(tmp_path):
     (tmp_path / "small.jsonl").write_text('{"data": [{"prompt": "a"}]}')
     readme = "configs:\n- config_name: small\n  data_files: small.jsonl\n  field: data\n"
     (tmp_path / "README.md").write_text(f"---\n{readme}---\n")
@@ -106,7 +110,7 @@ def test_the_code_of_a_dataset_is_not_run(folder):
         found(folder)
 
 
-# ---- the hub: another process, because huggingface_hub reads its settings once -----------------------------------------
+# ---- the Hub, in another process because huggingface_hub reads its settings once ----------------------------------------
 
 READ = """
 import json, sys

@@ -1,4 +1,4 @@
-"""Tests chat templates: whether they apply to plain text, which part of their text is trained, and refused rows."""
+"""Tests chat templates: whether they apply to plain text, which part is trained, and which rows are rejected."""
 
 import json
 import shutil
@@ -61,30 +61,6 @@ def test_a_named_template_applies_to_text(base, template, applies, expected, bar
     assert text_as_chat(tokenizer, applies) is expected
 
 
-@pytest.fixture(scope="module")
-def policies(bare, tmp_path_factory):
-    """Makes adapters: {value of text in lineage.json: folder}. None stands for a version from before that key existed."""
-    folder = tmp_path_factory.mktemp("policies")
-    made = {}
-    make(str(folder / "one"), 0, head=False)
-    for applies in (True, False, None):
-        made[applies] = str(folder / f"policy-{applies}")
-        shutil.copytree(folder / "one", made[applies])
-        facts = lineage.describe("sft", base_identity(bare), load_tokenizer(bare), {}, {})
-        lineage.write(made[applies], facts if applies is None else {**facts, "text_as_chat": applies})
-        load_tokenizer(bare).save_pretrained(made[applies])
-    return made
-
-
-@pytest.mark.parametrize("applies", [True, False, None])
-def test_later_stages_treat_text_like_the_training(applies, policies, bare, tmp_path):
-    given = [f"model.name_or_path={bare}", f"policy={policies[applies]}", f"run.storage_path={tmp_path}"]
-    for more, expected in (([], bool(applies)), (["model.chat_template=plain"], True)):
-        job = load_job(ROOT / "jobs/demo/ppo.yaml", [*given, *more], "ppo")
-        tokenizer = settle(job, {"policy": policies[applies]}).tokenizer
-        assert text_as_chat(tokenizer, job.data.apply_chat_template) is expected
-
-
 def test_the_report_says_whether_text_rows_are_chats(tmp_path):
     path = write(tmp_path / "rows.jsonl", [ROW, {**ROW, "prompt": "And this?"}])
     report = prepared(tmp_path, train=path).report
@@ -103,8 +79,8 @@ def test_the_report_says_whether_text_rows_are_chats(tmp_path):
     assert prepared(tmp_path, train=path).report.row_format() == "both"
 
 
-def test_later_stages_follow_the_lineage_on_text_rows(bare, policies, tmp_path):
-    """A policy that learned only from messages, in the built-in template, gets plain-text prompts as messages."""
+def test_later_stages_follow_the_lineage_on_text_rows(bare, tmp_path):
+    """Prompts of plain text become messages if the policy was trained only on messages."""
     tokenizer = load_tokenizer(bare)
     for rows, chat in (("chat", True), ("text", False), ("both", False)):
         work = work_of(load_job(ROOT / "jobs/demo/sft.yaml"), tokenizer, row_format=rows)
@@ -112,7 +88,8 @@ def test_later_stages_follow_the_lineage_on_text_rows(bare, policies, tmp_path):
         facts = Worker._lineage(worker, Outcome({}, {"kept": {"step": 1}}))
         assert (facts["rows"], facts["text_as_chat"]) == (rows, chat)
         folder = str(tmp_path / rows)
-        shutil.copytree(policies[None], folder)
+        make(folder, 0, head=False)
+        tokenizer.save_pretrained(folder)
         lineage.write(folder, facts | {"base": base_identity(bare)})
         given = [f"model.name_or_path={bare}", f"policy={folder}", f"run.storage_path={tmp_path}"]
         job = load_job(ROOT / "jobs/demo/ppo.yaml", given, "ppo")
@@ -150,11 +127,11 @@ def test_a_template_in_the_home_folder(tmp_path, monkeypatch):
     assert "Human" in settle(job, {}).tokenizer.chat_template
 
 
-# ---- what of the text is trained -------------------------------------------------------------------------------
+# ---- which part is trained -------------------------------------------------------------------------------------
 
 
 def test_a_template_that_rewrites_earlier_turns():
-    """As in Qwen3's template, the last completion begins with empty thoughts and earlier ones do not."""
+    """As in Qwen3's template, only the last completion begins with empty thoughts."""
     empty = "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"
     thoughts = CHATML.replace("{{ m.content | trim }}", empty + "{{ m.content | trim }}")
     tok, (example,) = encoded("sft", CONVERSATION, template=thoughts, ends=ENDS)
@@ -167,7 +144,7 @@ def test_a_template_that_rewrites_earlier_turns():
 ENDS = ("</s>", "<|im_end|>")
 LAST = {  # the trained part of the last completion, without and with thoughts
     "qwen3": ("<think>\n\n</think>\n\nbye", "<think>\ntwo\n</think>\n\nbye"),
-    "qwen3_5_think": ("\n</think>\n\nbye", "two\n</think>\n\nbye"),  # the prompt ends with <think>
+    "qwen3_5_think": ("\n</think>\n\nbye", "two\n</think>\n\nbye"),  # its generation prompt ends with <think>
     "qwen3_instruct_2507": ("bye", "<think>\ntwo\n</think>\n\nbye"),
 }
 
@@ -175,7 +152,7 @@ LAST = {  # the trained part of the last completion, without and with thoughts
 @pytest.mark.parametrize("name", LAST)
 @pytest.mark.parametrize("row", [CONVERSATION, REASONED], ids=["plain", "reasoned"])
 def test_templates_that_remove_thoughts_from_earlier_turns(name, row):
-    """Uses Qwen3's real templates on several turns. Each completion is trained exactly as written."""
+    """With Qwen3's real templates, each completion is trained exactly as the template writes it."""
     template = real_template(name)
     tok, (example,) = encoded("sft", row, template=template, ends=ENDS)
     assert isinstance(example, Example), example
@@ -227,13 +204,13 @@ def test_the_template_gets_any_key_that_it_reads(read):
     row = {"messages": [{**USER, "mood": "", "tone": 1}, {**BOT, "mood": "sad", "tone": 2}], "id": 3}
     record = parse_row(row, made.kind)
     [[example]] = made.encode([record])
-    reads = "attr" not in read  # a filter's argument is invisible, and a missing key is empty
+    reads = "attr" not in read  # the key in a filter's argument is not found
     assert trained(made.tokenizer, example) == [("sad" if reads else "") + " tone yo<|im_end|>"] or not reads
     assert made.unread(record) == ("messages[].tone", "id") + (() if reads else ("messages[].mood",))
 
 
 def test_thoughts_of_earlier_turns_that_the_template_leaves_out_are_counted():
-    """Qwen3's template writes only the thoughts after the last question."""
+    """Qwen3's template leaves out the thoughts before the last question."""
     template = real_template("qwen3")
     made = encoder("sft", template=template, ends=ENDS)
     call = {**BOT, "thinking": "Look it up.", "tool_calls": [{"name": "f", "arguments": {}}]}
@@ -265,7 +242,7 @@ FOUND = {"role": "tool", "content": "x"}
 
 
 def test_calls_with_thoughts_are_trained_alone_in_gpt_oss_template():
-    """The template drops their thoughts if a final answer follows. Tool answers and later questions are not trained."""
+    """The template drops the thoughts before a call if a final answer follows. Other roles are not trained."""
     template = real_template("gptoss")
     turns = [USER, CALL, FOUND, BOT, {"role": "user", "content": "why?"}, THOUGHT]
     tok, (example,) = encoded("sft", {"messages": turns}, template=template, max_length=2000, ends=ENDS)
@@ -286,7 +263,7 @@ def test_calls_with_thoughts_are_trained_alone_in_gpt_oss_template():
      ("phi3", "[THINK]a[/THINK]"), ("llama3", "<think>\none\n</think>")],
 )  # fmt: skip
 def test_a_turn_with_only_thoughts_is_an_empty_one(name, said):
-    """Covers templates that strip the thoughts or keep them, and any position of the turn."""
+    """This holds for templates that keep the thoughts, and for templates that drop them."""
     quiet = {"role": "assistant", "content": said}
     turns = [USER, quiet, USER, BOT]
     template = real_template(name)
@@ -314,7 +291,7 @@ def test_two_different_thoughts_of_a_message_are_an_error():
 
 
 def test_a_key_counts_as_read_only_if_the_template_writes_it():
-    """The word may be part of a tool's name. Here the template writes it for tools and drops it for users."""
+    """A key may occur in the template for another purpose. Here, the template writes `name` for tools but not for users."""
     of_tools = CALLING.replace("{{ m.role }}", "{{ m.role }}{{ m.name if m.role == 'tool' }}")
     for template, written in ((CALLING, False), (of_tools, True)):
         for stage, row in (
@@ -339,7 +316,7 @@ def test_a_second_system_prompt_that_the_template_drops_is_an_error():
         assert (not isinstance(example, RowError)) == kept
 
 
-def test_a_template_that_drops_the_thoughts_of_the_last_turn_is_refused():
+def test_a_template_that_drops_the_thoughts_of_the_last_turn_is_rejected():
     never = THINKING.replace("{% if m.reasoning_content", "{% if not loop.last and m.reasoning_content")
     words = "{{ m.content | trim }}"
     block = f"{{% if m.role == 'user' %}}{words}{{% else %}}{{% generation %}}{words}{{% endgeneration %}}{{% endif %}}"
@@ -375,7 +352,7 @@ def test_a_row_sets_variables_of_the_template():
 
 
 def test_a_template_whose_prompt_differs_from_its_completion():
-    """In DeepSeek R1's template the prompt ends with <think>, but completions do not contain it."""
+    """As in DeepSeek R1's template, the generation prompt ends with <think>, but completions lack it."""
     asks = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
     for stage, row in (("sft", CONVERSATION), ("dpo", {"prompt": [USER], "chosen": "a", "rejected": "b"})):
         _, (error,) = encoded(stage, row, template=asks)
@@ -419,7 +396,7 @@ A_ROW_OF = {
     [(stage, template) for stage in A_ROW_OF if stage != "ppo" for template in (DROPS, SAYS_THE_SAME)]
     + [(stage, FORGETS_THE_PROMPT) for stage in A_ROW_OF],
 )
-def test_a_template_that_drops_a_turn_is_refused(stage, template):
+def test_a_template_that_drops_a_turn_is_rejected(stage, template):
     _, (outcome,) = encoded(stage, A_ROW_OF[stage], template=template, ends=ENDS)
     kind = "empty_prompt" if template is FORGETS_THE_PROMPT else "empty_completion"
     assert isinstance(outcome, RowError) and outcome.kind == kind, outcome
@@ -438,12 +415,12 @@ ASKED = {"role": "user", "content": "Could you say that again, at greater length
 
 @pytest.mark.parametrize("template", [CUTS, LOWERS, CUTS_EARLIER, CUTS_QUESTIONS, BLOCKS, STRIPS])
 @pytest.mark.parametrize("stage", ["sft", "dpo", "ppo"])
-def test_a_template_that_changes_words_is_refused(stage, template):
+def test_a_template_that_changes_words_is_rejected(stage, template):
     turns = [USER, LONG, ASKED] if template is CUTS_EARLIER else [ASKED]
     pair = {"prompt": turns, "chosen": [LONG], "rejected": [{**LONG, "content": LONG["content"] + " No."}]}
     row = {"sft": {"messages": [*turns, LONG]}, "ppo": {"prompt": turns}}.get(stage, pair)
     _, (outcome,) = encoded(stage, row, template=template)
-    unread = stage == "ppo" and template is CUTS  # this prompt has no assistant turn
+    unread = stage == "ppo" and template is CUTS  # the prompt has no assistant turn
     unlearned = stage != "sft" and template is CUTS_EARLIER
     if template is STRIPS or unread or unlearned:
         assert isinstance(outcome, Example), outcome
