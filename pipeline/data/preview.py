@@ -60,7 +60,7 @@ def _source_kind(stage: str, source: Source, key: str, pairs: Any) -> Kind:
         wanted = "expected {first: VALUE, second: VALUE}"
         raise InputError(f"`{stage}` reads no ratings; {wanted}", key=f"{key}.label")
     rule = Rule.from_job(source.label) if source.label else None
-    digest = functions.digest([source.transform]) if source.transform else ""
+    digest = functions.digest_functions([source.transform]) if source.transform else ""
     return kind.with_preprocess(Preprocess(columns, rule, source.transform, digest, source.group_by))
 
 

@@ -21,10 +21,10 @@ from pipeline.data.annotations import flat
 from pipeline.data.labels import Rule, comparable, is_blank, listed, score, unpacked_label
 from pipeline.data.values import Dropped, RowError, decoded, fields_of, nearest, row_json, show
 from pipeline.errors import in_brief
-from pipeline.system.functions import imported
+from pipeline.system.functions import import_function
 
 EXPECTED = "a row (dict), a list of rows, or None to leave it out"  # what data.transform may return
-function = cache(imported)  # the function of `python:module:function`
+function = cache(import_function)  # the function of `python:module:function`
 
 
 # ---- data.columns ----------------------------------------------------------------------------------------------------

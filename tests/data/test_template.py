@@ -91,9 +91,10 @@ def test_later_stages_follow_the_lineage_on_text_rows(bare, tmp_path):
         make(folder, 0, head=False)
         tokenizer.save_pretrained(folder)
         lineage.write(folder, facts | {"base": base_identity(bare)})
-        given = [f"model.name_or_path={bare}", f"policy={folder}", f"run.storage_path={tmp_path}"]
+        rewards = ["reward=python:pipeline.demo:gold", "judge=null"]
+        given = [f"model.name_or_path={bare}", f"policy={folder}", *rewards]
         job = load_job(ROOT / "jobs/demo/ppo.yaml", given, "ppo")
-        assert text_as_chat(settle(job, {"policy": folder}).tokenizer, None) is chat
+        assert text_as_chat(settle(job).tokenizer, None) is chat
         policy = Input(folder, "adapter", folder, lineage.read(folder, folder))
         check_row_format(job.data, policy, "text")
         if rows == "text":
@@ -124,7 +125,7 @@ def test_a_template_in_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     shutil.copy(PLAIN, tmp_path / "mine.jinja")
     job = load_job(ROOT / "jobs/demo/sft.yaml", ["model.chat_template=~/mine.jinja"], "sft")
-    assert "Human" in settle(job, {}).tokenizer.chat_template
+    assert "Human" in settle(job).tokenizer.chat_template
 
 
 # ---- which part is trained -------------------------------------------------------------------------------------

@@ -57,7 +57,8 @@ def test_a_process_of_its_own_answers_for_several_jobs(monkeypatch):
     """The driver has not loaded the libraries. The first job to ask gets the errors of all jobs."""
     monkeypatch.setattr(libraries, "LOADED", ("no_such_module",))
     monkeypatch.setattr(libraries, "_asked", set())
-    jobs = job("sft"), job("rm"), job("dpo", "trainer.optim_args=foo")
+    ray = "scaling.num_workers=1"
+    jobs = job("sft", ray), job("rm", ray), job("dpo", ray, "trainer.optim_args=foo")
     begun = []
     real = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: begun.append(real(*a, **k)) or begun[-1])

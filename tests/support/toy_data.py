@@ -21,7 +21,7 @@ USER, BOT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": 
 NO = {"role": "assistant", "content": "no"}
 SYSTEM = {"role": "system", "content": "s"}
 ASIDE = [{"role": "user", "content": "before"}, {"role": "assistant", "content": "so"}]
-PREFERENCES = [  # the same pair in each row format
+PREFERENCES = [  # one pair in each row format
     {"prompt": [USER], "chosen": "yo", "rejected": "no"},
     {"prompt": [USER], "chosen": [BOT], "rejected": [NO]},
     {"prompt": "hi", "chosen": [USER, BOT], "rejected": [USER, NO]},
@@ -65,7 +65,7 @@ WEATHER = {
 
 
 def tokenizer(template: str | None = None, bos: bool = True):
-    """Returns a tokenizer with special tokens in which each byte is one token, so that a test can read masks."""
+    """Returns a tokenizer whose tokens are single bytes and special tokens, so that tests can read masks."""
     vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -88,7 +88,7 @@ def parsed(row, stage: str):
 
 
 def encoder(stage, template=None, max_length=500, overlong="error", apply=False, bos=True, ends=("</s>",)):
-    """Returns an encoder. Generation stops at the tokens `ends`."""
+    """Returns an encoder. Tokens in `ends` end a completion."""
     tok = tokenizer(template, bos)
     return Encoder(tok, kind_of(stage), max_length, overlong, apply, tok.convert_tokens_to_ids([*ends]))
 
@@ -134,7 +134,7 @@ def use_small_chunks(monkeypatch, size=300):
 
 
 def evaluator(folder, tokenizer=None, rows_per_forward=64) -> SimpleNamespace:
-    """Returns a worker of `evaluate` without models."""
+    """Returns the only worker of `evaluate`, which has no models."""
     data, args = SimpleNamespace(subset=None), SimpleNamespace(rows_per_forward=rows_per_forward)
     lease = SimpleNamespace(require=lambda: None)
     work = SimpleNamespace(
