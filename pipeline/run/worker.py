@@ -185,7 +185,9 @@ class Worker(ModelHost):
         self.printed = self.shown = 0.0  # times of the last printed line and of the last live line
         self.step = self.total = 0  # the last logged step; the last step of the run
         self.report = self._report if work.sweep else None
-        self.metrics = registry.Curves(work.tracking, work.run_id) if self.rank == 0 and work.run_id else None
+        self.metrics = (
+            registry.open_curves(work.tracking, work.run_id) if self.rank == 0 and work.run_id else None
+        )
         self.notice = PreemptionNotice()
         if self.local_rank == 0:  # workers that were killed have left files
             shutil.rmtree(self.scratch, ignore_errors=True)
@@ -203,7 +205,7 @@ class Worker(ModelHost):
         """Returns all tokenized rows of `train`, `eval` or `pairs` as a datasets.Dataset, or None if the job has none."""
         import ray.train
 
-        from pipeline.data.feed import to_hf
+        from pipeline.data.read import to_hf
 
         fingerprint = self.work.fingerprints.get(name)
         return to_hf(ray.train.get_dataset_shard(name), fingerprint) if fingerprint else None

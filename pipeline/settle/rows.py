@@ -28,7 +28,7 @@ def tokenize(work: Work, start_ray: Callable[[], Any] | None = None) -> tuple[Wo
     mixture: Any = None
     cache = given.cache_dir or storage.join(work.run.storage_path, "data")
     prepare = partial(
-        read.prepare,
+        read.prepare_rows,
         tokenizer=work.tokenizer,
         cache_root=cache,
         ray_for_rows=start_ray,
