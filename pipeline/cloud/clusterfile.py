@@ -138,7 +138,7 @@ def summary(file: Path, config: dict[str, Any]) -> str:
 
 def _price(kind: NodeType) -> str:
     """Returns the dollars an hour of a node: of its instance if prices.yaml has it, else of its GPUs."""
-    known = prices.read()
+    known = prices.read_prices()
     gpus = known.gpus.get(kind.labels.get(GPU_LABEL, ""), 0.0) * kind.resources.get("GPU", 0)
     dollars = known.instances.get(kind.instance) or gpus
     if not dollars:

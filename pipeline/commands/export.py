@@ -112,10 +112,11 @@ def vllm_command(base: str, folder: str, name: str) -> str:
 
     vLLM 0.31 is the first that reads the head of a reward adapter.
     """
-    adapter = adapter_files.settings(folder)
+    adapter = adapter_files.read_settings(folder)
     if ignored := lora.ignored_by_vllm(adapter):
         return f"vLLM would ignore its {ignored}; merge it instead (trainer.merge=true)"
-    rank = max(8, 1 << (adapter_files.rank(folder) - 1).bit_length())  # vLLM takes powers of two from 8 on
+    # vLLM accepts powers of two from 8 on.
+    rank = max(8, 1 << (adapter_files.largest_rank(folder) - 1).bit_length())
     words = ["vllm", "serve", base, "--tokenizer", folder, "--enable-lora", "--max-lora-rank", str(rank)]
     words += ["--lora-modules", f"{name}={folder}"]
     if name == "reward":

@@ -2,9 +2,9 @@
 
     python -m pipeline plan jobs/llama3-8b/ppo.yaml [section.key=value ...]
 
-It needs no weights and no GPU. It considers this machine's GPUs. On a machine without one, or with RAY_ADDRESS, it considers
-those that `scaling.accelerator_type` or a `scaling.label_selector` on ray.io/accelerator-type names, or else all it knows. If
-the job does not fit, the exit status is 1, and it prints the changes that make it fit.
+`plan` needs no weights and no GPU. It considers the GPUs of this machine. On a machine without GPUs, or with RAY_ADDRESS, it
+considers the GPUs that `scaling.accelerator_type` or `scaling.label_selector` (ray.io/accelerator-type) names, or else all GPUs
+that it knows. If the job does not fit, `plan` prints the changes that make it fit, and the exit status is 1.
 """
 
 import os
@@ -17,10 +17,10 @@ from pipeline.errors import Failure, InputError, about, summary
 from pipeline.input_uri import InputURI
 from pipeline.job import Job
 from pipeline.models import adapter_files
-from pipeline.models.gpus import of_this_machine
+from pipeline.models.gpus import list_local_gpus
 from pipeline.planning import plan
 from pipeline.planning.plan import GIB, GPUS, Plan
-from pipeline.planning.rows import Rows, look
+from pipeline.planning.rows import Rows, estimate_rows
 from pipeline.planning.shape import config_of
 from pipeline.registry import lineage
 from pipeline.settle import placement
@@ -33,20 +33,20 @@ from pipeline.settle.work import Sections
 from pipeline.system import console, prices
 from pipeline.text import table
 
-FOR_RAY = 1.5 * GIB  # bytes of Ray's own processes on this machine
-EPOCH = 10_000  # rows, if neither the job nor its data has a length
+RAY_BYTES = 1.5 * GIB  # memory of Ray's processes on this machine
+EPOCH_ROWS = 10_000  # assumed rows of an epoch, if neither the job nor its data has a length
 
 
 def run(job: Job) -> dict[str, Any]:
     if job.facts.runs_in == "here":
         raise InputError(f"found {job.stage}, which has no workers; plan is for jobs that do", key="stage")
-    gpus = [] if placement.on_cluster() or not job.scaling.get("use_gpu") else of_this_machine()
+    gpus = [] if placement.on_cluster() or not job.scaling.get("use_gpu") else list_local_gpus()
     work = sections_of(job, places_of(job, elsewhere=not gpus))
     places = work.places
     folders, notes = started_from(job)
     check_shapes(work, folders)
-    loras = {name.split(".")[0]: adapter_files.described(at) for name, at in folders.items()}
-    planned = plan.make(work, loras)
+    loras = {name.split(".")[0]: adapter_files.describe_adapter(at) for name, at in folders.items()}
+    planned = plan.make_plan(work, loras)
     print(f"\n== plan  {job.source}  {job.model.name_or_path}\n")
     size = f"{planned.shape.parameters / 1e9:.3g} B parameters, frozen; {planned.trainable / 1e6:.3g} M learn"
     print(f"   {size}. Memory of one worker, rows at their longest:")
@@ -65,7 +65,7 @@ def run(job: Job) -> dict[str, Any]:
     memory = on_gpus(planned, named(places)) if places.on_gpu else on_this_machine(planned, places)
     check_fit(planned, places, loras, min((size for _, size in gpus), default=memory), len(gpus) or None)
     if places.rollout:
-        print(of_rollout_workers(places.rollout, plan.make(work, loras, learns=False)))
+        print(of_rollout_workers(places.rollout, plan.make_plan(work, loras, learns=False)))
     return {"peak_bytes": planned.peak, "items": [vars(item) for item in planned.items]}
 
 
@@ -76,7 +76,10 @@ def check_fit(
     memory: float,
     gpus: int | None = None,
 ) -> None:
-    """Raises Failure if a worker needs more than `memory` bytes, or the workers more `gpus` than there are; says what to do."""
+    """Raises Failure if a worker needs more than `memory` bytes, or if the workers need more GPUs than the machine has (`gpus`).
+
+    The message says which changes make the job fit.
+    """
     lacks, changes = [], list[str]()
     each = places.workers.each.resources.get("GPU", 0)
     if gpus is not None and (needed := places.workers.fewest * each) > gpus:
@@ -85,7 +88,7 @@ def check_fit(
             raise Failure(f"{lacks[0]}; lower scaling.resources_per_worker")
         changes, count = [change], int(change.split("=")[1])
         workers = places.workers._replace(fewest=count, most=count)
-        planned = plan.make(replace(planned.work, places=replace(places, workers=workers)), loras)
+        planned = plan.make_plan(replace(planned.work, places=replace(places, workers=workers)), loras)
     if planned.peak > memory:
         lacks.append(f"a worker needs {planned.peak / GIB:.1f} GiB and has {memory / GIB:.1f}")
         smaller, planned = plan.fit_into(planned.work, memory, loras)
@@ -101,14 +104,14 @@ def check_fit(
 
 
 def named(places: Places) -> list[str]:
-    """Returns the GPUs that the workers may get, by the labels of nodes. Raises InputError if plan knows none of them."""
+    """Returns the GPUs on which Ray may place the workers. Raises InputError if `plan` knows none of them."""
     wanted = places.scaling.get("accelerator_type")
-    names = plan.called(wanted) if wanted else list(GPUS)
+    names = plan.gpus_called(wanted) if wanted else list(GPUS)
     for bundle in places.bundles:
         names = allowed(bundle.selector, names)
     if not names:
         key = "accelerator_type" if wanted else "label_selector"
-        if wanted and plan.called(wanted):
+        if wanted and plan.gpus_called(wanted):
             excluded = f"which scaling.label_selector={places.scaling['label_selector']} excludes; change that, or set it to {{}}"
             raise InputError(f"found {wanted!r}, {excluded}", key=f"scaling.{key}")
         raise InputError(f"found {places.scaling[key]!r}; plan knows {', '.join(GPUS)}", key=f"scaling.{key}")
@@ -116,13 +119,13 @@ def named(places: Places) -> list[str]:
 
 
 def allowed(selector: Mapping[str, str], names: Iterable[str]) -> list[str]:
-    """Returns the GPUs of `names` that a label selector of nodes allows."""
+    """Returns those of the GPUs `names` that a label selector of nodes allows."""
     only = {key: value for key, value in selector.items() if key == placement.GPU_LABEL}
     return [name for name in names if placement.matches(only, {placement.GPU_LABEL: name})]
 
 
 def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
-    """Returns the folders of the adapters that the job continues, by input, and notes on what is unknown."""
+    """Returns {input: folder} of the adapters that the job starts from, and notes about adapters that cannot be read."""
     from pipeline.settle.inputs import pin_inputs
 
     guess = "adapters are assumed to be as large as `lora` makes them"
@@ -136,13 +139,13 @@ def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
         _, inputs = pin_inputs(job)
         models = {name: at for name, at in inputs.items() if InputURI.parse(at).is_model}
         folders = {name: registry.fetch(at, uri) for name, at in models.items()}
-    except Exception as error:  # the store's driver and the network raise errors of any type
+    except Exception as error:  # MLflow's store and the network raise errors of any type
         return {}, [f"{guess} ({error if isinstance(error, InputError) else f'{uri}: {summary(error)}'})"]
     return {name: at for name, at in folders.items() if lineage.is_adapter(at)}, []
 
 
 def check_shapes(work: Sections, folders: dict[str, str]) -> None:
-    """Checks a base, adapters and `lora` as a run does; it needs no weights."""
+    """Raises InputError if the adapters or the section `lora` do not fit the base. The base needs no weights."""
     from pipeline.models.base import check_base
     from pipeline.models.compatibility import check_lora
     from pipeline.settle.inputs import makes_adapter
@@ -150,23 +153,22 @@ def check_shapes(work: Sections, folders: dict[str, str]) -> None:
 
     _, unread = config_of(work.model)
     if unread:
-        return  # there is only the built-in shape to compare with
+        return  # without config.json, nothing can be compared
     weights = bool(weight_files(local(work.model.name_or_path)))
     base = check_base(work.model, weights=weights)
     for name, folder in folders.items():
         with about(work.keys[name]):
-            adapter_files.check_adapter_fits_base(
-                base, folder, scores=name == "judge" or name.startswith("reward")
-            )
+            scores = name == "judge" or name.startswith("reward")
+            adapter_files.check_adapter_fits_base(base, folder, scores, reference=folder)
     if makes_adapter(work.stage, work.args, folders):
         check_lora(base, work.lora, work.stage.learns == "reward")
 
 
 def on_this_machine(planned: Plan, places: Places) -> float:
-    """Prints whether all workers and Ray fit into this machine's memory. Returns a worker's bytes."""
+    """Prints whether all workers and Ray fit into this machine's memory. Returns the bytes that a worker may use."""
     workers = places.workers.most
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    ray = 0 if places.in_process else FOR_RAY
+    ray = 0 if places.in_process else RAY_BYTES
     memory = (total - ray) / workers
     needed = workers * planned.peak + ray
     print(
@@ -177,7 +179,7 @@ def on_this_machine(planned: Plan, places: Places) -> float:
 
 
 def on_gpus(planned: Plan, names: list[str]) -> float:
-    """Prints for each kind of GPU whether a worker fits, and the time and cost of the run. Returns the bytes of the largest."""
+    """Prints whether a worker fits on each kind of GPU, and the hours and dollars of the run. Returns the largest GPU's bytes."""
     fitting, workers = plan.fitting(planned), planned.work.places.workers.most
     if not planned.work.stage.learns:
         print(
@@ -191,35 +193,40 @@ def on_gpus(planned: Plan, names: list[str]) -> float:
     for name in names:
         fits, needs = "no", ""
         if name in fitting:
-            hours = plan.hours(planned, name, rows)
-            fits, needs = "yes", f"{hours:>6.1f} h  ${hours * workers * prices.read().gpus[name]:>5.0f}"
+            hours = plan.estimate_hours(planned, name, rows)
+            fits, needs = (
+                "yes",
+                f"{hours:>6.1f} h  ${hours * workers * prices.read_prices().gpus[name]:>5.0f}",
+            )
         lines.append((name, f"{GPUS[name].memory:.0f}", fits, needs))
     print(table(("GPU", "GiB", "fits", f"the run on {workers}: about"), lines, "<><<"))
     gathered = "; gathering the base's shards is not counted" * planned.in_shards
     print(
         f"   Assumed: {plan.UTILIZATION:.0%} of the datasheet's speed, and list prices of "
-        f"{prices.read().date}{gathered}"
+        f"{prices.read_prices().date}{gathered}"
     )
     return GIB * max(GPUS[name].memory for name in names)
 
 
 def rows_of(planned: Plan) -> tuple[Rows, str]:
-    """Returns the rows of an epoch, and a text that says whether they were read or assumed."""
+    """Returns the rows of an epoch, and a description that says whether they were read or assumed."""
     work = planned.work
     with console.waiting("reading some of the rows"):
-        rows, how = look(work, room_for_prompts(work.writes, work.data.max_length, planned.shape.context))
+        rows, how = estimate_rows(
+            work, room_for_prompts(work.writes, work.data.max_length, planned.shape.context)
+        )
     if rows is not None:
         return rows, how
     longest, given = planned.tokens[0], work.trainer
     sets_length = given.get("total_episodes") or (given.get("max_steps") or 0) > 0
-    epoch = "" if sets_length else f"{EPOCH:,} rows an epoch and "
-    return Rows(EPOCH, longest), f"{epoch}full-length rows of {longest:,} tokens assumed ({how})"
+    epoch = "" if sets_length else f"{EPOCH_ROWS:,} rows an epoch and "
+    return Rows(EPOCH_ROWS, longest), f"{epoch}full-length rows of {longest:,} tokens assumed ({how})"
 
 
 def of_rollout_workers(group: Group, planned: Plan) -> str:
-    """Describes the memory of one rollout worker. On GPUs, adds which ones it fits and what the workers cost.
+    """Returns lines about a rollout worker: its memory, the GPUs on which it fits, and the dollars an hour of all workers.
 
-    Raises Failure if no GPU that rollout.label_selector allows has the memory.
+    Raises Failure if a rollout worker fits on no GPU that rollout.label_selector allows.
     """
     count, need = group.most, f"A rollout worker needs {planned.peak / GIB:.1f} GiB"
     if planned.device == "cpu":
@@ -233,5 +240,5 @@ def of_rollout_workers(group: Group, planned: Plan) -> str:
             f"lower trainer.local_rollout_forward_batch_size{f', or allow larger ones: {larger}' if larger else ''}"
         )
     gpus = count * group.each.resources["GPU"]
-    dollars = gpus * min(prices.read().gpus[name] for name in fits)
+    dollars = gpus * min(prices.read_prices().gpus[name] for name in fits)
     return f"   {need} and fits on {', '.join(fits)}.\n   All {count}: from ${dollars:.2f} an hour on demand."

@@ -145,7 +145,7 @@ def open_run(job: Job) -> Iterator[OpenRun]:
 
     Raises InputError if the job, its data or an input is wrong, or it cannot resume what is there.
     """
-    prices.read()  # a wrong file must be an error before the work
+    prices.read_prices()  # a wrong file must be an error before the work
     started, tracking = time.monotonic(), tracking_of(job)
     seen = resume.state(job.folder)
     announce(job)
@@ -241,7 +241,7 @@ def publish(work: Work, result: dict[str, Any]) -> registry.Version | None:
     start = work.inputs.get("policy")
     with storage.local_copy(adapter) as folder:
         unchanged = None
-        if not adapter_files.learned(folder, start.folder if start else None):
+        if not adapter_files.was_trained(folder, start.folder if start else None):
             why = "The learning rate was 0 at every step, as in a run that ends within its warm-up, or no gradient reached the adapter"
             if result["metrics"].get("grad_norm/policy") == 0:
                 why = "No gradient reached it: every advantage was 0, as if all completions of a prompt get the same score"
@@ -258,12 +258,12 @@ def publish(work: Work, result: dict[str, Any]) -> registry.Version | None:
 
 
 def cost_of(places: Places, usage: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Returns what a run cost: the GPUs of its workers and of all rollout workers that the job allows; see prices.of_run."""
+    """Returns what a run cost: the GPUs of its workers and of all rollout workers that the job allows; see prices.cost_of_run."""
     gpus = 0.0
     if usage["gpu"]:
         gpus = usage["workers"] * places.workers.each.resources.get("GPU", 0)
         gpus += places.rollout.most * places.rollout.each.resources.get("GPU", 0) if places.rollout else 0
-    return prices.of_run({**usage, "gpus": gpus}, seconds, not placement.on_cluster())
+    return prices.cost_of_run({**usage, "gpus": gpus}, seconds, not placement.on_cluster())
 
 
 def described(version: registry.Version | None) -> dict[str, Any]:

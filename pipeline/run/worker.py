@@ -310,7 +310,7 @@ class Worker(Host):
 
         Args:
             save: writes adapter and head into a folder (on rank 0), and returns the digest of their file, as
-                adapter_files.write does. None if nothing was trained.
+                adapter_files.write_adapter does. None if nothing was trained.
             outputs: returns outputs on a few rows, of the adapter in memory, or of the adapter in a folder (on rank 0).
 
         Returns:
