@@ -24,12 +24,12 @@ from pipeline.errors import Failure, InputError
 from pipeline.job import Job, lora
 from pipeline.job.identity import identity_of
 from pipeline.job.job import Export
-from pipeline.models import adapter_files, transformers4
+from pipeline.models import adapter_files
 from pipeline.run.host import Host
 from pipeline.run.launch import OpenRun, finished, open_run
 from pipeline.settle.identity import named
 from pipeline.system import console, storage
-from pipeline.system.hub import ADAPTER, announcement, base_config
+from pipeline.system.hub import ADAPTER, announcement
 
 # Prompts of the comparison, written with the chat template of the adapter.
 PROBES = (
@@ -86,7 +86,7 @@ def write(host: Host, name: str, folder: str) -> dict[str, float]:
     """
     differences, partial = None, f"{folder}.partial"
     try:
-        transformers4.save_tokenizer(host.tokenizer, partial)
+        host.tokenizer.save_pretrained(partial)
         if host.args.merge:
             expected = expectations(host, name)
             save_merged(host, name, partial)
@@ -145,7 +145,6 @@ def save_merged(host: Host, name: str, folder: str) -> None:
         )
     logging.disable_progress_bar()  # progress of the shards that it writes
     merged.save_pretrained(folder)
-    transformers4.add_old_names(folder, base_config(model.name_or_path, model.revision))
 
 
 def merge(base: Any, adapter: str, dtype: str) -> Any:

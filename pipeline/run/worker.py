@@ -20,7 +20,6 @@ from typing import Any
 from pipeline import registry, text
 from pipeline.errors import Failure, InputError
 from pipeline.metrics import line_of
-from pipeline.models import transformers4
 from pipeline.registry import lineage
 from pipeline.run import checkpoints, memory
 from pipeline.run.host import Host
@@ -334,7 +333,7 @@ class Worker(Host):
                 adapter = os.path.join(final, "adapter")
                 os.makedirs(adapter)
                 checked[f"adapter/{hub.TENSORS}"] = save(adapter)
-                transformers4.save_tokenizer(self.tokenizer, adapter)
+                self.tokenizer.save_pretrained(adapter)
                 lineage.write(adapter, self._lineage(outcome))
                 print("checking that the adapter reloads as it was saved", flush=True)
                 require_reload(outputs(None), outputs(adapter), adapter)

@@ -57,14 +57,10 @@ def test_a_folder_has_what_others_need(exported, models):
         wanted = {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "README.md"}
         assert wanted <= names
         assert not any(name.startswith(("adapter", "pytorch_model")) for name in names)
-        settings = json.loads((folder / "config.json").read_text())  # transformers 4 reads these names
-        assert settings["rope_theta"] == 10000.0 and settings["torch_dtype"] == settings["dtype"] == "float32"
-        words = json.loads((folder / "tokenizer_config.json").read_text())
-        assert words["tokenizer_class"] == "PreTrainedTokenizerFast"
         card = (folder / "README.md").read_text()
         version = "toy-policy/1" if kind == "policy" else "toy-rm/1"
         named = (f"models:/{version}", "sha256:abababab", "eval_accuracy: 0.75", "trl 1.16.0")
-        for text in (*named, "Needs transformers 5.0 or newer"):  # the base also needs it
+        for text in (*named, "Needs transformers 5.0 or newer"):
             assert text in card
     assert "as its policy" in card and "models:/toy-policy/1" in card
     said = json.loads((Path(exported["policy"]["folder"]) / "generation_config.json").read_text())
