@@ -211,7 +211,7 @@ def rows_of(words, count, file):
 
 
 def test_hours_grow_with_the_number_and_the_length_of_the_rows(tmp_path, in_root, capsys, monkeypatch):
-    overrides = ["scaling.use_gpu=true", "trainer.use_cpu=false", "trainer.packing=true"]
+    overrides = ["scaling.use_gpu=true", "trainer.packing=true"]
 
     def hours(file):
         asked = load_job(ROOT / "jobs/demo/sft.yaml", [f"data.train={file}", *overrides])
@@ -336,7 +336,6 @@ def jobs_of_profile(profile, tmp_path):
             continue
         given = ["scaling.use_gpu=true"] + [f"model.name_or_path={tmp_path}"] * (profile == "own")
         if profile in ("demo", "own"):
-            given += ["trainer.use_cpu=false"] * ("use_cpu: true" in path.read_text())
             given += ["scaling.num_workers=1"]
         found[path] = given
     return found
