@@ -1,4 +1,4 @@
-"""Estimates how many rows a job's data has and how long they are, from a few of its chunks, without Ray."""
+"""Estimates the number and length of a job's training rows from a few chunks of its data, without Ray."""
 
 import tempfile
 from dataclasses import dataclass, replace
@@ -14,9 +14,9 @@ from pipeline.models.tokenizer import load_tokenizer
 from pipeline.settle.work import Sections
 from pipeline.system import storage
 
-CHUNKS = 8  # chunks of a large dataset that are tokenized, spread evenly
-CHUNK = 256 << 10  # bytes
-MAX_UNSPLITTABLE = 32 << 20  # bytes of a file that has to be read as one (zipped, a JSON array, CSV)
+CHUNKS = 8  # number of chunks of a large dataset that are tokenized, spread evenly
+CHUNK = 256 << 10  # bytes of a chunk
+MAX_UNSPLITTABLE = 32 << 20  # maximum bytes of a file that cannot be split (zipped, a JSON array, CSV)
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class Rows:
     """The training rows of an epoch."""
 
     count: int
-    tokens: float  # mean of a row; of a pair, of prompt and chosen completion
+    tokens: float  # mean tokens of a row; for preference pairs, of prompt and chosen completion
 
 
-def look(work: Sections, context: int | None) -> tuple[Rows | None, str]:
-    """Returns (rows of data.train, a description), or (None, why they are unknown).
+def estimate_rows(work: Sections, context: int | None) -> tuple[Rows | None, str]:
+    """Returns the rows of data.train and a description, or None and the reason why they are unknown.
 
     Args:
-        context: tokens that the base has for a row (inputs.room_for_prompts).
+        context: maximum tokens of a row (inputs.room_for_prompts).
     """
     if any(storage.is_remote(source.path) for source in sources_of(work.data.train)):
         return None, "data.train is not on this machine"

@@ -20,7 +20,6 @@ from typing import Any
 from pipeline import registry, text
 from pipeline.errors import Failure, InputError
 from pipeline.metrics import line_of
-from pipeline.models import transformers4
 from pipeline.registry import lineage
 from pipeline.run import checkpoints, memory
 from pipeline.run.model_host import ModelHost
@@ -315,7 +314,7 @@ class Worker(ModelHost):
         Returns the entries of result.json about the training, and `usage`, from which the driver computes the cost.
 
         Args:
-            save: writes adapter and head into a folder, and returns the digest of the tensors, as adapter_files.write does.
+            save: writes adapter and head into a folder, and returns their digest, as adapter_files.write_adapter does.
                 Called on rank 0. None means that nothing was trained.
             outputs: returns outputs on a few rows, of the adapter in a folder, or for None of the adapter in memory. Called
                 on rank 0.
@@ -338,7 +337,7 @@ class Worker(ModelHost):
                 adapter = os.path.join(final, "adapter")
                 os.makedirs(adapter)
                 checked[f"adapter/{hub.TENSORS}"] = save(adapter)
-                transformers4.save_tokenizer(self.tokenizer, adapter)
+                self.tokenizer.save_pretrained(adapter)
                 lineage.write(adapter, self._lineage(outcome))
                 print("checking that the adapter reloads as it was saved", flush=True)
                 require_reload(outputs(None), outputs(adapter), adapter)
