@@ -103,7 +103,7 @@ def digest(text: str) -> int:
 Row = dict[str, Any]
 Ids = list[int]
 Parser = Callable[..., Record]  # (row, each field of the format) -> Record; raises RowError
-Formats = Mapping[str, Parser]  # the fields of a format, joined with + -> parser
+Formats = dict[str, Parser]  # the fields of a format, joined with + -> parser
 KindParser = Callable[[Row, Parser, tuple[str, ...]], Record]  # (row, parser of its format, its fields)
 
 
@@ -437,7 +437,7 @@ def lone_prompt(row: Row, key: str) -> Record:
     return Record(prompt, row=as_json({"prompt": prompt, **others}))
 
 
-def shared_prompt(row: Row, *_: str) -> Record:
+def shared_prompt(row: Row, *fields: str) -> Record:
     """Returns the prompt that `chosen` and `rejected` share. Keeps all columns unchanged."""
     prompt, _ = split_transcripts(row, row.get("system"))
     return Record(prompt, row=as_json({"prompt": prompt, **row}))

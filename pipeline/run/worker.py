@@ -70,7 +70,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
             if isinstance(error, (InputError, Failure)):
                 # Ray Train 2.60 would log a traceback, which tells a user less than the messages of these errors.
                 logging.getLogger("ray.train.v2._internal.util").disabled = True
-            worker.close(patience=5.0)
+            worker.close(timeout=5.0)
             raise
         worker.close()
         return result
@@ -368,9 +368,9 @@ class Worker(ModelHost):
         parents = {name: version for name, version in work.versions.items() if name != "judge"}
         return lineage.describe(work.run.stage, work.base, self.tokenizer, parents, work.digests, **facts)
 
-    def close(self, patience: float | None = None) -> None:
+    def close(self, timeout: float = registry.Curves.CLOSE_TIMEOUT_S) -> None:
         if self.metrics:
-            self.metrics.close(patience)
+            self.metrics.close(timeout)
         if self.local_rank == 0:
             shutil.rmtree(self.scratch, ignore_errors=True)
 

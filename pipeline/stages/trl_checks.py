@@ -303,7 +303,7 @@ def preference_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
                     alone = completion_logprob(model, row["prompt_ids"], completion)
                     logprobs.setdefault(side, []).append(alone)
         for side, some in logprobs.items():
-            by_trainer = sum(metrics[f"logps/{side}"])  # from one batch
+            by_trainer = sum(metrics[f"logps/{side}"])
             if role == "reference":  # TRL has beta times the log-ratio
                 by_trainer -= sum(metrics[f"rewards/{side}"]) / trainer.beta
             numbers.append((f"the {role}'s log-prob of the {side}", by_trainer, sum(some) / len(some)))
