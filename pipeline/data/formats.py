@@ -437,7 +437,7 @@ def lone_prompt(row: Row, key: str) -> Record:
     return Record(prompt, row=as_json({"prompt": prompt, **others}))
 
 
-def shared_prompt(row: Row, *_: str) -> Record:
+def shared_prompt(row: Row, *sides: str) -> Record:
     """Returns the prompt that `chosen` and `rejected` share. Keeps all columns unchanged."""
     prompt, _ = split_transcripts(row, row.get("system"))
     return Record(prompt, row=as_json({"prompt": prompt, **row}))
@@ -465,7 +465,7 @@ _RATED = ("prompt_ids", "completion_ids", "label")
 _SCORED = (*_PAIR, "row")
 _PROMPT, _LABELS = ("input_ids", "row"), ("input_ids", "labels")
 _MARGIN = frozenset({"margin"})
-_BOTH = PREFERENCES | DEMONSTRATIONS
+_BOTH = {**PREFERENCES, **DEMONSTRATIONS}
 
 
 def parse_plain(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
