@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal
 
 from pipeline.data.labels import LABEL_FIELDS, is_good, is_unrated, majority
@@ -107,6 +108,7 @@ Formats = Mapping[str, Parser]  # the fields of a format, joined with + -> parse
 KindParser = Callable[[Row, Parser, tuple[str, ...]], Record]  # (row, parser of its format, its fields)
 
 
+@cache
 def field_names(format: str) -> tuple[str, ...]:
     """Returns the fields of a format, such as prompt and completion for `prompt+completion`."""
     return tuple(format.split("+"))

@@ -166,7 +166,7 @@ def test_a_column_that_marks_bad_completions_needs_a_setting(names):
     assert guessed(made, "ppo") == {"prompt": "question"}
     line = misfit(made, "kto", "a.jsonl")
     assert f"set data.columns='{{label: {names[-1]}}}' and data.label='{{good: 0, bad: 1}}'" in line
-    assert line.endswith("or make one label: data.transform")
+    assert line.endswith("or make one label with data.transform")
 
 
 def test_the_values_of_a_column_that_marks_bad_completions_are_named():
@@ -274,4 +274,4 @@ def test_unlabeled_rows_do_not_confirm_a_guess():
 
 def test_rows_of_one_message_each_are_recognized():
     said = misfit(SETS["a message a row"], "sft", "log.csv")
-    assert said.endswith("make conversations of them: data.group_by=COLUMN and data.transform")
+    assert said.endswith("combine them into conversations with data.group_by=COLUMN and data.transform")
