@@ -3,11 +3,11 @@
 import tempfile
 from dataclasses import dataclass, replace
 
-from pipeline.data.chunks import Chunk, plan
-from pipeline.data.feed import mix
+from pipeline.data.chunks import Chunk, plan_chunks
+from pipeline.data.mixture import mix_sources
 from pipeline.data.read import plan_reading
 from pipeline.data.report import split_of
-from pipeline.data.tasks import tokenize
+from pipeline.data.tasks import tokenize_chunk
 from pipeline.errors import InputError
 from pipeline.job.job import sources_of
 from pipeline.models.tokenizer import load_tokenizer
@@ -43,7 +43,7 @@ def estimate_rows(work: Sections, context: int | None) -> tuple[Rows | None, str
         files, options = plan_reading(work.run.stage, replace(work.data, eval=None), tokenizer, context)
         sources: list[list[Chunk]] = [[] for _ in sources_of(work.data.train)]
         for file in files["train"]:
-            for chunk in plan(file, "train", options.kind_in("train", file.source), CHUNK):
+            for chunk in plan_chunks(file, "train", options.kind_in("train", file.source), CHUNK):
                 sources[chunk.source].append(chunk)
         seen = [some[:: max(1, -(-len(some) * len(sources) // CHUNKS))] for some in sources]
         if any(chunk.size > MAX_UNSPLITTABLE for some in seen for chunk in some):
@@ -51,7 +51,9 @@ def estimate_rows(work: Sections, context: int | None) -> tuple[Rows | None, str
         parts = []
         with tempfile.TemporaryDirectory() as folder:
             for some in seen:
-                tallies = [tokenize(chunk, i, tokenizer, options, folder) for i, chunk in enumerate(some)]
+                tallies = [
+                    tokenize_chunk(chunk, i, tokenizer, options, folder) for i, chunk in enumerate(some)
+                ]
                 parts.append(split_of("train", tallies))
         sizes, estimated = [], False
         for part, some, whole in zip(parts, seen, sources, strict=True):
@@ -60,7 +62,7 @@ def estimate_rows(work: Sections, context: int | None) -> tuple[Rows | None, str
             estimated |= share < 1
         if not sum(sizes):
             return None, "none of its first rows can be used; `validate` shows why"
-        mixture = mix(sources_of(work.data.train), sizes, work.data.stopping_strategy)
+        mixture = mix_sources(sources_of(work.data.train), sizes, work.data.stopping_strategy)
         drawn = mixture.draws if mixture else sizes
     except InputError as error:
         return None, str(error)

@@ -137,7 +137,7 @@ def open_run(job: Job, earlier: Earlier) -> Iterator[tuple[Work, dict[str, Any],
     During the block, no other process may write into the run's folder. Raises InputError if the job, its data or an input is
     wrong, or if the run cannot resume.
     """
-    prices.read_prices()  # a wrong file must be an error before the work
+    prices.read_prices()  # reports a wrong price file before the work starts
     started, tracking = time.monotonic(), tracking_of(job)
     check_paths(job)
     print_header(f"{job.stage}  run {job.run.name}  {job.source}")
@@ -157,7 +157,7 @@ def open_run(job: Job, earlier: Earlier) -> Iterator[tuple[Work, dict[str, Any],
             print(f"warning: {other_base}", flush=True)
         continues = bool(left) and resume.same_content(left, work.run, work.base["digest"], work.digests)
         with resume.owned(work.folder, earlier.files, work.run.overwrite) as lease:
-            checkpoints.newest(work.folder)  # moves damaged ones away before any worker starts
+            checkpoints.newest(work.folder)  # moves damaged checkpoints away before a worker starts
             resume.record(work.run, work.versions, work.base["digest"], work.digests)
             work = replace(work, lease=lease, started=started)
             with _mlflow_run(work, new_run=not continues) as run_id:
@@ -203,7 +203,7 @@ def write_result(work: Work, report: Any, entries: dict[str, Any]) -> dict[str, 
         "job": run.settings,
     }
     storage.write_json(storage.join(run.folder, run_folder.RESULT), result)
-    # Only now, because an interrupted run resumes from its parts
+    # Not earlier, because an interrupted run resumes from its parts.
     storage.remove(storage.join(run.folder, run_folder.PARTS))
     return result
 
@@ -217,7 +217,7 @@ def failure_recorded(work: Work) -> Iterator[None]:
         yield
     except Exception as error:
         if any(isinstance(one, LeaseLost) for one in causes(error)):
-            raise  # the folder is another process's
+            raise  # another process has the folder now
         failure = {
             "error": without_secrets(summary(error)),
             "traceback": without_secrets("".join(traceback.format_exception(error)))[-8000:],

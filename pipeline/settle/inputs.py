@@ -110,13 +110,13 @@ def check_paths(job: Job) -> None:
         with about(key):
             import_function(source)
     if job.facts.rows:
-        preview.preprocessing(job.stage, job.data)
+        preview.source_kinds(job.stage, job.data)
     buckets: dict[str, tuple[str, str]] = {}
     for key, path in job.paths:
         if storage.is_remote(path) and not path.startswith(HUB):
             buckets.setdefault("/".join(path.split("/")[:3]), (path, key))
         else:
-            files.find(path, key)
+            files.find_files(path, key)
     for path, key in buckets.values():  # several files may be in one bucket
         files.reach(path, key)
     if job.data.cache_dir and storage.is_remote(job.data.cache_dir):

@@ -9,7 +9,7 @@ from toy_data import CHATML, ROWS, make, parsed, rows_of, tokenizer, write
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.data.encode import Encoder
-from pipeline.data.shapes import kind_of
+from pipeline.data.formats import kind_of
 from pipeline.models.control_tokens import ControlTokens, chat_ids, text_ids
 from pipeline.models.tokenizer import eos_ids, load_tokenizer
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from pipeline.data import encode, kl_pairs, tasks
+from pipeline.data import encode, tasks
 from pipeline.data.template import ChatTemplate
 from pipeline.models import adapter_files, adapters, base
 from pipeline.models.adapters import SharedBase
@@ -26,7 +26,7 @@ from pipeline.ppo import trainer as ppo
 from pipeline.ppo.trainer import PPOTrainer
 from pipeline.run import roles
 from pipeline.scoring import forward, rewards
-from pipeline.stages import trl_trainer
+from pipeline.stages import kl_pairs, trl_trainer
 from pipeline.writing import decoder, rows
 from pipeline.writing.rows import Sampling
 
