@@ -18,7 +18,7 @@ from running import ROOT, copy_repository
 from sockets import on_loopback, sockets
 
 from pipeline import metrics
-from pipeline.data.shapes import DEMONSTRATIONS, PREFERENCES, PROMPTS
+from pipeline.data.formats import DEMONSTRATIONS, PREFERENCES, PROMPTS
 from pipeline.job import judge, load_job, schema
 from pipeline.job.schema import keys_of
 from pipeline.job.stages import INPUTS

@@ -26,11 +26,12 @@ import yaml
 from pipeline.commands import shipped
 from pipeline.data import chunks, guess, preview
 from pipeline.data.encode import Encoder, Example
-from pipeline.data.files import HELD_OUT, files_of, find, is_held_out
+from pipeline.data.files import HELD_OUT, files_of, find_files, is_held_out
 from pipeline.data.files import NAME as DATA_SET
-from pipeline.data.reshape import Preprocess, listed
-from pipeline.data.shapes import Kind, Record, kind_of
-from pipeline.data.tasks import checked, held_out
+from pipeline.data.formats import Kind, Record, kind_of
+from pipeline.data.labels import listed
+from pipeline.data.reshape import Preprocess
+from pipeline.data.tasks import held_out, parse_or_error
 from pipeline.data.values import RowError, some
 from pipeline.errors import InputError, show
 from pipeline.job import Data, Job, load_job
@@ -166,9 +167,9 @@ def check_readable(request: Request, sources: list[Source]) -> None:
         raise InputError(found, key="data.columns")
     if not any(chosen(sources, stage) for stage in TAKES):
         kind = kind_of("sft")
-        if preview.fits(rows[0], kind) and isinstance(wrong := checked(rows[0], kind), RowError):
+        if preview.fits(rows[0], kind) and isinstance(wrong := parse_or_error(rows[0], kind), RowError):
             raise InputError(f"{path}: {wrong.field}: found {wrong.found}; expected {wrong.expected}")
-        raise InputError(guess.misfit(rows, "sft", path))
+        raise InputError(guess.explain_misfit(rows, kind, path))
 
 
 def write(folder: Path, jobs: dict[str, str]) -> None:
@@ -224,7 +225,7 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
                     return
         return
     aside = dict[str, str]()
-    files = [file.path for file in find(path, "data", aside)]
+    files = [file.path for file in find_files(path, "data", aside)]
     # A number in a folder above all files does not number shards.
     shared = os.path.dirname(files[0])
     while shared and not all(file.startswith(f"{shared}/") for file in files):
@@ -243,8 +244,9 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
 def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> Source:
     """Finds the stages that can read the first rows of a path, with the keys of `data` that were typed, or guessed ones."""
     heads, made = [], Preprocess(transform=own.get("transform"), group_by=own.get("group_by"))
-    for file in find(path, "data.train")[: preview.FILES]:
-        head, errors = preview.first_rows(file, kind_of("sft", made))
+    as_typed, kinds = kind_of("sft").with_preprocess(made), {stage: kind_of(stage) for stage in TAKES}
+    for file in find_files(path, "data.train")[: preview.FILES]:
+        head, errors = preview.first_rows(file, as_typed)
         heads.append(head)
         if not head:
             raise InputError(str(errors[0]) if errors else f"{file.path}: it has no rows")
@@ -260,9 +262,11 @@ def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> Source:
     for stage in ("ppo",) if named_prompts else TAKES:
         asked = [keys["columns"] for keys in stages.values() if "prompt" in keys.get("columns", ())]
         prompts = [{"prompt": columns["prompt"]} for columns in asked]
-        guesses = (columns_for(stage, own.get("columns")), guess.guessed(rows, stage), *prompts)
+        guesses = (columns_for(stage, own.get("columns")), guess.guess_columns(rows, kinds[stage]), *prompts)
         fit = (
-            one for one in guesses if one is not None and all(guess.reads(head, one, stage) for head in heads)
+            one
+            for one in guesses
+            if one is not None and all(guess.reads(head, one, kinds[stage]) for head in heads)
         )
         if (found := next((one for one in fit if not contradicts(one, own.get("columns"))), None)) is None:
             continue
@@ -514,15 +518,15 @@ def longest(
 
 def first_records(stage: str, data: Data) -> Iterator[tuple[Kind, Record]]:
     """Yields the first readable rows of each file of data.train."""
-    files = find(data.train, "data.train")
-    asked = {"train": preview.preprocessing(stage, data)["train"]}
-    preprocess = preview.resolve_labels(asked, {"train": files}, stage)["train"]
+    files = find_files(data.train, "data.train")
+    asked = {"train": preview.source_kinds(stage, data)["train"]}
+    kinds = preview.resolve_labels(asked, {"train": files})["train"]
     for file in files:
-        kind = kind_of(stage, preprocess[file.source])
-        chunk = chunks.plan(file, "train", kind)[0]
-        for _, row, _ in itertools.islice(chunks.rows(chunk), preview.ROWS):
+        kind = kinds[file.source]
+        chunk = chunks.plan_chunks(file, "train", kind)[0]
+        for _, row, _ in itertools.islice(chunks.chunk_rows(chunk), preview.ROWS):
             for made in kind.rows(row):
-                record = checked(made, kind) if isinstance(made, dict) else None
+                record = parse_or_error(made, kind) if isinstance(made, dict) else None
                 if isinstance(record, Record):
                     yield kind, record
 

@@ -14,8 +14,8 @@ from running import ROOT
 from toy_models import registered
 
 from pipeline.commands import collect
+from pipeline.data.formats import KINDS, format_of, kind_of, parse_row
 from pipeline.data.messages import plain
-from pipeline.data.shapes import KIND, kind_of, parse, shape_of
 from pipeline.errors import InputError
 from pipeline.job import Collect
 
@@ -94,8 +94,8 @@ def test_runs_with_one_seed_share_no_prompt_until_all_are_used():
 
 @pytest.mark.parametrize("prompt", ["Where is Peru?", [{"role": "user", "content": "Where is Peru?"}]])
 def test_training_reads_collected_rows_with_any_other_columns(prompt):
-    fields = {name for kind in KIND.values() for shape in kind.shapes.values() for name in shape}
-    fields |= {name for kind in KIND.values() for name in kind.further} | {"system", "input"}
+    fields = {name for kind in KINDS.values() for name in kind.format_fields}
+    fields |= {name for kind in KINDS.values() for name in kind.further} | {"system", "input"}
     row = dict.fromkeys(sorted(fields), "something else")
     row |= {"prompt": prompt, "completion": "old", "answer": "x", "ended": "in 1821", "text": "y"}
     made = collect.cleaned(row) | collect.origin({"policy": "models:/p/3", "reward.0": "models:/r/1"})
@@ -111,7 +111,7 @@ def test_training_reads_collected_rows_with_any_other_columns(prompt):
     assert best["version"] == pair["version"] == "models:/p/3" and pair["reward_version"] == "models:/r/1"
 
     def read(row, stage):
-        record = parse(row, kind_of(stage))
+        record = parse_row(row, kind_of(stage))
         words = [[plain(one) for one in group] for group in record.pairs]
         return record.prompt_content(), words, record.margin, record.labels
 
@@ -120,7 +120,7 @@ def test_training_reads_collected_rows_with_any_other_columns(prompt):
     assert read(pair, "dpo") == read(pair, "rm") == (asked, [["In South America.", "In Asia."]], None, ())
     assert read(pair, "kto") == (asked, [["In South America."], ["In Asia."]], None, (True, False))
     for one in (best, pair):
-        assert read(one, "ppo")[0] == asked and shape_of(one, kind_of("ppo")) == "prompt"
+        assert read(one, "ppo")[0] == asked and format_of(one, kind_of("ppo")) == "prompt"
 
 
 def test_the_rows_name_all_rewards():
@@ -243,5 +243,5 @@ def test_select_labels_makes_a_row_of_each_completion():
     ]
     counts = collect.count(args, record)
     assert (counts["good"], counts["rows"]) == (1, 3)
-    read = parse(rows[0], kind_of("kto"))
+    read = parse_row(rows[0], kind_of("kto"))
     assert read.labels == (True,) and read.judges == ("judge:j.yaml@0123",)
