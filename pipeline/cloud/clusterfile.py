@@ -149,7 +149,7 @@ def check_account(config: dict[str, Any]) -> None:
         what = f"{error.name} is not installed here"
         raise InputError(f'{what}; run .venv/bin/pip install -c constraints.txt -e ".[cloud]"') from error
     except Exception as error:  # botocore raises many types
-        raise InputError(f"AWS accepts no credentials of yours ({in_brief(error)}); {SIGN_IN}") from error
+        raise InputError(f"you are not signed in to AWS ({in_brief(error)}); {SIGN_IN}") from error
 
 
 # {subcommand: subcommand of `ray`, and options after the cluster file}

@@ -91,7 +91,7 @@ def test_without_an_aws_account_a_command_says_how_to_sign_in(home, monkeypatch,
     signed_out(monkeypatch, home)
     monkeypatch.setattr(clusterfile.os, "execve", lambda *_: pytest.fail("called ray"))
     message = (
-        r"AWS accepts no credentials of yours \(NoCredentialsError: .*; run `aws configure` .*AWS_ACCESS_KEY_ID"
+        r"you are not signed in to AWS \(NoCredentialsError: .*; run `aws configure` .*AWS_ACCESS_KEY_ID"
         if importlib.util.find_spec("boto3")
         else r'boto3 is not installed here; run \.venv/bin/pip install -c constraints\.txt -e "\.\[cloud\]"'
     )
