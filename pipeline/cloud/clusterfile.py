@@ -129,7 +129,7 @@ def summary(config: dict[str, Any]) -> str:
 
 def _price(kind: NodeType) -> str:
     """Returns a node's dollars an hour as text: the price of its instance type if known, otherwise of its GPUs."""
-    known = prices.read()
+    known = prices.read_prices()
     gpus = known.gpus.get(kind.labels.get(GPU_LABEL, ""), 0.0) * kind.resources.get("GPU", 0)
     dollars = known.instances.get(kind.instance) or gpus
     if not dollars:

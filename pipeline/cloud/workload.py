@@ -42,7 +42,7 @@ def workload_of(job: Job) -> Workload:
             config_of(job.model)
         except InputError:
             return None
-        return plan.make(sections_of(job, places), learns=section == "scaling")
+        return plan.make_plan(sections_of(job, places), learns=section == "scaling")
 
     named = {
         "model.name_or_path": job.model.name_or_path,

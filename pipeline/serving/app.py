@@ -28,7 +28,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from pipeline.data.encode import Encoder, Example
-from pipeline.data.shapes import kind_of, parse
+from pipeline.data.formats import kind_of, parse_row
 from pipeline.data.values import RowError
 from pipeline.errors import in_brief
 from pipeline.run import memory
@@ -353,7 +353,7 @@ class Server:
         outcome: Any
         row = {"prompt": request.messages, "chat_template_kwargs": request.chat_template_kwargs}
         try:
-            record = parse(row, self.encoder.kind)
+            record = parse_row(row, self.encoder.kind)
             if unused := [name for name in self.encoder.unread(record) if name.startswith("chat_")]:
                 why = f"{unused[0]}: the chat template does not use this variable"
                 raise Refused(400, why, "chat_template_kwargs")

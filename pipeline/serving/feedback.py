@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.data.encode import Encoder
-from pipeline.data.shapes import kind_of, parse
+from pipeline.data.formats import kind_of, parse_row
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
 from pipeline.job import Serve
@@ -190,7 +190,7 @@ class FeedbackStore:
         encoder, key = self.encoders[kind], FILES[kind][1]
         outcome: Any
         try:
-            [outcome] = encoder.encode([parse(row, encoder.kind)])[0]
+            [outcome] = encoder.encode([parse_row(row, encoder.kind)])[0]
         except RowError as error:
             outcome = error
         if isinstance(outcome, RowError):

@@ -210,7 +210,7 @@ def _vllm(host: ModelHost) -> Batcher:
         share = work.rollout.gpu_memory_utilization or round(free / total - FREE_GPU_FRACTION, 2)
         options["gpu_memory_utilization"] = share
     inputs = [name for name in host.work.inputs if name.startswith("policies.")]
-    rank = accepted_rank(max((adapter_files.rank(host.input(name)) for name in inputs), default=1))
+    rank = accepted_rank(max((adapter_files.largest_rank(host.input(name)) for name in inputs), default=1))
     llm = start_llm(work.model.name_or_path, host.device, roles.longest_row(host), rank, **options)
     return Batcher(VllmDecoder(llm, rank, rows), work.serve.max_queue)
 

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from pipeline.data.encode import Encoder
-from pipeline.data.shapes import kind_of, parse
+from pipeline.data.formats import kind_of, parse_row
 from pipeline.data.values import Dropped, RowError
 from pipeline.input_uri import InputURI
 from pipeline.models.template import text_as_chat
@@ -56,7 +56,7 @@ class Scores:
         """Returns the token ids of a row. Raises RowError."""
         outcome: Any
         try:
-            [outcomes] = self.encoder.encode([parse(row, self.encoder.kind)])
+            [outcomes] = self.encoder.encode([parse_row(row, self.encoder.kind)])
             outcome = outcomes[0]
             if InputURI.parse(source).is_function and (
                 wanted := missing_parameter(source, {*row, "messages"})

@@ -74,7 +74,7 @@ def test_a_sweep_is_submitted_under_its_name(in_root):
     assert name == submit.load_workloads("sweep", path, overrides)[0] and name.startswith("sweep-rm-")
     assert (job.stage, job.storage_path) == ("rm", "runs")
     with pytest.raises(InputError, match=r"lora\.r"):
-        submit.load_workloads("sweep", path, ["lora.r=8,16,"])
+        submit.load_workloads("sweep", path, ["lora.r=8,0"])
 
 
 # ------------------------------------------------------------------------------------------- errors, with a head
