@@ -46,7 +46,7 @@ def sampler(host: Host, several: int) -> Callable[..., list[tuple[Record, list[R
     samples, a sample also has its scores in the `orders` in which the judge saw them.
     """
     from pipeline.run import roles
-    from pipeline.scoring.rewards import Samples, weighted
+    from pipeline.scoring.rewards import Samples, weighted_scores
     from pipeline.writing.rows import Sampling, seed_of
 
     shared = roles.shared_base(host)
@@ -68,7 +68,7 @@ def sampler(host: Host, several: int) -> Callable[..., list[tuple[Record, list[R
             for text, one in zip(samples.completions, completions, strict=True)
         ]
         if rewards:
-            for record, score in zip(made, weighted(rewards, samples, normalize=False)[0], strict=True):
+            for record, score in zip(made, weighted_scores(rewards, samples, normalize=False), strict=True):
                 record["score"] = score
         for notes in samples.notes.values():
             for record, note in zip(made, notes, strict=True):

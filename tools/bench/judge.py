@@ -60,14 +60,15 @@ def ours(endpoint: str) -> None:
     """Uses limits, locks and a store that is synced before each answer is used."""
     from pipeline.job.judge import Definition
     from pipeline.scoring.judges import forms
-    from pipeline.scoring.judges.client import Asked, Client
+    from pipeline.scoring.judges.client import Client, JudgeRequest
     from pipeline.scoring.judges.store import Store
 
     given = Definition(MODEL, "score", endpoint, concurrency=CONCURRENCY)
     texts = [f"question {i}" for i in range(QUESTIONS)]
     asked = forms.questions(given, texts, texts, [{}] * QUESTIONS, range(QUESTIONS))
     requests = [
-        Asked(one.messages, 0, lambda answer, one=one: forms.scores_of(given, one, answer)) for one in asked
+        JudgeRequest(one.messages, 0, lambda answer, one=one: forms.scores_of(given, one, answer))
+        for one in asked
     ]
     with tempfile.TemporaryDirectory() as folder:
         client = Client(given, Store(folder, "bench"), "judge")

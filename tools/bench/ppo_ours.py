@@ -13,6 +13,8 @@ from sizes import LEARNING_RATE, LORA, PHASES, SEED, SIZES, Clock, Setting, high
 def ppo(name: str, case: str, fields: str) -> None:
     """Runs updates with a reward adapter, timed by phase."""
     from pipeline.ppo.config import PPOConfig
+    from pipeline.ppo.episodes import Prompts
+    from pipeline.ppo.sampler import Roles, Sampler
     from pipeline.ppo.trainer import PPOTrainer
     from pipeline.scoring.rewards import AdapterReward
 
@@ -45,10 +47,10 @@ def ppo(name: str, case: str, fields: str) -> None:
         token_ids = repeated(token_ids, size.generations)
     rows = [{"input_ids": ids, "row": json.dumps({"prompt": ""})} for ids in token_ids]
     before = high_water()  # the trainer resets the system's peak, and records the maximum itself
-    trainer = PPOTrainer(shared, tokens, args, rows, [AdapterReward(shared)], on_update=on_update)
+    trainer = PPOTrainer(Sampler(Roles(shared, [AdapterReward(shared)]), tokens, args), Prompts(rows))
     if ours.prompts == "repeated":
         shared.can_pack = trainer.sampler.decoder.share = False
-    trainer.train()
+    trainer.train(on_update)
     clock.facts = {
         "phases": [{phase: metrics[f"time/{phase}"] for phase in PHASES} for metrics in history[1:]],
         "lengths": [metrics["completions/mean_length"] for metrics in history],
