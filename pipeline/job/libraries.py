@@ -24,6 +24,7 @@ from typing import Any
 from pipeline.errors import InputError, show, visible
 from pipeline.job.job import Job
 from pipeline.job.stages import STAGE
+from pipeline.system import console
 
 LOADED = ("trl.trainer.base_config", "transformers.trainer", "peft")
 _asked: set[str] = set()  # requests about which this process has asked already
@@ -34,11 +35,13 @@ _parent_asked = False
 def asked(*jobs: Job) -> Iterator[Callable[[], None]]:
     """Yields a function that waits for the answer about these jobs, and raises InputError for the first rejected one.
 
-    Jobs that an outer block has asked about are not asked about again.
+    If a job runs on Ray, another process imports the libraries meanwhile. If all jobs run in this process, the function
+    imports them. Jobs that an outer block has asked about are not asked about again.
     """
     requests = [one for job in jobs if (one := _request(job)) and one not in _asked and not _parent_asked]
     process = None
-    if requests and not all(module in sys.modules for module in LOADED):
+    on_ray = not all(job.in_process for job in jobs)
+    if requests and on_ray and not all(module in sys.modules for module in LOADED):
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, *requests],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -57,6 +60,8 @@ def asked(*jobs: Job) -> Iterator[Callable[[], None]]:
                 )
             reasons = json.loads(printed.splitlines()[-1])
         else:
+            if requests and not on_ray:  # the run is in this process, which needs the libraries anyway
+                load()
             reasons = [problem(json.loads(one)) for one in requests]
         if reason := next(filter(None, reasons), None):
             raise InputError(reason)
@@ -74,7 +79,8 @@ def asked(*jobs: Job) -> Iterator[Callable[[], None]]:
 
 
 def load() -> None:
-    """Imports the libraries in this process, for `asked`. Without garbage collection, which takes a quarter of the time."""
+    """Imports the libraries in this process. Without garbage collection, which takes a quarter of the time."""
+    console.silence_libraries()
     gc.disable()
     try:
         for module in LOADED:
@@ -143,10 +149,11 @@ def _trainer(asked: dict[str, Any], values: dict[str, Any]) -> None:
     module, _, name = STAGE[asked["stage"]].trainer.rpartition(".")
     if asked["use_gpu"]:  # this machine may have no GPU
         values = {k: v for k, v in values.items() if k not in ("fp16", "fp16_full_eval", "tf32")}
-        values["use_cpu"] = True
     config = getattr(importlib.import_module(module), name)
     with tempfile.TemporaryDirectory() as folder:
-        args = config(output_dir=folder, report_to="none", disable_tqdm=True, max_length=None, **values)
+        args = config(
+            output_dir=folder, report_to="none", disable_tqdm=True, max_length=None, use_cpu=True, **values
+        )
     if args.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
         raise ImportError("the package liger_kernel is not installed here")
     kind, settings = Trainer.get_optimizer_cls_and_kwargs(args)

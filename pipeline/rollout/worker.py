@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from pipeline.run.host import Host
+from pipeline.run.model_host import ModelHost
 from pipeline.settle.work import Work
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class RolloutWorker:
         name_output("rollout")
         hold(self.work.lease)
         with memory.explained(self.work):
-            host = Host(self.work)
+            host = ModelHost(self.work)
             set_seed(host.args.seed)
             shared = roles.shared_base(host)
             roles.add_policy(host, shared, host.args)
@@ -83,7 +83,7 @@ class RolloutWorker:
         else:
             longest = settings.longest + self.work.args.response_length
             with memory.explained(self.work):
-                vllm = roles.vllm(Host(self.work), self.sampler.shared, ["policy"], longest, rows)
+                vllm = roles.vllm(ModelHost(self.work), self.sampler.shared, ["policy"], longest, rows)
                 self.sampler.decoder = self.stack.enter_context(vllm)
         self.settings = settings
 

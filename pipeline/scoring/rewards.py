@@ -303,7 +303,7 @@ class FunctionReward(Reward):
             result = self.function(**{name: [values[i] for i in rows] for name, values in columns.items()})
             if not (is_async := inspect.iscoroutine(result)):
                 return result
-            return loop.run(self._in_time(result))
+            return loop.run_coroutine(self._in_time(result))
         except (KeyboardInterrupt, Failure):
             raise
         except BaseException as error:  # SystemExit would end the worker as if its work were done

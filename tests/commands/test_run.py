@@ -1,12 +1,9 @@
-"""Tests the output of `run`: its summary, the time left, and which stages an override reaches."""
-
-import json
+"""Tests the summary of `run`, and which stages an override reaches."""
 
 import pytest
 
 from pipeline.commands import run as rlhf
 from pipeline.errors import InputError
-from pipeline.job import load_job
 
 
 def test_the_summary_shows_the_results_of_the_profile():
@@ -21,28 +18,11 @@ def test_the_summary_shows_the_results_of_the_profile():
     assert "python -m pipeline ppo mine/x/ppo.yaml" in rlhf.closing(results, "mine/x", seconds=1.0, page=None)
 
 
-def test_the_time_of_a_stage_is_that_of_its_newest_run_or_of_the_demo(in_root, tmp_path):
-    job = load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}"], "sft")
-    assert rlhf.expected_seconds("sft", job.source, str(tmp_path)) == rlhf.DEMO_SECONDS["sft"]
-    assert rlhf.expected_seconds("sft", "mine/sft.yaml", str(tmp_path)) == 0.0
-    for number, source in enumerate((job.source, job.source, "x"), 1):
-        (tmp_path / f"sft-{number}").mkdir()
-        result = {"seconds": float(number), "job": {"source": source}}
-        (tmp_path / f"sft-{number}/result.json").write_text(json.dumps(result))
-    assert rlhf.expected_seconds("sft", job.source, str(tmp_path)) == 2.0
-
-
-def test_the_time_of_the_next_stages_is_scaled_by_the_speed_so_far():
-    expected = {"sft": 10.0, "rm": 20.0, "ppo": 30.0, "evaluate": 1.0}
-    assert rlhf.following("sft", expected, []) == 51.0
-    assert rlhf.following("rm", expected, [{"stage": "sft", "seconds": 20.0}]) == 62.0
-    assert rlhf.following("rm", {**expected, "ppo": 0.0}, []) == 0.0
-
-
-def test_one_name_for_four_runs_is_refused_before_the_first(in_root, tmp_path):
-    with pytest.raises(InputError, match=r"run\.name: found 'x' for several runs; use sft\.run\.name="):
-        rlhf.run("jobs/demo", ["run.name=x", f"run.storage_path={tmp_path}"])
-    assert not list(tmp_path.iterdir())
+def test_one_name_names_every_stage_that_has_no_name_of_its_own(in_root):
+    jobs = rlhf.load("jobs/demo", ["run.name=x", "ppo.run.name=mine"], "now")
+    assert [job.run.name for job in jobs.values()] == ["sft-x", "rm-x", "mine", "evaluate-x"]
+    assert rlhf.load("jobs/demo", [], "now")["rm"].run.name == "rm-now"
+    assert rlhf.load("jobs/demo", [])["rm"].run.name is None
 
 
 def test_an_override_reaches_every_stage_or_the_one_it_names():

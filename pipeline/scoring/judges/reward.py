@@ -55,7 +55,7 @@ class JudgeReward(Reward):
             JudgeRequest(one.messages, number % definition.draws, partial(forms.scores_of, definition, one))
             for number, one in enumerate(several)
         ]
-        answers = loop.run(self.client.answers(requests))
+        answers = loop.run_coroutine(self.client.answers(requests))
         scored = [
             (one, forms.scores_of(definition, one, answer))
             for one, answer in zip(several, answers, strict=True)
