@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pipeline.errors import InputError
 from pipeline.models.template import DATE
 from pipeline.ppo.episodes import Episodes
-
-if TYPE_CHECKING:
-    from pipeline.ppo.sampler import Sampler
 
 
 @dataclass(frozen=True)
@@ -35,11 +32,7 @@ class Teacher:
     head: Sequence[int] = ()
     own_head: Sequence[int] = ()
 
-    def rate(self, sampler: Sampler, episodes: Episodes) -> None:
-        """Fills `teacher_logprobs` (B, R), in nats, at the sampling temperature."""
-        sampler.fill_logprobs(self.role, self._as_seen(episodes), episodes.teacher_logprobs)
-
-    def _as_seen(self, episodes: Episodes) -> Episodes:
+    def as_seen(self, episodes: Episodes) -> Episodes:
         """Returns the episodes with the teacher's start of each prompt."""
         ids = episodes.input_ids
         own = torch.tensor(self.own_head, dtype=ids.dtype, device=ids.device).expand(len(ids), -1)

@@ -222,7 +222,8 @@ class PPOTrainer:
             self.reference_logprobs(rollout)
             self.logprobs_and_values(rollout.episodes)
             if teacher := self.sampler.teacher:
-                teacher.rate(self.sampler, rollout.episodes)
+                seen, logprobs = teacher.as_seen(rollout.episodes), rollout.episodes.teacher_logprobs
+                self.sampler.fill_logprobs(teacher.role, seen, logprobs)
         losses.fill_advantages(self.args, self.rollout_config, rollout.episodes, self.kl_coef)
         return rollout
 

@@ -82,7 +82,7 @@ def test_the_teacher_reads_its_system_message_in_front_of_each_prompt(tokenizer)
     width = max(map(len, prompts))
     episodes.input_ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in prompts])
     episodes.starts = torch.tensor([len(ids) for ids in prompts])
-    seen = one._as_seen(episodes)
+    seen = one.as_seen(episodes)
     for row, text in enumerate(("Who is there?", "What is the capital of Peru?")):
         expected = rendered(tokenizer, ("system", told), ("user", text))
         assert seen.input_ids[row, : int(seen.starts[row])].tolist() == expected

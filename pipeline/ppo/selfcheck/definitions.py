@@ -8,11 +8,11 @@ estimators.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,15 +24,41 @@ from pipeline.models.adapters import SharedBase
 from pipeline.models.precision import precision_of
 from pipeline.ppo import estimators, losses
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.episodes import Episodes, Totals, all_reduce, gather
-
-if TYPE_CHECKING:
-    from pipeline.ppo.trainer import PPOTrainer
+from pipeline.ppo.episodes import Episodes, Prompts, Totals, all_reduce, gather
+from pipeline.ppo.losses import RunningMoments
+from pipeline.ppo.rollouts import Rollouts
+from pipeline.ppo.sampler import Sampler
 
 MAX_ACTIONS = 64  # number of checked actions per completion, beginning with the first
 LOW_PRECISION = 0.1  # difference of log-probs, in nats, that rounding explains if the precision is below fp32
 CHECKED_ROWS = 32  # number of rows for which the signs of the losses' gradients are checked
 Numbers = np.ndarray  # one number per action of a row
+
+
+class Learner(Protocol):
+    """The part of PPOTrainer that the self-checks read. PPOTrainer documents the attributes."""
+
+    args: PPOConfig
+    rollout_config: RolloutConfig
+    shared: SharedBase
+    sampler: Sampler
+    prompts: Prompts
+    rollouts: Rollouts
+    folders: Mapping[str, str]
+    roles: list[str]  # roles that learn
+    optimizer: torch.optim.Optimizer
+    moments: RunningMoments
+    kl_coef: float
+    update: int
+    workers: int
+    skipped_steps: int
+
+    @property
+    def learning(self) -> list[str]: ...
+
+    def logprobs_and_values(self, episodes: Episodes) -> None: ...
+
+    def accumulate(self, episodes: Episodes, rows: list[int], totals: Totals) -> dict[str, Tensor]: ...
 
 
 def tolerance(shared: SharedBase) -> float:
@@ -55,7 +81,7 @@ def root_mean_square(difference: Tensor, mask: Tensor) -> float:
 # -------------------------------------------------------------------------------------- rewards and advantages
 
 
-def advantages_by_definition(trainer: PPOTrainer, episodes: Episodes) -> CheckResult:
+def advantages_by_definition(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that token rewards and advantages equal their definitions. Every rank calls it."""
     # Policy and reference are still equal, which hides a wrong sign or coefficient of the KL. So the check is repeated with
     # shifted reference log-probs.
@@ -67,7 +93,7 @@ def advantages_by_definition(trainer: PPOTrainer, episodes: Episodes) -> CheckRe
     return result if result.holds is False else other
 
 
-def _compared(trainer: PPOTrainer, episodes: Episodes) -> CheckResult:
+def _compared(trainer: Learner, episodes: Episodes) -> CheckResult:
     args, config = trainer.args, trainer.rollout_config
     rows = sorted(chain(*gather(_rows(episodes))), key=lambda row: row.indices)
     paid = [_token_rewards(args, trainer.kl_coef, row) for row in rows]
@@ -160,7 +186,7 @@ def _close(ours: Numbers, plain: Numbers) -> bool:
 # ---------------------------------------------------------------------------------------- signs of the losses
 
 
-def losses_pull_the_right_way(trainer: PPOTrainer, episodes: Episodes) -> CheckResult:
+def losses_pull_the_right_way(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks the signs of the losses' gradients with respect to log-probs, entropies and values.
 
     Actions with a positive advantage must become more likely. If the loss has a KL term, actions that are more likely than under

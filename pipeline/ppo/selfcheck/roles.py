@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,18 +20,16 @@ from pipeline.ppo.episodes import Episodes, Totals, collate
 from pipeline.ppo.selfcheck.definitions import (
     LOW_PRECISION,
     MAX_ACTIONS,
+    Learner,
     precision_in_use,
     root_mean_square,
     tolerance,
 )
 
-if TYPE_CHECKING:
-    from pipeline.ppo.trainer import PPOTrainer
-
 ROUNDING = 1e-3  # how much another order of summation changes a gradient in fp32, relative to its norm
 
 
-def check_roles(trainer: PPOTrainer, episodes: Episodes) -> list[CheckResult]:
+def check_roles(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
     """Returns the results of all checks of a run's roles. Changes no parameter. Every rank calls it."""
     folders = trainer.folders
     return [
@@ -43,7 +40,7 @@ def check_roles(trainer: PPOTrainer, episodes: Episodes) -> list[CheckResult]:
     ]
 
 
-def same_as_file(trainer: PPOTrainer, role: str, folder: str) -> CheckResult:
+def same_as_file(trainer: Learner, role: str, folder: str) -> CheckResult:
     """Checks that the role's adapter in memory, with its head if it has one, is bit-identical to the file."""
     tensors = tensors_in(folder, trainer.shared.base)
     stored = {HEAD if is_head(key) else key: tensor.float() for key, tensor in tensors.items()}
@@ -54,7 +51,7 @@ def same_as_file(trainer: PPOTrainer, role: str, folder: str) -> CheckResult:
 
 
 @torch.no_grad()
-def behaves_as_trained(trainer: PPOTrainer, role: str, folder: str) -> CheckResult:
+def behaves_as_trained(trainer: Learner, role: str, folder: str) -> CheckResult:
     """Checks that the role's outputs on its probes equal its outputs at the end of its training.
 
     The unit of differences is a standard deviation of a reward's scores, or nats per token of a policy's log-probs.
@@ -86,7 +83,7 @@ def behaves_as_trained(trainer: PPOTrainer, role: str, folder: str) -> CheckResu
 
 
 @torch.no_grad()
-def sampler_follows(trainer: PPOTrainer, episodes: Episodes) -> CheckResult:
+def sampler_follows(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Changes the policy, checks that the decoder samples from the changed policy, and restores the policy."""
     name, shared, sampler = "the sampler follows the policy", trainer.shared, trainer.sampler
     if trainer.rollouts.workers:
@@ -119,7 +116,7 @@ def sampler_follows(trainer: PPOTrainer, episodes: Episodes) -> CheckResult:
     return CheckResult(name, found, apart <= 3 * tolerance(shared) if moved > limit else None)
 
 
-def gradients(trainer: PPOTrainer, episodes: Episodes) -> list[CheckResult]:
+def gradients(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
     """Runs forward and backward of one completion. Checks which parameters get gradients, and checkpointing if it is on.
 
     A layer that checkpointing recomputes in the backward must use the adapter of the forward.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,15 +25,13 @@ from pipeline.ppo.sampler import Chunk, Sampled
 from pipeline.ppo.selfcheck import roles
 from pipeline.ppo.selfcheck.definitions import (
     MAX_ACTIONS,
+    Learner,
     advantages_by_definition,
     losses_pull_the_right_way,
     root_mean_square,
     tolerance,
 )
 from pipeline.scoring.rewards import AdapterReward
-
-if TYPE_CHECKING:
-    from pipeline.ppo.trainer import PPOTrainer
 
 MAX_TOKENS = 1024  # total number of checked actions
 CHECKED_COMPLETIONS = 4  # number of checked completions of rollout workers per update
@@ -43,7 +40,7 @@ Z_LIMIT = 5.0  # standard deviations below the mean, which chance exceeds once i
 MAX_SURPRISAL = 20.0  # upper limit of a surprisal, in nats
 
 
-def check_first_rollout(trainer: PPOTrainer, episodes: Episodes) -> list[CheckResult]:
+def check_first_rollout(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
     """Returns the results of all checks of the first update's episodes. Every rank calls it."""
     return [
         reference_is_policy(trainer, episodes),
@@ -75,7 +72,7 @@ def first_ratio(shared: SharedBase, rms: float) -> CheckResult:
     return CheckResult("the first ratio is 1", found, holds)
 
 
-def reference_is_policy(trainer: PPOTrainer, episodes: Episodes) -> CheckResult:
+def reference_is_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that the policy starts as a copy of the reference, so that their log-probs are equal and the KL is 0."""
     name = "KL to the reference is 0 before the first step"
     if not trainer.args.check_reference:
@@ -87,14 +84,14 @@ def reference_is_policy(trainer: PPOTrainer, episodes: Episodes) -> CheckResult:
     return CheckResult(name, found, holds)
 
 
-def sampler_agrees(trainer: PPOTrainer, episodes: Episodes) -> CheckResult:
+def sampler_agrees(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that sampler and trainer compute the same log-probs, with the same temperature, mask and adapter."""
     rms = root_mean_square(episodes.sampler_logprobs - episodes.old_logprobs, episodes.mask)
     holds = rms <= 3 * tolerance(trainer.shared)  # because another engine may use other kernels
     return CheckResult("sampler and trainer agree on log-probs", f"they differ by {rms:.2g} nats", holds)
 
 
-def check_rollout_workers(trainer: PPOTrainer, parts: Sequence[tuple[Chunk, Sampled]]) -> list[CheckResult]:
+def check_rollout_workers(trainer: Learner, parts: Sequence[tuple[Chunk, Sampled]]) -> list[CheckResult]:
     """Returns the results of the checks of an update's chunks from rollout workers."""
     versions = trainer.rollouts.versions
     assert versions
@@ -115,7 +112,7 @@ def chunks_match_requests(versions: Versions, parts: Sequence[tuple[Chunk, Sampl
 
 
 def sampled_by_its_version(
-    trainer: PPOTrainer, versions: Versions, parts: Sequence[tuple[Chunk, Sampled]]
+    trainer: Learner, versions: Versions, parts: Sequence[tuple[Chunk, Sampled]]
 ) -> CheckResult:
     """Checks that the log-probs of some completions in a random chunk are those of the chunk's policy version.
 
@@ -136,7 +133,7 @@ def sampled_by_its_version(
     return CheckResult(name, found, holds)
 
 
-def ends_inside(trainer: PPOTrainer, episodes: Episodes) -> CheckResult:
+def ends_inside(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that EOS is the last action of a completion that ended, and no other action is EOS."""
     mask, counts = episodes.mask, episodes.counts
     steps = torch.arange(mask.shape[1], device=mask.device)
@@ -153,7 +150,7 @@ def ends_inside(trainer: PPOTrainer, episodes: Episodes) -> CheckResult:
     return CheckResult("the end token is inside the mask, as the last action", found, bool(holds.all()))
 
 
-def only_adapters_learn(trainer: PPOTrainer) -> CheckResult:
+def only_adapters_learn(trainer: Learner) -> CheckResult:
     """Checks that only the learning roles require gradients, in fp32, that the optimizer has all of them, and dropout is off."""
     shared = trainer.shared
     learning = {id(p) for role in trainer.roles for p in shared.parameters_of(role)}
@@ -175,7 +172,7 @@ def only_adapters_learn(trainer: PPOTrainer) -> CheckResult:
 Sums = dict[str, tuple[float, float]]  # role -> sum and sum of squares of its parameters
 
 
-def sums_of(trainer: PPOTrainer) -> Sums:
+def sums_of(trainer: Learner) -> Sums:
     """Returns sum and sum of squares of each role's trainable parameters. They show whether the parameters have changed."""
     sums = {}
     for role in trainer.roles:
@@ -185,12 +182,12 @@ def sums_of(trainer: PPOTrainer) -> Sums:
     return sums
 
 
-def ranks_learned_equally(trainer: PPOTrainer, before: Sums, metrics: dict[str, float]) -> CheckResult:
+def ranks_learned_equally(trainer: Learner, before: Sums, metrics: dict[str, float]) -> CheckResult:
     """Checks after the first update that the learning roles have changed and are equal on all workers.
 
     Args:
         before: `sums_of` before the update.
-        metrics: result of `PPOTrainer.learn`.
+        metrics: result of `Learner.learn`.
     """
     after, roles = sums_of(trainer), trainer.roles
     rates = dict(zip(roles, (group["lr"] for group in trainer.optimizer.param_groups), strict=True))
@@ -213,7 +210,7 @@ def ranks_learned_equally(trainer: PPOTrainer, before: Sums, metrics: dict[str, 
 # ------------------------------------------------------------------------------------------- episodes and prompts
 
 
-def each_episode_once(trainer: PPOTrainer, episodes: Episodes) -> CheckResult:
+def each_episode_once(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that every episode of the update is on one worker, with the prompt that follows from the seed."""
     args, prompts, device = trainer.args, trainer.prompts, episodes.mask.device
     seen = all_reduce(torch.bincount(episodes.indices, minlength=args.batch_size))
@@ -240,7 +237,7 @@ def _prompts(episodes: Episodes) -> list[list[int]]:
     return [ids[:start] for ids, start in zip(episodes.input_ids.tolist(), starts, strict=True)]
 
 
-def prompts_as_templated(trainer: PPOTrainer, episodes: Episodes) -> CheckResult:
+def prompts_as_templated(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that prompts begin with at most one BOS, and chats end with the template's generation prompt."""
     tokenizer, prompts = trainer.sampler.tokenizer, _prompts(episodes)
     bos = getattr(tokenizer, "bos_token_id", None)
@@ -258,7 +255,7 @@ def prompts_as_templated(trainer: PPOTrainer, episodes: Episodes) -> CheckResult
     return CheckResult(name, found, not (twice or without))
 
 
-def stops_on_every_eos(trainer: PPOTrainer) -> CheckResult:
+def stops_on_every_eos(trainer: Learner) -> CheckResult:
     """Checks that sampling stops on every EOS token of tokenizer and base. Llama 3 has two."""
     ends = trainer.shared.ends(trainer.sampler.tokenizer)
     found = f"completions end with the token ids {ends}"
@@ -271,9 +268,7 @@ def stops_on_every_eos(trainer: PPOTrainer) -> CheckResult:
 
 
 @torch.no_grad()
-def plain_logprobs(
-    trainer: PPOTrainer, role: str | None, episodes: Episodes, row: int
-) -> tuple[Tensor, Tensor]:
+def plain_logprobs(trainer: Learner, role: str | None, episodes: Episodes, row: int) -> tuple[Tensor, Tensor]:
     """Returns a row's first n actions (n, 1), and a role's log-probs (n, V) from the model's own forward without padding.
 
     The log-probs are at the sampler's temperature and minimum length.
@@ -291,7 +286,7 @@ def plain_logprobs(
     return ids[0, start:].unsqueeze(-1), logits.log_softmax(-1)
 
 
-def logprobs_of_the_model(trainer: PPOTrainer, episodes: Episodes) -> CheckResult:
+def logprobs_of_the_model(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Compares old and reference log-probs with the model's own forward of a single row."""
     row = int(episodes.counts.argmin())  # the row with the most padding
     differences = {}
@@ -307,7 +302,7 @@ def logprobs_of_the_model(trainer: PPOTrainer, episodes: Episodes) -> CheckResul
     return CheckResult("log-probs are those of the model's own forward", found, holds)
 
 
-def drawn_from_the_policy(trainer: PPOTrainer, episodes: Episodes) -> CheckResult:
+def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that completions are samples from the policy's full distribution, neither sharper (top-k, top-p) nor flatter.
 
     For a token x drawn from p, the mean of -log p(x) is the entropy H(p). The least likely tokens of p are drawn as often as
@@ -362,7 +357,7 @@ def _improbable(count: float, expected: float) -> bool:
     return exponent < math.log(1e-6)
 
 
-def _copied(trainer: PPOTrainer, episodes: Episodes) -> str:
+def _copied(trainer: Learner, episodes: Episodes) -> str:
     """Returns a message if all completions of every prompt are equal, which chance does not explain, or else ""."""
     n = trainer.args.num_generations
     ids, starts, counts = (x.tolist() for x in (episodes.input_ids, episodes.starts, episodes.counts))
@@ -377,7 +372,7 @@ def _copied(trainer: PPOTrainer, episodes: Episodes) -> str:
 
 
 @torch.no_grad()
-def values_before_actions(trainer: PPOTrainer, episodes: Episodes) -> CheckResult:
+def values_before_actions(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks two values: the head's outputs on the prompt alone, and on everything before the last action."""
     name = "values are read before each action"
     if not trainer.args.uses_critic:
@@ -405,7 +400,7 @@ def values_before_actions(trainer: PPOTrainer, episodes: Episodes) -> CheckResul
 
 
 @torch.no_grad()
-def scores_at_the_end(trainer: PPOTrainer, episodes: Episodes) -> CheckResult:
+def scores_at_the_end(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks the scores of two rows against the normalized, weighted, clipped and penalized outputs of the heads."""
     name, args = "scores are read at the last token of the completion", trainer.args
     rewards = [reward for reward in trainer.sampler.rewards if isinstance(reward, AdapterReward)]
