@@ -7,7 +7,6 @@ import math
 import random
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import toy_ppo as toy
@@ -171,17 +170,6 @@ def test_ratios_are_those_before_the_correction_of_tokens_or_completions(level, 
             "rollout/sampler_kl": -0.5,
         }
     )
-
-
-def test_rewards_draw_the_same_random_numbers_in_any_process():
-    def noisy(completion_ids, **columns):
-        drawn = [random.random() + np.random.rand() + torch.rand(()).item() for _ in completion_ids]
-        return [sum(t < 20 for t in ids) + 0.1 * d for ids, d in zip(completion_ids, drawn, strict=True)]
-
-    how = dict(reward=[FunctionReward(noisy)], updates=3)
-    here = run(**how)
-    torch.rand(3)  # earlier draws must not change the result
-    same(run(0, Elsewhere(), **how), here, but=["rollout/workers"])
 
 
 def test_rewards_with_seeds_draw_the_same_numbers_for_any_split_of_an_update():

@@ -37,12 +37,6 @@ def rows(count=120):
     return made
 
 
-def quality(text, off=0.0):
-    """Returns the score of a completion. It is wrong for a fraction `off` of the texts."""
-    wrong = random.Random(text).random() < off
-    return 8 if ("good" in text) != wrong else 3
-
-
 def shown(asked):
     """Returns the responses in a question."""
     text = asked["messages"][-1]["content"]
@@ -84,10 +78,8 @@ BROKEN = {
     "a position bias of a fifth": ("rank", rank(biased), r"prefers the completion that it sees first"),
     "the last place": ("rank", rank(lambda a, b, asked: "good" in a and random.Random(str(asked)).random() < 0.5), "sees last"),
     "a bias to length": ("score", score(lambda text: min(10, len(text) / 10)), "prefers the longer completion"),
-    "a bias to brevity": ("score", score(lambda text: 10 - min(9, len(text) / 10)), "prefers the shorter completion"),
     "ties only": ("score", score(lambda text: 7), r"100% of the pairs have equal scores"),
     "chance": ("score", lambda asked: f"Score: {random.Random(str(asked)).uniform(1, 10)}", r"may be chance"),
-    "always sure": ("yes", yes(lambda text: 0.999), r"equal scores"),
 }  # fmt: skip
 
 
@@ -110,7 +102,7 @@ def test_the_fault_of_a_broken_judge_is_named(name, tmp_path):
 
 @pytest.mark.parametrize(
     ("form", "answer"),
-    [("score", score(lambda text: quality(text, 0.1))), ("rank", rank(lambda a, b, _: "good" in a)), ("yes", yes(lambda text: 0.9 if "good" in text else 0.05))],
+    [("rank", rank(lambda a, b, _: "good" in a)), ("yes", yes(lambda text: 0.9 if "good" in text else 0.05))],
 )  # fmt: skip
 def test_a_good_judge_has_no_fault(form, answer, tmp_path):
     assert found(tmp_path, form, answer) == []
