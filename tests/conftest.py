@@ -1,7 +1,6 @@
 """Fixtures of all tests: quiet libraries, no network, one embedded Ray, and `cli`, the command line in this process."""
 
 import contextlib
-import importlib
 import os
 import sqlite3
 from functools import cache
@@ -27,13 +26,9 @@ os.environ.pop("RAY_ADDRESS", None)
 
 @pytest.fixture(scope="session")
 def embedded_ray():
-    """Starts one Ray for all tests that need one. The stages use it, and so do the processes that check the libraries."""
-    from pipeline.job import libraries
+    """Starts one Ray for all tests that need one."""
     from pipeline.run.session import session
     from pipeline.settle.placement import ROWS
-
-    for module in libraries.LOADED:  # otherwise each job starts a process to import them
-        importlib.import_module(module)
 
     with session(ROWS, "runs", "sqlite:///runs/mlflow.db"):
         yield

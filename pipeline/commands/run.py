@@ -13,7 +13,8 @@ from typing import Any
 
 from pipeline import report
 from pipeline.errors import Failure, InputError
-from pipeline.job import STAGES, Job, command_line, libraries, load_job
+from pipeline.job import STAGES, Job, command_line, load_job
+from pipeline.job.libraries import check_with_libraries
 from pipeline.job.stages import headline
 from pipeline.registry import file_of_uri
 from pipeline.run.prepare import heading
@@ -52,12 +53,12 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     logs = f"logs and reports: {jobs['sft'].run.storage_path}/NAME/"
     terminal.say(f"{folder}: {', '.join(jobs)}{time_needed}; {logs}")
     results: list[dict[str, Any]] = []
-    # All stages use this session. TRL and peft also check all of them here, once.
+    for job in jobs.values():
+        check_with_libraries(job)
     on_ray = [job for job in jobs.values() if not job.in_process]
     first = next(iter(on_ray), jobs["sft"])
     place = (places_of(first), first.run.storage_path, tracking_of(first).uri)
-    with libraries.asked(*on_ray) as check, session(*place):
-        check()
+    with session(*place):  # of all stages
         for number, (stage, module) in enumerate(ORDER.items(), 1):
             heading.set(f"[{number}/{len(ORDER)}]")
             terminal.screen.following = following(stage, expected, results)

@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from pipeline.errors import InputError
-from pipeline.job import Job, rules
+from pipeline.job import Job
+from pipeline.job.rules import find_warnings
 from pipeline.job.stages import INPUTS
 from pipeline.run.prepare import announce, read_only
 from pipeline.settle import placement
@@ -27,7 +28,7 @@ def run(job: Job) -> dict[str, Any]:
     job = named(replace(job, run=replace(job.run, name=None)))
     storage.require_writable(job.run.storage_path)
     announce(job, "validate")
-    for warning in rules.Rules(job).warnings():
+    for warning in find_warnings(job):
         print(f"warning: {warning}", flush=True)
     try:
         placement.check_fits(places_of(job))

@@ -7,15 +7,18 @@ against its dataclass. Relative paths are relative to the working directory of t
 """
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import InputError, show
-from pipeline.job import rules, schema
+from pipeline.errors import InputError, about, show
+from pipeline.job import schema
 from pipeline.job.gates import OPERATORS, parse_gate
 from pipeline.job.job import Collect, Data, Job, MLflow, Model, Run, Serve
+from pipeline.job.rules import find_problems
 from pipeline.job.stages import INPUTS, STAGE
 from pipeline.job.yaml_tree import Tree, read_tree
+from pipeline.system import hub
 
 JOBS = tuple(STAGE)  # the stages that a job file may have
 STAGES = tuple(name for name in JOBS if STAGE[name].runs_in == "train")
@@ -82,17 +85,33 @@ def job_of(tree: Tree, stage: str | None, path: str) -> Job:
         use = f"use {meant}" if meant.exists() else f"use python -m pipeline {found} {path}"
         raise tree.error("stage", f"this is a job for `{found}`, not `{stage}`: {use}")
     _check_top(tree, found)
+    sections = {section: kind(**_section(tree, section)) for section, kind in SECTIONS.items()}
+    sections["model"] = split_revision(tree, sections["model"])
     job = Job(
         stage=found,
-        **{section: kind(**_section(tree, section)) for section, kind in SECTIONS.items()},
+        **sections,
         gate={name: rule for name, rule in tree.section("gate").items() if rule is not None},
         source=path,
         overridden=tuple(key for key, place in tree.where.items() if place == "command line"),
         **{name: tree.data[name] for name in STAGE[found].inputs if name in tree.data},
     )
-    job = rules.split_revision(tree, rules.drop_eval_schedule(job))
-    rules.check_job(tree, job)
+    # A job that lost its held-out rows also loses the evaluations of its file, but not those of the command line.
+    quiet = {key: off for key, off in job.without_evaluations.items() if key in job.trainer}
+    quiet = {key: off for key, off in quiet.items() if f"trainer.{key}" not in job.overridden}
+    job = replace(job, trainer=job.trainer | quiet)
+    for key, problem in find_problems(job):
+        raise tree.error(key, problem)
     return job
+
+
+def split_revision(tree: Tree, model: Model) -> Model:
+    """Returns the section with the `@v1` of `name_or_path: org/name@v1` as `revision: v1`."""
+    with about("model.name_or_path"):
+        name, revision = hub.split(model.name_or_path)
+    if revision and model.revision not in (None, revision):
+        found = f"found {show(model.revision)}, but model.name_or_path names {show(revision)}; keep one"
+        raise tree.error("model.revision", found)
+    return replace(model, name_or_path=name, revision=revision or model.revision)
 
 
 # ---------------------------------------------------------------- keys and types

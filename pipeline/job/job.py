@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le
 
 from pipeline.input_uri import InputURI
+from pipeline.job import schema
+from pipeline.job.gates import HELD_OUT_ROWS, Metrics
 from pipeline.job.ranges import Count, Fraction, Patience, Rows, Seconds, Seed, Steps
 from pipeline.job.rollout import RolloutConfig
 from pipeline.job.stages import INPUTS, STAGE, Stage
@@ -247,7 +249,7 @@ class Inference(Forward):
     """Maximum new tokens of a completion, the end-of-sequence token included."""
     min_new_tokens: Annotated[int, Ge(0)] = 0
     """Minimum new tokens of a completion."""
-    temperature: Literal[0] | Annotated[float, Ge(1e-6)] = 1.0
+    temperature: Literal[0] | Annotated[float, Ge(0.01)] = 1.0
     """Divides the logits; 0: greedy."""
     seed: Seed = 42
     """Seed of sampling, combined with a row's number."""
@@ -363,6 +365,58 @@ class Job:
     def held_out(self) -> bool:
         """Returns True if the job has held-out rows: data.eval, or a share of data.train."""
         return bool(self.data.eval or self.data.eval_fraction)
+
+    @property
+    def evaluates(self) -> bool:
+        """Returns True if the job evaluates during training: it has held-out rows and a schedule."""
+        scheduled = self.trainer.get("eval_steps")
+        if self.facts.trl:
+            scheduled = self.trainer.get("eval_strategy", "no") != "no"
+        return bool(self.held_out and scheduled)
+
+    @property
+    def without_evaluations(self) -> dict[str, Any]:
+        """Returns the keys of `trainer` that turn evaluations off. {} unless the job learns without held-out rows."""
+        if self.held_out or not self.facts.learns:
+            return {}
+        return {"eval_strategy": "no", "eval_on_start": False} if self.facts.trl else {"eval_steps": 0}
+
+    @property
+    def metrics(self) -> Metrics:
+        """Returns the metrics that the job can measure."""
+        data, trainer, rollout = self.data, self.trainer, self.rollout_config
+        needs = {
+            "rows": (self.held_out, HELD_OUT_ROWS if self.facts.learns else "prompts to answer (data.eval)"),
+            "start": (trainer.get("eval_on_start"), "trainer.eval_on_start=true"),
+            "teacher": (self.teacher, "a teacher"),
+            "workers": (rollout.num_workers, "rollout workers (rollout.num_workers)"),
+            "off_policy": (rollout.corrects or rollout.staleness, "rollout.staleness or rollout.correction"),
+            "reward": (self.reward, "a reward"),
+            "judge": (self.judge, "a judge"),
+            "pairs": (data.pairs, "pairs to evaluate the reward on (data.pairs)"),
+            "subset": (data.subset, "a column of the pairs (data.subset)"),
+            "benchmarks": (data.benchmarks, "rows of a benchmark (data.benchmarks)"),
+            "probes": (trainer.get("probes"), "probes of the reward (trainer.probes=true)"),
+            "best_of_n": (trainer.get("best_of_n"), "a search (trainer.best_of_n=16)"),
+        }
+        absent = {need: description for need, (there, description) in needs.items() if not there}
+        return Metrics(self.stage, absent, len(self.rewards))
+
+    def value(self, key: str) -> Any:
+        """Returns the value of a section, or of `section.key`. Returns None for a library's key that the job does not set."""
+        section, _, name = key.partition(".")
+        values = getattr(self, section)
+        if not name:
+            return values
+        return values.get(name) if isinstance(values, dict) else getattr(values, name)
+
+    def changes(self, key: str) -> bool:
+        """Returns True if the job sets a section, or `section.key`, to another value than the default."""
+        section, _, name = key.partition(".")
+        value = self.value(key)
+        known = schema.keys(schema.class_of(section, self.stage)) if name else {}
+        default = known[name].get("default") if name in known else type(value)()
+        return value not in (None, {}, [], default)
 
     @property
     def workers(self) -> tuple[int, int]:

@@ -55,7 +55,8 @@ REFUSED: dict[str, dict[str, str]] = {
             "use data.max_length and data.overlong": "max_length truncation_mode",
             "it would change the global batch; set trainer.per_device_train_batch_size": "auto_find_batch_size",
             _MODEL: "model_init_kwargs trust_remote_code chat_template_path eos_token pad_token use_cache",
-            "the reference is the frozen sft adapter, which never changes": "sync_ref_model",
+            "the reference is a frozen adapter on the shared base": """sync_ref_model precompute_ref_log_probs
+                precompute_ref_batch_size""",
             "the `data` section reads and tokenizes rows once, and each epoch has each row once": """dataset_text_field
                 dataset_kwargs dataset_num_proc label_names remove_unused_columns completion_only_loss assistant_only_loss
                 packing_strategy eval_packing ignore_data_skip train_sampling_strategy length_column_name shuffle_dataset
@@ -94,7 +95,6 @@ class TrainerKeys:
     per_device_eval_batch_size: Rows
     gradient_accumulation_steps: Rows
     eval_accumulation_steps: Rows | None
-    precompute_ref_batch_size: Rows | None
     torch_empty_cache_steps: Rows | None
     ddp_bucket_cap_mb: Rows | None
     dataloader_num_workers: Annotated[int, Ge(0), Le(256)]
@@ -150,6 +150,9 @@ class DPOKeys(TrainerKeys):
 
 
 class KTOKeys(TrainerKeys):
+    per_device_train_batch_size: Annotated[
+        int, Ge(2), Le(2**20)
+    ]  # the KL term needs completions of other rows
     beta: Annotated[float, Ge(1e-6), Le(10**6)]
     loss_type: Literal["kto", "apo_zero_unpaired"]
     desirable_weight: Annotated[float, Ge(0), Le(1000)]
@@ -168,9 +171,10 @@ class LoraKeys:
 
 
 class ScalingKeys:
-    num_workers: int | Annotated[list[int], Len(2, 2)]
+    num_workers: Annotated[int, Ge(0), Le(1000)] | Annotated[list[Annotated[int, Ge(1), Le(1000)]], Len(2, 2)]
     use_gpu: bool
     resources_per_worker: dict[str, Annotated[float, Ge(0)]] | None
+    label_selector: dict[str, str] | None  # the same for all workers
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
     elastic_resize_monitor_interval_s: Annotated[float, Ge(0), Le(86_400)]
 

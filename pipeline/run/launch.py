@@ -16,8 +16,9 @@ from typing import Any
 
 from pipeline import registry, run_folder, text
 from pipeline.errors import InputError, LeaseLost, causes, summary
-from pipeline.job import Job, rules
+from pipeline.job import Job
 from pipeline.job.identity import Identity, identity_of
+from pipeline.job.rules import find_warnings
 from pipeline.models import adapter_files
 from pipeline.registry import lineage
 from pipeline.registry.store import persistently
@@ -153,7 +154,7 @@ def open_run(job: Job) -> Iterator[OpenRun]:
     with console.waiting("opening MLflow"):
         registry.check_store(tracking)
     left = resume.unfinished(tracking.run)
-    for warning in rules.Rules(job).warnings():
+    for warning in find_warnings(job):
         print(f"warning: {warning}", flush=True)
     with prepared(job, resume.pinned_inputs(left, tracking.run)) as (work, rows, report):
         run = OpenRun(work, rows, report, started)

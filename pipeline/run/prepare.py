@@ -11,7 +11,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from pipeline.job import Job, libraries
+from pipeline.job import Job
+from pipeline.job.libraries import check_with_libraries
 from pipeline.run import session
 from pipeline.settle import inputs as checks
 from pipeline.settle import placement
@@ -46,58 +47,35 @@ def prepared(
     job, versions = checks.pin_inputs(job, pinned)
     session.set_environment()
     checks.check_sampler(job.rollout_config, job.model)
-    with checks_of_libraries(job) as check_libraries:
-        with console.waiting("checking the model"):
-            work = settle(job, versions)  # before Ray starts
-        if work.stage.runs_in == "here":
-            placement.check_fits(work.places)
-            yield work, {}, None
-            return
-        with session.session(work.places, work.run.storage_path, work.uri):
-            work, rows, report = tokenize(work, _rows_session(work))
-            check_libraries()
-            yield work, rows, report
+    with console.waiting("checking the model"):
+        work = settle(job, versions)  # before Ray starts
+    if work.stage.runs_in == "here":
+        placement.check_fits(work.places)
+        yield work, {}, None
+        return
+    with session.session(work.places, work.run.storage_path, work.uri):
+        tokenized = tokenize(work, _rows_session(work))
+        check_with_libraries(job)  # after the rows, because it imports the libraries for seconds
+        yield tokenized
 
 
 def read_only(job: Job) -> Any:
     """Returns the report on the rows of another machine's job. This machine may lack GPUs and their packages."""
     job, versions = checks.pin_inputs(job)
     session.set_environment()
-    asks = not job.scaling.get("use_gpu")
-    with checks_of_libraries(job) if asks else contextlib.nullcontext(lambda: None) as check_libraries:
-        with console.waiting("checking the model"):
-            work = settle(job, versions)
-        # Reading rows needs none of the run's resources, so this machine reads them in this process.
-        places = replace(placement.ROWS, in_process=not placement.on_cluster())
-        with session.session(places, work.run.storage_path, work.uri):
-            work = replace(work, places=places)
-            report = tokenize(work, _rows_session(work))[-1]
-            check_libraries()
-            return report
+    with console.waiting("checking the model"):
+        work = settle(job, versions)
+    # Reading rows needs none of the run's resources, so this machine reads them in this process.
+    places = replace(placement.ROWS, in_process=not placement.on_cluster())
+    with session.session(places, work.run.storage_path, work.uri):
+        work = replace(work, places=places)
+        report = tokenize(work, _rows_session(work))[-1]
+    if not job.scaling.get("use_gpu"):
+        check_with_libraries(job)
+    return report
 
 
 def _rows_session(work: Work) -> Callable[[], Any] | None:
     """Returns what starts Ray if a job in process has many rows, or None for a job that runs on Ray."""
     start = partial(session.session, placement.ROWS, work.run.storage_path, work.uri)
     return start if work.places.in_process else None
-
-
-@contextlib.contextmanager
-def checks_of_libraries(job: Job) -> Iterator[Callable[[], None]]:
-    """Yields a function that raises InputError if TRL or peft rejects a key of the job.
-
-    Their import takes seconds. For a job on Ray, another process imports them while this one reads the rows. A job in process
-    imports them anyway, so it does so when the rows are read.
-    """
-    if not job.in_process:
-        with libraries.asked(job) as check:
-            yield check
-        return
-
-    def check_here() -> None:
-        console.silence_libraries()
-        libraries.load()
-        with libraries.asked(job) as check:
-            check()
-
-    yield check_here

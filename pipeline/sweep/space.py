@@ -19,7 +19,7 @@ from annotated_types import Ge, Le
 
 from pipeline.errors import InputError, show
 from pipeline.job import Job, load_job, schema
-from pipeline.job.gates import LOSS, Metrics
+from pipeline.job.gates import LOSS
 from pipeline.job.identity import identity_of
 from pipeline.job.stages import TRAINED
 from pipeline.job.yaml_tree import Tree
@@ -184,17 +184,17 @@ def _metric(job: Job, varied: dict[str, list[str]]) -> tuple[str, bool]:
             "the trials are compared on held-out rows, and there are none: set data.eval or data.eval_fraction",
             key="data.eval",
         )
-    metrics = Metrics(job)
-    for key, message in metrics.metric_problems():
-        raise InputError(message, key, job.source)
-    metric = job.run.metric_for_best_model or metrics.default
+    key = "run.metric_for_best_model"
+    if problem := job.metrics.why_not_compared(job.run.metric_for_best_model, job.run.greater_is_better):
+        raise InputError(problem, key, job.source)
+    metric = job.run.metric_for_best_model or job.metrics.default
     of_beta = (one := find(metric)) and one.unit == IMPLICIT
     scale = LOSS if metric == "eval_loss" else ["beta"] if of_beta else []
     if apart := [key for key in varied if key.removeprefix("trainer.") in scale]:
         raise InputError(
             f"the trials would be compared by {metric}, of which {', '.join(apart)} changes the scale; set "
             f"run.metric_for_best_model={COMPARABLE[job.stage]}",
-            key="run.metric_for_best_model",
+            key=key,
         )
     if metric == "eval_reward" and "reward" in varied:
         raise InputError("the trials would be compared by different rewards; set judge", key="reward")

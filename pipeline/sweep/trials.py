@@ -20,7 +20,7 @@ from typing import Any
 
 from pipeline import registry, report
 from pipeline.errors import in_brief, summary
-from pipeline.job import libraries
+from pipeline.job.libraries import skip_library_checks
 from pipeline.run import session
 from pipeline.run.launch import launch
 from pipeline.run.worker import name_output
@@ -103,7 +103,7 @@ def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
         hold(handle.lease)  # this process may outlive the sweep's driver by seconds
         name, failure = config["trial"], None
         job = jobs[name]
-        libraries.trust_the_parent()
+        skip_library_checks()
         name_output(f"{job.stage} {name}")
         ray.get(handle.rungs.begin.remote(name))
         try:

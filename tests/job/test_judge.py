@@ -29,7 +29,7 @@ def rubric(*changed):
         ("model: wise\nform: stars\n", r"judge\.yaml:2: form: found 'stars', expected one of score, yes, rank, rubric"),
         (RIGHT + "endpoint: ftp://there\n", r"judge\.yaml:3: endpoint: .*expected http"),
         (RIGHT + "endpoint: http://there/v1\napi_key_variable: KEY\n", r"endpoint: found http:// with a key"),
-        (RIGHT + "endpoint: http://me:secret@there/v1\n", r"endpoint: the value looks like a secret"),
+        (RIGHT + "endpoint: http://me:secret@there/v1\n", r"judge\.yaml:3: the value looks like a secret"),
         (RIGHT + "prompt: Is it good?\n", r"judge\.yaml:3: prompt: lacks \{completion\}"),
         ("model: wise\nform: rank\nprompt: '{completion}'\n", r"prompt: lacks \{completions\}"),
         (RIGHT + "prompt: '{completion} {completions}'\n", r"prompt: shows \{completions\}, which `form: score` lacks"),
@@ -77,7 +77,6 @@ def test_the_digest_covers_what_decides_the_scores_and_no_limit():
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("reward=judge:x.yaml", r"reward: found 'judge:x\.yaml', expected \{judge: FILE\} as a reward"),
         ("policy=judge:x.yaml", r"policy: found"),
         ("reward={judge: x.yaml, wieght: 2}", r"reward: found .*expected \{judge: FILE\}"),
         (
