@@ -199,12 +199,10 @@ def ended(how: str, why: str, status: int) -> int:
 
 def stopped(how: str, verb: str, status: int, stop: BaseException) -> int:
     """Prints how a signal ended the run, and how to continue it; returns `status`."""
-    several, own_names = verb in ("run", "demo"), verb == "sweep"
-    resumable = several or own_names or verb in RESUMABLE
-    name = "the same run.name"
-    if not own_names:
-        for note in getattr(stop, "__notes__", []):  # STAGE.run.name=NAME, of the open run (run/launch.py)
-            name = note if several else note.partition(".")[2]
+    own_names = verb == "sweep"
+    resumable = verb in ("run", "demo", "sweep", *RESUMABLE)
+    # The last note is run.name=NAME, of the open run or of all stages of `run`
+    name = ["the same run.name", *getattr(stop, "__notes__", [])][0 if own_names else -1]
     advice = f"; the same command with {name} continues from the last checkpoint, if there is one"
     with process.signals_ignored():
         print(f"\n{how}{advice if resumable else ''}", file=sys.stderr)

@@ -61,7 +61,7 @@ def test_the_first_cell_installs_in_colab_and_picks_the_device(name, monkeypatch
     exec(source, space)
     assert said[0].startswith("git clone") and said[1].endswith("-c constraints.txt -e .")
     for stage in ("sft", "rm", "ppo"):
-        assert load_job(f"jobs/demo/{stage}.yaml", space["device_of"](stage), stage).scaling["use_gpu"]
+        assert load_job(f"jobs/demo/{stage}.yaml", space["device"](), stage).scaling["use_gpu"]
     assert (
         f"colab.research.google.com/github/OWNER/rlhf/blob/main/notebooks/{name}" in notebook.cells[0].source
     )

@@ -411,7 +411,7 @@ def profile_of(request: Request, sources: list[Source]) -> dict[str, str]:
 
 def with_device(text: str) -> str:
     """Returns the text of a job for the GPU of this machine. Without a GPU, ppo gets half of the completions."""
-    gpu = {"model.dtype": "bfloat16", "trainer.bf16": True, "trainer.use_cpu": False, "scaling.use_gpu": True}
+    gpu = {"model.dtype": "bfloat16", "trainer.bf16": True, "scaling.use_gpu": True}
     values, comment = gpu, "`init` found a GPU"
     if not shutil.which("nvidia-smi"):
         values = {"trainer.total_episodes": 1280}

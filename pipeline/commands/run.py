@@ -2,12 +2,14 @@
 
     make rlhf    or    python -m pipeline run jobs/demo [section.key=value ...] [STAGE.section.key=value ...]
 
-An override applies to every stage, or to one if it begins with the stage's name.
+An override applies to every stage, or to one if it begins with the stage's name. `run.name=X` names the runs sft-X, rm-X,
+ppo-X and evaluate-X. By default, X is the time. The same name again continues them.
 """
 
 import gc
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from pipeline.run.session import session
 from pipeline.run.summary import change, sample_table
 from pipeline.run_folder import RESULT
 from pipeline.settle import placement
-from pipeline.settle.identity import tracking_of
+from pipeline.settle.identity import new_name, tracking_of
 from pipeline.settle.inputs import check_paths
 from pipeline.settle.places import places_of
 from pipeline.stages import evaluate, ppo, rm, sft
@@ -36,12 +38,8 @@ ORDER = {"sft": sft, "rm": rm, "ppo": ppo, "evaluate": evaluate}
 
 def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     """Runs the stages of `folder` in order. Each registers the input of the next stage."""
-    started = time.monotonic()
-    jobs = load(folder, overrides)
-    named = [(job.run.storage_path, job.run.name) for job in jobs.values() if job.run.name]
-    if twice := next((name for name in named if named.count(name) > 1), None):
-        apart = " ".join(f"{stage}.run.name={twice[1]}-{stage}" for stage in ORDER)
-        raise InputError(f"found {twice[1]!r} for several runs; use {apart}", key="run.name")
+    started, name = time.monotonic(), common_name(overrides) or new_name()
+    jobs = load(folder, overrides, name)
     for job in jobs.values():  # before the first stage starts, not an hour later
         check_paths(job)
     for job in jobs.values():  # imports Ray
@@ -62,7 +60,11 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
         for number, (stage, module) in enumerate(ORDER.items(), 1):
             heading.set(f"[{number}/{len(ORDER)}]")
             terminal.screen.following = following(stage, expected, results)
-            results.append(result := module.run(jobs[stage]))
+            try:
+                results.append(result := module.run(jobs[stage]))
+            except (KeyboardInterrupt, SystemExit) as stop:
+                stop.add_note(f"run.name={name}")
+                raise
             report.of_run(result)
             gc.collect()  # frees the models of a stage in this process
             if result.get("registered_model") and not result["alias"]:
@@ -78,11 +80,22 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     return results
 
 
-def load(folder: str, overrides: list[str]) -> dict[str, Job]:
-    return {
-        stage: load_job(Path(folder) / f"{stage}.yaml", overrides_of(stage, overrides), stage)
-        for stage in ORDER
-    }
+def load(folder: str, overrides: list[str], name: str | None = None) -> dict[str, Job]:
+    """Returns the jobs of the stages. A run without a name of its own is called STAGE-`name`."""
+    jobs, name = {}, common_name(overrides) or name
+    for stage in ORDER:
+        mine = overrides_of(stage, overrides)
+        job = load_job(Path(folder) / f"{stage}.yaml", mine, stage)
+        if name and (job.run.name is None or f"run.name={job.run.name}" in overrides):
+            job = replace(job, run=replace(job.run, name=f"{stage}-{name}"))
+        jobs[stage] = job
+    return jobs
+
+
+def common_name(overrides: list[str]) -> str | None:
+    """Returns the X of `run.name=X`, or None."""
+    names = [override.partition("=")[2] for override in overrides if override.startswith("run.name=")]
+    return names[-1] if names else None
 
 
 def expected_seconds(stage: str, job_file: str, storage_path: str) -> float:

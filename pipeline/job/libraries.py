@@ -34,7 +34,7 @@ def check_with_libraries(job: Job) -> None:
     import_libraries(facts.trl)
     if problem := find_rejection("lora", "peft.LoraConfig", _make_lora, job.lora):
         raise InputError(f"{job.source}: {problem}")
-    if facts.trl:  # also with an empty section: TRL's default bf16 needs a GPU
+    if facts.trl:
         make = partial(_make_trainer_arguments, facts.trainer, bool(job.scaling.get("use_gpu")))
         if problem := find_rejection("trainer", facts.trainer.rpartition(".")[2], make, job.trainer):
             raise InputError(f"{job.source}: {problem}")
@@ -86,10 +86,11 @@ def _make_trainer_arguments(dotted: str, use_gpu: bool, values: dict[str, Any]) 
     module, _, name = dotted.rpartition(".")
     if use_gpu:  # this machine may have no GPU
         values = {k: v for k, v in values.items() if k not in ("fp16", "fp16_full_eval", "tf32")}
-        values["use_cpu"] = True
     config = getattr(importlib.import_module(module), name)
     with tempfile.TemporaryDirectory() as folder:
-        args = config(output_dir=folder, report_to="none", disable_tqdm=True, max_length=None, **values)
+        args = config(
+            output_dir=folder, report_to="none", disable_tqdm=True, max_length=None, use_cpu=True, **values
+        )
     if args.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
         raise ImportError("the package liger_kernel is not installed here")
     kind, settings = Trainer.get_optimizer_cls_and_kwargs(args)

@@ -59,7 +59,6 @@ EXCLUDES = [
     ("model.fsdp", "lora.use_dora", "DoRA takes norms of unsharded weights"),
     ("data.eval_fraction", "data.eval", "held-out rows are a separate file, or a share of data.train"),
     ("trainer.gradient_accumulation_steps", "data.batch_size", "the one follows from the other"),
-    ("trainer.use_cpu", "scaling.use_gpu", "workers have one device"),
     ("trainer.fp16", "trainer.bf16", "matrix products have one dtype"),
 ]
 

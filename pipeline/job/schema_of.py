@@ -63,6 +63,7 @@ REFUSED: dict[str, dict[str, str]] = {
                 dataloader_drop_last accelerator_config""",
             "adapters train data-parallel over scaling.num_workers; model.fsdp shards the frozen base": """deepspeed fsdp
                 fsdp_config parallelism_config ddp_find_unused_parameters local_rank ddp_backend""",
+            "scaling.use_gpu decides it": "use_cpu",
             "the stage decides it": """do_train do_eval do_predict batch_eval_metrics disable_tqdm enable_jit_checkpoint
                 save_only_model""",
             "models go to the MLflow registry (mlflow.registered_model)": """push_to_hub hub_token hub_private_repo hub_model_id

@@ -175,7 +175,7 @@ def open_run(job: Job) -> Iterator[OpenRun]:
                 try:
                     yield run
                 except (KeyboardInterrupt, SystemExit) as stop:  # the command line says how to continue
-                    stop.add_note(f"{job.stage}.run.name={job.run.name}")
+                    stop.add_note(f"run.name={job.run.name}")
                     raise
 
 

@@ -185,7 +185,9 @@ class Worker(Host):
         self.printed = self.shown = 0.0  # times of the last printed line and of the last live line
         self.step = self.total = 0  # the log's last step; the last step of the run
         self.report = self._report if work.sweep else None
-        self.metrics = registry.Curves(work.tracking, work.run_id) if self.rank == 0 and work.run_id else None
+        self.metrics = (
+            registry.open_curves(work.tracking, work.run_id) if self.rank == 0 and work.run_id else None
+        )
         self.notice = PreemptionNotice()
         if self.local_rank == 0:  # removes the files of workers that were killed
             shutil.rmtree(self.scratch, ignore_errors=True)

@@ -19,8 +19,13 @@ from pipeline.system.functions import digest
 
 def named(job: Job) -> Job:
     """Returns the job with a run name (default: stage and time) and an absolute storage path."""
-    name = job.run.name or f"{job.stage}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid() % 10000:04d}"
+    name = job.run.name or f"{job.stage}-{new_name()}"
     return replace(job, run=replace(job.run, name=name, storage_path=storage.absolute(job.run.storage_path)))
+
+
+def new_name() -> str:
+    """Returns a name for runs that start now: the time and the number of this process."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid() % 10000:04d}"
 
 
 def tracking_of(job: Job) -> Tracking:

@@ -44,6 +44,7 @@ def arguments(worker: Worker, config: Any, **fixed: Any) -> Any:
     return config(
         output_dir=os.path.join(worker.scratch, "trainer"),
         report_to="none",  # rank 0 logs to the run that the driver opened
+        use_cpu=not worker.work.places.on_gpu,
         disable_tqdm=True,
         ddp_find_unused_parameters=False,
         **fixed,

@@ -50,7 +50,7 @@ def say(text):
         sys.exit()
 
 placement.terminal.say = say
-job = load_job("jobs/demo/sft.yaml", ["scaling.use_gpu=true", "trainer.use_cpu=false", "run.placement_timeout_s=120"], "sft")
+job = load_job("jobs/demo/sft.yaml", ["scaling.use_gpu=true", "run.placement_timeout_s=120"], "sft")
 placement.wait_for_one(places_of(job, elsewhere=True))
 """
 

@@ -13,7 +13,7 @@ import yaml
 from environments import install
 from running import ROOT
 
-from pipeline.commands.run import ORDER, overrides_of
+from pipeline.commands import run as rlhf
 from pipeline.job import load_job
 
 FILE = ROOT / "jobs/cloud/sky.yaml"
@@ -53,9 +53,9 @@ def test_the_jobs_that_sky_starts_are_valid_and_continue(tmp_path, monkeypatch):
     command, folder, *overrides = ran(tmp_path)
     assert (command, folder) == ("run", "jobs/own")
     monkeypatch.chdir(ROOT)
-    jobs = [load_job(f"{folder}/{stage}.yaml", overrides_of(stage, overrides), stage) for stage in ORDER]
-    assert len({job.run.name for job in jobs}) == len(ORDER), "a named run continues on the next node"
-    assert all(job.scaling["use_gpu"] and job.run.storage_path == "s3://b/runs" for job in jobs)
+    jobs = rlhf.load(folder, overrides)
+    assert jobs["rm"].run.name == "rm-own", "a named run continues on the next node"
+    assert all(job.scaling["use_gpu"] and job.run.storage_path == "s3://b/runs" for job in jobs.values())
 
 
 def test_sky_sets_up_a_python_that_its_image_lacks(tmp_path):

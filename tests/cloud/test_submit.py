@@ -142,7 +142,7 @@ def job(monkeypatch):
 
 def test_room_counts_nodes_to_come(job):
     scaled_to_zero = a_cluster({}, types={"gpu": GPU}, most=4)
-    gpus = ["scaling.use_gpu=true", "trainer.use_cpu=false", "data.batch_size=840"]
+    gpus = ["scaling.use_gpu=true", "data.batch_size=840"]
     gpus.append("trainer.per_device_train_batch_size=1")
     preflight.check_resources(job(*gpus, "scaling.num_workers=4").places, scaled_to_zero)
     says = r"resources for 4 .*may start 4 x gpu \(8 CPU \+ 1 GPU\)\); set scaling.num_workers=4, change"

@@ -39,10 +39,11 @@ def test_the_time_of_the_next_stages_is_scaled_by_the_speed_so_far():
     assert rlhf.following("rm", {**expected, "ppo": 0.0}, []) == 0.0
 
 
-def test_one_name_for_four_runs_is_refused_before_the_first(in_root, tmp_path):
-    with pytest.raises(InputError, match=r"run\.name: found 'x' for several runs; use sft\.run\.name="):
-        rlhf.run("jobs/demo", ["run.name=x", f"run.storage_path={tmp_path}"])
-    assert not list(tmp_path.iterdir())
+def test_one_name_names_every_stage_that_has_no_name_of_its_own(in_root):
+    jobs = rlhf.load("jobs/demo", ["run.name=x", "ppo.run.name=mine"], "now")
+    assert [job.run.name for job in jobs.values()] == ["sft-x", "rm-x", "mine", "evaluate-x"]
+    assert rlhf.load("jobs/demo", [], "now")["rm"].run.name == "rm-now"
+    assert rlhf.load("jobs/demo", [])["rm"].run.name is None
 
 
 def test_an_override_reaches_every_stage_or_the_one_it_names():

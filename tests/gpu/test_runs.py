@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow  # test_pretend.py runs PPO on a pretended GPU wit
 
 POLICY, REWARD = "policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"
 TRL = [
-    "trainer.use_cpu=false", "trainer.max_steps=2", "trainer.warmup_steps=0", "data.batch_size=4",
+    "trainer.max_steps=2", "trainer.warmup_steps=0", "data.batch_size=4",
     "trainer.per_device_train_batch_size=2", "trainer.logging_steps=1", "run.report=false",
 ]  # fmt: skip
 GPU, BF16, CHECKPOINTING = "scaling.use_gpu=true", "trainer.bf16=true", "trainer.gradient_checkpointing=true"
@@ -176,8 +176,7 @@ def test_a_replica_answers(runs):
 
 @pytest.mark.parametrize("name", ["sft", "ppo"])
 def test_a_job_for_the_cpu_runs_next_to_a_gpu(name, runs):
-    keys = [one for one in RUNS[name][1] if "use_cpu" not in one]
-    found = runs.of(f"{name}-cpu", name, *keys)
+    found = runs.of(f"{name}-cpu", name, *RUNS[name][1])
     assert found["status"] == 0
     assert found["result"]["peak_memory_bytes"] > 100e6  # memory of the process, not of the GPU
 

@@ -114,7 +114,9 @@ def test_every_key_of_trl_reaches_its_class(stage, in_root):
     job = load_job(f"jobs/demo/{stage}.yaml", ["data.batch_size=null"], stage)
     section = {key: object() for key in schema.keys(STAGE[stage].trainer) if key not in REFUSED["trainer"]}
     section["gradient_checkpointing"] = True
-    work = SimpleNamespace(trainer=section, data=job.data, stage=job.facts)
+    work = SimpleNamespace(
+        trainer=section, data=job.data, stage=job.facts, places=SimpleNamespace(on_gpu=False)
+    )
     worker = SimpleNamespace(work=work, scratch="scratch")
     arguments = trl_trainer.arguments(worker, dict)
     assert section.items() <= arguments.items()

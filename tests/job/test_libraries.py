@@ -15,7 +15,6 @@ REJECTED = [
     ("sft", ["trainer.optim_args=foo"], r"trainer\.optim_args: found 'foo'; SFTConfig says: not enough values"),
     ("sft", ["trainer.lr_scheduler_type=warmup_stable_decay"], r"trainer\.lr_scheduler_type: found 'warmup_stable_decay'"),
     ("sft", ["trainer.use_liger_kernel=true"], r"trainer\.use_liger_kernel: found true; SFTConfig says: the package liger_kernel"),
-    ("sft", ["trainer={}", "lora={}"], r"trainer: SFTConfig says: Your setup doesn't support bf16"),
     ("ppo", ["lora.layers_pattern=h", "lora.target_modules=[q_proj]"], r"lora\.layers_pattern: found 'h'; peft\.LoraConfig says: When `layers_pattern`"),
 ]  # fmt: skip
 

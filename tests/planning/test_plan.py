@@ -223,7 +223,7 @@ def rows_of(words, count, file):
 
 def test_an_epoch_is_as_long_as_its_rows(tmp_path, in_root, capsys, monkeypatch):
     """With packed rows, twice the rows or rows twice as long take twice the time. The table shows the counts."""
-    overrides = ["scaling.use_gpu=true", "trainer.use_cpu=false", "trainer.packing=true"]
+    overrides = ["scaling.use_gpu=true", "trainer.packing=true"]
 
     def hours(file):
         asked = load_job(ROOT / "jobs/demo/sft.yaml", [f"data.train={file}", *overrides])
@@ -346,7 +346,6 @@ def of_profile(profile, tmp_path):
             continue
         given = ["scaling.use_gpu=true"] + [f"model.name_or_path={tmp_path}"] * (profile == "own")
         if profile in ("demo", "own"):
-            given += ["trainer.use_cpu=false"] * ("use_cpu: true" in path.read_text())
             given += ["scaling.num_workers=1"]
         found[path] = given
     return found

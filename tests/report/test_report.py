@@ -64,7 +64,7 @@ def begin(store, name, verb="ppo", *changed):
 
 
 def log(job, run_id, curves):
-    metrics = registry.MetricLog(registry.MLflowRun(tracking_of(job).uri, run_id))
+    metrics = registry.Curves(registry.MLflowRun(tracking_of(job).uri, run_id))
     for step in range(len(next(iter(curves.values())))):
         metrics.log({key: values[step] for key, values in curves.items()}, step + 1)
     metrics.close()

@@ -26,7 +26,7 @@ def places(*overrides):
     return places_of(job(*overrides))
 
 
-GPU = ["scaling.use_gpu=true", "trainer.use_cpu=false"]
+GPU = ["scaling.use_gpu=true"]
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def installed_pipeline(record: Record) -> None:
         raise Skipped("on a CPU this is `make sft`, which has tests of its own")
     models.need("ray", "trl", "mlflow")
     with tempfile.TemporaryDirectory() as folder:
-        settings = "scaling.use_gpu=true trainer.use_cpu=false gate={} trainer.max_steps=2 trainer.eval_on_start=false trainer.eval_strategy=no"
+        settings = "scaling.use_gpu=true gate={} trainer.max_steps=2 trainer.eval_on_start=false trainer.eval_strategy=no"
         where = [f"run.storage_path={folder}", "run.name=gpu", "run.report=false"]
         _succeeds(record, "exit status 0", "pipeline", "sft", "jobs/demo/sft.yaml", *settings.split(), *where)
         result = json.loads(Path(folder, "gpu/result.json").read_text())
