@@ -29,7 +29,6 @@ from pipeline.registry.versions import (
     Missing,
     Version,
     fetch,
-    other_base,
     parameters,
     pin,
     promote,

@@ -216,7 +216,7 @@ class Curves:
     A tracker gets its points in order, about once a second. If it does not answer, the next round tries again.
 
     MLflow's own asynchronous logging (mlflow 3.17, AsyncLoggingQueue) drops a batch whose call failed, and sends in any order.
-    Replace this class when MLflow retries (tests/test_upstream.py notices).
+    Replace this class when MLflow retries.
     """
 
     INTERVAL_S = 1.0  # time between two rounds

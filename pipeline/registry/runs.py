@@ -66,7 +66,7 @@ def mlflow_run(tracking: Tracking, digests: dict[str, str], new_run: bool = Fals
                 why = f"server unreachable ({type(error).__name__})"
                 print(f"warning: cannot mark MLflow run {run_id} as ended: {why}", flush=True)
         raise
-    store.persistently(tracking.uri, run.folder, lambda: mlflow.set_terminated(run_id, "FINISHED"))
+    store.call_persistently(tracking.uri, run.folder, lambda: mlflow.set_terminated(run_id, "FINISHED"))
 
 
 def end_finished(uri: str, run_id: str) -> None:

@@ -45,16 +45,7 @@ def uri_of(given: str | None, storage_path: str) -> str:
             "e.g. mlflow.tracking_uri=http://HEAD:5000",
             key="mlflow.tracking_uri",
         )
-    return uri_of_file(f"{storage.absolute(storage_path)}/mlflow.db")
-
-
-def uri_of_file(path: str) -> str:
-    """Returns the SQLAlchemy URI of a SQLite file.
-
-    SQLAlchemy decodes %20 and ends the path at `?`, so a path with one of them is quoted, slashes included. With plain
-    slashes, MLflow 3.17 would make an empty folder of the quoted name (store/db/utils._make_parent_dirs_if_sqlite).
-    """
-    return f"sqlite:///{quote(path, safe='') if set(path) & set('%?') else path}"
+    return f"sqlite:///{storage.absolute(storage_path)}/mlflow.db"
 
 
 def file_of_uri(uri: str) -> str | None:
@@ -139,39 +130,29 @@ def _created(path: str) -> Iterator[None]:
     with storage.locked(f"{path}.lock", f"another process to set up {path}"):
         if not os.path.exists(path):
             partial = f"{path}.partial"
-            # Whatever is wrong with the cache: without it MLflow makes the tables itself, in a second
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(
+                Exception
+            ):  # without the copy, MLflow makes the tables itself, in seconds
                 shutil.copyfile(empty_database(), partial)
                 os.replace(partial, path)
-            with contextlib.suppress(OSError):
-                os.remove(partial)  # the disk is full
         _try(path, "rwc", "BEGIN IMMEDIATE")
         yield
 
 
 def empty_database() -> str:
-    """Returns the path of a database with MLflow's tables, made once per user and version: the migrations take a second."""
+    """Returns the path of a database with MLflow's tables, made once per user and version, because migrations take seconds."""
     path = storage.cache(f"mlflow-{version('mlflow')}.db")
-    if not _is_whole(path):  # not there, or truncated by a power failure
+    if not os.path.exists(path):
         import_mlflow()
         from mlflow.store.db import utils
 
         with tempfile.TemporaryDirectory(dir=os.path.dirname(path)) as folder:
             new = os.path.join(folder, "mlflow.db")
-            engine = utils.create_sqlalchemy_engine(uri_of_file(new))
+            engine = utils.create_sqlalchemy_engine(f"sqlite:///{new}")
             utils._initialize_tables(engine)  # like a store at its first start (mlflow 3.17, private)
             engine.dispose()
             os.replace(new, path)
     return path
-
-
-def _is_whole(path: str) -> bool:
-    """Returns whether a file is an undamaged SQLite database."""
-    with contextlib.suppress(sqlite3.Error):
-        uri = f"file:{quote(os.path.abspath(path))}?mode=ro"
-        with contextlib.closing(sqlite3.connect(uri, uri=True)) as database:
-            return database.execute("PRAGMA quick_check").fetchone() == ("ok",)
-    return False
 
 
 def _try(path: str, mode: str, begin: str) -> None:
@@ -188,12 +169,13 @@ def _try(path: str, mode: str, begin: str) -> None:
         database.execute("SELECT name FROM sqlite_master").fetchall()
 
 
-def persistently(uri: str, folder: str, call: Callable[[], Any]) -> Any:
-    """Returns what `call` returns. Repeats it, with all its requests, while the tracking server is away, for at most WAIT_S.
+def call_persistently(uri: str, folder: str, call: Callable[[], Any]) -> Any:
+    """Returns what `call` returns. Repeats it while the tracking server is away, for at most WAIT_S.
 
-    `folder` is the run's, which has the adapter.
+    Raises Failure if the SQLite file was deleted, because MLflow may still write into the deleted file.
 
-    Raises Failure if something has deleted the SQLite file, into which MLflow may then still write.
+    Args:
+        folder: of the run, which has the adapter.
     """
     give_up, pause = time.monotonic() + WAIT_S, 1.0
     while True:

@@ -6,7 +6,6 @@ Also finds the folder of a version that a job refers to.
 import hashlib
 import json
 import os
-import re
 import tempfile
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,26 +119,6 @@ def promote(
     if ok:
         mlflow.set_registered_model_alias(ref.name, gate.alias, ref.version)
     return Version(ref.name, str(ref.version), gate.alias if ok else None, reason, champion)
-
-
-def other_base(uri: str, gate: Gate, base: dict[str, Any]) -> str | None:
-    """Returns a warning if the newest version of the gate's registered model was trained on another base than `base`, or None.
-
-    A registered name should stand for one base, because users of its alias expect an adapter on their base.
-    """
-    name = gate.model
-    newest = _newest(client(uri), name) if name else None
-    if newest is None:
-        return None
-    trained_on, digest = newest.tags.get("base_name_or_path"), newest.tags.get("base_digest")
-    if digest in (None, base["digest"][:DIGEST]):
-        return None
-    suffix = re.sub(r"[^A-Za-z0-9._-]+", "-", os.path.basename(base["name_or_path"].rstrip("/")))
-    return (
-        f"mlflow.registered_model: the newest version of {name!r}, v{newest.version}, was trained on base {trained_on} "
-        f"({digest}), this run trains on {base['name_or_path']} ({base['digest'][:DIGEST]}); models:/{name}@"
-        f"{gate.alias} would then be an adapter of another base. Use mlflow.registered_model={name}-{suffix}"
-    )
 
 
 def _store(mlflow: Any, stage: str, run: Any, folder: str, tags: dict[str, str]) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from pipeline.job.identity import Identity, identity_of
 from pipeline.job.rules import find_warnings
 from pipeline.models import adapter_files
 from pipeline.registry import lineage
-from pipeline.registry.store import persistently
+from pipeline.registry.store import call_persistently
 from pipeline.run import checkpoints, judging, resume
 from pipeline.run.prepare import announce, prepared
 from pipeline.run.summary import how_it_ended, print_summary
@@ -111,9 +111,11 @@ def launch(
             outcome |= {"mlflow_run_id": run_id, "tracking_uri": uri, "inputs": run.work.versions}
             outcome["digests"] = run.work.digests
             run.work.lease.require()
-            version = persistently(uri, run.folder, lambda: (register or publish)(run.work, outcome))
+            version = call_persistently(uri, run.folder, lambda: (register or publish)(run.work, outcome))
             if ended := how_it_ended(outcome):
-                persistently(uri, run.folder, lambda: registry.client(uri).set_tag(run_id, "ended", ended))
+                call_persistently(
+                    uri, run.folder, lambda: registry.client(uri).set_tag(run_id, "ended", ended)
+                )
             cost = cost_of(run.work.places, outcome.pop("usage"), outcome["train_seconds"])
             result = run.finish(
                 **outcome, **described(version), cost=cost, versions=lineage.versions(), data=run.data()
@@ -163,8 +165,6 @@ def open_run(job: Job) -> Iterator[OpenRun]:
             counts = {name: split.kept for name, split in run.report.splits.items()}
             for line in judging.estimates(work, rows, counts):
                 terminal.say(line)
-        if work.stage.learns and (other_base := registry.other_base(work.uri, work.gate, work.base)):
-            print(f"warning: {other_base}", flush=True)
         if left:
             run.continues = resume.same_content(left, work.run, work.base["digest"], work.digests)
         with resume.owned(run.folder, seen, job.run.overwrite) as lease:
