@@ -1,11 +1,10 @@
-"""Command-line interface: one subcommand per stage, and the subcommands in pipeline/commands.
+"""Command-line interface: a subcommand for each stage and for each file in pipeline/commands.
 
     python -m pipeline VERB JOB.yaml [section.key=value ...]        installed, also: rlhf VERB ...
     python -m pipeline run jobs/demo [section.key=value ...]
 
-Exit status: 0 done, 1 the run failed (with its traceback), 2 the command, the job file or the data is wrong
-(`error: ...`), 130 interrupted, 143 terminated. With RAY_ADDRESS=http://HEAD:8265 the stages run as jobs on that cluster
-(pipeline/cloud/submit.py).
+The exit status is 0 on success, 1 if the run failed, 2 if the command, the job file or the data is wrong, 130 after Ctrl-C, and
+143 after SIGTERM. If RAY_ADDRESS is http://HEAD:8265, the stages run as jobs on that cluster (pipeline/cloud/submit.py).
 """
 
 import argparse
@@ -26,9 +25,9 @@ from pipeline.job.schema import nearest
 from pipeline.system import process, terminal
 from pipeline.system.credentials import take_forwarded, without_secrets
 
-# What follows a subcommand, by Command.takes: name and description of the first word, and of the others.
 VALUE = "replaces that value of the job, also written --section.key value; a sweep varies key=a,b,c"
 KEY_VALUE = ("section.key=value", VALUE)
+# {Command.takes: (name and description of the first argument, name and description of the others)}
 WORDS = {
     "job": ("JOB.yaml", "a job file, for example jobs/demo/sft.yaml", *KEY_VALUE),
     "file": ("JOB.yaml", "a job file, for example jobs/demo/rm.yaml", *KEY_VALUE),
@@ -37,14 +36,14 @@ WORDS = {
     "rows": (
         "FILE",
         "rows: a path, a glob, a folder, s3://, gs://, hf://",
-        "--name NAME --model MODEL --profile PROFILE data.columns=COLUMNS reward=REWARD",
-        "of the jobs; the profile is `own` by default",
+        "--name NAME --model MODEL --profile PROFILE data.columns=COLUMNS",
+        "name and base of the jobs; the profile whose jobs are copied (default: own); the columns of your rows",
     ),
     "key": ("KEY", "section.key, or a section", "KEY", "more of them"),
-    "runs": ("RUN", "a run's folder, its name under runs/, or its MLflow id", "RUN", "more of them"),
+    "runs": ("RUN", "a run's folder, or its name under runs/", "RUN", "more of them"),
 }
 
-# Subcommands that run on this machine, with models that a cluster may have trained.
+# Subcommands that run on this machine even if RAY_ADDRESS is set, with models that the cluster has trained.
 HERE = ("chat", "export")
 
 EXAMPLES = """\
@@ -79,15 +78,14 @@ def parser() -> argparse.ArgumentParser:
         sub.set_defaults(job="", overrides=[])
         if name:
             sub.add_argument("job", metavar=name, help=about, nargs="?" if takes == "runs" else None)
-        if verb != "completion":
-            sub.add_argument("overrides", nargs="*", default=[], metavar=more, help=about_more)
+        sub.add_argument("overrides", nargs="*", default=[], metavar=more, help=about_more)
     return top
 
 
 def plain(arguments: list[str]) -> list[str]:
-    """Returns the arguments, with `--section.key value` as `section.key=value` at the end. Applies -v and -q.
+    """Returns the arguments with `--section.key value` rewritten to `section.key=value`. Applies -v and -q.
 
-    Raises InputError if the subcommand is unknown, or a value is missing.
+    Raises InputError if the subcommand is unknown, or if a value is missing.
     """
     if arguments and not arguments[0].startswith("-") and arguments[0] not in SUMMARIES:
         raise InputError(f"unknown subcommand {arguments[0]!r}; {nearest(arguments[0], SUMMARIES)}")
@@ -115,7 +113,7 @@ def dispatch(verb: str, path: str, overrides: list[str]) -> int:
     if verb == "demo":
         from pipeline.commands import shipped
 
-        verb, path = "run", str(shipped.bring("demo"))
+        verb, path = "run", str(shipped.copy_profile("demo"))
     if address := os.environ.get("RAY_ADDRESS"):
         from pipeline.cloud import submit
 
@@ -135,11 +133,14 @@ def dispatch(verb: str, path: str, overrides: list[str]) -> int:
     if address and verb in HERE and submit.is_dashboard(address):
         references = [job.model.name_or_path, *job.inputs.values()]
         submit.check_registry(make(verb, job.source), references, job.mlflow.tracking_uri)
-    result = importlib.import_module(module).run(job)
+    code = importlib.import_module(module)
     if trains:
         from pipeline import report
+        from pipeline.run.launch import launch
 
-        report.of_run(result)
+        report.of_run(launch(job, code.RECIPE))
+    else:
+        code.run(job)
     return 0
 
 
@@ -159,7 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         return stopped("interrupted", options.verb, 130, stop)
     except SystemExit as error:
-        # While Ray starts, its own handler of SIGTERM calls sys.exit(15)
+        # While Ray starts, Ray's handler of SIGTERM calls sys.exit(15).
         if number := process.received or (signal.SIGTERM if error.code == signal.SIGTERM else None):
             return stopped(f"terminated by {number.name}", options.verb, 128 + number, error)
         at = traceback.extract_tb(error.__traceback__)[-1]
@@ -183,25 +184,27 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def input_error(error: BaseException, kind: Any = InputError) -> Any:
-    """Returns the InputError (or another `kind`) that Ray wrapped between a worker and the driver, or None."""
+    """Returns the InputError (or error of another `kind`) among the causes of an error, or None.
+
+    Ray wraps a worker's error in a RayTaskError, which may be an instance of InputError with a traceback as its text.
+    """
     for one in causes(error):
-        # A RayTaskError may be an instance of InputError, with a traceback as its text.
         if isinstance(one, kind) and not isinstance(getattr(one, "cause", None), kind):
             return one
     return None
 
 
 def ended(how: str, why: str, status: int) -> int:
-    """Prints how a command ended; returns `status`."""
+    """Prints how a command ended. Returns `status`."""
     print(f"{how}: {without_secrets(why)}", file=sys.stderr)
     return status
 
 
 def stopped(how: str, verb: str, status: int, stop: BaseException) -> int:
-    """Prints how a signal ended the run, and how to continue it; returns `status`."""
+    """Prints which signal ended the run, and how to continue it. Returns `status`."""
     own_names = verb == "sweep"
     resumable = verb in ("run", "demo", "sweep", *RESUMABLE)
-    # The last note is run.name=NAME, of the open run or of all stages of `run`
+    # The last note is run.name=NAME, of the open run or of all stages of `run`.
     name = ["the same run.name", *getattr(stop, "__notes__", [])][0 if own_names else -1]
     advice = f"; the same command with {name} continues from the last checkpoint, if there is one"
     with process.signals_ignored():
@@ -210,7 +213,7 @@ def stopped(how: str, verb: str, status: int, stop: BaseException) -> int:
 
 
 def command() -> None:
-    """Runs the console command `rlhf`, which finds Python functions in the current folder, as `python -m pipeline` does."""
+    """Runs the console command `rlhf`. Like `python -m pipeline`, it imports Python functions from the current folder."""
     sys.path.append("")
     sys.exit(process.run(main))
 

@@ -1,19 +1,19 @@
-"""The files of a run's folder, run.storage_path/run.name: who writes each, and who reads it."""
+"""Names of the files in the folder of a run, with their writers and readers."""
 
-# Written before the work begins by run/resume.py, which reads it to resume; report/ reads it, too.
+# run/resume.py writes the job before the work begins, to resume from it; report/ reads it, too.
 JOB = "job.json"
-# Written last, by run/launch.py; report/, sweep/, `run` and a later start of the same run read it.
+# run/launch.py writes the result last; report/, sweep/, `run` and a later start of the same run read it.
 RESULT = "result.json"
-FAILED = "failed.json"  # why a run failed: written by run/launch.py for report/
-EVALUATION = "evaluation.json"  # tables: written by stages/evaluate.py for itself and report/
-LOG = "log.txt"  # every line of all attempts: written by system/terminal.py for the user
-REPORT = "report.html"  # written by report/ for the user and MLflow
-PARTS = "parts"  # finished parts of inference: run/parts.py writes and resumes from them
-DAMAGED = "damaged"  # checkpoints that run/checkpoints.py moved away, for the user
-SWEEP = "sweep.json"  # in the folder of a sweep: written by commands/sweep.py, which continues from it
+FAILED = "failed.json"  # run/launch.py writes why a run failed, for report/
+EVALUATION = "evaluation.json"  # stages/evaluate.py writes its tables, for itself and for report/
+LOG = "log.txt"  # system/terminal.py writes every line of all attempts, for the user
+REPORT = "report.html"  # report/ writes the page, for the user and for MLflow
+PARTS = "parts"  # run/parts.py writes finished parts of inference, to resume from them
+DAMAGED = "damaged"  # run/checkpoints.py moves damaged checkpoints there, for the user
+SWEEP = "sweep.json"  # commands/sweep.py writes the state of a sweep, to resume from it
 
-# Files of a checkpoint
-DIGESTS = "digests.json"  # of its other files: run/checkpoints.py writes it last and verifies it
-OUTCOME = "outcome.json"  # what result.json says of the training: for run/worker.py, in the last one
-PAIRS, DOUBTFUL = "pairs.json", "doubtful.json"  # held-out pairs: written by stages/rm.py for report/
-BEST = "best.json"  # the best evaluation so far: written and read by run/best.py
+# Files of a checkpoint.
+DIGESTS = "digests.json"  # run/checkpoints.py writes the digests of the other files last, and verifies them
+OUTCOME = "outcome.json"  # run/worker.py writes the entries of result.json into the last checkpoint
+PAIRS, DOUBTFUL = "pairs.json", "doubtful.json"  # stages/rm.py writes eval pairs, for report/
+BEST = "best.json"  # run/best.py writes and reads the best evaluation so far

@@ -1,4 +1,4 @@
-"""Tests that the notebooks run from top to bottom in a new kernel, and that the committed outputs come from such a run."""
+"""Tests that the notebooks run from top to bottom in a new kernel, and that their committed outputs come from such a run."""
 
 import re
 import sys
@@ -36,7 +36,7 @@ def pictures(notebook):
 
 
 def assert_clean(notebook, folder=""):
-    """Asserts that a notebook has no error, no warning, and no detail of the machine except the test's folder."""
+    """Asserts that a notebook has no errors, no warnings and no absolute paths except `folder`."""
     assert not [one for one in outputs(notebook) if one.output_type == "error" or one.get("name") == "stderr"]
     said = printed(notebook).replace(str(folder) or "\0", "FOLDER")
     assert not re.search(r"(?<!\w)/(tmp|home|root|Users)/", said)
@@ -44,7 +44,7 @@ def assert_clean(notebook, folder=""):
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_the_first_cell_installs_in_colab_and_picks_the_device(name, monkeypatch, in_root):
-    """Uses a fake of Colab. No cell has run in the real one."""
+    """Fakes Colab: no cell has run in the real Colab."""
     from IPython.core.inputtransformer2 import TransformerManager
 
     notebook = read(name)
@@ -54,7 +54,7 @@ def test_the_first_cell_installs_in_colab_and_picks_the_device(name, monkeypatch
     space = {"get_ipython": lambda: shell}
     source = TransformerManager().transform_cell(first.source)
     exec(source, space)
-    assert not said, "elsewhere it installs nothing"
+    assert not said, "outside of Colab, the cell installs nothing"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setenv("COLAB_RELEASE_TAG", "release")
     monkeypatch.setattr("sys.path", [*sys.path])
@@ -68,7 +68,7 @@ def test_the_first_cell_installs_in_colab_and_picks_the_device(name, monkeypatch
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_what_is_committed_was_executed_in_order(name):
+def test_the_committed_notebook_was_executed_in_order(name):
     notebook = read(name)
     nbformat.validate(notebook)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -84,11 +84,11 @@ def test_the_committed_runs_learned_something():
     assert float(before) < 0.6 and float(after) > 0.95
     rows = re.findall(r"^ +[\d.]+ +\S+ -> \S+ +\S+ -> \S+ +\S+% +(\S+) +\S+$", printed(second), re.MULTILINE)
     kl = [float(found) for found in rows]
-    assert len(kl) == 3 and kl == sorted(kl, reverse=True), "a higher price of KL buys less of it"
+    assert len(kl) == 3 and kl == sorted(kl, reverse=True), "a higher KL coefficient leads to less KL"
 
 
-def test_the_formulas_give_what_is_committed(capsys):
-    """Runs the cells that call PPO's functions. The slow tests run all cells."""
+def test_the_formulas_give_the_committed_output(capsys):
+    """Runs only the cells that call PPO's functions. The slow tests run all cells."""
     cells, space = [cell for cell in read("ppo.ipynb").cells if cell.cell_type == "code"], {}
     begin = next(i for i, cell in enumerate(cells) if "pipeline.ppo.functional" in cell.source)
     for cell in cells[begin : begin + 2]:
@@ -109,7 +109,7 @@ def storage(request, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_reward_model_notebook_runs(tmp_path, storage):
-    """Runs every cell, with two steps of training. A worker is killed after the first."""
+    """Runs every cell, with two steps of training. The notebook kills a worker after the first step."""
     file = ROOT / "notebooks/llama3_reward_model.ipynb"
     overrides = [*QUICK, "trainer.save_strategy=steps", "trainer.save_steps=1"]
     notebook = execute(file, **storage, OVERRIDES=overrides, timeout=300)
@@ -132,7 +132,7 @@ def test_the_ppo_notebook_runs(tmp_path, storage):
     assert pictures(notebook) == 3 and "rlhf-ppo v2 @champion" in printed(notebook)
 
 
-def test_the_notebooks_of_the_repository_stay_as_they_are(tmp_path, capsys):
+def test_executing_a_notebook_does_not_change_its_file(tmp_path, capsys):
     """`make notebook` writes executed copies, because a changed working tree would block `git pull`."""
     cells = [
         nbformat.v4.new_markdown_cell("# A title\n\nand text"),

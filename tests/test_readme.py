@@ -1,6 +1,6 @@
-"""Runs every command in a block of the README and docs/ on a copy of the repository, with settings that make it short.
+"""Runs the commands of the README and of docs/ on a copy of the repository, with settings that make the runs short.
 
-Also tests that everything that pages name, link to and quote exists.
+Also tests that the files, links, keys, metrics and messages on the pages exist.
 """
 
 import os
@@ -8,16 +8,14 @@ import re
 import shlex
 import shutil
 import subprocess
-from pathlib import Path
 
 import psutil
 import pytest
 import reference
 import yaml
 from head import TOKEN, Head
-from running import ROOT, copy_repository, tracked
+from running import ROOT, copy_repository
 from sockets import on_loopback, sockets
-from transformers import training_args
 
 from pipeline import metrics
 from pipeline.data.shapes import DEMONSTRATIONS, PREFERENCES, PROMPTS
@@ -46,20 +44,20 @@ def commands_of(text):
 
 
 TRANSCRIPT = re.search(r"```\n(jobs/demo: .*?)```", PAGES["runs.md"], re.DOTALL)[1]  # output of `make rlhf`
-# pages whose commands one test runs in their order
+# {page whose commands are run in their order: its first targets}
 TUTORIALS = {"tutorial.md": ["validate", "sft", "rm"], "failed_gates.md": ["init", "validate", "sft"]}
 COMMANDS = commands_of("".join(text for name, text in TEXTS.items() if name not in TUTORIALS))
 TRL = "gate={} trainer.max_steps=2 trainer.eval_on_start=false trainer.eval_strategy=no"
-# Settings that shorten each target. A command's own ARGS come before them.
+# {target of make: settings that shorten its run}. They follow the ARGS of a command.
 SHORT = {
     "rlhf": "sft.gate={} rm.gate={} ppo.gate={} sft.trainer.max_steps=2 rm.trainer.max_steps=2 ppo.trainer.total_episodes=64",
     **dict.fromkeys(("init", "validate", "evaluate", "generate", "score", "export"), ""),
     **dict.fromkeys(("sft", "rm", "dpo", "kto", "sweep"), TRL),
     "ppo": "gate={} trainer.total_episodes=64",
-    "plan": "",  # it has the shape of a gated model
+    "plan": "",  # works for a gated model, whose shape `plan` knows
     "collect": "trainer.num_prompts=8",
 }
-INIT = "make init DATA=my NAME=velo MODEL=jobs/demo/model"  # the README's command, with a local model
+INIT = "make init DATA=my NAME=velo MODEL=jobs/demo/model"  # as in the README, but with a local model
 
 
 def target(command):
@@ -76,7 +74,7 @@ def commands_with(*starts):
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """Copies the repository and adds a user's own data."""
+    """Returns a copy of the repository with rows of a user in the folder `my`."""
     folder = copy_repository(tmp_path_factory.mktemp("copy"), ".dev")
     (folder / "my").mkdir()
     for name in ("demonstrations", "preferences", "prompts"):
@@ -86,7 +84,7 @@ def copy(tmp_path_factory):
 
 
 def shortened(command):
-    """Returns the command with the demo's model and the settings that make it short."""
+    """Returns the command with the model of the demo and with the settings of SHORT."""
     given = f"{arguments_of(command)} {SHORT.get(target(command), '')}".strip()
     return re.sub(r"MODEL=\S+", "MODEL=jobs/demo/model", command) + f" ARGS={shlex.quote(given)}"
 
@@ -99,18 +97,8 @@ def shell(command, copy, **more):
     )
 
 
-def test_the_readme_is_short_and_has_commands():
-    assert README.count("\n") <= 150
-    assert COMMANDS[:2] == ["make rlhf", "make chat"]
-    excerpt = re.search(r"```\n(jobs/demo: .*?)```", README, re.DOTALL)[1].splitlines()
-    assert len(excerpt) > 10 and {*excerpt} <= {"...", *TRANSCRIPT.splitlines()}
-
-
 def test_every_file_of_the_tree_is_in_its_folder():
     tree = re.search(r"```\n(pipeline/.*?)```", PAGES["architecture.md"], re.DOTALL)[1]
-    named = re.findall(r"^\s*([\w./-]+\.(?:py|yaml|jinja|toml|txt|ipynb)|[\w-]+/)", tree, re.MULTILINE)
-    known = "\n".join(tracked())
-    assert len(named) > 15 and not [name for name in named if name not in known]
     folder, found = ROOT / "pipeline", 0
     for line in tree.splitlines()[1:]:
         if starts := re.match(r"  (\w+)/ ", line):
@@ -137,64 +125,24 @@ def test_metrics_on_pages_are_in_the_table():
 
 
 def test_the_messages_of_the_troubleshooting_page_exist():
-    """A message of the pipeline must contain each part of a heading between two `...`."""
+    """A heading is a message, in which `...` stands for values."""
     source = "".join(path.read_text() for path in (ROOT / "pipeline").rglob("*.py"))
     headings = re.findall(r"^#### `(.*)`$", PAGES["troubleshooting.md"], re.MULTILINE)
     parts = [part.strip() for heading in headings for part in heading.split("...") if part.strip(" ()")]
     assert len(parts) > 10 and not [part for part in parts if part.rstrip(" (") not in source]
 
 
-def test_the_first_hour_on_a_gpu_quotes_messages_and_jobs_that_exist(in_root):
-    hour = PAGES["gpu.md"].partition("## The first hour")[2].partition("\n## ")[0]
-    files = [
-        *(ROOT / "pipeline").rglob("*.py"),
-        *(ROOT / "tools/gpu").glob("*.py"),
-        Path(training_args.__file__),
-    ]
-    source = "".join(path.read_text() for path in files)
-    cells = re.findall(r"^\| ([^|]*) \|", hour, re.MULTILINE)
-    quoted = [text for cell in cells for text in re.findall("`([^`]+)`", cell)]
-    quoted = [text for text in quoted if " " in text and not text[0].isdigit()]
-    parts = [part.strip(" (:") for text in quoted for part in text.split("...")]
-    assert len(quoted) > 6 and not [part for part in parts if part not in source]
-    jobs = re.findall(r'make (\w+) PROFILE=llama3-8b ARGS="([^"]*)"', hour)
-    assert [verb for verb, _ in jobs] == ["sft", "ppo"]
-    for verb, given in jobs:
-        load_job(f"jobs/llama3-8b/{verb}.yaml", shlex.split(given), verb)
-
-
-def test_a_training_on_a_gated_model_has_a_job_that_loads(in_root):
-    """No test runs these commands."""
+def test_the_jobs_of_commands_that_need_an_account_load(in_root):
+    """No test runs these commands, which need an account."""
     found = re.findall(r"^make (\w+) PROFILE=([\w-]+) .*# account$", "\n".join(TEXTS.values()), re.MULTILINE)
     assert ("rm", "llama3-8b-qlora") in found
     for verb, profile in found:
         load_job(f"jobs/{profile}/{verb}.yaml", [], verb)
 
 
-def test_the_files_that_agents_are_told_of_exist():
-    named = re.findall(r"`([\w./-]+[/.][\w./-]+)`", TEXTS["AGENTS.md"])
-    made = {"result.json", "report.html"}  # a run writes these
-    assert len(named) > 15 and not [name for name in named if name not in made and not (ROOT / name).exists()]
-
-
-def test_the_skill_is_one_that_agents_find():
-    """The header has the fields of the Agent Skills format, its name equals the folder's, and all that it mentions exists."""
-    _, head, body = SKILL.read_text().split("---\n", 2)
-    facts = yaml.safe_load(head)
-    assert facts.keys() == {"name", "description"} and facts["name"] == SKILL.parent.name
-    assert len(facts["description"]) <= 1024 and body.count("\n") < 100
-    named = re.findall(r"`(docs/[\w.]+)`", body)
-    assert len(named) > 4 and not [name for name in named if not (ROOT / name).exists()]
-    result = "".join(path.read_text() for path in (ROOT / "pipeline/run").glob("*.py"))
-    cells = re.findall(r"^\| (`.*?`) \|", body, re.MULTILINE)
-    assert cells and not [
-        name for name in re.findall(r"`(\w+)`", "".join(cells)) if f'"{name}"' not in result
-    ]
-
-
 @pytest.mark.parametrize("page", TEXTS)
-def test_a_page_fits_a_window_and_what_it_names_and_links_to_exists(page):
-    """Lines have at most 100 columns, except tables, links and commands. Links are relative to the page's folder."""
+def test_a_page_has_short_lines_and_names_and_links_that_exist(page):
+    """Lines have at most 100 columns, except tables, links and commands. Links are relative to the folder of the page."""
     text, folder = TEXTS[page], ROOT if page in ("README.md", "AGENTS.md") else ROOT / "docs"
     whole = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     wide = [line for line in whole.splitlines() if len(line) > 100 and not line.startswith(("|", "!["))]
@@ -213,8 +161,8 @@ def test_a_page_fits_a_window_and_what_it_names_and_links_to_exists(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_yaml_of_a_page_is_of_keys_that_there_are(page):
-    """Puts each fragment into a job of a matching stage, or into a judge's file."""
+def test_the_yaml_of_a_page_has_keys_that_exist(page):
+    """Each fragment must fit into a job of rm or export, or into the file of a judge."""
     for fragment in re.findall(r"```yaml\n(.*?)```", PAGES[page], re.DOTALL):
         read = yaml.safe_load(fragment)
         if read.keys() <= schema.keys(judge.CLASS).keys():
@@ -225,7 +173,7 @@ def test_the_yaml_of_a_page_is_of_keys_that_there_are(page):
 
 
 def shape(transcript):
-    """Returns the first words of the lines of `rlhf`, without samples and lines that depend on run length or gates."""
+    """Returns the first word of each line of `make rlhf`, without lines that depend on the length of the run or on gates."""
     words = [
         line.split()[0] for line in transcript.splitlines() if line.strip() and not line.startswith("   ")
     ]
@@ -242,13 +190,6 @@ def test_the_formats_are_listed_in_the_order_in_which_the_code_tries_them(rows, 
     assert formats.replace("`", "").split(", ") == list(shapes)
 
 
-def test_each_command_for_own_data_names_their_profile():
-    """Without PROFILE, the command would train the demo's model."""
-    [block] = re.findall(r"```bash\nmake init .*?```", README, re.DOTALL)
-    commands = commands_of(block)
-    assert len(commands) == 5 and not [command for command in commands if "velo" not in command]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [c for c in dict.fromkeys(COMMANDS) if re.match(r"make \w+", c) and target(c) in SHORT]
@@ -258,7 +199,7 @@ def test_a_make_command(command, copy):
         assert shell(INIT, copy).returncode == 0
     done = shell(shortened(command), copy)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    if command == "make rlhf":  # here its gates are open, and its times differ
+    if command == "make rlhf":  # its gates are open in this test, and its times differ
         assert TRANSCRIPT.count("\n") <= 45 and done.stdout.count("\n") <= 45
         assert shape(done.stdout) == shape(TRANSCRIPT)
 
@@ -266,7 +207,7 @@ def test_a_make_command(command, copy):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", TUTORIALS)
 def test_a_tutorial_runs_from_top_to_bottom(page, copy):
-    """Uses the demo's model and rows, few steps and open gates. The page says how its own output was made."""
+    """The commands run with the model and rows of the demo, few steps and open gates."""
     commands = commands_of(PAGES[page])
     assert [target(command) for command in commands[:3]] == TUTORIALS[page]
     for command in commands:
@@ -307,7 +248,7 @@ def test_a_service_answers(command, copy, monkeypatch):
 
 @pytest.mark.slow
 def test_a_cluster_runs_the_same_job(copy, monkeypatch):
-    """Uses `RAY_ADDRESS=auto` with a separate Ray."""
+    """Starts a separate Ray head for the command with `RAY_ADDRESS=auto`."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
     command = next(c for c in COMMANDS if c.startswith("RAY_ADDRESS=auto"))
@@ -322,7 +263,7 @@ def test_a_cluster_runs_the_same_job(copy, monkeypatch):
 
 
 def test_every_command_is_covered():
-    """The README must not contain a command that no test runs."""
+    """A command that no test runs must not be on a page."""
     special = (
         *("make test", "make lint"),  # what CI runs
         "make setup",  # test_setup.py
@@ -333,7 +274,7 @@ def test_every_command_is_covered():
         "bash jobs/demo/judge.sh",  # scoring/test_runs.py
         *("make ui", "make serve", "make chat", "make report"),  # above
         "make notebook",  # test_notebooks.py
-        *("make gpu", "SMALL=1 make gpu"),  # gpu/test_rehearsal.py
+        "make gpu",  # gpu/test_pretend.py
         "python -m tools.gpu.pretend",  # gpu/test_runs.py
         *("make up", "make dashboard", "make down"),  # cluster/test_ray_up.py
         "hf jobs uv run --dry-run",  # cloud/test_launchers.py
@@ -348,16 +289,11 @@ def test_every_command_is_covered():
         assert command.startswith(special) or target(command) in SHORT, command
 
 
-def test_the_stack_of_the_readme_gets_what_it_asks_for():
-    """Checks the file and the parameters without a default. cloud/test_clusterfile.py creates the stack in a mock of AWS."""
+def test_the_aws_command_has_the_parameters_without_a_default():
+    """cloud/test_clusterfile.py creates the stack in a mock of AWS."""
     [command] = [command for command in COMMANDS if command.startswith("aws cloudformation")]
     file = ROOT / shlex.split(command)[shlex.split(command).index("--template-file") + 1]
     parameters = re.search(r"^Parameters:\n(.*?)^\w", file.read_text(), re.M | re.S)[1]
     every = re.split(r"^  (?=\w)", parameters, flags=re.M)[1:]
     asked = [one.split(":")[0] for one in every if "Default:" not in one]
     assert asked == re.findall(r"(\w+)=", command.partition("--parameter-overrides")[2])
-
-
-def test_the_pictures_are_small():
-    pictures = [path for path in (ROOT / "docs").iterdir() if path.suffix in (".png", ".svg")]
-    assert pictures and all(path.stat().st_size < 150_000 for path in pictures)

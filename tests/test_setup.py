@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import tomllib
-from importlib.metadata import distributions, requires, version
+from importlib.metadata import distributions, requires
 from pathlib import Path
 
 import pytest
@@ -47,9 +47,9 @@ def test_every_requirement_is_pinned_and_locked():
     assert moved == {"fastapi", "numpy", "setuptools"}
 
 
-@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13", "3.14"])
+@pytest.mark.parametrize("python", ["3.11", "3.14"])
 def test_what_the_pinned_packages_ask_for_is_pinned_on_linux(python):
-    """Uses the metadata of installed packages for another Python version. The installed torch may be its CPU build."""
+    """Evaluates the metadata of the installed packages for a Python version on Linux."""
     from packaging.requirements import Requirement
 
     locked = locked_in("constraints.txt")
@@ -58,7 +58,7 @@ def test_what_the_pinned_packages_ask_for_is_pinned_on_linux(python):
         "platform_system": "Linux", "platform_machine": "x86_64", "implementation_name": "cpython",
         "platform_python_implementation": "CPython",
     }  # fmt: skip
-    # without packages of other platforms and of the CUDA build
+    # Packages for other platforms and for CUDA are not installed here.
     here = {plain(one.name) for one in distributions()}
     waiting = [Requirement(one) for one in PROJECT["dependencies"]]
     met, unpinned = set(), set()
@@ -76,7 +76,7 @@ def test_what_the_pinned_packages_ask_for_is_pinned_on_linux(python):
 
 
 def test_the_libraries_that_torch_loads_on_a_gpu_are_pinned():
-    """The CPU build's metadata does not name these libraries, but its source does."""
+    """The metadata of the CPU build of torch does not name these libraries. Its source does."""
     import torch
 
     source, locked = Path(torch.__file__).read_text(), locked_in("constraints.txt")
@@ -85,11 +85,6 @@ def test_the_libraries_that_torch_loads_on_a_gpu_are_pinned():
     assert len(names) > 8
     assert not {n for n in names if f"nvidia-{n}" not in locked and f"nvidia-{n}-cu13" not in locked}
     assert "triton" in locked and "cuda-toolkit" in locked
-
-
-def test_the_installed_versions_are_the_pinned_ones():
-    installed = {name: version(name).partition("+")[0] for name in pins(PROJECT["dependencies"])}
-    assert installed == pins(PROJECT["dependencies"])
 
 
 def test_the_workflow_runs_what_ci_runs_on_pythons_that_are_supported():
@@ -106,7 +101,7 @@ def test_the_workflow_runs_what_ci_runs_on_pythons_that_are_supported():
 
 
 # ---------------------------------------------------------------- make
-# A fake Python: passes the version check, makes a "venv" with itself, and records what it should install or run.
+# A fake Python. It passes the version check, copies itself into a "venv", and records what make installs or runs.
 FAKE = """#!/usr/bin/env bash
 case "$*" in
   *sys.version_info*) exit ${FAKE_TOO_OLD:-0} ;;
@@ -140,16 +135,11 @@ def make(tmp_path):
     return run
 
 
-def test_help_is_the_default_and_lists_the_first_day_and_help_all_every_target(make):
-    assert make().stdout == make("help").stdout
-    for target, expected in (("help", TARGETS[:7]), ("help-all", TARGETS)):
-        shown = make(target).stdout
-        assert re.findall(r"^  make (\S+) +\S", shown, re.MULTILINE) == expected
-        assert max(map(len, shown.splitlines())) <= 80
-    assert expected[2:7] == ["rlhf", "init", "chat", "ui", "report"]
-
-
 def test_setup_installs_once_and_again_when_the_pins_change(make):
+    failed = make("setup", FAKE_PIP="1", FAKE_SAYS="no such version\\n")
+    assert failed.stderr.startswith("no such version\n")
+    assert failed.returncode != 0 and not (make.folder / ".venv/.core").exists()
+    (make.folder / "pip.log").write_text("")
     first = make("setup", FAKE_SAYS="Collecting torch\\n")
     assert first.returncode == 0, first.stderr
     assert len(first.installs) == 1 and "-c constraints.txt -e ." in first.installs[0]
@@ -162,16 +152,15 @@ def test_setup_installs_once_and_again_when_the_pins_change(make):
         later = (make.folder / ".venv/.core").stat().st_mtime + number
         os.utime(make.folder / name, (later, later))
         assert len(make("setup").installs) == number
-        now = later + 0.5
-        # the clock passes the time of the file
+        now = later + 0.5  # the install is newer than the changed file
         os.utime(make.folder / ".venv/.core", (now, now))
 
 
 @pytest.mark.parametrize(
     ("settings", "installer"),
-    [("", "uv"), ("global.find-links='/wheels'", "pip"), (":env:.index-url='http://127.0.0.1'", "pip")],
+    [("", "uv"), ("global.find-links='/wheels'", "pip")],
 )
-def test_uv_installs_where_it_is_and_pip_has_no_index_of_its_own(make, settings, installer):
+def test_uv_installs_the_packages_unless_pip_has_its_own_index(make, settings, installer):
     folder = make.folder / "bin"
     folder.mkdir()
     (folder / "uv").write_text('#!/bin/sh\necho "uv $*" >> "$FAKE_LOG"\n')
@@ -183,21 +172,7 @@ def test_uv_installs_where_it_is_and_pip_has_no_index_of_its_own(make, settings,
     assert install.startswith(begins) and install.endswith("-c constraints.txt -e .")
 
 
-def test_a_failed_install_is_tried_again(make):
-    failed = make("setup", FAKE_PIP="1", FAKE_SAYS="no such version\\n")
-    assert failed.stderr.startswith("no such version\n")
-    assert failed.returncode != 0 and not (make.folder / ".venv/.core").exists()
-    assert make("setup").returncode == 0 and len(make("setup").installs) == 2
-
-
-def test_tests_bring_their_own_extra_and_setup_is_done_with_it(make):
-    tested = make("test")
-    assert tested.returncode == 0 and "ran: -m pytest -m not slow" in tested.stdout
-    assert "-e .[dev]" in tested.installs[0]
-    assert len(make("sft").installs) == 1
-
-
-def test_too_old_a_python_is_named(make):
+def test_an_unsupported_python_is_an_error(make):
     done = make("rlhf", FAKE_TOO_OLD="1")
     assert done.returncode != 0 and done.installs == []
     assert "Python 3.11 to 3.14 is needed" in done.stderr and "is Python 3.9.1" in done.stderr
@@ -206,10 +181,10 @@ def test_too_old_a_python_is_named(make):
 
 @pytest.mark.parametrize(
     "key",
-    ["trainer.learning_rate=1e-4", "policy=base", "judge=python:a:b", "reference=base", "learning_rate=1"],
+    ["trainer.learning_rate=1e-4", "policy=base"],
 )
 def test_a_key_outside_of_args_stops_make(key, make):
-    """Otherwise make takes the key for a variable, and the job trains with the file's value and registers a version."""
+    """Otherwise make would take the key for a variable, and the job would train with the value of its file."""
     done = make("sft", key, "PROFILE=own", "JOB=a.yaml", "ARGS=trainer.seed=2 lora.r=8")
     assert (done.returncode, done.stdout) == (2, "")
     assert "keys of a job go into ARGS: make sft JOB='a.yaml' PROFILE='own' " in done.stderr
@@ -217,8 +192,8 @@ def test_a_key_outside_of_args_stops_make(key, make):
     assert make("sft", "ARGS=trainer.seed=2 lora.r=8", "JOB=a.b/c.yaml", "OMP_NUM_THREADS=1").returncode == 0
 
 
-def test_what_init_takes_stops_a_stage(make):
-    """Otherwise `make sft NAME=velo MODEL=org/model` trains the demo's base."""
+def test_a_variable_of_make_init_stops_make_sft(make):
+    """Otherwise `make sft NAME=velo MODEL=org/model` would train the base of the demo."""
     done = make("sft", "NAME=velo", "MODEL=org/model")
     assert (done.returncode, done.stdout) == (2, "") and "NAME is for make init; run" in done.stderr
     assert "PROFILE=velo" in done.stderr and 'ARGS="model.name_or_path=org/model' in done.stderr

@@ -1,4 +1,4 @@
-"""Tests that the documentation site builds without a warning, and that a broken link is named."""
+"""Tests that the documentation site builds without warnings, and that a broken link fails the build."""
 
 import runpy
 import shutil
@@ -16,7 +16,7 @@ def test_the_navigation_has_each_page_once():
 
 
 @pytest.mark.slow
-def test_the_site_builds_without_warnings_and_a_broken_anchor_is_one(tmp_path):
+def test_the_site_builds_without_warnings_and_fails_for_a_broken_anchor(tmp_path):
     for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md", "Makefile"):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("docs", "notebooks", "jobs"):

@@ -125,7 +125,7 @@ def load(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Workload
     elif verb == "sweep":
         from pipeline.sweep import space
 
-        sweep = space.read(path, overrides)
+        sweep = space.read_sweep(path, overrides)
         return str(sweep.job.run.name), [workload_of(load_job(path, sweep.arguments))]
     else:
         jobs = [load_job(path, overrides, verb if verb in RUNS else None)]

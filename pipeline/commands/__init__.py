@@ -1,8 +1,7 @@
-"""The subcommands that are not stages: a file each, and a row in this table."""
+"""Lists the subcommands that are not stages. Each has a row in this table and a file in this folder."""
 
 from typing import Literal, NamedTuple
 
-from pipeline.job import STAGES
 from pipeline.job.stages import STAGE
 
 
@@ -10,7 +9,7 @@ class Command(NamedTuple):
     """A subcommand. Its file has `run(job)`, or `run(path, overrides)` if it reads the job files itself."""
 
     summary: str  # one line for --help
-    # The arguments: a stage's job file, a file that the subcommand reads itself, or other words (__main__.parser).
+    # What follows the subcommand: a job file that is checked first, a file that the subcommand reads itself, or other words
     takes: Literal["job", "file", "folder", "rows", "runs", "key", "nothing"] = "file"
     stage: str | None = None  # the only stage whose jobs it takes, or None for any stage
 
@@ -25,18 +24,7 @@ COMMANDS = {
     "run": Command("run sft, rm, ppo and evaluate of a folder of jobs", "folder"),
     "report": Command("write a page about one run or several", "runs"),
     "help": Command("explain keys of a job: type, default, range and meaning", "key"),
-    "completion": Command("print a script for completion in bash or zsh", "nothing"),
 }
 SUMMARIES = {name: stage.summary for name, stage in STAGE.items()} | {
     name: command.summary for name, command in COMMANDS.items()
 }
-
-
-def stages_of(verb: str) -> list[str]:
-    """Returns the stages whose jobs a subcommand takes."""
-    if verb in STAGE:
-        return [verb]
-    command = COMMANDS[verb]
-    if verb != "sweep" and command.takes != "job":
-        return []
-    return [command.stage] if command.stage else [*STAGES]

@@ -1,9 +1,9 @@
-"""A conversation with a policy in the terminal: completions appear as they are written, each with its reward.
+"""Talks with a policy in the terminal: prints completions while they are sampled, each with its reward.
 
     make chat    or    python -m pipeline chat jobs/demo/generate.yaml [policy=models:/NAME/3] [trainer.temperature=0]
 
-It reads a job of `generate`, but not its data. Typed text goes through the chat template that the policy was
-trained with. /reset starts again, /system TEXT sets the instructions, /quit ends; lines may also come from a pipe.
+It takes a job of `generate`, but does not read its rows. Typed text goes through the chat template that the policy was trained
+with. /reset starts a new conversation, /system TEXT sets the system prompt, and /quit ends. Lines may also come from a pipe.
 """
 
 import io
@@ -17,17 +17,17 @@ from pipeline.data.values import RowError
 from pipeline.errors import InputError, visible
 from pipeline.job import Job
 from pipeline.models.template import text_as_chat
-from pipeline.run.host import Host, load_host
-from pipeline.settle.inputs import unfilled
+from pipeline.run.model_host import ModelHost, load_model_host
+from pipeline.settle.inputs import missing_parameter
 from pipeline.system import process
 
-HELP = "/reset forgets the conversation, /system TEXT sets the instructions (nothing: none), /quit ends"
+HELP = "/reset forgets the conversation, /system TEXT sets or removes the system prompt, /quit ends"
 
 
 def run(job: Job) -> None:
-    host = load_host(job)
+    host = load_model_host(job)
     for key, source in job.functions.items():
-        if wanted := unfilled(source, {"messages"}):
+        if wanted := missing_parameter(source, {"messages"}):
             raise InputError(
                 f"{source} asks for `{wanted}`, which a conversation does not have; set {key}=null, or name a reward "
                 "model, e.g. models:/rlhf-rm@champion",
@@ -42,14 +42,14 @@ def run(job: Job) -> None:
             flush=True,
         )
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # bytes of another encoding do not end the conversation
+        sys.stdin.reconfigure(errors="replace")  # bytes that are not UTF-8 do not end the conversation
     Chat(host).talk(sys.stdin)
 
 
 class Chat:
-    """A conversation: its messages, and the models that answer and judge them."""
+    """A conversation: its messages, and the models that answer and score them."""
 
-    def __init__(self, host: Host):
+    def __init__(self, host: ModelHost):
         from pipeline.run import roles
         from pipeline.writing.decoder import SlotDecoder
         from pipeline.writing.rows import Sampling
@@ -65,10 +65,10 @@ class Chat:
         self.encoder = Encoder(host.tokenizer, kind_of("generate"), *settings)
         self.system: list[dict[str, str]] = []
         self.turns: list[dict[str, str]] = []
-        self.completions = 0  # number of completions; each has its own random numbers
+        self.completions = 0  # number of completions, which seeds the next one
 
     def talk(self, lines: Any) -> None:
-        """Reads and answers lines until /quit or the end of the lines."""
+        """Answers lines until /quit or the last line."""
         for line in _typed(lines):
             command, _, text = line.strip().partition(" ")
             if command == "/quit":
@@ -84,7 +84,7 @@ class Chat:
                 self.answer(line.strip())
 
     def answer(self, text: str) -> None:
-        """Prints the completion to `text` as it is sampled, and its reward. Remembers both turns."""
+        """Prints the completion to `text` while it is sampled, and its reward. Adds both messages to the conversation."""
         from pipeline.scoring.rewards import Samples, weighted
         from pipeline.writing.rows import Row
 
@@ -118,8 +118,11 @@ class Chat:
         self.turns.append({"role": "assistant", "content": writer.shown})
 
     def prompt(self) -> list[int] | None:
-        """Returns the token ids, or None if the text cannot be encoded. Forgets the oldest turns if they no longer fit."""
-        for start in range(0, len(self.turns), 2):  # without the oldest questions and their answers
+        """Returns the token ids of the conversation, or None if the text cannot be encoded.
+
+        Forgets the oldest messages if the conversation no longer fits into the context.
+        """
+        for start in range(0, len(self.turns), 2):  # a question and its answer
             [[outcome]] = self.encoder.encode([Record([*self.system, *self.turns[start:]])])
             if isinstance(outcome, Example):
                 if start:
@@ -139,14 +142,14 @@ class Chat:
 
 
 class Writer:
-    """Prints the text of a growing list of tokens. Holds back a character until all its bytes are there."""
+    """Prints the text of a growing list of tokens. Prints a character only when all of its bytes have been sampled."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         self.shown = ""
 
     def show(self, tokens: list[int], last: bool = False) -> None:
-        """Prints new text. At the end, also prints an incomplete character."""
+        """Prints the new text. If `last` is true, also prints an incomplete character."""
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         if last or (not text.endswith("\ufffd") and text.startswith(self.shown)):
             print(visible(text[len(self.shown) :]), end="", flush=True)
@@ -154,7 +157,7 @@ class Writer:
 
 
 def _typed(lines: Any) -> Iterator[str]:
-    """Yields lines from a pipe, or from a terminal with a prompt and line editing until Ctrl-C or Ctrl-D."""
+    """Yields the lines of a pipe, or the lines that a user types in a terminal until Ctrl-C or Ctrl-D."""
     if not lines.isatty():
         yield from lines
         return

@@ -1,11 +1,11 @@
-"""Makes training rows from a policy's completions: samples several per prompt, scores them, and selects the best.
+"""Makes training rows from a policy's completions: samples several for each prompt, scores them, and selects the best.
 
     make collect    or    python -m pipeline collect jobs/demo/collect.yaml [section.key=value ...]
 
-`trainer.select` sets which rows come out: `best` (rejection sampling: prompt and completion, for sft), `best_worst` (the best
-against the worst) or `pairs` (every two whose scores differ), for dpo, rm and kto, or `labels` (each completion, good or bad,
-for kto). Each row has its scores, the `version` of
-the policy that wrote it, the `reward_version` that scored it, and the seed. The same run.name continues a killed run.
+`trainer.select` chooses the rows: `best` writes the best completion, for sft (rejection sampling). `best_worst` writes a pair of
+the best and the worst completion, and `pairs` all pairs with different scores, for dpo, rm and kto. `labels` writes each
+completion with a label, good or bad, for kto. Each row has its scores, the `version` of the policy that wrote it, the
+`reward_version` that scored it, and the seed. The same run.name continues a killed run.
 """
 
 import functools
@@ -21,10 +21,10 @@ from pipeline.data.messages import repeats_prompt, unpacked
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
 from pipeline.job import Collect, Job
-from pipeline.run.host import Host
-from pipeline.run.parts import Answer, Record, Verb, launch
+from pipeline.run.model_host import ModelHost
+from pipeline.run.parts import Answer, Record, RowRecipe, launch_rows
 
-# Columns that are dropped from a prompt's row, because training would read them with or instead of the completions.
+# Columns that are removed from a prompt's row, because training would read them in addition to the completions or instead.
 REPLACED = """messages conversations system completion chosen rejected pos_answers neg_answers label kto_tag margin score
     score_chosen score_rejected version reward_version seed""".split()
 Sample = dict[str, Any]  # completion, score, completion_tokens, ended
@@ -32,8 +32,8 @@ SCORE = itemgetter("score")
 
 
 def run(job: Job) -> dict[str, Any]:
-    args: Collect = job.args
-    verb = Verb(
+    args = Collect(**job.trainer)
+    recipe = RowRecipe(
         "rows.jsonl",
         load,
         measure=functools.partial(measure, args),
@@ -41,13 +41,13 @@ def run(job: Job) -> dict[str, Any]:
         count=functools.partial(count, args),
         choose=functools.partial(choose, args, job.data.seed),
     )
-    result = launch(job, verb)
+    result = launch_rows(job, recipe)
     if not result["counts"]["rows"]:
         print(f"warning: no prompt gave a row: {why_none(args, result['counts'])}", flush=True)
     return result
 
 
-def load(host: Host) -> Answer:
+def load(host: ModelHost) -> Answer:
     sample = sampler(host, host.args.num_generations)
     came_from = origin(host.work.versions) | {"seed": host.args.seed}
 
@@ -58,14 +58,14 @@ def load(host: Host) -> Answer:
 
 
 def origin(inputs: Mapping[str, str]) -> dict[str, Any]:
-    """Returns {"version": the pinned policy that samples, "reward_version": the pinned rewards that score}."""
+    """Returns {"version": version of the policy, "reward_version": version of the reward, or list of versions}."""
     rewards = [source for name, source in sorted(inputs.items()) if name.startswith("reward.")]
     scored_by = rewards[0] if len(rewards) == 1 else rewards
     return {"version": inputs.get("policy", "base"), "reward_version": scored_by}
 
 
 def cleaned(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns the row of a prompt without REPLACED. Its completion becomes `reference_completion`, unless that column exists."""
+    """Returns a prompt's row without the columns in REPLACED. Keeps its completion as `reference_completion`."""
     kept = {name: value for name, value in row.items() if name not in REPLACED}
     return ({"reference_completion": row["completion"]} if "completion" in row else {}) | kept
 
@@ -74,11 +74,11 @@ def cleaned(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def choose(args: Collect, seed: int, count: int) -> list[int] | range:
-    """Returns which of `count` prompts to use, by their numbers.
+    """Returns the numbers of the prompts to use, of `count` prompts.
 
-    Runs with the same seed share no prompt until all are used, if each skips the prompts of the previous runs.
+    Runs with the same seed use different prompts until all are used, if each run skips the prompts of the previous runs.
 
-    Raises InputError if the job asks for more than `count`.
+    Raises InputError if the job wants more than `count` prompts.
     """
     if args.num_prompts is None:
         return range(count)
@@ -91,7 +91,7 @@ def choose(args: Collect, seed: int, count: int) -> list[int] | range:
 
 
 def drawn(seed: int, count: int) -> Iterator[int]:
-    """Yields all of `count` numbers in random order, then all of them in another order, without end."""
+    """Yields the numbers below `count` in random order, then again in another order, without end."""
     for epoch in itertools.count():
         order = list(range(count))
         Random(f"{seed}-{epoch}").shuffle(order)
@@ -126,9 +126,8 @@ def rows_of(args: Collect, record: Record) -> list[dict[str, Any]]:
 def selected(args: Collect, samples: list[Sample]) -> list[tuple[Sample, ...]]:
     """Returns the best sample, every sample, or pairs of a better and a worse sample.
 
-    Leaves out a pair if the judge's preference depends on the order in which it sees the two samples.
-
-    A truncated completion is never the better one: it would teach the policy to stop in the middle of a sentence.
+    Leaves out a pair if the judge's preference depends on the order in which it sees the two samples. A truncated completion is
+    never the better one, because it would teach the policy to stop in the middle of a sentence.
     """
     left = distinct(samples)
     finished = [one for one in left if one["ended"]]
@@ -148,7 +147,7 @@ def selected(args: Collect, samples: list[Sample]) -> list[tuple[Sample, ...]]:
 
 
 def flips(one: Sample, other: Sample) -> bool:
-    """Returns whether a judge that saw two samples in several orders prefers each of them in one of the orders."""
+    """Returns True if the order in which a judge sees two samples decides which one it prefers."""
     differences = [a - b for a, b in zip(one.get("orders", ()), other.get("orders", ()), strict=True)]
     return min(differences, default=0.0) < 0 < max(differences, default=0.0)
 
@@ -159,7 +158,7 @@ def is_good(args: Collect, one: Sample) -> bool:
 
 
 def distinct(samples: list[Sample]) -> list[Sample]:
-    """Returns the samples without empty ones, repetitions, and those that would be read as a conversation."""
+    """Returns the samples without empty ones, repetitions, and texts that would be read as a conversation."""
     first: dict[str, Sample] = {}
     for one in samples:
         first.setdefault(one["completion"].strip(), one)
@@ -178,10 +177,10 @@ def is_dialogue(completion: str) -> bool:
 
 
 def count(args: Collect, record: Record) -> dict[str, int]:
-    """Counts what became of a prompt's samples.
+    """Counts a prompt's samples by what became of them.
 
-    `ties` are pairs of different completions with equal scores, `close` pairs whose scores differ by less than min_margin,
-    `flips` pairs whose preferred side depends on the order in which a judge sees them.
+    `ties` are pairs of different completions with equal scores. `close` are pairs whose scores differ by less than min_margin.
+    `flips` are pairs whose preferred completion depends on the order in which a judge sees them.
     """
     samples = record["samples"]
     rows, texts = len(selected(args, samples)), [one["completion"].strip() for one in samples]
@@ -209,7 +208,7 @@ def count(args: Collect, record: Record) -> dict[str, int]:
 
 
 def measure(args: Collect, record: Record) -> dict[str, float]:
-    """Returns the metrics of a prompt: mean, best and worst score, completion length, shares of samples, margin of pairs."""
+    """Returns the metrics of a prompt: scores, completion length, shares of its samples, and the margin of its pairs."""
     samples = record["samples"]
     scores, counts, number = [*map(SCORE, samples)], count(args, record), len(samples)
     metrics = {
@@ -219,7 +218,7 @@ def measure(args: Collect, record: Record) -> dict[str, float]:
         "completion_tokens": sum(one["completion_tokens"] for one in samples) / number,
         "share_truncated": counts["truncated"] / number,
         "share_duplicates": counts["duplicates"] / number,
-        "share_tied": float(max(scores) == min(scores)),  # so they form no pair
+        "share_tied": float(max(scores) == min(scores)),  # equal scores form no pair
         "share_with_rows": float(counts["rows"] > 0),
     }
     if "flips" in counts and (compared := math.comb(len(distinct(samples)), 2)):

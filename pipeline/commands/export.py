@@ -1,14 +1,14 @@
-"""Policy and reward as folders for others: merged models for plain transformers, or adapters for plain peft.
+"""Exports policy and reward model to folders: merged models for plain transformers, or adapters for plain peft.
 
     make export    or    python -m pipeline export jobs/demo/export.yaml [reward=null] [model.dtype=float32]
     make export ARGS="reward=null trainer.merge=false trainer.hub_model_id=OWNER/NAME [trainer.push_to_hub=true]"
 
-With trainer.hub_model_id and trainer.push_to_hub=true it pushes to the hub (commands/hub.py).
+trainer.hub_model_id and trainer.push_to_hub=true push the folder to the Hub (commands/hub.py).
 
-This is the only place that merges. The base is loaded as it is stored (never from nf4), each layer's sum is made in float32 and
-rounded once to model.dtype. The folder holds safetensors, tokenizer, chat template, generation config (every token that ends a
-completion) and a model card. It appears only after plain transformers has loaded it and answered like the registered adapter:
-in float32 with the same greedy text and scores within 1e-5, in a shorter dtype within its rounding.
+No other code merges adapters. The base is loaded with its stored weights, never from NF4. Each merged weight is computed in
+float32 and rounded once to model.dtype. A folder has safetensors, tokenizer, chat template, generation config and a model card.
+It appears only after plain transformers has loaded it and its outputs equal the adapter's: in float32 with the same greedy
+text and scores within 1e-5, in a shorter dtype within its rounding.
 """
 
 import gc
@@ -25,13 +25,15 @@ from pipeline.job import Job, lora
 from pipeline.job.identity import identity_of
 from pipeline.job.job import Export
 from pipeline.models import adapter_files, transformers4
-from pipeline.run.host import Host
-from pipeline.run.launch import OpenRun, finished, open_run
+from pipeline.run.launch import finished, open_run, write_result
+from pipeline.run.model_host import ModelHost
+from pipeline.run.resume import find_earlier
 from pipeline.settle.identity import named
+from pipeline.settle.work import Work
 from pipeline.system import console, storage
 from pipeline.system.hub import ADAPTER, announcement, base_config
 
-# Prompts of the comparison, written with the chat template of the adapter.
+# Prompts for the comparison of a merged model with its adapter
 PROBES = (
     "What is the capital of Peru?",
     "Name the continent of Norway.",
@@ -40,7 +42,7 @@ PROBES = (
     "Explain to a child why the sky is blue.",
     "Translate to French: Good morning.",
 )
-# {dtype: (limit of a score's difference, limit of a mean log-prob's difference)}: what rounding the merged weights explains
+# {dtype: (largest difference of a score, largest difference of a mean log-prob) that rounding the merged weights explains}
 TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (0.1, 0.1), "float16": (0.02, 0.02)}
 
 
@@ -51,38 +53,39 @@ def run(job: Job) -> dict[str, Any]:
             "run.storage_path=./exports, and copy it",
             key="run.storage_path",
         )
-    args: Export = job.args
-    hub.check_push(args)
+    args = Export(**job.trainer)
+    hub.create_repository(args)
     job = named(job)
-    if not (result := finished(identity_of(job))):
-        with open_run(job) as run:
-            result = write_all(run)
+    earlier = find_earlier(identity_of(job))
+    if not (result := finished(earlier)):
+        with open_run(job, earlier) as (work, _, report):
+            result = write_result(work, report, {"exported": write_all(work)})
     if not args.hub_model_id:
         return result
     return hub.push(args, "policy" if job.policy else "reward", job.model.name_or_path, result)
 
 
-def write_all(run: OpenRun) -> dict[str, Any]:
-    """Writes the folders that the job names, in this process. Returns the content of result.json."""
-    if run.work.args.merge:
-        print(announcement(run.work.model.name_or_path, run.work.model.revision), flush=True)
+def write_all(work: Work) -> dict[str, Any]:
+    """Exports the policy and the reward of a job in this process. Returns the entry of result.json."""
+    if work.args.merge:
+        print(announcement(work.model.name_or_path, work.model.revision), flush=True)
     console.silence_libraries()
-    host = Host(run.work)
+    host = ModelHost(work)
     exported = {}
     for name in ("policy", "reward.0"):
         kind = name.removesuffix(".0")
-        folder = storage.join(run.folder, kind)
+        folder = storage.join(work.folder, kind)
         for left in (folder, f"{folder}.partial"):  # left by an interrupted attempt
             shutil.rmtree(left, ignore_errors=True)
-        if name in run.work.inputs:
+        if name in work.inputs:
             exported[kind] = {"folder": folder, **write(host, name, folder)}
-    return run.finish(exported=exported)
+    return exported
 
 
-def write(host: Host, name: str, folder: str) -> dict[str, float]:
-    """Writes one adapter to `folder`, merged or as it is. Returns the differences of the merged model from the adapter.
+def write(host: ModelHost, name: str, folder: str) -> dict[str, float]:
+    """Writes one adapter to `folder`, merged or as it is. The folder appears only when it is complete.
 
-    The folder appears only when it is complete. Raises Failure if a difference is too large.
+    Returns the differences between the merged model and the adapter. Raises Failure if a difference is too large.
     """
     differences, partial = None, f"{folder}.partial"
     try:
@@ -90,7 +93,7 @@ def write(host: Host, name: str, folder: str) -> dict[str, float]:
         if host.args.merge:
             expected = expectations(host, name)
             save_merged(host, name, partial)
-            gc.collect()  # a large model must fit only once into memory
+            gc.collect()  # frees the merged model before it is loaded again
             differences = compare(host, name, partial, expected)
         else:
             for file in ADAPTER:
@@ -108,14 +111,14 @@ def write(host: Host, name: str, folder: str) -> dict[str, float]:
 
 
 def vllm_command(base: str, folder: str, name: str) -> str:
-    """Returns the command with which vLLM serves an adapter on its base under a name, or why it cannot.
+    """Returns the command with which vLLM serves an adapter as `name`, or the reason why vLLM cannot serve it.
 
-    vLLM 0.31 is the first that reads the head of a reward adapter.
+    The head of a reward adapter needs vLLM 0.31 or newer.
     """
     adapter = adapter_files.settings(folder)
     if ignored := lora.ignored_by_vllm(adapter):
         return f"vLLM would ignore its {ignored}; merge it instead (trainer.merge=true)"
-    rank = max(8, 1 << (adapter_files.rank(folder) - 1).bit_length())  # vLLM takes powers of two from 8 on
+    rank = max(8, 1 << (adapter_files.rank(folder) - 1).bit_length())  # a power of two, at least 8
     words = ["vllm", "serve", base, "--tokenizer", folder, "--enable-lora", "--max-lora-rank", str(rank)]
     words += ["--lora-modules", f"{name}={folder}"]
     if name == "reward":
@@ -124,7 +127,7 @@ def vllm_command(base: str, folder: str, name: str) -> str:
     return shlex.join(words)
 
 
-def save_merged(host: Host, name: str, folder: str) -> None:
+def save_merged(host: ModelHost, name: str, folder: str) -> None:
     """Saves the merged model, with its padding token and the tokens that end a completion."""
     from transformers import GenerationConfig
     from transformers.utils import logging
@@ -142,7 +145,7 @@ def save_merged(host: Host, name: str, folder: str) -> None:
             eos_token_id=eos_ids(tokenizer, merged.generation_config),
             pad_token_id=tokenizer.pad_token_id,
         )
-    logging.disable_progress_bar()  # progress of the shards that it writes
+    logging.disable_progress_bar()  # of save_pretrained
     merged.save_pretrained(folder)
     transformers4.add_old_names(folder, base_config(model.name_or_path, model.revision))
 
@@ -168,8 +171,8 @@ def merge(base: Any, adapter: str, dtype: str) -> Any:
 # ------------------------------------------------------------------------------------------- the comparison
 
 
-def probes(host: Host) -> tuple[list[list[int]], int]:
-    """Returns the token ids of the PROBES, as the chat template writes them, and the maximum length of a completion."""
+def probes(host: ModelHost) -> tuple[list[list[int]], int]:
+    """Returns the token ids of PROBES after the chat template, and the maximum number of tokens of a completion."""
     encode = host.tokenizer.apply_chat_template
     turns = ([{"role": "user", "content": text}] for text in PROBES)
     rows = [[*encode(one, add_generation_prompt=True, return_dict=False)] for one in turns]
@@ -177,14 +180,14 @@ def probes(host: Host) -> tuple[list[list[int]], int]:
     return rows, min(most, context - max(map(len, rows))) if context else most
 
 
-def expectations(host: Host, name: str) -> list[Any]:
-    """Returns the adapter's answer on its frozen base to each probe: a greedy completion, or a score."""
+def expectations(host: ModelHost, name: str) -> list[Any]:
+    """Returns the output of the adapter on its frozen base for each probe: a greedy completion, or a score."""
     from pipeline.run import roles
     from pipeline.writing.decoder import SlotDecoder
     from pipeline.writing.rows import Sampling
 
     work = replace(host.work, model=replace(host.work.model, load_in_4bit=False))
-    shared = roles.shared_base(Host(work))
+    shared = roles.shared_base(ModelHost(work))
     shared.add("exported", folder=host.input(name), head=name != "policy")
     rows, length = probes(host)
     if name != "policy":
@@ -194,7 +197,7 @@ def expectations(host: Host, name: str) -> list[Any]:
     return decoder.generate("exported", rows, range(len(rows)), Sampling(length, ends, temperature=0.0))
 
 
-def compare(host: Host, name: str, folder: str, expected: list[Any]) -> dict[str, float]:
+def compare(host: ModelHost, name: str, folder: str, expected: list[Any]) -> dict[str, float]:
     """Loads the exported folder with plain transformers, and compares its outputs with the adapter's.
 
     Returns the differences, or raises Failure if they are too large.

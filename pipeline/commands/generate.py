@@ -1,9 +1,10 @@
-"""Completions of a file of prompts, as JSON Lines: one line per prompt, in the order of the prompts.
+"""Samples completions of a file of prompts, and writes JSON Lines: one line for each prompt, in their order.
 
     make generate    or    python -m pipeline generate jobs/demo/generate.yaml data.train=prompts.jsonl [section.key=value ...]
 
-A line is the row with `completion`, `completion_tokens`, `ended` (false: truncated at trainer.response_length) and, if the job
-has one, the `reward`. A `completion` of the row becomes `reference_completion`. The same run.name continues a killed run.
+A line is the prompt's row with `completion`, `completion_tokens`, `ended` (false if truncated at trainer.response_length) and,
+if the job has a reward, `reward`. An earlier `completion` in the row becomes `reference_completion`. The same run.name
+continues a killed run.
 """
 
 import json
@@ -12,17 +13,17 @@ from typing import Any
 
 from pipeline.job import Job
 from pipeline.models.tokenizer import warn_of_endless
-from pipeline.run.host import Host
-from pipeline.run.parts import Answer, Record, Verb, launch
+from pipeline.run.model_host import ModelHost
+from pipeline.run.parts import Answer, Record, RowRecipe, launch_rows
 
 
 def run(job: Job) -> dict[str, Any]:
-    result = launch(job, Verb("completions.jsonl", load, measure))
+    result = launch_rows(job, RowRecipe("completions.jsonl", load, measure))
     warn_of_endless(result["metrics"].get("ended", 1.0), "the completions")
     return result
 
 
-def load(host: Host) -> Answer:
+def load(host: ModelHost) -> Answer:
     sample = sampler(host, 1)
 
     def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
@@ -38,12 +39,12 @@ def load(host: Host) -> Answer:
     return answer
 
 
-def sampler(host: Host, several: int) -> Callable[..., list[tuple[Record, list[Record]]]]:
-    """Loads policy and rewards. Returns a function that samples `several` completions of each token row, and scores them.
+def sampler(host: ModelHost, several: int) -> Callable[..., list[tuple[Record, list[Record]]]]:
+    """Loads policy and rewards. Returns a function that samples and scores `several` completions for each prompt.
 
-    The function takes the rows and the index of the first one, which keys the streams of random numbers. It returns each input
-    row with its samples: completion, completion_tokens, ended, and score if the job has rewards. If a judge compared the
-    samples, a sample also has its scores in the `orders` in which the judge saw them.
+    The function takes token rows and the number of the first row, which seeds the random numbers. It returns each row with its
+    samples. A sample has completion, completion_tokens, ended, and a score if the job has rewards. If a judge compared the
+    samples, `orders` has the scores for each order in which the judge saw them.
     """
     from pipeline.run import roles
     from pipeline.scoring.rewards import Samples, weighted

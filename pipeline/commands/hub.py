@@ -4,8 +4,8 @@
     make export ARGS="reward=null trainer.hub_model_id=OWNER/NAME trainer.push_to_hub=true"     pushes
 
 The token comes only from HF_TOKEN. A push is one commit: whoever loads the repository gets the old files or the new ones. It
-replaces the files of an earlier export, which stay in the repository's history, and rejects a repository with other content.
-After an interruption the same command continues: files that have arrived are not sent again.
+replaces weights and settings of an earlier export, which stay in the repository's history. After an interruption the same
+command continues without merging again.
 """
 
 import os
@@ -22,31 +22,31 @@ from pipeline.job.job import Export
 from pipeline.models import transformers4
 from pipeline.models.tokenizer import eos_ids
 from pipeline.registry import lineage
-from pipeline.run.host import Host
+from pipeline.run.model_host import ModelHost
 from pipeline.run_folder import RESULT
-from pipeline.system import deadline, hub, storage
+from pipeline.system import hub, storage
 from pipeline.system.credentials import without_credentials
 
 CARD = Path(__file__).with_name("card.jinja")
-MADE_HERE = "rlhf-pipeline"  # the tag by which a push recognizes a repository of an earlier export
 ADVICE = "make a token with write access at https://huggingface.co/settings/tokens; export HF_TOKEN=..."
 
 # ---------------------------------------------------------------------------------------------------- the card
 
 
 class Ancestor(NamedTuple):
-    """A model or function in the lineage of another."""
+    """A model or a function that an exported model descends from."""
 
     reference: str
     facts: dict[str, Any]  # the adapter's lineage.json
     depth: int = 0
-    role: str = ""  # in its child: policy, reward, ...
+    role: str = ""  # what its descendant used it for: policy, reward, ...
 
 
-def card(host: Host, name: str, differences: dict[str, float] | None = None) -> str:
+def card(host: ModelHost, name: str, differences: dict[str, float] | None = None) -> str:
     """Returns the README.md for the input `name` (`policy` or `reward.0`) of an export job.
 
-    `differences` are those of the merged model, loaded back, from the adapter. None: the folder holds the adapter.
+    Args:
+        differences: how far the outputs of the merged model are from the adapter's, or None if the folder has the adapter.
     """
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -69,7 +69,7 @@ def card(host: Host, name: str, differences: dict[str, float] | None = None) -> 
         base_model=path if on_hub else None,
         base_model_relation=("finetune" if merged else "adapter") if on_hub else None,
         datasets=list(datasets) or None,
-        tags=[MADE_HERE, "trl", "lora", *stages, *extra],
+        tags=["rlhf-pipeline", "trl", "lora", *stages, *extra],
         model_name=(repo or reference) if metrics else None,
         eval_results=[
             EvalResult(task, "held-out", "held-out rows", key.removeprefix("eval_"), float(value))
@@ -115,7 +115,7 @@ def _license(base: str, revision: str | None) -> dict[str, Any]:
 
 
 def ancestors(reference: str, uri: str, depth: int = 0, role: str = "") -> Iterator[Ancestor]:
-    """Yields a version and its ancestors, each before its parents."""
+    """Yields a model version, then its parents, each followed by their own parents."""
     facts: dict[str, Any] = {}
     if InputURI.parse(reference).is_model:
         folder = registry.fetch(reference, uri)
@@ -128,62 +128,42 @@ def ancestors(reference: str, uri: str, depth: int = 0, role: str = "") -> Itera
 # ---------------------------------------------------------------------------------------------------- the push
 
 
-def check_push(args: Export) -> None:
-    """Checks the token and the repository before anything is merged, if the job pushes. Raises InputError if it cannot."""
-    if not args.push_to_hub:
-        return
-    if not os.environ.get("HF_TOKEN", "").strip():
-        raise InputError(f"HF_TOKEN is not set; {ADVICE}", "trainer.push_to_hub")
-    try:
-        deadline.answer(_check_repository, args)
-    except InputError:
-        raise
-    except Exception as error:  # the HTTP client raises its own types
-        raise InputError(_explained(args, error), "trainer.push_to_hub") from error
-
-
 def _api() -> Any:
     from huggingface_hub import HfApi
 
     return HfApi(token=os.environ["HF_TOKEN"].strip())
 
 
-def _check_repository(args: Export) -> None:
-    """Raises InputError if the repository is there, and public against the job's will or with other content."""
-    from huggingface_hub.errors import RepositoryNotFoundError
+def create_repository(args: Export) -> None:
+    """Creates the repository before anything is merged, if the job pushes.
 
-    api, repo = _api(), args.hub_model_id
-    api.whoami()
-    try:
-        found = api.repo_info(repo)
-    except RepositoryNotFoundError:
+    Raises InputError if the token cannot write to it, or if it is public and the job asks for a private one.
+    """
+    if not args.push_to_hub:
         return
-    if args.hub_private_repo and not found.private:
+    if not os.environ.get("HF_TOKEN", "").strip():
+        raise InputError(f"HF_TOKEN is not set; {ADVICE}", "trainer.push_to_hub")
+    repo = args.hub_model_id
+    try:
+        _api().create_repo(repo, private=args.hub_private_repo, exist_ok=True)
+        is_private = _api().repo_info(repo).private
+    except Exception as error:  # the HTTP client raises its own types
+        raise InputError(_explained(args, error), "trainer.push_to_hub") from error
+    if args.hub_private_repo and not is_private:
         raise InputError(
             f"{repo} exists and is public; set trainer.hub_private_repo=false, or use another name",
-            "trainer.hub_model_id",
-        )
-    files = {file.rfilename for file in found.siblings or []} - {".gitattributes"}
-    made_here = False
-    if "README.md" in files:
-        path = Path(api.hf_hub_download(repo, "README.md", revision=found.sha))
-        metadata, _, _ = path.read_text(encoding="utf-8", errors="replace").partition("\n---")
-        made_here = f"- {MADE_HERE}" in metadata.splitlines()
-    if files and not made_here:
-        raise InputError(
-            f"{repo} holds files that do not come from an export ({', '.join(sorted(files)[:3])}); use another name",
             "trainer.hub_model_id",
         )
 
 
 def push(args: Export, kind: str, base: str, result: dict[str, Any]) -> dict[str, Any]:
-    """Pushes what was exported, if the job says so. Returns the result, with where it went.
+    """Pushes the exported folder, if the job says so. Returns the result, with the commit.
 
     Args:
         kind: policy or reward.
-        base: the name of its base.
+        base: the name of the base.
 
-    Raises Failure if the hub rejects the push, or stops answering.
+    Raises Failure if the Hub rejects the push, or stops answering.
     """
     repo = args.hub_model_id
     if kind not in result["exported"]:
@@ -198,13 +178,12 @@ def push(args: Export, kind: str, base: str, result: dict[str, Any]) -> dict[str
         print(f"nothing was sent; trainer.push_to_hub=true pushes {folder} to {repo}", flush=True)
         return result
     print(f"pushing {folder} to {repo}", flush=True)
-    api = _api()
     try:
-        api.create_repo(repo, private=args.hub_private_repo, exist_ok=True)
-        commit = api.upload_folder(
+        commit = _api().upload_folder(
             repo_id=repo,
             folder_path=folder,
-            delete_patterns="*",  # an adapter of an earlier push would be loaded onto merged weights
+            # Otherwise transformers would load the adapter of an earlier push onto merged weights.
+            delete_patterns=["*.safetensors*", "*.json"],
             commit_message=f"{'Merged model' if args.merge else 'Adapter'} from {result['name']}",
         )
     except Exception as error:  # the HTTP client and the uploader raise their own types
@@ -217,7 +196,7 @@ def push(args: Export, kind: str, base: str, result: dict[str, Any]) -> dict[str
 
 
 def _explained(args: Export, error: Exception) -> str:
-    """Returns why the Hub did not take a push, and what to do."""
+    """Returns why the Hub rejected a push, and what to do."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     advice = f"; {ADVICE}, or set another owner" if status in (401, 403) else ""
     return f"the push to {args.hub_model_id} failed ({without_credentials(in_brief(error))}){advice}"

@@ -1,10 +1,10 @@
-"""A profile for your own rows: finds out which stages can read which files, and writes the jobs that they allow.
+"""Writes jobs for your own rows: finds out which stages can read which files, and adapts the jobs of a profile to them.
 
     rlhf init my --name velo --model Qwen/Qwen2.5-0.5B-Instruct        or   python -m pipeline init ...
 
-The jobs are those of the profile `own` (`--profile` names another) with other values: your files and their columns,
-lengths that fit your rows, and names for the models that they train. Columns are guessed from names and values;
-`validate` shows the rows as the model will see them. With --name of a profile that is there, only jobs that it lacks are written.
+The jobs are those of the profile `own`, or of the one that --profile names, with your files and their columns, lengths that
+fit your rows, and names for the models that they train. Columns are guessed from names and values. `validate` shows the rows
+as the model will see them.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,8 @@ from pipeline.data.shapes import Kind, Record, kind_of
 from pipeline.data.tasks import checked, held_out
 from pipeline.data.values import RowError, some
 from pipeline.errors import InputError, show
-from pipeline.job import Data, Job, load_job
+from pipeline.job import Job, load_job
 from pipeline.job.job import OF_ROWS
-from pipeline.job.yaml_tree import Tree, override
 from pipeline.models.base import context_length
 from pipeline.models.template import text_as_chat
 from pipeline.models.tokenizer import eos_ids, load_tokenizer
@@ -51,10 +50,10 @@ TAKES = {
     "kto": ("labels", "pairs"),
     "ppo": ("prompts", "demonstrations", "pairs", "labels"),
 }
-# Other job -> the stage whose rows it reads.
+# {job: the stage whose rows it reads}, for jobs that train nothing
 ROWS_OF = {**dict.fromkeys(("evaluate", "collect", "generate", "serve"), "ppo"), "score": "rm"}
 EVAL_PROMPTS = 200  # largest number of prompts in a file that init writes
-# Examples with a transform or with thresholds -> columns that identify their rows.
+# {example in jobs/examples: columns that identify its rows}, for examples with a transform or with thresholds
 EXAMPLES = {
     "rm/oasst": "message_tree_id prompt tree_state",
     "rm/oasst_flat": "message_tree_id parent_id role text",
@@ -70,7 +69,7 @@ EXAMPLES = {
 
 @dataclass(frozen=True)
 class Source:
-    """A file, or several with rows of one format."""
+    """A file, or several files with rows of one format."""
 
     path: str  # path as written in a job
     rows: list[dict[str, Any]]  # the first rows
@@ -91,150 +90,101 @@ class Request:
     name: str
     profile: str
     model: str | None
-    reward: str | None  # reward of ppo
     own: dict[str, Any]  # keys of `data` that describe the rows
-    kept: dict[str, str]  # jobs that are there already -> their text
 
     @property
     def folder(self) -> Path:
         return Path("jobs") / self.name
 
-    def new(self, jobs: dict[str, str]) -> list[str]:
-        return [job for job in jobs if job not in self.kept]
-
 
 def run(path: str, options: list[str]) -> None:
     """Writes jobs/NAME for a file, a folder or a dataset, and prints what to run next.
 
-    `options` may have name=NAME, model=MODEL, profile=PROFILE, reward=REWARD, and keys of the rows, such as data.columns.
-    Raises InputError if no stage can read any file, if an option is wrong, or if there is no job to write.
+    `options` may have name=NAME, model=MODEL, profile=PROFILE, and keys of the rows, such as data.columns.
+    Raises InputError if no stage can read any file, or if an option is wrong.
     """
-    request = requested(path, options)
+    request = parse_options(path, options)
     sources = [source_of(item, for_eval, request.own) for item, for_eval in parts(path)]
-    jobs = possible(request, sources)
-    shipped.bring(request.profile)
+    check_readable(request, sources)
+    shipped.copy_profile(request.profile)
     if any("transform" in keys for source in sources for keys in source.stages.values()):
-        shipped.bring("examples")
-    request.folder.mkdir(parents=True, exist_ok=True)
+        shipped.copy_profile("examples")
+    request.folder.mkdir(parents=True)
     shipped.write_schema(request.folder.parent)
-    jobs = with_lengths(request, sources, jobs)
-    print_written(request, sources, jobs)
-    add_prompts(request, sources, jobs)
-    write(request, jobs)
-    if "collect" in request.new(jobs) and "dpo" in jobs:
-        write_rounds(request.folder, jobs)
+    jobs = jobs_for(request, sources)
+    write(request.folder, jobs)
+    set_lengths(request.folder, jobs)
+    write(request.folder, jobs)
+    print_written(request.folder, sources, jobs)
+    add_prompts(request.folder, sources, jobs)
+    write(request.folder, jobs)
     print_next(request.folder, jobs)
 
 
-def requested(path: str, options: list[str]) -> Request:
-    """Returns the parsed options. Raises InputError if one is wrong, or if the profile must not be written to."""
-    tree = Tree("")
-    of_rows = [option for option in options if "." in option.partition("=")[0]]
-    for one in of_rows:
-        override(tree, one)
+def parse_options(path: str, options: list[str]) -> Request:
+    """Returns the parsed options. Raises InputError if one is wrong, or if the folder of the jobs exists."""
+    of_rows = [option for option in options if option.partition("=")[0] in {f"data.{key}" for key in OF_ROWS}]
     given = dict(option.partition("=")[::2] for option in options if option not in of_rows)
-    typed = {
-        f"{section}.{key}": value for section in tree.data for key, value in tree.section(section).items()
-    }
-    own = {key: typed.pop(f"data.{key}") for key in OF_ROWS if f"data.{key}" in typed}
-    named, model, reward = (given.pop(key, None) for key in ("name", "model", "reward"))
-    profiles = [name for name in shipped.profiles() if name != "demo"]
+    name, model = given.pop("name", None) or name_of(path), given.pop("model", None)
+    profiles = [one for one in shipped.profiles() if one != "demo"]
     if (profile := given.pop("profile", "own")) not in profiles:
         raise InputError(f"there is no profile {profile!r}; expected one of {', '.join(profiles)}")
-    if given or typed:
-        known = f"--name, --model, --profile, reward=REWARD, {', '.join(f'data.{key}' for key in OF_ROWS)}"
-        found = f"unknown option {next(iter(given | typed))!r}; expected {known}"
+    if given:
+        known = f"--name, --model, --profile, {', '.join(f'data.{key}' for key in OF_ROWS)}"
+        found = f"unknown option {next(iter(given))!r}; expected {known}"
         raise InputError(f"{found}; set other keys in the jobs that init writes")
-    stage, checked = ("ppo", [f"reward={reward}"]) if reward else ("sft", [])
-    load_job(
-        shipped.JOBS / "own" / f"{stage}.yaml", [*of_rows, *checked], stage
-    )  # raises InputError, as a run would
-    folder = Path("jobs") / (name := named or name_of(path))
+    data = load_job(
+        shipped.JOBS / "own/sft.yaml", of_rows, "sft"
+    ).data  # reports wrong values, as a run would
+    own = {key: value for key in OF_ROWS if (value := getattr(data, key)) is not None}
     if not re.fullmatch(r"[\w-]{1,64}", name):
         raise InputError(f"name: found {show(name)}, expected at most 64 letters, digits, `_` and `-`")
     if name in shipped.FOLDERS:
         raise InputError(f"the project comes with a profile {name}; choose another name: --name NAME")
-    kept = {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.yaml"))}
-    if folder.exists() and not (kept and named):
-        raise InputError(f"{folder} exists; run with --name {name} to add to it, or with another name")
+    if (folder := Path("jobs") / name).exists():
+        raise InputError(f"{folder} exists; remove it, or choose another name: --name NAME")
     if (Path(path) / "config.json").exists():
         raise InputError(f"{path} is the folder of a model; expected files of rows")
-    return Request(path, name, profile, model, reward, own, kept)
+    return Request(path, name, profile, model, own)
 
 
-def possible(request: Request, sources: list[Source]) -> dict[str, str]:
-    """Returns the jobs that the rows allow, as `profile_of` does. Raises InputError if none of them is new, with the reason."""
-    jobs, first, path = profile_of(request, sources), sources[0].rows[0], request.path
-    read_with = [keys.get("columns") for source in sources for keys in source.stages.values()]
-    if request.own.get("columns") not in (None, *read_with):
-        found = f"no stage can read {path} with this mapping; its columns are {', '.join(some(first))}"
+def name_of(path: str) -> str:
+    """Derives a name for the profile from a path or URI."""
+    on_hub = DATA_SET.fullmatch(path)
+    last = (on_hub["repo"] if on_hub else path.rstrip("/")).rpartition("/")[2]
+    return re.sub(r"[^\w-]+", "_", last.partition(".")[0]).strip("_") or "data"
+
+
+def check_readable(request: Request, sources: list[Source]) -> None:
+    """Raises InputError, with the reason, if no stage can read rows to train on, or can read them with the given columns."""
+    path, rows = sources[0].path, sources[0].rows
+    columns = [keys.get("columns") for source in sources for keys in source.stages.values()]
+    if request.own.get("columns") not in (None, *columns):
+        found = (
+            f"no stage can read {request.path} with this mapping; its columns are {', '.join(some(rows[0]))}"
+        )
         raise InputError(found, key="data.columns")
-    if not jobs:
-        path, kind = sources[0].path, kind_of("sft")
-        if preview.fits(first, kind) and isinstance(wrong := checked(first, kind), RowError):
+    if not any(chosen(sources, stage) for stage in TAKES):
+        kind = kind_of("sft")
+        if preview.fits(rows[0], kind) and isinstance(wrong := checked(rows[0], kind), RowError):
             raise InputError(f"{path}: {wrong.field}: found {wrong.found}; expected {wrong.expected}")
-        raise InputError(guess.misfit(sources[0].rows, "sft", path))
-    if not request.new(jobs):
-        folder = request.folder
-        raise InputError(f"{folder} has every job that these rows allow; name the rows there: data.train")
-    if request.reward and "ppo" not in request.new(jobs):
-        raise InputError("these rows make no new ppo job, which alone takes it", key="reward")
-    return jobs
+        raise InputError(guess.misfit(rows, "sft", path))
 
 
-def write(request: Request, jobs: dict[str, str]) -> None:
-    for job in request.new(jobs):
-        (request.folder / f"{job}.yaml").write_text(jobs[job], encoding="utf-8")
+def write(folder: Path, jobs: dict[str, str]) -> None:
+    for job, text in jobs.items():
+        (folder / f"{job}.yaml").write_text(text, encoding="utf-8")
 
 
-def with_lengths(request: Request, sources: list[Source], jobs: dict[str, str]) -> dict[str, str]:
-    """Writes the jobs, and returns them with lengths for the rows, without stages that reject all of their rows."""
-    write(request, jobs)
-    pending = [stage for one in sources for stage in one.stages if one.stages[stage].get("label", 0) is None]
-    while refused := set_lengths(request, jobs) - {*request.kept, *pending}:
-        for source in sources:
-            for stage in refused:
-                source.stages.pop(stage, None)
-        for job in request.new(jobs):
-            (request.folder / f"{job}.yaml").unlink()
-        jobs = profile_of(request, sources)
-        if not request.new(jobs):
-            if not request.kept:
-                request.folder.rmdir()
-            raise InputError(f"no stage can train on {request.path}; the warnings above say why")
-        write(request, jobs)
-    return jobs
-
-
-def print_written(request: Request, sources: list[Source], jobs: dict[str, str]) -> None:
+def print_written(folder: Path, sources: list[Source], jobs: dict[str, str]) -> None:
     """Prints the jobs that were written, and which stages read each file."""
-    print(f"wrote {request.folder}: {', '.join(request.new(jobs))}")
-    if request.kept:
-        print(f"  kept as they are, without what is new: {', '.join(request.kept)}")
+    print(f"wrote {folder}: {', '.join(jobs)}")
     for source in sources:
-        readers = [stage for stage in TAKES if stage in jobs and source in chosen(sources, stage)]
+        readers = [stage for stage in TAKES if source in chosen(sources, stage)]
         how = ", ".join(readers) or f"no stage; its columns are {', '.join(some(source.rows[0]))}"
         if columns := next((source.stages[stage].get("columns") for stage in readers), None):
             how += f"; columns {columns}"
-        used = {
-            *preview.known_fields(kind_of("ppo")),
-            *itertools.chain(*map(listed, (columns or {}).values())),
-        }
-        others = [name for name in some(source.rows[0]) if name not in used]
-        if source.kind == "prompts" and others:
-            how += f"; only a Python reward reads {', '.join(others)}"
         print(f"  {source.path}: {source.kind or 'skipped'}, read by {how}")
-
-
-def add_prompts(request: Request, sources: list[Source], jobs: dict[str, str]) -> None:
-    """Writes files of prompts for the new jobs that read one, and sets them in `jobs`."""
-    new, folder = request.new(jobs), request.folder
-    if "generate" in new and not chosen(sources, "ppo"):  # conversations, which end with an answer
-        learns = loaded(folder, next(stage for stage in ("sft", "dpo", "kto") if stage in jobs))
-        asked = [{"prompt": record.prompt} for _, record in first_records(learns.stage, learns.data)]
-        jobs["generate"] = with_prompts(jobs["generate"], "train", folder / "prompts.jsonl", asked)
-    if "evaluate" in new and not any(source.for_eval for source in chosen(sources, "ppo")):
-        set_prompts(folder, jobs)
 
 
 def print_next(folder: Path, jobs: dict[str, str]) -> None:
@@ -275,7 +225,8 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
         return
     aside = dict[str, str]()
     files = [file.path for file in find(path, "data", aside)]
-    shared = os.path.dirname(files[0])  # a number in its name is no shard number that other folders continue
+    # A number in a folder above all files does not number shards.
+    shared = os.path.dirname(files[0])
     while shared and not all(file.startswith(f"{shared}/") for file in files):
         shared = os.path.dirname(shared)
     groups: dict[str, list[str]] = {}
@@ -301,17 +252,12 @@ def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> Source:
             total = len(errors) + len(head)
             print(f"warning: {len(errors):,} of the first {total:,} rows cannot be read; {errors[0]}")
     rows = heads[0]
-    stages: dict[str, dict[str, Any]] = {}
-    for example, columns in EXAMPLES.items():
-        if {*columns.split()} <= rows[0].keys():
-            stage, _, name = example.partition("/")
-            job = yaml.safe_load((shipped.JOBS / f"examples/{name}.yaml").read_text(encoding="utf-8"))
-            keys = {key: value for key, value in job["data"].items() if key != "train"}
-            stages |= dict.fromkeys(["rm", "dpo"] if stage == "rm" else [stage], keys)
+    if stages := keys_of_example(rows[0]):
+        return Source(path, rows, stages, for_eval)
     named_prompts = {"prompt", "prompts"} & {*re.split(r"[^a-z]+", os.path.basename(path).lower())}
-    if not stages and not own.get("columns") and (problem := guess.doubt(rows)):
+    if not own.get("columns") and (problem := guess.doubt(rows)):
         print(f"warning: {path}: not for sft and kto: {problem}")
-    for stage in () if stages else ("ppo",) if named_prompts else TAKES:
+    for stage in ("ppo",) if named_prompts else TAKES:
         asked = [keys["columns"] for keys in stages.values() if "prompt" in keys.get("columns", ())]
         prompts = [{"prompt": columns["prompt"]} for columns in asked]
         guesses = (columns_for(stage, own.get("columns")), guess.guessed(rows, stage), *prompts)
@@ -328,50 +274,47 @@ def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> Source:
     return Source(path, rows, stages, for_eval)
 
 
+def keys_of_example(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns {stage: keys of `data`} of the job in jobs/examples for rows like this one, or {}."""
+    stages: dict[str, dict[str, Any]] = {}
+    for example, columns in EXAMPLES.items():
+        if {*columns.split()} <= row.keys():
+            stage, _, name = example.partition("/")
+            job = yaml.safe_load((shipped.JOBS / f"examples/{name}.yaml").read_text(encoding="utf-8"))
+            keys = {key: value for key, value in job["data"].items() if key != "train"}
+            stages |= dict.fromkeys(["rm", "dpo"] if stage == "rm" else [stage], keys)
+    return stages
+
+
 def columns_for(stage: str, columns: dict[str, str] | None) -> dict[str, str] | None:
-    """Returns the columns that the user gave, without fields that only other stages read."""
+    """Returns the columns that the user set, without fields that only other stages read."""
     fields = {one: preview.known_fields(kind_of(one)) for one in TAKES}
     others = {*itertools.chain(*fields.values())} - {*fields[stage]}
     return columns and {field: column for field, column in columns.items() if field not in others}
 
 
 def contradicts(guessed: dict[str, Any], typed: dict[str, Any] | None) -> bool:
-    """Returns True if a column is guessed to be another field than the one that was typed for it."""
+    """Returns True if the guess takes a column for one field, and the user set it for another field."""
     fields = {one: field for field, column in (typed or {}).items() for one in listed(column)}
     return any(fields.get(one, field) != field for field, column in guessed.items() for one in listed(column))
-
-
-def name_of(path: str) -> str:
-    """Derives the profile's name from a path or URI; no shipped profile has this name."""
-    on_hub = DATA_SET.fullmatch(path)
-    last = (on_hub["repo"] if on_hub else path.rstrip("/")).rpartition("/")[2]
-    name = re.sub(r"[^\w-]+", "_", last.partition(".")[0]).strip("_") or "data"
-    return f"{name}_rows" if name in shipped.FOLDERS else name
 
 
 # ---- jobs --------------------------------------------------------------------------------------------------------
 
 
-def profile_of(request: Request, sources: list[Source]) -> dict[str, str]:
-    """Returns the text of each job that the rows allow, with the lengths of the profile; of the jobs that are kept, that text."""
-    name, profile, model, kept = request.name, request.profile, request.model, request.kept
+def jobs_for(request: Request, sources: list[Source]) -> dict[str, str]:
+    """Returns the text of each job that the rows allow, with the lengths of the profile."""
+    name = request.name
     rows = {stage: chosen(sources, stage) for stage in TAKES}
-    there = {stage for stage in TAKES if rows[stage] or stage in kept}
-    reward = f"models:/{name}-rm@champion" if "rm" in there else None
-    policies = [
-        stage
-        for stage in ("ppo", "dpo", "kto", "sft")
-        if stage in there and (reward or request.reward or stage != "ppo")
-    ]
+    reward = f"models:/{name}-rm@champion" if rows["rm"] else None
+    policies = [stage for stage in ("ppo", "dpo", "kto", "sft") if rows[stage] and (reward or stage != "ppo")]
     served = {f"{name}-{stage}": f"models:/{name}-{stage}@champion" for stage in policies}
     start = served.get(f"{name}-sft", "base")
     newest = [*served.values()]  # the job uses the first that exists, because a gate may fail
     best = {"policy": newest if len(newest) > 1 else start, "reward": reward}
-    models = (yaml.safe_load(text).get("model") for text in kept.values())
-    base: dict[str, Any] = next(filter(None, models), {}) | ({"name_or_path": model} if model else {})
     values: dict[str, dict[str, Any]] = {
         **{job: {"policy": start} for job in ("dpo", "kto", "collect")},
-        "ppo": {"policy": start, "reward": request.reward or reward},
+        "ppo": {"policy": start, "reward": reward},
         "evaluate": {**best, "baseline": start},
         **dict.fromkeys(("generate", "export"), best),
         "serve": {
@@ -381,32 +324,27 @@ def profile_of(request: Request, sources: list[Source]) -> dict[str, str]:
         },
     }
     made = [stage for stage in TAKES if rows[stage]]
-    if reward:
-        made += ["score"]
-        if rows["ppo"]:
-            made += ["evaluate", "collect"]
-    if policies:
-        made += ["generate", "serve", "export"]
-    jobs = dict(kept)
+    made += ["score"] if reward else []
+    made += ["evaluate", "collect"] if reward and rows["ppo"] else []
+    made += ["generate", "serve", "export"] if policies else []
+    jobs = {}
     for job in made:
-        if job in kept or not (file := shipped.JOBS / profile / f"{job}.yaml").exists():
+        if not (file := shipped.JOBS / request.profile / f"{job}.yaml").exists():
             continue
         text = file.read_text(encoding="utf-8")
         for pattern in ("rlhf-{}", "PROFILE={}", "jobs/{}/"):
-            text = text.replace(pattern.format(profile), pattern.removeprefix("rlhf-").format(name))
-        own_base = {f"model.{key}": value for key, value in base.items()}
-        for key, value in {**own_base, **values.get(job, {})}.items():
+            text = text.replace(pattern.format(request.profile), pattern.removeprefix("rlhf-").format(name))
+        text = re.sub(r" *\(needs [^)]*first\)", "", text)  # this profile may lack some of these stages
+        base = {"model.name_or_path": request.model} if request.model else {}
+        for key, value in {**base, **values.get(job, {})}.items():
             text = with_key(text, key, value)
-        used = dict.fromkeys(re.findall(rf"models:/{name}-(\w+)@champion", str(values.get(job))))
-        needs = filter(None, (" or ".join(one for one in used if one != "rm"), "rm" if "rm" in used else ""))
-        text = re.sub(r"\(needs [^)]*first\)", f"(needs {', and '.join(needs)} first)" if used else "", text)
-        if job == "ppo" and not (reward or request.reward):
+        if job == "ppo" and not reward:
             text = with_key(text, "reward", None, "set python:MODULE:FUNCTION, or a reward model")
         stage = ROWS_OF.get(job, job)
         if job != "serve" and rows.get(stage):
             text = with_rows(text, job, rows[stage], stage)
-        jobs[job] = with_device(text) if profile == "own" else text
-    return jobs if made else {}
+        jobs[job] = with_device(text) if request.profile == "own" else text
+    return jobs
 
 
 def with_device(text: str) -> str:
@@ -423,7 +361,7 @@ def with_device(text: str) -> str:
 
 
 def chosen(sources: list[Source], stage: str) -> list[Source]:
-    """Returns the sources that a stage takes, by TAKES."""
+    """Returns the sources that a stage reads, by TAKES."""
     for kind in TAKES[stage]:
         found = [source for source in sources if source.kind == kind and stage in source.stages]
         if any(not source.for_eval for source in found):
@@ -475,104 +413,106 @@ def with_key(text: str, key: str, value: Any, comment: str = "") -> str:
     return text[:end] + line + text[end:]
 
 
-# ---- chat template, lengths and held-out prompts -----------------------------------------------------------------
+# ---- chat template, lengths and eval prompts ---------------------------------------------------------------------
 
 
-def set_lengths(request: Request, jobs: dict[str, str]) -> set[str]:
-    """Sets the smallest lengths, in steps of 64 tokens, that 99 % of the first rows fit into.
+def set_lengths(folder: Path, jobs: dict[str, str]) -> None:
+    """Sets the smallest lengths in `jobs`, in steps of 64 tokens, that 99 % of the first rows fit into.
 
-    If a stage reads messages and the base has no chat template, all jobs get the built-in one: plain text then becomes messages
-    too, so that policy and reward model see one format. If the tokenizer or rows cannot be read, prints why and keeps the
-    lengths of the profile, as far as the model's context allows. Returns the stages that can read none of their rows.
+    If rows have messages and the base has no chat template, all jobs get the built-in one. Plain text then becomes messages,
+    too, so that policy and reward model see one format. The profile's lengths stay if the tokenizer or the rows of a stage
+    cannot be read, but no length exceeds the model's context.
     """
-    sizes, measured, refused, warnings = dict[str, tuple[int, int, int]](), set[str](), set[str](), []
-    for stage in (stage for stage in TAKES if stage in jobs):
+    loaded = {stage: load(folder, stage) for stage in TAKES if stage in jobs}
+    first = next(iter(loaded.values()))
+    base, given = first.model, (first.model.name_or_path, first.model.revision)
+    try:
+        tokenizer = load_tokenizer(*given, base.chat_template, base.trust_remote_code)
+        context = context_length(base_config(*given)) or 1 << 20
+    except InputError as error:
+        print(f"warning: the jobs keep the lengths of the profile: {error}")
+        return
+    records: dict[str, list[tuple[Kind, Record]]] = {}
+    for stage, job in loaded.items():
         try:
-            job = loaded(request.folder, stage)
-            base = job.model
-            context = context_length(base_config(base.name_or_path, base.revision)) or 1 << 20
-            sizes[stage] = (job.data.max_length or context, 0, context)  # if no row can be read
-            tokenizer = load_tokenizer(
-                base.name_or_path, base.revision, base.chat_template, base.trust_remote_code
-            )
-            as_chat = text_as_chat(tokenizer, job.data.apply_chat_template)
+            records[stage] = [*first_records(job)]
         except InputError as error:
-            warnings.append(f"warning: {stage} keeps the lengths of the profile: {error}\n")
-            continue
+            print(f"warning: {stage}: {error}")
+    messages = any(not isinstance(one.prompt, str) for found in records.values() for _, one in found)
+    if messages and not text_as_chat(tokenizer, first.data.apply_chat_template):
+        tokenizer = load_tokenizer(*given, "plain", base.trust_remote_code)
+        for name in jobs:
+            jobs[name] = with_key(jobs[name], "model.chat_template", "plain")
+    sizes: dict[str, tuple[int, int]] = {}  # {stage: tokens of prompts and of completions}
+    for stage, found in records.items():
         try:
-            records = [*first_records(stage, job.data)]
-            if not as_chat and any(not isinstance(record.prompt, str) for _, record in records):
-                for name in jobs:
-                    jobs[name] = with_key(jobs[name], "model.chat_template", "plain")
-                write(request, jobs)
-                return set_lengths(request, jobs)
-            sizes[stage] = (*longest(stage, job.data, tokenizer, as_chat, records, context), context)
-            measured.add(stage)
+            sizes[stage] = longest(loaded[stage], tokenizer, found, context)
         except InputError as error:
-            warnings.append(f"warning: {stage}: {error}\n")
-            refused.add(stage)
-    print(*warnings, sep="", end="")
+            print(f"warning: {stage}: {error}")
     learner = next((stage for stage in ("sft", "dpo", "kto") if stage in sizes), None)
     if learner and "ppo" not in jobs:  # generate completes the prompts of these rows
-        sizes["ppo"] = (sizes[learner][0], 0, sizes[learner][2])
-        measured |= {"ppo"} if learner in measured else set()
+        sizes["ppo"] = (sizes[learner][0], 0)
     completions = max((sizes[stage][1] for stage in ("sft", "rm", "kto") if stage in sizes), default=0)
-    for job_name, text in jobs.items():
-        if (stage := ROWS_OF.get(job_name, job_name)) not in sizes:
-            continue
-        prompt, completion, room = sizes[stage]
-        if job_name in ("generate", "evaluate"):  # also for the chats that sft learns from
-            prompt = max(prompt, sizes.get("sft", (0,))[0])
+    for name, text in jobs.items():
+        job = yaml.safe_load(text)
+        stage, room, known = (
+            ROWS_OF.get(name, name),
+            context,
+            job.get("data", {}).get("max_length") or context,
+        )
         if stage == "ppo":  # completions are not part of data.max_length
-            answer = -(-completions // 16) * 16 or yaml.safe_load(text)["trainer"]["response_length"]
-            answer = min(answer, room // 2)
+            answer = -(-completions // 16) * 16 or job["trainer"]["response_length"]
+            answer = min(answer, context // 2)
             text = with_key(text, "trainer.response_length", answer, "tokens of a completion")
             room -= answer
-        if job_name == "serve":
-            jobs[job_name] = text
-            continue
-        wanted = -(-(prompt + completion) // 64) * 64
-        known = "99 % of the first rows fit" if stage in measured else "as in the profile"
-        fits = known if wanted <= room else "the model's context; longer rows exist"
-        jobs[job_name] = with_key(text, "data.max_length", min(wanted, room), f"tokens; {fits}")
-    return refused
+        if stage in sizes:
+            prompt, completion = sizes[stage]
+            if name in ("generate", "evaluate"):  # also for the conversations that sft learns from
+                prompt = max(prompt, sizes.get("sft", (0,))[0])
+            known = -(-(prompt + completion) // 64) * 64
+        if name not in ("serve", "export"):
+            fits = "99 % of the first rows fit" if stage in sizes else "as in the profile"
+            fits = fits if known <= room else "the model's context; longer rows exist"
+            text = with_key(text, "data.max_length", min(known, room), f"tokens; {fits}")
+        jobs[name] = text
 
 
-def loaded(folder: Path, stage: str) -> Job:
-    """Returns the job of a stage; a ppo job may still lack its reward."""
+def load(folder: Path, stage: str) -> Job:
+    """Returns the job of a stage. A ppo job may still lack its reward."""
     return load_job(folder / f"{stage}.yaml", ["reward=models:/any/1"] if stage == "ppo" else [], stage)
 
 
-def longest(
-    stage: str, data: Data, tokenizer: Any, as_chat: bool, records: list[tuple[Kind, Record]], context: int
-) -> tuple[int, int]:
+def longest(job: Job, tokenizer: Any, records: list[tuple[Kind, Record]], context: int) -> tuple[int, int]:
     """Returns how many tokens cover 99 % of the prompts, and how many cover 99 % of the completions."""
-    ends, special = eos_ids(tokenizer), data.parse_special_tokens
-    examples, refused = list[Any](), list[RowError]()
+    ends, special = eos_ids(tokenizer), job.data.parse_special_tokens
+    as_chat = text_as_chat(tokenizer, job.data.apply_chat_template)
+    examples, errors = list[Any](), list[RowError]()
     for kind, found in itertools.groupby(records, key=itemgetter(0)):
         encoder = Encoder(tokenizer, kind, context, "truncate", as_chat, ends, special)
-        outcomes = itertools.chain.from_iterable(encoder.encode([record for _, record in found]))
-        for outcome in outcomes:
+        for outcome in itertools.chain.from_iterable(encoder.encode([record for _, record in found])):
             examples += [outcome] * isinstance(outcome, Example)
-            refused += [outcome] if isinstance(outcome, RowError) else []
+            errors += [outcome] if isinstance(outcome, RowError) else []
     if not examples:
-        why = f": {refused[0].expected}" if refused else ""
-        raise InputError(f"none of the first rows of {show(data.train)} can be read{why}")
-    if (total := len(examples) + len(refused)) < 20 * len(refused):
-        print(f"warning: {stage} leaves out {len(refused)} of the first {total} rows: {refused[0].expected}")
-    prompts = sorted(example.prompt_tokens for example in examples)
-    completions = sorted(example.completion_tokens for example in examples)
+        why = f": {errors[0].expected}" if errors else ""
+        raise InputError(f"none of the first rows of {show(job.data.train)} can be read{why}")
+    if (total := len(examples) + len(errors)) < 20 * len(errors):
+        print(
+            f"warning: {job.stage} leaves out {len(errors)} of the first {total} rows: {errors[0].expected}"
+        )
     at = int(0.99 * (len(examples) - 1))
-    return prompts[at], completions[at]
+    return (
+        sorted(example.prompt_tokens for example in examples)[at],
+        sorted(example.completion_tokens for example in examples)[at],
+    )
 
 
-def first_records(stage: str, data: Data) -> Iterator[tuple[Kind, Record]]:
+def first_records(job: Job) -> Iterator[tuple[Kind, Record]]:
     """Yields the first readable rows of each file of data.train."""
-    files = find(data.train, "data.train")
-    asked = {"train": [*map(unlabeled, preview.preprocessing(stage, data)["train"])]}
-    preprocess = preview.resolve_labels(asked, {"train": files}, stage)["train"]
+    files = find(job.data.train, "data.train")
+    asked = {"train": preview.preprocessing(job.stage, job.data)["train"]}
+    preprocess = preview.resolve_labels(asked, {"train": files}, job.stage)["train"]
     for file in files:
-        kind = kind_of(stage, preprocess[file.source])
+        kind = kind_of(job.stage, preprocess[file.source])
         chunk = chunks.plan(file, "train", kind)[0]
         for _, row, _ in itertools.islice(chunks.rows(chunk), preview.ROWS):
             for made in kind.rows(row):
@@ -581,40 +521,24 @@ def first_records(stage: str, data: Data) -> Iterator[tuple[Kind, Record]]:
                     yield kind, record
 
 
-def unlabeled(one: Preprocess) -> Preprocess:
-    """Returns the preprocessing with `first` as `chosen`: prompts and lengths of a pair do not depend on its label."""
-    columns = dict(one.columns)
-    if one.rule is None and {"first", "second", "label"} <= columns.keys():
-        del columns["label"]
-        columns |= {"chosen": columns.pop("first"), "rejected": columns.pop("second")}
-    return replace(one, columns=columns)
-
-
-def set_prompts(folder: Path, jobs: dict[str, str]) -> None:
-    """Makes evaluate read ppo's held-out prompts."""
-    data: Any = loaded(folder, "ppo").data
-    prompts = {record.prompt_content(): record.row for _, record in first_records("ppo", data)}
-    away = [json.loads(row) for content, row in prompts.items() if held_out(content, data)]
-    for row in away:
-        row.pop("system", None)  # it is in the prompt
-    path = folder / "eval_prompts.jsonl"
-    jobs["evaluate"] = with_prompts(jobs["evaluate"], "eval", path, away)
-    print(f"  {path}: {len(away)} prompt{'s' * (len(away) != 1)} that ppo holds out, for evaluate")
-
-
-def write_rounds(folder: Path, jobs: dict[str, str]) -> None:
-    """Writes the script that repeats collect, dpo and evaluate, for the rows that dpo reads."""
-    text = (shipped.JOBS / "demo/iterate.sh").read_text(encoding="utf-8")
-    text = text.replace("jobs/demo/", f"{folder}/").replace("`make sft rm`", "the runs that collect needs")
-    if {*OF_ROWS} & {*yaml.safe_load(jobs["dpo"])["data"]}:  # collected rows have the columns that dpo reads
-        nothing = " ".join(f"data.{key}=null" for key in (*OF_ROWS, "eval"))
-        text = text.replace("data.train=", f"{nothing} data.eval_fraction=0.1 \\\n    data.train=")
-    (folder / "iterate.sh").write_text(text, encoding="utf-8")
-    print(f"  {folder}/iterate.sh: rounds of collect, dpo and evaluate")
+def add_prompts(folder: Path, sources: list[Source], jobs: dict[str, str]) -> None:
+    """Writes files of prompts for generate and evaluate, if no file of the user has such rows, and sets them in `jobs`."""
+    if "generate" in jobs and not chosen(sources, "ppo"):  # conversations, which end with an answer
+        learner = load(folder, next(stage for stage in ("sft", "dpo", "kto") if stage in jobs))
+        prompts = [{"prompt": record.prompt} for _, record in first_records(learner)]
+        jobs["generate"] = with_prompts(jobs["generate"], "train", folder / "prompts.jsonl", prompts)
+    if "evaluate" in jobs and not any(source.for_eval for source in chosen(sources, "ppo")):
+        ppo, path = load(folder, "ppo"), folder / "eval_prompts.jsonl"
+        by_content = {record.prompt_content(): record.row for _, record in first_records(ppo)}
+        away = [json.loads(row) for content, row in by_content.items() if held_out(content, ppo.data)]
+        for row in away:
+            row.pop("system", None)  # the prompt has it
+        jobs["evaluate"] = with_prompts(jobs["evaluate"], "eval", path, away)
+        print(f"  {path}: {len(away)} prompt{'s' * (len(away) != 1)} that ppo holds out, for evaluate")
 
 
 def with_prompts(text: str, key: str, path: Path, rows: list[dict[str, Any]]) -> str:
-    """Writes a file of prompts. Returns the text of a job that reads it: the columns of the source are not the file's."""
+    """Writes a file of prompts. Returns the text of a job that reads it, without the columns of the source."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows[:EVAL_PROMPTS]]
     path.write_text("".join(lines), encoding="utf-8")
     text = with_key(text, f"data.{key}", str(path))

@@ -1,15 +1,16 @@
-"""Estimates whether a job fits, how long it takes and what it costs, before anything starts.
+"""Estimates the memory, time and cost of a job before it starts.
 
     python -m pipeline plan jobs/llama3-8b/ppo.yaml [section.key=value ...]
 
-It needs no weights and no GPU. It considers this machine's GPUs. On a machine without one, or with RAY_ADDRESS, it considers
-those that `scaling.accelerator_type` or a `scaling.label_selector` on ray.io/accelerator-type names, or else all it knows. If
-the job does not fit, the exit status is 1, and it prints the changes that make it fit.
+`plan` needs no weights and no GPU. It estimates for this machine's GPUs. If this machine has no GPU, or RAY_ADDRESS is set, it
+estimates for the GPUs that `scaling.accelerator_type` or `scaling.label_selector` names, or for all GPUs of its table. If the
+job does not fit, the exit status is 1, and the message says which keys make it fit.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pipeline import registry
@@ -25,7 +26,7 @@ from pipeline.planning.shape import config_of
 from pipeline.registry import lineage
 from pipeline.settle import placement
 from pipeline.settle.identity import tracking_of
-from pipeline.settle.inputs import room_for_prompts
+from pipeline.settle.inputs import pin_inputs, room_for_prompts
 from pipeline.settle.placement import Group, Places
 from pipeline.settle.places import places_of
 from pipeline.settle.settle import sections_of
@@ -43,7 +44,7 @@ def run(job: Job) -> dict[str, Any]:
     gpus = [] if placement.on_cluster() or not job.scaling.get("use_gpu") else of_this_machine()
     work = sections_of(job, places_of(job, elsewhere=not gpus))
     places = work.places
-    folders, notes = started_from(job)
+    folders, notes = folders_of_adapters(job.inputs, tracking_of(job).uri, partial(pin_inputs, job))
     check_shapes(work, folders)
     loras = {name.split(".")[0]: adapter_files.described(at) for name, at in folders.items()}
     planned = plan.make(work, loras)
@@ -76,7 +77,12 @@ def check_fit(
     memory: float,
     gpus: int | None = None,
 ) -> None:
-    """Raises Failure if a worker needs more than `memory` bytes, or the workers more `gpus` than there are; says what to do."""
+    """Raises Failure, with the keys to change, if the workers need more memory or more GPUs than there are.
+
+    Args:
+        memory: bytes that a worker has.
+        gpus: number of this machine's GPUs, or None for a cluster.
+    """
     lacks, changes = [], list[str]()
     each = places.workers.each.resources.get("GPU", 0)
     if gpus is not None and (needed := places.workers.fewest * each) > gpus:
@@ -101,7 +107,7 @@ def check_fit(
 
 
 def named(places: Places) -> list[str]:
-    """Returns the GPUs that the workers may get, by the labels of nodes. Raises InputError if plan knows none of them."""
+    """Returns the names of the GPUs that the workers may get. Raises InputError if the table of `plan` has none of them."""
     wanted = places.scaling.get("accelerator_type")
     names = plan.called(wanted) if wanted else list(GPUS)
     for bundle in places.bundles:
@@ -116,24 +122,29 @@ def named(places: Places) -> list[str]:
 
 
 def allowed(selector: Mapping[str, str], names: Iterable[str]) -> list[str]:
-    """Returns the GPUs of `names` that a label selector of nodes allows."""
+    """Returns those of the GPUs `names` that a label selector allows."""
     only = {key: value for key, value in selector.items() if key == placement.GPU_LABEL}
     return [name for name in names if placement.matches(only, {placement.GPU_LABEL: name})]
 
 
-def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
-    """Returns the folders of the adapters that the job continues, by input, and notes on what is unknown."""
-    from pipeline.settle.inputs import pin_inputs
+def folders_of_adapters(
+    named: Mapping[str, str], uri: str, pin: Callable[[], tuple[Job, dict[str, str]]]
+) -> tuple[dict[str, str], list[str]]:
+    """Returns {input: folder} of the adapters that a job names, and notes about what could not be found out.
 
+    Args:
+        named: {input: what the job names}.
+        uri: the MLflow store.
+        pin: returns the inputs with versions instead of aliases.
+    """
     guess = "adapters are assumed to be as large as `lora` makes them"
-    uri = tracking_of(job).uri
-    registered = any(InputURI.parse(name).is_registered for name in job.inputs.values())
+    registered = any(InputURI.parse(name).is_registered for name in named.values())
     if registered and (file := registry.file_of_uri(uri)) and not os.path.exists(file):
         return {}, [f"nothing is registered yet; {guess}"]
     try:
         if registered:
             registry.check_reachable(uri)
-        _, inputs = pin_inputs(job)
+        _, inputs = pin()
         models = {name: at for name, at in inputs.items() if InputURI.parse(at).is_model}
         folders = {name: registry.fetch(at, uri) for name, at in models.items()}
     except Exception as error:  # the store's driver and the network raise errors of any type
@@ -142,7 +153,7 @@ def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
 
 
 def check_shapes(work: Sections, folders: dict[str, str]) -> None:
-    """Checks a base, adapters and `lora` as a run does; it needs no weights."""
+    """Checks as a run does, but without weights, that the adapters and the section `lora` fit the base."""
     from pipeline.models.base import check_base
     from pipeline.models.compatibility import check_lora
     from pipeline.settle.inputs import makes_adapter
@@ -150,7 +161,7 @@ def check_shapes(work: Sections, folders: dict[str, str]) -> None:
 
     _, unread = config_of(work.model)
     if unread:
-        return  # there is only the built-in shape to compare with
+        return  # nothing but the built-in shape is known
     weights = bool(weight_files(local(work.model.name_or_path)))
     base = check_base(work.model, weights=weights)
     for name, folder in folders.items():
@@ -163,7 +174,7 @@ def check_shapes(work: Sections, folders: dict[str, str]) -> None:
 
 
 def on_this_machine(planned: Plan, places: Places) -> float:
-    """Prints whether all workers and Ray fit into this machine's memory. Returns a worker's bytes."""
+    """Prints whether all workers and Ray fit into this machine's memory. Returns the bytes that each worker has."""
     workers = places.workers.most
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     ray = 0 if places.in_process else FOR_RAY
@@ -177,7 +188,10 @@ def on_this_machine(planned: Plan, places: Places) -> float:
 
 
 def on_gpus(planned: Plan, names: list[str]) -> float:
-    """Prints for each kind of GPU whether a worker fits, and the time and cost of the run. Returns the bytes of the largest."""
+    """Prints for each GPU model whether a worker fits, and the time and cost of the run.
+
+    Returns the memory of the largest GPU in bytes.
+    """
     fitting, workers = plan.fitting(planned), planned.work.places.workers.most
     if not planned.work.stage.learns:
         print(
@@ -204,7 +218,7 @@ def on_gpus(planned: Plan, names: list[str]) -> float:
 
 
 def rows_of(planned: Plan) -> tuple[Rows, str]:
-    """Returns the rows of an epoch, and a text that says whether they were read or assumed."""
+    """Returns the number and lengths of an epoch's rows, and a text that says whether they were read or assumed."""
     work = planned.work
     with console.waiting("reading some of the rows"):
         rows, how = look(work, room_for_prompts(work.writes, work.data.max_length, planned.shape.context))
@@ -217,7 +231,7 @@ def rows_of(planned: Plan) -> tuple[Rows, str]:
 
 
 def of_rollout_workers(group: Group, planned: Plan) -> str:
-    """Describes the memory of one rollout worker. On GPUs, adds which ones it fits and what the workers cost.
+    """Returns a text about the memory of a rollout worker, the GPUs that have this memory, and the cost of all workers.
 
     Raises Failure if no GPU that rollout.label_selector allows has the memory.
     """

@@ -1,9 +1,9 @@
-"""A page about one run or several: curves, samples, lineage, data, job. Failed runs have one too.
+"""Draws a page about one run or several: curves, samples, data, job. Failed runs have one, too.
 
     make report RUN=runs/ppo-...   or   python -m pipeline report RUN [RUN ...]
 
-A RUN is its folder, its name under runs/, or its MLflow id. The page of one run goes into its folder. The page of several
-goes into `report` in the folder of the last, and draws runs of one stage over each other.
+A RUN is its folder, or its name under runs/. The page of one run goes into its folder. The page of several runs goes into
+`report` in the folder of the last one, and draws runs of one stage over each other.
 """
 
 from pipeline import report
@@ -12,15 +12,14 @@ from pipeline.system import storage
 
 
 def run(first: str, others: list[str]) -> str:
-    """Writes the page about these runs and prints its path."""
+    """Writes the page about these runs, prints its path, and returns it."""
     references = [first, *others] if first else others
     if not references:
-        raise InputError(f"name a run: make report RUN=runs/NAME; the newest under runs/: {report.newest()}")
-    alone = len(references) == 1
+        raise InputError(f"name a run: make report RUN=runs/NAME; the newest are {report.newest()}")
     try:
-        runs = [report.read(one) for one in references]
-        home = (alone and runs[0].folder) or storage.join(runs[-1].folder or "runs", "report")
-        path = report.write(runs, home)
+        runs = [report.read_run(one) for one in references]
+        last = runs[-1].folder
+        path = report.write_page(runs, last if len(runs) == 1 else storage.join(last, "report"))
     except InputError:
         raise
     except Exception as error:

@@ -1,9 +1,9 @@
-"""The whole pipeline of a profile in one session: sft, rm, ppo, evaluate, and what was learned.
+"""Runs sft, rm, ppo and evaluate of a profile in one Ray session, and prints what the policy learned.
 
     make rlhf    or    python -m pipeline run jobs/demo [section.key=value ...] [STAGE.section.key=value ...]
 
-An override applies to every stage, or to one if it begins with the stage's name. `run.name=X` names the runs sft-X, rm-X,
-ppo-X and evaluate-X. By default, X is the time. The same name again continues them.
+An override applies to every stage. If it begins with a stage's name, it applies to that stage only. `run.name=X` names the
+runs sft-X, rm-X, ppo-X and evaluate-X. By default, X is the time. The same name again continues them.
 """
 
 import gc
@@ -19,10 +19,10 @@ from pipeline.job import STAGES, Job, command_line, load_job
 from pipeline.job.libraries import check_with_libraries
 from pipeline.job.stages import headline
 from pipeline.registry import file_of_uri
+from pipeline.run.launch import launch
 from pipeline.run.prepare import heading
 from pipeline.run.session import session
 from pipeline.run.summary import change, sample_table
-from pipeline.run_folder import RESULT
 from pipeline.settle import placement
 from pipeline.settle.identity import new_name, tracking_of
 from pipeline.settle.inputs import check_paths
@@ -31,37 +31,31 @@ from pipeline.stages import evaluate, ppo, rm, sft
 from pipeline.system import storage, terminal
 
 SHOWN_SAMPLES = 2
-# Seconds of jobs/demo's stages on two cores, for the time left until the stages have run in this storage path
-DEMO_SECONDS = {"sft": 8.0, "rm": 16.0, "ppo": 19.0, "evaluate": 1.0}
-ORDER = {"sft": sft, "rm": rm, "ppo": ppo, "evaluate": evaluate}
+ORDER = {"sft": sft.RECIPE, "rm": rm.RECIPE, "ppo": ppo.RECIPE, "evaluate": evaluate.RECIPE}
 
 
 def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
-    """Runs the stages of `folder` in order. Each registers the input of the next stage."""
+    """Runs the stages of a folder of jobs in their order. Each stage registers the model that the next one starts from."""
     started, name = time.monotonic(), common_name(overrides) or new_name()
     jobs = load(folder, overrides, name)
-    for job in jobs.values():  # before the first stage starts, not an hour later
+    for job in jobs.values():  # finds missing files before the first stage starts, not an hour later
         check_paths(job)
     for job in jobs.values():  # imports Ray
         placement.check_fits(places_of(job))
-    expected = {
-        stage: expected_seconds(stage, job.source, job.run.storage_path) for stage, job in jobs.items()
-    }
-    time_needed = f", about {terminal.duration(sum(expected.values()))}" if all(expected.values()) else ""
     logs = f"logs and reports: {jobs['sft'].run.storage_path}/NAME/"
-    terminal.say(f"{folder}: {', '.join(jobs)}{time_needed}; {logs}")
+    terminal.say(f"{folder}: {', '.join(jobs)}; {logs}")
     results: list[dict[str, Any]] = []
     for job in jobs.values():
         check_with_libraries(job)
+    # All stages use one session.
     on_ray = [job for job in jobs.values() if not job.in_process]
     first = next(iter(on_ray), jobs["sft"])
     place = (places_of(first), first.run.storage_path, tracking_of(first).uri)
-    with session(*place):  # of all stages
-        for number, (stage, module) in enumerate(ORDER.items(), 1):
+    with session(*place):
+        for number, (stage, recipe) in enumerate(ORDER.items(), 1):
             heading.set(f"[{number}/{len(ORDER)}]")
-            terminal.screen.following = following(stage, expected, results)
             try:
-                results.append(result := module.run(jobs[stage]))
+                results.append(result := launch(jobs[stage], recipe))
             except (KeyboardInterrupt, SystemExit) as stop:
                 stop.add_note(f"run.name={name}")
                 raise
@@ -98,30 +92,8 @@ def common_name(overrides: list[str]) -> str | None:
     return names[-1] if names else None
 
 
-def expected_seconds(stage: str, job_file: str, storage_path: str) -> float:
-    """Returns the seconds of this job file's newest finished run, else the demo's seconds, or 0 if unknown."""
-    there = storage.folders(storage_path) if storage.exists(storage_path) else ()
-    for name in sorted(there, reverse=True):
-        file = storage.join(storage_path, name, RESULT)
-        if name.startswith(f"{stage}-") and storage.exists(file):
-            result = storage.read_json(file)
-            if result["job"]["source"] == job_file:
-                return float(result["seconds"])
-    return DEMO_SECONDS[stage] if Path(job_file).parent.name == "demo" else 0.0
-
-
-def following(stage: str, expected: dict[str, float], results: list[dict[str, Any]]) -> float:
-    """Returns the seconds that the stages after this one will take, at the speed of those before, or 0 if that is unknown."""
-    if not all(expected.values()):
-        return 0.0
-    later = list(ORDER)[list(ORDER).index(stage) + 1 :]
-    done = sum(expected[result["stage"]] for result in results)
-    slower = sum(result.get("seconds", 0.0) for result in results) / done if done else 1.0
-    return slower * sum(expected[name] for name in later)
-
-
 def overrides_of(stage: str, overrides: list[str]) -> list[str]:
-    """Returns the overrides for one stage, without its name."""
+    """Returns the overrides that apply to a stage, without the stage's name."""
     mine = []
     for override in overrides:
         first, _, rest = override.partition(".")
@@ -135,11 +107,11 @@ def overrides_of(stage: str, overrides: list[str]) -> list[str]:
 
 
 def closing(results: list[dict[str, Any]], folder: str, seconds: float, page: str | None) -> str:
-    """Returns samples, the first metric of the last two stages before and after, and where to look next.
+    """Returns what `run` prints at its end: samples, the first metric of the last two stages, and where to look next.
 
     Args:
         folder: folder of the job files.
-        page: the report on all of them, if it could be drawn.
+        page: path of the report on all stages, or None if it could not be drawn.
     """
     verdict = []
     for result in results[-2:]:

@@ -2,23 +2,23 @@
 
     make score    or    python -m pipeline score jobs/demo/score.yaml data.train=rows.jsonl [section.key=value ...]
 
-It reads every format of preferences and demonstrations. A line of scores.jsonl is the row with `score`, or, for a pair,
-`score_chosen`, `score_rejected` and `score_margin`. The same run.name continues a killed run.
+It reads every format of preferences and demonstrations. A line of scores.jsonl is the row with its `score`. A pair has
+`score_chosen`, `score_rejected` and `score_margin` instead. The same run.name continues a killed run.
 """
 
 import json
 from typing import Any
 
 from pipeline.job import Job
-from pipeline.run.host import Host
-from pipeline.run.parts import Answer, Record, Verb, launch
+from pipeline.run.model_host import ModelHost
+from pipeline.run.parts import Answer, Record, RowRecipe, launch_rows
 
 
 def run(job: Job) -> dict[str, Any]:
-    return launch(job, Verb("scores.jsonl", load, measure))
+    return launch_rows(job, RowRecipe("scores.jsonl", load, measure))
 
 
-def load(host: Host) -> Answer:
+def load(host: ModelHost) -> Answer:
     from pipeline.run import roles
     from pipeline.stages.pairs import named, scores_of
 

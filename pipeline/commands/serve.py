@@ -1,4 +1,4 @@
-"""Policies and reward models behind one endpoint, on one base: OpenAI's chat completions, /score and /v1/feedback.
+"""Serves policies and reward models on one base: OpenAI's chat completions, /score and /v1/feedback.
 
     make serve    or    python -m pipeline serve jobs/demo/serve.yaml [serve.port=9000] [serve.log_prompts=true]
 
@@ -6,8 +6,8 @@
          -d '{"model": "rlhf-ppo", "messages": [{"role": "user", "content": "Hello"}]}'
     curl -s http://127.0.0.1:8000/score -d '{"prompt": "What is the capital of Peru?", "completion": "Lima."}'
 
-A Ray Serve application (pipeline/serving/), here on an embedded Ray, with RAY_ADDRESS on a cluster. It answers this machine
-only, unless serve.host says otherwise and RLHF_SERVE_TOKENS holds the tokens that clients show.
+The Ray Serve application of pipeline/serving/ runs on a local Ray, or on a cluster if RAY_ADDRESS is set. By default only this
+machine can reach it. For other machines, set serve.host, and set RLHF_SERVE_TOKENS to the tokens that clients send.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from typing import Any
 
 from pipeline.errors import Failure, InputError
 from pipeline.job import Job, Serve, load_job
-from pipeline.run.host import load_host
+from pipeline.run.model_host import load_model_host
 from pipeline.run.session import session
 from pipeline.serving import LOOPBACK, REQUEST_S
 from pipeline.settle import placement
@@ -31,11 +31,12 @@ from pipeline.settle.work import Work
 from pipeline.system import console, storage
 
 TOKENS = "RLHF_SERVE_TOKENS"
-SHORTEST = 16  # least characters of a token
+MIN_TOKEN_LENGTH = 16  # characters
 
 
 def run(job: Job) -> None:
-    with serving(job) as work:
+    token_digests(job.serve.host)  # reports a missing token before it downloads models
+    with serving(load_model_host(named(job)).work, job.run.name or "serve") as work:
         print(announcement(work), flush=True)
         try:
             while True:
@@ -45,37 +46,39 @@ def run(job: Job) -> None:
 
 
 @contextlib.contextmanager
-def serving(job: Job) -> Iterator[Work]:
-    """Runs the application of a job for the block. Raises Failure if a replica cannot be placed or does not start."""
+def serving(work: Work, name: str = "serve") -> Iterator[Work]:
+    """Serves the models of a settled job during the block, which gets the work with the port.
+
+    Raises InputError if the port is taken, and Failure if a replica cannot be placed or does not start.
+    """
     from ray import serve
 
     from pipeline.serving import feedback, proxy
     from pipeline.serving.app import application
 
-    digests = token_digests(job.serve.host)
-    work = load_host(replace(named(job), serve=with_port(job.serve))).work
-    asked, name = work.serve, job.run.name or "serve"
+    section = with_port(work.serve)
+    work = replace(work, serve=section)
     if not os.environ.get("RAY_ADDRESS"):  # on a cluster, the recorder checks the folder on the head
         feedback.FeedbackStore(
-            feedback.folder_of(asked, work.run.storage_path), log_prompts=False, max_bytes=0
+            feedback.folder_of(section, work.run.storage_path), log_prompts=False, max_bytes=0
         ).close()
     with session(work.places, work.run.storage_path, work.uri):
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         placement.wait_for_one(work.places)
-        # A request's own limit ends first, with a message.
-        limits = {"request_timeout_s": asked.timeout_s + 5, "keep_alive_timeout_s": REQUEST_S}
+        # serve.timeout_s ends a request first, with a message.
+        limits = {"request_timeout_s": section.timeout_s + 5, "keep_alive_timeout_s": REQUEST_S}
         serve.start(
-            http_options={"host": asked.host, "port": asked.port, **limits},
+            http_options={"host": section.host, "port": section.port, **limits},
             logging_config={"log_level": "WARNING", "enable_access_log": False},
             controller_options={"runtime_env": {"env_vars": proxy.ENVIRONMENT}},
         )
         try:
             with console.waiting("loading the models"):
-                serve.run(application(work, digests), name=name, route_prefix="/")
+                serve.run(application(work, token_digests(section.host)), name=name, route_prefix="/")
         except RuntimeError as error:
             deployments = serve.status().applications[name].deployments.values()
-            said = next((one.message for one in deployments if one.message.strip()), str(error))
-            why = said.strip().splitlines()[-1].strip()  # from the replica's traceback
+            message = next((one.message for one in deployments if one.message.strip()), str(error))
+            why = message.strip().splitlines()[-1].strip()  # the last line of the replica's traceback
             raise Failure(f"the application does not start: {why}") from error
         else:
             yield work
@@ -85,28 +88,28 @@ def serving(job: Job) -> Iterator[Work]:
 
 
 def announcement(work: Work) -> str:
-    """Returns the address, the served versions and an example request, as text."""
+    """Returns what `serve` prints at its start: the address, the versions that it serves, and an example request."""
     from pipeline.serving.models import pinned
 
     serve = work.serve
     host = f"[{serve.host}]" if ":" in serve.host else serve.host
     url = f"http://{host}:{serve.port}"
     lines = [f"   {key.partition('.')[2]:<28}{version}" for key, version in pinned(work).items()]
-    key = f' -H "Authorization: Bearer ${TOKENS}"' if os.environ.get(TOKENS) else ""
+    header = f' -H "Authorization: Bearer ${TOKENS}"' if os.environ.get(TOKENS) else ""
     if serve.policies:
-        asked = f'{{"model": "{next(iter(serve.policies))}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
-        example = f"curl -s {url}/v1/chat/completions{key} -d '{asked}'"
+        body = f'{{"model": "{next(iter(serve.policies))}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+        example = f"curl -s {url}/v1/chat/completions{header} -d '{body}'"
     else:
         example = (
-            f"""curl -s {url}/score{key} -d '{{"prompt": "Who is there?", "completion": "A friend."}}'"""
+            f"""curl -s {url}/score{header} -d '{{"prompt": "Who is there?", "completion": "A friend."}}'"""
         )
     return "\n".join([f"\nserving at {url}", *lines, f"   {example}", "Ctrl-C ends it"])
 
 
 def token_digests(host: str) -> list[str]:
-    """Returns the SHA-256 of each token in RLHF_SERVE_TOKENS, split at commas and white space, to be passed on instead.
+    """Returns the SHA-256 of each token in RLHF_SERVE_TOKENS, which commas or white space separate.
 
-    Raises InputError without tokens for a server that other machines can reach, or for a short one.
+    Raises InputError if a token is short, or if other machines can reach the server and there is no token.
     """
     tokens = os.environ.get(TOKENS, "").replace(",", " ").split()
     if not tokens and host not in LOOPBACK:
@@ -115,17 +118,17 @@ def token_digests(host: str) -> list[str]:
             "or leave it at 127.0.0.1",
             key="serve.host",
         )
-    if any(len(token) < SHORTEST for token in tokens):
+    if any(len(token) < MIN_TOKEN_LENGTH for token in tokens):
         raise InputError(
-            f"found a token of less than {SHORTEST} characters; export {TOKENS}=$(openssl rand -hex 32)",
+            f"found a token of less than {MIN_TOKEN_LENGTH} characters; export {TOKENS}=$(openssl rand -hex 32)",
             key=TOKENS,
         )
     return [hashlib.sha256(token.encode()).hexdigest() for token in tokens]
 
 
 def with_port(serve: Serve) -> Serve:
-    """Returns the section with a free port and an absolute path. Raises InputError if its port is taken."""
-    serve = absolute(serve)
+    """Returns the section `serve` with a free port if its port is 0. Raises InputError if its port is taken."""
+    serve = with_absolute_folder(serve)
     if os.environ.get("RAY_ADDRESS"):  # the port belongs to the head's machine
         return serve
     family = socket.AF_INET6 if ":" in serve.host else socket.AF_INET
@@ -141,8 +144,8 @@ def with_port(serve: Serve) -> Serve:
         return replace(serve, port=one.getsockname()[1])
 
 
-def absolute(serve: Serve) -> Serve:
-    """Returns the section with an absolute path of its folder, because a replica may run in another directory."""
+def with_absolute_folder(serve: Serve) -> Serve:
+    """Returns the section `serve` with an absolute feedback_path, because a replica may run in another directory."""
     folder = serve.feedback_path
     return replace(serve, feedback_path=None if folder is None else storage.absolute(folder))
 
@@ -157,9 +160,9 @@ def build(args: dict[str, Any]) -> Any:
 
     from pipeline.serving.app import application
 
-    # Ray Serve calls this in a task, often on a head without GPUs and labels. The replicas run on the cluster.
+    # Ray Serve calls this function in a task, often on a head node without GPUs. The replicas run on other nodes.
     if ray.is_initialized():
         os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
     job = named(load_job(args["job"], args.get("overrides") or [], "serve"))
-    work = load_host(replace(job, serve=absolute(job.serve))).work
+    work = load_model_host(replace(job, serve=with_absolute_folder(job.serve))).work
     return application(work, token_digests(work.serve.host))

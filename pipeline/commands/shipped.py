@@ -1,4 +1,4 @@
-"""The job files of the project. In a clone pipeline/jobs is a link to jobs/, in a wheel a copy of it."""
+"""Copies job files of the project to the current folder. pipeline/jobs is a link to jobs/ in a clone, and a copy in a wheel."""
 
 import shutil
 from pathlib import Path
@@ -6,18 +6,18 @@ from pathlib import Path
 import pipeline
 from pipeline.errors import InputError
 
-JOBS = Path(pipeline.__file__).parent / "jobs"  # a folder for each profile: demo, own, llama3-8b, ...
-# The folders of jobs that the project ships. In a clone, JOBS also has the profiles of its user.
+JOBS = Path(pipeline.__file__).parent / "jobs"  # has a folder for each profile: demo, own, llama3-8b, ...
+# The folders of JOBS in a wheel. In a clone, JOBS also has the profiles of the user.
 FOLDERS = "cloud demo examples llama3-70b llama3-70b-qlora llama3-8b llama3-8b-qlora own".split()
 
 
 def profiles() -> list[str]:
-    """Returns the names of the profiles that train: the folders with an evaluate.yaml."""
+    """Returns the names of the profiles, which are the folders with an evaluate.yaml."""
     return sorted(file.parent.name for file in JOBS.glob("*/evaluate.yaml"))
 
 
-def bring(profile: str) -> Path:
-    """Returns the folder jobs/<profile> below the current one, after copying it there if it is missing."""
+def copy_profile(profile: str) -> Path:
+    """Copies a profile to jobs/<profile> in the current folder if that folder does not exist. Returns the folder."""
     here, shipped = Path("jobs") / profile, JOBS / profile
     if here.is_dir():
         return here
@@ -33,6 +33,6 @@ def bring(profile: str) -> Path:
 
 
 def write_schema(folder: Path) -> None:
-    """Writes schema.json into the folder above the job files, where their first line tells editors to find it."""
+    """Writes schema.json into the folder above the job files, where the first line of a job file tells editors to look."""
     if not (file := folder / "schema.json").exists():
         shutil.copyfile(JOBS / "schema.json", file)

@@ -3,8 +3,8 @@
     make sweep JOB=jobs/demo/rm.yaml SWEEP="trainer.learning_rate=1e-3,2e-3,4e-3 lora.r=8,16"
     python -m pipeline sweep jobs/demo/rm.yaml trainer.learning_rate=1e-3,2e-3,4e-3 lora.r=8,16 [section.key=value ...]
 
-As many trials run at a time as fit. They are compared by run.metric_for_best_model, and ASHA stops the worse half at 25 and at
-50 percent of their steps. The same command resumes a sweep that was interrupted, and tries failed trials again.
+As many trials run at the same time as there are resources for. They are compared by run.metric_for_best_model. ASHA stops the
+worse half at 25 and at 50 percent of the steps. The same command resumes an interrupted sweep, and tries failed trials again.
 """
 
 import contextlib
@@ -30,16 +30,16 @@ from pipeline.system import console, process, storage
 
 
 def run(path: str, arguments: list[str]) -> dict[str, Any]:
-    """Runs a sweep. Returns the content of sweep.json. Nothing has started if one of its jobs is wrong."""
-    sweep = space.read(path, arguments)
+    """Runs a sweep. Returns the content of sweep.json. Checks the jobs of all trials before the first one starts."""
+    sweep = space.read_sweep(path, arguments)
     seen = resume.check_folder(sweep.folder, "a sweep", "sweep")
-    left = recorded(sweep)
+    left = recorded(sweep, seen)
     if left.get("ended") and not [row for row in left["trials"] if row["state"] == "failed"]:
         print(f"sweep {sweep.job.run.name} has ended ({sweep.folder}); run.overwrite=true starts it over")
         print(closing(sweep, left), flush=True)
         return left
     check_paths(sweep.job)
-    sweep = at_home(sweep)
+    sweep = with_one_store(sweep)
     print(f"\n== sweep  {sweep.job.stage}  {sweep.job.run.name}  {sweep.job.source}", flush=True)
     tracking = tracking_of(sweep.job)
     with console.waiting("opening MLflow"):
@@ -49,20 +49,18 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
         check_with_libraries(trial.job)
     with prepared(first, left.get("inputs", {})) as (work, _, report):
         print(report.render(samples=False), flush=True)
-        sweep = _pinned(sweep, work.versions)
-        with resume.owned(sweep.folder, seen, sweep.job.run.overwrite) as lease, _quietly(sweep):
-            summary = _through(sweep, left, replace(work, run=tracking.run, tracking=tracking, lease=lease))
+        sweep = with_versions(sweep, work.versions)
+        with resume.owned(sweep.folder, seen, sweep.job.run.overwrite) as lease, output_in_log(sweep):
+            summary = run_all(sweep, left, replace(work, run=tracking.run, tracking=tracking, lease=lease))
     print(closing(sweep, summary), flush=True)
     return summary
 
 
-def recorded(sweep: Sweep) -> dict[str, Any]:
-    """Returns sweep.json of an earlier driver, or {}. Raises InputError if the folder's sweep is of another job."""
+def recorded(sweep: Sweep, seen: dict[str, str]) -> dict[str, Any]:
+    """Returns sweep.json of an earlier driver, or {}. Raises InputError if the folder has the sweep of another job."""
     job = sweep.job
-    left = resume.left_in(
-        sweep.folder, run_folder.SWEEP, job.run.overwrite, "job", "metric", "trials", "reports"
-    )
-    if not left:
+    keys = ("job", "metric", "trials", "reports")
+    if job.run.overwrite or not (left := resume.read_left(sweep.folder, seen, run_folder.SWEEP, *keys)):
         return {}
     if left["job"] != resume.essence(identity_of(job), "gate") or left["metric"] != sweep.metric:
         raise InputError(
@@ -73,8 +71,8 @@ def recorded(sweep: Sweep) -> dict[str, Any]:
     return left if names == {row["trial"] for row in left["trials"]} else left | {"ended": False}
 
 
-def at_home(sweep: Sweep) -> Sweep:
-    """Returns the sweep with trials that use its registry."""
+def with_one_store(sweep: Sweep) -> Sweep:
+    """Returns the sweep with trials that use the sweep's MLflow store."""
     uri = tracking_of(sweep.job).uri
     return replace(
         sweep,
@@ -85,24 +83,29 @@ def at_home(sweep: Sweep) -> Sweep:
     )
 
 
-def _pinned(sweep: Sweep, inputs: dict[str, str]) -> Sweep:
-    """Returns the sweep with every alias replaced by the version that it named when the sweep began."""
+def with_versions(sweep: Sweep, inputs: dict[str, str]) -> Sweep:
+    """Returns the sweep with trials that name model versions instead of aliases, which may move during the sweep."""
     shared = {name: version for name, version in inputs.items() if name.partition(".")[0] not in sweep.keys}
     return replace(sweep, trials=[replace(one, job=by_version(one.job, shared)) for one in sweep.trials])
 
 
-def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
+def run_all(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
+    """Runs the trials that have not ended, and registers the best one. Returns the content of sweep.json.
+
+    Args:
+        left: content of the sweep.json that an earlier driver wrote, or {}.
+        work: settled work of the first trial.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    # On the head, which outlives spot nodes
+    # The actor runs on the head node, which outlives spot nodes.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     rungs = ray.remote(num_cpus=0, scheduling_strategy=here)(trials.Rungs).remote(
         sweep.metric,
         sweep.greater,
         sweep.settings,
         left.get("reports", {}),
-        [trial.name for trial in sweep.trials if table.result_of(trial)],
     )
     begun: dict[str, Any] = {
         "stage": sweep.job.stage,
@@ -122,12 +125,12 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
         storage.write_json(path, summary)
         return summary
 
-    # The sweep logs its trials' datasets, because two trials that log a new dataset at the same time fail (mlflow 3.17).
+    # The parent run logs the datasets, because two trials that log a new dataset at the same time fail (mlflow 3.17).
     with registry.mlflow_run(work.tracking, work.digests, new_run=not left) as run_id:
         begun["mlflow_run_id"] = run_id
         keep(ray.get(rungs.state.remote()))
-        with _trials_closed(sweep), trials.watching(sweep, rungs, keep):
-            died = trials.run(sweep, SweepHandle(rungs, run_id, work.lease), work.places)
+        with trials_ended(sweep), trials.printing(rungs, keep):
+            died = trials.run_trials(sweep, SweepHandle(rungs, run_id, work.lease), work.places)
         state = ray.get(rungs.state.remote())
         work.lease.require()
         rows = keep(state, died)["trials"]
@@ -136,7 +139,7 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
             raise Failure(
                 f"no trial finished; {sweep.folder} has what each one left, and the same command tries again"
             )
-        # Only now the version is registered, if the gate passes; the trial's result.json names it.
+        # Registers the best trial, and adds the version to the trial's result.json.
         result = storage.read_json(file := storage.join(best["folder"], run_folder.RESULT))
         version = runs.described(runs.publish(replace(work, gate=gate_of(sweep.job)), result))
         storage.write_json(file, result | version)
@@ -148,8 +151,8 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _trials_closed(sweep: Sweep) -> Iterator[None]:
-    """Ends the trials' MLflow runs as KILLED if the sweep is interrupted."""
+def trials_ended(sweep: Sweep) -> Iterator[None]:
+    """Ends the trials' MLflow runs as KILLED if the sweep is interrupted during the block."""
     try:
         yield
     except BaseException:
@@ -160,17 +163,17 @@ def _trials_closed(sweep: Sweep) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quietly(sweep: Sweep) -> Iterator[None]:
-    """Writes the trials' lines to output.log in the sweep's folder, unless it is in a bucket."""
+def output_in_log(sweep: Sweep) -> Iterator[None]:
+    """Writes the output of the trials to output.log in the sweep's folder, unless the folder is in a bucket."""
     if storage.is_remote(sweep.folder):
         yield
         return
     with open(f"{sweep.folder}/output.log", "a", encoding="utf-8") as log:
-        console.attach(JOBS, log)
+        console.attach_ray_printer(JOBS, log)
         try:
             yield
         finally:
-            console.attach(JOBS)
+            console.attach_ray_printer(JOBS)
 
 
 def closing(sweep: Sweep, summary: dict[str, Any]) -> str:

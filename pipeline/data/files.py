@@ -311,7 +311,7 @@ def _snapshot(item: str, key: str, repo: str, revision: str) -> tuple[str, str]:
         if is_offline_mode():
             folder = snapshot_download(repo, repo_type="dataset", revision=version, local_files_only=True)
             return folder, os.path.basename(folder)
-        commit = deadline.answer(lambda: HfApi().dataset_info(repo, revision=version).sha)
+        commit = deadline.call_with_deadline(lambda: HfApi().dataset_info(repo, revision=version).sha)
         return f"{HUB}{repo}@{commit}", str(commit)
     except Exception as error:  # the HTTP client raises its own types
         problem = (

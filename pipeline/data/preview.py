@@ -51,7 +51,7 @@ def _preprocess(stage: str, source: Source, key: str, pairs: Any) -> Preprocess:
         wanted = "expected {first: VALUE, second: VALUE}"
         raise InputError(f"`{stage}` reads no ratings; {wanted}", key=f"{key}.label")
     rule = reshape.Rule.of(source.label) if source.label else None
-    digest = functions.digest([source.transform]) if source.transform else ""
+    digest = functions.digest_functions([source.transform]) if source.transform else ""
     return Preprocess(columns, rule, source.transform, digest, source.group_by)
 
 

@@ -27,10 +27,10 @@ from typing import Any
 from pipeline.data.annotations import flat
 from pipeline.data.values import Dropped, RowError, decoded, fields_of, nearest, row_json, setting, show
 from pipeline.errors import InputError, in_brief
-from pipeline.system.functions import imported
+from pipeline.system.functions import import_function
 
 EXPECTED = "a row (dict), a list of rows, or None to leave it out"  # what data.transform may return
-function = cache(imported)  # the function of `python:module:function`
+function = cache(import_function)  # the function of `python:module:function`
 
 
 # ---- data.columns ----------------------------------------------------------------------------------------------------

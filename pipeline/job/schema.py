@@ -1,7 +1,7 @@
 """The schema of job files: types, defaults, ranges and meaning of all keys.
 
 schema.json is generated from our dataclasses and from the config classes of TRL, peft and Ray, whose import takes seconds.
-Validation, `rlhf help KEY`, shell completion and editors read it. Regenerate it after a change of a key or a pin:
+Validation, `rlhf help KEY`, and editors read it. Regenerate it after a change of a key or a pin:
 
     python -m pipeline.job.schema_of
 """

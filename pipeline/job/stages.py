@@ -234,3 +234,8 @@ def headline(stage: str, measured: Mapping[str, float]) -> list[metrics.Metric]:
     """Returns the metrics of a stage's summary that were measured."""
     found = (metrics.find(name, stage) for name in STAGE[stage].headline if name in measured)
     return [one for one in found if one]
+
+
+def title_of(stage: str) -> str:
+    """Returns `Reward model` for `rm`, or the name of a stage that has no title."""
+    return STAGE[stage].title or stage

@@ -105,7 +105,7 @@ def _error(tokenizer: Any) -> Exception | None:
     for turns in PROBES:
         options = {"tokenize": False, "add_generation_prompt": turns[-1]["role"] == "user"}
         try:
-            text = deadline.answer(partial(tokenizer.apply_chat_template, turns, **options))
+            text = deadline.call_with_deadline(partial(tokenizer.apply_chat_template, turns, **options))
             many = ValueError(f"{len(text):,} characters for a conversation of a few words")
             return many if len(text) > MOST else None
         except TimeoutError as error:

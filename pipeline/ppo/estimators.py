@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipeline.system.functions import imported
+from pipeline.system.functions import import_function
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -211,5 +211,5 @@ def of(name: str) -> Estimator:
     """
     if name in ESTIMATORS:
         return ESTIMATORS[name]
-    formula = imported(name)
+    formula = import_function(name)
     return Estimator(formula, getattr(formula, "definition", None))

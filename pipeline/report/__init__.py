@@ -1,8 +1,8 @@
-"""A report about one run or several: one self-contained HTML page.
+"""Draws a report about one run or several, which is one self-contained HTML page.
 
-    python -m pipeline report RUN [RUN ...]       # folders, names under runs/, or MLflow run ids
+    python -m pipeline report RUN [RUN ...]       # folders, or names under runs/
 
-Every finished run draws its own (`run.report: true`) into its folder and into MLflow.
+Each finished run stores its report in its folder and in MLflow, unless run.report is false.
 """
 
 import tempfile
@@ -11,20 +11,16 @@ from typing import Any
 
 from pipeline import registry, text
 from pipeline.errors import summary
-from pipeline.report.gather import Run, newest, read
+from pipeline.report.gather import Run, newest, read_run
 from pipeline.run_folder import REPORT, RESULT
 from pipeline.system import console, storage, terminal
 
 
-def write(
-    runs: list[Run],
-    folder: str,
-    result: dict[str, Any] | None = None,
-) -> str:
-    """Writes report.html into `folder`, a path or a bucket. Returns the path of the page.
+def write_page(runs: list[Run], folder: str, result: dict[str, Any] | None = None) -> str:
+    """Writes report.html into a folder or bucket. Returns the path of the page.
 
     Args:
-        result: the result of the run that just ended; its page in MLflow gets the report.
+        result: the result of a run that just ended, whose MLflow run also gets the report, or None.
     """
     from pipeline.report import page
 
@@ -41,7 +37,7 @@ def write(
 
 
 def of_run(result: dict[str, Any]) -> None:
-    """Draws the report of a finished run into its folder and onto its page in MLflow, unless it has one or wants none."""
+    """Stores the report of a finished run in its folder and in MLflow, if run.report is true and there is none yet."""
     folder = result["folder"]
     if not result["job"]["run"]["report"] or storage.exists(storage.join(folder, REPORT)):
         return
@@ -54,11 +50,11 @@ def of_run(result: dict[str, Any]) -> None:
 def of_several(folders: list[str], folder: str, result: dict[str, Any] | None = None) -> str | None:
     """Draws one page about the runs in `folders` into `folder`.
 
-    Returns the path of the page, or None if drawing failed: a message says so, and the run does not fail.
+    Returns the path of the page. If drawing fails, prints a message and returns None, so that the run does not fail.
     """
     try:
-        return write([read(one) for one in folders], folder, result=result)
-    except Exception as error:  # a failed drawing must not lose hours of training
+        return write_page([read_run(one) for one in folders], folder, result=result)
+    except Exception as error:  # a report must not end a run that trained for hours
         again = f"try again with: python -m pipeline report {' '.join(folders)}"
         print(f"   no report: {summary(error)}; {again}", flush=True)
         return None

@@ -1,4 +1,4 @@
-"""Draws whether a score can be trusted, from what `evaluate` leaves in evaluation.json."""
+"""Draws whether a score can be trusted, from the tables that `evaluate` writes to evaluation.json."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def draw_best_of_n(axes: Any, curve: list[dict[str, float]]) -> None:
 
 
 def examples(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns for each failed probe the example whose score moved most: prompt, completion before and after, both scores."""
+    """Returns for each failed probe the example whose score moved most, with the completion before and after the edit."""
     return [
         {"probe": name.replace("_", " "), "verdict": one["verdict"], **one["worst"][0]}
         for name, one in evaluation.get("probes", {}).items()
@@ -56,7 +56,7 @@ def examples(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def benchmarks(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the rows of a table: each benchmark and its subsets with number of rows, score and 95 % interval."""
+    """Returns a table of the benchmarks and their subsets: number of rows, score, and 95 % interval."""
     rows = []
     for name, table in evaluation.get("benchmarks", {}).items():
         rows.append({"name": name, **table["levels"]["all"]})

@@ -1,16 +1,12 @@
-"""Collects what is known about a run, finished or not: its folder, its curves in MLflow, and the versions it descends from."""
+"""Collects what is known about a run, finished or not, from its folder and from its curves in MLflow."""
 
 import os
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from pipeline import registry, run_folder
-from pipeline.data.counts import count, most_frequent
 from pipeline.errors import InputError, summary
-from pipeline.input_uri import InputURI
 from pipeline.job.stages import INPUTS
 from pipeline.report.panels import History
 from pipeline.system import storage
@@ -19,39 +15,39 @@ from pipeline.system.credentials import without_credentials
 
 @dataclass
 class Run:
-    """One run as a report sees it. `result` is its result.json, or empty if it has none yet."""
+    """What a report needs to know about one run."""
 
     name: str
     stage: str
     state: str  # "finished", "failed" or "unfinished"
     job: dict[str, Any]
-    folder: str | None  # missing if only MLflow knows the run
-    result: dict[str, Any] = field(default_factory=dict)
+    folder: str
+    result: dict[str, Any] = field(default_factory=dict)  # result.json, or empty if the run has not finished
     history: History = field(default_factory=dict)
-    pairs: list[dict[str, float]] = field(default_factory=list)  # scores of held-out pairs (rm)
-    doubtful: list[dict[str, Any]] = field(default_factory=list)  # pairs with the lowest margins (rm)
-    evaluation: dict[str, Any] = field(default_factory=dict)  # evaluation.json: its tables
+    pairs: list[dict[str, float]] = field(default_factory=list)  # scores of held-out pairs (stage rm)
+    doubtful: list[dict[str, Any]] = field(default_factory=list)  # pairs with the lowest margins (stage rm)
+    evaluation: dict[str, Any] = field(default_factory=dict)  # the tables in evaluation.json
     failure: dict[str, Any] = field(default_factory=dict)  # failed.json: error, traceback, seconds
-    run_id: str | None = None  # MLflow's id of the run
+    run_id: str | None = None  # id of the MLflow run
     uri: str | None = None
-    note: str | None = None  # what could not be read of the run, and why
+    note: str | None = None  # why the curves could not be read
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Returns the final metrics, or else the newest ones."""
+        """Returns the final metrics. If the run has not finished, returns the newest values of its curves."""
         newest = {metric: points[-1][1] for metric, points in self.history.items()}
         return self.result.get("metrics") or newest
 
     @property
     def verdict(self) -> str:
-        """Returns what the gate says of a finished run that has one, else how the run ended."""
+        """Returns `gate passed` or `gate failed` if a finished run has a gate, or else its state."""
         if self.state != "finished" or not self.conditions:
             return self.state
         return "gate passed" if all(holds for *_, holds in self.conditions) else "gate failed"
 
     @property
     def conditions(self) -> list[tuple[Any, ...]]:
-        """Returns (metric, condition, value, whether it holds) of each condition of the gate."""
+        """Returns (metric, condition, value, whether the condition is met) for each condition of the gate."""
         champion = (self.result.get("champion") or {}).get("metrics", {})
         return list(registry.conditions(self.job.get("gate") or {}, self.result.get("metrics", {}), champion))
 
@@ -61,7 +57,7 @@ class Run:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Returns {"policy": "models:/rlhf-sft/3", ...}: pinned if the run got that far, or else as the job names them."""
+        """Returns {"policy": "models:/rlhf-sft/3", ...}. A run that has not finished has the names in its job."""
         if "inputs" in self.result:
             return self.result["inputs"]
         return {key: self.job[key] for key in INPUTS if isinstance(self.job.get(key), str)}
@@ -71,36 +67,19 @@ class Run:
         """Returns the report on the run's rows, or {}."""
         return (self.result.get("data") or {}).get("report") or {}
 
-    @property
-    def version(self) -> str | None:
-        """Returns `models:/name/3`, which the run registered, or None. An evaluation only names a version that it promoted."""
-        if not self.result.get("version") or not self.result.get("adapter"):
-            return None
-        return str(InputURI(self.result["registered_model"], version=self.result["version"]))
 
-
-def folders(reference: str, runs: str) -> list[str]:
-    """Returns the folders that a reference may mean: a path, or a name under `runs`; a file in it stands for the folder."""
-    given = re.sub(r"/+(result\.json|report\.html)?$", "", reference)
-    storage.reach(given)
-    return [given] if storage.is_remote(given) else [given, storage.join(runs, given)]
-
-
-def read(reference: str, runs: str = "runs") -> Run:
-    """Returns a run by its folder, its name under `runs`, or its MLflow id. Raises InputError if there is none."""
-    for folder in folders(reference, runs):
+def read_run(reference: str, runs: str = "runs") -> Run:
+    """Returns a run by its folder, or by its name under `runs`. Raises InputError if there is none."""
+    storage.reach(reference)
+    for folder in [reference] if storage.is_remote(reference) else [reference, storage.join(runs, reference)]:
         if storage.exists(storage.join(folder, run_folder.JOB)):
             return _from_folder(storage.absolute(folder))
-    if re.fullmatch(r"[0-9a-f]{32}", reference):
-        return _from_mlflow(reference, runs)
-    raise InputError(
-        f"{reference}: no run (a folder with job.json, a name under {runs}/, or an MLflow run id of 32 hex digits); the "
-        f"newest under {runs}/: {newest(runs)}"
-    )
+    expected = f"expected a folder with {run_folder.JOB}, or a name under {runs}/"
+    raise InputError(f"{reference}: no run; {expected}; the newest are {newest(runs)}")
 
 
 def newest(runs: str = "runs") -> str:
-    """Returns the newest runs of a folder, as text."""
+    """Returns the paths of the newest runs in a folder, as text."""
     found = sorted(Path(runs).glob(f"*/{run_folder.JOB}"), key=os.path.getmtime, reverse=True)
     return " ".join(str(path.parent) for path in found[:5]) or "none here yet"
 
@@ -117,7 +96,8 @@ def _from_folder(folder: str) -> Run:
     ended, given = result or failure, job["mlflow"].get("tracking_uri")
     run.uri = ended.get("tracking_uri") or registry.uri_of(given, job["run"]["storage_path"])
     run.run_id = ended.get("mlflow_run_id")
-    if last := str(result.get("checkpoint") or "").rpartition("/")[2]:  # the folder may have been moved
+    # result.json has an absolute path, but the folder may have been moved since.
+    if last := str(result.get("checkpoint") or "").rpartition("/")[2]:
         run.pairs, run.doubtful = (
             content(f"{last}/{name}", []) for name in (run_folder.PAIRS, run_folder.DOUBTFUL)
         )
@@ -127,98 +107,14 @@ def _from_folder(folder: str) -> Run:
     return run
 
 
-def _from_mlflow(run_id: str, runs: str) -> Run:
-    """Returns a run whose folder may be on another machine, from what MLflow stores about it."""
-    uri = registry.uri_of(None, runs)
-    known = registry.recorded(uri, run_id)
-    folder = known["folder"]
-    if folder and not storage.is_remote(folder) and os.path.exists(f"{folder}/{run_folder.JOB}"):
-        return _from_folder(folder)
-    state = {"FINISHED": "finished", "FAILED": "failed"}.get(known["status"], "unfinished")
-    run = Run(
-        known["name"], known["stage"], state, known["job"], None, known["result"], run_id=run_id, uri=uri
-    )
-    _add_curves(run)
-    return run
-
-
 def _add_curves(run: Run) -> None:
-    """Adds the curves. If the server does not answer, the report has none and says so."""
+    """Adds the curves, or a note if the MLflow server does not answer."""
     assert run.uri
     try:
         registry.check_reachable(run.uri)
-        run.run_id = run.run_id or registry.find_run(run.uri, str(run.folder))
+        run.run_id = run.run_id or registry.find_run(run.uri, run.folder)
         if run.run_id:
             run.history = registry.history(run.uri, run.run_id)
     except Exception as error:  # the store's driver and the network raise any type
         where = without_credentials(run.uri)
         run.note = f"No curves: {where} could not be read ({without_credentials(summary(error))})."
-        run.uri = None  # the lineage does not query the server either
-
-
-# ------------------------------------------------------------------------------------------------------ lineage
-
-
-MOST_VERSIONS = 4  # versions whose rows are named one by one
-
-
-@dataclass
-class Ancestor:
-    """A version, or another input, that a run was made from."""
-
-    role: str  # for what it was used: policy, reward, 300 rows
-    reference: str  # models:/name/3, or another input
-    state: str = ""  # its aliases and its gate
-    sources: list[tuple[str, str]] = field(default_factory=list)  # (role, reference) of what it was made from
-
-
-def ancestors(run: Run) -> list[Ancestor]:
-    """Returns the inputs of a run and of the versions that it descends from, each once, the nearest first."""
-    rows_from = run.data.get("splits", {}).get("train", {}).get("versions", {})
-    inputs = {role: _pinned(reference, run.uri) for role, reference in run.inputs.items()}
-    found: dict[str, Ancestor] = {}
-    waiting = _sources(inputs, rows_from, run.job["model"]["name_or_path"])
-    for role, reference in waiting:  # it grows
-        if reference not in found:
-            found[reference] = one = Ancestor(role, reference)
-            if run.uri and InputURI.parse(reference).version:
-                one.state, one.sources = _recorded(reference, run.uri)
-                waiting += one.sources
-    return list(found.values())
-
-
-def _sources(inputs: dict[str, str], rows_from: dict[str, int], base: str) -> list[tuple[str, str]]:
-    """Returns (role, reference) of inputs, or else the base, and of the versions that wrote rows."""
-    named = [(role.partition(".")[0], reference) for role, reference in inputs.items()] or [("base", base)]
-    return named + [(count(rows), one) for one, rows in most_frequent(rows_from, MOST_VERSIONS).items()]
-
-
-def _pinned(reference: str, uri: str | None) -> str:
-    """Returns the version that an alias now points to, or the reference itself."""
-    try:
-        return registry.pin(reference, uri) if uri else reference
-    except InputError:
-        return reference
-
-
-def _recorded(reference: str, uri: str) -> tuple[str, list[tuple[str, str]]]:
-    """Returns aliases and gate of a version, and what it was made from."""
-    try:
-        version = registry.version(reference, uri)
-    except Exception as error:  # the version was deleted, or the server does not answer
-        return f"unreadable: {type(error).__name__}", []
-    tags = version["tags"]
-    gate = tags.get("gate", "?")
-    state = [f"@{alias}" for alias in version["aliases"]]
-    state.append("no gate set" if gate == "none set" else f"gate {gate}")
-    return ", ".join(state), _sources(
-        tags["parents"], tags["rows_from"], tags.get("base_name_or_path", "base")
-    )
-
-
-def address(reference: str, uri: str | None) -> str | None:
-    """Returns the page of a version, or None if the store is no MLflow server."""
-    ref = InputURI.parse(reference)
-    if not ref.version or not uri or not uri.startswith("http"):
-        return None
-    return f"{without_credentials(uri)}/#/models/{quote(ref.name)}/versions/{ref.version}"

@@ -8,12 +8,12 @@ import jinja2
 import yaml
 from markupsafe import Markup, escape
 
-from pipeline import input_uri, text
+from pipeline import text
 from pipeline.data.counts import versions_in_words
 from pipeline.data.report import name_of
-from pipeline.job.stages import STAGE
+from pipeline.job.stages import title_of
 from pipeline.registry.store import flatten
-from pipeline.report import evaluations, gather, headline, plots, preferences
+from pipeline.report import evaluations, headline, plots, preferences
 from pipeline.report.gather import Run
 from pipeline.report.panels import GROUPS
 from pipeline.report.plots import Drawing
@@ -33,30 +33,23 @@ def render(runs: list[Run]) -> str:
     )
     functions = (text.number, versions_in_words, name_of, title_of, marked, as_yaml)
     environment.globals.update({one.__name__: one for one in functions})
-    environment.globals.update(headline=headline, evaluations=evaluations, gather=gather, input_uri=input_uri)
+    environment.globals.update(headline=headline, evaluations=evaluations)
     sampled = [run for run in runs if run.result.get("samples")]
     return environment.get_template("page.jinja").render(
         title=runs[0].name if len(runs) == 1 else " → ".join(stages),
         runs=[{"run": run, "anchor": f"r{i}", "groups": groups(run, f"r{i}")} for i, run in enumerate(runs)],
-        first=sampled[-1] if sampled else None,  # its samples come before everything else
-        cards=headline.overview(runs) if len(runs) > 1 else headline.cards(runs[0]),
+        first=sampled[-1] if sampled else None,  # the run whose samples come before everything else
         compared=[comparison(same) for same in by_stage if len(same) > 1],
-        anchors={run.version: f"r{i}" for i, run in enumerate(runs) if run.version},
     )
 
 
-def title_of(stage: str) -> str:
-    """Returns `Reward model` for `rm`, or the stage's name if it has no title."""
-    return STAGE[stage].title or stage
-
-
 def marked(text: str) -> Markup:
-    """Returns a row as the model saw it, escaped, with its trained tokens (between ⟦ and ⟧) as <mark>."""
+    """Returns the escaped text of a row, with trained tokens (between ⟦ and ⟧) inside <mark>."""
     return Markup(re.sub("⟦([^⟦⟧]*)⟧", r"<mark>\1</mark>", str(escape(text))))
 
 
 def as_yaml(job: dict[str, Any]) -> str:
-    """Returns the job as a file that runs it again, without empty keys."""
+    """Returns the job as the text of a job file, without empty keys."""
     sections: dict[str, Any] = {
         key: value for key, value in job.items() if value not in (None, {}, []) and key != "source"
     }
@@ -69,9 +62,12 @@ def as_yaml(job: dict[str, Any]) -> str:
 
 
 def drawn(runs: dict[str, Run]) -> dict[str, tuple[str, list[Drawing]]]:
-    """Returns {group: (its question, its drawings)} of one run, or of several runs of one stage, by their names."""
+    """Returns {group: (its question, its drawings)}.
+
+    Args:
+        runs: {name: run} of one run, or of several runs of one stage.
+    """
     first, alone = next(iter(runs.values())), len(runs) == 1
-    axis = "update" if first.stage == "ppo" else "step"  # PPO logs once an update
     best = first.result.get("kept") or {}
     kept = best.get("step") if alone and best.get("by") else None
     histories = {name: run.history for name, run in runs.items()}
@@ -82,18 +78,18 @@ def drawn(runs: dict[str, Run]) -> dict[str, tuple[str, list[Drawing]]]:
     if alone:
         groups["evaluation"] = ("Can the score be trusted?", evaluations.drawings(first.evaluation))
     for name, (question, panels) in GROUPS.items():
-        draws = [(one, plots.curve(one, histories, axis, kept)) for one in panels]
+        draws = [(one, plots.curve(one, histories, kept)) for one in panels]
         groups[name] = (question, [Drawing(one.title, one.note, draw) for one, draw in draws if draw])
     return {name: group for name, group in groups.items() if group[1]}
 
 
 def picture(runs: dict[str, Run], group: str) -> bytes:
-    """Returns a group of drawings as a PNG, of one run or of several runs of one stage by their names."""
+    """Returns a group of drawings as a PNG. `runs` is {name: run}, with one run or several runs of one stage."""
     return plots.png([one.draw for one in drawn(runs)[group][1]])
 
 
 def groups(run: Run, anchor: str) -> list[dict[str, Any]]:
-    """Returns the drawings of a run for the template. Few curves share one heading."""
+    """Returns the drawings of a run for the template. A few curves get one heading instead of a heading for each group."""
     made = drawn({"": run})
     curves = {name: made.pop(name) for name in GROUPS if name in made}
     few = [one for _, drawings in curves.values() for one in drawings]
@@ -106,7 +102,7 @@ def groups(run: Run, anchor: str) -> list[dict[str, Any]]:
 
 
 def comparison(runs: list[Run]) -> dict[str, Any]:
-    """Returns what compares runs of one stage: their metrics, the keys that differ, and panels whose lines are numbered."""
+    """Compares runs of one stage: returns their metrics, the keys that differ, and panels whose lines have the runs' numbers."""
     named = {str(number): run for number, run in enumerate(runs, 1)}
     cards = [{card["label"]: card["value"] for card in headline.cards(run)} for run in runs]
     jobs = [flatten(run.job) for run in runs]

@@ -1,6 +1,6 @@
-"""The curves of a report: panels in groups, each with a title and how to read it.
+"""Lists the curves of a report: panels in groups, each with a title and a sentence that says how to read it.
 
-A panel appears if at least one of its metrics was logged, so one list serves every stage.
+A panel is drawn if at least one of its metrics was logged. So all stages share one list.
 """
 
 import fnmatch
@@ -19,14 +19,13 @@ HELD_OUT = "held-out"
 @dataclass(frozen=True)
 class Panel:
     title: str
-    lines: dict[str, str]  # metric, or a pattern of metrics -> what the line is called
+    lines: dict[str, str]  # {metric, or a pattern of metrics: name of the line}
     note: str  # how to read it
-    # lines; stack: parts of a sum; band: lowest, mean and highest
-    kind: str = "lines"
-    also: str = ""  # a metric of held-out rows, drawn beside the lines
+    kind: str = "lines"  # lines, stack (parts of a sum) or band (lowest, mean and highest)
+    also: str = ""  # an eval metric that is drawn with the lines
     level: float | None = None  # a horizontal reference line
-    zero: bool = False  # the axis begins at 0: for counts, shares, sizes
-    when: Callable[[Points], bool] = bool  # is a curve worth showing?
+    zero: bool = False  # whether the axis begins at 0
+    when: Callable[[Points], bool] = bool  # returns whether a curve is worth showing
 
     @property
     def unit(self) -> str:
@@ -35,16 +34,16 @@ class Panel:
 
     @property
     def held_out(self) -> set[str]:
-        """Returns the names of the lines about held-out rows."""
+        """Returns the names of the lines that show eval metrics."""
         return {label for metric, label in self.lines.items() if metric.startswith("eval_")}
 
     def select(self, history: History) -> History:
-        """Returns {name of the line: its points} of a run, empty if it has none of this panel's lines."""
+        """Returns {name of a line: its points} for the lines of this panel that a run has logged."""
         selected = {}
         for pattern, label in self.lines.items():
             for metric in sorted(fnmatch.filter(history, pattern)):
                 if self.when(history[metric]):
-                    # `reward` for `rewards/reward/mean`, `rollout` for `time/rollout`
+                    # The name is `reward` for `rewards/reward/mean`, and `rollout` for `time/rollout`.
                     name = metric.split("/")[min(1, metric.count("/"))].replace("_", " ")
                     selected[label or name] = history[metric]
         if selected and self.also in history:

@@ -1,4 +1,4 @@
-"""Draws one panel as an inline SVG that follows the page's colors, and a group of panels as a PNG.
+"""Draws one panel as an inline SVG with the colors of the page, and a group of panels as a PNG.
 
 The colors are Okabe and Ito's, which any color vision can distinguish. A name at the end of each line replaces a legend.
 """
@@ -17,10 +17,10 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 INK, FAINT, GRID = "#1f2328", "#6e7781", "#d8dee4"
 # In an SVG they become CSS variables, so that a dark page can lighten them.
 VARIABLES = {color: f"c{i}" for i, color in enumerate(COLORS)} | {INK: "ink", FAINT: "faint", GRID: "grid"}
-# A phase of an update has one color in all panels, and so have held-out rows.
+# Lines with these names have the same color in all panels.
 FIXED = dict(zip(("rollout", HELD_OUT, "update", "values", "score"), COLORS, strict=False))
 SIZE = (3.9, 2.15)  # inches of one panel
-SMOOTH_FROM = 60  # points; longer lines get a running mean over the pale raw line
+SMOOTH_FROM = 60  # points from which on a line gets a running mean, drawn over the pale raw line
 DASHED: Any = {"color": FAINT, "linewidth": 0.8, "linestyle": (0, (2, 2)), "zorder": 1}  # a reference line
 Draw = Callable[[Any], None]  # draws into matplotlib axes
 
@@ -36,9 +36,9 @@ class Drawing(NamedTuple):
 STYLE: Any = {
     "font.size": 8.5,
     "font.family": "sans-serif",
-    "svg.fonttype": "none",  # text stays text: it can be searched, and takes the page's font
-    "text.parse_math": False,  # a dollar sign in a run's name is a dollar sign
-    "svg.hashsalt": "report",  # the same ids for the same drawing
+    "svg.fonttype": "none",  # keeps text as text, which can be searched and has the font of the page
+    "text.parse_math": False,  # the name of a run may have dollar signs
+    "svg.hashsalt": "report",  # makes the ids of a drawing reproducible
     "axes.edgecolor": GRID,
     "axes.labelcolor": FAINT,
     "axes.titlesize": 9.5,
@@ -91,7 +91,7 @@ def svg(draw: Draw, prefix: str, label: str) -> str:
     out = io.StringIO()
     with matplotlib.rc_context(STYLE):
         figure([draw]).savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    # Without prologue, metadata, comments and unused ids, with colors as CSS variables
+    # Removes prologue, metadata, comments and unused ids, and replaces colors by CSS variables.
     text = out.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*|<!--.*?-->\s*", "", text, flags=re.DOTALL)
@@ -108,27 +108,28 @@ def svg(draw: Draw, prefix: str, label: str) -> str:
 # ------------------------------------------------------------------------------------------------ what to draw
 
 
-def curve(panel: Panel, runs: dict[str, History], axis: str, kept: int | None = None) -> Draw | None:
-    """Returns how to draw a panel of one run, or of several runs of a stage, or None if it has no points.
+def curve(panel: Panel, runs: dict[str, History], kept: int | None = None) -> Draw | None:
+    """Returns a function that draws a panel, or None if the panel has no points.
 
-    Several runs are compared by lines alone, one for each run.
+    A panel of several runs has one line for each run. Bands and stacks of several runs are not drawn.
 
     Args:
-        kept: the step to mark on the held-out lines of one run.
+        runs: {name: metrics} of one run, or of several runs of a stage.
+        kept: the step to mark on the held-out lines.
     """
     drawable = {name: lines for name, history in runs.items() if (lines := panel.select(history))}
     if not drawable or (len(runs) > 1 and panel.kind != "lines"):
         return None
     shown = next(iter(drawable.values()))
     if len(drawable) > 1:
-        # The held-out line of each run, unless it is but a point; else the first line
+        # Draws the held-out line of each run if the panel has one, or else the first line.
         telling = next((name for name in (HELD_OUT, "highest so far") if name in panel.lines.values()), "")
         shown = {run: lines.get(telling) or next(iter(lines.values())) for run, lines in drawable.items()}
     held_out = [points for label, points in shown.items() if label in panel.held_out]
     marks = [(step, value) for points in held_out for step, value in points if step == kept]
 
     def draw(axes: Any) -> None:
-        _frame(axes, panel, axis)
+        _frame(axes, panel)
         _mark(axes, marks)
         {"lines": _lines, "stack": _stack, "band": _band}[panel.kind](axes, panel, shown)
 
@@ -136,15 +137,15 @@ def curve(panel: Panel, runs: dict[str, History], axis: str, kept: int | None = 
 
 
 def colors_of(names: list[str]) -> list[str]:
-    """Returns a color for each line: its own if it has one (FIXED), else one that no other line of the panel has."""
+    """Returns a color for each line: the one in FIXED, or else one that no other line of the panel has."""
     free = itertools.cycle([one for one in COLORS if one not in map(FIXED.get, names)])
     return [FIXED.get(name) or next(free) for name in names]
 
 
-def _frame(axes: Any, panel: Panel, axis: str) -> None:
+def _frame(axes: Any, panel: Panel) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.set(title=panel.title, xlabel=axis, ylabel=panel.unit)
+    axes.set(title=panel.title, xlabel="step", ylabel=panel.unit)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(4))
     if panel.level is not None:
@@ -191,7 +192,7 @@ def _stack(axes: Any, panel: Panel, lines: History) -> None:
     values = [[dict(points).get(step, 0.0) for step in steps] for points in lines.values()]
     colors = colors_of(list(lines))
     axes.stackplot(steps, values, colors=colors, alpha=0.75, linewidth=0)
-    # The axis ends above the usual update, so that one slow update, often the first, does not flatten all others.
+    # The axis ends above a usual update, because one slow update, often the first, would flatten all others.
     totals = sorted(map(sum, zip(*values, strict=True)))
     axes.set_ylim(0, min(totals[-1], 2.5 * totals[len(totals) // 2]) * 1.05 or 1)
     floor, ends = 0.0, []

@@ -1,7 +1,6 @@
 """Evaluates a reward model on the scores of held-out pairs: margins, calibration, length bias.
 
-A pair is {"chosen": score, "rejected": score, "chosen_tokens": length, "rejected_tokens": length}, as the `rm` stage
-writes them to pairs.json.
+The stage rm writes pairs.json: [{"chosen": score, "rejected": score, "chosen_tokens": length, "rejected_tokens": length}, ...]
 """
 
 import math
@@ -21,12 +20,12 @@ def margins(pairs: list[Pair]) -> list[float]:
 
 
 def longer(pairs: list[Pair]) -> list[float]:
-    """Returns by how many tokens the chosen completion is longer."""
+    """Returns for each pair how many tokens longer the chosen completion is than the rejected one."""
     return [pair["chosen_tokens"] - pair["rejected_tokens"] for pair in pairs]
 
 
 def summary(pairs: list[Pair]) -> dict[str, float | None]:
-    """Returns the numbers of the three drawings by name. A number is None if it cannot be computed."""
+    """Returns {name: number} for the numbers behind the three drawings. A number is None if it cannot be computed."""
     values = margins(pairs)
     sides = list(zip(values, longer(pairs), strict=True))
     shorter_won, longer_won = [m > 0 for m, n in sides if n < 0], [m > 0 for m, n in sides if n > 0]
@@ -45,7 +44,7 @@ def drawings(pairs: list[Pair]) -> list[Drawing]:
 
 
 def picture(pairs: list[Pair], title: str) -> bytes:
-    """Returns one of the drawings as a PNG."""
+    """Returns the drawing with this title as a PNG."""
     return plots.png([one.draw for one in drawings(pairs) if one.title == title])
 
 
@@ -53,7 +52,7 @@ def draw_margins(axes: Any, pairs: list[Pair]) -> None:
     values = margins(pairs)
     low, high = min(values), max(values)
     width = max((high - low) / 30, 1e-6)
-    # Bins meet at 0, so that no bar has right and wrong pairs.
+    # 0 is the edge of a bin, so that no bar has both right and wrong pairs.
     edges = [i * width for i in range(math.floor(low / width), math.floor(high / width) + 2)]
     _, _, bars = axes.hist(values, bins=edges)
     for bar in bars:
@@ -80,7 +79,7 @@ def draw_calibration(axes: Any, pairs: list[Pair]) -> None:
 
 def draw_lengths(axes: Any, pairs: list[Pair]) -> None:
     axes.axhline(0, **DASHED)
-    # Many dots become a bitmap inside the SVG, because each dot would be an element of the page.
+    # More than 500 dots become a bitmap, because each dot would be an element of the page.
     dots = {"s": 9, "alpha": 0.5, "color": COLORS[0], "linewidths": 0, "rasterized": len(pairs) > 500}
     axes.scatter(longer(pairs), margins(pairs), **dots)
     axes.set(title="Length bias", xlabel="chosen longer by, tokens", ylabel="margin")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from pipeline.run.host import Host
+from pipeline.run.model_host import ModelHost
 from pipeline.settle.work import Work
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class RolloutWorker:
         name_output("rollout")
         hold(self.work.lease)
         with memory.explained(self.work):
-            host = Host(self.work)
+            host = ModelHost(self.work)
             set_seed(host.args.seed)
             shared = roles.shared_base(host)
             reference = roles.add_policy(host, shared, host.args)
@@ -82,7 +82,9 @@ class RolloutWorker:
             self.sampler.fit_to_memory(rows, settings.longest)
         else:
             with memory.explained(self.work):
-                vllm = roles.vllm(Host(self.work), self.sampler.shared, ["policy"], settings.longest, rows)
+                vllm = roles.vllm(
+                    ModelHost(self.work), self.sampler.shared, ["policy"], settings.longest, rows
+                )
                 self.sampler.decoder = self.stack.enter_context(vllm)
         self.settings = settings
 

@@ -1,13 +1,13 @@
-"""Tracks which step's adapter a run keeps, and whether it stops early.
+"""Tracks the best evaluation of a run, whose adapter the run keeps, and decides whether training stops early.
 
-    best = of(run, gate, parameters)           # the section `run`; None if nothing is compared
+    best = make_tracker(run, gate, parameters) # None if nothing is compared
     best.compare(metrics, step)                # after each evaluation, on every rank with the same metrics
     best.exhausted                             # True if training must stop
     best.save(folder), best.load(folder)       # as part of every checkpoint
-    best.restore()                             # puts back the weights of best.step, to be saved and registered
+    best.restore()                             # restores the weights of best.step
 
-The weights of the best step are in memory and in each checkpoint. So evaluations need no separate checkpoint, and
-run.num_to_keep cannot delete the best one.
+The weights of the best step are in memory and in each checkpoint. So evaluations need no checkpoint, and run.num_to_keep
+cannot delete the best weights.
 """
 
 import json
@@ -29,7 +29,7 @@ from pipeline.system.hub import json_object
 
 FIX = "remove this checkpoint, so that the run resumes from an earlier one"
 WEIGHTS = "best.safetensors"
-# Passes an evaluation's value and step to a sweep. Returns the reason to stop, or None.
+# f(value of an evaluation, step) reports to a sweep. Returns the reason to stop, or None.
 Report = Callable[[float, int], str | None]
 
 
@@ -39,18 +39,18 @@ class Best:
 
     metric: str
     greater_is_better: bool
-    patience: int | None  # evaluations without improvement until training stops, or None for no limit
+    patience: int | None  # evaluations without improvement until training stops; None: no limit
     parameters: dict[str, torch.nn.Parameter]  # trainable parameters; if empty, the last weights are kept
     report: Report | None = None
     stop_if: dict[str, str] = field(default_factory=dict)  # {metric: condition} that ends training
     step: int | None = None  # None before the first evaluation with a finite value
     value: float | None = None
     stale: int = 0  # evaluations since the best step
-    stopped: str | None = None  # reason of the sweep or run.stop_if to end training
+    stopped: str | None = None  # why the sweep or run.stop_if ended training
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def compare(self, metrics: dict[str, float], step: int) -> None:
-        """Keeps this step if its value is better than all earlier values. Equal values and NaN are not better."""
+        """Keeps the weights of this step if its value is better than all earlier values. NaN is never better."""
         for metric in (self.metric, *self.stop_if):
             if metric not in metrics:
                 key = "metric_for_best_model" if metric == self.metric else "stop_if"
@@ -87,7 +87,7 @@ class Best:
         return self.step
 
     def save(self, folder: str) -> None:
-        """Writes the files for `load`. Only rank 0 calls it, because all ranks have the same state."""
+        """Writes the files that `load` reads. Only rank 0 calls it, because all ranks have the same state."""
         state = {key: getattr(self, key) for key in ("step", "value", "stale", "stopped")}
         with open(os.path.join(folder, run_folder.BEST), "w", encoding="utf-8") as file:
             json.dump(state, file)
@@ -102,10 +102,10 @@ class Best:
         return self.stopped or f"{self.metric} {what} {self.stale} evaluation{'s' * (self.stale != 1)}"
 
 
-def of(
+def make_tracker(
     run: Run, gate: Gate, parameters: dict[str, torch.nn.Parameter], report: Report | None = None
 ) -> Best | None:
-    """Returns the tracker of a run, or None if it keeps the last step, never stops early and is in no sweep."""
+    """Returns the tracker of a run. Returns None if the run keeps the last step, never stops early and is no trial."""
     if (
         not run.load_best_model_at_end
         and run.early_stopping_patience is None
@@ -117,8 +117,13 @@ def of(
     return Best(gate.metric, gate.greater_is_better, run.early_stopping_patience, kept, report, run.stop_if)
 
 
-def outcome(best: Best | None, kept: int | None, last: int, total: int) -> dict[str, Any]:
-    """Returns for result.json the step whose weights were kept (None means the last) and why training ended at step `last`."""
+def describe_end(best: Best | None, kept: int | None, last: int, total: int) -> dict[str, Any]:
+    """Returns the entries of result.json about the step whose weights were kept, and about the end of training.
+
+    Args:
+        kept: the best step, or None if the run keeps the last step.
+        last, total: the last step, and the steps that the job sets.
+    """
     by = {"by": best.metric, "value": best.value} if best and kept is not None else {"by": None}
     reason = best.reason() if best and best.exhausted and last < total else None
     return {

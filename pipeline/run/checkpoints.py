@@ -1,11 +1,11 @@
-"""Checkpoints: folders in a run's folder. A checkpoint is complete once it lists the SHA-256 digests of all files.
+"""Checkpoints are folders in the folder of a run. A checkpoint is complete once digests.json lists all its files.
 
-    files = store(source, run_folder, name)    # one worker of each node copies what its node has written
-    seal(run_folder, name, files)              # rank 0 writes the digests, the last file of a checkpoint
-    prune(run_folder, num_to_keep)             # and only then removes the oldest ones
-    newest(run_folder)                         # the one to resume from
+    files = store(source, run_folder, name)    # one worker of each node copies the files of its node
+    seal(run_folder, name, files)              # rank 0 writes digests.json
+    prune(run_folder, num_to_keep)             # only then, rank 0 removes the oldest checkpoints
+    newest(run_folder)                         # the checkpoint to resume from
 
-A kill at any moment leaves the checkpoints before, and perhaps a folder without digests, which no run resumes from.
+A process that is killed during these steps leaves the earlier checkpoints intact.
 """
 
 import hashlib
@@ -26,9 +26,9 @@ def name_of(step: int) -> str:
 
 
 def unused(folder: str, name: str, attempt: int = 1) -> str:
-    """Returns `name`, or in a later attempt at the run `name-ATTEMPT`; with `.2`, `.3`, ... if there is such a folder.
+    """Returns a name that no folder has: `name`, or `name-ATTEMPT` in a later attempt, with `.2`, `.3`, ... if needed.
 
-    So an attempt that has lost the run, and does not know it yet, writes into no folder of its successor.
+    So an attempt that has lost its lease, and does not know it yet, writes into no folder of its successor.
     """
     mine = name if attempt == 1 else f"{name}-{attempt}"
     free, number = mine, 1
@@ -47,7 +47,7 @@ def store(source: str, run_folder: str, name: str) -> dict[str, dict[str, Any]]:
 
 
 def seal(run_folder: str, name: str, files: dict[str, dict[str, Any]]) -> None:
-    """Completes a checkpoint: writes the digests of all its files, from every node."""
+    """Completes a checkpoint by writing the digests of its files."""
     storage.write_json(storage.join(run_folder, name, DIGESTS), {"files": dict(sorted(files.items()))})
 
 
@@ -60,20 +60,20 @@ def prune(run_folder: str, num_to_keep: int | None) -> None:
 
 
 def complete(run_folder: str) -> list[str]:
-    """Returns the names of the completely written checkpoints, oldest first. Does not read their content."""
+    """Returns the names of the complete checkpoints, oldest first. Does not compare their files with the digests."""
     return [name for name in _names(run_folder) if storage.exists(storage.join(run_folder, name, DIGESTS))]
 
 
 def newest(run_folder: str) -> str | None:
     """Returns the name of the newest checkpoint whose files match their digests, or None if there is no checkpoint.
 
-    Reports newer checkpoints: deletes an unfinished one, and moves a damaged one to `damaged/`. Raises InputError if all
-    checkpoints are damaged, because the run must not start over unless the user sets this.
+    Deletes newer checkpoints that are unfinished, and moves damaged ones to `damaged/`. Raises InputError if all checkpoints
+    are damaged, because only the user may decide to start over.
     """
     aside = storage.join(run_folder, DAMAGED)
     for name in reversed(_names(run_folder)):
         path = storage.join(run_folder, name)
-        problem = damage(path)
+        problem = find_damage(path)
         if problem is None:
             return name
         if not storage.exists(storage.join(path, DIGESTS)):
@@ -82,7 +82,7 @@ def newest(run_folder: str) -> str | None:
         else:
             storage.move(path, storage.join(aside, unused(aside, name)))
             print(f"warning: {run_folder}: {name} is damaged ({problem}): moved to {DAMAGED}/", flush=True)
-    if storage.folders(aside):  # including checkpoints that an earlier attempt moved
+    if storage.folders(aside):  # an earlier attempt may have moved some
         raise InputError(
             f"all checkpoints of {run_folder} are damaged, see {DAMAGED}/; restore their files, or set run.overwrite=true to start "
             "over. run.num_to_keep=2 or more keeps one to fall back to",
@@ -91,8 +91,8 @@ def newest(run_folder: str) -> str | None:
     return None
 
 
-def damage(path: str) -> str | None:
-    """Returns the damage of a checkpoint (in a folder or bucket), or None if its files match their digests."""
+def find_damage(path: str) -> str | None:
+    """Returns what is wrong with a checkpoint, or None if its files match their digests."""
     if not storage.exists(f"{path}/{DIGESTS}"):
         return f"{DIGESTS} is missing, so the checkpoint is incomplete"
     fs, folder = storage.filesystem(path)
@@ -109,7 +109,7 @@ def damage(path: str) -> str | None:
             return f"{name} is missing"
         if info.size != size:
             return f"{name} has {info.size} bytes, expected {size}"
-        # Each read of a bucket's stream is a request, and file_digest reads 256 KiB
+        # Each read from a bucket is a request, and file_digest reads 256 KiB at a time.
         with fs.open_input_stream(f"{folder}/{name}", buffer_size=1 << 22) as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         if digest != sha256:
@@ -118,7 +118,7 @@ def damage(path: str) -> str | None:
 
 
 def _names(run_folder: str) -> list[str]:
-    """Returns the folders of checkpoints, complete or not: oldest first, the final one last."""
+    """Returns the names of all checkpoints, complete or not, oldest first and the final one last."""
     found = filter(None, map(NAME.fullmatch, storage.folders(run_folder)))
     ordered = sorted(found, key=lambda name: (float(name[1] or "inf"), int(name[2] or 1), int(name[3] or 1)))
     return [name[0] for name in ordered]

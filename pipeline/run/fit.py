@@ -1,4 +1,4 @@
-"""Ray Train on the driver: a TorchTrainer with its workers, failures and restarts."""
+"""Runs a function in the workers of a TorchTrainer, and restarts workers that died."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.train import DataConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 
-# Private functions that TorchConfig's own backend runs in the workers. Remove when Ray's `init_method` takes a URL.
+# TorchConfig's own backend runs these private functions in the workers. Remove when Ray's `init_method` takes a URL.
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _set_torch_distributed_env_vars, _setup_torch_process_group, _TorchBackend
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
@@ -21,8 +21,8 @@ from pipeline.settle import placement
 from pipeline.settle.placement import Places
 from pipeline.system import process
 
-# Time limit of a collective of torch.distributed; torch's default is half an hour. A rank may wait longer for others that
-# load models, score or wait for rollout workers. If a rank dies, Ray Train notices it.
+# Time limit of a collective of torch.distributed. torch's default is half an hour, but a rank may wait longer for other ranks
+# that load models, score or wait for rollout workers. If a rank dies, Ray Train notices it.
 COLLECTIVE_TIMEOUT_S = 365 * 24 * 3600
 
 
@@ -33,34 +33,34 @@ def fit(
     config: dict[str, Any],
     rows: dict[str, Any],
 ) -> Any:
-    """Runs `loop(config)` on every worker of a TorchTrainer, and returns what it returns on rank 0.
+    """Runs `loop(config)` on every worker of a TorchTrainer. Returns what `loop` returns on rank 0.
 
-    Restarts workers that died as run.max_failures allows. Raises ray.train.WorkerGroupError with each worker's exception, or
-    Failure if no place for the workers was found in time.
+    Restarts workers that died, at most run.max_failures times. Raises ray.train.WorkerGroupError with the exception of each
+    worker, or Failure if the workers could not be placed in time.
 
     Args:
-        run: the section of the job.
+        run: the section `run` of the job.
         rows: {name: dataset} that each worker gets.
     """
     trainer = _trainer(places, run, loop, config, rows)
-    # Ray Train's handler of Ctrl-C would end this process with status 1 and without a message (ray 2.60, private). Without it,
-    # Ctrl-C is a KeyboardInterrupt as elsewhere. Remove when there is a public way to keep one's handler.
+    # Ray Train's handler of Ctrl-C would end this process with status 1 and without a message (ray 2.60, private). Without that
+    # handler, Ctrl-C raises KeyboardInterrupt. Remove when Ray has a public switch for its handler.
     controllers: list[Any] = []
     trainer._register_sigint_handler = controllers.append
     try:
         return trainer.fit().return_value
     except (KeyboardInterrupt, SystemExit):
-        # Waits until the workers have ended, so that none writes into the run's folder later
+        # Waits until the workers have ended, so that no worker writes into the run's folder later.
         with process.signals_ignored():
             for controller in controllers:
-                # The call ends its process, which Ray reports as an error.
+                # The call ends the controller's process, which Ray reports as an error.
                 with contextlib.suppress(ray.exceptions.RayError):
                     ray.get(controller.abort.remote(), timeout=5)
         raise
 
 
 def _trainer(places: Places, run: Run, loop: Any, config: dict[str, Any], rows: dict[str, Any]) -> Any:
-    if places.in_process:  # Ray Train's local mode: it calls the loop here, without starting Ray
+    if places.in_process:  # Ray Train's local mode calls the loop here, without Ray
         local = ScalingConfig(num_workers=0)
         return TorchTrainer(loop, train_loop_config=config, datasets=rows, scaling_config=local)
     scaling, folder = dict(places.scaling), session_folder()
@@ -73,7 +73,7 @@ def _trainer(places: Places, run: Run, loop: Any, config: dict[str, Any], rows: 
         train_loop_config=config,
         torch_config=torch_config,
         datasets=rows,
-        # Every worker sees all rows, because accelerate would split a shard again.
+        # Every worker gets all rows, because accelerate splits them.
         dataset_config=DataConfig(datasets_to_split=[]),
         scaling_config=ScalingConfig(
             num_workers=tuple(workers) if isinstance(workers, list) else workers, **scaling
@@ -87,9 +87,9 @@ def _trainer(places: Places, run: Run, loop: Any, config: dict[str, Any], rows: 
         ),
     )
     if folder:
-        # All processes of an embedded Ray end with the driver. Ray Train's cleaner of placement groups polls a dashboard once a
-        # second, of any Ray that this machine was the last to start, and the end of the run waits 12 s for an answer (ray 2.60,
-        # private). Remove when it asks the GCS of its own session.
+        # Ray Train's cleaner of placement groups polls the dashboard of the Ray that this machine started last, even another
+        # user's, and the end of the run waits 12 s for an answer (ray 2.60, private). An embedded Ray needs no cleaner, because
+        # its processes end with the driver. Remove when the cleaner queries the GCS of its own session.
         defaults, cleaner = trainer._create_default_callbacks, PlacementGroupCleanerCallback
         trainer._create_default_callbacks = lambda: [c for c in defaults() if not isinstance(c, cleaner)]
     return trainer
@@ -97,13 +97,13 @@ def _trainer(places: Places, run: Run, loop: Any, config: dict[str, Any], rows: 
 
 @dataclass
 class FileRendezvous(TorchConfig):
-    """TorchConfig for workers on the driver's machine: they meet through a file that only their user can read.
+    """TorchConfig for workers on one machine, which form their group through a file that only their user can read.
 
-    torch's TCPStore listens on every interface, without a password, and takes no other address (torch 2.13;
-    https://github.com/pytorch/pytorch/issues/173909). On a cluster the workers need it.
+    torch's TCPStore, which a cluster needs, listens on every interface without a password (torch 2.13;
+    https://github.com/pytorch/pytorch/issues/173909).
 
     Args:
-        folder: only this user can read it; it is deleted when the session ends.
+        folder: a folder that only this user can read, and that is deleted when the session ends.
     """
 
     folder: str = ""
@@ -115,7 +115,7 @@ class FileRendezvous(TorchConfig):
 
 class _Backend(_TorchBackend):
     def on_start(self, worker_group: Any, backend_config: FileRendezvous) -> None:
-        """Runs in Ray Train's controller: forms the group of all workers."""
+        """Forms the group of all workers. Runs in Ray Train's controller."""
         store = os.path.join(tempfile.mkdtemp(prefix="rendezvous-", dir=backend_config.folder), "store")
         group = {
             "backend": "nccl" if worker_group.get_resources_per_worker().get("GPU") else "gloo",

@@ -1,4 +1,4 @@
-"""Reports the possible cost of judges before a run, and their real cost in its result."""
+"""Estimates the cost of judges before a run, and reads their real cost at its end."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,18 +11,18 @@ from pipeline.settle.work import Work
 from pipeline.statistics import mean
 from pipeline.system import prices
 
-SAMPLED = 100  # number of rows whose prompts are measured
+SAMPLED = 100  # number of rows whose prompt lengths make the estimate
 
 
-def estimates(work: Work, rows: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[str]:
-    """Yields a line for each judge of a run: the maximum number of questions, their cost in dollars, and the run's budget.
+def estimate_costs(work: Work, rows: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[str]:
+    """Yields a line for each judge of a run: the maximum number of questions, their cost in dollars, and the judge's budget.
 
     Args:
-        rows: token rows of each split.
-        counts: number of them.
+        rows: {split: token rows}.
+        counts: {split: number of rows}.
     """
     for name, given in _judges(work):
-        completions, group = asked(work, counts, name)
+        completions, group = count_judged(work, counts, name)
         shared = group if given.form == "rank" else 1
         orders = 2 if given.form == "rank" and given.orders == "both" else 1
         questions = -(-completions // shared) * orders * given.draws
@@ -40,11 +40,11 @@ def estimates(work: Work, rows: Mapping[str, Any], counts: Mapping[str, int]) ->
         )
 
 
-def asked(work: Work, rows: Mapping[str, int], name: str) -> tuple[int, int]:
-    """Returns the number of completions that an input scores in a run, and how many of them share a prompt.
+def count_judged(work: Work, rows: Mapping[str, int], name: str) -> tuple[int, int]:
+    """Returns the number of completions that the input `name` scores in a run, and how many of them share a prompt.
 
     Args:
-        rows: number of rows of each split.
+        rows: {split: number of rows}.
     """
     args, stage, held_out = work.args, work.run.stage, rows.get("eval", 0)
     if stage == "ppo":
@@ -62,8 +62,8 @@ def asked(work: Work, rows: Mapping[str, int], name: str) -> tuple[int, int]:
     return rows["train"] * (2 if stage == "score" else 1), 2
 
 
-def costs(work: Work) -> dict[str, dict[str, float]]:
-    """Returns {input: answers and cost of its judge in this run, including earlier attempts}."""
+def read_costs(work: Work) -> dict[str, dict[str, float]]:
+    """Returns {input: numbers of answers, and dollars, of its judge in all attempts at the run}."""
     run = work.run
     return {
         name: Store(folder(run.storage_path, given), run.name).costs(given) for name, given in _judges(work)

@@ -1,4 +1,4 @@
-"""Explains out-of-memory errors: which part of the run it was, and which settings to change."""
+"""Adds to out-of-memory errors the phase of the run, and the settings to change."""
 
 import traceback
 from collections.abc import Iterator
@@ -9,14 +9,14 @@ from pipeline.errors import OutOfMemory, in_brief, is_out_of_memory
 from pipeline.job import schema
 from pipeline.settle.work import Work
 
-# {function on the stack, of transformers.Trainer or ours: part of the run}. PPO names its own phases.
+# {name of a function in the traceback: phase of the run}. PPO names its own phases.
 PARTS = {"load_base": "loading the base", "training_step": "update", "evaluation_loop": "evaluate"}
 ROLLOUT = ("rollout", "score", "values", "evaluate")  # phases without gradients
 
 
 @contextmanager
 def explained(work: Work) -> Iterator[None]:
-    """Turns memory errors of torch or Python within the block into OutOfMemory, with the settings to change."""
+    """Turns out-of-memory errors of torch or Python in the block into OutOfMemory, which names the settings to change."""
     try:
         yield
     except OutOfMemory as error:  # raised in a phase of PPO
@@ -30,13 +30,13 @@ def explained(work: Work) -> Iterator[None]:
 
 
 def remedy(work: Work, phase: str) -> str:
-    """Returns the settings to change, mildest first, each with its current value."""
+    """Returns the settings to change, each with its current value. The mildest changes come first."""
     facts, loading, lighter, new_run = work.stage, phase == "loading the base", [], []
     if not loading:
         lighter += _halved(work, _limit(work, phase))
         new_run += _switched(work, "trainer.bf16", True)
     if facts.learns and not loading and phase not in ROLLOUT:
-        if work.trainer.get("gradient_checkpointing", False) is None:  # chosen by the plan
+        if work.trainer.get("gradient_checkpointing", False) is None:  # `plan` has chosen it
             lighter += ["trainer.gradient_checkpointing=true (now null)"]
         lighter += _switched(work, "trainer.gradient_checkpointing", True)
     new_run += _switched(work, "model.dtype", "bfloat16")
@@ -49,7 +49,7 @@ def remedy(work: Work, phase: str) -> str:
 
 
 def _limit(work: Work, phase: str) -> str:
-    """Returns the key that limits the rows or tokens in memory at once."""
+    """Returns the key of `trainer` that limits the rows or tokens of a forward in this phase."""
     if work.stage.trl:
         return f"per_device_{'eval' if phase == 'evaluate' else 'train'}_batch_size"
     if not work.stage.learns or phase in ("rollout", "evaluate"):
@@ -61,13 +61,13 @@ def _limit(work: Work, phase: str) -> str:
 
 def _halved(work: Work, key: str) -> list[str]:
     now = _value(work, key)
-    if now is None and key == "local_rollout_forward_batch_size":  # set by the free memory
+    if now is None and key == "local_rollout_forward_batch_size":  # the free memory decides it
         now = work.args.planned_rows(work.places.workers.fewest)
     if now is None and key == "max_tokens_per_micro_batch":
         from pipeline.scoring.forward import FORWARD_TOKENS
 
         limit = FORWARD_TOKENS["cuda" if work.places.on_gpu else "cpu"]
-        # It would also limit training, so it is at most the current memory of a training step.
+        # The key also limits training, so the proposed value is at most the tokens of a training step.
         training = work.args.per_device_train_batch_size * (work.data.max_length or 0) or limit
         return [f"trainer.{key}={min(limit // 2, training)} (now null: {limit} without gradients)"]
     return [f"trainer.{key}={now // 2} (now {now})"] if isinstance(now, int) and now > 1 else []

@@ -1,10 +1,10 @@
-"""Batch inference: sends every row of a file through models in Ray Data actors, to JSON Lines. A killed run resumes.
+"""Batch inference: a function processes each row of a file, in Ray Data actors or in this process. A killed run resumes.
 
-    launch(job, Verb("completions.jsonl", load, measure)) -> the content of result.json
+    launch_rows(job, RowRecipe("completions.jsonl", load, measure)) -> the content of result.json
 
-Rows are processed in parts of consecutive rows. A part's file is written atomically, and an existing part is not repeated, so
-each input row has one output, in the same order. The output of a row depends only on the job, the row and its number, not on
-the number of actors or on interruptions. The workers of `evaluate` make their parts with `in_parts`.
+Rows are processed in parts of consecutive rows. The file of a part is written atomically, and an existing part is not made
+again. So each input row has one output, in the same order. The output of a row depends only on the job, the row and its
+number, not on the number of actors or on interruptions. The workers of `evaluate` make their parts with `in_parts`.
 """
 
 import contextlib
@@ -22,8 +22,9 @@ from pipeline.errors import Failure, InputError
 from pipeline.job import Job
 from pipeline.job.identity import identity_of
 from pipeline.run import memory
-from pipeline.run.host import Host
-from pipeline.run.launch import finished, open_run
+from pipeline.run.launch import finished, open_run, write_result
+from pipeline.run.model_host import ModelHost
+from pipeline.run.resume import find_earlier
 from pipeline.run.worker import Worker, like_a_worker, name_output
 from pipeline.settle import placement
 from pipeline.settle.identity import named
@@ -31,52 +32,52 @@ from pipeline.settle.work import Work
 from pipeline.system import console, storage
 from pipeline.system.lease import hold
 
-BATCHES = 4  # forwards per part: enough to sort rows by length, few enough to lose in a crash
+BATCHES = 4  # forwards per part: enough to sort rows by length, and little is lost in a crash
 
 Record = dict[str, Any]  # the result of a row
 # (token rows, number of the first row) -> records
 Answer = Callable[[list[dict[str, Any]], int], list[Record]]
-Load = Callable[[Host], Answer]  # runs once in each actor
+Load = Callable[[ModelHost], Answer]  # runs once in each actor
 Batches = Generator[dict[str, Any], None, None]  # result of Parts
 
 
 @dataclass(frozen=True)
-class Verb:
-    """A subcommand's function for each row, and its output."""
+class RowRecipe:
+    """What a subcommand does with each row, and what it writes."""
 
-    output: str  # the file in the run's folder
+    output: str  # file in the folder of the run
     load: Load
-    # metrics of a record; result.json has their means
+    # f(record) -> metrics, of which result.json has the means
     measure: Callable[[Record], dict[str, float]]
-    lines: Callable[[Record], list[Record]] = lambda record: [record]  # lines of the output
-    # counts of a record; result.json has their sums
+    lines: Callable[[Record], list[Record]] = lambda record: [record]  # f(record) -> lines of the output
+    # f(record) -> counts, of which result.json has the sums
     count: Callable[[Record], Mapping[str, int]] = lambda _: {}
-    # f(number of rows) -> the rows to process, in this order; None: all rows
+    # f(number of rows) -> the numbers of the rows to process, in order; None: all rows
     choose: Callable[[int], Sequence[int]] | None = None
 
 
-def launch(job: Job, verb: Verb) -> dict[str, Any]:
-    """Runs one job over rows of data.train. The same `run.name` continues an interrupted run."""
+def launch_rows(job: Job, recipe: RowRecipe) -> dict[str, Any]:
+    """Processes the rows of data.train. Returns the content of result.json."""
     job = named(job)
-    if result := finished(identity_of(job)):
+    earlier = find_earlier(identity_of(job))
+    if result := finished(earlier):
         return result
-    with open_run(job) as run:
-        count = run.report.splits["train"].kept
-        chosen = verb.choose(count) if verb.choose else range(count)
-        fresh = complete(run.work, run.rows["train"], chosen, verb.load)
-        path = storage.join(run.folder, verb.output)
-        outcome = join(run.work, len(chosen), verb, path)
-        result = run.finish(output=path, rows=len(chosen), rows_done_now=fresh, **outcome, data=run.data())
-        # only now, because the run is not finished without result.json
-        storage.remove(storage.join(run.folder, run_folder.PARTS))
+    with open_run(job, earlier) as (work, rows, report):
+        count = report.splits["train"].kept
+        chosen = recipe.choose(count) if recipe.choose else range(count)
+        fresh = complete(work, rows["train"], chosen, recipe.load)
+        path = storage.join(work.folder, recipe.output)
+        outcome = join(work, len(chosen), recipe, path)
+        entries = {"output": path, "rows": len(chosen), "rows_done_now": fresh, **outcome}
+        result = write_result(work, report, entries)
     numbers = {**outcome["metrics"], **outcome["counts"]}
     print("\n" + "\n".join(f"   {name:<28}{value:.4g}" for name, value in numbers.items()))
     print(f"   {len(chosen)} rows in {result['seconds']:.0f} s  {path}", flush=True)
     return result
 
 
-def part_file(work: Work, part: int, of: str = "") -> str:
-    return storage.join(work.folder, run_folder.PARTS, f"{of}{part:06d}.jsonl")
+def part_file(folder: str, part: int, of: str = "") -> str:
+    return storage.join(folder, run_folder.PARTS, f"{of}{part:06d}.jsonl")
 
 
 def part_size(args: Any) -> int:
@@ -86,16 +87,16 @@ def part_size(args: Any) -> int:
 def in_parts(worker: Worker, of: str, count: int, answer: Callable[[range], Iterable[Any]]) -> Iterator[Any]:
     """Yields the record of each of `count` rows, in order, after the workers have made the missing parts.
 
-    Every rank must use it up, and every rank gets the same.
+    Every rank must iterate to the end, and every rank gets the same records.
 
     Args:
-        of: begins the names of the part files.
-        answer: from the numbers of consecutive rows to their records, which must be JSON.
+        of: start of the names of the parts' files.
+        answer: f(numbers of consecutive rows) -> their records, which must be JSON.
     """
     size = part_size(worker.args)
     parts = range(-(-count // size))
     for part in parts[worker.rank :: worker.world]:
-        path = part_file(worker.work, part, of)
+        path = part_file(worker.work.folder, part, of)
         if not storage.exists(path):
             numbers = range(count)[part * size : (part + 1) * size]
             records = list(answer(numbers))
@@ -103,13 +104,23 @@ def in_parts(worker: Worker, of: str, count: int, answer: Callable[[range], Iter
             storage.write_lines(path, map(json.dumps, records))
     worker.gather(None)  # from here on, all parts exist
     for part in parts:
-        yield from map(json.loads, storage.read_lines(part_file(worker.work, part, of)))
+        yield from map(json.loads, storage.read_lines(part_file(worker.work.folder, part, of)))
+
+
+def share_rows(worker: Worker, count: int, answer: Callable[[range], list[Any]]) -> list[Any]:
+    """Returns the record of each of `count` rows, in order, on every rank. Each rank makes the records of its share.
+
+    Args:
+        answer: f(numbers of rows) -> their records.
+    """
+    by_rank = worker.gather(answer(range(worker.rank, count, worker.world)))
+    return [by_rank[i % worker.world][i // worker.world] for i in range(count)]
 
 
 def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
-    """Makes the missing parts. Returns the number of rows done now."""
+    """Makes the missing parts. Returns the number of rows in them."""
     size, count = part_size(work.args), len(chosen)
-    missing = [i for i in range(-(-count // size)) if not storage.exists(part_file(work, i))]
+    missing = [i for i in range(-(-count // size)) if not storage.exists(part_file(work.folder, i))]
     there = count - sum(min(size, count - i * size) for i in missing)
     if there:
         print(f"{there} of {count} rows are already done", flush=True)
@@ -118,7 +129,7 @@ def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
     make = _here if work.places.in_process else _actors
     batches = make(work, (load, work, rows, chosen), missing)
     started, now = time.monotonic(), 0
-    # After an error too, the actors end before the lease of the run's folder.
+    # The actors end before the lease of the run's folder, also after an error.
     with console.native_lines_filtered(), contextlib.closing(batches):
         for batch in batches:
             if problem := next(filter(None, batch["problem"]), None):
@@ -130,7 +141,7 @@ def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
 
 
 def _here(work: Work, given: tuple[Any, ...], missing: list[int]) -> Batches:
-    """Answers the missing parts in this process."""
+    """Makes the missing parts in this process. Yields the results of Parts."""
     console.silence_libraries()
     with like_a_worker(work.places):
         parts = Parts(*given)
@@ -139,7 +150,7 @@ def _here(work: Work, given: tuple[Any, ...], missing: list[int]) -> Batches:
 
 
 def _actors(work: Work, given: tuple[Any, ...], missing: list[int]) -> Batches:
-    """Answers the missing parts in Ray Data actors."""
+    """Makes the missing parts in Ray Data actors. Yields the results of Parts."""
     import ray
 
     workers = work.places.workers
@@ -161,7 +172,7 @@ def _actors(work: Work, given: tuple[Any, ...], missing: list[int]) -> Batches:
 
 
 class Parts:
-    """The actor: holds the models and, over Ray's shared blocks, all token rows; writes the parts of each batch."""
+    """An actor that has the models and all token rows, and writes the parts of each batch."""
 
     def __init__(self, load: Load, work: Work, rows: Any, chosen: Sequence[int]):
         if not work.places.in_process:
@@ -172,15 +183,15 @@ class Parts:
         self.answer: Answer | None = None
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Returns the number of rows of each part. An InputError or Failure is returned too, for the driver to raise.
+        """Writes parts. Returns the number of rows of each part, or an InputError or Failure that the driver must raise.
 
-        If it were raised here, Ray Data would log it with its own frames, or turn it into text if a constructor raised it.
+        If an error were raised here, Ray Data would log it with its own frames, or turn an error of a constructor into text.
         """
         parts = [int(part) for part in batch["part"]]
         try:
             with memory.explained(self.work):
                 if self.answer is None:
-                    self.answer = self.load(Host(self.work))
+                    self.answer = self.load(ModelHost(self.work))
                 return {"rows": [self._write(part) for part in parts], "problem": [b""] * len(parts)}
         except (InputError, Failure) as error:
             return {"rows": [0] * len(parts), "problem": [pickle.dumps(error)] * len(parts)}
@@ -193,25 +204,25 @@ class Parts:
         records = self.answer([dict(row) for row in self.rows.select(chosen)], first)
         lines = (json.dumps(record, ensure_ascii=False) for record in records)
         self.work.lease.require()
-        storage.write_lines(part_file(self.work, part), lines)
+        storage.write_lines(part_file(self.work.folder, part), lines)
         return len(records)
 
 
-def join(work: Work, count: int, verb: Verb, path: str) -> dict[str, Any]:
-    """Writes all parts to one file, in the order of the rows. Returns the means of their metrics and the sums of their counts."""
+def join(work: Work, count: int, recipe: RowRecipe, path: str) -> dict[str, Any]:
+    """Writes all parts to one file, in the order of the rows. Returns the means of the metrics and the sums of the counts."""
     sums, measured, counts = defaultdict[str, float](float), Counter[str](), Counter[str]()
     seen = 0
 
     def lines() -> Iterator[str]:
         nonlocal seen
         for part in range(-(-count // part_size(work.args))):
-            for record in map(json.loads, storage.read_lines(part_file(work, part))):
-                for name, value in verb.measure(record).items():
+            for record in map(json.loads, storage.read_lines(part_file(work.folder, part))):
+                for name, value in recipe.measure(record).items():
                     sums[name] += value
                     measured[name] += 1
-                counts.update(verb.count(record))
+                counts.update(recipe.count(record))
                 seen += 1
-                yield from (json.dumps(line, ensure_ascii=False) for line in verb.lines(record))
+                yield from (json.dumps(line, ensure_ascii=False) for line in recipe.lines(record))
         if seen != count:  # for example, parts of another version of the pipeline
             raise InputError(
                 f"{work.folder}/{run_folder.PARTS} holds {seen} rows of {count}; set run.overwrite=true to start over",

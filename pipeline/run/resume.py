@@ -1,16 +1,19 @@
 """The folder of a run or sweep: who owns it, what an earlier process left there, and what may differ on a resume.
 
+    earlier = find_earlier(run)                         # reads the folder once
+    left = unfinished(earlier)                          # raises if this job would give other results
     with owned(folder, seen, overwrite) as lease:       # one driver at a time (lease.py)
         ...
 
-`job.json` is written before the work begins: the resolved job, and what its inputs were at that moment (versions behind
-aliases, digests of base and rows, versions of the libraries). A run resumes only with a job that gives the same results.
+A run writes job.json before the work begins. This file has the resolved job and what its inputs were at that moment:
+versions behind aliases, digests of base and rows, versions of the libraries.
 """
 
 import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline import run_folder
@@ -25,9 +28,9 @@ from pipeline.system import lease, storage
 
 # {file: owner of a folder of run.storage_path that contains it}
 OWNERS = {run_folder.JOB: "a run", run_folder.RESULT: "a run", run_folder.SWEEP: "a sweep"}
-# sections that do not affect a job's results
+# Sections that do not affect the results of a job.
 ELSEWHERE = ("run", "mlflow", "scaling", "source")
-# keys that do not affect results, or affect only the order of summation
+# Keys that do not affect results, or affect only the order of summation.
 MAY_CHANGE = (
     "run", "mlflow", "gate", "scaling", "source", "data.cache_dir",
     "model.attn_implementation",
@@ -50,19 +53,21 @@ COMPARISON = (
 # ----------------------------------------------------------------------------------------------- the folder
 
 
-def check_folder(folder: str, owner: str, example: str) -> dict[str, list[str]]:
-    """Returns the state() of a folder that is writable and has no run of another kind, which run.overwrite=true would delete.
+def check_folder(folder: str, owner: str, example: str) -> dict[str, str]:
+    """Returns owner_files() of a run's or sweep's folder.
+
+    Raises InputError if the folder is not writable, or belongs to something else, which run.overwrite=true would delete.
 
     Args:
         owner: `a run` or `a sweep`.
-        example: what another name may begin with.
+        example: start of the other name that the error proposes.
     """
     storage_path, _, name = folder.rpartition("/")
     storage.require_writable(storage_path)
     if not storage.is_remote(folder) and os.path.lexists(folder) and not os.path.isdir(folder):
         why = f"{folder} is no folder, or links to none; remove it, or choose another run.name"
         raise InputError(why, "run.name")
-    for file in (seen := state(folder)):
+    for file in (seen := owner_files(folder)):
         if OWNERS[file] != owner:
             raise InputError(
                 f"{name!r} is the name of {OWNERS[file]} ({folder}); choose another name, for example run.name={example}-{name}",
@@ -71,20 +76,24 @@ def check_folder(folder: str, owner: str, example: str) -> dict[str, list[str]]:
     return seen
 
 
-def state(folder: str) -> dict[str, list[str]]:
-    """Returns the content of the files that show the owner of a folder."""
+def owner_files(folder: str) -> dict[str, str]:
+    """Returns {file: content} of the files that show what a folder belongs to."""
     paths = {file: storage.join(folder, file) for file in OWNERS}
-    return {file: list(storage.read_lines(path)) for file, path in paths.items() if storage.exists(path)}
+    return {file: "\n".join(storage.read_lines(path)) for file, path in paths.items() if storage.exists(path)}
 
 
 @contextlib.contextmanager
-def owned(folder: str, seen: dict[str, list[str]], overwrite: bool) -> Iterator[lease.Lease]:
-    """Yields the lease of a folder, held by this process until the block ends; `overwrite` empties the folder.
+def owned(folder: str, seen: dict[str, str], overwrite: bool) -> Iterator[lease.Lease]:
+    """Yields the lease of a folder, which this process has until the block ends.
 
-    Raises InputError if another process has the folder, or changed it since this process saw its state().
+    Raises InputError if another process has the lease, or has changed the folder.
+
+    Args:
+        seen: owner_files() of the folder when this process read it.
+        overwrite: whether to empty the folder.
     """
     with lease.held(folder) as mine:
-        if not overwrite and state(folder) != seen:
+        if not overwrite and owner_files(folder) != seen:
             raise InputError(
                 f"another process has run {folder} meanwhile; run the same command again", key="run.name"
             )
@@ -103,30 +112,54 @@ def record(run: Identity, inputs: dict[str, str], base: str, rows: dict[str, str
     storage.write_json(storage.join(run.folder, run_folder.JOB), run.settings | {"begun_with": facts})
 
 
-def left_in(folder: str, file: str, overwrite: bool, *keys: str) -> dict[str, Any]:
-    """Returns a JSON object of an earlier process in a folder, or {} if there is none or `overwrite` starts over.
+def read_left(folder: str, seen: dict[str, str], file: str, *keys: str) -> dict[str, Any]:
+    """Returns a JSON object that an earlier process left in a folder, or {} if there is none.
 
     Raises InputError if it is unreadable, or lacks one of `keys`.
+
+    Args:
+        seen: owner_files() of the folder.
     """
-    path = storage.join(folder, file)
-    if overwrite or not storage.exists(path):
+    if file not in seen:
         return {}
     try:
-        left = storage.read_json(path)
+        left = json.loads(seen[file])
         for key in keys:
             left[key]
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
-            f"{path} cannot be read ({in_brief(error)}); restore it, choose another run.name, or set run.overwrite=true to start "
+            f"{storage.join(folder, file)} cannot be read ({in_brief(error)}); restore it, choose another run.name, or set run.overwrite=true to start "
             "over",
             key="run.name",
         ) from error
     return left
 
 
-def read(run: Identity, file: str) -> dict[str, Any]:
-    """Returns job.json or result.json of the run of this name, as left_in. Raises InputError if it is another stage's."""
-    left = left_in(run.folder, file, run.overwrite, "stage")
+@dataclass(frozen=True)
+class Earlier:
+    """What earlier attempts at a run left in its folder."""
+
+    run: Identity
+    files: dict[str, str]  # owner_files() of its folder
+    job: dict[str, Any]  # job.json of an unfinished run, or {} if there is none or run.overwrite starts over
+    result: dict[str, Any]  # result.json of a finished run, or {}
+
+
+def find_earlier(run: Identity) -> Earlier:
+    """Returns what earlier attempts at a run left.
+
+    Raises InputError if the name belongs to another kind of run, or the storage path cannot be written to.
+    """
+    files = check_folder(run.folder, "a run", run.stage)
+    if run.overwrite:
+        return Earlier(run, files, {}, {})
+    result = _read(run, files, run_folder.RESULT)
+    return Earlier(run, files, {} if result else _read(run, files, run_folder.JOB), result)
+
+
+def _read(run: Identity, seen: dict[str, str], file: str) -> dict[str, Any]:
+    """Returns job.json or result.json, or {} if there is none. Raises InputError if another stage wrote the file."""
+    left = read_left(run.folder, seen, file, "stage")
     if left and left["stage"] != run.stage:
         kind = "an unfinished" if file == run_folder.JOB else "a finished"
         raise InputError(
@@ -137,24 +170,28 @@ def read(run: Identity, file: str) -> dict[str, Any]:
     return left
 
 
-def unfinished(run: Identity) -> dict[str, Any]:
-    """Returns job.json of the run that this one resumes, or {} if it starts one, or starts it over.
+def unfinished(earlier: Earlier) -> dict[str, Any]:
+    """Returns job.json of the run that this command resumes, or {} if this command starts a new run.
 
-    Without a checkpoint or a part there is nothing to resume: the job may then be edited, and is another run.
-    Raises InputError if this job would give other results than the one that began the run.
+    A run without a checkpoint or a part has nothing to resume, so its job may still be edited.
+    Raises InputError if this job would give other results than the job that began the run.
     """
-    if not (left := read(run, run_folder.JOB)):
+    run, left = earlier.run, earlier.job
+    if not left:
         return {}
     free = [*MAY_CHANGE, *_resolved(run), "begun_with"]
-    if run.settings["data"]["batch_size"] or run.facts.online:  # the key then only limits the rows in memory
+    if run.settings["data"]["batch_size"] or run.facts.online:  # the key only limits the rows in memory
         free.append("trainer.per_device_train_batch_size")
-    if run.facts.learns:  # others use the judge's scores, and make parts of as many rows
+    if run.facts.learns:  # other stages use the judge's scores, and make parts of this many rows
         free += ["judge", "trainer.local_rollout_forward_batch_size"]
     changed = differences(left, run, free)
     workers = [one.get("scaling", {}).get("num_workers") for one in (left, run.settings)]
     if run.facts.trl and not run.settings["data"]["batch_size"] and (workers[0] or 1) != (workers[1] or 1):
-        changed["scaling.num_workers"] = (workers[0], workers[1])  # each worker adds its rows to a step
-    # The rule that compares evaluations affects the result only if a job keeps the best step or may stop early.
+        changed["scaling.num_workers"] = (
+            workers[0],
+            workers[1],
+        )  # the batch of a step grows with the workers
+    # How evaluations are compared affects the result only if a job keeps the best step or may stop early.
     for given in (left.get("run", {}), run.settings["run"]):
         if (
             given.get("load_best_model_at_end")
@@ -183,7 +220,7 @@ def unfinished(run: Identity) -> dict[str, Any]:
 
 
 def pinned_inputs(left: dict[str, Any], run: Identity) -> dict[str, str]:
-    """Returns {input: version} that the run began with, for the inputs whose names have not changed since then."""
+    """Returns {input: version} that the run began with, for the inputs that the job still names the same way."""
     inputs = left.get("begun_with", {}).get("inputs", {})
     return {
         key: version
@@ -193,9 +230,13 @@ def pinned_inputs(left: dict[str, Any], run: Identity) -> dict[str, str]:
 
 
 def same_content(left: dict[str, Any], run: Identity, base: str, rows: dict[str, str]) -> bool:
-    """Returns True if base and `rows` (digests of rows and functions) are what the run began with, False if it starts again.
+    """Returns True if the run began with this base and these rows, or False if it must start again.
 
-    Raises InputError, with what changed since the run began, if it left checkpoints or parts.
+    Raises InputError if it must start again, but has left checkpoints or parts.
+
+    Args:
+        base: digest of the base.
+        rows: digests of the rows and of Python functions.
     """
     was = left.get("begun_with", {})
     begun_on = was.get("base", base)
@@ -217,13 +258,13 @@ def same_content(left: dict[str, Any], run: Identity, base: str, rows: dict[str,
 
 
 def essence(run: Identity, *but: str) -> dict[str, Any]:
-    """Returns the settings that affect a run's results, as plain data, without the sections `but`."""
+    """Returns the settings that affect the results of a run, as plain data, without the sections in `but`."""
     kept = {key: value for key, value in run.settings.items() if key not in (*ELSEWHERE, *but)}
     return kept | {"data": {key: value for key, value in kept["data"].items() if key != "cache_dir"}}
 
 
 def differences(left: dict[str, Any], run: Identity, but: Sequence[str] = ()) -> dict[str, tuple[Any, Any]]:
-    """Returns {section.key: (value in a recorded job, value in this run)} where they differ, except for `but`."""
+    """Returns {section.key: (value in a recorded job, value in this run)} of different values, except for keys in `but`."""
     then, now = flatten(left), flatten(run.settings)
     return {
         key: (then.get(key), now.get(key))
@@ -237,7 +278,7 @@ def _among(key: str, keys: Sequence[str]) -> bool:
 
 
 def print_differences(left: dict[str, Any], run: Identity) -> None:
-    """Prints the settings of this command that differ from a finished run's."""
+    """Prints the settings of this command that differ from those of a finished run."""
     changed = differences(left, run, ("run", "source", *_resolved(run)))
     if changed:
         print("it ran with other settings; this command's were not used:")
@@ -246,10 +287,7 @@ def print_differences(left: dict[str, Any], run: Identity) -> None:
 
 
 def _resolved(run: Identity) -> tuple[str, ...]:
-    """Returns the keys whose resolved value a run records: the base of a registered version, the commit on the hub.
-
-    The base's content is compared later.
-    """
+    """Returns the keys of the base whose resolved value a run records. The content of the base is compared later."""
     named = InputURI.parse(run.settings["model"]["name_or_path"]).is_registered
     return ("model.name_or_path", "model.revision") if named else ("model.revision",)
 

@@ -1,4 +1,4 @@
-"""Loads a job's inputs as roles on one base: policy, reference, rewards and critic."""
+"""Loads the inputs of a job as roles on one base: policy, reference, rewards and critic."""
 
 import atexit
 import math
@@ -19,45 +19,45 @@ from pipeline.models.base import load_base
 from pipeline.models.tokenizer import load_tokenizer, tokenizer_digest
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.selfcheck.definitions import precision_in_use
-from pipeline.run.host import Host
+from pipeline.run.model_host import ModelHost
 from pipeline.run.worker import Worker
 from pipeline.scoring.judges.reward import JudgeReward
 from pipeline.scoring.rewards import AdapterReward, FunctionReward, ModelReward, Reward
 from pipeline.system import hub
-from pipeline.system.functions import imported
+from pipeline.system.functions import import_function
 from pipeline.writing import memory
 from pipeline.writing.decoder import SlotDecoder
 from pipeline.writing.rows import Decoder
 from pipeline.writing.vllm import VllmDecoder, largest_rank, start_llm
 
 
-def shared_base(worker: Host) -> SharedBase:
-    """Returns the job's frozen base on this process's device, without roles."""
+def shared_base(worker: ModelHost) -> SharedBase:
+    """Returns the frozen base on the device of this process, without roles."""
     shared = SharedBase(worker.load_base(), autocast=torch.bfloat16 if worker.work.bf16 else None)
     if fsdp_sync.current is not None:
         fsdp_sync.current.shared = shared
     return shared
 
 
-def add_rewards(worker: Host, shared: SharedBase) -> list[Reward]:
-    """Returns the job's rewards, in order; a reward adapter becomes the role `reward`, `reward_1`, ..."""
+def add_rewards(worker: ModelHost, shared: SharedBase) -> list[Reward]:
+    """Returns the rewards of the job, in order. Each reward adapter becomes a role: `reward`, `reward_1`, ..."""
     return [
         reward(worker, shared, name, _reward_role(index)) for index, name in enumerate(worker.work.rewards)
     ]
 
 
-def reward(worker: Host, shared: SharedBase | None, name: str, role: str) -> Reward:
-    """Returns the reward of one input: an adapter, which becomes a role of `shared`, another model, or a Python function."""
+def reward(worker: ModelHost, shared: SharedBase | None, name: str, role: str) -> Reward:
+    """Returns the reward of the input `name`. If the input is an adapter, it becomes the role `role` of `shared`."""
     given, args = worker.work.inputs[name], worker.args
     weight = given.weight
     if given.kind == "function":
-        return FunctionReward(imported(given.version), args.reward_timeout_s, weight=weight, name=role)
+        return FunctionReward(import_function(given.version), args.reward_timeout_s, weight=weight, name=role)
     if given.kind == "judge":
         run, definition = worker.work.run, Definition(**given.facts)
         return JudgeReward(
             definition, run.storage_path, run.name, args.reward_timeout_s, weight=weight, name=role
         )
-    # A training job limits a forward by its tokens; the other subcommands by its rows.
+    # Training limits the tokens of a forward; other subcommands limit its rows.
     by_tokens = bool(worker.work.stage.learns)
     limits = (
         {"tokens": args.max_tokens_per_micro_batch}
@@ -70,7 +70,7 @@ def reward(worker: Host, shared: SharedBase | None, name: str, role: str) -> Rew
         shared.add(role, folder=folder, head=True)
         constants = given.facts.get("reward") or {"mean": 0.0, "std": 1.0}
         return AdapterReward(shared, role, **limits, weight=weight, **constants)
-    # a separate model, in memory in addition to the base
+    # The input is a full model, which is in memory in addition to the base.
     model_name, revision = hub.split(folder)
     settings = replace(worker.work.model, name_or_path=model_name, revision=revision, load_in_4bit=False)
     tokenizer = load_tokenizer(model_name, revision, trust_remote_code=settings.trust_remote_code)
@@ -82,30 +82,30 @@ def reward(worker: Host, shared: SharedBase | None, name: str, role: str) -> Rew
     )
 
 
-def judge(worker: Host, shared: SharedBase) -> Reward | None:
-    """Returns the job's judge (a function, a judge or a second reward model, which trains nothing), or None."""
+def judge(worker: ModelHost, shared: SharedBase) -> Reward | None:
+    """Returns the judge of the job, or None. A judge can be a function, an endpoint or a second reward model."""
     return reward(worker, shared, "judge", "judge") if "judge" in worker.work.inputs else None
 
 
-def add_frozen(worker: Host, shared: SharedBase, name: str, role: str) -> str | None:
-    """Adds a frozen role from the input `name`. Returns the role, or None (the bare base) if there is no such input."""
+def add_frozen(worker: ModelHost, shared: SharedBase, name: str, role: str) -> str | None:
+    """Adds the input `name` as a frozen role. Returns the role, or None, the bare base, if there is no such input."""
     if name not in worker.work.inputs:
         return None
     shared.add(role, folder=worker.input(name))
     return role
 
 
-def add_policy(worker: Host, shared: SharedBase, args: PPOConfig) -> str | None:
-    """Adds the role `policy`, trainable, and its reference, the frozen sft adapter that it starts from.
+def add_policy(worker: ModelHost, shared: SharedBase, args: PPOConfig) -> str | None:
+    """Adds the trainable role `policy`, and the frozen adapter that it starts from as its reference.
 
-    Returns the role of the reference, or None (the bare base) if there is no sft adapter.
+    Returns the role of the reference, or None, the bare base, if the job names no adapter.
     """
     folder = worker.input("policy") if "policy" in worker.work.inputs else None
     if folder:
         shared.add("policy", folder=folder, trainable=True)
     else:
         shared.add("policy", lora=worker.work.lora, trainable=True)
-    if args.sync_ref_model:  # a reference that moves needs an adapter that no frozen role shares
+    if args.sync_ref_model:  # the reference will change, so it shares its adapter with no frozen role
         shared.add("reference", copy_of="policy")
     elif folder:
         shared.add("reference", folder=folder)
@@ -114,15 +114,15 @@ def add_policy(worker: Host, shared: SharedBase, args: PPOConfig) -> str | None:
     return "reference"
 
 
-def start(worker: Host, shared: SharedBase, reference: str | None) -> str | None:
-    """Returns the role that the policy started as: the reference, unless the reference follows the policy."""
+def start(worker: ModelHost, shared: SharedBase, reference: str | None) -> str | None:
+    """Returns the role that equals the policy at the start: the reference, or a new role if the reference will change."""
     if reference is None or not worker.args.sync_ref_model:
         return reference
     return add_frozen(worker, shared, "policy", "start")
 
 
-def add_critic(worker: Host, shared: SharedBase, args: PPOConfig) -> str | None:
-    """Adds the role `critic`, trainable: a head on the policy; or an adapter, a copy of the first reward's with its head if any.
+def add_critic(worker: ModelHost, shared: SharedBase, args: PPOConfig) -> str | None:
+    """Adds the trainable role `critic`: a head on the policy, a copy of the first reward adapter, or a new adapter.
 
     Returns the role of the reward that was copied, or None.
     """
@@ -142,7 +142,7 @@ def _reward_role(index: int) -> str:
 
 @contextmanager
 def trainers_decoder(worker: Worker, shared: SharedBase, args: PPOConfig) -> Iterator[Decoder | None]:
-    """Yields vLLM for a training worker, or None if the base samples here, or only rollout workers sample."""
+    """Yields the vLLM of a training worker, or None if the base samples itself, or if only rollout workers sample."""
     rollout = worker.work.rollout
     if rollout.engine != "vllm" or rollout.num_workers:
         yield None
@@ -153,10 +153,11 @@ def trainers_decoder(worker: Worker, shared: SharedBase, args: PPOConfig) -> Ite
         yield decoder
 
 
-def decoder(host: Host, shared: SharedBase, wanted: Sequence[str | None]) -> Decoder:
-    """Returns the decoder of some frozen roles, or of the bare base (None), for a job that does not train, by `rollout.engine`.
+def decoder(host: ModelHost, shared: SharedBase, wanted: Sequence[str | None]) -> Decoder:
+    """Returns the decoder of a job that does not train, by `rollout.engine`. vLLM ends with this process.
 
-    vLLM ends with this process.
+    Args:
+        wanted: frozen roles that it may sample from; None is the bare base.
     """
     rows = host.args.local_rollout_forward_batch_size
     if host.work.rollout.engine != "vllm":
@@ -166,15 +167,15 @@ def decoder(host: Host, shared: SharedBase, wanted: Sequence[str | None]) -> Dec
     return stack.enter_context(vllm(host, shared, wanted, longest_row(host), rows))
 
 
-def longest_row(host: Host) -> int:
-    """Returns the most tokens that a prompt and its completion may have together."""
+def longest_row(host: ModelHost) -> int:
+    """Returns the maximum tokens of a prompt and its completion together."""
     context, longest = host.work.context, host.work.data.max_length
     return min(context, (longest or context) + host.args.response_length)
 
 
 @contextmanager
 def vllm(
-    host: Host,
+    host: ModelHost,
     shared: SharedBase,
     wanted: Sequence[str | None],
     longest: int,
@@ -184,8 +185,8 @@ def vllm(
     """Starts vLLM in addition to this process's base, and stops it when the block ends.
 
     Args:
-        wanted: roles that it may sample from.
-        longest: tokens of the longest prompt and its completion.
+        wanted: roles that vLLM may sample from.
+        longest: maximum tokens of a prompt and its completion together.
         rows: completions of an update that this process samples.
         scratch: folder in which adapters are passed to vLLM, or None for a temporary one.
     """
@@ -199,7 +200,7 @@ def vllm(
         share = memory.memory_share(total, free, weights, cache, rows, longest)
         options["gpu_memory_utilization"] = host.work.rollout.gpu_memory_utilization or share
         print(f"vLLM takes {options['gpu_memory_utilization']} of the GPU's memory", flush=True)
-    # Like the trainer's, log-probs include the temperature.
+    # Log-probs include the temperature, as in the trainer.
     options |= {"max_loras": 1, "max_logprobs": 1, "logprobs_mode": "processed_logprobs"}
     rank = largest_rank(shared, wanted)
     llm = start_llm(host.work.model.name_or_path, shared.device, longest, rank, **options)
@@ -213,12 +214,12 @@ def vllm(
 
 
 def vllm_options(model: Model, rollout: RolloutConfig, rows: int) -> dict[str, Any]:
-    """Returns the arguments of vllm.LLM that follow from these sections of a job, except for its share of the memory.
+    """Returns the arguments of vllm.LLM that follow from these sections of a job.
 
-    vLLM's own batch limits grow with the GPU, but `memory_share` assumes the limits that are set here.
+    vLLM's own limits of a batch grow with the GPU, but `memory_share` assumes the limits that are set here.
 
     Args:
-        rows: completions that it decodes at the same time.
+        rows: number of completions that vLLM decodes at the same time.
     """
     options: dict[str, Any] = {
         "max_num_seqs": rows,
@@ -231,17 +232,19 @@ def vllm_options(model: Model, rollout: RolloutConfig, rows: int) -> dict[str, A
         options["quantization"] = "bitsandbytes"
     if rollout.tensor_parallel_size > 1:
         options["tensor_parallel_size"] = rollout.tensor_parallel_size
-        # The custom all-reduce shares buffers by IPC, which fails with our expandable segments (run/session.py):
+        # The custom all-reduce shares buffers by IPC, which fails with expandable segments (session.ENVIRONMENT):
         # https://github.com/vllm-project/vllm/issues/42609
         options["disable_custom_all_reduce"] = True
     return options | (rollout.vllm_kwargs or {})
 
 
-def folders(worker: Host, shared: SharedBase) -> dict[str, str]:
-    """Returns {role: folder of the adapter that it started as}."""
+def folders(worker: ModelHost, shared: SharedBase) -> dict[str, str]:
+    """Returns {role: folder of the adapter that the role started as}."""
     inputs = dict.fromkeys(("policy", "reference"), "policy") if "policy" in worker.work.inputs else {}
     rewards = {_reward_role(index): f"reward.{index}" for index in range(len(worker.work.rewards))}
-    rewards = {role: name for role, name in rewards.items() if role in shared.roles}  # the adapters
+    rewards = {
+        role: name for role, name in rewards.items() if role in shared.roles
+    }  # only adapters are roles
     inputs |= rewards
     inputs |= {"teacher": "teacher"} if "teacher" in worker.work.inputs else {}
     if rewards and not shared.is_head("critic"):
@@ -249,7 +252,7 @@ def folders(worker: Host, shared: SharedBase) -> dict[str, str]:
     return {role: worker.input(name) for role, name in inputs.items() if role in shared.roles}
 
 
-def save_policy(worker: Host, shared: SharedBase, folder: str) -> dict[str, Any]:
+def save_policy(worker: ModelHost, shared: SharedBase, folder: str) -> dict[str, Any]:
     """Writes the policy and its probes. Returns the digest of its tensors."""
     digest = shared.save("policy", folder)
     pad = worker.tokenizer.pad_token_id

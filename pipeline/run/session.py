@@ -1,10 +1,10 @@
 """A Ray session: an embedded Ray, or the cluster that this driver runs on.
 
-    with session(places, storage_path, uri):      # nothing is started for a job in process
+    with session(places, storage_path, uri):      # starts nothing for a job in process
         ...
 
-Ray listens on every interface and, without a token, runs any command that is posted to its agent. The embedded Ray binds
-every socket to loopback, so that no other machine can reach it, and requires a token, so that no other user can.
+By default, Ray listens on every interface, and its agent runs any command that a client posts. The embedded Ray binds every
+socket to loopback, so that no other machine can reach it, and requires a token, so that no other user can use it.
 """
 
 import contextlib
@@ -26,44 +26,44 @@ from pipeline.system import console, process, storage
 # Set before Ray starts, so that all its processes inherit them.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # else every line of a worker appears twice
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # otherwise every line of a worker appears twice
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # every process has the same working directory
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else `uv run` uploads the working directory and slows every start
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # otherwise `uv run` uploads the working directory at every start
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's future default; silences its warning on CPU workers
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",  # after a node died, the first try waits for it until this timeout
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",  # after a node died, Ray waits this long for it
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2",  # a spot node gives 30 s to 120 s of notice
-    # Rows are tokenized on the existing CPUs. Ray Data requests twice as many. If only nodes with GPUs can be
-    # started (cluster.yaml) the autoscaler repeats into the job's log that no node type fits.
+    # Rows are tokenized on the existing CPUs. By default, Ray Data requests twice as many, and the autoscaler of a cluster
+    # whose nodes all have GPUs (cluster.yaml) repeats in the log of the job that no node type fits.
     "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_MAX_CPU_RESOURCE_DELTA": "0",
     # Lets a GPU's memory blocks grow, because sequences of new lengths leave holes between blocks of fixed sizes.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     # By default, oneDNN caches 1024 matmul kernels, one for each shape. In PPO, where lengths vary, they take 0.4 GiB.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
-    "GIT_PYTHON_REFRESH": "quiet",  # MLflow asks for the commit; without git it would print a page of advice
+    "GIT_PYTHON_REFRESH": "quiet",  # MLflow queries the commit, and without git would print a page of advice
     **console.QUIET,
 }
 # Environment variables of Ray if it runs inside this process.
 EMBEDDED = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # the default, 2 s, would delay the end of every run
     "RAY_prestart_worker_first_driver": "0",  # a process per CPU would slow the start, and few are used
-    "RAY_worker_niceness": "0",  # Ray's default is 15: its own idle processes would push the training aside
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one process less: no cloud reclaims this machine
+    "RAY_worker_niceness": "0",  # with Ray's default, 15, other processes would slow down the training
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # no cloud reclaims this machine
 }
 RAY_LOGGING: dict[str, Any] = {"log_to_driver": True, "logging_level": "warning"}
 MAX_ROOT_CHARACTERS = 40  # Ray's socket names add 66, and the system allows 107
 
 
 def set_environment() -> None:
-    """Sets ENVIRONMENT, except variables that the user has set. Must run before the import of a library that reads it."""
+    """Sets ENVIRONMENT, except variables that the user has set. Call it before the import of Ray, torch or MLflow."""
     os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
 
 
 @contextlib.contextmanager
 def session(places: Places, storage_path: str, uri: str) -> Iterator[None]:
-    """Provides Ray for the block: this process's, the cluster's, or an embedded one. A job in process gets none.
+    """Provides Ray for the block: the Ray of this process, the cluster's, or an embedded one. A job in process gets none.
 
     Args:
-        storage_path, uri: where runs are, and MLflow, which all nodes must reach.
+        storage_path, uri: folder of the runs, and address of MLflow, which all nodes must reach.
     """
     placement.check_fits(places)
     set_environment()
@@ -71,7 +71,7 @@ def session(places: Places, storage_path: str, uri: str) -> Iterator[None]:
     if places.in_process:
         yield
         return
-    storage.scratch()  # each worker needs it: a folder of another user is an error before Ray starts
+    storage.scratch()  # each worker needs this folder; if another user owns it, the error comes before Ray starts
     import ray
 
     if ray.is_initialized():
@@ -83,10 +83,10 @@ def session(places: Places, storage_path: str, uri: str) -> Iterator[None]:
         _cluster(storage_path, uri) if cluster else embedded(num_cpus=placement.EMBEDDED_CPUS, **RAY_LOGGING)
     ):
         process.listen()  # ray.init() has installed its own handlers
-        console.attach(JOBS)
+        console.attach_ray_printer(JOBS)
         # This logger would warn of a hang whenever no CPU is free.
         logging.getLogger("ray.data.dataset").setLevel(logging.ERROR)
-        placement.check_fits(places)  # again, because Ray now knows its resources
+        placement.check_fits(places)  # again, because Ray's resources are known now
         yield
 
 
@@ -115,7 +115,7 @@ def _cluster(storage_path: str, uri: str) -> Iterator[None]:
 
 
 def check_shared_storage(storage_path: str, uri: str) -> None:
-    """Raises InputError if a node does not see a file that the driver writes, or if MLflow's store is a file."""
+    """Raises InputError if a node cannot see a file that the driver writes, or if MLflow's store is a SQLite file."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -136,7 +136,7 @@ def check_shared_storage(storage_path: str, uri: str) -> None:
         there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         answers[node["NodeManagerAddress"]] = sees.options(scheduling_strategy=there).remote(probe)
     for address, answer in answers.items():
-        # Unless the node has ended meanwhile, as spot nodes do
+        # A spot node may have ended meanwhile.
         with contextlib.suppress(ray.exceptions.TaskUnschedulableError, ray.exceptions.WorkerCrashedError):
             if not ray.get(answer, timeout=60):
                 blind.append(address)
@@ -151,15 +151,15 @@ def check_shared_storage(storage_path: str, uri: str) -> None:
 
 # ------------------------------------------------------------------------------------------ an embedded Ray
 
-TOKEN = secrets.token_hex(32)  # two sessions of one process may share it
+TOKEN = secrets.token_hex(32)  # of all sessions of this process
 
 
 def secured() -> dict[str, str]:
-    """Returns the environment of a Ray that only this session can use. Overrides the user's settings."""
+    """Returns the environment variables of a Ray that only this session can use. They override the user's settings."""
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     return {
-        # Named after the systems on which it is the default: there Ray binds to loopback, to spare its users the
-        # firewall's questions (https://github.com/ray-project/ray/issues/18730). It does the same on Linux.
+        # Makes Ray bind to loopback. The name refers to Windows and macOS, where this is the default
+        # (https://github.com/ray-project/ray/issues/18730).
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": TOKEN,
@@ -170,7 +170,7 @@ def secured() -> dict[str, str]:
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """Sets the environment of a session for the block, and restores it: a cluster, for example, has another token."""
+    """Sets the environment of a session for the block, and restores it, because for example a cluster has another token."""
     before = dict(os.environ)
     os.environ.update({key: value for key, value in EMBEDDED.items() if key not in os.environ})
     os.environ.update(secured())
@@ -184,7 +184,7 @@ def _environment() -> Iterator[None]:
         _read_by_ray()
 
 
-_folders: list[str] = []  # folder of this process's session, if there is one
+_folders: list[str] = []  # the folder of this process's session, if there is one
 
 
 def session_folder() -> str | None:
@@ -193,14 +193,14 @@ def session_folder() -> str | None:
 
 
 def belong_to(folder: str | None) -> None:
-    """Lets another process of an embedded Ray start workers like the driver. `folder` is the driver's."""
+    """Lets this process start workers in the driver's embedded Ray, whose session_folder() is `folder`."""
     _folders[:] = [folder] if folder else []
 
 
 def _read_by_ray() -> None:
-    """Makes Ray read these settings again. Ray reads them at its import, which a notebook may have done long before.
+    """Makes Ray read the environment again, which it reads at its import. A notebook may have imported Ray long before.
 
-    All of these names are private (ray 2.60). Remove when ray.init reads them, or takes address and token as arguments.
+    The names are private (ray 2.60). Remove when ray.init reads the environment, or takes address and token as arguments.
     """
     from ray._private import ray_constants as ray_settings
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
@@ -213,11 +213,11 @@ def _read_by_ray() -> None:
 
 @contextlib.contextmanager
 def embedded(**options: Any) -> Iterator[None]:
-    """Starts Ray for the block, and ends it. `options` are ray.init's. Raises Failure if Ray does not start."""
+    """Starts Ray for the block with these arguments of ray.init. Raises Failure if Ray does not start."""
     import psutil
 
     root = _session_root()
-    # Of the sessions whose driver has ended, only the newest stays, because its logs may be needed.
+    # The newest session whose driver has ended stays, because its logs may be needed. Older ones are deleted.
     sessions = sorted(path for path in root.glob("session_*_*") if path.is_dir() and not path.is_symlink())
     ended = [path for path in sessions if not psutil.pid_exists(int(path.name.rpartition("_")[2]))]
     for path in ended[:-1]:
@@ -227,9 +227,9 @@ def embedded(**options: Any) -> Iterator[None]:
 
         try:
             try:
-                # address="local": otherwise it would join the cluster that this machine last started, even another user's.
+                # Without "local", Ray would join the cluster that this machine started last, even another user's.
                 context = ray.init(address="local", include_dashboard=False, _temp_dir=str(root), **options)
-            # Of many types: a process died or did not answer in time, the disk is full.
+            # Errors of many types, for example if a process died or the disk is full.
             except Exception as error:
                 raise Failure(
                     f"Ray did not start ({in_brief(error, 400)}). Its logs are in {root}/session_latest/logs. Check free "
@@ -239,7 +239,7 @@ def embedded(**options: Any) -> Iterator[None]:
             yield
             ray.shutdown()
             shutil.rmtree(_folders[-1], ignore_errors=True)
-        finally:  # the logs of a failed session stay until the session after the next one starts
+        finally:  # the logs of a failed session stay for now; see above
             with process.signals_ignored():
                 ray.shutdown()
             _folders.clear()
@@ -248,7 +248,7 @@ def embedded(**options: Any) -> Iterator[None]:
 def _session_root() -> Path:
     """Returns the folder of this user's Ray sessions, for logs and unix sockets.
 
-    Ray opens its folder and everything in it to all users, so that folder lies in one that only this user can enter.
+    Ray makes its folder accessible to all users, so the parent of that folder is private.
     """
     private = storage.private(os.environ.get("RAY_TMPDIR", "/tmp"), f"rlhf-{os.getuid()}", "RAY_TMPDIR")
     root = Path(private, "ray")

@@ -5,7 +5,7 @@ from typing import Any
 from pipeline import registry, text
 from pipeline.errors import visible
 from pipeline.input_uri import InputURI
-from pipeline.job.stages import STAGE, headline
+from pipeline.job.stages import TRAINED, headline
 from pipeline.metrics import Metric
 from pipeline.run.prepare import ALONE, heading
 from pipeline.run_folder import RESULT
@@ -15,10 +15,10 @@ SHOWN_SAMPLES = 4
 
 
 def print_summary(result: dict[str, Any]) -> None:
-    """Prints the end of a run: samples, headline metrics before and after, the gate, the version, and the folder.
+    """Prints samples, headline metrics before and after, the gate, the version, and the folder of a run.
 
-    A stage of `run` shows its first metric and those of its gate. `run` shows samples at its end. The log has the other
-    metrics; result.json and the report have all samples and metrics.
+    A stage of `run` shows only its first metric and the metrics of its gate, because `run` shows samples at its end. The log
+    has the other headline metrics. result.json and the report have all samples and metrics.
     """
     one_of_several = heading.get() != ALONE
     detail = print if one_of_several else terminal.say
@@ -60,7 +60,11 @@ def print_summary(result: dict[str, Any]) -> None:
 
 
 def how_it_ended(result: dict[str, Any]) -> str | None:
-    """Returns which step was kept as the best and why training stopped early, from a result.json, or None if neither applies."""
+    """Returns in words which step was kept as the best, and why training stopped early, or None if neither applies.
+
+    Args:
+        result: the content of result.json.
+    """
     kept, ended = result.get("kept", {}), result.get("ended", {})
     parts = []
     if kept.get("by"):
@@ -78,18 +82,18 @@ def change(metrics: dict[str, float], one: Metric) -> str:
 
 
 def not_better(result: dict[str, Any]) -> str | None:
-    """Returns a caveat about the eval win rate, or None if the policy is better or was not compared."""
+    """Returns a warning if the eval win rate shows no gain, or None if it does, or if there is none."""
     rate, low, high = (result["metrics"].get(f"eval_win_rate{end}") for end in ("", "_low", "_high"))
     if rate is None or low > 0.5:
         return None
-    learns = STAGE[result["stage"]].learns
+    learns = result["stage"] in TRAINED
     verdict = f"{'worse' if high < 0.5 else 'not better'} than {'before' if learns else 'the baseline'}"
     advice = "; try a higher trainer.learning_rate, or train longer" if learns and high >= 0.5 else ""
     return f"{verdict}: win rate {rate:.2f} ({low:.2f} to {high:.2f}){advice}"
 
 
 def sample_table(samples: list[dict[str, Any]], width: int = 40) -> str:
-    """Returns prompts with the completions before and after, and their scores, as aligned text."""
+    """Returns a table of prompts with the completions before and after training, and their scores."""
     lines = []
     for sample in samples:
         lines.append(f"   {_cut(sample['prompt'], 2 * width)}")
@@ -103,7 +107,7 @@ def sample_table(samples: list[dict[str, Any]], width: int = 40) -> str:
 def subsets_table(
     subsets: dict[str, dict[str, float]], title: str = "subset", of: str = "pairs", value: str = "accuracy"
 ) -> str:
-    """Returns the accuracy on each subset of the pairs, or a benchmark's score on each of its subsets, as a table."""
+    """Returns a table of the accuracy on each subset of the pairs, or of a benchmark's score on each of its subsets."""
     rows = []
     for name, one in subsets.items():
         interval = f"  ({one['low']:.3f} to {one['high']:.3f})" if "low" in one else ""
@@ -112,7 +116,7 @@ def subsets_table(
 
 
 def best_of_n_table(curve: list[dict[str, float]]) -> str:
-    """Returns the best-of-n curve as a table, with a warning if a larger n no longer helps the judge."""
+    """Returns a table of the best-of-n curve, with a warning if a larger n lowers the judge's score."""
     rows = [
         (str(at["n"]), f"{at['proxy']:.3f}", f"{at['gold']:.3f}", f"{at['kl_bound']:.2f}") for at in curve
     ]
@@ -122,7 +126,7 @@ def best_of_n_table(curve: list[dict[str, float]]) -> str:
 
 
 def probes_table(probes: dict[str, Any]) -> str:
-    """Returns the effect of each probe of a reward, in standard deviations of its score, as a table."""
+    """Returns a table of the effect of each probe of a reward, in standard deviations of the reward's scores."""
     rows = []
     for name, one in probes.items():
         effect = f"{one['effect']:+.2f} ({one['low']:+.2f} to {one['high']:+.2f})"

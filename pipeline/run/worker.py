@@ -1,7 +1,7 @@
-"""A worker of a stage: its rank and device, the rows it reads, its log and its checkpoints.
+"""A worker of a stage: its rank and device, its rows, its log and its checkpoints.
 
-A stage's `train(worker)` runs once in every worker of the group. It reads `rows` and inputs, `log`s a step, commits a
-`checkpoint`, and `finish`es with an adapter that has been checked to reload.
+The `train(worker)` of a stage runs once in every worker of the group. It reads rows and inputs, logs steps, commits
+checkpoints, and returns worker.finish(...), which saves the adapter and checks that the adapter reloads.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from pipeline.metrics import line_of
 from pipeline.models import transformers4
 from pipeline.registry import lineage
 from pipeline.run import checkpoints, memory
-from pipeline.run.host import Host
+from pipeline.run.model_host import ModelHost
 from pipeline.run_folder import OUTCOME
 from pipeline.settle.placement import Places
 from pipeline.settle.work import Work
@@ -31,13 +31,13 @@ from pipeline.system import console, hub, storage, terminal
 from pipeline.system.lease import hold, remove_abandoned
 
 PRINT_INTERVAL_S = 5.0  # at most one line of training steps in this time; evaluations are always printed
-LIVE_INTERVAL_S = 0.5  # seconds in which at most one line of progress is shown
-LIVE_METRICS = 3  # metrics that a line of progress shows
+LIVE_INTERVAL_S = 0.5  # time between two updates of the line of progress
+LIVE_METRICS = 3  # number of metrics in the line of progress
 NOTICE_INTERVAL_S = float(os.environ.get("PIPELINE_NOTICE_EVERY_S", "5"))  # spot nodes give 30 to 120 s
 
 
 def main(config: dict[str, Any]) -> dict[str, Any]:
-    """Prepares the process of a worker, then trains, resumes, or finds the run finished. Ray Train calls it."""
+    """Prepares the process of a worker, then trains or resumes. Ray Train calls this function in every worker."""
     import ray.train.collective
 
     work: Work = config["work"]
@@ -69,7 +69,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
                 result = config["train"](worker)
         except BaseException as error:
             if isinstance(error, (InputError, Failure)):
-                # Ray Train 2.60 would log a traceback, but the messages of these errors say enough.
+                # Ray Train 2.60 would log a traceback, which tells a user less than the messages of these errors.
                 logging.getLogger("ray.train.v2._internal.util").disabled = True
             worker.close(patience=5.0)
             raise
@@ -79,7 +79,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def like_a_worker(places: Places) -> Iterator[None]:
-    """Gives torch the threads of a worker that Ray starts, for bit-identical results; restores them after the block.
+    """Gives torch as many threads as in a worker that Ray starts, so that results are bit-identical.
 
     A GPU job sees one GPU, because transformers wraps a model in nn.DataParallel if it sees several.
     """
@@ -92,20 +92,20 @@ def like_a_worker(places: Places) -> Iterator[None]:
     threads, precision = torch.get_num_threads(), torch.backends.fp32_precision
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, int(places.workers.each.resources.get("CPU", 1))))
-    # The peak must not include earlier stages of this process
+    # The peak of memory must not include earlier stages of this process.
     clock.reset_peak(torch.device("cuda" if places.on_gpu else "cpu"))
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        torch.backends.fp32_precision = precision  # trainer.tf32 is a choice for one job
+        torch.backends.fp32_precision = precision  # trainer.tf32 applies to one job
 
 
 def leave_group_of_one(world: int, use_gpu: bool) -> None:
-    """Makes a single worker on a CPU a plain process: accelerate wraps a model in DDP if it finds a group, as Ray forms one.
+    """Ends the torch.distributed group of a single worker on a CPU, in which accelerate would wrap models in DDP.
 
-    On a GPU the group stays, because without it transformers puts nn.DataParallel around a model if it sees several GPUs.
-    Remove when TorchTrainer can form no group, or accelerate does not wrap models in a group of one.
+    On a GPU the group stays, because without a group transformers wraps a model in nn.DataParallel if it sees several GPUs.
+    Remove when TorchTrainer can start a worker without a group, or accelerate does not wrap models in a group of one.
     """
     import torch
 
@@ -117,7 +117,7 @@ def leave_group_of_one(world: int, use_gpu: bool) -> None:
 
 
 def name_output(stage: str) -> None:
-    """Names this process's lines in the driver's log after the stage, and silences the libraries' warnings."""
+    """Marks the lines of this process in the driver's log with the stage, and silences the libraries' warnings."""
     print(f":actor_name:{stage}", flush=True)  # Ray's marker: log lines start with `(sft pid=...)`
     print(f":actor_name:{stage}", file=sys.stderr, flush=True)
     terminal.mark_lines()
@@ -128,29 +128,29 @@ def name_output(stage: str) -> None:
 class Outcome:
     """The results of a stage at its end."""
 
-    metrics: dict[str, float]  # the final ones; they decide the gate
-    end: dict[str, Any] = field(default_factory=dict)  # best.outcome of a stage that trains
-    usage: dict[str, int] = field(default_factory=dict)  # counts of the stage: tokens, completions
+    metrics: dict[str, float]  # final metrics, which the gate checks
+    end: dict[str, Any] = field(default_factory=dict)  # best.describe_end of a stage that trains
+    usage: dict[str, int] = field(default_factory=dict)  # numbers of tokens and completions
     samples: list[dict[str, Any]] = field(default_factory=list)  # prompts with completions before and after
-    # {file: rows} for the report, saved next to the adapter
+    # {file: rows} for the report; the files are saved next to the adapter
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    # More entries of lineage.json, e.g. the reward's mean and standard deviation
+    # More entries of lineage.json, for example the mean and standard deviation of a reward
     facts: dict[str, Any] = field(default_factory=dict)
 
 
 class PreemptionNotice:
-    """What the workers know of nodes that will be taken away: Ray's drain notice, for example of a spot node.
+    """Watches for Ray's notice that a node will be terminated, for example a spot node.
 
-    Every rank calls `poll` after every step. Asking Ray is a barrier of a few milliseconds, and all ranks have to ask at the
-    same step. They agree on the next one whenever they ask, so that they ask about every NOTICE_INTERVAL_S.
+    Every rank calls `poll` after every step. A query is a barrier of a few milliseconds, so all ranks query at the same step.
+    At each query they agree on the step of the next query, about NOTICE_INTERVAL_S later.
     """
 
     def __init__(self) -> None:
-        self.active = False  # a notice was given; the run commits one checkpoint for it
+        self.active = False  # whether there is a notice, for which the run commits one checkpoint
         self._next, self._step, self._asked = 0, 0, time.monotonic()
 
     def poll(self, step: int) -> bool:
-        """Returns True once: at the first step that knows of a notice."""
+        """Returns True at the first step after a notice, and False at all other steps."""
         if self.active or step < self._next:
             return False
         import ray.train.collective
@@ -167,8 +167,8 @@ class PreemptionNotice:
         return self.active
 
 
-class Worker(Host):
-    """One worker of a stage: its rank and device, the rows it reads, its log, its checkpoints and its outcome."""
+class Worker(ModelHost):
+    """One worker of a stage: its rank and device, its rows, its log, its checkpoints and its outcome."""
 
     def __init__(self, work: Work, resume: str | None, companion: Any = None):
         import ray.train.collective
@@ -178,25 +178,25 @@ class Worker(Host):
         self.rank, self.world = context.get_world_rank(), context.get_world_size()
         self.local_rank = context.get_local_rank()
         self.resume = resume  # the folder of the checkpoint to resume from, or None
-        self.companion = companion  # actor next to the workers, such as the pool of rollout workers
-        # The same folder for all workers of a node: transformers lets each rank add its random state to it.
+        self.companion = companion  # what Recipe.companion yields, for example the pool of rollout workers
+        # All workers of a node share this folder, because transformers lets each rank add its random state to a checkpoint.
         self.scratch = os.path.join(work.lease.scratch, "files")
         self.started: tuple[float, int] | None = None  # (time, step) of the first line, for the time left
         self.printed = self.shown = 0.0  # times of the last printed line and of the last live line
-        self.step = self.total = 0  # the log's last step; the last step of the run
+        self.step = self.total = 0  # the last logged step; the last step of the run
         self.report = self._report if work.sweep else None
         self.metrics = (
             registry.open_curves(work.tracking, work.run_id) if self.rank == 0 and work.run_id else None
         )
         self.notice = PreemptionNotice()
-        if self.local_rank == 0:  # removes the files of workers that were killed
+        if self.local_rank == 0:  # workers that were killed have left files
             shutil.rmtree(self.scratch, ignore_errors=True)
             remove_abandoned()
         ray.train.collective.barrier()
 
     @property
     def device(self) -> str:
-        """Returns the GPU that Ray gave this worker, else the CPU."""
+        """Returns the GPU that Ray gave this worker, or the CPU."""
         import ray.train.torch
 
         return super().device if self.work.places.in_process else str(ray.train.torch.get_device())
@@ -211,7 +211,7 @@ class Worker(Host):
         return to_hf(ray.train.get_dataset_shard(name), fingerprint) if fingerprint else None
 
     def frozen_base(self, scorer_tokenizer: Any = None) -> Any:
-        """Loads the job's frozen base on this worker's device; in shards over all workers with `model.fsdp`."""
+        """Loads the job's frozen base on this worker's device. With `model.fsdp`, the workers hold shards of the base."""
         if not (self.work.model.fsdp and self.world > 1):
             return super().frozen_base(scorer_tokenizer)
         from pipeline.models.shards import load_shards
@@ -219,7 +219,7 @@ class Worker(Host):
         return load_shards(self.work.frozen, scorer_tokenizer, self.device)
 
     def gather(self, mine: Any) -> list[Any]:
-        """Returns the values of all ranks, in their order, on every rank."""
+        """Returns the values of all ranks, in the order of the ranks, on every rank."""
         import torch
 
         from pipeline.models.fsdp_sync import catch_up
@@ -232,7 +232,7 @@ class Worker(Host):
         return parts
 
     def log(self, metrics: dict[str, float], step: int, total: int) -> None:
-        """Sends the metrics to MLflow and prints a line with the time left, at most every PRINT_INTERVAL_S; on rank 0."""
+        """Sends metrics to MLflow, and prints a line at most every PRINT_INTERVAL_S. Only rank 0 does so."""
         self.step, self.total = step, total
         if self.metrics is None:
             return
@@ -254,28 +254,30 @@ class Worker(Host):
         self.metrics.log(metrics, step)
 
     def _report(self, value: float, step: int) -> str | None:
-        """Reports an evaluation to the sweep. Returns why the trial must stop, the same on every rank, or None."""
+        """Reports an evaluation to the sweep. Returns why the trial must stop, or None. All ranks get the same answer."""
         import ray
 
         assert self.work.sweep
         return ray.get(self.work.sweep.rungs.report.remote(self.work.run.name, step, self.total, value))
 
     def replay(self, history: list[tuple[int, dict[str, float]]]) -> None:
-        """Sends the curve of the checkpoint, (step, metrics) each, to MLflow, which may lack the end of it."""
+        """Sends the (step, metrics) of a checkpoint to MLflow, which may lack the last of them."""
         if self.metrics:
             for step, metrics in history:
                 self.metrics.log(metrics, step)
 
     def checkpoint(self, source: str, step: int) -> None:
-        """Commits the files of `source` as the checkpoint of `step`, and deletes `source`. A barrier: every rank calls it."""
+        """Commits the folder `source` as the checkpoint of `step`, and deletes `source`. Every rank must call it."""
         self._commit(source, checkpoints.name_of(step))
         if self.notice.active and self.rank == 0:
             terminal.say(f"node is being reclaimed: checkpoint of step {step} committed")
 
     def _commit(self, source: str | None, name: str, checked: dict[str, Any] | None = None) -> None:
-        """Copies the folder `source` of every node, if it has one, into the run's folder; seals it; removes the oldest ones.
+        """Copies the folder `source` of every node into the run's folder, seals the checkpoint, and removes the oldest ones.
 
-        `checked`: digests, made in memory, of files that must be stored like that.
+        Args:
+            source: None if this node has no files.
+            checked: {file: digest}, computed in memory. Raises Failure if a stored file differs.
         """
         import ray.train.collective
 
@@ -286,14 +288,14 @@ class Worker(Host):
         if self.rank == 0:
             self.work.lease.require()
             name = checkpoints.unused(run_folder, name, self.work.lease.attempt)
-        # Also waits until every rank has written its files.
+        # The broadcast also waits until every rank has written its files.
         name = ray.train.collective.broadcast_from_rank_zero(name)
         files = checkpoints.store(source, run_folder, name) if source and self.local_rank == 0 else {}
         parts = self.gather(files)
         if self.rank == 0:
             self.work.lease.require()
             checkpoints.seal(run_folder, name, dict(ChainMap(checked or {}, *parts)))
-            if checked and (wrong := checkpoints.damage(path := storage.join(run_folder, name))):
+            if checked and (wrong := checkpoints.find_damage(path := storage.join(run_folder, name))):
                 storage.remove(path)
                 raise Failure(
                     f"the last checkpoint is not what was trained ({wrong}): something else writes to {self.scratch} or "
@@ -308,19 +310,19 @@ class Worker(Host):
         save: Callable[[str], dict[str, Any]] | None = None,
         outputs: Callable[[str | None], list[Any]] | None = None,
     ) -> dict[str, Any]:
-        """Saves the adapter, checks that it reloads as it was, and commits it as the run's last checkpoint.
+        """Saves the adapter, checks that it reloads unchanged, and commits it as the last checkpoint of the run.
+
+        Returns the entries of result.json about the training, and `usage`, from which the driver computes the cost.
 
         Args:
-            save: writes adapter and head into a folder (on rank 0), and returns the digest of their file, as
-                adapter_files.write does. None if nothing was trained.
-            outputs: returns outputs on a few rows, of the adapter in memory, or of the adapter in a folder (on rank 0).
-
-        Returns:
-            What result.json says of the training, and `usage`, of which its cost is made.
+            save: writes adapter and head into a folder, and returns the digest of the tensors, as adapter_files.write does.
+                Called on rank 0. None means that nothing was trained.
+            outputs: returns outputs on a few rows, of the adapter in a folder, or for None of the adapter in memory. Called
+                on rank 0.
         """
         import torch
 
-        # PPO resets the system's peak at each phase; its metric has the highest peak (GiB).
+        # PPO resets the system's peak at each phase. Its metric has the highest peak, in GiB.
         metrics = outcome.metrics
         peak = max(peak_memory(self.device), int(metrics.get("memory/peak", 0.0) * 2**30))
         gpu = torch.cuda.get_device_name(self.device) if self.device.startswith("cuda") else None
@@ -344,7 +346,7 @@ class Worker(Host):
                 held_out = {k: v for k, v in metrics.items() if k.startswith(("eval_", "initial_"))}
                 step = outcome.end["kept"]["step"] if outcome.end else self.step
                 self.metrics.log(held_out, step, final=True)
-                self.metrics.close()  # before the run counts as finished
+                self.metrics.close()  # before the run is finished
             for name, content in {**outcome.tables, OUTCOME: said}.items():
                 with open(os.path.join(final, name), "w", encoding="utf-8") as file:
                     json.dump(content, file)
@@ -375,9 +377,9 @@ class Worker(Host):
 
 
 def require_reload(trained: list[Any], reloaded: list[Any], folder: str) -> None:
-    """Raises RuntimeError if an adapter, loaded back onto the same base, gives other bits than the one that was trained.
+    """Raises RuntimeError if the outputs of a saved adapter differ from the outputs of the trained one in any bit.
 
-    Lost heads and renamed keys are the most reported faults of LoRA checkpoints, and peft only warns about them.
+    Lost heads and renamed keys are the most frequent faults of LoRA checkpoints, and peft only warns about them.
     """
     for row, (a, b) in enumerate(zip(trained, reloaded, strict=True)):
         if not a.equal(b):
@@ -388,7 +390,7 @@ def require_reload(trained: list[Any], reloaded: list[Any], folder: str) -> None
 
 
 def peak_memory(device: Any) -> int:
-    """Returns this worker's peak memory in bytes: GPU memory if its device is a GPU, else resident memory."""
+    """Returns this worker's peak memory in bytes: GPU memory if its device is a GPU, or else resident memory."""
     import torch
 
     from pipeline.ppo import clock

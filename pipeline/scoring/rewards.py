@@ -328,7 +328,7 @@ class FunctionReward(Reward):
             if not inspect.iscoroutine(result):
                 return result
             later = True
-            return loop.run(self._in_time(result))
+            return loop.run_coroutine(self._in_time(result))
         except (KeyboardInterrupt, Failure):
             raise
         except BaseException as error:  # SystemExit would end the worker as if its work were done

@@ -33,7 +33,7 @@ from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import RowError
 from pipeline.errors import in_brief
 from pipeline.run import memory
-from pipeline.run.host import Host
+from pipeline.run.model_host import ModelHost
 from pipeline.run.roles import longest_row
 from pipeline.serving import LOOPBACK, REQUEST_S, answer, protocol
 from pipeline.serving.answer import Answer, Mailbox, Stream, limit
@@ -86,7 +86,7 @@ def application(work: Work, digests: list[str]) -> Any:
         logging_config=logging,
         **replicas,
     )
-    host = Host(work)
+    host = ModelHost(work)
     reading = (work.tokenizer, longest_row(host), ends(host), work.data.parse_special_tokens)
     kept = recorder.bind(
         folder_of(limits, work.run.storage_path),
@@ -171,7 +171,7 @@ class Server:
     def __init__(self, work: Work, digests: list[str], recorder: DeploymentHandle) -> None:
         bind_to_node_address()
         console.silence_libraries()
-        host = Host(work)
+        host = ModelHost(work)
         self.serve, self.args = work.serve, work.args
         self.digests, self.recorder, self.tokenizer = digests, recorder, work.tokenizer
         self.name = secrets.token_hex(4)

@@ -23,11 +23,11 @@ from pipeline.models.adapters import SharedBase
 from pipeline.models.base import check_base
 from pipeline.models.tokenizer import eos_ids, template_digest
 from pipeline.run import roles
-from pipeline.run.host import Host
+from pipeline.run.model_host import ModelHost
 from pipeline.scoring.rewards import Reward
 from pipeline.serving.batching import Batcher
 from pipeline.serving.protocol import TOP_LOGPROBS
-from pipeline.settle.inputs import checked
+from pipeline.settle.inputs import check_inputs
 from pipeline.settle.work import Input, Work
 from pipeline.system.hub import base_config, base_json
 from pipeline.writing.decoder import PREFILL_TOKENS, SlotDecoder
@@ -60,7 +60,7 @@ class Models:
         shared: may be None if no reward needs the base.
     """
 
-    def __init__(self, host: Host, shared: SharedBase | None, batcher: Batcher) -> None:
+    def __init__(self, host: ModelHost, shared: SharedBase | None, batcher: Batcher) -> None:
         self.host, self.shared, self.batcher = host, shared, batcher
         self.files = check_base(host.work.model)
         self.uri = host.work.uri
@@ -85,7 +85,7 @@ class Models:
     def _checked(self, key: str, version: str) -> Input:
         """Returns a version that fits the base and the other policies. Raises InputError if it does not."""
         work = self.host.work
-        return self._with_template(key, checked(work, {key: version}, self.files)[key])
+        return self._with_template(key, check_inputs(work, {key: version}, self.files)[key])
 
     def _with_template(self, key: str, found: Input) -> Input:
         """Returns an input. Raises InputError if a policy was trained with another chat template than the other policies."""
@@ -108,7 +108,7 @@ class Models:
         if served is None:
             self.loaded += 1
             role, reward = f"{kind}_{self.loaded}", None
-            host = Host(replace(self.host.work, inputs={key: found} if found else {}))
+            host = ModelHost(replace(self.host.work, inputs={key: found} if found else {}))
             if kind == "rewards":
                 reward = roles.reward(host, self.shared, key, role)
                 if self.shared is not None and hasattr(reward, "role"):
@@ -193,7 +193,7 @@ def pinned(work: Work) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------- the decoder
 
 
-def start(host: Host) -> tuple[SharedBase | None, Batcher]:
+def start(host: ModelHost) -> tuple[SharedBase | None, Batcher]:
     """Returns this process's base, or None, and the batcher. Both have no roles yet.
 
     vLLM has a copy of the base. Then the replica needs the base only for reward models.
@@ -218,7 +218,7 @@ def start(host: Host) -> tuple[SharedBase | None, Batcher]:
     return shared, Batcher(decoder, work.serve.max_queue, PREFILL_TOKENS[device.type])
 
 
-def _vllm(host: Host) -> Batcher:
+def _vllm(host: ModelHost) -> Batcher:
     work, rows = host.work, host.args.local_rollout_forward_batch_size
     # One adapter more than policies, because the old version still finishes its completions after an alias has moved.
     options: dict[str, Any] = {
@@ -236,7 +236,7 @@ def _vllm(host: Host) -> Batcher:
     return Batcher(VllmDecoder(llm, rank, rows), work.serve.max_queue)
 
 
-def ends(host: Host) -> list[int]:
+def ends(host: ModelHost) -> list[int]:
     """Returns the ids of the base's vocabulary that end a completion, like `load_base`."""
     model = host.work.model
     config = base_config(model.name_or_path, model.revision)

@@ -10,10 +10,10 @@ from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import Dropped, RowError
 from pipeline.input_uri import InputURI
 from pipeline.models.template import text_as_chat
-from pipeline.run.host import Host
+from pipeline.run.model_host import ModelHost
 from pipeline.serving.batching import Batcher
 from pipeline.serving.models import Served, ends
-from pipeline.settle.inputs import unfilled
+from pipeline.settle.inputs import missing_parameter
 from pipeline.stages.pairs import named, samples_of
 
 ROWS = 4096  # maximum rows of a request
@@ -25,7 +25,7 @@ Waiting = tuple[list[list[Sample]], Future[list[dict[str, float]]]]
 class Scores:
     """Reads rows of any format that `score` reads. Scores together all requests that wait for the same reward."""
 
-    def __init__(self, host: Host, batcher: Batcher) -> None:
+    def __init__(self, host: ModelHost, batcher: Batcher) -> None:
         data, self.tokenizer, self.ends = host.work.data, host.tokenizer, ends(host)
         apply = text_as_chat(host.tokenizer, data.apply_chat_template)
         settings = (host.work.context, data.overlong, apply, self.ends, data.parse_special_tokens)
@@ -61,7 +61,9 @@ class Scores:
         try:
             [outcomes] = self.encoder.encode([parse(row, self.encoder.kind)])
             outcome = outcomes[0]
-            if InputURI.parse(source).is_function and (wanted := unfilled(source, {*row, "messages"})):
+            if InputURI.parse(source).is_function and (
+                wanted := missing_parameter(source, {*row, "messages"})
+            ):
                 outcome = RowError("missing", wanted, "no such field", f"one, since {source} asks for it")
             elif isinstance(outcome, Dropped):
                 expected = "a shorter prompt"

@@ -1,4 +1,4 @@
-"""Determines the identity of a job's run, where the run is recorded, and the gate of its versions."""
+"""Determines the name of a run, where MLflow records it, and the gate of its version."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.metrics import greater_is_better
 from pipeline.registry.champion import Gate
 from pipeline.registry.store import Tracking, uri_of
 from pipeline.system import storage
-from pipeline.system.functions import digest
+from pipeline.system.functions import digest_functions
 
 
 def named(job: Job) -> Job:
@@ -29,7 +29,7 @@ def new_name() -> str:
 
 
 def tracking_of(job: Job) -> Tracking:
-    """Returns the place where a job's run is recorded."""
+    """Returns where MLflow records the run of a job."""
     sources = {name: sources_of(getattr(job.data, name) or job.data.train) for name in SPLITS}
     locations = {name: ", ".join(one.location for one in given) for name, given in sources.items()}
     return Tracking(
@@ -42,13 +42,13 @@ def tracking_of(job: Job) -> Tracking:
 
 
 def gate_of(job: Job) -> Gate:
-    """Returns the gate of a job's versions."""
+    """Returns the gate of the version that a job registers or promotes."""
     metric = job.run.metric_for_best_model or job.metrics.default
     greater = greater_is_better(metric, job.run.greater_is_better)
     keys = (*gates.LOSS, *gates.SAMPLING)
     settings = {f"trainer.{key}": job.trainer[key] for key in keys if job.trainer.get(key) is not None}
     if name := job.inputs.get("judge"):
         ref = InputURI.parse(name)
-        code = digest([name])[:12] if ref.is_function else ""
+        code = digest_functions([name])[:12] if ref.is_function else ""
         settings["judge"] = judge.pinned(name) if ref.is_judge else f"{name} {code}".strip()
     return Gate(job.mlflow.registered_model, job.mlflow.alias, job.gate, metric, greater, settings)

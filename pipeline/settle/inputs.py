@@ -1,4 +1,4 @@
-"""Pins the inputs of a job (adapters, reward models, Python functions) to versions, and checks them before the start."""
+"""Pins the inputs of a job (adapters, reward models, Python functions, judges) to versions, and checks them."""
 
 import importlib.metadata
 import importlib.util
@@ -22,19 +22,19 @@ from pipeline.registry import lineage
 from pipeline.settle.identity import tracking_of
 from pipeline.settle.work import Input, Work
 from pipeline.system import hub, storage, terminal
-from pipeline.system.functions import digest, imported
+from pipeline.system.functions import digest_functions, import_function
 
-# Arguments that every Python reward may have
+# Arguments that a Python reward gets in addition to columns of the rows.
 GIVEN = ("prompts", "completions", "completion_ids", "seeds", "groups")
 
 
 def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tuple[Job, dict[str, str]]:
-    """Returns the job and its inputs by version instead of alias, so that they cannot change while the job runs.
+    """Returns the job, and {input: version}. Versions, unlike aliases, cannot change while the job runs.
 
-    If the base is `models:/name@alias`, this means the base of that version.
+    If the job names a registered version as its base, the returned job names the base of that version.
 
     Args:
-        pinned: a run's initial versions, whose aliases may have moved since.
+        pinned: {input: version} that the run began with, whose aliases may have moved since.
     """
     tracking = tracking_of(job)
     uri = tracking.uri
@@ -55,7 +55,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
     for name, source in named.items():
         with about(job.key_of(name)):
             if InputURI.parse(source).is_function:
-                imported(source)
+                import_function(source)
             if InputURI.parse(source).is_judge:
                 inputs[name] = pinned.get(name) or judge.pinned(source)
                 continue
@@ -66,7 +66,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
                 missing.append(name)
                 if len(missing) >= len(job.serve.inputs):
                     raise
-                # a server answers with the models that exist
+                # A server serves the models that exist.
                 print(f"warning: serve.{name} is left out: {error.message}", flush=True)
                 continue
         if found != "base":
@@ -75,7 +75,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
 
 
 def first(names: list[str], uri: str, job_file: str) -> str:
-    """Returns the first of several references that exists, pinned. If none exists, raises the error of the first one."""
+    """Returns the version of the first reference that exists. If none exists, raises the error of the first one."""
     errors: list[registry.Missing] = []
     for name in names:
         try:
@@ -90,7 +90,7 @@ def first(names: list[str], uri: str, job_file: str) -> str:
 
 
 def by_version(job: Job, inputs: Mapping[str, str]) -> Job:
-    """Replaces the names of models in a job by the pinned versions."""
+    """Returns the job with pinned versions instead of the names of its models."""
     models = {key: version for key, version in inputs.items() if not InputURI.parse(version).is_judge}
     named: dict[str, Any] = {key: models[key] for key in INPUTS if key in models}
     if isinstance(job.reward, list):
@@ -108,7 +108,7 @@ def check_paths(job: Job) -> None:
 
     for key, source in transforms(job.data).items():
         with about(key):
-            imported(source)
+            import_function(source)
     if job.facts.rows:
         preview.preprocessing(job.stage, job.data)
     buckets: dict[str, tuple[str, str]] = {}
@@ -129,23 +129,23 @@ def check_paths(job: Job) -> None:
 
 
 def digests_of_functions(work: Work) -> dict[str, str]:
-    """Returns {reward, judge or estimator: digest of the Python modules whose code decides the results of a run}."""
+    """Returns {key of a reward, judge or estimator: digest of the Python modules whose code affects the results}."""
     found: dict[str, list[str]] = {}
     for name, one in work.inputs.items():
-        # a stage does not learn from its judge
+        # No stage learns from its judge.
         if one.kind == "function" and (name != "judge" or not work.stage.learns):
             found.setdefault(work.keys[name].partition(".")[0], []).append(one.version)
     if (estimator := str(work.trainer.get("advantage_estimator"))).startswith("python:"):
         found["trainer.advantage_estimator"] = [estimator]
-    return {key: digest(sources) for key, sources in found.items()}
+    return {key: digest_functions(sources) for key, sources in found.items()}
 
 
-def unfilled(source: str, columns: set[str]) -> str | None:
-    """Returns the parameter of a Python reward or a judge's question for which no column exists, or None."""
+def missing_parameter(source: str, columns: set[str]) -> str | None:
+    """Returns a parameter of a Python reward, or of a judge's question, for which there is no column, or None."""
     if InputURI.parse(source).is_judge:
         return next(iter(sorted(judge.read(judge.at_version(source)[0]).columns - columns)), None)
     optional = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
-    parameters = inspect.signature(imported(source)).parameters.values()
+    parameters = inspect.signature(import_function(source)).parameters.values()
     required = [one.name for one in parameters if one.default is one.empty and one.kind not in optional]
     return next((name for name in required if name not in {*columns, *GIVEN}), None)
 
@@ -154,7 +154,7 @@ def unfilled(source: str, columns: set[str]) -> str | None:
 
 
 def check_sampler(rollout: RolloutConfig, model: Model) -> None:
-    """Checks that vLLM and its plugin for NF4 are installed if the job needs them. All nodes have the same image."""
+    """Raises InputError if the job needs vLLM, or its plugin for NF4, and they are not installed here."""
     if rollout.engine != "vllm":
         return
     if importlib.util.find_spec("vllm") is None:
@@ -170,12 +170,12 @@ def check_sampler(rollout: RolloutConfig, model: Model) -> None:
     )
 
 
-def checked(work: Work, versions: Mapping[str, str], files: Base) -> dict[str, Input]:
-    """Returns the inputs of pinned versions. Each adapter must have been trained on the work's base, and fit it.
+def check_inputs(work: Work, versions: Mapping[str, str], files: Base) -> dict[str, Input]:
+    """Returns {name: input} of pinned versions. Raises InputError if an adapter was trained on another base, or does not fit.
 
     Args:
-        work: a job's work, whose base is known.
-        files: the base's files, models.compatibility.Base.
+        work: the work of a job, whose base is known.
+        files: the files of the base.
     """
     inputs = {}
     for name, reference in versions.items():
@@ -212,7 +212,7 @@ def checked(work: Work, versions: Mapping[str, str], files: Base) -> dict[str, I
 
 
 def _check_judge(work: Work, name: str, given: judge.Definition) -> None:
-    """Raises InputError if a judge compares completions, but the job has only one per prompt."""
+    """Raises InputError if a judge compares completions, but the job samples only one per prompt."""
     if given.form != "rank":
         return
     args, stage = work.args, work.run.stage
@@ -229,7 +229,7 @@ def _check_judge(work: Work, name: str, given: judge.Definition) -> None:
 
 
 def _check_supported(work: Work, name: str, folder: str, base: Base, scores: bool) -> None:
-    """Raises InputError if the stage cannot use this adapter as its input `name`, or could not merge the result."""
+    """Raises InputError if the stage cannot use an adapter as its input `name`, or could not merge the result."""
     stage, adapter = work.stage, adapter_files.settings(folder)
     modules = adapter_files.ranks(adapter_files.shapes(folder))
     dora, problem = adapter.get("use_dora"), None
@@ -254,11 +254,11 @@ def _check_supported(work: Work, name: str, folder: str, base: Base, scores: boo
 
 
 def makes_adapter(stage: Stage, args: Any, adapters: Iterable[str]) -> bool:
-    """Returns True if a role of the stage starts as a new adapter, made by the job's `lora` section.
+    """Returns True if a role of the stage starts as a new adapter, with the settings of the section `lora`.
 
     Args:
-        args: the stage's arguments if they are a PPOConfig.
-        adapters: the names of the inputs that are adapters.
+        args: the PPOConfig of ppo.
+        adapters: names of the inputs that are adapters.
     """
     started_from = {"policy", "reward"} & stage.inputs.keys()
     if stage.online and not args.has_critic_adapter:  # no adapter starts from the reward
@@ -268,7 +268,7 @@ def makes_adapter(stage: Stage, args: Any, adapters: Iterable[str]) -> bool:
 
 
 def check_reward_model(model: Model, where: str) -> None:
-    """Raises InputError if a reward is neither an adapter nor a model with one score. Its head would be random."""
+    """Raises InputError if a model is no sequence classifier with one label. Its head would be random."""
     from pipeline.models.base import check_base
     from pipeline.models.tokenizer import load_tokenizer
 
@@ -291,12 +291,12 @@ def check_reward_model(model: Model, where: str) -> None:
 
 
 def room_for_prompts(completion: int, longest: int | None, context: int | None) -> int | None:
-    """Returns the maximum tokens of a row: the context length minus the completion length.
+    """Returns the maximum tokens of a row: the context length minus the length of a completion.
 
     Raises InputError if data.max_length or trainer.response_length exceeds the context.
 
     Args:
-        completion: trainer.response_length, or 0 if the job writes nothing.
+        completion: trainer.response_length, or 0 if the job samples nothing.
         longest: data.max_length.
     """
     if context is None:

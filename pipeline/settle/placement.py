@@ -1,6 +1,6 @@
-"""Checks that the workers of a job can be scheduled; on a cluster, waits for them with a timeout and reports progress.
+"""Checks that the workers of a job can be placed, and on a cluster waits for them with a timeout.
 
-Without these checks Ray waits silently and forever, both for resources that no node will ever have and for nodes that start.
+Without these checks, Ray waits silently and forever, both for resources that no node will ever have and for starting nodes.
 """
 
 import logging
@@ -16,16 +16,18 @@ from typing import Any, NamedTuple
 from pipeline.errors import Failure, InputError, LeaseLost, OutOfMemory, SelfCheckFailed, causes
 from pipeline.system import terminal
 
-GPU_LABEL = "ray.io/accelerator-type"  # node label with the name of the GPUs
+GPU_LABEL = "ray.io/accelerator-type"  # label of a node with the name of its GPUs
 ACCELERATOR_TYPE = "accelerator_type:"  # prefix of the resource that Ray makes of scaling.accelerator_type
-EMBEDDED_CPUS = max(4, os.cpu_count() or 1)  # of an embedded Ray: data tasks need a slot next to the workers
+EMBEDDED_CPUS = max(
+    4, os.cpu_count() or 1
+)  # CPUs of an embedded Ray; data tasks need some next to the workers
 REPORT_INTERVAL_S = 30.0  # time between two lines about missing resources
 # States of Ray Train's controller in which it has no workers yet.
 WAITING = ("InitializingState", "SchedulingState", "ReschedulingState", "RestartingState")
 
 
 def on_cluster() -> bool:
-    """Returns True if the job runs on a cluster; Ray sets RAY_ADDRESS for the driver of a submitted job."""
+    """Returns True if this driver runs on a cluster. Ray sets RAY_ADDRESS for the driver of a submitted job."""
     return bool(os.environ.get("RAY_ADDRESS"))
 
 
@@ -34,7 +36,7 @@ def on_cluster() -> bool:
 
 @dataclass(frozen=True)
 class Bundle:
-    """The resources that one worker requests from Ray: amounts, and labels of the node (Ray's label selector)."""
+    """The resources that one worker requests from Ray, and the label selector of its node."""
 
     resources: dict[str, float]
     selector: dict[str, str]
@@ -63,8 +65,8 @@ class Bundle:
 class Group(NamedTuple):
     """Workers of one kind."""
 
-    section: str  # section of the job
-    who: str
+    section: str  # `scaling` or `rollout`
+    who: str  # name in messages
     fewest: int
     most: int
     each: Bundle
@@ -76,13 +78,13 @@ class Places:
 
     in_process: bool
     workers: Group
-    bundles: list[Bundle]  # one request for each worker, for the fewest workers with which the job starts
-    rollout: Group | None  # None means that the workers sample themselves
+    bundles: list[Bundle]  # one for each of the fewest workers with which the job starts
+    rollout: Group | None  # None if the workers sample themselves
     on_gpu: bool
     rollout_on_gpu: bool  # whether rollout workers hold their models on GPUs
     scaling: dict[str, Any]  # the keys of Ray's ScalingConfig
     smaller: list[int]  # fewer workers with which the job could run, largest first
-    timeout_s: float  # to wait for workers that no node has resources for; -1: no limit
+    timeout_s: float  # time limit for the placement of workers; -1: no limit
 
     @property
     def groups(self) -> list[Group]:
@@ -90,18 +92,18 @@ class Places:
 
     @property
     def count(self) -> str:
-        """Returns a text with the number of workers."""
+        """Returns the number of workers as text."""
         _, _, low, high, _ = self.workers
         return f"{low}" if low == high else f"{low} to {high}"
 
     def fewer(self, room: float) -> str:
-        """Returns the override for the most workers that have `room`, or "" if the job can run with none of them."""
+        """Returns the override with the most workers, at most `room`, that the job can have, or "" if there is none."""
         count = next((one for one in self.smaller if one <= room), None)
         return f"scaling.num_workers={count}" if count else ""
 
 
 _CPU = Bundle({"CPU": 1}, {})
-# For reading rows, which needs none of a job's resources.
+# The places of a job that only reads rows.
 ROWS = Places(False, Group("scaling", "worker", 1, 1, _CPU), [_CPU], None, False, False, {}, [], -1)
 
 
@@ -116,9 +118,9 @@ def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
 
 
 def check_fits(places: Places) -> None:
-    """Raises InputError if this machine, or the cluster at its largest size, cannot hold the workers of a job.
+    """Raises InputError if this machine, or the cluster at its maximum size, lacks resources for the workers of a job.
 
-    Called before Ray starts and again afterwards, when the memory that Ray hands out and the autoscaler's limits are known.
+    Called before Ray starts, and again when Ray's memory and the autoscaler's limits are known.
     """
     has = "this cluster at its largest" if on_cluster() else "this machine"
     there, taken = _limits(), defaultdict[str, float](float)
@@ -141,7 +143,7 @@ def check_fits(places: Places) -> None:
 
 
 def _limits() -> dict[str, float]:
-    """Returns {resource: maximum that the cluster may reach}, or {} if the cluster's node types are unknown."""
+    """Returns {resource: maximum amount} of this machine or the cluster, or {} if the maximum is unknown."""
     import ray
 
     if on_cluster():
@@ -156,21 +158,21 @@ def _limits() -> dict[str, float]:
 
 
 def _autoscaler_limits() -> dict[str, float]:
-    """Returns {resource: amount} of all nodes that may ever be there, or {} without autoscaler (ray 2.60, private)."""
+    """Returns {resource: amount} of the cluster at its maximum size, or {} without an autoscaler (ray 2.60, private)."""
     from ray._private.state import state
 
     return state.get_max_resources_from_cluster_config() or {}
 
 
 def side_by_side(places: Places) -> int:
-    """Returns how many runs of such a job fit at the same time, at least 1; nodes that an autoscaler may add count."""
+    """Returns how many runs of a job fit at the same time, at least 1. Nodes that an autoscaler may add count."""
     import ray
 
     nodes = [(node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
     most = _autoscaler_limits()
-    if most:  # a total, which says nothing about the labels of nodes
+    if most:  # a total over all nodes, whose labels are unknown
         nodes = [(most, {})]
-    elif not on_cluster():  # an embedded Ray hands out more CPUs than the machine has
+    elif not on_cluster():  # an embedded Ray offers more CPUs than the machine has
         nodes = [({**nodes[0][0], "CPU": float(os.cpu_count() or 1)}, {})]
     free = [(defaultdict[str, float](float, resources), labels) for resources, labels in nodes]
     needed: list[Bundle] = []
@@ -191,7 +193,7 @@ def side_by_side(places: Places) -> int:
 
 
 class Wait:
-    """A wait for workers: prints what is missing every REPORT_INTERVAL_S, and ends after run.placement_timeout_s."""
+    """Prints every REPORT_INTERVAL_S what workers wait for, and ends the wait after run.placement_timeout_s."""
 
     def __init__(self, places: Places) -> None:
         self.limit = places.timeout_s
@@ -201,7 +203,7 @@ class Wait:
         self.reported = 0.0
 
     def check(self) -> None:
-        """Raises Failure once the wait has been too long. Called repeatedly while the workers cannot be placed."""
+        """Raises Failure after the time limit. Call it repeatedly while the workers cannot be placed."""
         now = time.monotonic()
         if self.since is None:
             self.since = self.reported = now
@@ -217,11 +219,11 @@ class Wait:
 
 
 def describe_cluster() -> str:
-    """Returns a text about the cluster's resources: in total, free, and at its maximum size."""
+    """Returns a text with the resources of the cluster in total, now free, and at its maximum size."""
     import ray
 
     def shown(resources: dict[str, float]) -> str:
-        """Leaves out Ray's own entries (node:..., object_store_memory); memory in GiB."""
+        """Returns the amounts as text, without Ray's own entries such as `node:...`. Memory is in GiB."""
         amounts = [
             f"{name}: {amount / 2**30:.1f} GiB" if name == "memory" else f"{name}: {amount:g}"
             for name, amount in sorted(resources.items())
@@ -236,9 +238,9 @@ def describe_cluster() -> str:
 
 
 def launch_failure() -> str:
-    """Returns in words which nodes the autoscaler tried to start and could not, and why, or "".
+    """Returns a text about nodes that the autoscaler could not start, with the reason, or "".
 
-    Ray (2.60) tries the same type of node again, forever. The reason is only in a log of the head, where the driver runs.
+    Ray (2.60) tries the same type of node forever. Only a log on the head, where the driver runs, has the reason.
     """
     import ray
     from ray.autoscaler.v2.sdk import get_cluster_status
@@ -255,17 +257,17 @@ def launch_failure() -> str:
 
 
 def callback(places: Places) -> Any:
-    """Returns a callback of Ray Train's controller that ends a run if its workers waited too long or ran out of memory.
+    """Returns a callback of Ray Train's controller that ends a run after too long a wait, or after a fatal error.
 
-    Ray (2.60) retries a placement forever, and restarts a worker after any error; it has no setting for either. A controller's
-    callback is called at every change of its state and at each new try; what it raises ends the run. Remove when FailureConfig
-    has a deadline, and errors that are not retried.
+    Ray (2.60) retries a placement forever, and restarts workers after any error. It has no settings for this. The controller
+    calls its callbacks at every change of its state and at each new try, and an error that they raise ends the run. Remove
+    when FailureConfig has a deadline, and a list of errors that are not retried.
     """
     from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
     from ray.train.v2._internal.execution.callback import ControllerCallback
 
     def is_news(record: logging.LogRecord) -> bool:
-        """Returns False for Ray's traceback of each try, because Wait prints a line instead."""
+        """Returns False for Ray's traceback of each try, because Wait prints a line instead of it."""
         return not (
             record.exc_info and isinstance(record.exc_info[1], (Failure, WorkerGroupStartupTimeoutError))
         )
@@ -292,7 +294,7 @@ def callback(places: Places) -> Any:
 
 
 def wait_for_one(places: Places) -> None:
-    """Waits until one worker can be placed: Ray Data starts its pool of actors with the first one."""
+    """Waits until one worker can be placed. Ray Data needs no more to start its pool of actors."""
     from ray.util import placement_group, remove_placement_group
 
     wait, one = Wait(places), places.workers.each

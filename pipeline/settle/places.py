@@ -1,4 +1,4 @@
-"""Decides where a job runs: in this process, or on workers that Ray places."""
+"""Decides where a job runs: in this process, or in workers that Ray starts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pipeline.job import Job
 from pipeline.job.rules import find_problems
 from pipeline.settle.placement import ACCELERATOR_TYPE, Bundle, Group, Places, on_cluster
 
-CLUSTER_ONLY = ("accelerator_type", "label_selector", "placement_strategy")  # keys that choose among nodes
+CLUSTER_ONLY = ("accelerator_type", "label_selector", "placement_strategy")  # keys that select nodes
 
 
 def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
-    """Returns the places of a job. On one machine, keys that choose among nodes have no effect.
+    """Returns the places of a job. On one machine, keys that select nodes have no effect.
 
     Args:
         note: whether to print the keys without effect.
-        elsewhere: whether the job is for a cluster that this process does not run on.
+        elsewhere: whether the job will run on a cluster that this process is not part of.
     """
     ignored = () if elsewhere or on_cluster() else CLUSTER_ONLY
     sections = {"scaling": job.scaling, "rollout": job.rollout}
@@ -34,7 +34,7 @@ def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
         amounts.setdefault(f"{ACCELERATOR_TYPE}{kind}", 0.001)
 
     def may_have(count: int) -> bool:
-        """Returns True if the job could have another number of workers, for example because they can share its batch."""
+        """Returns True if the job is valid with this number of workers. They may be unable to share its batch."""
         return not any(find_problems(replace(job, scaling={**job.scaling, "num_workers": count})))
 
     config, on_gpu = job.rollout_config, bool(scaling.get("use_gpu"))
@@ -56,7 +56,7 @@ def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
 
 
 def _amounts_of(section: Mapping[str, Any], gpus: int) -> dict[str, float]:
-    """Returns {resource: amount} of one worker. It has `gpus` GPUs unless the section sets them."""
+    """Returns {resource: amount} of one worker. By default, a worker on GPUs has `gpus` of them."""
     gpu = {"GPU": float(gpus)} if section.get("use_gpu") else {}
     given = section.get("resources_per_worker") or gpu or {"CPU": 1}
     return {**{name: amount for name, amount in given.items() if amount}, **({} if given.get("GPU") else gpu)}

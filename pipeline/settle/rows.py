@@ -1,4 +1,4 @@
-"""Reads and tokenizes the rows of a run, and makes the checks that need the rows."""
+"""Reads and tokenizes the rows of a run, and checks the job against its rows."""
 
 import json
 from collections.abc import Callable
@@ -8,16 +8,16 @@ from typing import Any
 
 from pipeline.errors import InputError
 from pipeline.job.job import Data, transforms
-from pipeline.settle.inputs import GIVEN, digests_of_functions, unfilled
+from pipeline.settle.inputs import GIVEN, digests_of_functions, missing_parameter
 from pipeline.settle.work import Input, Work
 from pipeline.system import functions, storage
 
 
 def tokenize(work: Work, start_ray: Callable[[], Any] | None = None) -> tuple[Work, dict[str, Any], Any]:
-    """Returns the work with the rows' digests, the tokenized rows by name, and the report on the rows.
+    """Returns the work with digests of its rows, the tokenized rows by name, and the report on the rows.
 
     Args:
-        start_ray: opens a Ray session for many rows, or None if the job has one.
+        start_ray: opens a Ray session if there are many rows, or None if Ray runs already.
     """
     from pipeline.data import read
 
@@ -38,11 +38,11 @@ def tokenize(work: Work, start_ray: Callable[[], Any] | None = None) -> tuple[Wo
         data = prepare(work.run.stage, given, context_length=work.room, packing=packing)
         report, mixture = data.report, data.mixture
         sets = {name: (data, name) for name in ("train", "eval") if getattr(data, name) is not None}
-    for name in ("pairs", "benchmarks"):  # `evaluate` only scores these rows
+    for name in ("pairs", "benchmarks"):  # rows that `evaluate` only scores
         if not (scored_rows := getattr(given, name)):
             continue
         section = replace(given, train=None, eval=scored_rows, max_length=None)
-        if name == "benchmarks":  # benchmarks have their own columns
+        if name == "benchmarks":  # a benchmark's format sets its columns
             section = replace(section, columns=None, label=None, transform=None, group_by=None)
         try:
             scored = prepare(name, section, context_length=context)
@@ -64,7 +64,7 @@ def tokenize(work: Work, start_ray: Callable[[], Any] | None = None) -> tuple[Wo
         check_updates(work.args, len(mixture) if mixture else report.splits["train"].kept)
     digests = {name: tokenized.digests[split] for name, (tokenized, split) in sets.items()}
     if through := transforms(given):
-        digests["transform"] = functions.digest(through.values())
+        digests["transform"] = functions.digest_functions(through.values())
     work = replace(
         work,
         digests=digests | digests_of_functions(work),
@@ -78,7 +78,7 @@ def tokenize(work: Work, start_ray: Callable[[], Any] | None = None) -> tuple[Wo
 
 
 def check_row_format(data: Data, policy: Input | None, rows: str | None) -> None:
-    """Raises InputError if a policy trained on plain text gets messages. Plain text takes the policy's format."""
+    """Raises InputError if the rows are messages, but the policy was trained on plain text."""
     if policy is None or rows not in ("chat", "both") or data.apply_chat_template is not None:
         return
     if policy.facts.get("rows") == "text":
@@ -90,7 +90,7 @@ def check_row_format(data: Data, policy: Input | None, rows: str | None) -> None
 
 
 def check_labels(trainer: dict[str, Any], desirable: int, undesirable: int) -> None:
-    """Prints the balance of a kto run's labels, and warns if it is outside the paper's range."""
+    """Prints the number of rows with each label of kto, and warns if the ratio is outside the paper's range."""
     print(f"labels: {desirable:,} desirable, {undesirable:,} undesirable rows", flush=True)
     good = trainer.get("desirable_weight", 1.0) * desirable
     bad = trainer.get("undesirable_weight", 1.0) * undesirable
@@ -109,7 +109,7 @@ def check_labels(trainer: dict[str, Any], desirable: int, undesirable: int) -> N
 
 
 def check_updates(args: Any, prompts: int) -> None:
-    """Raises InputError if a ppo run trains only the critic. Warns if it ends within its warmup."""
+    """Raises InputError if ppo would train only its critic. Warns if the run ends within its warmup."""
     updates = args.total_updates(prompts)
     has = f"the run has {updates} update{'s' * (updates > 1)}"
     if args.critic_warmup_steps >= updates:
@@ -127,7 +127,7 @@ def check_updates(args: Any, prompts: int) -> None:
 
 
 def check_columns(work: Work, rows: dict[str, Any]) -> None:
-    """Raises InputError if the first rows lack data.subset, or columns for the parameters of Python rewards and judges."""
+    """Raises InputError if the first rows lack the column data.subset, or a column that a reward or judge needs."""
     asking = {name: one for name, one in work.inputs.items() if one.kind in ("function", "judge")}
     for name, some in rows.items():
         taken = some.slice(0, 100).to_pylist() if hasattr(some, "slice") else some.take(100)
@@ -144,8 +144,8 @@ def check_columns(work: Work, rows: dict[str, Any]) -> None:
             columns.add("messages")
         for role, one in asking.items():
             if role == "judge" and name != "eval":
-                continue  # a judge needs eval prompts; it skips pairs that lack columns
-            if wanted := unfilled(one.version, columns):
+                continue  # a judge skips pairs that lack columns
+            if wanted := missing_parameter(one.version, columns):
                 source = one.version.rpartition("@")[0] if one.kind == "judge" else one.version
                 raise InputError(
                     f"{source} asks for `{wanted}`, which the rows of data.{name} do not have; "

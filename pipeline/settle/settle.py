@@ -1,8 +1,9 @@
-"""Settles a job: checks the base, its tokenizer and the inputs, before any row is read."""
+"""Settles a job: pins and checks its base, its tokenizer and its inputs, before any row is read."""
 
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from pipeline.errors import InputError
@@ -15,15 +16,16 @@ from pipeline.settle.places import places_of
 from pipeline.settle.work import Input, Sections, Work
 
 
-def settle(job: Job, versions: Mapping[str, str]) -> Work:
-    """Checks the base, its tokenizer and the inputs of a job. Returns them as work that has no rows yet.
+def settle(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> Work:
+    """Returns the work of a job, whose base, tokenizer and inputs have been checked. It has no rows yet.
 
     Args:
-        versions: versions of the inputs, from inputs.pin_inputs.
+        pinned: versions of inputs that the run began with; see inputs.pin_inputs.
     """
     from pipeline.models.base import base_identity, check_base
     from pipeline.models.compatibility import check_lora
 
+    job, versions = checks.pin_inputs(job, pinned)
     places, model = places_of(job, note=True), job.model
     files = check_base(model)
     if model.fsdp and files.config.get("quantization_config"):
@@ -32,10 +34,12 @@ def settle(job: Job, versions: Mapping[str, str]) -> Work:
             "model.fsdp",
         )
     base = base_identity(model.name_or_path, model.revision)
-    job = replace(job, model=replace(model, revision=base["revision"]))  # all workers use this commit
+    job = replace(
+        job, model=replace(model, revision=base["revision"])
+    )  # so that all workers load the same commit
     work = work_of(job, places, base=base)
     room = checks.room_for_prompts(work.writes, work.data.max_length, base["context_length"])
-    inputs = checks.checked(work, versions, files)
+    inputs = checks.check_inputs(work, versions, files)
     weights = {f"reward.{index}": weight for index, (_, weight) in enumerate(job.rewards)}
     inputs = {name: replace(one, weight=weights.get(name, 1.0)) for name, one in inputs.items()}
     adapters = {name: one for name, one in inputs.items() if one.kind == "adapter"}
@@ -52,12 +56,12 @@ def settle(job: Job, versions: Mapping[str, str]) -> Work:
 
 
 def work_of(job: Job, places: Places, **known: Any) -> Work:
-    """Returns the work of a job of which only `known` is found out yet, for example its base."""
+    """Returns the work of a job with the fields `known`, for example its base. The other fields have their defaults."""
     return Work(**vars(sections_of(job, places)), tracking=tracking_of(job), gate=gate_of(job), **known)
 
 
 def sections_of(job: Job, places: Places) -> Sections:
-    """Returns what a job says. It asks neither MLflow nor the code of judges, which the plan does not need."""
+    """Returns the sections of a job. Unlike `settle`, this function reads neither MLflow's address nor the code of judges."""
     return Sections(
         stage=job.facts,
         run=identity_of(job),
@@ -77,19 +81,19 @@ def sections_of(job: Job, places: Places) -> Sections:
 
 
 def _tokenizer(model: Model, adapters: Mapping[str, Input], names_policy: bool) -> Any:
-    """Returns the base's tokenizer with the chat template of the job, or else of the adapter that decides."""
+    """Returns the tokenizer of the base, with the chat template of the job, of an adapter, or of the base itself."""
     from pipeline.models.template import is_plain
     from pipeline.models.tokenizer import load_tokenizer
 
-    # the policy decides, or else the reward
+    # The policy comes first. Without a policy, the reward decides.
     policies = [name for name in adapters if name == "policy" or name.startswith("policies.")]
     rewards = [name for name in adapters if name.startswith("reward") and not names_policy]
     learned = next((adapters[name] for name in policies + rewards), None)
     template = model.chat_template
     if template is None and learned:
-        saved = os.path.join(learned.folder, "chat_template.jinja")  # the template of the adapter's training
+        saved = os.path.join(learned.folder, "chat_template.jinja")  # from the adapter's training
         template = saved if os.path.lexists(saved) else None
     tokenizer = load_tokenizer(model.name_or_path, model.revision, template, model.trust_remote_code)
-    if learned and model.chat_template is None:  # text prompts are encoded as in training
+    if learned and model.chat_template is None:  # plain prompts are encoded as in training
         tokenizer.text_as_chat = bool(learned.facts.get("text_as_chat", not is_plain(tokenizer)))
     return tokenizer

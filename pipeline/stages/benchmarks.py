@@ -20,11 +20,13 @@ from pipeline.run.worker import Worker
 from pipeline.stages.pairs import metric_name, scores_of
 from pipeline.statistics import mean, wilson
 
-# the parts of a completion's row that a rule reads
+# The columns that the rules read.
 FACTS = ("benchmark", "subset", "id", "pair", "correct", "completions")
-TIES = "ties"  # RewardBench 2's subset with several correct completions; its files spell it `Ties` or `ties`
+TIES = (
+    "ties"  # subset of RewardBench 2 with several correct completions, which its files call `Ties` or `ties`
+)
 
-Scores = dict[str, dict[str, float]]  # level or subset -> rows, score, and the ends of its 95 % interval
+Scores = dict[str, dict[str, float]]  # {level or subset: number of rows, score, ends of the 95 % interval}
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,11 @@ def measure(
 
 
 def _grouped(scored: Iterable[tuple[dict[str, Any], float]]) -> list[Scored]:
-    """Returns the complete rows of a benchmark from its completions in order; `pair` numbers the completions of a row."""
+    """Returns the complete rows of a benchmark.
+
+    Args:
+        scored: completions in order, with their scores. `pair` is the number of a completion in its row.
+    """
     groups: list[Scored] = []
     for row, score in scored:
         if row["pair"] == 0:
@@ -96,19 +102,19 @@ def metrics_of(rows: Sequence[Scored]) -> tuple[dict[str, float], dict[str, Any]
 
 
 def best_of(row: Scored) -> float:
-    """Returns 1 if only a correct completion has the highest score. Completions with equal scores share the credit.
+    """Returns 1 if a correct completion has the highest score. Completions that share this score share the credit.
 
-    This is RewardBench 2's rule for one correct completion (https://arxiv.org/abs/2506.01937).
+    This is the rule of RewardBench 2 for one correct completion (https://arxiv.org/abs/2506.01937).
     """
     largest = max(row.scores)
     return row.good.count(largest) / row.scores.count(largest)
 
 
 def ties_score(rows: Sequence[Scored]) -> float:
-    """Returns RewardBench 2's score of its subset Ties: any correct completion may win, and their scores should be close.
+    """Returns the score of RewardBench 2 on its subset Ties: any correct completion may win, and their scores should be close.
 
-    With D, the spread of the correct scores, and G, the gap between the worst correct and the best wrong score: 0.30 accuracy
-    with several correct answers + 0.30 accuracy of their reference rows + 0.20 share of G > D + 0.20 share of
+    D is the spread of the correct scores, and G the gap between the worst correct and the best wrong score. The score is
+    0.30 accuracy with several correct answers + 0.30 accuracy of their reference rows + 0.20 share of G > D + 0.20 share of
     min(G, G of the reference) > D + 0.01 mean tanh(min(G, G of the reference) / D - 1).
     """
     by_kind: dict[str, dict[str, Scored]] = {"ref": {}, "tied": {}}
@@ -126,7 +132,7 @@ def ties_score(rows: Sequence[Scored]) -> float:
     spread = [max(tied[key].good) - min(tied[key].good) for key in both]
     gap = [_gap(tied[key]) for key in both]
     least = [min(_gap(ref[key]), _gap(tied[key])) for key in both]
-    # If D is 0, the quotient is infinite with the sign of `low`; 0 / 0 counts as 0, as upstream
+    # If D is 0, the quotient is infinite with the sign of `low`. As in RewardBench 2, 0 / 0 counts as 0.
     margins = [
         math.tanh(low / d - 1) if d else (low > 0) - (low < 0) for low, d in zip(least, spread, strict=True)
     ]
@@ -148,7 +154,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _best_of_k(rows: list[Scored]) -> tuple[Scores, Scores]:
-    """Scores RewardBench 2, and your own best-of-k rows, by the plain mean of the subsets."""
+    """Scores RewardBench 2 and your own best-of-k rows: the score is the mean over the subsets."""
     subsets = _by_subset(rows, [best_of(row) for row in rows])
     for name in [name for name in subsets if name.lower() == TIES]:
         own = [row for row in rows if str(row.row["subset"]) == name]
@@ -158,11 +164,12 @@ def _best_of_k(rows: list[Scored]) -> tuple[Scores, Scores]:
 
 
 def _rm_bench(rows: list[Scored]) -> tuple[Scores, Scores]:
-    """RM-Bench (https://arxiv.org/abs/2410.16184): entry (i, j) compares the correct completion in style i with the wrong
-    completion in style j. Hard is the upper triangle (longer wrong completions with more markdown), normal is the diagonal.
+    """Scores RM-Bench (https://arxiv.org/abs/2410.16184).
+
+    Entry (i, j) compares the correct completion in style i with the wrong completion in style j. `hard` is the upper triangle,
+    where wrong completions are longer and have more markdown. `normal` is the diagonal.
     """
     wins = [[[float(good > bad) for bad in row.bad] for good in row.good] for row in rows]
-    # All levels have the same number of entries, so the mean over all entries is the mean of the levels.
     means = [mean([mean(line) for line in won]) for won in wins]
     levels = {"all": _share(means)}
     cells = [(i, j) for i in range(STYLED) for j in range(STYLED)]
@@ -184,7 +191,7 @@ def _share(values: Sequence[float]) -> dict[str, float]:
     return {"rows": len(values), "score": mean(values), "low": low, "high": high}
 
 
-# name -> rows to (scores of `all` and of other levels, scores of the subsets)
+# {name: f(rows) -> (scores of `all` and of other levels, scores of the subsets)}
 BENCHMARKS: dict[str, Callable[[list[Scored]], tuple[Scores, Scores]]] = {
     "reward_bench_2": _best_of_k,
     "best_of_k": _best_of_k,

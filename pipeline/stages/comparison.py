@@ -1,6 +1,7 @@
 """Compares a policy with a baseline on eval prompts: reward, win rates, KL, length, diversity, and samples.
 
-Policy and baseline sample one completion for every prompt, with the same random numbers. The workers share the prompts.
+Policy and baseline sample one completion for every prompt, with the same random numbers. Each worker samples for a share of
+the prompts.
 """
 
 import json
@@ -19,7 +20,7 @@ from pipeline.data.shapes import kind_of, parse
 from pipeline.models.adapters import SharedBase
 from pipeline.models.template import text_as_chat
 from pipeline.ppo.config import PLANNED_ROWS
-from pipeline.run.parts import in_parts
+from pipeline.run.parts import in_parts, share_rows
 from pipeline.run.worker import Worker
 from pipeline.scoring import forward
 from pipeline.scoring.rewards import Samples, weighted
@@ -31,12 +32,12 @@ from pipeline.writing.rows import Completion, Decoder, Sampling, seed_of
 
 SEED_OFFSET = 1_000_003  # so that evaluation and training draw different random numbers
 WIN_RATES = {"reward": "eval_win_rate", "judge": "eval_judge_win_rate"}
-THE_MODELS_OWN = Sampling(0, ())  # log-probabilities at temperature 1, without barred ends
-SAMPLES = 8  # number of first completions, each to another prompt, that stay in memory for result.json
+THE_MODELS_OWN = Sampling(0, ())  # for log-probabilities at temperature 1, with all end tokens allowed
+SAMPLES = 8  # number of completions in result.json: the first ones to different prompts
 
 
 class Completions:
-    """The parts of one policy's completions that stay in memory: numbers, distinct texts and n-grams, and first samples."""
+    """Collects from the completions of one policy what the metrics need: numbers, distinct texts, n-grams and first samples."""
 
     def __init__(self, records: Iterable[dict[str, Any]]) -> None:
         self.numbers: dict[str, array[float]] = defaultdict(lambda: array("d"))  # in the order of the prompts
@@ -61,7 +62,7 @@ class Completions:
                     self.numbers[key].append(value)
 
     def metrics(self) -> dict[str, float]:
-        """Returns means and shares over all completions, by their names without prefix."""
+        """Returns means and shares over all completions. The names of the metrics have no prefix."""
         numbers = self.numbers
         metrics: dict[str, float] = {}
         for name in ("reward", "judge", "length", "eos_rate", "kl", "repetition"):
@@ -75,13 +76,13 @@ class Completions:
 
 
 class Comparison:
-    """Compares policies with a baseline on held-out prompts. The baseline's completions are sampled only once.
+    """Compares policies with a baseline on eval prompts. The baseline samples its completions only once.
 
     Args:
-        prompts: rows with `input_ids` (prompt token ids) and `row` (JSON text of the row as the data has it).
-        rewards, judge: scorers of pipeline.scoring.rewards; the judge may be None.
+        prompts: rows with `input_ids` (token ids of a prompt) and `row` (JSON text of the row in the data).
+        rewards, judge: from pipeline.scoring.rewards; the judge may be None.
         baseline: a frozen role on `shared`; None is the bare base.
-        decoder: writes the completions. None: the base itself.
+        decoder: samples the completions. None means that the base itself does.
     """
 
     def __init__(
@@ -95,21 +96,24 @@ class Comparison:
         decoder: Decoder | None = None,
     ) -> None:
         self.worker, self.shared, self.prompts = worker, shared, prompts
-        # Here each completion is scored alone.
+        # Each completion is scored alone here, so rewards that compare completions are left out.
         self.rewards = [reward for reward in rewards if not reward.compares]
         self.judge, self.baseline = judge, baseline
         sampling = Sampling.from_args(worker.args, worker.tokenizer, shared)
         self.sampling = replace(sampling, seed=sampling.seed + SEED_OFFSET)
-        # In a PPO job, null becomes a constant, because free memory may differ after a resume and would change the numbers.
+        # In a PPO job, null becomes a constant. Free memory, which may differ after a resume, would change the numbers.
         self.size = worker.args.local_rollout_forward_batch_size or PLANNED_ROWS
         self.decoder = decoder or SlotDecoder(shared, self.size, worker.tokenizer.pad_token_id)
         self.before: Completions | None = None
         self.after: Completions | None = None  # result of the last call of `of`
 
     def of(self, policy: str | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Returns metrics and samples of `policy` (`eval_*`; None is the bare base) and of the baseline (`initial_*`).
+        """Returns metrics and samples of `policy` (`eval_*`) and of the baseline (`initial_*`).
 
-        docs/evaluate.md explains the metrics. Every rank must call it, and every rank gets the same.
+        docs/evaluate.md explains the metrics. Every rank must call it, and every rank gets the same result.
+
+        Args:
+            policy: a role, or None for the bare base.
         """
         count = len(self.prompts)
         with console.waiting(f"sampling completions to {count} held-out prompts"):
@@ -131,19 +135,23 @@ class Comparison:
         ]
 
     def _wins(self, name: str) -> list[float]:
-        """Returns for each prompt 1 if `reward` or `judge` prefers the policy's completion to the baseline's, ties 0.5."""
+        """Returns for each prompt 1 if the policy's completion has a higher score than the baseline's, 0.5 for a tie, or 0.
+
+        Args:
+            name: `reward` or `judge`.
+        """
         assert self.before and self.after
         scores = (one.numbers.get(name, ()) for one in (self.after, self.before))
-        # Scores of equal completions differ by fp32 rounding if their batches differ.
+        # Equal completions in different batches have scores that differ by fp32 rounding.
         return [
             0.5 if math.isclose(ours, theirs, rel_tol=1e-5, abs_tol=1e-5) else float(ours > theirs)
             for ours, theirs in zip(*scores, strict=True)
         ]
 
     def best_of(self, policy: str | None, n: int) -> list[dict[str, float]]:
-        """Returns the best-of-n curve of `policy`: n completions per prompt, ranked by the reward, rated by the judge.
+        """Returns the best-of-n curve of `policy`. The reward ranks n completions per prompt, and the judge scores them.
 
-        Without a judge, the reward rates its own choice. Every rank must call it, and every rank gets the same.
+        Without a judge, the reward also scores them. Every rank must call it, and every rank gets the same result.
         """
         sampling = replace(self.sampling, seed=self.sampling.seed + SEED_OFFSET)
 
@@ -162,7 +170,7 @@ class Comparison:
         return policies.best_of_curve(*([of[start : start + n] for start in starts] for of in (proxy, gold)))
 
     def length_controlled(self) -> dict[str, float]:
-        """Returns the length-controlled win rates, with intervals, of the last completions of `of`."""
+        """Returns the length-controlled win rates, with intervals, for the completions of the last call of `of`."""
         metrics: dict[str, float] = {}
         assert self.before and self.after
         lengths = (one.numbers["characters"] for one in (self.after, self.before))
@@ -174,18 +182,16 @@ class Comparison:
         return metrics
 
     def _of_all(self, of: str, count: int, answer: Callable[[range], list[Any]]) -> Iterable[Any]:
-        """Returns the record of each of `count` rows, in order, on every rank. A killed `evaluate` resumes."""
+        """Returns the record of each of `count` rows, in order, on every rank. `evaluate` makes them in parts, to resume."""
         if not self.worker.work.stage.learns:
             return in_parts(self.worker, of, count, answer)
-        world = self.worker.world
-        parts = self.worker.gather(answer(range(self.worker.rank, count, world)))
-        return [parts[i % world][i // world] for i in range(count)]
+        return share_rows(self.worker, count, answer)
 
     def _answer(self, role: str | None, numbers: range, compared: bool) -> list[dict[str, Any]]:
-        """Returns one completion of a role for each of some prompts: tokens, scores and metrics.
+        """Returns tokens, scores and metrics of one completion of a role for each of some prompts.
 
         Args:
-            compared: whether to compare log-probabilities with the baseline's.
+            compared: whether to add the difference in log-probability from the baseline.
         """
         rows = [_prompt(self.prompts[number]) for number in numbers]
         if not rows:
@@ -266,11 +272,12 @@ def logprobs(
     size: int,
     sampling: Sampling = THE_MODELS_OWN,
 ) -> list[float]:
-    """Returns the log-probability in nats of the completion of each (prompt ids, completion ids), summed over its tokens.
+    """Returns the log-probability in nats of each completion, summed over its tokens.
 
     Args:
+        token_ids: (prompt ids, completion ids) of each completion.
         size: maximum rows of one forward.
-        sampling: temperature and barred ends of the sampling (greedy uses temperature 1).
+        sampling: temperature, and minimum tokens before an end token. Greedy sampling has temperature 1 here.
     """
     if not token_ids:
         return []

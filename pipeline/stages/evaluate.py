@@ -1,29 +1,27 @@
-"""Evaluation: a policy compared with a baseline on the same eval prompts, and a reward model on eval pairs.
+"""Evaluation: compares a policy with a baseline on eval prompts, and tests a reward model on eval pairs.
 
     make evaluate    or    python -m pipeline evaluate jobs/demo/evaluate.yaml [section.key=value ...]
     make evaluate ARGS="policy=null baseline=null judge=null data.eval=null"      the reward model alone, on data.pairs
 
-Nothing is trained and nothing is registered; the metrics go to result.json, evaluation.json (with tables) and MLflow. If the
-job's `gate` holds, the alias moves to the evaluated policy, or to the evaluated reward if there is no policy.
+`evaluate` trains and registers nothing. The metrics go to result.json, evaluation.json (with tables) and MLflow. If the `gate`
+of the job passes, the alias moves to the evaluated policy, or to the evaluated reward if there is no policy.
 
-Inference runs in Ray Train's workers, not in Ray Data's actors, because the workers already gather results, log to MLflow and
-restart after a lost node. They write their results in parts, as `score` does, from which a killed evaluation resumes.
+Inference runs in Ray Train's workers, because they gather results, log to MLflow and restart after a lost node. They write
+their results in parts, from which a killed evaluation resumes.
 """
 
 from typing import Any
 
 from pipeline import registry, run_folder
-from pipeline.job import Job
-from pipeline.run.launch import launch
+from pipeline.run.launch import Recipe
 from pipeline.run.summary import best_of_n_table, probes_table, subsets_table
 from pipeline.run.worker import Outcome, Worker
 from pipeline.settle.work import Work
 from pipeline.system import storage, terminal
 
 
-def run(job: Job) -> dict[str, Any]:
-    result = launch(job, train, register=promote)
-    storage.remove(storage.join(result["folder"], run_folder.PARTS))  # not before: it resumes from them
+def show_tables(result: dict[str, Any]) -> None:
+    """Prints the tables of evaluation.json, and the faults of the reward."""
     found = storage.read_json(storage.join(result["folder"], run_folder.EVALUATION))
     tables = [subsets_table(subsets)] if (subsets := found["pairs"].get("subsets")) else []
     for name, benchmark in found["benchmarks"].items():
@@ -36,17 +34,16 @@ def run(job: Job) -> dict[str, Any]:
         terminal.say(f"warning: the reward on data.pairs: {fault}", result=True)
     for table in tables:
         terminal.say(f"\n{table}", result=True)
-    return result
 
 
 def promote(work: Work, result: dict[str, Any]) -> registry.Version | None:
-    """Moves the alias to the version that was evaluated, if the job has a gate and the metrics pass it."""
+    """Moves the alias to the evaluated version, if the job has a gate and the metrics pass it."""
     versions = work.versions
     judged = versions.get("policy") or versions.get("reward.0")
     if not (work.gate.conditions and judged):
         return None
     others = {name: version for name, version in versions.items() if version != judged}
-    measured = registry.measured_on(result["digests"], others, work.gate)
+    measured = registry.measured_on(work.digests, others, work.gate)
     return registry.promote(work.uri, work.gate, judged, result["metrics"], measured)
 
 
@@ -89,3 +86,6 @@ def train(worker: Worker) -> dict[str, Any]:
         worker.work.lease.require()
         storage.write_json(storage.join(worker.work.folder, run_folder.EVALUATION), written)
     return worker.finish(Outcome(metrics, samples=samples))
+
+
+RECIPE = Recipe(train, register=promote, show=show_tables)

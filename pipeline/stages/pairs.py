@@ -1,7 +1,7 @@
 """Evaluates a reward model on preference pairs: accuracy, margin, calibration, length bias, agreement with a judge.
 
-It reads a pair exactly like `rm` in training, so the accuracy equals TRL's. Every pair counts once, with any batches and
-workers. The job's `judge` rates the same pairs if they have the columns that it needs.
+The token ids of a pair are the same as in training, so the accuracy equals TRL's. Every pair counts once, for any batch size
+and any number of workers. The `judge` of the job scores the same pairs if they have the columns that it needs.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from pipeline.errors import visible
 from pipeline.run.parts import in_parts
 from pipeline.run.worker import Worker
 from pipeline.scoring.rewards import Samples, weighted
-from pipeline.settle.inputs import unfilled
+from pipeline.settle.inputs import missing_parameter
 from pipeline.statistics import calibration, correlation, mean, sigmoid, temperature, wilson
 from pipeline.writing.rows import seed_of
 
 SIDES = ("chosen_ids", "rejected_ids")
-# The pairs of eval_rm_accuracy_NAME, by the lengths of the chosen and of the rejected completion
+# {NAME: which pairs eval_rm_accuracy_NAME is over}, by the lengths of the chosen and of the rejected completion.
 BY_LENGTH: dict[str, Callable[[int, int], bool]] = {
     "matched_length": lambda chosen, rejected: max(chosen, rejected) <= 1.1 * min(chosen, rejected),
     "chosen_shorter": lambda chosen, rejected: chosen < rejected,
     "chosen_longer": lambda chosen, rejected: chosen > rejected,
 }
-PLACES = ("first", "last")  # position of the chosen completion for a judge that sees both
+PLACES = ("first", "last")  # position of the chosen completion, for a judge that sees both completions
 
 
 def measure(
@@ -45,7 +45,7 @@ def measure(
     if worker.rank == 0:
         print(f"scoring {len(rows)} held-out pairs", flush=True)
     column, named = worker.work.data.subset, worker.work.inputs.get("judge")
-    # A Python function takes columns, which rows may lack.
+    # A Python function needs columns, which rows may lack.
     asks = named.version if named and named.kind == "function" else None
 
     def answer(numbers: range) -> list[dict[str, Any]]:
@@ -53,7 +53,10 @@ def measure(
         given = [json.loads(row["row"]) for row in mine]
         first, tokenizer = numbers.start, worker.tokenizer
         pairs = compared(rewards, mine, first, tokenizer, ends)
-        lacks = [judge and (judge.columns - set(row) or (asks and unfilled(asks, set(row)))) for row in given]
+        lacks = [
+            judge and (judge.columns - set(row) or (asks and missing_parameter(asks, set(row))))
+            for row in given
+        ]
         if judge is not None and not any(lacks):
             for pair, (c, r) in zip(pairs, scores_of([judge], mine, first, tokenizer, ends), strict=True):
                 pair["judge"] = c - r
@@ -70,7 +73,7 @@ def compared(
 ) -> list[dict[str, Any]]:
     """Returns `scores` and `lengths` of the chosen and the rejected completion of each token row.
 
-    For a judge that sees both at once, `orders` has the chosen completion's position and score in each order.
+    If a judge sees both completions at once, `orders` has the position and score of the chosen one in each order.
     """
     notes: dict[str, Any] = {}
     scores = scores_of(rewards, rows, first, tokenizer, ends, notes)
@@ -88,7 +91,7 @@ def compared(
 def metrics_of(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
     """Returns metrics and tables of pairs with `scores`, `lengths`, and optionally `orders`, `judge` and `subset`.
 
-    Only the numbers of a pair are kept, in arrays, to support millions of pairs.
+    Only numbers stay in memory, in arrays, to support millions of pairs.
     """
     chosen, rejected, judged, agreeing = (array("d") for _ in range(4))
     lengths = array("l"), array("l")
@@ -156,10 +159,10 @@ def metrics_of(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[
 
 
 def faults(metrics: dict[str, float], ends_of: dict[str, tuple[float, float]]) -> list[str]:
-    """Returns the faults of a reward that exceed chance (a 95 % interval).
+    """Returns the faults of a reward that a 95 % interval separates from chance.
 
     Args:
-        ends_of: the interval of the accuracy on the pairs of BY_LENGTH, and of PLACES.
+        ends_of: {name in BY_LENGTH or PLACES: interval of the accuracy}.
     """
     found = []
     low, high = metrics["eval_rm_accuracy_low"], metrics["eval_rm_accuracy_high"]
@@ -184,7 +187,7 @@ def faults(metrics: dict[str, float], ends_of: dict[str, tuple[float, float]]) -
 
 
 def _higher(ends_of: dict[str, tuple[float, float]], one: str, other: str) -> str | None:
-    """Returns which of two intervals is above the other, or None if they overlap or one is missing."""
+    """Returns the name of the higher of two intervals, or None if they overlap or one is missing."""
     if not {one, other} <= set(ends_of):
         return None
     (low, high), (other_low, other_high) = ends_of[one], ends_of[other]
@@ -192,7 +195,7 @@ def _higher(ends_of: dict[str, tuple[float, float]], one: str, other: str) -> st
 
 
 def metric_name(subset: str) -> str:
-    """Returns a column's value as part of a metric's name. MLflow rejects all metrics if one name is wrong."""
+    """Returns a subset's name with the characters that MLflow allows. It rejects all metrics if one name is wrong."""
     return re.sub(r"[^\w.: -]", "_", subset).strip(" .") or "_"
 
 
@@ -207,8 +210,8 @@ def scores_of(
     """Returns the weighted scores, in raw units, of the one or two completions of each token row.
 
     Args:
-        first: the number of the first row.
-        notes: receives the rewards' remarks on the completions; see Samples.
+        first: number of the first row.
+        notes: receives the rewards' notes on the completions; see Samples.
     """
     found = [
         (row["prompt_ids"], row[side], json.loads(row["row"]), seed_of(0, number), number)
@@ -225,7 +228,7 @@ def scores_of(
 
 
 def named(scores: list[float]) -> dict[str, float]:
-    """Returns the score of a completion, or the scores and the margin of a pair, by the names that `score` writes."""
+    """Returns {name: score} of a completion, or of a pair with its margin, as `score` writes them."""
     if len(scores) == 1:
         return {"score": scores[0]}
     chosen, rejected = scores
@@ -241,6 +244,6 @@ def samples_of(
     seeds: Sequence[int] = (),
     groups: Sequence[int] = (),
 ) -> Samples:
-    """Returns the completions of some rows as samples. A truncated one has no end token and has not ended."""
+    """Returns the completions of some rows as samples. A truncated completion has no end token."""
     ended = [completion[-1] in ends for completion in completions]
     return Samples(list(prompts), list(completions), ended, list(rows), tokenizer, seeds, groups)

@@ -1,4 +1,4 @@
-"""Measures the effect of length and search on a policy: the length-controlled win rate, and the best-of-n curve."""
+"""Computes the length-controlled win rate of a policy, and its best-of-n curve."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ STRENGTH = 100.0  # inverse of the l1 penalty, as in AlpacaEval's fit without cr
 
 
 def length_controlled(wins: Sequence[float], longer: Sequence[float]) -> tuple[float, float, float]:
-    """Returns the win rate if both policies wrote completions of the same length, with the ends of its 95 % interval.
+    """Returns the win rate at equal lengths of the completions, with the ends of its 95 % interval.
 
-    AlpacaEval 2 (https://arxiv.org/abs/2404.04475) without the difficulty of prompts, which is known only for AlpacaEval's
-    own: a logistic regression of the wins on tanh(length difference / its standard deviation) and a constant; the win rate is
-    the sigmoid of the constant. All its predictions are equal, so the interval is a bootstrap's over the prompts.
+    This is AlpacaEval 2 (https://arxiv.org/abs/2404.04475) without the difficulty of prompts, which is known only for its own
+    prompts. It fits a logistic regression of the wins on tanh(length difference / its standard deviation) and a constant. The
+    win rate is the sigmoid of the constant. The interval is from a bootstrap over the prompts.
 
     Args:
-        wins: each prompt's win, from 0 to 1; 0.5 is a tie.
-        longer: length of the policy's completion minus the baseline's.
+        wins: for each prompt 1 for a win, 0.5 for a tie, or 0.
+        longer: for each prompt the length of the policy's completion minus the length of the baseline's.
     """
     spread = stdev(longer) if len(longer) > 1 else 0.0
     features = np.array([[math.tanh(d / spread) if spread else 0.0, 1.0] for d in longer])
@@ -35,7 +35,7 @@ def length_controlled(wins: Sequence[float], longer: Sequence[float]) -> tuple[f
 
 
 def _at_equal_length(features: np.ndarray, shares: np.ndarray) -> float:
-    """Fits soft labels as AlpacaEval does: each row counts once as a win and once as a loss, by its share."""
+    """Returns the sigmoid of the constant. As in AlpacaEval, a row is a win and a loss, weighted by its share of a win."""
     from sklearn.linear_model import LogisticRegression
 
     weights = np.concatenate([shares, 1 - shares])
@@ -50,10 +50,11 @@ def _at_equal_length(features: np.ndarray, shares: np.ndarray) -> float:
 
 
 def best_of_n(proxy: Sequence[float], gold: Sequence[float], n: int) -> float:
-    """Returns the expected gold score of the completion that the proxy prefers among n, without bias.
+    """Returns the expected gold score of the completion that the proxy prefers among n.
 
-    Over all subsets of n of the N >= n completions of a prompt: sum over i = n..N of C(i-1, n-1) / C(N, n) times the gold
-    score of the i-th completion by ascending proxy score (Nakano et al. 2021, https://arxiv.org/abs/2112.09332, appendix I).
+    The estimate is unbiased: a mean over all subsets of n of the N >= n completions of a prompt. It is the sum over i = n..N of
+    C(i-1, n-1) / C(N, n) times the gold score of the i-th completion by ascending proxy score (Nakano et al. 2021,
+    https://arxiv.org/abs/2112.09332, appendix I).
     """
     ranked = [g for _, g in sorted(zip(proxy, gold, strict=True), key=lambda pair: pair[0])]
     total = math.comb(len(ranked), n)
@@ -63,9 +64,9 @@ def best_of_n(proxy: Sequence[float], gold: Sequence[float], n: int) -> float:
 def best_of_curve(
     proxy: Sequence[Sequence[float]], gold: Sequence[Sequence[float]]
 ) -> list[dict[str, float]]:
-    """Returns for n = 1, 2, 4, ... the mean proxy and gold score of the best of n, and a bound of its KL.
+    """Returns for n = 1, 2, 4, ... the mean proxy and gold score of the best of n, and an upper bound of its KL.
 
-    KL <= ln n - (n - 1) / n nats per completion (https://arxiv.org/abs/2401.01879).
+    The bound is ln n - (n - 1) / n nats per completion (https://arxiv.org/abs/2401.01879).
     """
     most = min(map(len, proxy))
     sizes = [2**k for k in range(most.bit_length()) if 2**k < most] + [most]

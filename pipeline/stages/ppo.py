@@ -1,11 +1,11 @@
-"""PPO: the sft adapter writes completions, rewards score them, and what scores well becomes more likely.
+"""PPO: the policy samples completions, rewards score them, and the policy learns to raise their scores.
 
     make ppo    or    python -m pipeline ppo jobs/demo/ppo.yaml [section.key=value ...]
 
-Our own trainer (pipeline/ppo) on one frozen base: policy, reference, reward and critic are adapters on it. The policy starts
-as the sft adapter and that adapter, frozen, is the reference; the critic starts as the reward adapter with its head, or is a
-head on the policy (trainer.critic). The policy answers held-out prompts before and after training, which decides the gate,
-and every trainer.eval_steps updates.
+The trainer is in pipeline/ppo. Policy, reference, reward and critic are adapters on one frozen base. The policy starts as the
+sft adapter, and the frozen sft adapter is the reference. The critic starts as the reward adapter with its head, or is a head
+on the policy (trainer.critic). The policy completes eval prompts before training, every trainer.eval_steps updates, and after
+training, for the gate.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipeline.job import Job
-from pipeline.run.launch import launch
+from pipeline.run.launch import Recipe
 from pipeline.run.worker import Outcome, Worker
 from pipeline.settle.work import Work
 
@@ -27,12 +26,8 @@ if TYPE_CHECKING:
     from pipeline.stages.comparison import Comparison
 
 
-def run(job: Job) -> dict[str, Any]:
-    return launch(job, train, companion=rollout_workers)
-
-
 def rollout_workers(work: Work) -> AbstractContextManager[Any]:
-    """Runs the job's rollout workers, if it has any, beside its trainers."""
+    """Runs the rollout workers of the job, if it has any, while its workers train."""
     if not work.places.rollout:
         return nullcontext()
     from pipeline.rollout.pool import rollout_pool  # imports Ray
@@ -55,7 +50,7 @@ def train(worker: Worker) -> dict[str, Any]:
         from pipeline.rollout.client import Client  # imports Ray
 
         client = Client(worker, worker.companion)
-    set_seed(args.seed)  # new adapters are made of random numbers: the same ones on every rank
+    set_seed(args.seed)  # so that every rank initializes new adapters with the same random numbers
     shared = roles.shared_base(worker)
     reference = roles.add_policy(worker, shared, args)
     rewards = roles.add_rewards(worker, shared)
@@ -70,7 +65,7 @@ def train(worker: Worker) -> dict[str, Any]:
         judge, start = roles.judge(worker, shared), roles.start(worker, shared, reference)
         comparison = evaluation.Comparison(worker, shared, held_out, rewards, judge, start)
     learning = {str(i): parameter for i, parameter in enumerate(shared.parameters_of("policy"))}
-    tracked = best.of(worker.work.options, worker.work.gate, learning, worker.report)
+    tracked = best.make_tracker(worker.work.options, worker.work.gate, learning, worker.report)
 
     with roles.trainers_decoder(worker, shared, args) as decoder:
         trainer = PPOTrainer(
@@ -103,6 +98,9 @@ def train(worker: Worker) -> dict[str, Any]:
     return _finish(worker, trainer, tracked, comparison)
 
 
+RECIPE = Recipe(train, companion=rollout_workers)
+
+
 def _after_update(
     worker: Worker,
     trainer: PPOTrainer,
@@ -111,7 +109,7 @@ def _after_update(
     update: int,
     total: int,
 ) -> bool:
-    """Logs an update, compares its evaluation, and saves a checkpoint if one is due. Returns True if training must stop."""
+    """Logs an update, tracks its evaluation, and saves a checkpoint if one is due. Returns True if training must stop."""
     from pipeline.models.tokenizer import warn_of_endless
     from pipeline.scoring.judges.reward import JudgeReward
 
@@ -136,21 +134,21 @@ def _after_update(
 
 
 def _logged(trainer: PPOTrainer) -> dict[int, dict[str, float]]:
-    """Returns {update: its metrics} of all logged updates, including the last one and each evaluated one."""
+    """Returns {update: metrics} of all logged updates. The last update and every evaluated one are among them."""
     return {int(metrics["episode"]) // trainer.args.batch_size: metrics for metrics in trainer.history}
 
 
 def _finish(
     worker: Worker, trainer: PPOTrainer, tracked: Best | None, comparison: Comparison | None
 ) -> dict[str, Any]:
-    """Puts the weights back that the run keeps, evaluates them, and saves the policy. Returns what result.json says."""
+    """Restores the best weights, evaluates them, and saves the policy. Returns what Worker.finish returns."""
     from pipeline.run import best, roles
 
     shared = trainer.shared
     if tracked and comparison and trainer.update == trainer.total:
         tracked.compare(comparison.of("policy")[0], trainer.update)
     kept = tracked.restore() if tracked else None
-    end = best.outcome(tracked, kept, trainer.update, trainer.total)
+    end = best.describe_end(tracked, kept, trainer.update, trainer.total)
     update = _logged(trainer)[end["kept"]["step"]]
     metrics = {name: value for name, value in update.items() if not name.endswith("/evaluate")}
     usage = {"tokens": trainer.tokens, "completions": trainer.update * trainer.args.batch_size}

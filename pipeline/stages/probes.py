@@ -1,7 +1,7 @@
-"""Probes of a reward model: edits of completions in data.pairs, and their effect on the score.
+"""Probes of a reward model: measures how edits of completions in data.pairs change the score.
 
-Most edits change nothing important, so the score should stay. The other edits make a completion worse, so the score should
-fall. The effect of an edit is the mean change of the score, in standard deviations of the unedited completions' scores.
+Most edits should not change the score. The other edits make a completion worse, so the score should fall. The effect of an
+edit is the mean change of the score, in standard deviations of the scores of the unedited completions.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pipeline.scoring.rewards import weighted
 from pipeline.stages.pairs import SIDES, samples_of
 from pipeline.statistics import mean
 
-MAX_PAIRS = 500  # number of pairs that are used, for an interval of about ± 0.1 standard deviations
-SMALL = 0.2  # standard deviations; a smaller effect is not reported as a fault (Cohen's "small")
+MAX_PAIRS = 500  # number of pairs, which makes an interval of about ± 0.1 standard deviations
+SMALL = 0.2  # standard deviations; a smaller effect is no fault (Cohen's "small")
 WORST = 3  # number of examples of each probe in evaluation.json
 
 _END = re.compile(r"(?<=[.!?])\s+")  # the space between two sentences
@@ -43,10 +43,10 @@ def _unedited(text: str, _: str) -> str:
 
 @dataclass(frozen=True)
 class Probe:
-    # f(completion, chosen completion of another pair) -> edited completion. The probe skips pairs that the edit leaves unchanged.
+    # f(completion, chosen completion of another pair) -> edited completion. Pairs that the edit does not change are left out.
     edit: Callable[[str, str], str]
     worse: bool = False  # whether the edit makes the completion worse
-    # Scores the same completions in reverse order. This changes scores if the reward depends on the position in a batch.
+    # Whether to score the completions in reverse order, which changes a score that depends on the position in a batch.
     reverse: bool = False
 
     def applies(self, pair: dict[str, Any]) -> bool:
@@ -73,9 +73,9 @@ def measure(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Returns (metrics, tables for evaluation.json) of the weighted `rewards` on the first pairs of data.pairs.
 
-    eval_rm_probe/NAME: the effect of an edit. eval_rm_probe_accuracy/NAME: share of pairs that are in order after the edit of
-    either completion; if the edit makes a completion worse, of the rejected one alone. eval_rm_probes_failed: number of
-    probes whose verdict is not "ok".
+    eval_rm_probe/NAME is the effect of an edit. eval_rm_probe_accuracy/NAME is the share of pairs whose chosen completion still
+    has the higher score after an edit of either completion; if the edit makes a completion worse, only the rejected one is
+    edited. eval_rm_probes_failed is the number of probes whose verdict is not "ok".
 
     Args:
         ends: ids that end a completion.
@@ -125,7 +125,7 @@ def _text(tokenizer: Any, ids: list[int]) -> str:
 def _edited(
     tokenizer: Any, ids: list[int], edit: Callable[[str, str], str], other: str, ends: Collection[int]
 ) -> list[int]:
-    """Returns the ids of the edited text, with the original end tokens of the completion. An empty one keeps its last token."""
+    """Returns the ids of the edited text, with the end tokens of the completion, or its last token if nothing is left."""
     start = next((at for at in range(len(ids) - 1, -1, -1) if ids[at] in ends), len(ids))
     text = edit(_text(tokenizer, ids[:start]), other)
     edited = tokenizer(text, add_special_tokens=False).input_ids + ids[start:]
@@ -133,9 +133,11 @@ def _edited(
 
 
 def metrics_of(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
-    """Returns metrics and tables of pairs that each have `text`, `other`, `before` and `after` by probe.
+    """Returns (metrics, tables).
 
-    Scores are of the chosen and of the rejected completion.
+    Args:
+        pairs: dicts with `text` and `other`, and with the scores of the chosen and of the rejected completion: `before`, and
+            `after` by probe.
     """
     spread = stdev([score for pair in pairs for score in pair["before"]]) if pairs else 0.0
     metrics: dict[str, float] = {}
@@ -169,13 +171,18 @@ def metrics_of(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str,
 
 
 def _in_order(pair: dict[str, Any], name: str) -> float:
-    """Returns 1 if the chosen score is higher after the rejected completion's edit, and after its own if the edit is harmless."""
+    """Returns 1 if the chosen completion keeps the higher score after the edit, or else 0; see `measure`."""
     (chosen, rejected), (chosen_edited, rejected_edited) = pair["before"], pair["after"][name]
     return float(chosen > rejected_edited and (PROBES[name].worse or chosen_edited > rejected))
 
 
 def _verdict(low: float, high: float, worse: bool) -> str:
-    """Returns "ok", or how the score moves although it should not, from the interval of an effect."""
+    """Returns "ok", or what is wrong with the effect of an edit.
+
+    Args:
+        low, high: interval of the effect.
+        worse: whether the edit makes a completion worse.
+    """
     if worse:
         return "ok" if high < -SMALL else "hardly punished"
     return "raises the score" if low > SMALL else "lowers the score" if high < -SMALL else "ok"

@@ -1,24 +1,20 @@
-"""Reward model: an adapter and a scalar head that score the chosen completion of a pair above the rejected one.
+"""Reward model: trains an adapter and a scalar head to score the chosen completion of a pair above the rejected one.
 
     make rm    or    python -m pipeline rm jobs/demo/rm.yaml [section.key=value ...]
 
-TRL's RewardTrainer (Bradley-Terry loss, optional margin and centering). The version records mean and standard deviation of
-its scores on held-out completions, with which PPO normalizes them.
+It runs TRL's RewardTrainer (Bradley-Terry loss, optional margin and centering). The registered version has the mean and
+standard deviation of its scores on eval completions, with which PPO normalizes scores.
 """
 
 from typing import Any
 
-from pipeline.job import Job
-from pipeline.run.launch import launch
+from pipeline.run.launch import Recipe
+from pipeline.run.parts import share_rows
 from pipeline.run.worker import Worker
 from pipeline.run_folder import DOUBTFUL, PAIRS
 from pipeline.system.progress import Bar
 
-TABLE, WORST = 4096, 8  # maximum number of pairs in the report, and of those that it shows as text
-
-
-def run(job: Job) -> dict[str, Any]:
-    return launch(job, train)
+TABLE, WORST = 4096, 8  # maximum number of pairs in the report, and of pairs that it shows as text
 
 
 def train(worker: Worker) -> dict[str, Any]:
@@ -30,24 +26,24 @@ def train(worker: Worker) -> dict[str, Any]:
     from pipeline.stages import trl_trainer
 
     class Trainer(ExactBatches, RewardTrainer):
-        """TRL's trainer with each pair exactly once per epoch over all workers."""
+        """TRL's trainer, with each pair exactly once per epoch over all workers."""
 
     rows, held_out = worker.rows("train"), worker.rows("eval")
-    # No max_length: pairs that are too long were dropped before.
+    # Pairs that are too long have been dropped already.
     args = trl_trainer.arguments(worker, RewardConfig, max_length=None)
-    set_seed(args.seed)  # the head is made of random numbers: the same ones on every rank
-    trainer = trl_trainer.made(
+    set_seed(args.seed)  # so that every rank initializes the head with the same random numbers
+    trainer = trl_trainer.make_trainer(
         Trainer,
         worker.work.lora,
-        task_type="SEQ_CLS",  # with other values, peft leaves the head random and frozen
+        task_type="SEQ_CLS",  # otherwise, peft leaves the head random and frozen
         model=worker.load_base(worker.tokenizer),
         args=args,
         train_dataset=rows,
         eval_dataset=held_out,
         processing_class=worker.tokenizer,
     )
-    outcome = trl_trainer.run(worker, trainer)
-    # All held-out rows, or enough random training rows for a mean and a deviation.
+    outcome = trl_trainer.train(worker, trainer)
+    # Without eval rows, some random training rows suffice for a mean and a standard deviation.
     some = sorted(np.random.default_rng(args.seed).permutation(len(rows))[:4096].tolist())
     pairs = score_pairs(worker, trainer, held_out if held_out is not None else rows.select(some))
     scores = [pair[side] for side in ("chosen", "rejected") for pair in pairs]
@@ -55,7 +51,7 @@ def train(worker: Worker) -> dict[str, Any]:
     std = (sum((s - mean) ** 2 for s in scores) / max(1, len(scores) - 1)) ** 0.5
     outcome.facts = {"reward": {"mean": mean, "std": std}}
     if held_out is not None:
-        # Counted by pairs, because a short last batch weighs too much in TRL's mean over batches.
+        # Means over pairs. In TRL's mean over batches, a short last batch counts too much.
         margins = [pair["chosen"] - pair["rejected"] for pair in pairs]
         outcome.metrics["eval_accuracy"] = sum(margin > 0 for margin in margins) / len(margins)
         outcome.metrics["eval_margin"] = sum(margins) / len(margins)
@@ -63,34 +59,42 @@ def train(worker: Worker) -> dict[str, Any]:
     return trl_trainer.finish(worker, trainer, outcome)
 
 
+RECIPE = Recipe(train)
+
+
 def score_pairs(worker: Worker, trainer: Any, rows: Any) -> list[dict[str, float]]:
-    """Returns {chosen, rejected, chosen_tokens, rejected_tokens} of all pairs, in order: scores, and lengths with the prompt."""
+    """Returns {chosen, rejected, chosen_tokens, rejected_tokens} of each pair, in order.
+
+    These are the scores of both sides, and their lengths including the prompt.
+    """
     import torch
 
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
-    mine = rows.select(range(worker.rank, len(rows), worker.world))
     size = trainer.args.per_device_eval_batch_size
-    scored: list[dict[str, float]] = []
     if worker.rank == 0:
         print(f"scoring {len(rows)} pairs", flush=True)
-    progress = Bar(total=-(-len(mine) // size), desc="scoring pairs: batch")
-    for start in range(0, len(mine), size):
-        part = [dict(row) for row in mine.select(range(start, min(start + size, len(mine))))]
-        batch = trainer.data_collator(part)
-        batch = {key: batch[key].to(model.device) for key in ("input_ids", "attention_mask")}
-        with torch.no_grad(), trainer.compute_loss_context_manager():
-            scores = model(**batch).logits.squeeze(-1).float()
-        for row, chosen, rejected in zip(part, *[side.tolist() for side in scores.chunk(2)], strict=True):
-            lengths = {f"{side}_tokens": len(row[f"{side}_ids"]) for side in ("chosen", "rejected")}
-            scored.append({"chosen": chosen, "rejected": rejected, **lengths})
-        if worker.rank == 0:
-            progress.update()
-    by_rank = worker.gather(scored)  # rank r has the pairs r, r + world, ...
-    return [part[i] for i in range(len(by_rank[0])) for part in by_rank if i < len(part)]
+
+    def scored(numbers: range) -> list[dict[str, float]]:
+        found: list[dict[str, float]] = []
+        progress = Bar(total=-(-len(numbers) // size), desc="scoring pairs: batch")
+        for start in range(0, len(numbers), size):
+            part = [dict(row) for row in rows.select(numbers[start : start + size])]
+            batch = trainer.data_collator(part)
+            batch = {key: batch[key].to(model.device) for key in ("input_ids", "attention_mask")}
+            with torch.no_grad(), trainer.compute_loss_context_manager():
+                scores = model(**batch).logits.squeeze(-1).float()
+            for row, chosen, rejected in zip(part, *[side.tolist() for side in scores.chunk(2)], strict=True):
+                lengths = {f"{side}_tokens": len(row[f"{side}_ids"]) for side in ("chosen", "rejected")}
+                found.append({"chosen": chosen, "rejected": rejected, **lengths})
+            if worker.rank == 0:
+                progress.update()
+        return found
+
+    return share_rows(worker, len(rows), scored)
 
 
 def doubtful(worker: Worker, rows: Any, pairs: list[dict[str, float]]) -> list[dict[str, Any]]:
-    """Returns the pairs with the lowest margins as text, each once: errors of the model or of the data."""
+    """Returns the pairs with the lowest margins as text, each once. They show errors of the model or of the data."""
     worst: dict[tuple[str, str, str], dict[str, Any]] = {}
     for index in sorted(range(len(pairs)), key=lambda i: pairs[i]["chosen"] - pairs[i]["rejected"]):
         if len(worst) == WORST:
@@ -105,7 +109,10 @@ def doubtful(worker: Worker, rows: Any, pairs: list[dict[str, float]]) -> list[d
 
 
 def as_text(tokenizer: Any, chosen: list[int], rejected: list[int]) -> tuple[str, str, str]:
-    """Returns prompt and both completions of a token pair. A completion begins after the last generation prompt."""
+    """Returns the texts of the prompt and of both completions of a token pair.
+
+    A completion begins after the last generation prompt.
+    """
     from pipeline.data.messages import shared_length
 
     question = [{"role": "user", "content": "?"}]

@@ -1,27 +1,22 @@
-"""Supervised fine-tuning: an adapter that answers as the demonstrations do.
+"""Supervised fine-tuning: trains an adapter on demonstrations.
 
     make sft    or    python -m pipeline sft jobs/demo/sft.yaml [section.key=value ...]
 
-TRL's SFTTrainer on completion-only labels. Registers the adapter that dpo and ppo continue.
+It runs TRL's SFTTrainer with a loss on completions only. dpo, kto and ppo continue the adapter.
 """
 
 from typing import Any
 
-from pipeline.job import Job
-from pipeline.run.launch import launch
+from pipeline.run.launch import Recipe
 from pipeline.run.worker import Worker
 
-SAMPLES = 8  # held-out prompts in the report
-# Most tokens of such a prompt and of its completion, so that their cache takes less memory than training
+SAMPLES = 8  # eval prompts in the report
+# Maximum tokens of these prompts and their completions, so that sampling takes less memory than training.
 PROMPT_TOKENS, SAMPLE_TOKENS = 512, 128
 
 
-def run(job: Job) -> dict[str, Any]:
-    return launch(job, train)
-
-
 def _at_ends(inputs: Any, ends: list[int]) -> Any:
-    """Returns a mask of the end tokens among a batch's labels, from the second label on."""
+    """Returns a mask of the end tokens in the labels of a batch, without the first label."""
     import torch
 
     labels = inputs["labels"][:, 1:]
@@ -38,7 +33,7 @@ def train(worker: Worker) -> dict[str, Any]:
     from pipeline.stages import trl_trainer
 
     class Trainer(ExactBatches, SFTTrainer):
-        """TRL's trainer with each row exactly once per epoch over all workers, and the metric `eos_accuracy`."""
+        """TRL's trainer, with each row exactly once per epoch over all workers, and the metric `eos_accuracy`."""
 
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
             outputs: list[Any] = []
@@ -58,14 +53,14 @@ def train(worker: Worker) -> dict[str, Any]:
         def _weight(self, metric: str, inputs: Any, weight: int) -> int:
             return int(_at_ends(inputs, ends).sum()) if metric == "eos_accuracy" else weight
 
-    # The rows are already tokenized, labeled, truncated and packed.
+    # The rows are already tokenized, truncated and packed, and have labels.
     prepared = {"skip_prepare_dataset": True}
     args = trl_trainer.arguments(worker, SFTConfig, dataset_kwargs=prepared, max_length=None)
     rows, base = worker.rows("train"), worker.load_base()
     ends = eos_ids(worker.tokenizer, base.generation_config)
     learned = {token for row in rows.select(range(min(64, len(rows))))["labels"] for token in row}
     check_ends(base, worker.tokenizer, learned.intersection(ends))
-    trainer = trl_trainer.made(
+    trainer = trl_trainer.make_trainer(
         Trainer,
         worker.work.lora,
         model=base,
@@ -74,14 +69,17 @@ def train(worker: Worker) -> dict[str, Any]:
         eval_dataset=worker.rows("eval"),
         processing_class=worker.tokenizer,
     )
-    outcome = trl_trainer.run(worker, trainer)
+    outcome = trl_trainer.train(worker, trainer)
     if trainer.eval_dataset is not None:
         outcome.samples = samples(worker, trainer, ends)
     return trl_trainer.finish(worker, trainer, outcome)
 
 
+RECIPE = Recipe(train)
+
+
 def samples(worker: Worker, trainer: Any, ends: list[int]) -> list[dict[str, Any]]:
-    """Returns the first short held-out prompts with greedy completions of the base and of the trained adapter."""
+    """Returns the first short eval prompts with greedy completions of the base and of the trained adapter."""
     import torch
     from transformers import GenerationConfig
 
@@ -104,7 +102,7 @@ def samples(worker: Worker, trainer: Any, ends: list[int]) -> list[dict[str, Any
     config = GenerationConfig(
         max_new_tokens=min(SAMPLE_TOKENS, worker.work.context - length),
         do_sample=False,
-        repetition_penalty=1.0,  # the base's own configuration may set another
+        repetition_penalty=1.0,  # the generation config of the base may set another value
         eos_token_id=ends,
         pad_token_id=worker.tokenizer.pad_token_id,
     )

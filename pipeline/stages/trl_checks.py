@@ -1,8 +1,8 @@
 """Self-checks of the TRL stages on their first rows, before the first optimizer step.
 
-The prepared rows, and TRL's loss on them, are compared with a plain forward of the model on single rows, without padding,
-packing or a collator. A fault found here costs seconds; later it would cost the run. One odd row stops nothing. Only a fault of
-*all* first rows does, or a pair with equal completions.
+TRL's loss on the prepared rows is compared with a plain forward of the model on single rows, without padding, packing or a
+collator. Otherwise a fault would cost the whole run. One odd row does not stop the run. Only a fault of *all* first rows, or a
+pair with equal completions, does.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from pipeline.models.tokenizer import eos_ids
 from pipeline.run.worker import Worker
 
 CHECKED_ROWS = 64  # number of rows whose tokens are checked
-FORWARD_ROWS = 4  # number of the shortest of these rows, which go through the model
-MAX_LOGITS = 1 << 28  # fp32 numbers per row, a GiB; longer rows do not go through the model
+FORWARD_ROWS = 4  # number of these rows that go through the model
+MAX_LOGITS = 1 << 28  # maximum logits of a row that goes through the model; in fp32 they take a GiB
 SIDES = ("chosen", "rejected")
-ADAPTERS = {"policy": "default", "reference": "ref"}  # TRL's names of the adapters
+ADAPTERS = {"policy": "default", "reference": "ref"}  # {role: TRL's name of the adapter}
 
 Row = dict[str, Any]
 Completion = tuple[list[int], list[int]]  # token ids of a prompt, and of its (last) trained completion
 
 
 def first_step_checks(worker: Worker, trainer: Any) -> list[CheckResult]:
-    """Returns the results of a stage's checks before its trainer's first step. Changes no state. Every rank calls it."""
+    """Returns the results of the checks before the first step. Changes no state of the trainer. Every rank must call it."""
     first = trainer.train_dataset.select(range(min(CHECKED_ROWS, len(trainer.train_dataset))))
     rows = [dict(row) for row in first]
     model, stage = trainer.accelerator.unwrap_model(trainer.model), worker.work.run.stage
@@ -63,7 +63,7 @@ def first_step_checks(worker: Worker, trainer: Any) -> list[CheckResult]:
         results.append(pairs_other_rows(trainer))
     training, metrics = model.training, copy.deepcopy(trainer._metrics)
     tokens = trainer._total_train_tokens
-    model.eval()  # does not change TRL's means over training steps
+    model.eval()  # so that TRL's means over training steps do not change
     try:
         with torch.no_grad():
             return results + compare(
@@ -77,14 +77,18 @@ def first_step_checks(worker: Worker, trainer: Any) -> list[CheckResult]:
 def compare(
     stage: str, trainer: Any, model: Any, rows: list[Row], same_start: bool = True
 ) -> list[CheckResult]:
-    """Returns the results of the checks that compare the trainer's numbers on a batch with the model on single rows."""
+    """Compares the trainer's numbers on a batch with a forward of the model on single rows. Returns the results.
+
+    Args:
+        same_start: whether the policy starts as the reference.
+    """
     few, results = affordable(model, rows), []
     if not few:  # all rows are too long
         return []
     if stage in ("dpo", "kto"):
         trainer._metrics["eval"].clear()
-        trainer.compute_loss(model, collated(trainer, model, few))  # TRL adds its metrics of the batch
-        if same_start:  # the policy starts as a copy of the reference
+        trainer.compute_loss(model, collated(trainer, model, few))  # TRL adds metrics of the batch
+        if same_start:
             results.append(policy_is_reference(trainer, model, few))
     numbers, limit = NUMBERS[stage](trainer, model, few)
     if numbers:
@@ -104,7 +108,7 @@ def compare(
 
 
 def completions_of(row: Row) -> Iterator[Completion]:
-    """Yields (prompt, completion) of a row as token ids. For sft, the completion is the last trained run of tokens."""
+    """Yields (prompt, completion) of a row as token ids. In sft, the completion is the last run of trained tokens."""
     if "labels" in row:
         for part in _unpacked(row):
             ids, trained = part["input_ids"], [i for i, label in enumerate(part["labels"]) if label != -100]
@@ -114,7 +118,7 @@ def completions_of(row: Row) -> Iterator[Completion]:
                 yield ids[:start], ids[start : trained[-1] + 1]
     elif "completion_ids" in row:
         yield row["prompt_ids"], row["completion_ids"]
-    else:  # a pair; for rm, both sides include the prompt
+    else:  # a pair; in rm, both sides include the prompt
         yield from ((row.get("prompt_ids", []), row[f"{side}_ids"]) for side in SIDES)
 
 
@@ -128,7 +132,7 @@ def _unpacked(row: Row) -> list[Row]:
 
 
 def only_adapters_learn(trainer: Any, model: Any) -> CheckResult:
-    """Checks that exactly adapter and head require gradients, in fp32, and that the optimizer has them."""
+    """Checks that only adapter and head require gradients, in fp32, and that the optimizer has them."""
     learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     optimized = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
@@ -146,13 +150,13 @@ def only_adapters_learn(trainer: Any, model: Any) -> CheckResult:
 
 
 def special_tokens(tokenizer: Any, rows: Sequence[Completion]) -> list[CheckResult]:
-    """Checks the pad token, and that rows do not begin with two BOS: one of the template, one of the tokenizer."""
+    """Checks the pad token, and that rows do not begin with two BOS, from the template and from the tokenizer."""
     ends, bos = eos_ids(tokenizer), tokenizer.bos_token_id
     pad = f"pad is {tokenizer.pad_token!r}, completions end with {tokenizer.convert_ids_to_tokens(ends)}"
     twice = sum(bos is not None and (prompt + ids)[:2] == [bos, bos] for prompt, ids in rows)
     begins = f"{twice} of {len(rows)} rows begin with {tokenizer.bos_token} twice"
     return [
-        # otherwise collators mask EOS, and it is never learned
+        # Otherwise collators mask EOS, and the model never learns it.
         CheckResult("the pad token is no EOS token", pad, tokenizer.pad_token_id not in ends),
         CheckResult("at most one BOS per row", begins, twice < max(1, len(rows))),
     ]
@@ -161,7 +165,7 @@ def special_tokens(tokenizer: Any, rows: Sequence[Completion]) -> list[CheckResu
 def ends_learned(worker: Worker, rows: Sequence[Completion]) -> CheckResult:
     """Checks that completions end with a trained EOS token. Otherwise the model never learns to stop."""
     ends, limit = set(eos_ids(worker.tokenizer)), worker.work.data.max_length or float("inf")
-    # A row as long as the limit may be truncated.
+    # Rows as long as the limit may be truncated.
     complete = [ids for prompt, ids in rows if len(prompt) + len(ids) < limit]
     ended = sum(bool(ids) and ids[-1] in ends for ids in complete)
     found = f"{ended} of {len(complete)} completions end with an EOS token among the trained ones"
@@ -175,9 +179,9 @@ def loss_after_generation_prompt(tokenizer: Any, rows: Sequence[Completion]) -> 
         found = f"in none of {len(rows)} rows: the prompt is trained, too, from its first token"
         return CheckResult(name, found, False)
     _, asks = user_header_and_generation_prompt(tokenizer)
-    # only the completion's start, because it may have more turns, each after such a prompt
+    # Only the start of a completion, which may have more turns, each after a generation prompt.
     texts = [(tokenizer.decode(prompt), tokenizer.decode(prompt + ids[:8])) for prompt, ids in rows]
-    # A template may mark its completions itself.
+    # A template may mark the trained tokens itself.
     marked = GENERATION.search(tokenizer.chat_template or "")
     applies = asks and not marked and any(asks in text for _, text in texts)
     after = sum(asks in prompt and prompt.rfind(asks) == text.rfind(asks) for prompt, text in texts)
@@ -186,7 +190,7 @@ def loss_after_generation_prompt(tokenizer: Any, rows: Sequence[Completion]) -> 
 
 
 def starts_as_its_file(model: Any, worker: Worker, role: str) -> CheckResult:
-    """Checks that an adapter in memory equals its file: the one that learns, or the frozen reference."""
+    """Checks that the adapter of a role, policy or reference, equals its file."""
     from peft import get_peft_model_state_dict
 
     folder = worker.input(role)
@@ -197,7 +201,7 @@ def starts_as_its_file(model: Any, worker: Worker, role: str) -> CheckResult:
 
 
 def labels_are_tokens(trainer: Any, rows: list[Row]) -> CheckResult:
-    """Checks that the collated batch trains as many tokens as the rows, and that each label is the token at its position."""
+    """Checks that a batch trains as many tokens as its rows, and that each label is the token at its position."""
     batch = trainer.data_collator([dict(row) for row in rows])
     expected = sum(label != -100 for row in rows for part in _unpacked(row) for label in part["labels"][1:])
     trained = batch["labels"] != -100
@@ -214,10 +218,10 @@ def labels_are_tokens(trainer: Any, rows: list[Row]) -> CheckResult:
 
 
 def pairs_other_rows(trainer: Any) -> CheckResult:
-    """Checks the KL term of the first batch: it is over prompts with completions of other rows of the same step."""
+    """Checks that the KL term of the first batch pairs each prompt with the completion of another row of the same step."""
     loader = trainer.get_train_dataloader()
     drawn = next(iter(loader.batch_sampler))
-    count = len(drawn) // 2  # the second half are the rows that they are paired with
+    count = len(drawn) // 2  # the second half are the paired rows
     rows = list(trainer.train_dataset.select(drawn))
     batch = loader.collate_fn([dict(row) for row in rows])
     themselves = wrong = 0
@@ -237,8 +241,8 @@ def pairs_other_rows(trainer: Any) -> CheckResult:
 
 
 def policy_is_reference(trainer: Any, model: Any, rows: list[Row]) -> CheckResult:
-    """Checks by TRL's metrics that policy and reference agree before the first step."""
-    # TRL's rewards: beta times the log-ratio of policy and reference
+    """Checks in TRL's metrics that policy and reference agree before the first step."""
+    # TRL's rewards are beta times the log-ratio of policy and reference.
     metrics = trainer._metrics["eval"]
     rewards = {side: metrics[f"rewards/{side}"][-1] for side in SIDES if f"rewards/{side}" in metrics}
     found = ", ".join(f"reward of the {side} {value:.3g}" for side, value in rewards.items())
@@ -248,8 +252,8 @@ def policy_is_reference(trainer: Any, model: Any, rows: list[Row]) -> CheckResul
     return CheckResult("the policy starts as the reference", found, holds)
 
 
-# A stage's comparison: [(name, number of the trainer on a padded batch, number from single rows)], empty if the job's loss has
-# other terms, and the difference that rounding explains.
+# ([(name, number of the trainer on a padded batch, number from single rows)], the difference that rounding explains). The list
+# is empty if the loss of the job has other terms.
 Numbers = tuple[list[tuple[str, float, float]], float]
 
 
@@ -281,10 +285,10 @@ def rm_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
 
 
 def preference_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
-    """Compares TRL's mean log-probs of chosen and rejected, by policy and reference, with single rows. kto uses the label."""
+    """Compares the mean log-probs of chosen and rejected completions under policy and reference. In kto, the label decides."""
     from trl.trainer.utils import use_adapter
 
-    if getattr(trainer, "ld_alpha", None) is not None:  # dpo with weights by length
+    if getattr(trainer, "ld_alpha", None) is not None:  # dpo weights tokens by length
         return [], 0.0
     numbers, metrics = [], trainer._metrics["eval"]
     for role, adapter in ADAPTERS.items():
@@ -299,8 +303,8 @@ def preference_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
                     alone = completion_logprob(model, row["prompt_ids"], completion)
                     logprobs.setdefault(side, []).append(alone)
         for side, some in logprobs.items():
-            by_trainer = sum(metrics[f"logps/{side}"])  # metrics of one batch
-            if role == "reference":  # TRL's reward is beta times the log-ratio
+            by_trainer = sum(metrics[f"logps/{side}"])  # from one batch
+            if role == "reference":  # TRL has beta times the log-ratio
                 by_trainer -= sum(metrics[f"rewards/{side}"]) / trainer.beta
             numbers.append((f"the {role}'s log-prob of the {side}", by_trainer, sum(some) / len(some)))
     return numbers, tolerance(trainer, model) * max(1.0, *(abs(alone) for *_, alone in numbers))
@@ -313,10 +317,10 @@ NUMBERS = {"sft": sft_numbers, "rm": rm_numbers, "dpo": preference_numbers, "kto
 
 
 def affordable(model: Any, rows: list[Row]) -> list[Row]:
-    """Returns the shortest rows, and the longest that the model can process, because most faults are about padding."""
+    """Returns the shortest rows and the longest one within MAX_LOGITS, because most faults are about padding."""
 
     def length(row: Row) -> int:
-        if "labels" in row:  # also tokens after the last trained one
+        if "labels" in row:  # includes tokens after the last trained one
             return max(row.get("seq_lengths") or [len(row["input_ids"])])
         return max((len(prompt) + len(completion) for prompt, completion in completions_of(row)), default=0)
 
@@ -326,7 +330,7 @@ def affordable(model: Any, rows: list[Row]) -> list[Row]:
 
 
 def collated(trainer: Any, model: Any, rows: list[Row]) -> dict[str, Any]:
-    """Returns the trainer's batch of some rows, on the model's device. In kto's KL term, each row gets the previous row."""
+    """Returns the trainer's batch of some rows, on the model's device. In kto, each row is paired with the previous one."""
     if "label" in rows[0]:
         rows = [paired(row, other) for row, other in zip(rows, [*rows[-1:], *rows[:-1]], strict=True)]
     batch = trainer.data_collator([dict(row) for row in rows])
@@ -334,19 +338,19 @@ def collated(trainer: Any, model: Any, rows: list[Row]) -> dict[str, Any]:
 
 
 def logprobs_alone(model: Any, ids: list[int]) -> Tensor:
-    """Returns the log-probs (T - 1,) of a row's tokens after its first, by a forward of the row alone, on the CPU."""
+    """Returns the log-probs (T - 1,) of the tokens after the first, on the CPU, by a forward of this row alone."""
     row = torch.tensor([ids], device=model.device)
     logits = model(input_ids=row).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, row[0, 1:].unsqueeze(-1)).squeeze(-1).cpu()
 
 
 def completion_logprob(model: Any, prompt: list[int], completion: list[int]) -> float:
-    """Returns the log-prob of a completion, by a forward of the row alone."""
+    """Returns the log-prob of a completion, by a forward of this row alone."""
     return float(logprobs_alone(model, prompt + completion)[len(prompt) - 1 :].sum())
 
 
 def tolerance(trainer: Any, model: Any) -> float:
-    """Returns the relative difference that rounding explains: batches differ in padding."""
+    """Returns the relative difference that rounding explains, because batches differ in padding."""
     return 1e-3 if precision_in_use(trainer, model) == "fp32" else 0.05
 
 

@@ -1,6 +1,6 @@
-"""Shared code of TRL's stages in a worker: arguments, progress, checkpoints, the check that an adapter reloads.
+"""Code that the TRL stages share in a worker: arguments, progress, checkpoints, the check that an adapter reloads.
 
-TRL's trainers stay unchanged. A stage subclasses one only to take its rows from Ray Data and to sample each exactly once.
+A stage subclasses a TRL trainer only to use tokenized rows, and to sample each row exactly once.
 """
 
 import json
@@ -30,10 +30,10 @@ REFERENCE = "ref"  # TRL's name of a DPOTrainer's frozen reference adapter
 
 
 def arguments(worker: Worker, config: Any, **fixed: Any) -> Any:
-    """Returns the job's `trainer` section as TRL's configuration class, plus the pipeline's own settings.
+    """Returns the section `trainer` as an object of TRL's config class, with the pipeline's own settings.
 
-    `data.batch_size` is the number of rows of one optimizer step over all workers. Gradient accumulation follows from it, so
-    the same job means the same steps on any number of workers. Call this before the base is loaded.
+    `data.batch_size` is the number of rows of one optimizer step over all workers. It decides gradient accumulation, so a job
+    has the same steps on any number of workers. Call this function before the base is loaded.
     """
     values = worker.work.trainer | {"gradient_checkpointing": plan.recomputes(worker)}
     if values.get("tf32") is None:  # transformers would turn TF32 on with torch_compile
@@ -55,15 +55,15 @@ def arguments(worker: Worker, config: Any, **fixed: Any) -> Any:
 class Reporter(TrainerCallback):
     """Reports progress, speed, metrics and checkpoints of a transformers Trainer to the worker.
 
-    Speed covers optimizer steps, without evaluations, checkpoints and waits for rows.
+    Speed is measured over optimizer steps only, without evaluations, checkpoints and waits for rows.
     """
 
     def __init__(self, worker: Worker, trainer: Any, best: Best | None):
         self.worker, self.trainer, self.best = worker, trainer, best
-        self.evaluating: Bar | None = None  # bar of the current evaluation's batches
+        self.evaluating: Bar | None = None  # progress of the current evaluation
         self.device = torch.device(worker.device)
-        self.begun = self.seconds = 0.0  # start of the step; seconds of the steps since the last log line
-        self.tokens = 0  # tokens of all workers up to that line
+        self.begun = self.seconds = 0.0  # start of the step; duration of the steps since the last log line
+        self.tokens = 0  # tokens of all workers up to the last log line
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.worker.resume:
@@ -77,22 +77,22 @@ class Reporter(TrainerCallback):
         self.begun = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.device.type == "cuda":  # Python gets here when kernels are only launched
+        if self.device.type == "cuda":  # the kernels of the step may still run
             torch.cuda.synchronize(self.device)
         self.seconds += time.monotonic() - self.begun
         if self.worker.notice.poll(state.global_step):
             control.should_save = True
 
     def speed(self) -> dict[str, float]:
-        """Returns the metrics since the last call, for all workers together, or {} without a step."""
+        """Returns the speed of all workers since the last call, or {} if there was no step."""
         tokens, seconds = self.trainer._total_train_tokens - self.tokens, self.seconds
         if not tokens or not seconds:
             return {}
         self.tokens, self.seconds = self.tokens + tokens, 0.0
         found = {"train_tokens_per_second": tokens / seconds, "memory/peak": peak_memory(self.device) / 2**30}
         if peak := peak_flops(self.device):
-            # A forward takes 2 FLOPs per token and parameter; a backward through frozen weights as many, since only
-            # activations have gradients. What is recomputed does not count: model FLOPs (Chowdhery et al. 2022, PaLM, sec. 4.1).
+            # A forward takes 2 FLOPs per token and parameter. A backward through frozen weights takes 2 as well, because only
+            # activations have gradients. Recomputed activations do not count (Chowdhery et al. 2022, PaLM, sec. 4.1).
             facts = self.worker.work.stage
             passes = 2 + facts.keeps_reference + facts.further_forwards
             base = self.trainer.accelerator.unwrap_model(self.trainer.model).get_base_model()
@@ -109,7 +109,7 @@ class Reporter(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
         self.evaluating = None
-        if self.best and state.global_step:  # the adapter of step 0 has learned nothing
+        if self.best and state.global_step:  # at step 0, the adapter has learned nothing
             self.best.compare(metrics, state.global_step)
             control.should_training_stop |= self.best.exhausted
 
@@ -117,7 +117,7 @@ class Reporter(TrainerCallback):
         numbers = _numbers(logs)
         if "loss" in numbers:
             numbers |= self.speed()
-        if "train_runtime" not in numbers:  # the summary at the end is not a step
+        if "train_runtime" not in numbers:  # the summary at the end of training is no step
             self.worker.log(numbers, state.global_step, state.max_steps)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -129,7 +129,7 @@ class Reporter(TrainerCallback):
 
 
 def _sums_file(worker: Worker, folder: str) -> str:
-    """Returns this rank's file, or rank 0's if the checkpoint was made by fewer workers."""
+    """Returns this rank's file, or the file of rank 0 if fewer workers made the checkpoint."""
     own = os.path.join(folder, f"sums_{worker.rank}.json")
     return own if os.path.exists(own) else os.path.join(folder, "sums_0.json")
 
@@ -142,9 +142,9 @@ def _history(state: Any) -> list[tuple[int, dict[str, float]]]:
     return [(e["step"], _numbers(e)) for e in state.log_history if "train_runtime" not in e]
 
 
-# transformers 5.23 and TRL 1.16 sum metrics between two lines of the log, and leave the sums out of their checkpoints.
-# Without the sums, the first line after a resume is a mean over fewer steps, and tokens are counted from 0. All are private.
-# Remove when trainer_state.json holds them.
+# transformers 5.23 and TRL 1.16 sum metrics between two lines of the log, but their checkpoints lack the sums. So the first line
+# after a resume would be a mean over fewer steps, and tokens would be counted from 0. The attributes are private. Remove when
+# trainer_state.json has the sums.
 def save_sums(trainer: Any, path: str) -> None:
     sums = {
         "tr_loss": trainer._tr_loss.item(),
@@ -167,27 +167,27 @@ def restore_sums(trainer: Any, path: str) -> None:
 
 
 class TokenizedRows:
-    """Mixin for preference trainers on rows that are already tokenized."""
+    """Mixin for TRL's preference trainers, for rows that are already tokenized."""
 
     def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
-        # TRL 1.16 would tokenize the text columns, and has no switch for it. Remove when it accepts rows with `prompt_ids`, as
-        # its RewardTrainer accepts rows with `chosen_ids`.
+        # TRL 1.16 would tokenize text columns. Remove when it accepts rows with `prompt_ids`, as its RewardTrainer accepts rows
+        # with `chosen_ids`.
         return dataset
 
 
 def continue_policy(worker: Worker, trainer_class: Any, args: Any) -> Any:
-    """Returns one of TRL's trainers that continues the `policy` adapter; its reference is that adapter, frozen.
+    """Returns a TRL trainer that continues the `policy` adapter, with the frozen `policy` adapter as its reference.
 
-    A job without `policy` starts a new adapter, and its reference is the base. `reference` replaces either: the trainer uses
-    the adapter called `ref`, and without one the bare base (trl 1.16, DPOTrainer).
+    A job without `policy` starts a new adapter, and its reference is the base. If the job names a `reference`, that is the
+    reference. TRL's reference is the adapter called `ref`, or without one the bare base (trl 1.16, DPOTrainer).
     """
     base, adapter = worker.load_base(), None
     if "policy" in worker.work.inputs:
-        # TRL copies the adapter that it finds here to one called `ref` and freezes that.
+        # TRL makes a frozen copy of this adapter, and calls the copy `ref`.
         base = as_peft_model(base, worker.input("policy"), trainable=True)
     else:
         adapter = worker.work.lora
-    trainer = made(
+    trainer = make_trainer(
         trainer_class,
         adapter,
         model=base,
@@ -197,26 +197,28 @@ def continue_policy(worker: Worker, trainer_class: Any, args: Any) -> Any:
         processing_class=worker.tokenizer,
     )
     if adapter is None:
-        # On a 4-bit base, TRL rounds the adapter to bf16 after copying it (trl 1.16, DPOTrainer and KTOTrainer). The copy still
-        # has the values of the file. Remove with the cast in `run`.
+        # On a 4-bit base, TRL rounds the adapter to bf16 after it has made the copy, which has the values of the file (trl 1.16,
+        # DPOTrainer and KTOTrainer). Remove with the cast in `train`.
         named = dict(trainer.model.named_parameters())
         for name, parameter in named.items():
             if parameter.requires_grad:
                 parameter.data = named[name.replace(".default.", ".ref.")].data.float().clone()
-    if "reference" in worker.work.named:  # only dpo: another adapter, or `base` for none
+    if "reference" in worker.work.named:  # a key of dpo: another adapter, or `base`
         if REFERENCE in trainer.model.peft_config:
             trainer.model.delete_adapter(REFERENCE)
         if "reference" in worker.work.inputs:
             as_peft_model(trainer.model, worker.input("reference"), REFERENCE)
     for layer in trainer.model.modules():
-        # TRL turns dropout off unless the job keeps it, and before the reference is loaded. A reference never has any.
+        # TRL turns dropout off before the reference is loaded, or not at all. A reference never has dropout.
         if REFERENCE in getattr(layer, "lora_dropout", {}):
             layer.lora_dropout[REFERENCE] = torch.nn.Identity()
     return trainer
 
 
-def made(trainer: Any, lora: dict[str, Any] | None, task_type: str = "CAUSAL_LM", **options: Any) -> Any:
-    """Returns one of TRL's trainers, with a new adapter if `lora` is given. Raises InputError if peft rejects that."""
+def make_trainer(
+    trainer: Any, lora: dict[str, Any] | None, task_type: str = "CAUSAL_LM", **options: Any
+) -> Any:
+    """Returns a TRL trainer, with a new adapter unless `lora` is None. Raises InputError if peft rejects `lora`."""
     from peft import LoraConfig
 
     with errors_of_peft("lora"):
@@ -224,25 +226,25 @@ def made(trainer: Any, lora: dict[str, Any] | None, task_type: str = "CAUSAL_LM"
         return trainer(peft_config=adapter, **options)
 
 
-def run(worker: Worker, trainer: Any) -> Outcome:
-    """Trains from the start or from the worker's checkpoint; returns the final metrics, the step that is kept, and the tokens.
+def train(worker: Worker, trainer: Any) -> Outcome:
+    """Trains from the start, or from the worker's checkpoint. Returns final metrics, the step that is kept, and the tokens.
 
-    `eval_*` are of the step that is kept, whose weights the trainer's model has afterwards; `initial_*` are of step 0, if the job
-    sets `eval_on_start`.
+    The model then has the weights of the step that is kept. `eval_*` are metrics of this step. `initial_*` are metrics of
+    step 0, if the job sets `eval_on_start`.
     """
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:
-            # TRL casts adapters and the reward's head to bf16 on a 4-bit base, so small updates vanish (trl 1.16,
-            # RewardTrainer.__init__; for DoRA: https://github.com/huggingface/trl/issues/7268). Here they are fp32 on any
-            # base. Remove when TRL leaves them in fp32.
+            # On a 4-bit base, TRL casts adapters and the head of a reward to bf16, where small updates vanish (trl 1.16,
+            # RewardTrainer.__init__; for DoRA: https://github.com/huggingface/trl/issues/7268). Here they are fp32 on any base.
+            # Remove when TRL leaves them in fp32.
             parameter.data = parameter.data.float()
-    # DDP would send rank 0's shards of the base to the other ranks, whose shards differ on purpose. Private in torch 2.13
-    # (https://github.com/pytorch/pytorch/issues/43690). Remove when DDP takes such a list publicly.
+    # DDP would send the shards of rank 0 to the other ranks, which hold different shards of the base. Private in torch 2.13
+    # (https://github.com/pytorch/pytorch/issues/43690). Remove when DDP has a public list of parameters to ignore.
     shards = [name for name, parameter in trainer.model.named_parameters() if isinstance(parameter, DTensor)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trainer.model, shards)
     trainer.mixture = worker.work.mixture
     learning = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    tracked = best.of(worker.work.options, worker.work.gate, learning, worker.report)
+    tracked = best.make_tracker(worker.work.options, worker.work.gate, learning, worker.report)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Reporter(worker, trainer, tracked))
     if worker.rank == 0:
@@ -254,7 +256,7 @@ def run(worker: Worker, trainer: Any) -> Outcome:
     if trainer.eval_dataset is not None and last not in _evaluations(trainer):
         trainer.evaluate()
     kept = tracked.restore() if tracked else None
-    end = best.outcome(tracked, kept, last, trainer.state.max_steps)
+    end = best.describe_end(tracked, kept, last, trainer.state.max_steps)
     if trainer.eval_dataset is not None:
         evaluated = _evaluations(trainer)
         for prefix, step in (("eval_", end["kept"]["step"]), ("initial_", 0)):
@@ -265,20 +267,20 @@ def run(worker: Worker, trainer: Any) -> Outcome:
 
 
 def _evaluations(trainer: Any) -> dict[int, dict[str, Any]]:
-    """Returns {step: metrics that its last evaluation logged}."""
+    """Returns {step: metrics of its last evaluation}."""
     return {entry["step"]: entry for entry in trainer.state.log_history if "eval_loss" in entry}
 
 
 def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
-    """Returns the summary of trainer.train(); `train_loss` is over all steps, also those before a resume."""
+    """Trains. Returns TRL's summary, whose `train_loss` is over all steps, including steps before a resume."""
     if worker.resume:
-        # The run was evaluated at step 0; another evaluation here would be in mid-run.
+        # The run was evaluated at step 0 already.
         trainer.args.eval_on_start = False
         state = TrainerState(**json_object(os.path.join(worker.resume, "trainer_state.json"), FIX))
         if best:
             best.load(worker.resume)
         if state.global_step >= state.max_steps > 0 or (best and best.exhausted):
-            # transformers 5.23 would make one step more, in the middle of an epoch. Remove when train() returns at once.
+            # Nothing is left to train, but transformers 5.23 would make another step. Remove when train() returns at once.
             trainer._load_from_checkpoint(worker.resume)
             trainer.state = state
             worker.replay(_history(state))
@@ -287,13 +289,11 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
             train_loss = (sums["total_loss"] + sums["tr_loss"]) / state.global_step
             return {"train_loss": train_loss, "epoch": float(state.epoch)}
     summary = trainer.train(resume_from_checkpoint=worker.resume).metrics
-    # TRL's RewardTrainer adds means over the steps since the last line of the log, which do not describe the run.
+    # TRL's RewardTrainer adds means over the last few steps, which do not describe the run.
     kept = {key for key in summary if key.startswith("train_")} | {"epoch", "total_flos"}
     metrics = {key: float(value) for key, value in summary.items() if key in kept}
     total = trainer._total_loss_scalar
-    if (
-        worker.world > 1
-    ):  # of the steps since the last line of the log, transformers 5.23 counts this rank's alone
+    if worker.world > 1:  # transformers 5.23 counts only this rank's steps since the last line of the log
         mine = trainer._tr_loss
         total += (trainer.accelerator.gather(mine).mean() - mine).item()
     metrics["train_loss"] = total / max(1, trainer.state.global_step)
@@ -301,10 +301,10 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
 
 
 def finish(worker: Worker, trainer: Any, outcome: Outcome) -> dict[str, Any]:
-    """Ends a stage with the trained adapter; a few training rows check that it reloads unchanged."""
+    """Saves the trained adapter, and checks on a few training rows that it reloads unchanged."""
     rows = trainer.train_dataset
     few = [dict(row) for row in rows.select(range(min(4, len(rows))))]
-    # A row has one sequence, or a prompt with a completion, or a pair, whose chosen side may include the prompt.
+    # A row has one sequence, a prompt with a completion, or a pair. The chosen side of a pair may include the prompt.
     keys = ("input_ids", "prompt_ids", "completion_ids", "chosen_ids")
     probe = [[token for key in keys for token in row.get(key, ())] for row in few]
     return worker.finish(
@@ -317,8 +317,8 @@ def finish(worker: Worker, trainer: Any, outcome: Outcome) -> dict[str, Any]:
 def save(trainer: Any, folder: str) -> dict[str, Any]:
     """Writes the trained adapter, with its head if it has one, and its probes. Returns the digest of its tensors.
 
-    Not by peft's save_pretrained, which adds the base's own weights where an adapter is on the lm head or the embedding,
-    and looks the base up on the hub.
+    peft's save_pretrained would add the base's weights if an adapter is on the lm head or the embedding, and would query the
+    Hub about the base.
     """
     from peft import get_peft_model_state_dict
 
@@ -327,7 +327,7 @@ def save(trainer: Any, folder: str) -> dict[str, Any]:
     digest = adapter_files.write(folder, model.peft_config["default"], tensors)
 
     def output(ids: list[int]) -> float:
-        """Returns the score of a reward model, else the mean log-prob of the tokens after the first."""
+        """Returns the score of a reward model, or else the mean log-prob of the tokens after the first."""
         found = logits(model.eval(), ids)
         if found.ndim == 2:
             return float(found)
@@ -355,6 +355,6 @@ def outputs(trainer: Any, rows: list[list[int]], folder: str | None = None) -> l
 
 @torch.no_grad()
 def logits(model: Any, row: list[int]) -> torch.Tensor:
-    """Returns the fp32 logits of one sequence, on the CPU: (1, T, V), or (1, 1) of a reward model."""
+    """Returns the logits of one sequence in fp32 on the CPU: (1, T, V), or (1, 1) for a reward model."""
     ids = torch.tensor([row], device=model.device)
     return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float().cpu()

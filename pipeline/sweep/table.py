@@ -1,4 +1,4 @@
-"""Makes the table of a sweep's results: a row for each trial, on the terminal and in sweep.json."""
+"""Makes the table of a sweep's results, with a row for each trial. It is printed and stored in sweep.json."""
 
 import math
 from typing import Any
@@ -13,8 +13,8 @@ def rows(sweep: Sweep, state: dict[str, Any], died: dict[str, str]) -> list[dict
     """Returns a dict for each trial: trial, values, state, figure, step, of, seconds, why, folder, mlflow_run_id.
 
     Args:
-        state: result of Rungs.state.
-        died: {trial: why its process died more often than run.max_failures allows}.
+        state: the return value of Rungs.state.
+        died: {trial: the error of its process, which died more often than run.max_failures allows}.
     """
     made = []
     for trial in sweep.trials:
@@ -44,13 +44,13 @@ def result_of(trial: Trial) -> dict[str, Any] | None:
 
 
 def best(sweep: Sweep, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Returns the row with the best value, the first of equal ones, or None if no trial left an adapter."""
+    """Returns the row with the best value of the metric, or None if no trial has left an adapter."""
     left = [row for row in rows if row["state"] in ("finished", "stopped") and _is_number(row["figure"])]
     return (max if sweep.greater else min)(left, key=lambda row: row["figure"], default=None)
 
 
 def text(sweep: Sweep, rows: list[dict[str, Any]]) -> str:
-    """Returns the table, best first, then trials without a value."""
+    """Returns the table as text. The best trial comes first, trials without a value come last."""
     sign = -1 if sweep.greater else 1
 
     def rank(row: dict[str, Any]) -> tuple[bool, float]:

@@ -1,11 +1,11 @@
 """Runs the trials of a sweep on Ray Tune, as many at a time as fit.
 
-    with watching(sweep, rungs, keep):      # prints what they report; keep(state) is called after each change
-        run(sweep, handle)                  # returns when every trial has ended
+    with printing(rungs, keep):             # prints what the trials report, and calls keep(state) after each report
+        run_trials(sweep, handle, places)   # returns when every trial has ended
 
-Tune starts the trials' drivers, and restarts a driver whose process died. A trial resumes from its own folder. So after the
-sweep's driver was killed, a new Tuner gets the trials that have not ended. (Tuner.restore would load pickles from the folder,
-of the same version of Ray only.)
+Tune starts a driver process for each trial, and restarts a driver that died. A trial resumes from its own folder. So after
+the sweep's own driver was killed, a new Tuner gets the trials that have not ended. (Tuner.restore would load pickles, which
+only the same version of Ray reads.)
 """
 
 import contextlib
@@ -29,25 +29,25 @@ from pipeline.settle.placement import Places
 from pipeline.settle.work import SweepHandle
 from pipeline.sweep import table
 from pipeline.sweep.space import Sweep, SweepSettings
-from pipeline.system import storage, terminal
+from pipeline.system import storage
 from pipeline.system.credentials import without_secrets
 from pipeline.system.lease import hold
 
-INTERVAL_S = 2.0  # time between two queries of the rungs
-TUNE = "tune"  # folder of Ray Tune's files, which are not used
+INTERVAL_S = 2.0  # time between two queries for new reports
+TUNE = "tune"  # folder that Ray Tune writes; the sweep removes it
 ENVIRONMENT = {
     "RAY_AIR_NEW_OUTPUT": "0",  # prints a banner even with RunConfig.verbose=0
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # no CSV, JSON and TensorBoard files
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # otherwise Ctrl-C ends the sweep as if it were finished
-    "TUNE_WARN_INSUFFICENT_RESOURCE_THRESHOLD_S": "1000000000",  # a trial's driver needs none
+    "TUNE_WARN_INSUFFICENT_RESOURCE_THRESHOLD_S": "1000000000",  # drivers need no resources
 }
 
 
-def run(sweep: Sweep, handle: SweepHandle, places: Places) -> dict[str, str]:
-    """Runs the unfinished trials. Returns {trial: why its process died} for trials that could not run.
+def run_trials(sweep: Sweep, handle: SweepHandle, places: Places) -> dict[str, str]:
+    """Runs the unfinished trials. Returns {trial: error} of the trials whose driver died too often.
 
     Args:
-        places: places of a trial.
+        places: the resources of one trial.
     """
     os.environ.update(ENVIRONMENT)
     from ray import tune
@@ -58,7 +58,7 @@ def run(sweep: Sweep, handle: SweepHandle, places: Places) -> dict[str, str]:
     room = sweep.settings.max_concurrent_trials or placement.side_by_side(places)
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     tuner = tune.Tuner(
-        # The trials' drivers take no resources of workers. They run on the head, which outlives spot nodes.
+        # A driver takes no CPU from the workers. It runs on the head node, which outlives spot nodes.
         tune.with_resources(_trainable(sweep, handle), {"node:__internal_head__": 0.001}),
         param_space={"trial": tune.grid_search(waiting)},
         tune_config=tune.TuneConfig(max_concurrent_trials=room),
@@ -78,7 +78,7 @@ def run(sweep: Sweep, handle: SweepHandle, places: Places) -> dict[str, str]:
 
 
 def _silent() -> Any:
-    """Returns a replacement of Tune's printer, which prints a line for each trial even with verbose=0 (ray 2.60)."""
+    """Returns a callback that replaces Tune's, which prints a line for each trial even with verbose=0 (ray 2.60)."""
     from ray.tune.progress_reporter import TrialProgressCallback
 
     class Silent(TrialProgressCallback):
@@ -90,26 +90,24 @@ def _silent() -> Any:
 
 
 def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
-    """Returns the function that Tune starts for each trial: an ordinary run in its process. An error ends only this trial."""
+    """Returns the function that Tune calls for each trial. It executes an ordinary run, whose error ends only this trial."""
     jobs = {trial.name: trial.job for trial in sweep.trials}
     own = session.session_folder()
 
     def trial(config: dict[str, Any]) -> None:
         import ray
 
-        from pipeline.stages.ppo import rollout_workers
-
         session.belong_to(own)
-        hold(handle.lease)  # this process may outlive the sweep's driver by seconds
+        hold(handle.lease)  # because this process may outlive the sweep's driver by seconds
         name, failure = config["trial"], None
         job = jobs[name]
         skip_library_checks()
         name_output(f"{job.stage} {name}")
         ray.get(handle.rungs.begin.remote(name))
         try:
-            train = importlib.import_module(f"pipeline.stages.{job.stage}").train
+            recipe = importlib.import_module(f"pipeline.stages.{job.stage}").RECIPE
             with registry.nested_under(handle.run_id):
-                report.of_run(launch(job, train, sweep=handle, companion=rollout_workers))
+                report.of_run(launch(job, recipe, handle))
         except Exception as error:
             failure = without_secrets(summary(error))
             print(f"failed: {failure}", flush=True)
@@ -119,33 +117,31 @@ def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
 
 
 @contextlib.contextmanager
-def watching(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]) -> Iterator[None]:
+def printing(rungs: Any, keep: Callable[[dict[str, Any]], Any]) -> Iterator[None]:
     """Prints the trials' reports during the block, and keeps sweep.json up to date in case the driver is killed."""
     import ray
 
-    ended, count, printed = threading.Event(), len(sweep.trials), 0
-    started, before = time.monotonic(), done(ray.get(rungs.state.remote()))
+    ended, printed = threading.Event(), 0
 
-    def look() -> None:
+    def print_new() -> None:
         nonlocal printed
         with contextlib.suppress(ray.exceptions.RayError):  # Ray ends before this thread
             state = ray.get(rungs.state.remote())
             if not (new := state["lines"][printed:]):
                 return
             printed += len(new)
-            new[-1] += f"   [{overall(state, count, time.monotonic() - started, before)}]"
             try:
                 keep(state)
             except OSError as error:  # the next report, or the end, writes it again
                 new.append(f"warning: sweep.json was not written ({in_brief(error)})")
             print("\n".join(new), flush=True)
 
-    def looks() -> None:
+    def print_until_the_end() -> None:
         while not ended.wait(INTERVAL_S):
-            look()
-        look()  # show the last changes
+            print_new()
+        print_new()  # the last reports
 
-    thread = threading.Thread(target=looks, name="sweep", daemon=True)
+    thread = threading.Thread(target=print_until_the_end, name="sweep", daemon=True)
     thread.start()
     try:
         yield
@@ -154,41 +150,22 @@ def watching(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]) ->
         thread.join()
 
 
-def overall(state: dict[str, Any], count: int, seconds: float, before: float) -> str:
-    """Returns a text with the numbers of finished and running trials, and the time left at the speed since `before`."""
-    text = f"{len(state['ended'])} of {count} ended, {len(state['running'])} running"
-    new, left = done(state) - before, count - done(state)
-    if new > 0 and left > 0:
-        text += f", left {terminal.duration(seconds / new * left)}"
-    return text
-
-
-def done(state: dict[str, Any]) -> float:
-    """Returns the number of finished trials. A running one counts by its share of steps."""
-    reports = {trial: reports[-1] for trial, reports in state["reports"].items() if reports}
-    shares = {trial: last["step"] / last["of"] for trial, last in reports.items()}
-    return sum((shares | dict.fromkeys(state["ended"], 1.0)).values())
-
-
 # ------------------------------------------------------------------------------------------- which trials stop
 
 
 class Rungs:
-    """An actor that gets every evaluation and decides which trials stop early.
+    """A Ray actor that gets every evaluation and decides with Ray Tune's ASHA which trials stop early.
 
-    ASHA is Ray Tune's. Tune would stop a trial by ending its process (ray 2.60). Its workers' resources would stay reserved,
-    and the run would leave no result. Here the trial itself stops early, with an adapter and a result.json.
+    Tune would stop a trial by ending its process (ray 2.60). The resources of the trial's workers would stay reserved, and the
+    run would leave no result. Here the trial itself stops early, with an adapter and a result.json.
 
     Args:
         metric: the metric that trials are compared by.
         greater: whether a larger value is better.
-        known: `state()["reports"]` of an earlier driver.
-        ended: the trials that ended under that driver.
+        known: the reports that an earlier driver recorded, as `state()["reports"]`.
     """
 
-    def __init__(
-        self, metric: str, greater: bool, settings: SweepSettings, known: dict[str, Any], ended: list[str]
-    ):
+    def __init__(self, metric: str, greater: bool, settings: SweepSettings, known: dict[str, Any]):
         self.metric, self.factor = metric, settings.reduction_factor
         self.asha: Any = None
         if self.factor > 1:
@@ -200,9 +177,7 @@ class Rungs:
             )
         self.reports: dict[str, list[dict[str, Any]]] = {}
         self.failures: dict[str, str] = {}
-        self.running: list[str] = []
-        self.lines: list[str] = []  # this driver's lines for the terminal
-        self.ended = ended
+        self.lines: list[str] = []  # what the driver prints
         for trial, reports in known.items():
             for one in reports:
                 self._note(trial, one)
@@ -210,7 +185,7 @@ class Rungs:
     def report(self, trial: str, step: int, total: int, figure: float) -> str | None:
         """Records an evaluation. Returns why the trial must stop, or None.
 
-        Every worker of a trial reports the evaluation, and a resumed trial reports it again. All get the first decision.
+        Every worker of a trial reports an evaluation, and a resumed trial reports it again. All get the first decision.
         """
         for known in self.reports.get(trial, []):
             if known["step"] == step:
@@ -221,12 +196,15 @@ class Rungs:
         return stop
 
     def _note(self, trial: str, report: dict[str, Any]) -> str | None:
-        """Passes an evaluation to ASHA and returns its decision. A decision of an earlier driver is not changed."""
+        """Passes an evaluation to ASHA, and returns ASHA's decision or the one that an earlier driver recorded."""
         if trial not in self.reports:
             self.reports[trial] = []
             if self.asha:
                 self.asha.on_trial_add(None, SimpleNamespace(trial_id=trial))
-        report.setdefault("stop", self._decide(trial, report))  # ASHA gets the evaluation in any case
+        decision = self._decide(
+            trial, report
+        )  # even if unused, because ASHA compares later evaluations with this one
+        report.setdefault("stop", decision)
         self.reports[trial].append(report)
         return report["stop"]
 
@@ -237,21 +215,17 @@ class Rungs:
         result = {"percent": percent, "figure": report["figure"]}
         if self.asha.on_trial_result(None, SimpleNamespace(trial_id=trial), result) != self.asha.STOP:
             return None
-        return f"ASHA: at {percent:.0f} % of the steps not among the best 1/{self.factor}"
+        return f"ASHA: not among the best 1/{self.factor} at {percent:.0f} % of the steps"
 
     def begin(self, trial: str) -> None:
-        if trial not in self.running:
-            self.running.append(trial)
-            self.lines.append(f"{trial}  begins")
+        self.lines.append(f"{trial}  begins")
         self.failures.pop(trial, None)
 
     def end(self, trial: str, failure: str | None) -> None:
-        self.running = [name for name in self.running if name != trial]
-        self.ended.append(trial)
         self.lines.append(f"{trial}  failed: {failure}" if failure else f"{trial}  ended")
         if failure:
             self.failures[trial] = failure
 
     def state(self) -> dict[str, Any]:
-        """Returns {reports: {trial: [{step, of, figure, time, stop}]}, failures: {trial: why}, running, ended, lines}."""
-        return {key: getattr(self, key) for key in ("reports", "failures", "running", "ended", "lines")}
+        """Returns {reports: {trial: [{step, of, figure, time, stop}]}, failures: {trial: error}, lines: what to print}."""
+        return {"reports": self.reports, "failures": self.failures, "lines": self.lines}

@@ -89,7 +89,7 @@ def filesystem(path: str) -> tuple[Any, str]:
 def reach(path: str) -> None:
     """Contacts a bucket or a hub, with a limit: their clients retry for up to minutes, and raise their own errors."""
     if is_remote(path):
-        deadline.answer(exists, path)
+        deadline.call_with_deadline(exists, path)
 
 
 def exists(path: str) -> bool:

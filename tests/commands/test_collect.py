@@ -1,4 +1,4 @@
-"""Tests `collect`: the prompts that it uses, and the rows that it makes from their completions for training."""
+"""Tests `collect`: which prompts it uses, and which training rows it makes from their completions."""
 
 import itertools
 import json
@@ -65,14 +65,6 @@ def test_text_that_would_be_read_as_a_conversation_is_left_out(text):
     assert (counts["dialogues"], counts["duplicates"], counts["empty"]) == (2, 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("truncated", "says"), [(8, "none of 8 completions ended"), (7, "7 of 8 completions were")]
-)
-def test_a_policy_that_never_ends_gets_useful_advice(truncated, says):
-    counts = {"completions": 8, "truncated": truncated, "duplicates": 1}
-    assert collect.why_none(Collect(), counts).startswith(says)
-
-
 def test_a_truncated_completion_is_never_the_better_one():
     samples = [sample("a", 3, ended=False), sample("b", 2), sample("c", 1, ended=False)]
     assert pairs(samples) == [("b", "c")] and pairs(samples, select="best") == [("b",)]
@@ -105,9 +97,12 @@ def test_training_reads_collected_rows_with_any_other_columns(prompt):
     fields = {name for kind in KIND.values() for shape in kind.shapes.values() for name in shape}
     fields |= {name for kind in KIND.values() for name in kind.further} | {"system", "input"}
     row = dict.fromkeys(sorted(fields), "something else")
-    row |= {"prompt": prompt, "completion": "old", "answer": "x"}
+    row |= {"prompt": prompt, "completion": "old", "answer": "x", "ended": "in 1821", "text": "y"}
     made = collect.cleaned(row) | collect.origin({"policy": "models:/p/3", "reward.0": "models:/r/1"})
-    assert made["reference_completion"] == "old" and made["answer"] == "x"  # for a Python reward
+    assert made["reference_completion"] == "old"
+    assert (made["answer"], made["ended"], made["text"]) == ("x", "in 1821", "y"), (
+        "a Python reward reads them"
+    )
     record = {"row": made, "samples": [sample("In Asia.", 0), sample("In South America.", 2)]}
     (best,) = collect.rows_of(Collect(select="best"), record)
     (pair,) = collect.rows_of(Collect(), record)
@@ -126,15 +121,6 @@ def test_training_reads_collected_rows_with_any_other_columns(prompt):
     assert read(pair, "kto") == (asked, [["In South America."], ["In Asia."]], None, (True, False))
     for one in (best, pair):
         assert read(one, "ppo")[0] == asked and shape_of(one, kind_of("ppo")) == "prompt"
-
-
-def test_columns_of_the_prompt_keep_their_values():
-    own = {"ended": "in 1821", "completion_tokens": "few", "text": "x", "reference_completion": "by a person"}
-    row = collect.cleaned({"prompt": "Where is Peru?", "completion": "old"} | own) | {"seed": 1}
-    record = {"row": row, "samples": [sample("In Asia.", 0), sample("In South America.", 2)]}
-    for select in ("best", "best_worst", "pairs"):
-        (made,) = collect.rows_of(Collect(select=select), record)
-        assert {name: made[name] for name in own} == own, select
 
 
 def test_several_rewards_are_all_named():
@@ -167,7 +153,7 @@ TINY = {
 
 
 def rounds(folder: Path, storage: Path, **popen) -> subprocess.Popen:
-    """Starts the script with tiny jobs in `folder`."""
+    """Starts jobs/demo/iterate.sh with tiny jobs in `folder`."""
     for name, job in TINY.items():
         text = json.dumps({"extends": f"{ROOT}/jobs/demo/{name}.yaml", **job})
         (folder / f"{name}.yaml").write_text(text)
@@ -180,7 +166,7 @@ def rounds(folder: Path, storage: Path, **popen) -> subprocess.Popen:
 
 @pytest.mark.slow
 def test_rounds_follow_each_other_and_a_killed_script_repeats_no_finished_run(storage, tmp_path):
-    """The gate of an evaluation may fail here. Then the script ends in that round."""
+    """The gate of an evaluation may fail in this test. Then the script ends in that round."""
     registered(storage)
     cut = storage / "loop-1-dpo"
     with (
@@ -228,7 +214,7 @@ def test_rounds_follow_each_other_and_a_killed_script_repeats_no_finished_run(st
     assert prompts[0] and not prompts[0] & prompts[1], "the rounds share prompts"
 
 
-# --------------------------------------------------------------------------------------------------- of a judge
+# --------------------------------------------------------------------------------------------- scores of a judge
 
 
 def judged(text, score, *orders, ended=True):

@@ -3,13 +3,13 @@
 import importlib
 
 import pytest
-from running import ROOT, stage
+from running import ROOT
 
 from pipeline.commands import validate
 from pipeline.job import load_job
 
 EXAMPLES = sorted(path.stem for path in (ROOT / "jobs/examples").glob("*.yaml"))
-# job -> number of kept rows, dropped rows by reason
+# {job: (number of kept rows, {reason: number of dropped rows})}
 KEPT = {
     "alpaca": (6, {}),
     "sharegpt": (6, {}),
@@ -45,7 +45,7 @@ TOOLS = """\
 
 
 def small(name: str) -> list[str]:
-    """Returns the arguments of an example on the demo's model, with its rows in tests/data/shapes."""
+    """Returns overrides for an example: the model of the demo, and the rows in tests/data/shapes."""
     (path,) = (ROOT / "tests/data/shapes").glob(f"{name}.*")
     settings = ["model.name_or_path=jobs/demo/model", "data.max_length=256", "data.eval_fraction=0"]
     return [f"data.train={path}", *settings, "data.on_error=raise"]
@@ -54,13 +54,13 @@ def small(name: str) -> list[str]:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_example_reads_its_format(name, tmp_path, embedded_ray, capsys, in_root):
     overrides = [*small(name), f"run.storage_path={tmp_path}"]
-    if name in ("tool_calls", "glaive", "xlam"):  # the demo's template does not write tool calls
+    if name in ("tool_calls", "glaive", "xlam"):  # the template of the demo ignores tool calls
         (tmp_path / "tools.jinja").write_text(TOOLS)
         overrides.append(f"model.chat_template={tmp_path / 'tools.jinja'}")
     job = load_job(f"jobs/examples/{name}.yaml", overrides)
     split = validate.run(job)["splits"]["train"]
     assert (split["kept"], split["dropped"]) == KEPT[name]
-    if job.stage == "rm":  # all rows prefer the completion that answers
+    if job.stage == "rm":  # only the chosen completion of these rows has the word "is"
         samples = capsys.readouterr().out
         assert samples.count("chosen   ⟦") == 3
         assert all(" is " in line for line in samples.splitlines() if line.startswith("  chosen "))
@@ -74,11 +74,3 @@ def test_every_example_reads_its_format(name, tmp_path, embedded_ray, capsys, in
 def test_imdb_exists_in_two_public_forms(good, bad):
     continued = importlib.import_module("jobs.examples.imdb").continued
     assert continued(good) == {"prompt": "It is good.", "completion": " "} and continued(bad) is None
-
-
-def test_an_example_with_a_transform_trains(tmp_path, embedded_ray):
-    short = ["trainer.max_steps=2", "data.batch_size=4", "mlflow.registered_model=null"]
-    result = stage("sft", tmp_path, "imdb", *small("imdb"), *short, job="jobs/examples/imdb.yaml")
-    assert result["data"]["report"]["splits"]["train"]["kept"] == KEPT["imdb"][0]
-    assert result["metrics"]["train_loss"] > 0 and "eval_loss" not in result["metrics"]
-    assert "transform" in result["data"]["digests"]

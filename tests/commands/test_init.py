@@ -23,6 +23,11 @@ PAIRS = [
 ]  # fmt: skip
 
 
+THUMBS = [{"question": f"Say {n}.", "answer": f"{n}.", "thumbs": ["up", "down"][n % 2]} for n in range(60)]
+ASKED = [{"question": f"Say {n}.", "reference": str(n), "topic": "numbers"} for n in range(60)]
+MANY = [{**row, "question": f"{row['question']} {n}"} for n, row in enumerate(PAIRS * 3)]
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -57,11 +62,10 @@ def test_a_job_for_each_stage_that_can_read_the_rows(here, capsys):
     columns = {"prompt": "question", "first": "output_1", "second": "output_2", "label": "preference"}
     assert (job.data.train, job.data.columns) == ("my.pairs.jsonl", columns)
     assert job.model.name_or_path == load_job(ROOT / "jobs/own/rm.yaml").model.name_or_path
-    # Existing jobs are not overwritten.
+    # The folder of existing jobs is not changed.
     (here / "jobs/my/rm.yaml").write_text("mine\n")
-    assert main(["init", "my.pairs.jsonl"]) == main(["init", "my.pairs.jsonl", "--name", "my"]) == 2
-    said = capsys.readouterr().err
-    assert "jobs/my exists; run with --name my to add to it" in said and "jobs/my has every job" in said
+    assert main(["init", "my.pairs.jsonl"]) == 2
+    assert "jobs/my exists; remove it, or choose another name" in capsys.readouterr().err
     assert (here / "jobs/my/rm.yaml").read_text() == "mine\n"
 
 
@@ -76,7 +80,7 @@ def test_demonstrations_alone_make_a_policy_of_another_profile(here, capsys):
     assert load_job("jobs/talks/generate.yaml").policy == "models:/talks-sft@champion"
     shown = capsys.readouterr().out
     assert "set `reward` in jobs/talks/ppo.yaml" in shown  # without pairs there is no reward model
-    assert "warning: sft keeps the lengths of the profile: " in shown  # the model is gated
+    assert "warning: the jobs keep the lengths of the profile: " in shown  # the model is gated
     assert next_commands(shown) == ["validate", "sft", "chat", "serve", "export"]
 
 
@@ -107,24 +111,9 @@ def test_a_folder_becomes_a_profile_with_all_jobs(here, capsys):
     assert jobs["serve"].serve.policies.keys() == {"velo-ppo", "velo-dpo", "velo-kto", "velo-sft"}
     best = [f"models:/velo-{stage}@champion" for stage in ("ppo", "dpo", "kto", "sft")]
     assert best == jobs["export"].policy == jobs["generate"].policy == jobs["evaluate"].policy
-    assert "(needs ppo or dpo or kto or sft, and rm first)" in (here / "jobs/velo/export.yaml").read_text()
-    assert "(needs sft first)" in (here / "jobs/velo/dpo.yaml").read_text()
-    script = (here / "jobs/velo/iterate.sh").read_text()
-    assert "bash jobs/velo/iterate.sh" in script and "demo" not in script and "data.eval=null" not in script
     assert "rlhf-own" not in "".join(path.read_text() for path in (here / "jobs/velo").iterdir())
     assert next_commands(capsys.readouterr().out) == ["validate", "sft", "rm", "ppo", "evaluate"]
     assert main(["validate", "jobs/velo/ppo.yaml"]) == 0
-
-
-def test_a_folders_files_are_read_in_any_case_or_named(here, capsys):
-    rows(here / "my" / "PAIRS.JSONL", plain_pairs(8))
-    rows(here / "my" / "pairs_valid.Json", plain_pairs(4))
-    (here / "my" / "ratings.xlsx").write_bytes(b"PK")
-    (here / "my" / "dataset_info.json").write_text("{}")
-    job = init("my")("my", "rm")
-    assert (job.data.train, job.data.eval) == ("my/PAIRS.JSONL", "my/pairs_valid.Json")
-    shown = capsys.readouterr().out
-    assert "my/ratings.xlsx: not read (no format of rows)" in shown and "dataset_info" not in shown
 
 
 @pytest.mark.parametrize(("gpu", "episodes"), [(None, 1280), ("/usr/bin/nvidia-smi", 2560)])
@@ -133,79 +122,6 @@ def test_the_jobs_fit_the_gpu_of_this_machine(gpu, episodes, here, monkeypatch):
     job = init(rows(here / "pairs.jsonl", plain_pairs(20)))("pairs", "ppo")
     assert job.trainer["total_episodes"] == episodes
     assert job.scaling["use_gpu"] is job.trainer["bf16"] is bool(gpu)
-
-
-def test_evaluate_gets_the_eval_prompts_of_ppo(here):
-    job = init(rows(here / "pairs.jsonl", plain_pairs(80)))("pairs", "evaluate")
-    prompts = [json.loads(line)["prompt"] for line in (here / job.data.eval).read_text().splitlines()]
-    assert 0 < len(prompts) < 20 and load_job("jobs/pairs/ppo.yaml").policy == job.baseline == "base"
-    assert validate.run(load_job("jobs/pairs/ppo.yaml"))["splits"]["eval"]["kept"] == len(prompts)
-
-
-def test_a_label_with_an_unclear_meaning_is_left_to_the_user(here, capsys):
-    """The lengths do not depend on it."""
-    unclear = [row | {"preference": n % 2} for n, row in enumerate(PAIRS)]
-    assert init(rows(here / "u.jsonl", unclear))("u", "rm").data.max_length == 64
-    assert "label: null" in (here / "jobs/u/rm.yaml").read_text()
-    shown = capsys.readouterr().out
-    assert all(
-        f"set `label` in jobs/u/{job}.yaml; a comment" in shown for job in ("rm", "dpo", "kto", "score")
-    )
-
-
-@pytest.mark.parametrize(
-    ("made", "more", "message"),
-    [
-        ([{"a": 1}], [], "matches no format of"),
-        ([{"role": one, "text": "Hi."} for one in ("user", "assistant")], [], "each row is one message"),
-        (PAIRS, ["--profile", "nonsense"], "there is no profile 'nonsense'"),
-        (PAIRS, ["--color", "red"], "unknown option 'color'"),
-        (PAIRS, ["--name", "own"], "the project comes with a profile own; choose another name"),
-        (PAIRS, ["--name", "a/b"], "name: found 'a/b', expected at most 64 letters"),
-        (PAIRS, ["--name", "a" * 300], "name: found 'aaa"),
-        (
-            PAIRS,
-            ["data.columns={prompt: question, chosen: nothing}"],
-            "data.columns: no stage can read rows.jsonl",
-        ),
-        (PAIRS, ["trainer.learning_rate=1"], "unknown option 'trainer.learning_rate'; expected --name"),
-        (PAIRS, ["data.columns=3"], "data.columns: found 3"),
-        (PAIRS, ["reward=python:nothing"], "reward: "),
-        ([TALK], ["reward=models:/x/1"], "reward: these rows make no new ppo job"),
-        ("nothing.jsonl", [], "there is no file"),
-        (MODEL, [], "is the folder of a model"),
-    ],
-)
-def test_input_that_cannot_become_a_job_is_refused(made, more, message, here, capsys):
-    path = made if isinstance(made, str) else rows(here / "rows.jsonl", made)
-    assert main(["init", path, *more]) == 2
-    error = capsys.readouterr().err
-    assert message in error and ":0:" not in error and not (here / "jobs").exists()
-
-
-def test_eval_files_are_not_trained_on(here):
-    """Covers a folder with train and eval files, and a dataset with an eval split."""
-    for name in ("train-0", "train-1", "test"):
-        rows(here / f"both/{name}.jsonl", PAIRS)
-    data = init("both")("both", "rm").data
-    assert (data.train, data.eval) == ("both/train-*.jsonl", "both/test.jsonl")
-    assert data.eval_fraction == 0
-    one = datasets.Dataset.from_list(PAIRS)
-    datasets.DatasetDict(train=one, validation=one).save_to_disk(here / "saved")
-    data = init("saved")("saved", "rm").data
-    assert (data.train, data.eval) == ("saved", "saved/validation")
-
-
-def test_each_file_goes_to_the_stages_that_can_read_it(here, capsys):
-    """Files of one format may have different columns. A file that no stage reads is skipped."""
-    rows(here / "two/a.jsonl", PAIRS)
-    rows(here / "two/b.jsonl", plain_pairs(9))
-    rows(here / "two/c.jsonl", [{"numbers": n} for n in range(5)])
-    written = init("two")
-    assert "two/c.jsonl: skipped, read by no stage; its columns are numbers" in capsys.readouterr().out
-    a, b = written("two", "dpo").data.train
-    assert (a["path"], a["columns"]["label"], b) == ("two/a.jsonl", "preference", {"path": "two/b.jsonl"})
-    assert main(["validate", "jobs/two/dpo.yaml"]) == 0
 
 
 CALLS = """{%- for turn in messages %}<{{ turn.role }}>{{ turn.content }}{{ turn.tool_calls | default("") }}
@@ -265,55 +181,6 @@ def talks(count, tools=False):
         yield {"messages": [{"role": role, **turn} for role, turn in zip(roles, turns, strict=True)]}
 
 
-PLAIN = [{"instruction": f"Say {n}.", "output": f"{n}, as you wish."} for n in range(60)]
-THUMBS = [{"question": f"Say {n}.", "answer": f"{n}.", "thumbs": ["up", "down"][n % 2]} for n in range(60)]
-ASKED = [{"question": f"Say {n}.", "reference": str(n), "topic": "numbers"} for n in range(60)]
-MANY = [{**row, "question": f"{row['question']} {n}"} for n, row in enumerate(PAIRS * 3)]
-FOLDERS = {
-    "chats": {"chats": [*talks(60)]},
-    "pairs": {"ratings": MANY},
-    "plain": {"plain": PLAIN},
-    "thumbs": {"thumbs": THUMBS},
-    "prompts": {"prompts": ASKED},
-    "chats-pairs-prompts": {"chats": [*talks(60)], "ratings": MANY, "prompts": ASKED},
-    "all": {"chats": [*talks(60)], "ratings": MANY, "thumbs": THUMBS, "prompts": ASKED},
-}
-
-
-@pytest.mark.parametrize(
-    ("kinds", "template"),
-    [
-        *((kinds, True) for kinds in FOLDERS),
-        ("all", False),
-        *(pytest.param(kinds, False, marks=pytest.mark.slow) for kinds in [*FOLDERS][:-1]),
-    ],
-)
-def test_every_job_loads_for_any_rows_and_base(kinds, template, here, capsys):
-    """Includes dpo with the keys of the script that repeats it. Jobs that train on files read at least half of the rows."""
-    shutil.copytree(MODEL, here / "base")
-    if not template:
-        (here / "base/chat_template.jinja").unlink()
-    for name, made in FOLDERS[kinds].items():
-        rows(here / f"my/{name}.jsonl", made)
-    assert main(["init", "my", "--name", "vet", "--model", "base"]) == 0
-    written = {path.stem: path for path in (here / "jobs/vet").glob("*.yaml")}
-    given = ["reward=models:/any/1"]  # for ppo, if there are no pairs
-    for stage, path in written.items():
-        job = load_job(path, given if stage == "ppo" else [], stage)
-        check_paths(job)
-        if stage in TAKES:
-            kept = validate.run(job)["splits"]
-            assert kept["train"]["kept"] >= 20, (stage, kept)
-    script = here / "jobs/vet/iterate.sh"
-    assert script.exists() == ({"collect", "dpo", "evaluate"} <= written.keys())
-    if script.exists():
-        keys = re.findall(r"(data\.(?!train|pairs)\w+=\S+)", script.read_text())
-        assert load_job(written["dpo"], keys).data.columns is None and len(keys) in (0, 6)
-    if "serve" in written:
-        assert load_job(written["serve"]).data.max_length is None
-    assert "Traceback" not in capsys.readouterr().err
-
-
 def test_columns_may_be_set(here, capsys):
     """No guess finds these columns."""
     made = [{"ask": f"Say {n}.", "x": f"{n}.", "y": "No.", "by": ["l", "r"][n % 2]} for n in range(60)]
@@ -346,46 +213,6 @@ def test_a_set_column_is_not_guessed_as_another_field(here):
     assert "label: 'Which answer is better?'" in (here / "jobs/form/rm.yaml").read_text()
 
 
-def test_a_profile_gets_jobs_for_one_more_file(here, capsys):
-    """Existing jobs stay, edited or not. The new jobs have the same base and start from its sft policy."""
-    rows(here / "my/plain.jsonl", PLAIN)
-    init("my", "--name", "vet")
-    edited = (here / "jobs/vet/sft.yaml").read_text() + "\n# mine\n"
-    (here / "jobs/vet/sft.yaml").write_text(edited)
-    rows(here / "ratings.jsonl", MANY)
-    capsys.readouterr()
-    assert main(["init", "ratings.jsonl", "--name", "vet"]) == 0
-    shown = capsys.readouterr().out
-    assert "wrote jobs/vet: rm, dpo, kto, score, evaluate, collect\n" in shown
-    assert "  jobs/vet/iterate.sh: rounds of collect, dpo and evaluate\n" in shown
-    assert "kept as they are, without what is new: export, generate, ppo, serve, sft" in shown
-    assert (here / "jobs/vet/sft.yaml").read_text() == edited
-    dpo = load_job("jobs/vet/dpo.yaml")
-    assert (dpo.policy, dpo.model.name_or_path) == ("models:/vet-sft@champion", MODEL)
-    assert load_job("jobs/vet/evaluate.yaml").baseline == "models:/vet-sft@champion"
-
-
-def test_a_profile_without_dpo_gets_no_script_of_rounds(here, capsys):
-    init(rows(here / "ratings.jsonl", MANY), "--name", "vet")
-    for name in ("dpo.yaml", "collect.yaml", "evaluate.yaml", "iterate.sh"):
-        (here / "jobs/vet" / name).unlink()
-    init(rows(here / "prompts.jsonl", ASKED), "--name", "vet")
-    assert "wrote jobs/vet: evaluate, collect\n" in capsys.readouterr().out
-    assert not (here / "jobs/vet/iterate.sh").exists()
-
-
-def test_eval_prompts_keep_their_columns(here):
-    """A reward function may read their column `reference`."""
-    rows(here / "my/prompts.jsonl", ASKED)
-    rows(here / "my/ratings.jsonl", MANY)
-    job = init("my")("my", "evaluate")
-    kept = [json.loads(line) for line in (here / job.data.eval).read_text().splitlines()]
-    assert kept and all(
-        row == {"prompt": f"Say {row['reference']}.", "reference": row["reference"], "topic": "numbers"}
-        for row in kept
-    )
-
-
 def test_rows_that_the_template_refuses_are_reported(here, capsys):
     rows(here / "calls.jsonl", talks(60, tools=True))
     init("calls.jsonl")
@@ -404,163 +231,149 @@ def test_columns_that_may_say_which_completions_are_bad_are_asked_about(here, ca
     assert not {"sft", "kto"} & {path.stem for path in (here / "jobs/log").glob("*.yaml")}
 
 
-def test_lines_name_the_stages_whose_jobs_read_a_file(here, capsys):
-    rows(here / "my/labels.jsonl", THUMBS)
-    rows(here / "my/plain.jsonl", PLAIN)
-    rows(here / "my/prompts.jsonl", ASKED)
-    init("my")
-    shown = capsys.readouterr().out
-    columns = "{'prompt': 'question', 'completion': 'answer', 'label': 'thumbs'}"
-    assert f"my/labels.jsonl: labels, read by kto; columns {columns}\n" in shown
-    assert "my/plain.jsonl: demonstrations, read by sft\n" in shown
-    assert (
-        "my/prompts.jsonl: prompts, read by ppo; columns {'prompt': 'question'}; only a Python reward reads "
-        "reference, topic\n" in shown
-    )
-
-
-def test_evaluate_reads_the_eval_prompts_of_a_file_with_other_column_names(here):
-    made = [{"user_query": f"What is {n} and {n}?", "locale": "en"} for n in range(60)]
-    rows(here / "both/prompts.jsonl", made)
-    rows(here / "both/pairs.jsonl", PAIRS)
-    written = init("both")
-    assert written("both", "ppo").data.columns == {"prompt": "user_query"}
-    assert written("both", "evaluate").data.columns is None
-
-
-def test_in_a_clone_a_profile_gets_one_more_file_too(here, monkeypatch):
-    """A clone has the profiles of the project and of its user in one folder."""
-    for name in ("own", "demo"):
-        shutil.copytree(ROOT / "jobs" / name, here / "jobs" / name)
-    shutil.copy(ROOT / "jobs/schema.json", here / "jobs/schema.json")
-    monkeypatch.setattr(shipped, "JOBS", here / "jobs")
-    init(rows(here / "plain.jsonl", PLAIN), "--name", "vet")
-    init(rows(here / "ratings.jsonl", MANY), "--name", "vet")
-    assert load_job("jobs/vet/dpo.yaml").policy == "models:/vet-sft@champion"
-    assert main(["init", "ratings.jsonl", "--name", "own"]) == 2
-
-
 def test_the_project_has_these_profiles():
     listed = subprocess.run(["git", "ls-files", "jobs"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert {line.split("/")[1] for line in listed.stdout.split() if line.count("/") > 1} == {*shipped.FOLDERS}
 
 
-def test_pythons_text_of_messages_is_refused_by_name(here, capsys):
-    """`to_csv` writes such text."""
-    cell = str([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
-    (here / "my").mkdir()
-    (here / "my/chats.csv").write_text("messages\n" + f'"{cell}"\n' * 9)
-    assert main(["init", "my", "--model", MODEL]) == 2
-    error = capsys.readouterr().err
-    assert "Traceback" not in error
-    assert "my/chats.csv: messages: found" in error and "save the rows with to_json" in error
+# ---- which files and rows a job gets -----------------------------------------------------------------------------
 
 
-def test_labels_that_most_users_did_not_give(here, capsys):
-    """A row without a label does not show that kto can read the columns."""
-    made = [{"question": f"Say {n}.", "answer": f"{n}, there.", "feedback": None} for n in range(400)]
-    for n in range(0, 400, 10):
-        made[n]["feedback"] = ["up", "down"][n // 10 % 2]
-    job = init(rows(here / "log.jsonl", made))("log", "kto")
-    assert job.data.columns == {"prompt": "question", "completion": "answer", "label": "feedback"}
-    assert job.data.max_length == 64 and "warning" not in capsys.readouterr().out
-
-
-def test_jobs_are_not_written_if_all_rows_are_refused(here, capsys):
-    """The template drops the only difference between chosen and rejected. sft still learns from the conversations."""
-    ask = [{"role": "user", "content": "Say it."}]
-    sides = [
-        [*ask, {"role": "assistant", "reasoning_content": one, "content": "It."}] for one in ("Hm.", "So.")
-    ]
-    same = [{"chosen": sides[0], "rejected": sides[1]}] * 20
-    rows(here / "my/pairs.jsonl", same)
-    init("my", "--name", "asked")
-    assert [path.name for path in (here / "jobs/asked").iterdir()] == ["ppo.yaml"]
-    rows(here / "my/chats.jsonl", talks(30))
-    init("my")
-    assert {path.stem for path in (here / "jobs/my").glob("*.yaml")} == {
-        "sft",
-        "ppo",
-        "generate",
-        "serve",
-        "export",
-    }
+def test_eval_files_are_not_trained_on(here, capsys):
+    """Covers a folder with shards, names in any case and files of other formats, and a dataset with an eval split."""
+    for name in ("export_2025/part_1.JSONL", "export_2025/part_2.JSONL", "export_2024/part_1.JSONL"):
+        rows(here / name, PAIRS)
+    rows(here / "export_2025/pairs_valid.Json", PAIRS)
+    (here / "export_2025/ratings.xlsx").write_bytes(b"PK")
+    (here / "export_2025/dataset_info.json").write_text("{}")
+    data = init("export_2025", "--name", "both")("both", "rm").data
+    assert (data.train, data.eval) == ("export_2025/part_*.JSONL", "export_2025/pairs_valid.Json")
+    assert data.eval_fraction == 0
     shown = capsys.readouterr().out
-    assert "warning: rm: none of the first rows of 'my/pairs.jsonl' can be read: " in shown
-    assert "rm" not in next_commands(shown)
+    assert "export_2025/ratings.xlsx: not read (no format of rows)" in shown and "dataset_info" not in shown
+    one = datasets.Dataset.from_list(PAIRS)
+    datasets.DatasetDict(train=one, validation=one).save_to_disk(here / "saved")
+    data = init("saved")("saved", "rm").data
+    assert (data.train, data.eval) == ("saved", "saved/validation")
 
 
-def test_an_unset_label_leaves_no_length_above_the_context(here):
-    made = [{"prompt": f"Say {n}.", "completion": f"{n}, there.", "feedback": "PQ"[n % 2]} for n in range(50)]
-    init(rows(here / "r.jsonl", made))
-    text = (here / "jobs/r/kto.yaml").read_text()
-    assert "label: null" in text
-    assert (
-        int(re.search(r"max_length: (\d+)", text)[1])
-        <= json.loads((ROOT / "jobs/demo/model/config.json").read_text())["max_position_embeddings"]
-    )
+def test_each_file_goes_to_the_stages_that_can_read_it(here, capsys):
+    """Files of one format may have different columns. A file that no stage reads is skipped."""
+    rows(here / "two/a.jsonl", PAIRS)
+    rows(here / "two/b.jsonl", plain_pairs(9))
+    rows(here / "two/c.jsonl", [{"numbers": n} for n in range(5)])
+    rows(here / "two/labels.jsonl", THUMBS)
+    written = init("two")
+    shown = capsys.readouterr().out
+    assert "two/c.jsonl: skipped, read by no stage; its columns are numbers" in shown
+    columns = "{'prompt': 'question', 'completion': 'answer', 'label': 'thumbs'}"
+    assert f"two/labels.jsonl: labels, read by sft, kto; columns {columns}\n" in shown
+    a, b = written("two", "dpo").data.train
+    assert (a["path"], a["columns"]["label"], b) == ("two/a.jsonl", "preference", {"path": "two/b.jsonl"})
+    assert main(["validate", "jobs/two/dpo.yaml"]) == 0
 
 
-@pytest.mark.parametrize("names", [("anna_score",), ("rating_anna", "rating_ben")])
-def test_ratings_under_any_name_are_the_label_in_every_job(names, here, capsys):
+def test_evaluate_gets_the_eval_prompts_of_ppo_with_all_their_columns(here):
+    """A reward function may read other columns of a prompt, such as `reference`."""
+    rows(here / "my/prompts.jsonl", [{"user_query": row.pop("question"), **row} for row in map(dict, ASKED)])
+    rows(here / "my/ratings.jsonl", PAIRS)
+    written = init("my")
+    assert written("my", "ppo").data.columns == {"prompt": "user_query"}
+    job = written("my", "evaluate")
+    kept = [json.loads(line) for line in (here / job.data.eval).read_text().splitlines()]
+    assert 0 < len(kept) < 20 and job.data.columns is None
+    assert all((row["prompt"], row["topic"]) == (f"Say {row['reference']}.", "numbers") for row in kept)
+    ppo = load_job("jobs/my/ppo.yaml")
+    assert ppo.policy == job.baseline == "base"
+    assert validate.run(ppo)["splits"]["eval"]["kept"] == len(kept)
+
+
+def test_a_label_with_an_unclear_meaning_is_left_to_the_user(here, capsys):
+    """The jobs keep the lengths of the profile, or the context of the model if that is shorter."""
+    unclear = [row | {"preference": n % 2} for n, row in enumerate(PAIRS)]
+    assert init(rows(here / "u.jsonl", unclear))("u", "rm").data.max_length == 256
+    assert "label: null" in (here / "jobs/u/rm.yaml").read_text()
+    shown = capsys.readouterr().out
+    jobs = ("rm", "dpo", "kto", "score")
+    assert all(f"set `label` in jobs/u/{job}.yaml; a comment" in shown for job in jobs)
+
+
+def test_ratings_under_any_name_are_the_label_in_every_job(here):
     """Otherwise sft would imitate badly rated completions."""
-    made = [f"Say {n}.,{n} there.,{','.join([f'{n % 5 + 1}.0', 'NaN'][: len(names)])}" for n in range(60)]
-    (here / "r.csv").write_text("\n".join([f"prompt,completion,{','.join(names)}", *made]) + "\n")
+    made = [f"Say {n}.,{n} there.,{n % 5 + 1}.0,NaN" for n in range(60)]
+    (here / "r.csv").write_text("\n".join(["prompt,completion,rating_anna,rating_ben", *made]) + "\n")
     init("r.csv")
-    label = ", ".join(names) if len(names) == 1 else f"[{', '.join(names)}]"
     for job in ("sft", "kto"):
         text = (here / f"jobs/r/{job}.yaml").read_text()
-        assert f"columns: {{label: {label}}}" in text and "label: null" in text
-    assert "set `label` in jobs/r/kto.yaml" in capsys.readouterr().out
-
-
-def test_pairs_with_a_prompt_under_any_name_make_every_job(here, capsys):
-    lines = [
-        f"Where is parcel {n}?,On its way.,No idea at all.,{'AB'[n % 2]},A,{'AB'[n % 2]}" for n in range(40)
-    ]
-    head = "customer_message,reply_a,reply_b,annotator_1,annotator_2,annotator_3"
-    (here / "ratings.csv").write_text("\n".join([head, *lines]) + "\n")
-    written = init("ratings.csv")
-    assert written("ratings", "ppo").data.columns == {"prompt": "customer_message"}
-    for job in ("ppo", "generate", "evaluate", "collect"):
-        assert written("ratings", job).data.max_length == 64, job
+        assert "columns: {label: [rating_anna, rating_ben]}" in text and "label: null" in text
 
 
 def test_each_stage_gets_the_set_columns_that_it_reads(here, capsys):
-    made = [{"prompt": f"Say {n}.", "response": f"{n}, there.", "quality": [4, 2][n % 2]} for n in range(60)]
-    columns = "data.columns={completion: response, label: quality}"
+    made = [{"ask": f"Say {n}.", "response": f"{n}, there.", "quality": [4, 2][n % 2]} for n in range(60)]
+    columns = "data.columns={prompt: ask, completion: response, label: quality}"
     written = init(rows(here / "rated.jsonl", made), columns, "data.label={good: 4, bad: 2}")
-    assert written("rated", "kto").data.columns == {"completion": "response", "label": "quality"}
+    kto = written("rated", "kto").data.columns
+    assert kto == {"prompt": "ask", "completion": "response", "label": "quality"}
     ppo = load_job("jobs/rated/ppo.yaml", ["reward=models:/any/1"], "ppo").data
-    assert (ppo.columns, ppo.label) == (None, None) and "warning" not in capsys.readouterr().out
-    rows(here / "asked.jsonl", [{"ask": f"Say {n}.", "say": f"{n}, there."} for n in range(60)])
-    written = init("asked.jsonl", "data.columns={prompt: ask, completion: say}")
-    ppo = load_job("jobs/asked/ppo.yaml", ["reward=models:/any/1"], "ppo").data
-    assert ppo.columns == {"prompt": "ask"}
+    assert (ppo.columns, ppo.label) == ({"prompt": "ask"}, None)
     assert "warning" not in capsys.readouterr().out
 
 
 def test_prompts_alone_suggest_no_command_before_a_reward_is_set(here, capsys):
     init(rows(here / "prompts.jsonl", ASKED))
     assert next_commands(capsys.readouterr().out) == []
-    (here / "length.py").write_text("def score(completions):\n    return [len(one) for one in completions]\n")
-    written = init("prompts.jsonl", "--name", "shorter", "reward=python:length:score")
-    assert written("shorter", "ppo").reward == "python:length:score"
-    assert next_commands(capsys.readouterr().out)[:2] == ["validate", "ppo"]
 
 
-def test_rows_that_every_stage_refuses_create_no_folder(here, capsys):
+def test_a_stage_that_cannot_read_its_rows_is_reported(here, capsys):
+    """The chat template drops the only difference between chosen and rejected."""
+    ask = [{"role": "user", "content": "Say it."}]
+    sides = [
+        [*ask, {"role": "assistant", "reasoning_content": one, "content": "It."}] for one in ("Hm.", "So.")
+    ]
+    init(rows(here / "pairs.jsonl", [{"chosen": sides[0], "rejected": sides[1]}] * 20))
+    assert "warning: rm: none of the first rows of 'pairs.jsonl' can be read: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("made", "more", "message"),
+    [
+        ([{"a": 1}], [], "matches no format of"),
+        (PAIRS, ["--profile", "nonsense"], "there is no profile 'nonsense'"),
+        (PAIRS, ["--name", "own"], "the project comes with a profile own; choose another name"),
+        (PAIRS, ["--name", "a/b"], "name: found 'a/b', expected at most 64 letters"),
+        (PAIRS, ["data.columns={prompt: question, chosen: nothing}"], "data.columns: no stage can read rows.jsonl"),
+        (PAIRS, ["trainer.learning_rate=1"], "unknown option 'trainer.learning_rate'; expected --name"),
+        (PAIRS, ["data.columns=3"], "data.columns: found 3"),
+        ("nothing.jsonl", [], "there is no file"),
+        (MODEL, [], "is the folder of a model"),
+    ],
+)  # fmt: skip
+def test_a_wrong_option_or_unreadable_rows_create_no_folder(made, more, message, here, capsys):
+    path = made if isinstance(made, str) else rows(here / "rows.jsonl", made)
+    assert main(["init", path, *more]) == 2
+    error = capsys.readouterr().err
+    assert message in error and ":0:" not in error and not (here / "jobs").exists()
+
+
+FOLDERS = {
+    "chats": {"chats": [*talks(60)]},
+    "labels": {"labels": THUMBS},
+    "all": {"chats": [*talks(60)], "ratings": MANY, "labels": THUMBS, "prompts": ASKED},
+}
+
+
+@pytest.mark.parametrize(("kinds", "template"), [*((kinds, True) for kinds in FOLDERS), ("all", False)])
+def test_every_job_loads_for_any_rows_and_base(kinds, template, here):
+    """Jobs that train on files keep at least 20 of their rows."""
     shutil.copytree(MODEL, here / "base")
-    template = "{{ raise_exception('no such turn') }}"
-    (here / "base/chat_template.jinja").write_text(template)
-    rows(here / "chats.jsonl", talks(30))
-    assert main(["init", "chats.jsonl", "--model", "base"]) == 2
-    assert "no stage can train on chats.jsonl" in capsys.readouterr().err
-    assert not (here / "jobs/chats").exists()
-
-
-def test_files_next_to_the_folder_are_not_read(here):
-    for year in (2024, 2025):
-        for month in (1, 2):
-            rows(here / f"export_{year}/month_{month}.jsonl", plain_pairs(9))
-    assert init("export_2025", "--name", "mine")("mine", "dpo").data.train == "export_2025/month_*.jsonl"
+    if not template:
+        (here / "base/chat_template.jinja").unlink()
+    for name, made in FOLDERS[kinds].items():
+        rows(here / f"my/{name}.jsonl", made)
+    assert main(["init", "my", "--name", "vet", "--model", "base"]) == 0
+    for path in (here / "jobs/vet").glob("*.yaml"):
+        stage = path.stem
+        job = load_job(path, ["reward=models:/any/1"] if stage == "ppo" else [], stage)
+        check_paths(job)
+        if stage in TAKES:
+            assert validate.run(job)["splits"]["train"]["kept"] >= 20

@@ -1,4 +1,4 @@
-"""Tests a sweep on Ray, from its command line to the registered version, while a worker and the driver are killed."""
+"""Tests a sweep on Ray, from its command line to the registered version. A slow test kills a worker and the driver."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from pipeline.__main__ import main
 from pipeline.commands import sweep as command
 from pipeline.errors import InputError
 from pipeline.job.identity import identity_of
-from pipeline.run.resume import essence
+from pipeline.run.resume import essence, owner_files
 from pipeline.settle.identity import tracking_of
 from pipeline.sweep import space
 
@@ -43,7 +43,7 @@ def left(folder):
 
 
 def test_of_two_trials_the_better_one_is_registered(embedded_ray, in_root, tmp_path, capsys):
-    """The first ended under a driver that was killed. A trial is three processes that import everything."""
+    """One trial has ended under an earlier driver. So the test runs one trial, whose three processes start slowly."""
     ended = {"metrics": {"eval_loss": 9.0}, "ended": {"step": 2, "of": 2, "early": None}}
     first = tmp_path / "two/learning_rate-1e-3/result.json"
     first.parent.mkdir(parents=True)
@@ -58,13 +58,13 @@ def test_of_two_trials_the_better_one_is_registered(embedded_ray, in_root, tmp_p
     assert summary["best"] == "learning_rate-4e-3" and summary["ended"]
     assert [row["state"] for row in summary["trials"]] == ["finished", "finished"]
     assert [r["step"] for r in summary["reports"]["learning_rate-4e-3"]] == [1, 2]
-    # The best trial's run registers the only version, through the job's gate.
+    # The run of the best trial registers the only version, which passes the gate of the job.
     (version,) = client(tmp_path).search_model_versions("name = 'rlhf-rm'")
     best = json.loads((tmp_path / "two/learning_rate-4e-3/result.json").read_text())
     assert version.run_id == best["mlflow_run_id"] and version.tags["gate"] == "passed"
     assert (best["version"], best["alias"]) == (str(version.version), "champion")
     assert client(tmp_path).get_model_version_by_alias("rlhf-rm", "champion").version == version.version
-    # MLflow has one parent run. The rows were tokenized once.
+    # MLflow has one parent run for the trials. The rows were tokenized once.
     known = runs(tmp_path)
     parents = {name: run.data.tags.get("mlflow.parentRunId") for name, run in known.items()}
     parent = known["two"].info.run_id
@@ -83,15 +83,15 @@ def test_of_two_trials_the_better_one_is_registered(embedded_ray, in_root, tmp_p
         len(re.findall(r"^ *trainer\.learning_rate +eval_loss +steps +seconds +ended$", printed, re.M)) == 1
     )
     assert not (tmp_path / "two/tune").exists()
-    # The same command shows the result again.
+    # The same command prints the result again.
     assert main(given) == 0
     assert "has ended" in capsys.readouterr().out
     assert len(client(tmp_path).search_model_versions("name = 'rlhf-rm'")) == 1
 
 
-def test_the_name_of_another_sweep_is_refused(in_root, tmp_path):
+def test_a_folder_with_another_sweep_is_an_error(in_root, tmp_path):
     def begun(*more):
-        return space.read(JOB, ["lora.r=4,8", f"run.storage_path={tmp_path}", "run.name=s", *more])
+        return space.read_sweep(JOB, ["lora.r=4,8", f"run.storage_path={tmp_path}", "run.name=s", *more])
 
     sweep = begun()
     content = {
@@ -103,28 +103,34 @@ def test_the_name_of_another_sweep_is_refused(in_root, tmp_path):
     content["trials"] = [{"trial": trial.name} for trial in sweep.trials]
     (tmp_path / "s").mkdir()
     (tmp_path / "s/sweep.json").write_text(json.dumps(content))
-    assert command.recorded(sweep)["ended"]
-    assert not command.recorded(begun("trainer.learning_rate=1e-3,2e-3"))["ended"]  # more trials
+
+    def recorded(sweep):
+        return command.recorded(sweep, owner_files(sweep.folder))
+
+    assert recorded(sweep)["ended"]
+    assert not recorded(begun("trainer.learning_rate=1e-3,2e-3"))["ended"]  # more trials
     for other in (["trainer.seed=9"], ["run.metric_for_best_model=eval_accuracy"]):
         with pytest.raises(InputError, match="a sweep of another job"):
-            command.recorded(begun(*other))
-        assert command.recorded(begun(*other, "run.overwrite=true")) == {}
+            recorded(begun(*other))
+        assert recorded(begun(*other, "run.overwrite=true")) == {}
 
 
 def test_trials_start_from_the_versions_behind_the_aliases(in_root):
     inputs = {"policy": "models:/rlhf-sft/3", "reward.0": "models:/rlhf-rm/2"}
-    sweep = space.read("jobs/demo/ppo.yaml", ["trainer.kl_coef=0.1,0.2", "judge=null"])
-    for trial in command._pinned(sweep, inputs).trials:
+    sweep = space.read_sweep("jobs/demo/ppo.yaml", ["trainer.kl_coef=0.1,0.2", "judge=null"])
+    for trial in command.with_versions(sweep, inputs).trials:
         assert (trial.job.policy, trial.job.reward) == ("models:/rlhf-sft/3", "models:/rlhf-rm/2")
-    varied = space.read("jobs/demo/ppo.yaml", ["policy=base,models:/rlhf-sft/1", "judge=null"])
-    policies = [trial.job.policy for trial in command._pinned(varied, inputs).trials]
+    varied = space.read_sweep("jobs/demo/ppo.yaml", ["policy=base,models:/rlhf-sft/1", "judge=null"])
+    policies = [trial.job.policy for trial in command.with_versions(varied, inputs).trials]
     assert policies == ["base", "models:/rlhf-sft/1"]
 
 
-def test_an_interrupted_sweep_leaves_no_run_that_seems_to_be_running(in_root, tmp_path):
-    sweep = command.at_home(space.read(JOB, ["lora.r=4,8", f"run.storage_path={tmp_path}", "run.name=s"]))
+def test_an_interrupted_sweep_ends_the_mlflow_runs_of_its_trials(in_root, tmp_path):
+    sweep = command.with_one_store(
+        space.read_sweep(JOB, ["lora.r=4,8", f"run.storage_path={tmp_path}", "run.name=s"])
+    )
     inner = registry.mlflow_run(tracking_of(sweep.trials[0].job), {})
-    with pytest.raises(KeyboardInterrupt), command._trials_closed(sweep):
+    with pytest.raises(KeyboardInterrupt), command.trials_ended(sweep):
         inner.__enter__()
         raise KeyboardInterrupt
     assert runs(tmp_path)["r-4"].info.status == "KILLED"
@@ -163,7 +169,7 @@ def test_six_trials_with_a_worker_and_the_driver_killed(tmp_path):
     assert all("is nan at step" in row["why"] for row in summary["trials"] if row["state"] == "failed")
     best = tmp_path / "six" / summary["best"]
     assert json.loads((best / "result.json").read_text())["version"] == "1"
-    for name in set(stamps) - {summary["best"]}:  # the best trial's file has its version
+    for name in set(stamps) - {summary["best"]}:  # the version was added to the file of the best trial
         assert (tmp_path / f"six/{name}/result.json").stat().st_mtime == stamps[name]
     known = runs(tmp_path)
     assert len(known) == 7  # no trial started twice

@@ -1,4 +1,4 @@
-"""Tests that `validate`, which checks rows, needs neither the GPUs of the run nor its initial models."""
+"""Tests that `validate` needs neither the GPUs of a run nor the models that the run starts from."""
 
 import pytest
 from running import ROOT
@@ -42,6 +42,6 @@ def test_rows_are_read_without_ray(tmp_path, in_root, monkeypatch):
     assert report["splits"]["train"]["kept"] == 500
 
 
-def test_a_job_without_rows(tmp_path, capsys):
+def test_a_job_that_reads_no_rows_is_an_error(tmp_path, capsys):
     with pytest.raises(InputError, match="`export` reads no rows"):
         plan_reading("export", tmp_path, capsys)

@@ -77,13 +77,21 @@ def policies(bare, tmp_path_factory):
     return made
 
 
+GOLD = ["reward=python:pipeline.demo:gold", "judge=null"]
+OTHER_INPUTS = {
+    "generate": ["reward=null"],
+    "ppo": GOLD,
+    "evaluate": [*GOLD, "baseline=null", "data.pairs=null"],
+}
+
+
 @pytest.mark.parametrize("applies", [True, False, None])
 @pytest.mark.parametrize("stage", ["generate", "ppo", "evaluate"])
-def test_later_stages_treat_text_like_the_training(applies, stage, policies, bare, tmp_path):
-    given = [f"model.name_or_path={bare}", f"policy={policies[applies]}", f"run.storage_path={tmp_path}"]
+def test_later_stages_treat_text_like_the_training(applies, stage, policies, bare):
+    given = [f"model.name_or_path={bare}", f"policy={policies[applies]}", *OTHER_INPUTS[stage]]
     for more, expected in (([], bool(applies)), (["model.chat_template=plain"], True)):
         job = load_job(ROOT / f"jobs/demo/{stage}.yaml", [*given, *more], stage)
-        tokenizer = settle(job, {"policy": policies[applies]}).tokenizer
+        tokenizer = settle(job).tokenizer
         assert text_as_chat(tokenizer, job.data.apply_chat_template) is expected
 
 
@@ -116,9 +124,9 @@ def test_later_stages_follow_the_lineage_on_text_rows(bare, policies, tmp_path):
         folder = str(tmp_path / rows)
         shutil.copytree(policies[None], folder)
         lineage.write(folder, facts | {"base": base_identity(bare)})
-        given = [f"model.name_or_path={bare}", f"policy={folder}", f"run.storage_path={tmp_path}"]
+        given = [f"model.name_or_path={bare}", f"policy={folder}", *GOLD]
         job = load_job(ROOT / "jobs/demo/ppo.yaml", given, "ppo")
-        assert text_as_chat(settle(job, {"policy": folder}).tokenizer, None) is chat
+        assert text_as_chat(settle(job).tokenizer, None) is chat
         policy = Input(folder, "adapter", folder, lineage.read(folder, folder))
         check_row_format(job.data, policy, "text")
         if rows == "text":
@@ -149,7 +157,7 @@ def test_a_template_in_the_home_folder_and_one_that_is_not_a_file(tmp_path, monk
     monkeypatch.setenv("HOME", str(tmp_path))
     shutil.copy(PLAIN, tmp_path / "mine.jinja")
     job = load_job(ROOT / "jobs/demo/sft.yaml", ["model.chat_template=~/mine.jinja"], "sft")
-    assert "Human" in settle(job, {}).tokenizer.chat_template
+    assert "Human" in settle(job).tokenizer.chat_template
     os.mkfifo(tmp_path / "pipe.jinja")
     with pytest.raises(InputError, match="there is no file"):
         load_tokenizer(BASE, chat_template=str(tmp_path / "pipe.jinja"))

@@ -48,10 +48,6 @@ DAMAGE = {
         r"policy/adapter_model\.safetensors has 3 bytes, expected 7",
     ),
     "a file gone": (lambda f: (f / "state.json").unlink(), r"state\.json is missing"),
-    "a seal of another form": (
-        lambda f: (f / "digests.json").write_text('{"files": {"state.json": []}}'),
-        r"digests\.json cannot be read",
-    ),
     "an empty seal": (
         lambda f: (f / "digests.json").write_text('{"files": {}}'),
         r"digests\.json lists no file",
@@ -60,7 +56,6 @@ DAMAGE = {
         lambda f: (f / "digests.json").write_text("[" * 100_000),
         r"digests\.json cannot be read \(ValueError: its values are nested too deep",
     ),
-    "half a seal": (lambda f: os.truncate(f / "digests.json", 20), r"digests\.json cannot be read"),
 }
 
 
@@ -69,7 +64,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_is_used(kind,
     spoil, says = DAMAGE[kind]
     for name in ("checkpoint_00000005", "checkpoint_00000010"):
         make(run, name)
-    assert checkpoints.damage(str(run / "checkpoint_00000010")) is None
+    assert checkpoints.find_damage(str(run / "checkpoint_00000010")) is None
     spoil(run / "checkpoint_00000010")
     assert checkpoints.newest(str(run)) == "checkpoint_00000005"
     out = capsys.readouterr().out
@@ -116,7 +111,7 @@ def test_order_is_by_step_then_attempt_and_the_final_one_is_last(run):
 
 @pytest.fixture(params=["folder", "bucket"])
 def anywhere(request, tmp_path):
-    """Returns a run's folder. fsspec's memory file system stands for a bucket, which has no rename and no lock."""
+    """Returns the folder of a run. fsspec's memory file system acts as a bucket, which has no rename and no lock."""
     if request.param == "folder":
         yield str(tmp_path / "one")
         return
@@ -147,7 +142,7 @@ def test_committed_checkpoints_are_intact_and_only_the_newest_are_kept(anywhere,
 
 
 def test_a_bucket_is_read_in_pieces_of_megabytes(run, monkeypatch):
-    """Each read is a request, so pieces must be large."""
+    """Each read from a bucket is a request."""
     from pyarrow import PythonFile, fs
 
     class Counting(io.BytesIO):
@@ -162,7 +157,7 @@ def test_a_bucket_is_read_in_pieces_of_megabytes(run, monkeypatch):
     path, reads = make(run, "checkpoint_00000005", content=bytes(16 << 20)), []
     bucket = fs.PyFileSystem(Bucket(fsspec.filesystem("file")))
     monkeypatch.setattr(storage, "filesystem", lambda path: (bucket, path))
-    assert checkpoints.damage(str(path)) is None
+    assert checkpoints.find_damage(str(path)) is None
     assert len(reads) < 16
 
 
@@ -173,7 +168,7 @@ class Killed(BaseException):
 def test_a_kill_between_any_two_steps_of_a_commit_leaves_an_intact_checkpoint(
     anywhere, tmp_path, monkeypatch
 ):
-    """The n-th change of the storage never happens. The next commit then keeps two intact checkpoints again."""
+    """The process dies before the n-th change of the storage. The next commit then leaves two intact checkpoints again."""
     for n in itertools.count(1):
         here = f"{anywhere}-{n}"
         for step in (5, 10):

@@ -12,11 +12,11 @@ from running import NO_EVAL, ROOT, stage
 from tests.run.test_resume import SETTINGS
 
 
-# For rm and ppo, the quick cases of test_resume.py compare runs that end in a worker with runs in this process.
+# The quick cases of test_resume.py compare rm and ppo in a worker with runs in this process.
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", SETTINGS)
 def test_no_worker_and_one_worker_give_the_same_bytes(verb, storage, embedded_ray):
-    """The stage runs twice in one process, to show that it leaves no random state, threads or precision behind."""
+    """The second run in the process shows that the first one has left no random state, threads or precision behind."""
     first, *others = (
         stage(verb, storage, f"same-{verb}-{name}", *SETTINGS[verb], f"scaling.num_workers={workers}")
         for name, workers in (("here", 0), ("again", 0), ("worker", 1))
@@ -25,7 +25,6 @@ def test_no_worker_and_one_worker_give_the_same_bytes(verb, storage, embedded_ra
         assert_equal(storage, first, other)
 
 
-# Commands take seconds even on a slow disk, because they check keys and paths before heavy imports.
 PROBE = """
 import json, sys
 from pipeline.__main__ import main
@@ -54,7 +53,7 @@ REFUSED = {
 
 
 def ran(may_import, *commands):
-    """Runs commands one after the other in a process of their own. Returns its exit status, the last one's, and its stderr."""
+    """Runs commands one after the other in another process. Returns the exit status of the last one, and stderr."""
     clean = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     done = subprocess.run(
         [sys.executable, "-c", PROBE, may_import, json.dumps(commands)],
@@ -81,7 +80,7 @@ def test_a_refusal_imports_nothing_heavy():
 )  # fmt: skip
 def test_a_command_imports_only_what_it_needs_and_does_not_start_ray(may_import, arguments, tmp_path):
     assert ran(may_import, [*arguments, f"run.storage_path={tmp_path}"])[0] == 0
-    if "mlflow" in may_import:  # transformers 4 also has the class
+    if "mlflow" in may_import:  # the tokenizer's class is one that transformers 4 has, too
         saved = [
             *tmp_path.glob("*/final/adapter/tok*_config.json"),
             *tmp_path.glob("artifacts/**/tok*_config.json"),

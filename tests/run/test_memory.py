@@ -1,4 +1,4 @@
-"""Tests out-of-memory errors: the message names phase and settings, and the run does not restart to fail again."""
+"""Tests that an out-of-memory error names the phase and settings to change, and that the run does not restart."""
 
 import json
 import re
@@ -6,6 +6,7 @@ import re
 import dying
 import pytest
 import torch
+from resumed import patched
 from running import ROOT
 from settled import work_of
 
@@ -19,7 +20,7 @@ FULL = "CUDA out of memory. Tried to allocate 2.00 GiB"
 
 
 def training_step():
-    """Has the name of a function on the stack of a transformers.Trainer."""
+    """Raises an error below the name of a function of transformers.Trainer."""
     raise torch.OutOfMemoryError(FULL)
 
 
@@ -61,14 +62,13 @@ def test_a_run_out_of_memory_ends_without_a_restart(
     if workers:
         request.getfixturevalue("embedded_ray")
     starts = tmp_path / "starts"
-    train = None if workers else dying.train_of("ppo")  # a worker imports its own
 
     def counted(worker):
         with starts.open("a") as file:
             file.write("started\n")
-        return (train or dying.train_of("ppo"))(worker)
+        return dying.train_of("ppo")(worker)
 
-    monkeypatch.setattr("pipeline.stages.ppo.train", counted)
+    patched(monkeypatch, "ppo", counted)
     given = [
         "data.eval=null", "judge=null", "policy=base", "reward=python:bad_rewards:fills_the_gpu", "gate={}",
         f"run.storage_path={storage}", f"run.name=full-{workers}", "run.max_failures=2", f"scaling.num_workers={workers}", "mlflow.registered_model=null",

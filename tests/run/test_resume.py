@@ -1,6 +1,6 @@
 """Tests that an interrupted run ends like an uninterrupted one: bit-identical adapter, same metrics and curve.
 
-`make chaos` does this to every stage with every fault at random moments. A few fixed moments are tested here.
+`make chaos` interrupts every stage with every fault at random moments. These tests use a few fixed moments.
 """
 
 import functools
@@ -16,7 +16,7 @@ from running import NO_EVAL, stage
 pytestmark = pytest.mark.usefixtures("embedded_ray")
 TRL = [
     "trainer.max_steps=7", "data.batch_size=8", "trainer.per_device_train_batch_size=4", "trainer.save_strategy=steps",
-    "trainer.save_steps=2", "trainer.logging_steps=3",  # no log line falls on a checkpoint
+    "trainer.save_steps=2", "trainer.logging_steps=3",  # so that no log line is at a checkpoint
     "mlflow.registered_model=null", *NO_EVAL,
 ]  # fmt: skip
 PPO = [
@@ -25,13 +25,12 @@ PPO = [
     "judge=null", "policy=base", "reward=python:bad_rewards:length", "mlflow.registered_model=null",
 ]  # fmt: skip
 SETTINGS = {"sft": TRL, "rm": TRL, "dpo": [*TRL, "policy=base"], "kto": [*TRL, "policy=base"], "ppo": PPO}
-# (stage, fault, workers before and after): a trainer of TRL in the process, and our PPO in a worker. test_best.py tests that ppo
-# continues in the process after an error.
+# (stage, fault, workers before and after). test_best.py interrupts ppo in the process of the command.
 QUICK = [("rm", "interrupted", 0, 0), ("ppo", "killed", 1, 1)]
 SLOW = [
     *(("rm", "interrupted", begins, 1 - begins) for begins in (0, 1)),
     *(("ppo", "interrupted", begins, 1 - begins) for begins in (0, 1)),
-    # If it resumes within an epoch at max_steps, transformers 5.23 would train one more step.
+    # After a resume at max_steps, transformers 5.23 would train one more step.
     *[(verb, "killed after the last step", 1, 1) for verb in ("sft", "rm", "dpo", "kto")],
 ]
 
@@ -63,7 +62,7 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Mounts a disk of 16 MB, if the system allows this user to mount."""
+    """Mounts a disk of 16 MB. Skips the test if this user may not mount."""
     folder = tmp_path / "disk"
     folder.mkdir()
     done = subprocess.run(
@@ -80,7 +79,7 @@ def small_disk(tmp_path):
 def test_a_storage_failure_during_a_run_keeps_the_last_good_checkpoint(
     trouble, storage, small_disk, monkeypatch, capfd
 ):
-    """The exit status is 1 with the system's own reason. After the repair, the same command completes the run."""
+    """The command ends with status 1 and the reason of the system. After the repair, the same command completes the run."""
     expected = stage("sft", storage, f"resume-{trouble[0]}", *TRL)
     elsewhere = [f"mlflow.tracking_uri=sqlite:///{storage}/mlflow.db", f"data.cache_dir={storage}/data"]
     name = f"hurt-{trouble[0]}"

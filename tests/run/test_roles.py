@@ -17,7 +17,7 @@ from pipeline.settle.work import Input
 
 @pytest.fixture
 def host(tmp_path, monkeypatch):
-    """Returns a fake worker with a policy and a reward adapter among the inputs of a ppo job."""
+    """Returns a fake worker of a ppo job whose inputs are a policy, a Python reward and a reward adapter."""
     monkeypatch.chdir(ROOT)
     named = {"policy": str(tmp_path / "policy"), "reward.1": str(tmp_path / "rm")}
     toy_models.make(named["policy"], seed=0, head=False)

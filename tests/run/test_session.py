@@ -1,4 +1,4 @@
-"""Tests that only the session that started an embedded Ray can reach it, and that it leaves nothing behind."""
+"""Tests that only its own session can use an embedded Ray, and that a session leaves nothing behind."""
 
 import contextlib
 import http.client
@@ -30,15 +30,15 @@ from pipeline.settle import placement
 from tests.test_security import SECRETS, leaks
 from tools.chaos.runs import until
 
-COMMAND = json.dumps({"entrypoint": "true"})  # Ray's agent runs this for anyone with the token
-# (method, path, body) of requests to a session's HTTP servers. All but metrics and health need the token.
+COMMAND = json.dumps({"entrypoint": "true"})  # Ray's agent runs this command for a client with the token
+# (method, path, body) of requests to the HTTP servers of a session, which need the token.
 REQUESTS = [
     ("POST", "/api/job_agent/jobs/", COMMAND),
     ("GET", "/api/job_agent/jobs/x/logs", None),
     ("POST", "/get_or_create_runtime_env", ""),
 ]
-OPEN = ("# HELP", "# TYPE")  # Prometheus metrics about Ray itself
-# A method of each gRPC service of Ray that would run code, read data or stop something.
+OPEN = ("# HELP", "# TYPE")  # start of Prometheus metrics, which need no token
+# A method of each gRPC service of Ray that runs code, reads data or stops something.
 CALLS = ["CoreWorkerService/PushTask", "InternalKVGcsService/InternalKVKeys", "NodeManagerService/RequestWorkerLease",
          "ReporterService/GetTraceback"]  # fmt: skip
 
@@ -62,7 +62,7 @@ def http_answers(address, port):
 def grpc_codes(address, port):
     """Returns {method: status code} of CALLS without a token."""
     codes = {}
-    # In a test process Ray's own channels carry the token, so this one is made by hand.
+    # Ray's own channels would send the token.
     with grpc.insecure_channel(f"{address}:{port}") as channel:
         for method in CALLS:
             call = channel.unary_unary(
@@ -77,7 +77,7 @@ def grpc_codes(address, port):
 
 
 def knock(address, port, ended):
-    """Returns what answers without a token, by HTTP or else gRPC. Tries again if a server has only started to listen.
+    """Returns the answers of a server to requests without a token, by HTTP or gRPC. Tries again if it is still starting.
 
     Args:
         ended: event that is set when the run has ended.
@@ -91,9 +91,9 @@ def knock(address, port, ended):
 
 
 def open_to_others(root):
-    """Returns the folders of sessions below `root` that another user can list, or create a file in.
+    """Returns all folders below `root`, and those that another user can list, or create a file in.
 
-    A user who could create files there could listen in place of Ray's unix sockets, and new workers would connect.
+    Such a user could listen in place of Ray's unix sockets, and new workers would connect.
     """
     folders, found = [Path(folder) for folder, *_ in os.walk(root)][1:], set()
     os.seteuid(65534)
@@ -130,16 +130,16 @@ WORKERS = {"sft": "ray::RayTrainWorker", "sweep": "ray::RayTrainWorker", "ppo": 
     scope="module", params=["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sweep", "ppo"))]
 )
 def run(request, tmp_path_factory):
-    """Runs a job with workers. Returns {(address, port): names} of its listening sockets, answers without token, and output."""
+    """Runs a job with workers. Returns its listening sockets, their answers to requests without a token, and its output."""
     folder = tmp_path_factory.mktemp("sockets")
     command = [
         sys.executable, "-m", "pipeline", *RUNS[request.param], f"run.storage_path={folder}", "run.name=one",
         "run.report=false", "gate={}",
     ]  # fmt: skip
-    # These settings of the user would open the session, but must not apply.
+    # The session must override these settings of the user.
     env = os.environ | SECRETS | {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
     env.pop("RAY_AUTH_TOKEN", None)
-    # This machine once started a cluster that is gone. Ray's own processes search for it there.
+    # Ray's processes read here the address of the cluster that this machine started last.
     root = Path(tempfile.mkdtemp(prefix="r"))  # unix sockets need short names
     root.chmod(0o755)  # as open as /tmp, where Ray's folders are by default
     (root / "ray").mkdir(mode=0o700)
@@ -155,13 +155,13 @@ def run(request, tmp_path_factory):
         try:
             while driver.poll() is None:
                 for place, name in sockets(psutil.Process(driver.pid)).items():
-                    if place not in listening and on_loopback(place[0]):  # tests connect to no other address
+                    if place not in listening and on_loopback(place[0]):
                         knocks[place] = hands.submit(knock, *place, ended)
                     names = listening.setdefault(place, set())
-                    names.add(name)  # a worker is called idle before it becomes a RayTrainWorker
+                    names.add(name)  # the name of a process changes when it becomes a RayTrainWorker
                 if os.getuid() == 0:
                     folders, opened = map(set.union, (folders, opened), open_to_others(root))
-                time.sleep(2)  # looking takes a good part of a core from the run
+                time.sleep(2)  # the search takes much of a core
         finally:
             driver.kill()
             ended.set()
@@ -181,7 +181,7 @@ def test_a_run_listens_on_loopback_only(run):
     assert all(name in names for name in ("raylet", "gcs_server", "ray::DashboardAgent", run.worker))
 
 
-def test_nothing_of_a_run_obeys_whoever_has_no_token(run):
+def test_no_server_of_a_run_accepts_a_request_without_the_token(run):
     obeyed, agent, codes = [], set(), []
     for place, (answers, spoken) in run.knocks.items():
         for path, status, body in answers:
@@ -191,10 +191,10 @@ def test_nothing_of_a_run_obeys_whoever_has_no_token(run):
                 agent.add(status)
         codes += spoken.items()
     assert not obeyed
-    assert 401 in agent, "the agent that runs jobs was not knocked at"
+    assert 401 in agent, "no request reached the agent that runs jobs"
     assert "OK" not in [code for _, code in codes]
     refused = {method for method, code in codes if code == "UNAUTHENTICATED"}
-    assert refused == set(CALLS), "each of these services was there, and asked for the token"
+    assert refused == set(CALLS), "each of these services must require the token"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
@@ -211,9 +211,9 @@ PHASES = [  # phases of a run in the order of its log
     "checking that the adapter reloads as it was saved", "registering rlhf-sft", *SAMPLES, r"  registered +rlhf-sft v1 @champion .*",
     r"  result +/.*/one/result\.json", r"  time +[\w ]+, [\d,]+ tokens",
 ]  # fmt: skip
-# only if they take more than a moment; eval metrics
+# Lines of waits, which appear only after a moment, and of eval metrics.
 WAITS = ["opening MLflow", "checking the model", r"  (held-out loss|(end )?token accuracy) +\S+ -> \S+"]
-SHOWN = [  # complete output if stdout is not a terminal
+SHOWN = [  # all lines of stdout if it is not a terminal
     r"== sft  run one  jobs/demo/sft.yaml", r"  data +500 training rows, 60 eval rows, 52 duplicates",
     r"  train +2/2  held-out loss .*", *SAMPLES, *[WAITS[-1]] * 3, *PHASES[-3:],
 ]  # fmt: skip
@@ -221,7 +221,7 @@ SHOWN = [  # complete output if stdout is not a terminal
 
 @pytest.mark.parametrize("run", ["sft"], indirect=True)
 def test_a_run_announces_each_phase_and_says_nothing_else(run):
-    """No library may print to stdout or stderr, because a meaningless warning would hide a real one."""
+    """No library may print anything, because its warnings would hide the warnings of the pipeline."""
     from pipeline.data.report import Report
 
     log, result = (run.folder / "log.txt").read_text(), json.loads((run.folder / "result.json").read_text())
@@ -230,22 +230,21 @@ def test_a_run_announces_each_phase_and_says_nothing_else(run):
     lines = [line for line in log.replace(report, "<report>").splitlines() if line]
     lines = [line for line in lines if not any(re.fullmatch(one, line) for one in WAITS)]
     assert len(lines) == len(PHASES) and all(map(re.fullmatch, PHASES, lines)), log
-    # its first line appears only if Ray starts slowly
-    shown = [
-        line for line in run.stdout.decode().splitlines() if line and not re.match(r"  train +0/2 ", line)
-    ]
+    printed = run.stdout.decode().splitlines()
+    # The line of step 0 appears only if Ray starts slowly.
+    shown = [line for line in printed if line and not re.match(r"  train +0/2 ", line)]
     assert len(shown) == len(SHOWN) and all(map(re.fullmatch, SHOWN, shown)), shown
 
 
 @pytest.mark.parametrize("run", ["sft"], indirect=True)
 def test_a_run_writes_no_secret_of_its_environment_anywhere(run):
-    """Checks log, checkpoints, MLflow's database and artifacts, result.json, and stdout."""
+    """The test searches log, checkpoints, MLflow's database and artifacts, result.json and stdout."""
     written = {path.name for path in run.folder.parent.rglob("*")}
     assert {"mlflow.db", "result.json", "job.json", "adapter_model.safetensors", "log.txt"} <= written
     assert leaks(run.folder.parent, run) == []
 
 
-# On toy rows, with the loss of each step: tests/data/test_feed.py
+# tests/data/test_feed.py compares the loss of each step on toy rows.
 @pytest.mark.parametrize("run", ["sft"], indirect=True)
 def test_two_workers_learn_what_this_process_learns(run, tmp_path):
     alone = stage("sft", tmp_path, "alone", *SFT)["metrics"]
@@ -267,7 +266,7 @@ with session.embedded(num_cpus=1, logging_level="warning"):
 
 @pytest.fixture
 def start():
-    """Starts a process with a separate embedded session. Ends it after the test."""
+    """Returns a function that starts a process with an embedded session. The processes end after the test."""
     started = []
     root = Path(tempfile.mkdtemp(prefix="r"))  # unix sockets need short names
 
@@ -289,10 +288,7 @@ def start():
 
 
 def test_a_killed_session_leaves_only_rays_agents_and_an_ended_one_no_process_and_no_file(start):
-    """The agents try to report the end for a minute. Raylet, store and workers end at once.
-
-    The next session deletes the files of killed sessions, except the newest.
-    """
+    """The agents try for a minute to report the end. Of the files of killed sessions, the next session keeps the newest."""
     driver = start()
     left = psutil.Process(driver.pid).children(recursive=True)
     driver.send_signal(signal.SIGKILL)
@@ -309,7 +305,7 @@ def test_a_killed_session_leaves_only_rays_agents_and_an_ended_one_no_process_an
     older.mkdir()
     driver = start()
     running = start.sessions()
-    assert len(running) == 2, "the newest that failed, whose logs may be wanted, and the one that runs"
+    assert len(running) == 2, "the newest killed session, whose logs may be needed, and the running one"
     assert newest in running
     left = psutil.Process(driver.pid).children(recursive=True)
     driver.communicate()
@@ -324,7 +320,7 @@ def program(text, **more):
 
 
 def test_a_call_of_ray_outside_a_session_starts_none(tmp_path):
-    """By default, ray.put() would start a Ray with an open dashboard, and write a token into the home folder."""
+    """By default, ray.put() would start a Ray with a dashboard, and write a token into the home folder."""
     script = "import pipeline, ray\ntry: ray.put(1)\nexcept Exception as error: print(type(error).__name__, ray.is_initialized())"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"HOME": str(tmp_path)}
     done = program(script, env=environment, check=True)

@@ -1,4 +1,4 @@
-"""Tests the summary printed after a run. It says how to use a version that has no alias."""
+"""Tests the summary after a run, which says how to use a version without an alias."""
 
 import pytest
 
@@ -19,7 +19,6 @@ def rates(low, high):
 @pytest.mark.parametrize(
     ("stage", "ended", "says", "never"),
     [
-        ("rm", FAILED, "mine-rm v3  (gate failed: eval_accuracy", "than before"),
         ("rm", FAILED, "@champion has not moved; name models:/mine-rm/3 to use this version", "than before"),
         ("rm", PASSED, "mine-rm v3", "has not moved"),
         ("ppo", rates(0.41, 0.63), "not better than before: win rate 0.52 (0.41 to 0.63); try a higher", "worse"),
@@ -30,16 +29,9 @@ def rates(low, high):
     ],
 )  # fmt: skip
 def test_warnings_of_a_summary(stage, ended, says, never, capsys):
-    result = {
-        "stage": stage,
-        "samples": [],
-        "metrics": {},
-        "adapter": "x",
-        "job": JOB,
-        "cost": COST,
-        "folder": "runs/x",
-    }
-    print_summary(result | {"seconds": 1, "registered_model": "mine-rm", "version": "3"} | ended)
+    result = {"stage": stage, "samples": [], "metrics": {}, "adapter": "x", "job": JOB, "cost": COST}
+    version = {"registered_model": "mine-rm", "version": "3"}
+    print_summary(result | {"folder": "runs/x", "seconds": 1, **version, **ended})
     printed = capsys.readouterr().out
     assert says in printed and never not in printed
 
@@ -53,11 +45,7 @@ def test_warnings_of_a_summary(stage, ended, says, never, capsys):
     ],
 )
 def test_the_gate_of_own_rows_requires_a_gain_and_completions_that_end(stage, metric, low, high, in_root):
-    gate, others = (
-        load_job(f"jobs/own/{stage}.yaml").gate,
-        {"eval_win_rate_low": 0.51, "eval_eos_rate": 1.0, "eval_loss": 1.0},
-    )
-    assert [registry.evaluate_gate(gate, {**others, metric: value})[0] for value in (low, high)] == [
-        False,
-        True,
-    ]
+    gate = load_job(f"jobs/own/{stage}.yaml").gate
+    others = {"eval_win_rate_low": 0.51, "eval_eos_rate": 1.0, "eval_loss": 1.0}
+    assert not registry.evaluate_gate(gate, {**others, metric: low})[0]
+    assert registry.evaluate_gate(gate, {**others, metric: high})[0]

@@ -1,4 +1,4 @@
-"""Tests a worker's process: the group that Ray forms, its priority, and notices that its node will be terminated."""
+"""Tests the process of a worker: its torch.distributed group, its priority, and notices that its node will be terminated."""
 
 import os
 
@@ -15,7 +15,7 @@ GROUPS = [((1, False), "NO False"), ((2, False), "MULTI_CPU True"), ((1, True), 
 
 
 def left(number, folder):
-    """Sets up a worker like Ray's TorchTrainer: a torch.distributed group, and the environment that accelerate reads."""
+    """Sets up a worker as Ray's TorchTrainer does: a torch.distributed group, and the environment that accelerate reads."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     dist.init_process_group("gloo", f"file://{folder}/group-{number}", rank=0, world_size=1)
     worker.leave_group_of_one(*GROUPS[number][0])
@@ -24,7 +24,7 @@ def left(number, folder):
 
 
 def test_a_single_worker_on_a_cpu_is_a_plain_process_to_accelerate(tmp_path):
-    """`NO` means that accelerate wraps no model in DDP. In the other two cases it would, and the group stays."""
+    """`NO` means that accelerate wraps no model in DDP. In the other two cases the group stays."""
     in_processes(left, tmp_path, processes=len(GROUPS))
     for number, (_, expected) in enumerate(GROUPS):
         assert (tmp_path / str(number)).read_text() == expected
@@ -42,7 +42,7 @@ def test_workers_of_an_embedded_ray_have_the_priority_of_ray(embedded_ray):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Returns the steps at which Ray was queried for notices. `answer` is the reply, `clock` the time in seconds."""
+    """Returns the steps of the queries for notices. `answer` is Ray's answer, and `clock` the time in seconds."""
     import ray.train.collective
 
     class Asked(list):
@@ -91,7 +91,7 @@ def test_a_notice_is_seen_within_the_interval_and_triggers_one_checkpoint(asked)
 
 @pytest.mark.parametrize("moment", ["before it is stored", "after it is stored"])
 def test_the_registered_adapter_is_the_one_that_was_checked(moment, tmp_path, monkeypatch, capsys):
-    """The adapter in memory counts. If the adapter's file is replaced after the check, the run ends."""
+    """If the file of the adapter is replaced after the check, the run ends with an error."""
     at, file = (worker, "require_reload") if moment.startswith("before") else (checkpoints, "store")
     done = getattr(at, file)
 

@@ -18,7 +18,7 @@ import transformers
 from pipeline.errors import Failure, InputError
 from pipeline.scoring.rewards import FunctionReward, ModelReward, Samples
 from pipeline.system import process
-from pipeline.system.functions import imported
+from pipeline.system.functions import import_function
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from pipeline.system.functions import imported
         ("x = 1\nraise RuntimeError('not today')\n", r"\(RuntimeError: not today, at .*/mine\.py:2\)"),
         ("def f(:\n", r"\(SyntaxError: invalid syntax \(mine\.py, line 1\)"),
         ("x = 1\n", r"module 'mine' has no attribute 'f'\);"),
-        ("f = {}\n", "is no function"),
+        ("f = {}\n", "is not a function"),
         (None, r"No module named 'mine'.*PYTHONPATH"),
     ],
 )
@@ -38,7 +38,7 @@ def test_a_function_that_does_not_import(text, says, tmp_path, monkeypatch):
     if text is not None:
         (tmp_path / "mine.py").write_text(text)
     with pytest.raises(InputError, match=rf"^python:mine:f: .*{says}"):
-        imported("python:mine:f")
+        import_function("python:mine:f")
 
 
 # ------------------------------------------------------------------------------------------- what they return

@@ -8,7 +8,7 @@ import pytest
 from toy_models import ROOT, tokenizer
 
 from pipeline.job import load_job
-from pipeline.run.host import load_host
+from pipeline.run.model_host import load_model_host
 from pipeline.serving.app import Server
 from pipeline.serving.protocol import ChatRequest, Refused
 
@@ -26,7 +26,7 @@ TURNS = [
 def read(*overrides):
     """Returns the function that reads the messages of a request, in a replica of the demo's base with these settings."""
     given = ["serve.policies={toy: base}", "serve.rewards={}", *overrides]
-    work = load_host(load_job(ROOT / "jobs/demo/serve.yaml", given, "serve")).work
+    work = load_model_host(load_job(ROOT / "jobs/demo/serve.yaml", given, "serve")).work
 
     async def started():
         server = Server(work, [], SimpleNamespace())

@@ -12,7 +12,7 @@ from toy_models import ROOT, tokenizer
 
 from pipeline import registry
 from pipeline.job import load_job
-from pipeline.run.host import load_host
+from pipeline.run.model_host import load_model_host
 from pipeline.serving.batching import ServedRow
 from pipeline.serving.models import Models, start
 from pipeline.system.hub import TENSORS
@@ -24,7 +24,7 @@ FIRST = "models:/toy-policy/1"
 @pytest.fixture(scope="module")
 def server(storage, models, tmp_path_factory):
     given = [POLICIES, REWARDS, f"run.storage_path={storage}"]
-    host = load_host(load_job(ROOT / "jobs/demo/serve.yaml", given, "serve"))
+    host = load_model_host(load_job(ROOT / "jobs/demo/serve.yaml", given, "serve"))
     shared, batcher = start(host)
     yield Models(host, shared, batcher)
     batcher.close()

@@ -8,7 +8,7 @@ from running import ROOT
 
 from pipeline.data.values import RowError
 from pipeline.job import load_job
-from pipeline.run.host import load_host
+from pipeline.run.model_host import load_model_host
 from pipeline.serving.models import Served
 from pipeline.serving.scores import Scores
 
@@ -19,7 +19,7 @@ REWARD = SimpleNamespace(checked=lambda samples: [1.0] * len(samples.prompts))
 @pytest.fixture(scope="module")
 def scores():
     given = ["serve.policies={p: base}", "serve.rewards={}"]
-    host = load_host(load_job(ROOT / "jobs/demo/serve.yaml", given, "serve"))
+    host = load_model_host(load_job(ROOT / "jobs/demo/serve.yaml", given, "serve"))
     return Scores(host, SimpleNamespace())
 
 

@@ -1,4 +1,4 @@
-"""Tests Hub adapters and reward models: pinned to a commit, downloaded once, with the same results as their folders."""
+"""Tests that adapters and reward models on the Hub are pinned to a commit, downloaded once, and work like folders."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from pipeline.commands.export import expectations
 from pipeline.errors import InputError
 from pipeline.job import load_job
 from pipeline.registry import lineage
-from pipeline.run.host import load_host
+from pipeline.run.model_host import load_model_host
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def job(storage, *settings, verb="export"):
 
 
 def host(storage, *settings):
-    return load_host(job(storage, *settings))
+    return load_model_host(job(storage, *settings))
 
 
 @pytest.mark.parametrize(("name", "kind"), [("policy", "toy-policy"), ("reward.0", "toy-rm")])
@@ -86,7 +86,7 @@ def test_a_reward_model_of_its_own_is_pinned_too(hub, storage, tmp_path, in_root
     from pipeline.run import roles
 
     job_ = job(storage, "reward=org/scorer", verb="score")
-    host_ = load_host(job_)
+    host_ = load_model_host(job_)
     assert host_.work.versions == {"reward.0": f"hf://org/scorer@{commit}"}
     hub.put("org/scorer", {"config.json": b"moved on"})  # the run keeps its commit
     reward = roles.add_rewards(host_, roles.shared_base(host_))[0]
@@ -158,7 +158,7 @@ def test_a_base_on_the_hub_is_pinned_for_all_workers(hub, storage, in_root, mode
 
 @pytest.mark.slow
 def test_workers_of_ray_fetch_them_too(models, tmp_path):
-    """Runs the command line in a separate process, which reads HF_ENDPOINT like its workers."""
+    """The command is a separate process, because it and its workers read HF_ENDPOINT at their start."""
     with serve() as hub:
         hub.put("org/scorer", of_folder(Path(models["toy-rm"])), private=True)
         hub.put("org/writer", of_folder(Path(models["toy-policy"])), private=True)

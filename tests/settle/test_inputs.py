@@ -1,4 +1,4 @@
-"""Tests the external inputs of a job: reward models, initial adapters, requirements of vLLM, and kto's labels."""
+"""Tests the checks of the inputs of a job: reward models, adapters, vLLM's packages, and kto's labels."""
 
 import json
 import re
@@ -81,13 +81,13 @@ def test_settings_of_an_adapter_that_is_not_made(policy, overrides, warned, tmp_
         policy = str(tmp_path / "adapter")
         toy_models.make(policy, seed=0, head=False)
     job = load_job("jobs/demo/dpo.yaml", [f"policy={policy}", *overrides], "dpo")
-    settle(job, {} if policy == "base" else {"policy": policy})
+    settle(job)
     out = capsys.readouterr().out
     assert ("warning: lora.r, lora.lora_alpha changes nothing" in out) == warned
 
 
 def test_an_adapter_of_peft_names_the_folder_of_its_base(tmp_path, in_root):
-    """A merged model has its base's shapes, but other weights. Its adapters would make another policy on the base."""
+    """A merged model has the shapes of its base, but other weights, so its adapters do not fit the base."""
     toy_models.make(policy := str(tmp_path / "adapter"), seed=0, head=False)
     other = shutil.copytree(toy_models.BASE, tmp_path / "other")
     tensors = load_file(other / "model.safetensors")
@@ -103,7 +103,7 @@ def test_an_adapter_of_peft_names_the_folder_of_its_base(tmp_path, in_root):
     ):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base}))
         with pytest.raises(InputError, match=says) if says else nullcontext():
-            settle(job, {"policy": policy})
+            settle(job)
 
 
 ON_EMBEDDINGS, RANKS = {"r": 2, "target_modules": ["embed_tokens"]}, {"r": 2, "rank_pattern": {"q_proj": 1}}
@@ -134,7 +134,7 @@ def test_an_adapter_that_the_stage_would_lose_or_cannot_run_is_refused(
     lineage.write(str(tmp_path), lineage.describe("ppo", base, toy_models.tokenizer(), {}, {}))
     job = load_job(f"jobs/demo/{stage}.yaml", [f"policy={tmp_path}", *more], stage)
     with pytest.raises(InputError, match=says) if says else nullcontext():
-        settle(job, {"policy": str(tmp_path)})
+        settle(job)
 
 
 def test_a_quantized_base_is_not_sharded(tmp_path, in_root):
@@ -142,10 +142,10 @@ def test_a_quantized_base_is_not_sharded(tmp_path, in_root):
     change(base, "config.json", quantization_config={"quant_method": "fp8"})
     job = load_job("jobs/demo/sft.yaml", [f"model.name_or_path={base}", "model.fsdp=true"], "sft")
     with pytest.raises(InputError, match=r"model\.fsdp: .* has quantized weights.*set model\.fsdp=false"):
-        settle(job, {})
+        settle(job)
 
 
-def test_what_a_run_was_begun_with_is_not_asked_for_again(migrated, tmp_path, in_root):
+def test_a_version_that_a_run_began_with_is_not_resolved_again(migrated, tmp_path, in_root):
     shutil.copy(migrated, tmp_path / "mlflow.db")
     given = ["policy=models:/nothing@gone", f"run.storage_path={tmp_path}"]
     job = load_job("jobs/demo/dpo.yaml", given, "dpo")
@@ -155,7 +155,7 @@ def test_what_a_run_was_begun_with_is_not_asked_for_again(migrated, tmp_path, in
 
 
 def test_of_several_policies_the_first_that_exists_counts(models, storage, capsys, in_root):
-    """After a failed gate, ppo has no champion. A server skips a missing policy."""
+    """After a failed gate, ppo has no champion. A server leaves out a missing policy."""
     home = f"run.storage_path={storage}"
     exist = "models:/toy-policy/1"
     names = f"[models:/vet-ppo@champion, models:/vet-dpo@champion, {exist}, models:/toy-policy@champion]"
@@ -180,7 +180,7 @@ def test_of_several_policies_the_first_that_exists_counts(models, storage, capsy
 
 
 def test_vllm_without_its_plugin_is_refused_for_nf4(tmp_path, monkeypatch, in_root):
-    """Since vLLM 0.28, `bitsandbytes` is a plugin. Without it, the engine would fail after minutes of loading."""
+    """Without the plugin, vLLM 0.28 would fail after minutes of loading."""
     job = load_job("jobs/demo/ppo.yaml", ["rollout.engine=vllm", "model.load_in_4bit=true"], "ppo")
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").touch()
@@ -206,7 +206,6 @@ def test_vllm_without_its_plugin_is_refused_for_nf4(tmp_path, monkeypatch, in_ro
 def test_unbalanced_labels_are_named_with_the_weights_that_balance_them(
     weights, desirable, undesirable, warned, capsys
 ):
-    """The weights follow the paper on KTO."""
     check_labels(weights, desirable, undesirable)
     said = capsys.readouterr().out
     assert f"labels: {desirable:,} desirable, {undesirable:,} undesirable rows" in said

@@ -1,4 +1,4 @@
-"""Compares benchmarks, probes and policy metrics with independent code, with cases computed by hand, and with planted rules."""
+"""Tests benchmarks, probes and metrics of policies against independent code, cases by hand, and rewards with planted faults."""
 
 import itertools
 import json
@@ -14,7 +14,6 @@ from toy_data import evaluator
 
 from pipeline import penalties
 from pipeline.data.shapes import kind_of, parse
-from pipeline.data.values import RowError
 from pipeline.stages import benchmarks, policies, probes
 from pipeline.stages.benchmarks import Scored
 from pipeline.statistics import temperature, wilson
@@ -36,7 +35,7 @@ def test_best_of_by_hand():
 
 @pytest.mark.parametrize(("wrong", "expected"), [(1, 1.01), (3, -0.01), (2, 0.0)])
 def test_equal_correct_scores_have_a_spread_of_zero(wrong, expected):
-    """G / 0 is plus or minus infinity, whose tanh is plus or minus 1. 0 / 0 counts as 0."""
+    """G / 0 is infinite, so its tanh is 1 or -1. 0 / 0 counts as 0."""
     rows = [scored([9, 1], id="ref:0"), scored([2, 2, wrong], correct=2, id="tied:0")]
     right = 0.3 if wrong > 1 else 0.0  # from the reference row alone
     assert benchmarks.ties_score(rows) == pytest.approx(expected + right)
@@ -104,17 +103,12 @@ def test_a_row_becomes_its_completions_the_correct_ones_first(name):
     assert "chosen" not in row and row["correct"] == len(FORMATS[name]["chosen"])
 
 
-def test_a_count_of_correct_completions_that_is_wrong_is_refused():
-    with pytest.raises(RowError, match=r"num_correct.*2 and 1 completions in chosen"):
-        parse(FORMATS["reward_bench_2"] | {"num_correct": 2}, kind_of("benchmarks"))
-
-
-def test_ties_without_their_partner_are_said(capsys):
+def test_ties_without_their_partner_are_reported(capsys):
     benchmarks.ties_score([scored([5, 1], id="ref:0"), scored([4, 5, 1], correct=2, id="tied:7")])
     assert "Ties: 2 rows without their ref: or tied: row, the first is 0" in capsys.readouterr().out
 
 
-def test_a_row_with_a_lost_completion_is_left_out():
+def test_a_row_that_lost_a_completion_is_left_out():
     rows = [({"pair": k, "completions": 3}, float(k)) for k in (0, 1, 2, 0, 2, 0, 1, 2)]
     assert [group.scores for group in benchmarks._grouped(rows)] == [[0, 1, 2], [0, 1, 2]]
 
@@ -128,7 +122,7 @@ def _words(text):
     return {word for word in re.findall(r"[a-z]{3,}", text.lower())} - STOP
 
 
-# Rewards for a prompt and a completion with a planted fault, and the probe that must find it.
+# {planted fault: (reward of a prompt and a completion, probe that must find the fault)}
 PLANTED = {
     "longer is better": (lambda prompt, text: len(text.split()), "repetition"),
     "markdown is better": (lambda prompt, text: text.count("**") + _sound(prompt, text), "markdown"),
@@ -138,13 +132,13 @@ PLANTED = {
 
 
 def _sound(prompt, text):
-    """Counts the prompt's words in a completion. Harmless edits do not change the count; every other edit lowers it."""
+    """Counts the prompt's words in a completion. Harmless edits keep the count, and all other edits lower it."""
     return float(len(_words(prompt) & _words(text)))
 
 
 @pytest.fixture(scope="module")
 def real_pairs():
-    """Returns paragraphs of Python's manual. The prompt asks for the chosen one's words; the rejected one is another."""
+    """Returns (prompt, chosen, rejected) from Python's manual. The prompt is the words of the chosen paragraph."""
     found = (" ".join(one.split()) for name in sorted(topics) for one in topics[name].split("\n\n"))
     sentences = re.compile(r"[A-Z][^|#`*<>=\[\]]{150,400}\.")
     paragraphs = [one for one in found if sentences.fullmatch(one) and one.count(". ") >= 1]
@@ -153,7 +147,7 @@ def real_pairs():
 
 
 class Words:
-    """A lossless tokenizer: one id per character, and 0 ends a text."""
+    """A tokenizer with one id per character. 0 ends a text."""
 
     def __call__(self, text, add_special_tokens=True):
         return SimpleNamespace(input_ids=[ord(c) for c in text])
@@ -184,11 +178,11 @@ def test_a_planted_rule_is_named_by_its_probe(fault, real_pairs, tmp_path):
     assert verdicts[probe] != "ok" and metrics["eval_rm_probes_failed"] >= 1
 
 
-def test_a_reward_by_the_place_in_the_file_is_named(real_pairs, tmp_path):
+def test_a_reward_by_the_position_in_the_file_is_named(real_pairs, tmp_path):
     assert probed(real_pairs, lambda prompts, texts: list(range(len(texts))), tmp_path)[1]["order"] != "ok"
 
 
-def test_a_sound_rule_is_named_by_no_probe(real_pairs, tmp_path):
+def test_a_sound_rule_passes_all_probes(real_pairs, tmp_path):
     metrics, verdicts = probed(real_pairs, lambda prompts, texts: list(map(_sound, prompts, texts)), tmp_path)
     assert set(verdicts.values()) == {"ok"} and metrics["eval_rm_probes_failed"] == 0
     assert metrics["eval_rm_probe/cut_in_half"] < -0.2
@@ -211,7 +205,7 @@ def test_best_of_n_is_the_mean_over_all_subsets():
 
 
 def test_the_length_controlled_win_rate_minimizes_the_loss():
-    """The policy wins because it is longer; at equal length it would lose. scipy minimizes the same loss independently."""
+    """The policy wins because it is longer. At equal length it would lose. scipy minimizes the same loss independently."""
     from scipy.optimize import minimize
 
     random = np.random.default_rng(4)
@@ -232,7 +226,7 @@ def test_the_length_controlled_win_rate_minimizes_the_loss():
 
 
 def test_the_temperature_undoes_a_factor():
-    """Margins of a calibrated model, multiplied by 4."""
+    """The margins are those of a calibrated model, multiplied by 4."""
     random = np.random.default_rng(5)
     margins = random.normal(0, 2, 20_000)
     right = random.random(20_000) < 1 / (1 + np.exp(-np.abs(margins)))

@@ -13,7 +13,7 @@ from pipeline.models.tokenizer import eos_ids, load_tokenizer
 
 
 def test_eos_accuracy_is_the_share_of_end_tokens_that_are_predicted(tmp_path, monkeypatch):
-    """Compares with a loop over the rows, whose last batch is smaller. sft first checks that rows contain end tokens."""
+    """A loop over the rows computes the same share. The last batch is smaller."""
     checked = []
     monkeypatch.setattr(base, "check_ends", lambda model, tokenizer, ends: checked.append(ends))
     lines = (ROOT / "jobs/demo/data/demonstrations_eval.jsonl").read_text().splitlines()[:21]
@@ -41,7 +41,7 @@ def test_eos_accuracy_is_the_share_of_end_tokens_that_are_predicted(tmp_path, mo
 
 
 def test_sft_shows_greedy_completions_of_the_base_and_of_its_adapter(tmp_path):
-    """Against transformers and peft, one prompt at a time. A prompt that two rows have is shown once."""
+    """transformers and peft write the same completions. A prompt of two rows is shown once."""
     lines = (ROOT / "jobs/demo/data/demonstrations_eval.jsonl").read_text().splitlines()
     (tmp_path / "eval.jsonl").write_text("\n".join(lines[:2] * 2 + lines[2:12]))
     rows = [json.loads(line)["messages"] for line in lines]
@@ -89,8 +89,6 @@ def test_a_policy_whose_completions_do_not_end_is_named(verb, tmp_path, capfd, m
     }  # fmt: skip
     stage(verb, tmp_path, f"endless-{verb}", *sampled, *settings[verb])
     out = capfd.readouterr().out
-    assert (
-        out.count("completions ended by themselves, the others were truncated at trainer.response_length")
-        == 1
-    )
+    warning = "completions ended by themselves, the others were truncated at trainer.response_length"
+    assert out.count(warning) == 1
     assert verb != "ppo" or "truncated 1" in out

@@ -1,4 +1,4 @@
-"""Compares `evaluate` with a bootstrap, TRL's evaluation and counts by hand. Also tests reward models alone, and the gate."""
+"""Tests `evaluate` against a bootstrap, TRL's evaluation and counts by hand, and tests its gate."""
 
 import itertools
 import json
@@ -71,18 +71,15 @@ def test_calibration_counts():
     assert statistics.calibration([1e9, -1e9])[0] == pytest.approx(0.5)
 
 
-def test_a_prompt_that_repeats_is_shown_once():
-    records = [{"prompt": prompt, "completion": "c", "tokens": [1]} for prompt in "aab"]
-    assert list(evaluation.Completions(records).samples) == ["a", "b"]
-
-
 def test_diversity_and_repetition():
     texts = [("a", [1, 2, 1]), ("b", [1, 2, 3]), ("a", [1])]
     records = [
         {"prompt": "p", "completion": text, "tokens": ids, "reference_nll": 0.5, "reference_tokens": 2}
         for text, ids in texts
     ]
-    found = evaluation.Completions(records).metrics()
+    completions = evaluation.Completions(records)
+    assert list(completions.samples) == ["p"], "a prompt that repeats is shown once"
+    found = completions.metrics()
     assert found == {
         "unique_fraction": 2 / 3,
         "distinct_1": 3 / 7,
@@ -112,7 +109,7 @@ def test_log_probs_are_those_of_the_sampler_and_greedy_ones_the_models_own(tempe
 
 
 def test_a_reference_completion_follows_the_prompt_as_the_policy_gets_it():
-    """The prompt includes the row's tools and the variables of the chat template."""
+    """The prompt includes the tools of the row and the variables of the chat template."""
     data = SimpleNamespace(apply_chat_template=True, parse_special_tokens=False)
     for template, more in (
         (CALLING, {"tools": [WEATHER]}),
@@ -238,15 +235,6 @@ def test_it_leaves_tables_and_metrics(alone, storage, models):
         assert logged[name] == pytest.approx(metrics[name])
 
 
-@pytest.mark.slow
-def test_two_workers_find_the_same(alone, storage, some_settings, embedded_ray):
-    two = stage("evaluate", storage, "alone-two", *some_settings, "scaling.num_workers=2")["metrics"]
-    names = {key for key in alone["metrics"] if key.startswith("eval_")}
-    assert len(names) > 9
-    for key in names:
-        assert two[key] == pytest.approx(alone["metrics"][key], abs=1e-5)
-
-
 def test_its_benchmark_and_its_probes(alone, storage):
     found = json.loads((storage / "alone" / "evaluation.json").read_text())
     table = found["benchmarks"]["best_of_k"]
@@ -269,17 +257,6 @@ def test_a_gate_that_holds_moves_the_alias(alone, storage):
     assert tags["evaluate.gate"] == "passed"
 
 
-def test_a_finished_evaluation_moves_nothing_again(alone, storage, some_settings):
-    """Meanwhile the alias was removed. The same command only reads the result."""
-    registry = client(storage)
-    registry.delete_registered_model_alias("toy-rm", "judged")
-    try:
-        assert stage("evaluate", storage, "alone", *some_settings, *GATE) == alone
-        assert "judged" not in registry.get_registered_model("toy-rm").aliases
-    finally:
-        registry.set_registered_model_alias("toy-rm", "judged", "1")
-
-
 def test_a_gate_that_does_not_hold_leaves_it(policy, storage):
     result = policy[0]
     assert (result["registered_model"], result["alias"]) == ("toy-policy", None)
@@ -292,9 +269,9 @@ def test_a_gate_that_does_not_hold_leaves_it(policy, storage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_killed_three_times_it_ends_with_the_same_metrics(workers, models, storage, some_settings, in_root):
-    """SIGKILL ends the command after a given number of parts of pairs, probes, benchmarks and completions."""
+    """The command is killed after some parts of pairs, probes, benchmarks and completions."""
     prompts = storage / "few_prompts.jsonl"
     rows = (ROOT / "jobs/demo/data/prompts_eval.jsonl").read_text().splitlines(keepends=True)
     prompts.write_text("".join(rows[:16]))
@@ -344,7 +321,7 @@ def test_a_policy_is_judged_by_a_second_reward_model(policy):
 
 
 def test_more_completions_to_choose_from_raise_the_reward(policy, storage):
-    """The reward's own curve rises by construction, because the best of n cannot get worse as n grows."""
+    """The reward of the best of n by the same reward cannot fall as n grows."""
     curve = json.loads((storage / "policy" / "evaluation.json").read_text())["best_of_n"]
     assert [point["n"] for point in curve] == [1, 2, 4]
     assert curve[0]["proxy"] < curve[1]["proxy"] < curve[2]["proxy"]
@@ -372,16 +349,12 @@ def test_perplexity_is_that_of_plain_transformers(policy, models):
     ("overrides", "says"),
     [
         (["policy=null"], r"policy: missing; `evaluate` needs it to answer data\.eval.*set data\.eval=null"),
-        (["policy=null", "data.eval=null", "baseline=base"], r"baseline: needs data\.eval; set that too"),
         (["data.eval=null"], r"data\.eval: missing; `evaluate` needs prompts"),
         (["data.subset=kind", "data.pairs=null"], r"data\.subset: needs data\.pairs; set that too"),
         (["reward=python:pipeline.demo:gold"], r"reward: .*asks for `answer`, which the rows of data\.pairs do not have"),
         (["judge=models:/toy-policy/1"], r"judge: models:/toy-policy/1 is an adapter without a scalar head"),
-        (["trainer.probes=true", "data.pairs=null"], r"trainer\.probes: needs data\.pairs; set that too"),
-        (["trainer.best_of_n=4", "reward=null", "data.pairs=null"], r"trainer\.best_of_n: needs reward; set that too"),
         (["data.benchmarks={single}"], r"data\.benchmarks: .*single\.jsonl: row 1 matches no format of `benchmarks`"),
         (["policy=base", "gate.eval_reward=>= 0"], r"gate: found one, but 'base' is no registered version"),
-        (["data.pairs={single}"], r"data\.pairs: .*single\.jsonl: row 1 matches no format of `pairs`"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_answered(overrides, says, models, storage, tmp_path, capsys, in_root):
@@ -412,7 +385,7 @@ def test_a_part_that_is_there_is_not_made_again(tmp_path):
 
 
 def test_a_completion_that_was_truncated_has_not_ended(tmp_path):
-    """`score` works the same way: a reward model with its own tokenizer adds an end token to completions that ended."""
+    """A reward model with its own tokenizer adds an end token only to completions that ended."""
     end, seen, seeds = 9, [], []
 
     class Reward:

@@ -1,4 +1,4 @@
-"""Tests model.fsdp: each stage on two shards ends as with unsharded bases, and resumes on one worker."""
+"""Tests that with model.fsdp each stage ends on two shards as with full bases, and resumes with another number of workers."""
 
 import pytest
 from dying import killed
@@ -9,17 +9,14 @@ from tools.chaos.runs import comparable
 
 TWO = ["scaling.num_workers=2", "scaling.resources_per_worker={CPU: 0.5}"]
 TRL = [
-    "trainer.max_steps=4",
-    "data.batch_size=16",
-    "trainer.per_device_train_batch_size=4",
-    "trainer.logging_steps=1",
-]
+    "trainer.max_steps=4", "data.batch_size=16", "trainer.per_device_train_batch_size=4", "trainer.logging_steps=1",
+]  # fmt: skip
 PPO = [
     "trainer.total_episodes=32", "trainer.batch_size=16", "trainer.response_length=12", "trainer.max_tokens_per_micro_batch=200",
     "judge=null",
 ]  # fmt: skip
 SFT, RM = "policy=models:/rlhf-sft/1", "reward=models:/rlhf-rm/1"
-# The order matters: a stage's adapter is the input of the next.
+# The order matters, because the adapter of a stage is an input of later stages.
 OF_STAGE = {
     "sft": [*TRL, "trainer.packing=true", "data.max_length=64"],
     "rm": [*TRL, "trainer.gradient_checkpointing=true"],
@@ -27,13 +24,9 @@ OF_STAGE = {
     "kto": [*TRL, SFT, "mlflow.registered_model=null"],
     "ppo": [*PPO, SFT, RM, "trainer.critic=adapter", "trainer.gradient_checkpointing=true"],
     "evaluate": [
-        "policy=models:/rlhf-ppo/1",
-        "baseline=models:/rlhf-sft/1",
-        RM,
-        "judge=null",
-        "trainer.response_length=12",
+        "policy=models:/rlhf-ppo/1", "baseline=models:/rlhf-sft/1", RM, "judge=null", "trainer.response_length=12",
     ],
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +47,9 @@ def test_shards_end_like_unsharded_bases(verb, folder):
 @pytest.mark.slow
 def test_a_run_resumes_with_another_number_of_workers(folder, monkeypatch):
     settings = [
-        *OF_STAGE["sft"],
-        "trainer.max_steps=6",
-        "trainer.save_strategy=steps",
-        "trainer.save_steps=2",
-    ]
-    settings += ["mlflow.registered_model=null", "model.fsdp=true"]
+        *OF_STAGE["sft"], "trainer.max_steps=6", "trainer.save_strategy=steps", "trainer.save_steps=2",
+        "mlflow.registered_model=null", "model.fsdp=true",
+    ]  # fmt: skip
     expected = stage("sft", folder, "calm", *TWO, *settings, "model.fsdp=false")
     for step, workers in ((3, TWO), (5, ["scaling.num_workers=1"])):
         with monkeypatch.context() as patch:

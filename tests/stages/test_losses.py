@@ -1,7 +1,4 @@
-"""Tests each DPO loss of TRL: it trains, resumes bit-identically, passes the first-rows checks, and is explained in the job.
-
-For each KTO loss, with a KL term or without, rows come in random order.
-"""
+"""Tests that each loss of dpo trains, resumes bit-identically and passes the first-rows checks, and the order of kto's rows."""
 
 import random
 import re
@@ -19,8 +16,8 @@ from pipeline.stages import trl_checks, trl_trainer
 from pipeline.stages.kto import sampling
 
 LOSSES = schema.keys(STAGE["dpo"].trainer)["loss_type"]["items"]["enum"]
-# CI's quick tests train with these losses: a logistic one, one with label smoothing, one with a running mean, one over a full
-# batch, and a mixture. The others are slow.
+# Quick tests train with these losses: a logistic one, one with label smoothing, one with a running mean, one over a full batch,
+# and a mixture.
 QUICK = "sigmoid robust bco_pair aot discopop".split()
 NEEDS = {"robust": {"label_smoothing": 0.1}, "exo_pair": {"label_smoothing": 0.001}}
 

@@ -1,4 +1,4 @@
-"""Tests that all stages run on tiny random models of other families than Llama, and on an NF4 base.
+"""Tests that all stages train tiny random models of other families than Llama, and adapters on an NF4 base.
 
 The stages' own `train` functions run in this process, without Ray and MLflow.
 """
@@ -52,7 +52,7 @@ def train(request, tmp_path_factory):
     AutoModelForCausalLM.from_config(config).save_pretrained(family)
     tokenizer.save_pretrained(family)
     model = [f"model.name_or_path={family}", "data.max_length=100", "lora.r=4", "model.dtype=float32"]
-    # The base is in 4 bits or bfloat16, the adapters are in float32.
+    # The base is in 4 bits or in bfloat16. The adapters are in float32.
     model += {"nf4": ["model.load_in_4bit=true"], "bf16": ["trainer.bf16=true"]}.get(request.param[6:], [])
 
     def run(stage, *settings, **inputs):
@@ -97,9 +97,9 @@ def test_every_stage_trains_an_adapter_that_reloads(train):
     assert end.keys() == start.keys() and any(not end[key].equal(start[key]) for key in start)
 
 
-@pytest.mark.parametrize("stage", ["sft", "rm", "ppo"])
+@pytest.mark.parametrize("stage", ["rm", "ppo"])
 def test_an_adapter_that_reloads_differently_is_refused(stage, tmp_path, monkeypatch):
-    """Writes other numbers than the trained adapter has, like a lost head or a renamed key."""
+    """Changes a number in the saved file, like a lost head or a renamed key."""
     from pipeline.run.worker import lineage
 
     def spoil(folder, facts):

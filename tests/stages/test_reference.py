@@ -1,4 +1,4 @@
-"""Tests dpo's `reference`: the policy itself by default, or another adapter, or the bare base."""
+"""Tests the reference of dpo: by default the policy itself, or another adapter, or the bare base."""
 
 import contextlib
 import json
@@ -38,7 +38,7 @@ def test_dpo_regularizes_towards_the_reference_of_the_job(storage):
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory):
-    """Makes adapters for the policy and a different reference, both trained with dropout."""
+    """Makes an adapter for the policy and another one for the reference, both with dropout."""
     folders = {}
     for seed, name in enumerate(("policy", "reference")):
         folder = folders[name] = str(tmp_path_factory.mktemp(name))
@@ -59,7 +59,7 @@ def before_the_first_step(monkeypatch, folder, look, *settings, inputs):
         look(trainer)
         raise Stop
 
-    monkeypatch.setattr(trl_trainer, "run", run)
+    monkeypatch.setattr(trl_trainer, "train", run)
     with pytest.raises(Stop):
         alone.train("dpo", folder, *settings, inputs=inputs)
 

@@ -1,4 +1,4 @@
-"""Tests each stage end to end at toy size: its output and its registered version, and that its losses equal those of bare TRL."""
+"""Tests each stage end to end at toy size: its output, its registered version, and its losses, which equal those of bare TRL."""
 
 import json
 import re
@@ -12,6 +12,7 @@ from pipeline import metrics
 from pipeline.job import load_job
 from pipeline.job.identity import identity_of
 from pipeline.run import launch as run
+from pipeline.run.resume import find_earlier
 from pipeline.settle.identity import named
 
 STEPS = 6
@@ -141,7 +142,7 @@ def test_evaluate_compares_and_registers_nothing(runs, storage):
 
 
 def test_a_finished_run_is_not_run_again(runs, storage, capsys):
-    """A process killed after result.json leaves a running MLflow run and no report. Both are completed."""
+    """If the process was killed after result.json, the same command ends the MLflow run and writes the report."""
     run_id = runs["sft"]["mlflow_run_id"]
     client(storage).update_run(run_id, status="RUNNING")
     again = stage("sft", storage, "toy-sft", *TRL_QUICK, "run.report=true")
@@ -157,7 +158,8 @@ def test_a_finished_run_can_be_moved(runs, storage):
     job = load_job(
         ROOT / "jobs/demo/evaluate.yaml", [f"run.storage_path={moved.parent}", "run.name=toy-evaluate"]
     )
-    assert run.finished(identity_of(named(job)))["folder"] == str(moved) != runs["evaluate"]["folder"]
+    earlier = find_earlier(identity_of(named(job)))
+    assert run.finished(earlier)["folder"] == str(moved) != runs["evaluate"]["folder"]
 
 
 @pytest.mark.parametrize("name", ["sft", "rm", "dpo", "kto"])
@@ -173,7 +175,7 @@ def test_losses_equal_those_of_bare_trl(name, runs, storage):
 
 
 def rows(name):
-    """Returns the raw rows as TRL's own messages, so that the test also covers templating and tokenizing."""
+    """Yields the raw rows as messages for TRL, so that TRL applies the chat template and tokenizes."""
     files = {"sft": "demonstrations", "kto": "thumbs"}
     path = ROOT / "jobs/demo/data" / f"{files.get(name, 'preferences')}.jsonl"
     for row in map(json.loads, path.read_text().splitlines()):
@@ -187,7 +189,7 @@ def rows(name):
 
 
 def parts(name, config):
-    """Returns tokenizer, raw rows, arguments and LoRA settings of a demo job, for TRL alone."""
+    """Returns tokenizer, raw rows, arguments and LoRA settings of a demo job, for bare TRL."""
     import datasets
     from transformers import AutoTokenizer
 

@@ -52,17 +52,16 @@ def test_the_files_are_those_of_pefts_own_writer(task_type, lora, base, tmp_path
     trl_trainer.save(trainer, str(tmp_path / "ours"))
     assert not trainer.model.peft_config["default"].inference_mode  # saving does not change the model
     trainer.model.save_pretrained(tmp_path / "pefts")
-    tensors = [(tmp_path / writer / "adapter_model.safetensors").read_bytes() for writer in ("ours", "pefts")]
+    folders = [tmp_path / writer for writer in ("ours", "pefts")]
+    tensors = [(folder / "adapter_model.safetensors").read_bytes() for folder in folders]
     assert tensors[0] == tensors[1]
-    ours, pefts = (
-        json.loads((tmp_path / writer / "adapter_config.json").read_text()) for writer in ("ours", "pefts")
-    )
+    ours, pefts = (json.loads((folder / "adapter_config.json").read_text()) for folder in folders)
     pefts["target_modules"].sort()  # peft writes a set, whose order is random
     assert ours == pefts
 
 
 def test_an_adapter_on_the_lm_head_contains_no_base_weight(base, tmp_path):
-    """peft's save_pretrained also writes lm_head.base_layer.weight, which no other stage accepts as part of an adapter."""
+    """peft's save_pretrained also writes lm_head.base_layer.weight, which other stages reject."""
     trainer = trained(base, target_modules=["q_proj", "lm_head"])
     trl_trainer.save(trainer, str(tmp_path))
     assert all("lora_" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
@@ -113,11 +112,11 @@ def test_speed_counts_the_tokens_and_seconds_of_steps_only(base, monkeypatch):
 )  # fmt: skip
 def test_only_an_error_of_peft_names_the_lora_section(lora, trainer, error, says):
     with pytest.raises(error, match=says):
-        trl_trainer.made(trainer, lora, model=toy.base())
+        trl_trainer.make_trainer(trainer, lora, model=toy.base())
 
 
 def test_a_policy_continues_without_its_patterns_and_initialization(base, tmp_path):
-    """peft's own loading would hang or change the base."""
+    """With these settings, peft's own loading would hang or change the base."""
     trl_trainer.save(trained(base, rank_pattern={"q_proj": 2}), str(tmp_path))
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     changed = {"target_modules": r"(.*\w+)+\w+_projX", "init_lora_weights": False}

@@ -1,4 +1,4 @@
-"""Runs a stage in this process with real trainers on the demo: tokenizes rows, calls `train(worker)`, no Ray or MLflow."""
+"""Runs a stage in this process with its real trainer on rows of the demo, without Ray and MLflow."""
 
 import contextlib
 import importlib
@@ -19,7 +19,7 @@ from pipeline.job import load_job
 from pipeline.models.base import base_identity
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.registry import lineage
-from pipeline.run.host import Host
+from pipeline.run.model_host import ModelHost
 from pipeline.run.worker import require_reload
 from pipeline.settle.work import Input
 
@@ -34,7 +34,7 @@ QUICK = {
 ROWS = 24  # rows per file of the demo
 
 
-class Alone(Host):
+class Alone(ModelHost):
     """One worker of a stage, in this process."""
 
     rank, world, local_rank, resume, companion, report = 0, 1, 0, None, None, None
@@ -73,7 +73,7 @@ class Alone(Host):
 
 
 def worker(stage, folder, *settings, inputs=MappingProxyType({})):
-    """Returns a worker of `stage` with the first ROWS rows of the demo, tokenized in this process."""
+    """Returns a worker of `stage` with the first ROWS rows of the demo, as tokens."""
     os.chdir(ROOT)
     out = Path(tempfile.mkdtemp(dir=folder))
     job = load_job(f"jobs/demo/{stage}.yaml", [*QUICK[stage], "trainer.seed=1", *settings], stage)
@@ -91,7 +91,7 @@ def worker(stage, folder, *settings, inputs=MappingProxyType({})):
 
 
 def train(stage, folder, *settings, inputs=MappingProxyType({})):
-    """Returns the result of the stage's `train` after one step or update."""
+    """Runs the stage's `train` for one step or update. Returns its result."""
     torch.manual_seed(0)
     module = importlib.import_module(f"pipeline.stages.{stage}")
     return module.train(worker(stage, folder, *settings, inputs=inputs))

@@ -1,4 +1,4 @@
-"""A fake of Google Cloud Storage with one bucket, for the few calls of pyarrow and Google's client."""
+"""A fake Google Cloud Storage with one bucket, for the requests of pyarrow and of Google's client."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from servers import Handler, listening
 
 
 class Bucket(Handler):
-    """Answers like the JSON API. `server.objects` is {name: (content, generation, time, metadata)}."""
+    """Answers like Google's JSON API. `server.objects` is {name: (content, generation, time, metadata)}."""
 
     protocol_version = "HTTP/1.1"
 
@@ -33,7 +33,7 @@ class Bucket(Handler):
         self.answer({"error": {"code": status, "message": why, "errors": [{"reason": why}]}}, status)
 
     def store(self, name, content, query, metadata=None):
-        with self.server.lock:  # checks the condition at the moment of the write
+        with self.server.lock:  # no other write happens between the check and this write
             there = self.server.objects.get(name, (b"", 0))[1]
             if "ifGenerationMatch" in query and int(query["ifGenerationMatch"]) != there:
                 self.missing(412, "conditionNotMet")
@@ -109,7 +109,7 @@ class Bucket(Handler):
 
 @contextlib.contextmanager
 def gcs(monkeypatch):
-    """Starts a server with the bucket gs://anonymous@bucket, for pyarrow and Google's client. `offset` shifts its clock."""
+    """Starts a server with the bucket gs://anonymous@bucket. `server.offset` shifts its clock, in seconds."""
     facts = {"objects": {}, "uploads": {}, "generation": 0, "offset": 0.0, "lock": threading.Lock()}
     with listening(Bucket, **facts) as server:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.address)

@@ -1,6 +1,7 @@
 """Compares an interrupted run with an uninterrupted one: adapter bits, metrics and curves."""
 
 import importlib
+from dataclasses import replace
 
 import dying
 from running import client
@@ -8,20 +9,24 @@ from running import client
 from tools.chaos.runs import differences
 
 
+def patched(monkeypatch, verb, train):
+    """Makes the stage `verb` execute `train` in its workers."""
+    module = importlib.import_module(f"pipeline.stages.{verb}")
+    monkeypatch.setattr(module, "RECIPE", replace(module.RECIPE, train=train))
+
+
 def touched(monkeypatch, verb, step, once, happens):
     """Makes the stage `verb` call `happens()` once, after `step` or after the last step. The file `once` records the call."""
-    module = importlib.import_module(f"pipeline.stages.{verb}")
-    monkeypatch.setattr(module, "train", dying.at_step(verb, step, str(once), happens))
+    patched(monkeypatch, verb, dying.at_step(verb, step, str(once), happens))
 
 
 class Interrupted(Exception):
-    """Ends a run in the process of its command."""
+    """Ends a run without ending the process."""
 
 
 def interrupted(monkeypatch, verb, step):
     """Makes the stage `verb` fail after its first checkpoint at `step` or later."""
-    module = importlib.import_module(f"pipeline.stages.{verb}")
-    train = module.train
+    train = dying.train_of(verb)
 
     def cut(worker):
         commit = worker.checkpoint
@@ -34,9 +39,9 @@ def interrupted(monkeypatch, verb, step):
         worker.checkpoint = checkpoint
         return train(worker)
 
-    monkeypatch.setattr(module, "train", cut)
+    patched(monkeypatch, verb, cut)
 
 
 def assert_equal(storage, expected, result):
-    """Asserts that two runs (their result.json) have bit-identical adapters, and the same metrics and curves."""
+    """Asserts that the runs with these result.json have bit-identical adapters, equal metrics and equal curves."""
     assert differences(client(storage), expected, result) == []

@@ -1,4 +1,4 @@
-"""Settles a job's work, with the tokenizer, base and inputs that a test sets."""
+"""Settles a job with the tokenizer, base and inputs that a test sets."""
 
 from pipeline.planning import plan
 from pipeline.settle import settle

@@ -22,7 +22,7 @@ USER, BOT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": 
 NO = {"role": "assistant", "content": "no"}
 SYSTEM = {"role": "system", "content": "s"}
 ASIDE = [{"role": "user", "content": "before"}, {"role": "assistant", "content": "so"}]
-PREFERENCES = [  # the same pair in each row format
+PREFERENCES = [  # one pair in each row format
     {"prompt": [USER], "chosen": "yo", "rejected": "no"},
     {"prompt": [USER], "chosen": [BOT], "rejected": [NO]},
     {"prompt": "hi", "chosen": [USER, BOT], "rejected": [USER, NO]},
@@ -66,7 +66,7 @@ WEATHER = {
 
 
 def tokenizer(template: str | None = None, bos: bool = True):
-    """Returns a tokenizer of single bytes with special tokens. One character is one token, so that masks are readable."""
+    """Returns a tokenizer whose tokens are single bytes and special tokens, so that tests can read masks."""
     vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -89,19 +89,19 @@ def parsed(row, stage: str):
 
 
 def encoder(stage, template=None, max_length=500, overlong="error", apply=False, bos=True, ends=("</s>",)):
-    """Returns an encoder. Generation stops at the tokens `ends`."""
+    """Returns an encoder. Tokens in `ends` end a completion."""
     tok = tokenizer(template, bos)
     return Encoder(tok, kind_of(stage), max_length, overlong, apply, tok.convert_tokens_to_ids([*ends]))
 
 
 def encoded(stage, row, **options):
-    """Returns (tokenizer, results of one row)."""
+    """Returns (tokenizer, result of encoding one row)."""
     made = encoder(stage, **options)
     return made.tokenizer, made.encode([parse(row, made.kind)])[0]
 
 
 def trained(tok, example: Example) -> list[str]:
-    """Returns each run of trained tokens as text."""
+    """Returns the text of each sequence of trained tokens."""
     runs, last = [], -2
     for at, (token, label) in enumerate(
         zip(example.columns["input_ids"], example.columns["labels"], strict=True)
@@ -122,14 +122,14 @@ def write(path: Path, rows: list) -> str:
 
 
 def make(tmp_path, stage="sft", packing=False, context=400, template=None, on_ray=False, **options):
-    """Returns the rows of a job with these data options, tokenized in this process or by Ray Data."""
+    """Tokenizes the rows of a job with these data options, in this process or on Ray."""
     here = None if on_ray else contextlib.nullcontext
     tok = tokenizer(template)
     return prepare(stage, Data(**options), tok, context, str(tmp_path / "cache"), packing, here)
 
 
 def evaluator(folder, tokenizer=None, rows_per_forward=64) -> SimpleNamespace:
-    """Returns a single worker of `evaluate`, without models."""
+    """Returns the only worker of `evaluate`, which has no models."""
     data, args = SimpleNamespace(subset=None), SimpleNamespace(rows_per_forward=rows_per_forward)
     lease = SimpleNamespace(require=lambda: None)
     work = SimpleNamespace(
@@ -145,7 +145,7 @@ def rows_of(dataset) -> list[dict]:
 
 
 def read_rows(path, chunk_bytes=chunks.CHUNK, stage="sft") -> list[tuple]:
-    """Returns (number in the file, row) for all chunks of a file."""
+    """Returns (line number, row) for each row of a file, read in chunks."""
     rows = []
     for chunk in chunks.plan(*files.find(str(path), "data.train"), "train", kind_of(stage), chunk_bytes):
         before = chunks.lines_before(chunk)

@@ -1,22 +1,26 @@
-"""Tests a sweep's values: the command line's values become jobs, and an error in any job is reported before one starts."""
+"""Tests that a sweep makes a job of each combination of values, and reports errors in any job before one starts."""
 
 import pytest
 
 from pipeline.__main__ import main
 from pipeline.errors import InputError
-from pipeline.sweep.space import read, split
+from pipeline.sweep.space import read_sweep, split
 
 pytestmark = pytest.mark.usefixtures("in_root")
 RM, DPO, KTO = "jobs/demo/rm.yaml", "jobs/demo/dpo.yaml", "jobs/demo/kto.yaml"
 
 
 def test_a_list_is_split_at_its_own_commas():
-    text = "1e-4,[q_proj,v_proj],{a: 1, b: [2,3]},'a,b',"
-    assert split(text) == ["1e-4", "[q_proj,v_proj]", "{a: 1, b: [2,3]}", "'a,b'", ""]
+    text = "1e-4,[q_proj,v_proj],{a: 1, b: [2,3]},'a,b'"
+    assert split(text) == ["1e-4", "[q_proj,v_proj]", "{a: 1, b: [2,3]}", "'a,b'"]
+    for text in (">= 0.1", "[q_proj,v_proj]", "python:m:f", "a,,b", "[a,b"):
+        assert split(text) == [text]
 
 
-def test_every_combination_is_a_trial_with_a_job_of_its_own():
-    sweep = read(RM, ["trainer.learning_rate=1e-4,3e-4", "lora.r=8,16", "trainer.seed=2", "run.name=mine"])
+def test_every_combination_is_a_trial_with_its_own_job():
+    sweep = read_sweep(
+        RM, ["trainer.learning_rate=1e-4,3e-4", "lora.r=8,16", "trainer.seed=2", "run.name=mine"]
+    )
     assert [trial.name for trial in sweep.trials] == [
         f"learning_rate-{rate}_r-{r}" for rate in ("1e-4", "3e-4") for r in (8, 16)
     ]
@@ -27,9 +31,9 @@ def test_every_combination_is_a_trial_with_a_job_of_its_own():
     assert {trial.job.data.cache_dir for trial in sweep.trials} == {f"{sweep.job.run.storage_path}/data"}
 
 
-def test_the_same_command_has_the_same_name_and_another_one_another():
+def test_the_default_name_depends_on_the_values_and_not_on_where_trials_run():
     def name(*arguments):
-        return read(RM, list(arguments)).job.run.name
+        return read_sweep(RM, list(arguments)).job.run.name
 
     first = name("trainer.learning_rate=1e-4,3e-4")
     assert first.startswith("sweep-rm-")
@@ -39,12 +43,10 @@ def test_the_same_command_has_the_same_name_and_another_one_another():
 
 
 @pytest.mark.parametrize(
-    ("path", "arguments", "said"),
+    ("path", "arguments", "message"),
     [
         (RM, [], "nothing varies"),
-        (RM, ["trainer.learning_rate=1e-4,"], "trainer.learning_rate: found '1e-4,': a value is missing"),
         (RM, ["trainer.learning_rat=1e-4,3e-4"], "did you mean trainer.learning_rate"),
-        (RM, ["lora.r=8,0"], "1 of 2 trials cannot run; nothing was started"),
         (RM, ["trainer.learning_rate=loguniform(1e-5,1e-3)"], "2 of 2 trials cannot run; nothing was started"),
         (RM, ["lora.r=8,16", "sweep.max_trial=2"], "sweep.max_trial: unknown key; did you mean max_trials?"),
         (RM, ["lora.r=8,16,32", "sweep.max_trials=2"], "3 trials, but at most 2"),
@@ -54,24 +56,24 @@ def test_the_same_command_has_the_same_name_and_another_one_another():
         (RM, ["lora.r=8,16", "run.metric_for_best_model=eval_acuracy"], "did you mean eval_accuracy"),
         (RM, ["trainer.center_rewards_coefficient=0,0.01"], "run.metric_for_best_model=eval_accuracy"),
         (DPO, ["trainer.beta=0.1,0.3"], "run.metric_for_best_model=eval_rewards/accuracies"),
-        (KTO, ["trainer.beta=0.1,0.3", "run.metric_for_best_model=eval_rewards/margins"], "of which trainer.beta"),
+        (KTO, ["trainer.beta=0.1,0.3", "run.metric_for_best_model=eval_rewards/margins"], "because trainer.beta changes its scale"),
         ("jobs/demo/evaluate.yaml", ["trainer.seed=1,2"], "`evaluate` trains nothing"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said_before_anything_starts(path, arguments, said, capsys, tmp_path):
+def test_an_error_is_reported_before_anything_starts(path, arguments, message, capsys, tmp_path):
     assert main(["sweep", path, *arguments, f"run.storage_path={tmp_path}"]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_all_wrong_combinations_are_named_together():
     with pytest.raises(InputError) as error:
-        read(RM, ["trainer.learning_rate=-1,1e-4,200", "lora.r=8,16"])
+        read_sweep(RM, ["trainer.learning_rate=-1,1e-4,200", "lora.r=8,16"])
     for says in ("4 of 6 trials cannot run", "=-1 lora.r=8;", "=-1 lora.r=16\n", "=200 lora.r=16"):
         assert says in str(error.value)
 
 
 def test_a_metric_that_does_not_depend_on_beta_compares_betas():
     more = ["run.metric_for_best_model=eval_rewards/accuracies", "data.batch_size=16,32"]
-    sweep = read(DPO, ["trainer.beta=0.1,0.3", *more])
+    sweep = read_sweep(DPO, ["trainer.beta=0.1,0.3", *more])
     assert (sweep.metric, sweep.greater, len(sweep.trials)) == ("eval_rewards/accuracies", True, 4)

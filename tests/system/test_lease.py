@@ -15,7 +15,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import dying
 import gcs
 import pytest
 from resumed import touched
@@ -23,7 +22,6 @@ from running import NO_EVAL, ROOT, stage
 from s3 import mock_s3
 
 from pipeline.errors import InputError, LeaseLost
-from pipeline.stages import sft
 from pipeline.system import lease, storage
 
 S = 1.6  # duration of a lease in seconds
@@ -235,7 +233,6 @@ def test_a_run_that_lost_its_lease_seals_no_checkpoint_and_registers_nothing(
         left.update(everything(run))
 
     monkeypatch.setattr(lease, "SECONDS", 600.0)  # the process has not noticed yet
-    monkeypatch.setattr(dying, "train_of", lambda verb, train=sft.train: train)  # runs in this process
     touched(monkeypatch, "sft", step, tmp_path / "once", taken_over)
     steps = ["trainer.max_steps=4", "trainer.save_strategy=steps", "trainer.save_steps=2"]
     stage("sft", tmp_path, "one", *steps, *NO_EVAL, "scaling.num_workers=0", "run.max_failures=3", status=1)

@@ -78,14 +78,6 @@ def test_a_live_line_does_not_wrap_even_after_a_c_that_the_terminal_echoes(monke
     assert terminal.fitted("x" * 40) == "x" * 27
 
 
-def test_the_time_left_counts_the_stages_that_follow(command):
-    def first_stage():
-        terminal.screen.following = 60.0
-        terminal.live("train 1/2", 5.0)
-
-    assert "train 1/2  5 s left, 1 min 05 s for all stages" in command(first_stage, tty=True)[0]
-
-
 def test_the_log_has_errors_and_no_secret(command, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
 
@@ -111,7 +103,7 @@ def test_half_a_surrogate_is_shown_and_logged(command):
 def test_errors_that_ray_reports_to_the_driver_are_shown_but_for_noise(monkeypatch, capsys):
     for place, name in ((worker, "print_to_stdstream"), (dispatcher, "handlers")):
         monkeypatch.setattr(place, name, getattr(place, name))  # restores the attribute afterwards
-    console.attach()
+    console.attach_ray_printer()
     for line in ("A node has died", f"{console.NOISE[-1]}. There are infinite retries remaining"):
         worker.print_to_stdstream({"lines": [line], "pid": "raylet", "is_err": False}, ignore_prefix=False)
     assert capsys.readouterr().out == "A node has died\n"

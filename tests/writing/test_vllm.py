@@ -8,6 +8,7 @@ import dying
 import pytest
 import torch
 import toy_ppo as toy
+from resumed import patched
 from running import curve, stage
 from toy_models import BASE, shared_base, tokenizer
 
@@ -107,7 +108,7 @@ def test_a_killed_worker_takes_its_vllm_along_and_the_run_goes_on(embedded_ray, 
     before = of_vllm()
     expected = stage("ppo", storage, "vllm", *options)
     killed = dying.at_step("ppo", 3, str(storage / "vllm-died"), dying.killed)
-    monkeypatch.setattr("pipeline.stages.ppo.train", killed)
+    patched(monkeypatch, "ppo", killed)
     result = stage("ppo", storage, "vllm-killed", *options, "run.max_failures=1", "scaling.num_workers=1")
     assert (storage / "vllm-died").exists()
     until(lambda: of_vllm() <= before, "vLLM's processes to end", patience=30)

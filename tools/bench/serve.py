@@ -1,6 +1,6 @@
-"""Measures `serve`: `python tools/bench/serve.py ours|plain SIZE serve [section.key=value ...]`, started by `make bench`.
+"""Measures `serve`. `make bench` runs `python tools/bench/serve.py ours|plain SIZE serve [section.key=value ...]`.
 
-A step is a token, over all clients.
+A step is a token of any client.
 """
 
 import json
@@ -21,13 +21,15 @@ def questions() -> list[str]:
 def ours(name: str, _: str, *overrides: str) -> None:
     """Serves two policies on one base over HTTP. Each client waits for an answer before its next request.
 
-    The peak is the private memory of the replica and vLLM's processes before the first request, which hold the models. The
-    replica of an embedded Ray has one thread, like a worker on one CPU.
+    The peak is the private memory of the replica and of vLLM's processes before the first request. The replica has one
+    thread, like a worker on one CPU.
     """
     import psutil
 
     from pipeline.commands.serve import serving
     from pipeline.job import load_job
+    from pipeline.run.model_host import load_model_host
+    from pipeline.settle.identity import named
 
     size = SIZES[name]
     limit = size.serve_tokens
@@ -41,7 +43,8 @@ def ours(name: str, _: str, *overrides: str) -> None:
         f"run.storage_path={WORK}/serve",
         *overrides,
     ]
-    with serving(load_job(ROOT / "jobs/demo/serve.yaml", given, "serve")) as work:
+    job = load_job(ROOT / "jobs/demo/serve.yaml", given, "serve")
+    with serving(load_model_host(named(job)).work) as work:
         url = f"http://127.0.0.1:{work.serve.port}/v1/chat/completions"
         texts, tokens, ends, errors = questions(), [0] * CLIENTS, [], []
 

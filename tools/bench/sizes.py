@@ -1,6 +1,6 @@
-"""Shared by both programs of a measurement: settings, models, rows, and clock.
+"""What both programs of a comparison share: settings, models, rows, and a clock.
 
-Both import this file and nothing of each other, so that neither pays for the other's imports.
+No program imports the other one, so that neither pays for the other's imports.
 """
 
 import json
@@ -16,11 +16,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 DATA, DEMO = ROOT / "jobs/demo/data", ROOT / "jobs/demo/model"
 WORK = ROOT / "runs/bench"  # random models, rows, and outputs of measurements
-# TRL 1.12, the last version with a PPOTrainer. Only the process that measures it can import it
+# TRL 1.12, the last version with a PPOTrainer. Only the process that measures this version imports it.
 TRL_PPO = ROOT / ".bench/trl"
 LORA: dict[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
 LEARNING_RATE = 1e-5
-SEED = 6  # for our sampling: at size `large`, completions of both updates use about 39 % of the limit
+SEED = 6  # seed of our sampling, with which completions of size `large` use about 39% of the length limit
 NEVER = -1e4  # added to a logit
 PHASES = ("rollout", "score", "values", "update")  # phases of our PPO
 CASES = {"full": "all completions up to the limit", "own": "each until it ends by itself"}
@@ -39,8 +39,6 @@ class Setting:
     trl: bool = False
     critic: str = "head"
     bf16: bool = False  # dtype of base and trainer
-    # different; shared (several completions each); or repeated (the same episodes, but no forward shares a prompt)
-    prompts: str = "different"
 
     @property
     def dtype(self) -> str:
@@ -48,8 +46,7 @@ class Setting:
 
     def __str__(self) -> str:
         name = f"{'TRL 1.12' if self.trl else 'ours'}, {'bf16' if self.bf16 else 'fp32'}"
-        name += "" if self.trl else f", critic {self.critic}"
-        return name if self.prompts == "different" else f"{name}, {self.prompts} prompts"
+        return name + ("" if self.trl else f", critic {self.critic}")
 
 
 # name -> our setting, and the setting to compare with
@@ -57,7 +54,6 @@ VARIANTS = {
     "head": (Setting(), Setting(trl=True)),
     "adapter": (Setting(critic="adapter"), Setting(trl=True)),
     "bf16-head": (Setting(bf16=True), Setting(trl=True, bf16=True)),  # for a processor with bf16
-    "shared-long": (Setting(prompts="shared"), Setting(prompts="repeated")),
 }
 
 
@@ -68,19 +64,16 @@ class Size:
     name: str
     shape: dict[str, int] | None  # shape of a random Llama; None means the trained demo model
     prompts: int  # prompts of one PPO update
-    together: int  # rows of one forward and backward of ours; TRL cannot split its minibatch
-    generations: int  # completions per prompt, if prompts are shared
+    together: int  # rows of our forward and backward passes; TRL cannot split its minibatch
     prompt_tokens: int | None  # tokens per prompt; None means the demo's prompts
-    long_prompt_tokens: int | None  # tokens of each prompt with several completions
     new_tokens: int  # maximum tokens of a completion
-    eos_bias: float  # added to the end's logit, if completions end by themselves, after 40 % of the limit
+    eos_bias: float  # added to the logit of EOS in the case `own`, so that completions end at about 40% of the limit
     updates: int  # updates of PPO; the first is a warmup
     rows: int  # rows per step of sft; rm and dpo have half as many pairs, which are two rows each
     words: int | None  # words per row of sft, rm and dpo; None means the demo's rows
     steps: int  # steps of sft, rm, dpo
     warmup: int  # first steps, which do not count
     logging_steps: int
-    pairs: int  # pairs of `evaluate`
     serve_tokens: int  # tokens per completion of `serve`
     serve_seconds: int
 
@@ -131,19 +124,17 @@ class Size:
         found.pad_token = "<|finetune_right_pad_id|>"
         return found
 
-    def token_ids(self, tokens: Any, long: bool = False) -> list[list[int]]:
+    def token_ids(self, tokens: Any) -> list[list[int]]:
         """Returns the token ids of the prompts of all updates."""
-        if width := self.long_prompt_tokens if long else self.prompt_tokens:
-            draw = random.Random(1)
-            return [
-                [draw.randrange(10, 1000) for _ in range(width)] for _ in range(self.prompts * self.updates)
-            ]
+        if self.prompt_tokens:
+            draw, count = random.Random(1), self.prompts * self.updates
+            return [[draw.randrange(10, 1000) for _ in range(self.prompt_tokens)] for _ in range(count)]
         lines = (DATA / "prompts.jsonl").read_text().splitlines()
         chats = [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in lines]
         return [tokens.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
 
     def base(self, case: str, dtype: str) -> Any:
-        """Returns the model. A bias on the lm head makes completions end by themselves (`own`) or never (`full`).
+        """Returns the model. A bias on the lm head makes the model sample EOS (case `own`) or never (case `full`).
 
         Only the tokenizer's end token ends a completion, because TRL's PPO supports only one.
         """
@@ -163,7 +154,7 @@ class Size:
 
 
 def write_model(folder: Path, shape: dict[str, int]) -> None:
-    """Writes a random Llama, with the demo's tokenizer, which has fewer ids than the model."""
+    """Writes a random Llama with the demo's tokenizer, which has fewer tokens than the model."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -175,7 +166,7 @@ def write_model(folder: Path, shape: dict[str, int]) -> None:
 
 
 def write_rows(folder: Path, words: int) -> None:
-    """Writes demonstrations and preferences: sentences of random words of the demo."""
+    """Writes demonstrations and preferences, whose sentences are random words of the demo."""
     known = sorted(set((DATA / "demonstrations.jsonl").read_text().replace('"', " ").split()))
     known, draw = [word for word in known if word.isalpha()], random.Random(0)
     with (
@@ -200,19 +191,19 @@ def shape(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: i
 
 ALL = (
     Size(  # for the test of this bench
-        name="toy", shape=shape(1024, 64, 96, 2, 2), prompts=4, together=2, generations=2,
-        prompt_tokens=8, long_prompt_tokens=24, new_tokens=6, eos_bias=4.6, updates=2, rows=4, words=10, steps=2, warmup=1,
-        logging_steps=1, pairs=4, serve_tokens=6, serve_seconds=3,
+        name="toy", shape=shape(1024, 64, 96, 2, 2), prompts=4, together=2,
+        prompt_tokens=8, new_tokens=6, eos_bias=4.6, updates=2, rows=4, words=10, steps=2, warmup=1,
+        logging_steps=1, serve_tokens=6, serve_seconds=3,
     ),
     Size(  # the demo's model of 0.8 M parameters
-        name="demo", shape=None, prompts=64, together=32, generations=8, prompt_tokens=None,
-        long_prompt_tokens=None, new_tokens=40, eos_bias=0.0, updates=6, rows=16, words=None, steps=150, warmup=75,
-        logging_steps=5, pairs=200, serve_tokens=40, serve_seconds=30,
+        name="demo", shape=None, prompts=64, together=32, prompt_tokens=None, new_tokens=40,
+        eos_bias=0.0, updates=6, rows=16, words=None, steps=150, warmup=75,
+        logging_steps=5, serve_tokens=40, serve_seconds=30,
     ),
     Size(  # a random Llama of 110 M parameters
         name="large", shape=shape(32_000, 768, 2048, 12, 12), prompts=16, together=3,
-        generations=8, prompt_tokens=32, long_prompt_tokens=96, new_tokens=96, eos_bias=6.6, updates=2, rows=8, words=40,
-        steps=10, warmup=2, logging_steps=1, pairs=4, serve_tokens=64, serve_seconds=30,
+        prompt_tokens=32, new_tokens=96, eos_bias=6.6, updates=2, rows=8, words=40,
+        steps=10, warmup=2, logging_steps=1, serve_tokens=64, serve_seconds=30,
     ),
 )  # fmt: skip
 SIZES = {size.name: size for size in ALL}
@@ -239,7 +230,7 @@ class Clock:
         self.ends.append((number, at or time.time()))
 
     def write(self, peak: int, warmup: int = 1) -> None:
-        """Writes seconds to the end of the first step, seconds per step after the warmup, and peak bytes."""
+        """Writes the seconds until the first step ended, the seconds per step after the warmup, and the peak bytes."""
         start, begin = next(step for step in self.ends if step[0] >= warmup)
         last, end = self.ends[-1]
         found = {

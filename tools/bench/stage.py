@@ -1,4 +1,4 @@
-"""Measures sft, rm or dpo: `python tools/bench/stage.py ours|plain SIZE STAGE`, started by `make bench`."""
+"""Measures sft, rm or dpo. `make bench` runs `python tools/bench/stage.py ours|plain SIZE STAGE`."""
 
 import json
 import shutil
@@ -34,11 +34,11 @@ def arguments(stage: str, size: Size) -> dict[str, Any]:
 def ours(name: str, stage: str) -> None:
     """Runs the command line in this process, on an embedded Ray.
 
-    MLflow has the end of each step. The memory is the worker's, which holds the model.
+    MLflow has the time at which each step ended. The memory is that of the worker, which has the model.
     """
     clock, size = Clock(), SIZES[name]
     storage = size.folder / "runs"
-    shutil.rmtree(storage, ignore_errors=True)  # preparing rows is part of the start
+    shutil.rmtree(storage, ignore_errors=True)  # so that the start includes the preparation of rows
     settings = [
         f"model.name_or_path={size.model}",
         f"data.train={size.folder / ROWS[stage]}.jsonl",
@@ -51,7 +51,7 @@ def ours(name: str, stage: str) -> None:
         "gate={}",
         f"mlflow.registered_model=bench-{stage}",
         "mlflow.tracking_uri=null",
-        f"trainer={json.dumps(arguments(stage, size))}",  # all of it: TRL's defaults for the rest, as on the other side
+        f"trainer={json.dumps(arguments(stage, size))}",  # replaces the section, so that both programs use TRL's other defaults
         *(["policy=base"] if stage == "dpo" else []),
     ]
     from pipeline.__main__ import main as command
@@ -68,7 +68,7 @@ def ours(name: str, stage: str) -> None:
 
 
 def plain(name: str, stage: str) -> None:
-    """Trains on the same raw rows, base and arguments in one plain process. TRL templates and tokenizes."""
+    """Trains on the same raw rows with the same base and arguments in one plain process. TRL tokenizes the rows."""
     import datasets
     import trl
     from peft import LoraConfig

@@ -1,7 +1,7 @@
-"""Runs the command line with a pause after every step, to give time for faults: python slowly.py STAGE JOB.yaml [...]
+"""Runs the command line with a pause after each step, which gives time for faults: python slowly.py STAGE JOB.yaml [...]
 
-The pause happens when every rank queries notices of preemption. The pause changes no number, and every step prints its line.
-If CHAOS_ROWS names a folder, the workers of a TRL stage write each step's rows there.
+The pause happens when every rank asks for notices of preemption. It changes no result, and each step prints its line. If
+CHAOS_ROWS names a folder, the workers of TRL's stages write the rows of each step there.
 """
 
 import importlib
@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 from pipeline.__main__ import main
@@ -17,9 +18,7 @@ from pipeline.__main__ import main
 def slow(stage: str, seconds: float, folder: str | None) -> Any:
     def slowly(worker: Any) -> Any:
         importlib.import_module("pipeline.run.worker").PRINT_INTERVAL_S = 0.0  # a line for each step
-        # In process, this file has replaced the function in its module. In a worker, nothing has.
-        train = getattr(sys.modules["__main__"], "train", None)
-        train = train or importlib.import_module(f"pipeline.stages.{stage}").train
+        train = importlib.import_module(f"pipeline.stages.{stage}").train
         if folder:
             record_rows(worker, folder)
         poll = worker.notice.poll
@@ -35,7 +34,7 @@ def slow(stage: str, seconds: float, folder: str | None) -> Any:
 
 
 def record_rows(worker: Any, folder: str) -> None:
-    """Makes every step append {attempt, step, world, rows} to its worker's file."""
+    """Makes each step append {attempt, step, world, rows} to the file of its worker."""
     import ray.train.collective
 
     from pipeline.data.feed import ExactBatches
@@ -58,6 +57,6 @@ def record_rows(worker: Any, folder: str) -> None:
 
 if __name__ == "__main__":
     stage = importlib.import_module(f"pipeline.stages.{sys.argv[1]}")
-    train = stage.train
-    stage.train = slow(sys.argv[1], float(os.environ["CHAOS_STEP_S"]), os.environ.get("CHAOS_ROWS"))
+    train = slow(sys.argv[1], float(os.environ["CHAOS_STEP_S"]), os.environ.get("CHAOS_ROWS"))
+    stage.RECIPE = replace(stage.RECIPE, train=train)
     sys.exit(main(sys.argv[1:]))

@@ -41,7 +41,7 @@ class JudgeReward(Reward):
             Asked(one.messages, number % given.draws, partial(forms.scores_of, given, one))
             for number, one in enumerate(several)
         ]
-        answers = loop.run(self.client.answers(requests))
+        answers = loop.run_coroutine(self.client.answers(requests))
         scored = [
             (one, forms.scores_of(given, one, answer)) for one, answer in zip(several, answers, strict=True)
         ]

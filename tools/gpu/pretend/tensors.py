@@ -6,6 +6,7 @@ A `GpuTensor` has CUDA's dispatch keys, so that autocast and autograd treat it l
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -40,7 +41,7 @@ PUT = {aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.de
 
 
 class GpuTensor(torch.Tensor):
-    """A tensor of a pretended GPU. `_t` is the plain tensor with its numbers."""
+    """A tensor of a pretended GPU. `_t` is the plain tensor with its values."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     _t: torch.Tensor
@@ -158,7 +159,7 @@ def get_data(self: torch.Tensor) -> Any:
 
 
 def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
-    """Gives a tensor the data of another one, possibly on another device. The object stays, as `Module.to` requires."""
+    """Sets Tensor.data, also from another device. The tensor stays the same object, as `Module.to` requires."""
     if isinstance(self, GpuTensor) and isinstance(value, GpuTensor):
         _plain_data.__set__(self, value)
         self._t, self._device = value._t, value._device
@@ -174,7 +175,7 @@ def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
         )
         vars(new).update(kept)
         torch.utils.swap_tensors(self, new)
-        if grad is not None:  # torch would move the gradient only when `Module.to` gives it other data
+        if grad is not None:  # otherwise the gradient would stay on its device
             self.grad = grad.to(value.device)
     else:
         _plain_data.__set__(self, value)
@@ -259,7 +260,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     given = kwargs.get("device")
     if given is not None and torch.device(given).type != "cuda":
-        given = None  # autograd passes the C++ device, which is the CPU
+        given = None  # autograd passes the device that C++ knows, which is the CPU
     device = given and machine.device(given)
     if func.namespace == "c10d" and func._schema.name != "c10d::barrier":  # barrier creates its own tensor
         nccl.check(tensors)
@@ -269,7 +270,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     elif device is None:
         made = func(*args, **kwargs)
         if not tensors and isinstance(made, torch.Tensor) and torch._C._current_graph_task_id() != -1:
-            # Autograd makes zeros for an output without a gradient. They belong on the output's GPU.
+            # These are autograd's zeros for an output without a gradient. On CUDA they are on the output's GPU.
             made._of_any_device = True
         return made
     assert device is not None
@@ -326,7 +327,7 @@ def _check(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], ours:
         for x in tensors
         if not isinstance(x, GpuTensor) and x.dim() and not hasattr(x, "_of_any_device")
     )
-    if func.namespace == "c10d":  # gloo accepts tensors of any device, NCCL only of its own GPU
+    if func.namespace == "c10d":  # nccl.check has checked these
         return
     if len(devices) > 1:
         first, second, *_ = devices
@@ -346,14 +347,8 @@ def _check_index(func: Any, args: Any) -> None:
             f"indices should be either on cpu or on the same device as the indexed tensor ({self.device})"
         )
     values = args[2] if func in PUT else None
-    if values is not None:
-        if values.dim() and values.device != self.device:
-            raise RuntimeError(f"expected values on {self.device}, found {values.device}")
-        if values.dtype != self.dtype:
-            raise RuntimeError(
-                "Index put requires the source and destination dtypes match, "
-                f"got {self.dtype} for the destination and {values.dtype} for the source."
-            )
+    if values is not None and values.dim() and values.device != self.device:
+        raise RuntimeError(f"expected values on {self.device}, found {values.device}")
     if self.device.type != "cuda":
         return
     if any(x.device.type == "cpu" for x in indices):
@@ -364,11 +359,8 @@ def _check_index(func: Any, args: Any) -> None:
 
 
 def _require(func: Any, args: Any, kwargs: Any, device: torch.device) -> None:
-    """Raises torch's error if a new tensor does not fit on the GPU, before memory of the CPU is allocated."""
-    sizes = args[0] if args and isinstance(args[0], list | tuple | torch.Size) else ()
-    numel = 1
-    for size in sizes:
-        numel *= int(size)
+    """Raises torch's error if a new tensor does not fit on the GPU, before the CPU allocates its memory."""
+    numel = math.prod(args[0]) if args and isinstance(args[0], list | tuple | torch.Size) else 1
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
     machine.gpu(device).memory.require(numel * dtype.itemsize)
 

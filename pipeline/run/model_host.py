@@ -1,4 +1,4 @@
-"""Loads the models of a job into a process."""
+"""Loads the models of a job in a process: a worker, an actor, a server, or the driver."""
 
 import os
 from typing import Any
@@ -7,28 +7,26 @@ from pipeline import registry
 from pipeline.job import Job
 from pipeline.run import session
 from pipeline.settle import placement
-from pipeline.settle.inputs import check_sampler, pin_inputs
+from pipeline.settle.inputs import check_sampler
 from pipeline.settle.settle import settle
 from pipeline.settle.work import Work
 from pipeline.system import console, hub
 
 
-def load_host(job: Job) -> "Host":
-    """Returns the models of a job in this process, without Ray. The job's inputs are pinned and checked."""
-    from pipeline.system.hub import announcement
-
+def load_model_host(job: Job) -> "ModelHost":
+    """Settles a job, and returns the host of its models in this process, without Ray."""
     session.set_environment()
     check_sampler(job.rollout_config, job.model)
     with console.waiting("checking the models"):
-        work = settle(*pin_inputs(job))
+        work = settle(job)
     placement.check_fits(work.places)
-    print(announcement(work.model.name_or_path, work.model.revision), flush=True)
+    print(hub.announcement(work.model.name_or_path, work.model.revision), flush=True)
     console.silence_libraries()
-    return Host(work)
+    return ModelHost(work)
 
 
-class Host:
-    """A process that holds the models of a job: a worker of a stage, an actor of Ray Data, or the driver itself."""
+class ModelHost:
+    """Loads the base and finds the inputs of a job, for the process that it is in."""
 
     rank = 0
 
@@ -37,11 +35,11 @@ class Host:
 
     @property
     def device(self) -> str:
-        """Returns the GPU of this process if the job uses one, or else the CPU."""
+        """Returns the GPU if the job uses one, or else the CPU."""
         return "cuda" if self.work.places.on_gpu else "cpu"
 
     def load_base(self, scorer_tokenizer: Any = None) -> Any:
-        """Loads the job's frozen base. Rank 0 warns if the processor emulates the job's bfloat16."""
+        """Loads the frozen base. Rank 0 warns if the processor emulates bfloat16, in which the job computes."""
         import torch
 
         base = self.frozen_base(scorer_tokenizer)
@@ -51,14 +49,14 @@ class Host:
         return base
 
     def frozen_base(self, scorer_tokenizer: Any = None) -> Any:
-        """Loads the job's frozen base directly onto this process's device; see models.base.load_base."""
+        """Loads the frozen base directly onto the device of this process; see models.base.load_base."""
         from pipeline.models.base import load_base
 
         return load_base(self.work.frozen, scorer_tokenizer, self.device)
 
     def input(self, name: str) -> str:
-        """Returns the local folder of an input (`policy`, `reward.0`, ...). Fetches it if this is not the driver's machine."""
+        """Returns the local folder of an input (`policy`, `reward.0`, ...). Machines other than the driver's fetch the files."""
         one = self.work.inputs[name]
-        # this folder of the Hub's cache may have other files of the same commit
+        # On another machine, a folder of the same name in the Hub's cache may lack files.
         there = os.path.isdir(one.folder) and not one.version.startswith(hub.SCHEME)
         return one.folder if there else registry.fetch(one.version, self.work.uri)
