@@ -12,7 +12,16 @@ from pipeline.data import chunks, guess, reshape
 from pipeline.data.files import File
 from pipeline.data.messages import is_printed_list
 from pipeline.data.reshape import Preprocess
-from pipeline.data.shapes import LABELS, Kind, are_clear, are_mostly, is_good, kind_of, shape_of
+from pipeline.data.shapes import (
+    LABELS,
+    Kind,
+    are_clear,
+    are_mostly,
+    is_good,
+    kind_of,
+    parse_demonstration,
+    shape_of,
+)
 from pipeline.data.values import RowError, setting, show, some
 from pipeline.errors import InputError, visible
 from pipeline.job.job import Source, completed, sources_of
@@ -180,7 +189,7 @@ def check_beside(head: Head, kind: Kind) -> None:
     rated = "label" in columns or are_mostly(guess.labels_of({"label": [*LABELS]}, head.rows))
     used = {*itertools.chain(*map(reshape.listed, columns.values())), *known_fields(kind)}
     if (
-        kind.stage == "sft"
+        kind.parse is parse_demonstration
         and not rated
         and (problem := guess.beside(head.rows, columns, used, head.section))
     ):

@@ -1,6 +1,6 @@
 """Row formats: for each kind its shapes (sets of fields), parser and token columns. Turns rows into Records; no tokenizer.
 
-KIND is the table. config.stages.STAGE says which kind a stage reads. A row has the first shape whose fields all exist.
+KIND is the table. job.stages.STAGE says which kind a stage reads. A row has the first shape whose fields all exist.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from pipeline.data.messages import (
 from pipeline.data.reshape import NOTHING, UNORDERED, NoteLabel, Preprocess, shapes_with
 from pipeline.data.values import RowError, as_json, check_values, decoded, fields_of, nearest, show, too_deep
 from pipeline.input_uri import InputURI
-from pipeline.job.stages import STAGE
+from pipeline.job.stages import rows_of
 
 
 @dataclass
@@ -468,8 +468,7 @@ KIND = {
 
 def kind_of(stage: str, preprocess: Preprocess = NOTHING) -> Kind:
     """Returns the kind of rows that a stage reads. The rows of data.pairs and data.benchmarks have separate kinds."""
-    name = STAGE[stage].rows if stage in STAGE else stage
-    assert name is not None, f"{stage} reads no rows"
+    name = rows_of(stage) or stage
     shapes = shapes_with(preprocess.columns, KIND[name].shapes)
     return replace(KIND[name], stage=stage, shapes=shapes, preprocess=preprocess)
 

@@ -236,6 +236,11 @@ def headline(stage: str, measured: Mapping[str, float]) -> list[metrics.Metric]:
     return [one for one in found if one]
 
 
+def rows_of(stage: str) -> str | None:
+    """Returns the kind of a stage's rows, or None if it reads no rows or is no stage."""
+    return STAGE[stage].rows if stage in STAGE else None
+
+
 def title_of(stage: str) -> str:
     """Returns `Reward model` for `rm`, or the name of a stage that has no title."""
     return STAGE[stage].title or stage
