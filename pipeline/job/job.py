@@ -27,24 +27,24 @@ HUB = "hf://datasets/"
 @dataclass(frozen=True)
 class Model:
     name_or_path: str
-    """A folder, a hub id, or hub id@revision."""
+    """A folder, or a model on the Hub: NAME or NAME@REVISION."""
     revision: str | None = None
-    """Hub only: a commit, tag or branch."""
+    """The commit, tag or branch of a model on the Hub."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Dtype of the frozen base; adapters and heads are float32. On a CPU, trainer.bf16 makes the base
+    """Dtype of the frozen base. Adapters and heads are float32. With trainer.bf16 on a CPU, the base is
     bfloat16."""
     load_in_4bit: bool = False
-    """nf4 with double quantization; computes in `dtype`."""
+    """Loads the base in 4-bit NF4 with double quantization. It computes in `dtype`."""
     fsdp: bool = False
-    """Shards the base over the workers (FSDP2); adapters are not sharded."""
+    """Shards the base over the workers (FSDP2). Adapters are not sharded."""
     attn_implementation: str | None = None
-    """By default, transformers chooses (sdpa)."""
+    """The attention implementation of transformers. By default, transformers chooses (sdpa)."""
     chat_template: str | None = None
-    """A Jinja file or "plain"; by default the tokenizer's own, else "plain"."""
+    """A Jinja file, or "plain". By default the tokenizer's template, or "plain" if it has none."""
     trust_remote_code: bool = False
-    """Run the Python code that comes with a model on the hub."""
+    """Runs the Python code that comes with a model on the Hub."""
     allow_pickle: bool = False
-    """Also read *.bin weights, which can run code."""
+    """Also loads *.bin weights, which can run code."""
 
 
 SPLITS = ("train", "eval", "pairs", "benchmarks")  # keys of `data` that name rows
@@ -56,19 +56,19 @@ class Source:
     """An entry of a list under a key of SPLITS: a path alone, or a mapping with these keys."""
 
     path: str
-    """A path, a glob, a folder, s3:// gs:// hf://."""
+    """A file, a glob, a folder, or an s3://, gs:// or hf:// address."""
     weight: Annotated[float, Gt(0), Le(10**9)] | None = None
-    """Share of an epoch, relative to the others."""
+    """Share of an epoch, relative to the weights of the other sources."""
     revision: str | None = None
-    """Commit, tag or branch of a Hub dataset; the same as @REVISION in its path."""
+    """Commit, tag or branch of a dataset on the Hub. Its path may also end with @REVISION."""
     columns: dict[str, str | list[str]] | None = None
-    """Instead of data.columns, for the rows of this source."""
+    """Replaces data.columns for the rows of this source."""
     label: dict[str, Any] | None = None
-    """Instead of data.label."""
+    """Replaces data.label for the rows of this source."""
     transform: str | None = None
-    """Instead of data.transform."""
+    """Replaces data.transform for the rows of this source."""
     group_by: str | None = None
-    """Instead of data.group_by."""
+    """Replaces data.group_by for the rows of this source."""
 
     @property
     def location(self) -> str:
@@ -82,12 +82,12 @@ class Source:
 @dataclass(frozen=True)
 class Data:
     train: str | list[str | dict[str, Any]] | None = None
-    """A path, a glob, a folder, s3:// gs:// hf://, or a list of them; in a list also {path: ..., weight:
-    ..., columns: ...}."""
+    """A file, a glob, a folder, or an s3://, gs:// or hf:// address, or a list of them. An entry of a list
+    may also be {path: ..., weight: ..., columns: ...}."""
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
-    """If sources have weights: an epoch ends when one source is used up, or when all are."""
+    """If sources have weights, an epoch ends when one source is used up, or when all are."""
     eval: str | list[str | dict[str, Any]] | None = None
-    """Held-out rows, as `train`."""
+    """Held-out rows, in the same forms as `train`."""
     pairs: str | list[str | dict[str, Any]] | None = None
     """Held-out preference pairs on which `evaluate` measures the reward model."""
     benchmarks: str | list[str | dict[str, Any]] | None = None
@@ -96,7 +96,7 @@ class Data:
     """A Python function of a row, python:module:function. It returns a row, several, or None, and runs
     before `columns`."""
     group_by: str | None = None
-    """A column: consecutive rows with the same value in it go to `transform` together, as a list."""
+    """A column. Consecutive rows with the same value in it go to `transform` together, as a list."""
     columns: dict[str, str | list[str]] | None = None
     """{field: column}: the column of each field that the stage reads. A path such as a.0.b names a part of a
     column. Fields are prompt, completion, label; chosen, rejected; first, second, and label or first_score,
@@ -105,73 +105,74 @@ class Data:
     """{first: 1, second: 2, tie: 0}: which values of the column `label` prefer the completion `first`, and
     which `second`."""
     eval_fraction: Fraction = 0.0
-    """Share of `train` to hold out, by prompt."""
+    """Share of the prompts of `train` to hold out."""
     max_length: Annotated[int, Ge(2), Le(2**20)] | None = None
-    """Tokens; by default the model's context."""
+    """Maximum number of tokens of a row. By default the model's context."""
     on_error: Literal["raise", "skip"] = "raise"
-    """A bad row stops the run, or is counted and left out."""
+    """Whether a bad row stops the run, or is counted and left out."""
     deduplicate: bool = False
-    """Leave out rows that are equal to an earlier row of their set, byte by byte."""
+    """Leaves out rows that are equal to an earlier row of their set, byte by byte."""
     overlong: Literal["error", "drop", "truncate"] = "error"
-    """What happens to rows above `max_length`."""
+    """What happens to rows with more than `max_length` tokens."""
     apply_chat_template: bool | None = None
     """Applies the chat template to rows of plain text. By default true, unless the template is the fallback
     "plain"."""
     parse_special_tokens: bool = False
-    """Read "<|eot_id|>" in the text of a row as that token, not as its characters."""
+    """Reads "<|eot_id|>" in the text of a row as that token, not as its characters."""
     batch_size: Rows | None = None
     """Rows per optimizer step over all workers."""
     cache_dir: str | None = None
-    """By default <run.storage_path>/data."""
+    """Folder of the tokenized rows. By default <run.storage_path>/data."""
     seed: Seed = 0
-    """Of `eval_fraction`, and of the order of `collect`'s prompts."""
+    """Seed of `eval_fraction`, and of the order in which `collect` takes prompts."""
     subset: str | None = None
-    """A column of `pairs`: accuracy is also reported for each of its values."""
+    """A column of `pairs`. The accuracy is also reported for each of its values."""
 
 
 @dataclass(frozen=True)
 class Run:
     name: str | None = None
-    """By default new for each run; the same name again continues that run."""
+    """By default, each run gets a new name. A run with the name of an earlier run continues that run."""
     storage_path: str = "runs"
-    """A folder or bucket, with a folder for each run."""
+    """The folder or bucket that contains the folders of runs."""
     max_failures: Annotated[int, Ge(-1), Le(10**6)] = 0
-    """Restarts after lost workers; -1: no limit."""
+    """Maximum number of restarts after lost workers. -1 means no limit."""
     placement_timeout_s: Literal[-1] | Annotated[float, Gt(0), Le(365 * 86_400)] = 3600.0
-    """Seconds to wait for workers that no node has resources for; -1: no limit."""
+    """Seconds to wait for workers that no node has resources for. -1 means no limit."""
     num_to_keep: Annotated[int, Ge(1), Le(1000)] = 2
-    """Checkpoints to keep."""
+    """Number of checkpoints to keep."""
     load_best_model_at_end: bool = False
-    """Evaluate, gate and register the adapter of the best evaluation so far, not of the last step."""
+    """Evaluates, gates and registers the adapter of the best evaluation, not of the last step."""
     metric_for_best_model: str | None = None
     """The held-out metric that compares evaluations. By default eval_loss; for ppo, eval_judge or without a
     judge eval_reward."""
     greater_is_better: bool | None = None
-    """By default false for a loss, a perplexity, a KL and eval_repetition; true for accuracies, margins,
-    rewards and judges."""
+    """Whether a larger value of that metric is better. By default false for a loss, a perplexity, a KL and
+    eval_repetition, and true for accuracies, margins, rewards and judges."""
     early_stopping_patience: Annotated[int, Ge(1), Le(10**6)] | None = None
-    """Training stops after this many evaluations in a row without a better one; by default never."""
+    """Training stops after this many evaluations in a row without a better one. By default never."""
     stop_if: dict[str, str] = field(default_factory=dict)
     """Training stops at an evaluation whose metric meets a condition: {eval_kl: "> 20"}. The run counts as
     finished."""
     overwrite: bool = False
-    """Start over although a run of this name exists."""
+    """Starts over although a run of this name exists."""
     report: bool = True
-    """Draw report.html at the end, for the run's folder and for MLflow."""
+    """Draws report.html at the end, for the run's folder and for MLflow."""
 
 
 @dataclass(frozen=True)
 class MLflow:
     tracking_uri: str | None = None
-    """By default $MLFLOW_TRACKING_URI, else <run.storage_path>/mlflow.db."""
+    """Address of the MLflow server. By default $MLFLOW_TRACKING_URI, else the file
+    <run.storage_path>/mlflow.db."""
     experiment: str = "rlhf"
     """The MLflow experiment of the run."""
     registered_model: str | None = None
-    """By default, nothing is registered."""
+    """The registered model that gets the new version. By default, nothing is registered."""
     alias: str = "champion"
-    """Moves to the new version if the gate passes."""
+    """The alias that moves to the new version if the gate passes."""
     report_to: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
-    """Other trackers that get the same curves; each needs the extra with the same name."""
+    """Other trackers that get the same metrics. Each needs the extra with the same name."""
 
 
 @dataclass(frozen=True)
@@ -184,15 +185,15 @@ class Serve:
     rewards: dict[str, str] = field(default_factory=dict)
     """{model id in requests to /score: reward}, which may also be python:MODULE:FUNCTION."""
     host: str = "127.0.0.1"
-    """Any other address needs tokens in RLHF_SERVE_TOKENS."""
+    """The address to listen on. Any other one needs tokens in RLHF_SERVE_TOKENS."""
     port: Annotated[int, Ge(0), Le(65_535)] = 8000
-    """0: any free port."""
+    """The port to listen on. 0 means any free port."""
     max_queue: Annotated[int, Ge(1), Le(10**6)] = 256
-    """Completions that may wait for a place in a replica's batch; a request beyond that gets 429."""
+    """Completions that may wait for a place in a replica's batch. A request beyond that gets 429."""
     max_n: Annotated[int, Ge(1), Le(128)] = 16
-    """Completions of one request (its `n`)."""
+    """Maximum number of completions of one request (its `n`)."""
     max_body_bytes: Annotated[int, Ge(2**10), Le(2**30)] = 1048576
-    """A larger request gets 413."""
+    """Maximum size of a request. A larger one gets 413."""
     timeout_s: Seconds = 300.0
     """Seconds for a complete answer, including the wait for a place in the batch. A request that takes
     longer gets 504."""
@@ -202,10 +203,10 @@ class Serve:
     alias_poll_interval_s: Seconds = 5.0
     """Seconds between two checks for aliases that have moved."""
     log_prompts: bool = False
-    """Keep conversations, so that feedback on them becomes training rows; otherwise only metrics are
+    """Keeps conversations, so that feedback on them becomes training rows. By default, only metrics are
     kept."""
     feedback_path: str | None = None
-    """A local folder; by default <run.storage_path>/feedback."""
+    """A local folder for conversations and feedback. By default <run.storage_path>/feedback."""
     max_feedback_bytes: Annotated[int, Ge(4096), Le(10**12)] = 1073741824
     """Largest size of that folder: half for rows, beyond which feedback gets 507, and half for
     conversations."""
@@ -230,10 +231,10 @@ class Forward:
     local_rollout_forward_batch_size: Rows = 64
     """Rows per forward."""
     bf16: bool = False
-    """Matrix products in bfloat16 (autocast); on a CPU the base, too."""
+    """Computes matrix products in bfloat16 (autocast). On a CPU, the base is bfloat16, too."""
     reward_timeout_s: Patience = 600.0
-    """Seconds to wait for a reward that is an async function. Then the run ends; the same command
-    with its run.name continues it. -1: no limit."""
+    """Seconds to wait for a reward that is an async function. Then the run ends. The same command with its
+    run.name continues it. -1 means no limit."""
 
     @property
     def rows_per_forward(self) -> int:
@@ -250,7 +251,7 @@ class Inference(Forward):
     min_new_tokens: Annotated[int, Ge(0)] = 0
     """Minimum new tokens of a completion."""
     temperature: Literal[0] | Annotated[float, Ge(0.01)] = 1.0
-    """Divides the logits; 0: greedy."""
+    """Divides the logits. 0 means greedy decoding."""
     seed: Seed = 42
     """Seed of sampling, combined with a row's number."""
 
@@ -260,10 +261,10 @@ class Evaluate(Inference):
     """The `trainer` section of `evaluate`."""
 
     probes: bool = False
-    """Edit the completions of data.pairs, and measure how much that moves the reward."""
+    """Edits the completions of data.pairs, and measures how much that changes the reward."""
     best_of_n: Literal[0] | Annotated[int, Ge(2), Le(1024)] = 0
-    """Completions of each prompt of data.eval for the best-of-n curve, from which the reward chooses the
-    best. 0: no curve."""
+    """Number of completions of each prompt of data.eval for the best-of-n curve. The reward chooses the best
+    one. 0 means no curve."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,7 @@ class Collect(Inference):
     """The `trainer` section of `collect`."""
 
     num_generations: Annotated[int, Ge(1), Le(1024)] = 4
-    """Completions of each prompt."""
+    """Number of completions of each prompt."""
     select: Literal["best", "best_worst", "pairs", "labels"] = "best_worst"
     """Rows to write: the best completion (for sft), the best against the worst, or every pair (for dpo, rm
     and kto), or every completion with a label (for kto)."""
@@ -280,10 +281,10 @@ class Collect(Inference):
     min_margin: Annotated[float, Ge(0)] = 0.0
     """Smallest difference between the scores of a pair. Equal scores never make a pair."""
     num_prompts: Count | None = None
-    """Prompts to draw from data.train without replacement, in an order by data.seed. By default all, in the
-    file's order."""
+    """Number of prompts to draw from data.train without replacement, in an order by data.seed. By default all
+    prompts, in the file's order."""
     skip_prompts: Steps = 0
-    """Prompts to skip in that order; after the last prompt, a new order is drawn."""
+    """Number of prompts to skip in that order. After the last prompt, a new order is drawn."""
 
     @property
     def rows_per_forward(self) -> int:
@@ -295,17 +296,17 @@ class Export:
     """The `trainer` section of `export`; what goes to the hub has the names of transformers.TrainingArguments."""
 
     merge: bool = True
-    """false: the adapter as it is, with its tokenizer and card."""
+    """Merges the adapter into the base. false writes the adapter as it is, with its tokenizer and card."""
     response_length: Rows = 256
-    """Maximum new tokens of the compared completions."""
+    """Maximum new tokens of the completions that compare the merged model with the adapter."""
     bf16: bool = False
-    """bfloat16 (autocast) for the adapter that the merged model is compared with."""
+    """Computes in bfloat16 (autocast) for the adapter that the merged model is compared with."""
     hub_model_id: str | None = None
-    """OWNER/NAME on the hub, for the model card and a push."""
+    """OWNER/NAME on the Hub, for the model card and the upload."""
     push_to_hub: bool = False
-    """false: nothing is sent."""
+    """Uploads what was exported to hub_model_id."""
     hub_private_repo: bool = True
-    """Whether a repository that the push creates is private."""
+    """Whether a repository that the upload creates is private."""
 
 
 @dataclass(frozen=True)
@@ -323,20 +324,22 @@ class Job:
     gate: dict[str, str] = field(default_factory=dict)
     """{metric: condition}, for example {eval_accuracy: ">= 0.95"}."""
     policy: str | list[str] | None = None
-    """models:/name@alias, a folder, an adapter on the hub (org/name or org/name@revision), or `base`: no
-    adapter. Of a list, the first that exists."""
+    """models:/NAME@ALIAS, a folder, an adapter on the Hub (NAME or NAME@REVISION), or `base`: no adapter. Of
+    a list, the first that exists."""
     reference: str | None = None
-    """Of dpo: the frozen adapter that training stays close to; by default the policy that it starts from."""
+    """For dpo: the frozen adapter that training stays close to. By default the policy that training starts
+    from."""
     reward: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
     """A name, {judge: FILE}, or a list of names, {reward: NAME, weight: NUMBER} and {judge: FILE, weight:
     NUMBER}."""
     baseline: str | None = None
-    """For evaluate: the policy that `policy` is compared with, named like it."""
+    """For evaluate: the policy that `policy` is compared with. It is named in the same way."""
     teacher: str | None = None
-    """Of ppo: the adapter, or `base`, that rates every token that the policy writes
+    """For ppo: the adapter, or `base`, that rates every token that the policy writes
     (trainer.teacher_coef)."""
     judge: str | dict[str, Any] | None = None
-    """A Python function, a second reward model, or {judge: FILE}: reported, never trained on."""
+    """A Python function, a second reward model, or {judge: FILE}. Its scores are reported, and never trained
+    on."""
     source: str = ""
     """The job file."""
     overridden: tuple[str, ...] = ()

@@ -83,50 +83,51 @@ class Definition:
     No. rank: a line `Ranking: B > A`, for all completions of a prompt in one request. rubric: a line `NAME:
     CHOICE` for each criterion."""
     endpoint: str = "http://127.0.0.1:8000/v1"
-    """Of any server with OpenAI's chat completions, our `serve` included."""
+    """Address of a server with OpenAI's chat completions, for example our `serve`."""
     api_key_variable: str | None = None
-    """Variable of the environment that holds the endpoint's key. By default requests have none."""
+    """Environment variable with the endpoint's key. By default requests have no key."""
     system: str | None = None
     """A system message before the question."""
     prompt: str | None = None
-    """What is asked, with {prompt}, {completion} ({completions} for rank), {criteria}, {words}, and columns
-    of the rows, such as {answer}. By default each form has its own text."""
+    """The question, with {prompt}, {completion} ({completions} for rank), {criteria}, {words}, and columns of
+    the rows, such as {answer}. By default each form has a text."""
     words: list[str] = field(default_factory=lambda: ["Yes", "No"])
-    """Of yes: how a good answer begins, and how a bad one does."""
+    """For `form: yes`: how a good answer begins, and how a bad one does."""
     low: float = 1.0
-    """Of score: the number that means 0."""
+    """For `form: score`: the number that means 0."""
     high: float = 10.0
-    """Of score: the number that means 1."""
+    """For `form: score`: the number that means 1."""
     criteria: list[dict[str, Any]] | None = None
-    """Of rubric: {name: ..., text: ..., choices: [worst, ..., best]} each, with a weight if it is not 1."""
+    """For `form: rubric`: a list of {name: ..., text: ..., choices: [worst, ..., best]}. Each may have a
+    weight."""
     orders: Literal["drawn", "both"] = "drawn"
-    """Of rank, and so of pairs that `collect` labels: one drawn order of the completions, or also its
+    """For `form: rank`, also when `collect` labels pairs: one random order of the completions, or also its
     reverse."""
     draws: Annotated[int, Ge(1), Le(64)] = 1
-    """Answers to each question, whose mean counts."""
+    """Number of answers to each question. Their mean counts."""
     body: dict[str, Any] = field(default_factory=dict)
-    """Merged into each request; null removes a field. For endpoints that expect other fields than
-    `temperature` and `max_tokens`."""
+    """Fields that are merged into each request. null removes a field. Use it for endpoints that expect other
+    fields than `temperature` and `max_tokens`."""
     temperature: Annotated[float, Ge(0), Le(100)] = 0.0
-    """Of the judge's answers; above 0, each draw has a seed."""
+    """Temperature of the judge's answers. Above 0, each answer has a seed."""
     max_tokens: Rows = 512
-    """Maximum number of tokens in an answer; `yes` needs only one."""
+    """Maximum number of tokens in an answer. `form: yes` needs only one."""
     concurrency: Annotated[int, Ge(1), Le(4096)] = 16
     """Maximum number of requests that one process has under way at the same time."""
     requests_per_minute: Annotated[float, Gt(0), Le(10**9)] | None = None
-    """Maximum number of requests of one process in a minute; by default no limit."""
+    """Maximum number of requests of one process in a minute. By default no limit."""
     tokens_per_minute: Annotated[float, Gt(0), Le(10**12)] | None = None
-    """Maximum number of tokens of one process in a minute, including answers; by default no limit."""
+    """Maximum number of tokens of one process in a minute, including answers. By default no limit."""
     timeout_s: Seconds = 120.0
     """Seconds to wait for an answer before the request is repeated."""
     dollars_per_million_input: Weight = 0.0
-    """Price of tokens that are sent."""
+    """Price of a million tokens that are sent."""
     dollars_per_million_output: Weight = 0.0
-    """Price of tokens of answers."""
+    """Price of a million tokens of answers."""
     most_calls: Annotated[int, Ge(1), Le(10**12)] | None = None
-    """Maximum number of answers that a run may pay for; then it ends. By default no limit."""
+    """Maximum number of answers that a run may pay for. Then the run ends. By default no limit."""
     most_dollars: Annotated[float, Gt(0), Le(10**9)] | None = None
-    """Maximum dollars that a run may pay; then it ends. By default no limit."""
+    """Maximum number of dollars that a run may pay. Then the run ends. By default no limit."""
 
     @property
     def asks(self) -> str:
