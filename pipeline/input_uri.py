@@ -58,7 +58,7 @@ class InputURI:
         return f"models:/{self.name}" + (f"@{self.alias}" if self.alias else f"/{self.version}")
 
 
-def title(text: str) -> str:
+def short_title(text: str) -> str:
     """Returns `rlhf-dpo v3` for models:/rlhf-dpo/3, and any other text as it is."""
     ref = InputURI.parse(text)
     return f"{ref.name} v{ref.version}" if ref.version else text

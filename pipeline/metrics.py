@@ -159,7 +159,7 @@ METRICS = [
 ]
 
 
-def find(name: str, stage: str | None = None) -> Metric | None:
+def find_metric(name: str, stage: str | None = None) -> Metric | None:
     """Returns the metric with this name, of a stage or of any, or None if the table has none."""
     known = (one for one in METRICS if stage is None or stage in one.stages.split())
     return next((one for one in known if fnmatchcase(name, one.name)), None)
@@ -173,5 +173,5 @@ def line_of(stage: str, measured: Mapping[str, float]) -> list[tuple[str, float]
 
 def greater_is_better(name: str, given: bool | None) -> bool:
     """Returns whether larger values are better: as `given`, or else unless the table denies it."""
-    found = find(name)
+    found = find_metric(name)
     return given if given is not None else not found or found.greater_is_better is not False

@@ -136,7 +136,7 @@ def load(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Workload
 
 def keys_of_judges(files: Iterable[str]) -> set[str]:
     """Returns the variables of the environment that hold the keys of judges."""
-    return {variable for file in files if (variable := judge.read(file).api_key_variable)}
+    return {variable for file in files if (variable := judge.read_definition(file).api_key_variable)}
 
 
 def forwarded(also: Iterable[str] = ()) -> dict[str, str]:

@@ -24,7 +24,7 @@ from pipeline.data.shapes import (
 )
 from pipeline.data.values import RowError, setting, show, some
 from pipeline.errors import InputError, visible
-from pipeline.job.job import Source, completed, sources_of
+from pipeline.job.job import Source, sources_of, sources_with_defaults
 from pipeline.system import functions
 
 FILES = 16  # number of files of a source whose first rows are read
@@ -39,7 +39,7 @@ def preprocessing(stage: str, data: Any) -> dict[str, tuple[Preprocess, ...]]:
     """
     made = {}
     for name in ("train", "eval"):
-        sources = zip(sources_of(getattr(data, name)), completed(data, name), strict=True)
+        sources = zip(sources_of(getattr(data, name)), sources_with_defaults(data, name), strict=True)
         made[name] = tuple(
             _preprocess(stage, full, f"data.{name}.{index}" if own.columns else "data", data.pairs)
             for index, (own, full) in enumerate(sources)

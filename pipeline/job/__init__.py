@@ -29,7 +29,7 @@ SECTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def make(stage: str, job_file: str) -> str:
+def make_target(stage: str, job_file: str) -> str:
     """Returns the make target of a stage in the profile that a job file is from."""
     folder = Path(job_file).parent
     profile = folder.name if folder.parent.name == "jobs" and folder.name != "demo" else ""

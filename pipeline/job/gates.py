@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeline.errors import short, show
 from pipeline.job.stages import STAGE
-from pipeline.metrics import METRICS, SPEED, Metric, find
+from pipeline.metrics import METRICS, SPEED, Metric, find_metric
 
 OPERATORS: dict[str, Callable[[float, float], bool]]
 OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
@@ -85,7 +85,7 @@ class Metrics:
 
     def is_open(self, metric: str) -> bool:
         """Returns True if the metric's name contains a value of the rows, or a probe, which only the run knows."""
-        found = find(metric, self.stage)
+        found = find_metric(metric, self.stage)
         return bool(
             found and "*" in found.name and found.name.startswith("eval_") and not self.lacking(found)
         )
@@ -105,6 +105,6 @@ class Metrics:
             return self.unknown(metric, [name for name, lacking in known.items() if not lacking])
         if known[metric]:
             return f"{metric} needs {known[metric]}, and there is none"
-        if greater_is_better is None and (one := find(metric)) and one.greater_is_better is None:
+        if greater_is_better is None and (one := find_metric(metric)) and one.greater_is_better is None:
             return f"is a larger {metric} better? Set run.greater_is_better=true or false"
         return None

@@ -507,7 +507,7 @@ def sources_of(spec: str | list[str | dict[str, Any]] | None) -> list[Source]:
     return [Source(item) if isinstance(item, str) else Source(**item) for item in items]
 
 
-def completed(data: Data, name: str) -> list[Source]:
+def sources_with_defaults(data: Data, name: str) -> list[Source]:
     """Returns the sources of one of SPLITS, with the keys of `data` that a source does not set."""
     shared = {key: getattr(data, key) for key in OF_ROWS}
     return [
@@ -516,7 +516,7 @@ def completed(data: Data, name: str) -> list[Source]:
     ]
 
 
-def transforms(data: Data) -> dict[str, str]:
+def transforms_of(data: Data) -> dict[str, str]:
     """Returns {key of the job: python:module:function} of all functions that rows go through, each once."""
     found = {"data.transform": data.transform}
     for name in SPLITS:

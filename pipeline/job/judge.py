@@ -166,7 +166,7 @@ def plain(text: str) -> str:
     return "\n".join(" ".join(line.split()).rstrip(". ") for line in lines)
 
 
-def read(path: str) -> Definition:
+def read_definition(path: str) -> Definition:
     """Returns the definition in a file. Raises InputError, with the line, if it is wrong."""
     tree = read_tree(path, [])
     for key, problem in schema.wrong(tree.data, schema.keys(CLASS)):
@@ -243,16 +243,16 @@ def at_version(source: str) -> tuple[str, str]:
     return path, digest
 
 
-def pinned(source: str) -> str:
+def pin_judge(source: str) -> str:
     """Returns `judge:FILE@DIGEST` of `judge:FILE`, which must be right."""
     path, _ = at_version(source)
-    return f"judge:{path}@{read(path).digest[:16]}"
+    return f"judge:{path}@{read_definition(path).digest[:16]}"
 
 
-def loaded(version: str) -> Definition:
+def load_pinned(version: str) -> Definition:
     """Returns the definition of a pinned judge. Raises InputError if the file has changed since then."""
     path, digest = at_version(version)
-    found = read(path)
+    found = read_definition(path)
     if found.digest[:16] != digest:
         raise InputError(
             f"{path} has changed since the run began (it was {digest}, and is {found.digest[:16]}); restore it, choose another "

@@ -25,9 +25,9 @@ from pipeline.job.job import (
     MLflow,
     Run,
     Serve,
-    completed,
     sources_of,
-    transforms,
+    sources_with_defaults,
+    transforms_of,
 )
 from pipeline.job.lora import adapts_lm_head, ignored_by_vllm
 
@@ -117,7 +117,7 @@ def find_problems(job: Job) -> Problems:
     yield from _mapping_problems(job.reward, job.judge)
     yield from _reference_problems(
         {
-            **transforms(data),
+            **transforms_of(data),
             **{job.key_of(name): source for name, source in job.inputs.items()},
             **{f"policy.{index}": name for index, name in enumerate(job.policies)},
         }
@@ -271,7 +271,7 @@ def _source_problems(data: Data, learns: bool) -> Problems:
             for key, problem in schema.wrong(item, known) if isinstance(item, dict) else ():
                 yield f"data.{name}.{index}.{key}", problem
     for name in SPLITS:
-        sources = zip(sources_of(getattr(data, name)), completed(data, name), strict=True)
+        sources = zip(sources_of(getattr(data, name)), sources_with_defaults(data, name), strict=True)
         for index, (source, full) in enumerate(sources):
             own = {key for key, value in vars(source).items() if value is not None}
             keys = {key: f"data.{name}.{index}.{key}" if key in own else f"data.{key}" for key in known}

@@ -232,7 +232,7 @@ TRAINED = tuple(name for name, stage in STAGE.items() if stage.learns)
 
 def headline(stage: str, measured: Mapping[str, float]) -> list[metrics.Metric]:
     """Returns the metrics of a stage's summary that were measured."""
-    found = (metrics.find(name, stage) for name in STAGE[stage].headline if name in measured)
+    found = (metrics.find_metric(name, stage) for name in STAGE[stage].headline if name in measured)
     return [one for one in found if one]
 
 

@@ -11,11 +11,11 @@ from pipeline.registry.runs import (
     end_finished,
     end_interrupted,
     find_run,
-    history,
     log_files,
     mlflow_run,
     nested_under,
-    recorded,
+    read_curves,
+    read_run,
 )
 from pipeline.registry.store import (
     Tracking,
@@ -29,9 +29,9 @@ from pipeline.registry.versions import (
     Missing,
     Version,
     fetch,
-    parameters,
     pin,
     promote,
     publish,
-    version,
+    read_parameters,
+    read_version,
 )

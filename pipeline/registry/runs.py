@@ -160,7 +160,7 @@ def _newest(mlflow: Any, experiments: list[str], folder: str) -> Any:
     return next((run for run in runs if run.data.tags[RUN_TAG] == folder), None)
 
 
-def history(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
+def read_curves(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
     """Returns {metric: [(step, value)]} of a run, steps ascending. If a step was logged twice, the later value counts."""
     mlflow = store.client(uri)
     curves = {}
@@ -170,7 +170,7 @@ def history(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
     return curves
 
 
-def recorded(uri: str, run_id: str) -> dict[str, Any]:
+def read_run(uri: str, run_id: str) -> dict[str, Any]:
     """Returns what MLflow has of a run: name, stage, status, folder, job and result ({} if missing)."""
     try:
         store.check_reachable(uri)

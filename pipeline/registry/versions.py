@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from pipeline.data.counts import count, most_frequent
 from pipeline.errors import InputError, summary
 from pipeline.input_uri import InputURI
-from pipeline.job import make
+from pipeline.job import make_target
 from pipeline.job.stages import TRAINED, headline
 from pipeline.metrics import SPEED, Metric
 from pipeline.registry.champion import Champion, Gate, champion_of, evaluate_gate, measured_on
@@ -232,7 +232,9 @@ def pin(reference: str, uri: str, job_file: str = "") -> str:
         if newest is None:
             known = ", ".join(sorted(m.name for m in mlflow.search_registered_models())) or "none yet"
             fix = (
-                f"run `{make(stage, job_file)}` first" if stage in TRAINED else "train and register it first"
+                f"run `{make_target(stage, job_file)}` first"
+                if stage in TRAINED
+                else "train and register it first"
             )
             why = f"no registered model {ref.name!r} in {uri} (registered: {known}); {fix}"
         else:
@@ -245,7 +247,7 @@ def pin(reference: str, uri: str, job_file: str = "") -> str:
         raise Missing(f"{ref}: {why}") from error
 
 
-def parameters(reference: str, uri: str) -> dict[str, str]:
+def read_parameters(reference: str, uri: str) -> dict[str, str]:
     """Returns {section.key: value} of the job behind a pinned version, or {} for a folder or if MLflow lost the run."""
     from mlflow.exceptions import MlflowException
 
@@ -259,7 +261,7 @@ def parameters(reference: str, uri: str) -> dict[str, str]:
         return {}
 
 
-def version(reference: str, uri: str) -> dict[str, Any]:
+def read_version(reference: str, uri: str) -> dict[str, Any]:
     """Returns aliases and tags of `models:/name/3`; the tags parents, data and rows_from are parsed."""
     ref = InputURI.parse(reference)
     registered = client(uri).get_model_version(ref.name, ref.version)

@@ -50,5 +50,5 @@ def gate_of(job: Job) -> Gate:
     if name := job.inputs.get("judge"):
         ref = InputURI.parse(name)
         code = digest_functions([name])[:12] if ref.is_function else ""
-        settings["judge"] = judge.pinned(name) if ref.is_judge else f"{name} {code}".strip()
+        settings["judge"] = judge.pin_judge(name) if ref.is_judge else f"{name} {code}".strip()
     return Gate(job.mlflow.registered_model, job.mlflow.alias, job.gate, metric, greater, settings)

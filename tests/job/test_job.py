@@ -11,7 +11,7 @@ from pipeline import __main__
 from pipeline.__main__ import main
 from pipeline.errors import InputError
 from pipeline.job import OPERATORS, load_job, parse_gate
-from pipeline.job.job import Source, completed, sources_of, transforms
+from pipeline.job.job import Source, sources_of, sources_with_defaults, transforms_of
 from pipeline.job.rules import find_warnings
 from pipeline.job.stages import STAGE
 
@@ -332,10 +332,10 @@ def test_a_source_says_itself_what_its_rows_become_or_the_section_does(in_root):
     own = "{path: b, columns: {prompt: q}, transform: python:m:f, group_by: tree}"
     given = [f"data.train=[a, {own}]", "data.columns={prompt: text}", "data.transform=python:m:g"]
     job = load_job("jobs/demo/sft.yaml", given)
-    first, second = completed(job.data, "train")
+    first, second = sources_with_defaults(job.data, "train")
     assert first == Source("a", columns={"prompt": "text"}, transform="python:m:g")
     assert second == Source("b", columns={"prompt": "q"}, transform="python:m:f", group_by="tree")
-    assert transforms(job.data) == {"data.transform": "python:m:g", "data.train.1.transform": "python:m:f"}
+    assert transforms_of(job.data) == {"data.transform": "python:m:g", "data.train.1.transform": "python:m:f"}
     assert sources_of("a") == [Source("a")] and sources_of(None) == []
     for path, location in (("n", "n@v1"), ("n:config/train", "n@v1:config/train")):
         assert Source(f"hf://datasets/o/{path}", revision="v1").location == f"hf://datasets/o/{location}"

@@ -57,7 +57,7 @@ def rubric(*changed):
 def test_a_wrong_file_is_named_with_its_line(text, says, tmp_path):
     (tmp_path / "judge.yaml").write_text(text)
     with pytest.raises(InputError) as caught:
-        judge.read(str(tmp_path / "judge.yaml"))
+        judge.read_definition(str(tmp_path / "judge.yaml"))
     assert re.search(says, str(caught.value)), caught.value
 
 
@@ -102,10 +102,10 @@ def test_names_of_judges():
 def test_a_file_that_has_changed_since_the_run_began(tmp_path):
     file = tmp_path / "judge.yaml"
     file.write_text(RIGHT)
-    version = judge.pinned(f"judge:{file}")
-    assert judge.loaded(version) == judge.read(str(file))
+    version = judge.pin_judge(f"judge:{file}")
+    assert judge.load_pinned(version) == judge.read_definition(str(file))
     file.write_text(RIGHT + "concurrency: 2\n")
-    judge.loaded(version)
+    judge.load_pinned(version)
     file.write_text(RIGHT + "high: 5\n")
     with pytest.raises(InputError, match="has changed since the run began"):
-        judge.loaded(version)
+        judge.load_pinned(version)

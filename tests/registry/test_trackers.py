@@ -103,7 +103,7 @@ def test_after_a_kill_and_a_resume_the_curves_equal_mlflows(name, begun, tmp_pat
     again.log({"eval_loss": 0.125}, 10)
     again.log({"eval_loss": 0.125, "initial_loss": 1.0}, 10, final=True)
     again.close()
-    expected = registry.history(tracking_of(job).uri, run_id)
+    expected = registry.read_curves(tracking_of(job).uri, run_id)
     assert [step for step, _ in expected["loss"]] == list(range(1, 11))
     curves = READ[name](tmp_path / "one" / ("tensorboard" if name == "tensorboard" else ""))
     assert curves.keys() == expected.keys()

@@ -52,7 +52,7 @@ def test_a_version_has_a_description_with_links(job, adapter):
     counts = {f"models:/rlhf-ppo/{i}": i for i in range(1, 31)} | {"others": 7}
     with registry.mlflow_run(tracking_of(job), {}, new_run=True) as run_id:
         published(job, run_id, adapter, {}, {**LINEAGE, "rows_from": counts})
-    rows_from = registry.version("models:/rlhf-sft/2", tracking_of(job).uri)["tags"]["rows_from"]
+    rows_from = registry.read_version("models:/rlhf-sft/2", tracking_of(job).uri)["tags"]["rows_from"]
     assert len(rows_from) == 21 and rows_from["models:/rlhf-ppo/30"] == 30
     assert sum(rows_from.values()) == sum(counts.values())
     said = mlflow(job).get_model_version("rlhf-sft", "2").description

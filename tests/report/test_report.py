@@ -428,7 +428,7 @@ def test_of_a_step_logged_twice_the_later_value_counts(store):
         log(job, run_id, {"loss": [3.0, 2.0, 1.0]})
         later = int(time.time() * 1000) + 10_000  # as a restarted worker logs the step again
         registry.client(tracking_of(job).uri).log_metric(run_id, "loss", 2.5, timestamp=later, step=2)
-    history = registry.history(tracking_of(job).uri, run_id)
+    history = registry.read_curves(tracking_of(job).uri, run_id)
     assert history["loss"] == [(1, 3.0), (2, 2.5), (3, 1.0)]
 
 

@@ -71,7 +71,7 @@ def test_metrics_are_in_mlflow_step_by_step(runs, storage):
 def test_every_curve_is_in_the_table_of_metrics(runs, storage):
     for name, result in runs.items():
         logged = client(storage).get_run(result["mlflow_run_id"]).data.metrics
-        assert logged and [metric for metric in logged if not metrics.find(metric, name)] == [], name
+        assert logged and [metric for metric in logged if not metrics.find_metric(metric, name)] == [], name
 
 
 def test_versions_record_their_origin(runs, storage):
