@@ -2,8 +2,8 @@
 
     job = load_job("jobs/demo/sft.yaml", ["trainer.learning_rate=1e-4"], stage="sft")
 
-Sections that belong to a library (`lora`, `trainer`, `scaling`) stay plain mappings with the library's keys, and are checked
-against its dataclass. Relative paths are relative to the working directory of the command.
+The sections `lora`, `trainer` and `scaling` are plain mappings with the keys of a library, and are checked against its dataclass.
+Relative paths start at the working directory of the command.
 """
 
 import shlex
@@ -20,9 +20,11 @@ from pipeline.job.stages import INPUTS, STAGE
 from pipeline.job.yaml_tree import Tree, read_tree
 from pipeline.system import hub
 
-JOBS = tuple(STAGE)  # the stages that a job file may have
+JOBS = tuple(STAGE)  # the stages for which there are job files
 STAGES = tuple(name for name in JOBS if STAGE[name].runs_in == "train")
-RESUMABLE = tuple(name for name in JOBS if STAGE[name].runs_in in ("train", "data"))  # their runs continue
+RESUMABLE = tuple(
+    name for name in JOBS if STAGE[name].runs_in in ("train", "data")
+)  # stages whose runs can be resumed
 # {section: the type of its values}, in the order in which sections are checked
 SECTIONS: dict[str, Any] = {
     "model": Model, "lora": dict, "data": Data, "trainer": dict, "scaling": dict, "rollout": dict, "serve": Serve, "run": Run, "mlflow": MLflow,
@@ -30,15 +32,15 @@ SECTIONS: dict[str, Any] = {
 
 
 def make_target(stage: str, job_file: str) -> str:
-    """Returns the make target of a stage in the profile that a job file is from."""
+    """Returns the make command of a stage in the profile of a job file."""
     folder = Path(job_file).parent
     profile = folder.name if folder.parent.name == "jobs" and folder.name != "demo" else ""
-    profile = "own" if profile == "examples" else profile  # the examples extend jobs/own
+    profile = "own" if profile == "examples" else profile  # jobs/examples extend jobs/own
     return f"make {stage}" + (f" PROFILE={profile}" if profile else "")
 
 
 def command_line(verb: str, path: str, overrides: list[str]) -> str:
-    """Returns a command line, with make if the job or the folder of jobs is a profile's."""
+    """Returns the command line of a subcommand, with make if the job belongs to a profile."""
     profile = Path(path) if verb == "run" else Path(path).parent
     given = shlex.join(overrides)
     if profile.parent != Path("jobs") or (verb != "run" and Path(path).stem != verb):
@@ -52,14 +54,14 @@ def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | 
 
     Args:
         overrides: `section.key=value`, as on the command line.
-        stage: the stage on the command line, or None for the stage of the file.
+        stage: the stage on the command line. None means the stage of the file.
     """
     _check_file(Path(path), stage or "sft")
     return job_of(read_tree(path, overrides or []), stage, str(path))
 
 
 def _check_file(path: Path, stage: str) -> None:
-    """Raises InputError for a path that is no file, with the job files that may be meant."""
+    """Raises InputError for a path that is no file. The message suggests job files."""
     if path.exists() and not path.is_dir():
         return
     key, equals, value = str(path).partition("=")
@@ -76,7 +78,7 @@ def _check_file(path: Path, stage: str) -> None:
 
 
 def job_of(tree: Tree, stage: str | None, path: str) -> Job:
-    """Returns the checked job of a tree, as `load_job` reads it from a file."""
+    """Returns the checked job of a tree."""
     found = tree.data.get("stage")
     if found not in JOBS:
         raise tree.error("stage", f"found {show(found)}, expected one of {', '.join(JOBS)}")
@@ -139,7 +141,7 @@ def _section(tree: Tree, section: str) -> dict[str, Any]:
     known = schema.keys(schema.class_of(section, stage))
 
     def hint(key: str) -> str:
-        """Returns what an unknown key may mean: the nearest one of this section, or the same key of another section."""
+        """Returns the advice for an unknown key: a similar key, or the same key of another section."""
         if f"{section}.{key}" == "trainer.max_steps" and stage == "ppo":
             return "the length of a ppo run is trainer.total_episodes = updates * trainer.batch_size"
         meant = schema.meant(f"{section}.{key}", stage)

@@ -1,6 +1,6 @@
-"""A job as dataclasses: the sections that are ours, with their keys, types, defaults, ranges (`Annotated`) and meanings.
+"""A job as dataclasses: the sections of the pipeline, with the types, defaults, ranges (`Annotated`) and meanings of their keys.
 
-schema.json is generated from these annotations and the docstrings below the fields.
+schema.json is generated from these annotations and from the docstrings below the fields.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Model:
     """Also loads *.bin weights, which can run code."""
 
 
-SPLITS = ("train", "eval", "pairs", "benchmarks")  # keys of `data` that name rows
-OF_ROWS = ("columns", "label", "transform", "group_by")  # keys of `data` that say what rows are
+SPLITS = ("train", "eval", "pairs", "benchmarks")  # keys of `data` that name files of rows
+OF_ROWS = ("columns", "label", "transform", "group_by")  # keys of `data` that describe the rows
 
 
 @dataclass(frozen=True)
 class Source:
-    """An entry of a list under a key of SPLITS: a path alone, or a mapping with these keys."""
+    """An entry of a list under a key of SPLITS. It is a path, or a mapping with these keys."""
 
     path: str
     """A file, a glob, a folder, or an s3://, gs:// or hf:// address."""
@@ -72,7 +72,7 @@ class Source:
 
     @property
     def location(self) -> str:
-        """Returns the path, with the revision of a Hub dataset."""
+        """Returns the path. The path of a Hub dataset includes the revision."""
         if self.revision is None:
             return self.path
         name, colon, split = self.path.removeprefix(HUB).partition(":")
@@ -213,12 +213,12 @@ class Serve:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """{input: name}: policies.ID and rewards.ID of all that the section names."""
+        """Returns {input: name} of all models. An input is policies.ID or rewards.ID."""
         policies = {f"policies.{key}": name for key, name in self.policies.items()}
         return policies | {f"rewards.{key}": name for key, name in self.rewards.items()}
 
     def without(self, inputs: Container[str]) -> Serve:
-        """Returns the section without some of its `inputs`."""
+        """Returns the section without these inputs."""
         policies = {key: name for key, name in self.policies.items() if f"policies.{key}" not in inputs}
         rewards = {key: name for key, name in self.rewards.items() if f"rewards.{key}" not in inputs}
         return replace(self, policies=policies, rewards=rewards)
@@ -226,7 +226,7 @@ class Serve:
 
 @dataclass(frozen=True)
 class Forward:
-    """The `trainer` section of `score`; its keys, and those of Inference, have PPOConfig's names."""
+    """The `trainer` section of `score`. The keys have the same names as in PPOConfig, also in the subclasses."""
 
     local_rollout_forward_batch_size: Rows = 64
     """Rows per forward."""
@@ -238,13 +238,13 @@ class Forward:
 
     @property
     def rows_per_forward(self) -> int:
-        """Rows of data.train that fill a forward."""
+        """Returns the number of rows of data.train in a forward."""
         return self.local_rollout_forward_batch_size
 
 
 @dataclass(frozen=True)
 class Inference(Forward):
-    """The `trainer` section of `generate` and `serve`, whose requests may override it."""
+    """The `trainer` section of `generate` and `serve`. Requests to `serve` may override it."""
 
     response_length: Rows = 256
     """Maximum new tokens of a completion, the end-of-sequence token included."""
@@ -293,7 +293,7 @@ class Collect(Inference):
 
 @dataclass(frozen=True)
 class Export:
-    """The `trainer` section of `export`; what goes to the hub has the names of transformers.TrainingArguments."""
+    """The `trainer` section of `export`. Keys about the Hub have the same names as in transformers.TrainingArguments."""
 
     merge: bool = True
     """Merges the adapter into the base. false writes the adapter as it is, with its tokenizer and card."""
@@ -347,17 +347,17 @@ class Job:
 
     @property
     def facts(self) -> Stage:
-        """Returns the facts about its stage."""
+        """Returns the facts about the stage."""
         return STAGE[self.stage]
 
     @property
     def folder(self) -> str:
-        """Returns the folder of the run: checkpoints, result.json, its report."""
+        """Returns the folder of the run, with checkpoints, result.json and report."""
         return storage.join(self.run.storage_path, str(self.run.name))
 
     @property
     def paths(self) -> list[tuple[str, str]]:
-        """(key, path) of all rows that the job names."""
+        """Returns (key, path) of all files of rows that the job names."""
         return [
             (f"data.{key}", source.location)
             for key in SPLITS
@@ -423,22 +423,22 @@ class Job:
 
     @property
     def workers(self) -> tuple[int, int]:
-        """(fewest, most) workers; equal unless the job is elastic."""
+        """Returns (fewest, most) workers. The numbers are equal unless the job is elastic."""
         count = self.scaling.get("num_workers", 1) or 1
         return (count[0], count[1]) if isinstance(count, list) else (count, count)
 
     @property
     def in_process(self) -> bool:
-        """Returns True if the job runs in the process of the command: `scaling.num_workers: 0`.
+        """Returns True if the job runs in the process of the command, because scaling.num_workers is 0.
 
-        On a cluster, and next to rollout workers, which need Ray, 0 means one worker.
+        On a cluster, or with rollout workers, 0 means one worker.
         """
         zero = self.scaling.get("num_workers", 1) == 0
         return zero and not os.environ.get("RAY_ADDRESS") and not self.rollout_config.num_workers
 
     @property
     def rewards(self) -> list[tuple[str, float]]:
-        """(name, weight) of each reward."""
+        """Returns (name, weight) of each reward."""
         items = self.reward if isinstance(self.reward, list) else [self.reward] if self.reward else []
         return [
             (name_of(item), float(item.get("weight", 1.0)) if isinstance(item, dict) else 1.0)
@@ -447,26 +447,26 @@ class Job:
 
     @property
     def policies(self) -> list[str]:
-        """Returns the names under `policy`, of which the first that exists counts."""
+        """Returns the names under `policy`. The job uses the first one that exists."""
         return self.policy if isinstance(self.policy, list) else [self.policy] if self.policy else []
 
     @property
     def inputs(self) -> dict[str, str]:
-        """{key: name} of every model or Python function that the job names: policy, baseline, judge, reward.0, ..."""
+        """Returns {input: name} of every model or Python function that the job names: policy, baseline, judge, reward.0, ..."""
         given = {"policy": next(iter(self.policies), None)}
         given |= {key: name_of(getattr(self, key)) for key in INPUTS if key not in ("policy", "reward")}
         given |= {f"reward.{index}": name for index, (name, _) in enumerate(self.rewards)}
         return {key: name for key, name in given.items() if name} | self.serve.inputs
 
     def key_of(self, name: str) -> str:
-        """Returns the key of an input: a single reward is `reward`, one of a list `reward.0`, `reward.1`, ..."""
+        """Returns the key of an input in the job file. A single reward has the key `reward`, not `reward.0`."""
         if name in self.serve.inputs:
             return f"serve.{name}"
         return "reward" if name == "reward.0" and not isinstance(self.reward, list) else name
 
     @property
     def functions(self) -> dict[str, str]:
-        """{key: python:module:function} of its rewards and judge."""
+        """Returns {key: python:module:function} of the rewards and the judge that are Python functions."""
         named = self.inputs.items()
         return {self.key_of(name): source for name, source in named if InputURI.parse(source).is_function}
 
@@ -478,7 +478,7 @@ class Job:
 
     @property
     def args(self) -> Any:
-        """The `trainer` section as its config class, or None for a TRL stage: only a worker instantiates TRL's."""
+        """Returns the `trainer` section as its config class, or None for a TRL stage, which only workers can import."""
         if self.facts.trl:
             return None
         module, _, name = self.facts.trainer.rpartition(".")
@@ -486,29 +486,29 @@ class Job:
 
     @property
     def rollout_config(self) -> RolloutConfig:
-        """The `rollout` section as its config class."""
+        """Returns the `rollout` section as its config class."""
         return RolloutConfig(**self.rollout)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the resolved job as plain JSON-able data."""
+        """Returns the job with all defaults, as data for JSON."""
         return {key: value for key, value in asdict(self).items() if key != "overridden"}
 
 
 def name_of(item: Any) -> Any:
-    """Returns the name of a reward or judge: of `{judge: FILE}`, judge:FILE; see pipeline/input_uri.py."""
+    """Returns the name of a reward or judge. The name of `{judge: FILE}` is judge:FILE (pipeline/input_uri.py)."""
     if not isinstance(item, dict):
         return item
     return f"judge:{item['judge']}" if "judge" in item else item.get("reward")
 
 
 def sources_of(spec: str | list[str | dict[str, Any]] | None) -> list[Source]:
-    """Returns the sources of one of SPLITS, in their order."""
+    """Returns the sources of the value of one of SPLITS."""
     items = [spec] if isinstance(spec, str) else spec or []
     return [Source(item) if isinstance(item, str) else Source(**item) for item in items]
 
 
 def sources_with_defaults(data: Data, name: str) -> list[Source]:
-    """Returns the sources of one of SPLITS, with the keys of `data` that a source does not set."""
+    """Returns the sources of one of SPLITS. Keys that a source does not set have the values of the `data` section."""
     shared = {key: getattr(data, key) for key in OF_ROWS}
     return [
         replace(source, **{key: value for key, value in shared.items() if getattr(source, key) is None})
@@ -517,7 +517,7 @@ def sources_with_defaults(data: Data, name: str) -> list[Source]:
 
 
 def transforms_of(data: Data) -> dict[str, str]:
-    """Returns {key of the job: python:module:function} of all functions that rows go through, each once."""
+    """Returns {key of the job: python:module:function} of all functions that transform rows, without duplicates."""
     found = {"data.transform": data.transform}
     for name in SPLITS:
         for index, source in enumerate(sources_of(getattr(data, name))):

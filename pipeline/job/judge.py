@@ -1,4 +1,4 @@
-"""A judge's file, which a job names as `{judge: FILE}`: the model, the question, and what an answer means.
+"""The file of a judge, which a job names as `{judge: FILE}`: the model, the question, and the meaning of an answer.
 
 Every form gives scores between 0 and 1.
 """
@@ -26,7 +26,7 @@ from pipeline.job.yaml_tree import Tree, read_tree
 CLASS = "pipeline.job.judge.Definition"
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 MARKS = re.compile(r"""[*_`#\[\]"'“”‘’]""")  # Markdown and quotes
-# The default question of each form. {criteria} lists the criteria of the rubric.
+# The default question of each form.
 PROMPTS = {
     "score": """Judge the response to the request.
 
@@ -67,7 +67,7 @@ Criteria, each with its possible choices:
 
 Answer with one line for each criterion: its name, a colon, and one of its choices.""",
 }
-# keys that change neither the question nor the meaning of an answer
+# keys that change neither the question nor the score
 LIMITS = """concurrency requests_per_minute tokens_per_minute timeout_s api_key_variable
     dollars_per_million_input dollars_per_million_output most_calls most_dollars""".split()
 

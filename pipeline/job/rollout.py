@@ -1,4 +1,4 @@
-"""`RolloutConfig`: the section `rollout` of a PPO job."""
+"""The section `rollout` of a job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from pipeline.job.ranges import Patience, require_value
 
-# arguments of vllm.LLM that the job determines
+# arguments of vllm.LLM that the pipeline sets
 VLLM_FIXED = set(
     """model revision dtype trust_remote_code quantization gpu_memory_utilization enable_lora max_loras max_lora_rank
     max_model_len max_logprobs logprobs_mode generation_config disable_log_stats use_tqdm_on_load tensor_parallel_size""".split()
@@ -19,7 +19,7 @@ VLLM_FIXED = set(
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Settings of the rollout: who samples a PPO run's completions, with which engine, and how many updates behind."""
+    """Settings of sampling: the engine, the rollout workers, and how many updates old the policy may be."""
 
     engine: Literal["transformers", "vllm"] = "transformers"
     """What decodes. transformers: the frozen base that the process holds anyway. vllm (the extra `vllm`):
@@ -73,7 +73,7 @@ class RolloutConfig:
 
     @property
     def corrects(self) -> Literal["token", "sequence"] | None:
-        """Returns `correction` (its default if it is None), or None for "none"."""
+        """Returns the correction that applies: "token", "sequence", or None."""
         if self.correction is None:
             return "token" if self.engine == "vllm" else None
         return None if self.correction == "none" else self.correction

@@ -1,7 +1,7 @@
-"""Reads a job file as a plain tree: YAML, `extends` and overrides. Each key remembers where it was written.
+"""Reads a job file with its `extends` and overrides into a tree, which knows the line of each key.
 
-YAML is read by the rules of version 1.2, because version 1.1 surprises people: here `1e-4` is a number, `eval_strategy: no`
-is the word "no", and `2026-11-20` is text. A value that looks like a secret is rejected and never printed.
+The rules of YAML 1.2 apply, because those of version 1.1 are surprising. So `1e-4` is a number, `eval_strategy: no` is the
+word "no", and `2026-11-20` is text. A file with a text that looks like a secret is rejected, and the text is never printed.
 """
 
 import math
@@ -22,7 +22,7 @@ NO_SECRETS = (
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars: true/false, decimal integers, floats with or without a point, null, text.
+    """Reads scalars as in YAML 1.2: true and false, decimal integers, floats with or without a point, null, text.
 
     ruamel.yaml implements YAML 1.2, but reads 2026-11-20 as a date too (0.18).
     """
@@ -45,21 +45,21 @@ for _tag, _pattern, _first in (
 
 @dataclass
 class Tree:
-    """The sections of a job file. `where` maps a dotted key to what set it: `jobs/x.yaml:12` or `command line`."""
+    """The sections of a job file. `where` is {dotted key: `jobs/x.yaml:12` or `command line`}."""
 
     source: str
     data: dict[str, Any] = field(default_factory=dict)
     where: dict[str, str] = field(default_factory=dict)
 
     def error(self, key: str, message: str) -> InputError:
-        """Returns the error about `key`, with the line of the key or of the innermost section around it."""
+        """Returns an InputError about a key, with the line of the key, or else of its section."""
         section = key
         while section and section not in self.where:
             section = section.rpartition(".")[0]
         return InputError(message, key=key, where=self.where.get(section, self.source))
 
     def section(self, name: str) -> dict[str, Any]:
-        """Returns the keys of a section, none if it is missing. Raises InputError if it is no mapping."""
+        """Returns the keys of a section, or {} if it is missing. Raises InputError if the section is no mapping."""
         value = self.data.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.error(name, f"found {show(value)}, expected a mapping of keys to values")
@@ -84,15 +84,15 @@ def _tree(path: Path) -> Tree:
     except (OSError, ValueError) as error:
         raise InputError(f"{tree.source}: cannot be read as UTF-8 text ({in_brief(error)})") from None
     tree.data = _parse(text, tree.source, tree.where)
-    if not isinstance(tree.data, dict):  # it may be the file of a token, and is not quoted
+    if not isinstance(tree.data, dict):  # not quoted, because the file may contain a token
         raise InputError(f"{tree.source}: is no job; expected sections such as `stage: sft` and `model: ...`")
     return tree
 
 
 def _extended(tree: Tree, folder: Path) -> Tree:
-    """Returns a job on top of the files that its `extends` names: one or a list, in which later ones win.
+    """Returns a job merged onto the file, or the list of files, that its `extends` names. Later files win.
 
-    Sections are merged key by key, one level deep. An empty section, such as `gate: {}`, replaces that section.
+    Sections are merged key by key, one level deep. An empty section, such as `gate: {}`, removes the keys of that section.
     """
     names = tree.data.pop("extends", None) or []
     names = names if isinstance(names, list) else [names]
@@ -112,7 +112,7 @@ def _extended(tree: Tree, folder: Path) -> Tree:
 
 
 def _parse(text: str, name: str, where: dict[str, str]) -> Any:
-    """Returns the value of a YAML document, and fills `where`. Raises InputError with the line, which it never quotes."""
+    """Returns the value of a YAML document, and fills `where`. Raises InputError with the line, but does not quote it."""
     for number, line in enumerate(text.splitlines(), 1):
         if SECRET.search(line) or has_credentials(line):
             raise InputError(f"{name}:{number}: {NO_SECRETS}")
@@ -127,7 +127,7 @@ def _parse(text: str, name: str, where: dict[str, str]) -> Any:
         mark = error.problem_mark or error.context_mark
         position = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         raise InputError(f"{position}: not valid YAML: {error.problem or error.context}") from None
-    # PyYAML's constructors raise all of these
+    # PyYAML raises all of these
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
         what = "a character, a tag (!!) or an alias that cannot be read"
         raise InputError(f"{name}: not valid YAML: {what}; remove it") from None
@@ -157,7 +157,7 @@ def _record_lines(node: yaml.Node, key: str, name: str, where: dict[str, str]) -
 
 
 def override(tree: Tree, text: str) -> None:
-    """Applies one `section.key=value`. The value is YAML, except in `gate`: YAML would read `>= 0.9` as a block."""
+    """Applies one `section.key=value`. The value is YAML, except in `gate`, because `>` begins a block in YAML."""
     key, equals, value = text.partition("=")
     if SECRET.search(text) or has_credentials(text):
         raise InputError(f"command line: {NO_SECRETS}")
