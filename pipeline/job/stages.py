@@ -59,7 +59,7 @@ class Stage:
     trainer: str
     summary: str  # one line for --help
     inputs: Mapping[str, bool] = field(default_factory=dict)  # {input: whether it is required}
-    rows: str | None = None  # kind of its rows (a key of data.shapes.KIND), or None if it reads no rows
+    rows: str | None = None  # kind of its rows (a key of data.formats.KINDS), or None if it reads no rows
     learns: str | None = None  # role of the adapter that it trains: policy or reward
     # Whether the initial policy is the reference, unless the job names a reference.
     keeps_reference: bool = False

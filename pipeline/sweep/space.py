@@ -21,7 +21,7 @@ from annotated_types import Ge, Le
 
 from pipeline.errors import InputError
 from pipeline.job import Job, load_job, schema
-from pipeline.job.gates import LOSS
+from pipeline.job.gates import LOSS, Metrics
 from pipeline.job.identity import identity_of
 from pipeline.job.stages import TRAINED
 from pipeline.job.yaml_tree import Tree
@@ -45,7 +45,7 @@ COMPARABLE = {
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """`sweep.*` on the command line; the names are Ray Tune's."""
+    """The keys `sweep.*` on the command line, with names of Ray Tune."""
 
     max_trials: Annotated[int, Ge(1), Le(10_000)] = 64
     """The most trials that a sweep may have."""
@@ -118,10 +118,10 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
             "the trials are compared on held-out rows, and there are none: set data.eval or data.eval_fraction",
             key="data.eval",
         )
-    run = base.run
-    if problem := base.metrics.why_not_compared(run.metric_for_best_model, run.greater_is_better):
-        raise InputError(problem, "run.metric_for_best_model", base.source)
-    metric = run.metric_for_best_model or base.metrics.default
+    metrics = Metrics(base)
+    for key, message in metrics.metric_problems():
+        raise InputError(message, key, base.source)
+    metric = base.run.metric_for_best_model or metrics.default
     check_comparable(metric, base.stage, varied)
     # The default name is a digest of the sweep, so that the same command resumes.
     essences = [essence(identity_of(job), "gate") for job, _ in jobs]
@@ -139,7 +139,7 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
             run=replace(
                 job.run, name=name_of_trial(varied_values), storage_path=base.folder, overwrite=False
             ),
-            scaling=scaling,  # Tune runs trials at the same time, so none may run in the process of the sweep
+            scaling=scaling,  # trials run at the same time, so none may run in the process of the sweep
             mlflow=replace(job.mlflow, registered_model=None),
             data=replace(job.data, cache_dir=cache),
             gate={},

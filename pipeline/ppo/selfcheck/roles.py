@@ -59,7 +59,7 @@ def behaves_as_trained(trainer: Learner, role: str, folder: str) -> CheckResult:
     shared, rewards = trainer.shared, {reward.name: reward for reward in trainer.rewards}
     verb = "scores" if role in rewards else "writes"
     name = f"{role} {verb} as when it was trained"
-    stored = probes.read(folder)
+    stored = probes.read_probes(folder)
     if not stored:
         return CheckResult(
             name, f"{folder} holds no {probes.FILE}: it was not trained by this pipeline", None

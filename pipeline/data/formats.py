@@ -1,0 +1,548 @@
+"""Row formats: which fields a row of each format has, and the function that parses such a row. Uses no tokenizer.
+
+KINDS is the table of all kinds of rows, each with its formats. job.stages.STAGE says which kind a stage reads. A row has the
+first format whose fields all exist in the row.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from pipeline.data.labels import LABEL_FIELDS, is_good, is_unrated, majority
+from pipeline.data.messages import (
+    ABOUT_TOOLS,
+    THOUGHTS,
+    WEIGHTS,
+    Text,
+    Turns,
+    as_turns,
+    check_last,
+    check_prompt,
+    completion_text,
+    instruction,
+    list_in,
+    messages,
+    plain,
+    prompt_text,
+    repeats_prompt,
+    split_transcripts,
+    template_kwargs,
+    tool_schemas,
+    unpacked,
+    without_unread,
+    words,
+)
+from pipeline.data.reshape import NOTHING, UNORDERED, NoteLabel, Preprocess, formats_with, renamed
+from pipeline.data.values import (
+    Dropped,
+    RowError,
+    as_json,
+    check_values,
+    decoded,
+    fields_of,
+    nearest,
+    show,
+    too_deep,
+)
+from pipeline.input_uri import InputURI
+from pipeline.job.stages import rows_of
+
+
+@dataclass
+class Record:
+    """A row after parsing.
+
+    `pairs` holds the completions: one 1-tuple for a demonstration, (chosen, rejected) for each preference pair, nothing for a
+    prompt. Completions are text if `prompt` is text, or else messages that begin with an assistant turn.
+    """
+
+    prompt: Text
+    pairs: list[tuple[Text, ...]] = field(default_factory=list)
+    all_turns: bool = False  # whether assistant turns inside `prompt` are also trained
+    # untrained turns, numbered through prompt and completion
+    untrained: frozenset[int] = frozenset()
+    margin: float | None = None
+    # for rated completions: whether each 1-tuple in `pairs` is desirable
+    labels: tuple[bool, ...] = ()
+    # the registered version that wrote the row, models:/NAME/NUMBER, or None if the row names none
+    version: str | None = None
+    judges: tuple[str, ...] = ()  # judges (judge:FILE@DIGEST) that scored the row, by its `reward_version`
+    tools: list[dict[str, Any]] | None = None  # JSON schemas of the functions that a completion may call
+    # variables of the chat template, such as enable_thinking
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()  # columns of the row, and keys of its messages, that no code reads
+    row: str = ""  # JSON of the prompt and all other columns, as a Python reward gets them
+
+    def joined(self) -> bool:
+        """Returns True if no white space separates a text prompt from its completion."""
+        if not isinstance(self.prompt, str) or self.prompt[-1:].isspace():
+            return False
+        return any(not str(side)[:1].isspace() for pair in self.pairs for side in pair)
+
+    def prompt_content(self) -> str:
+        """Returns a key for splitting off eval rows. A text prompt and a message with the same content have the same key."""
+        turns = as_turns(self.prompt)
+        if len(turns) == 1:
+            return words(turns[0]).strip()
+        return json.dumps([[turn["role"], words(turn)] for turn in turns], ensure_ascii=False)
+
+    def digests(self) -> bytes:
+        """Returns 8 bytes for the prompt and 8 for prompt and completions, equal for text and messages with the same content."""
+        prompt = self.prompt_content()
+        completions = json.dumps([[plain(side) for side in pair] for pair in self.pairs], ensure_ascii=False)
+        return digest(prompt).to_bytes(8) + digest(f"{prompt}\0{completions}").to_bytes(8)
+
+
+def digest(text: str) -> int:
+    """Returns the first 64 bits of the BLAKE2 hash of a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
+
+
+Row = dict[str, Any]
+Ids = list[int]
+Parser = Callable[..., Record]  # (row, each field of the format) -> Record; raises RowError
+Formats = dict[str, Parser]  # the fields of a format, joined with + -> parser
+KindParser = Callable[[Row, Parser, tuple[str, ...]], Record]  # (row, parser of its format, its fields)
+
+
+def field_names(format: str) -> tuple[str, ...]:
+    """Returns the fields of a format, such as prompt and completion for `prompt+completion`."""
+    return tuple(format.split("+"))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The rows of one kind, from JSON to token ids."""
+
+    formats: Formats
+    parse: KindParser
+    columns: tuple[str, ...]  # columns of the token table
+    # learned: the policy learns to write the completions of the rows. scored: a reward model scores these completions.
+    # written: the rows have only prompts, and the policy writes the completions.
+    completions: Literal["learned", "scored", "written"]
+    further: frozenset[str] = frozenset()  # fields that no format needs, but the kind reads
+    # keys of messages that the chat template reads, other than messages.READ
+    message_keys: frozenset[str] = frozenset({*THOUGHTS, *ABOUT_TOOLS})
+    stage: str = ""  # the stage that error messages name
+    preprocess: Preprocess = NOTHING  # how the job changes a raw row
+
+    def with_preprocess(self, preprocess: Preprocess) -> "Kind":
+        """Returns the kind of rows that a job changes, with the formats that have all mapped fields."""
+        return replace(self, formats=formats_with(preprocess.columns, self.formats), preprocess=preprocess)
+
+    @property
+    def format_fields(self) -> frozenset[str]:
+        return frozenset().union(*map(field_names, self.formats))
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """Returns the fields that formats need."""
+        return self.format_fields.union(UNORDERED)
+
+    @property
+    def reads_label(self) -> bool:
+        """Returns True if a row may have a label that says whether its completion is good."""
+        return "label" in self.further.union(self.format_fields)
+
+    @property
+    def has_pairs(self) -> bool:
+        """Returns True if a row may have two completions, one of them preferred."""
+        return self.completions != "written" and "rejected" in self.format_fields
+
+    def rows(self, row: Any, note_label: NoteLabel | None = None) -> Iterator[Any]:
+        """Yields what becomes of a decoded row after the job's changes: rows, RowError or Dropped."""
+        for made in self.preprocess.transformed(row):
+            try:
+                yield self._changed(made, note_label) if isinstance(made, dict) else made
+            except RowError as error:
+                yield error
+
+    def _changed(self, row: Row, note_label: NoteLabel | None) -> Row | Dropped:
+        """Returns a row with the job's columns, and with one value for each label, or Dropped."""
+        columns = self.preprocess.columns
+        row = renamed(row, columns, self.needed) if columns else row
+        made = self.preprocess.apply_label(row, self.has_pairs, note_label)
+        if isinstance(made, Dropped):
+            return made
+        read = self.further.union(field_names(format_of(made, self) or ""))
+        labels = {name: majority(made[name]) for name in LABEL_FIELDS & read & made.keys()}
+        return Dropped("unlabeled") if any(map(is_unrated, labels.values())) else {**made, **labels}
+
+    def example(self, record: Record, at: int, prompt: Ids, sides: list[Ids]) -> dict[str, Any]:
+        """Returns the columns of pair `at` of a record, from the token ids of the prompt and of each completion."""
+        chosen, rejected = [*sides, None, None][:2]
+        row = record.row
+        if row and len(record.pairs) > 1:  # a row with several answers gives several pairs
+            row = json.dumps({**json.loads(row), "pair": at}, ensure_ascii=False)
+        values: dict[str, Any] = dict.fromkeys(("prompt_ids", "input_ids"), prompt)
+        values |= {"completion_ids": chosen, "chosen_ids": chosen, "rejected_ids": rejected, "row": row}
+        if "margin" in self.columns:  # a reward model reads prompt and completion as one sequence
+            values |= {"chosen_ids": prompt + sides[0], "rejected_ids": prompt + sides[1]}
+            values["margin"] = record.margin or 0.0
+        if record.labels:
+            values["label"] = record.labels[at]
+        return {name: values[name] for name in self.columns}
+
+
+# ---- demonstrations: a prompt and the completion to learn ------------------------------------------------------------
+
+
+def conversation(row: Row, key: str) -> Record:
+    """Parses a list of messages that ends with the completion. All assistant turns are trained."""
+    turns = messages(row[key], key, system=row.get("system"))
+    check_last(turns, key)
+    check_prompt(turns[:-1], key)
+    return Record(turns[:-1], [(turns[-1:],)], all_turns=True, untrained=untrained(row[key], turns, key))
+
+
+def demonstration(row: Row, prompt_key: str, key: str) -> Record:
+    """Parses a prompt and its completion, each a text or messages."""
+    prompt = prompt_in(row, prompt_key)
+    completion, value = completion_text(row[key], key, prompt), row[key]
+    excluded = frozenset[int]()
+    if isinstance(value, list | dict):
+        items = value if isinstance(value, list) else [value]
+        excluded = untrained(items, messages(items, key), key)
+        if excluded and isinstance(prompt, str):
+            raise RowError("wrong_type", key, "weights with a text prompt", "a prompt of messages")
+    return Record(prompt, [(completion,)], untrained=frozenset(len(prompt) + index for index in excluded))
+
+
+def prompt_in(row: Row, key: str) -> Text:
+    """Returns the prompt in a field, with the row's `system` prompt, if any."""
+    return instruction(row) if key == "instruction" else prompt_text(row[key], key, row.get("system"))
+
+
+def untrained(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[int]:
+    """Returns the numbers of the assistant turns that a row excludes from training, with `weight: 0` or `train: false`.
+
+    Raises RowError if no assistant turn is left to train.
+    """
+    added = len(turns) - len(items)  # 1 if the system prompt comes from a separate field
+    off = (i for i, item in enumerate(items) if any(is_good(item.get(name)) is False for name in WEIGHTS))
+    excluded = {index + added for index in off}
+    assistant = {index for index, turn in enumerate(turns) if turn["role"] == "assistant"}
+    if excluded and assistant <= excluded:
+        raise RowError("weight", key, "no assistant turn to train", "one without `weight: 0`")
+    return frozenset(excluded & assistant)
+
+
+DEMONSTRATIONS: Formats = {
+    **dict.fromkeys(("messages", "conversations"), conversation),
+    **dict.fromkeys(("prompt+completion", "prompt+answer", "instruction+output"), demonstration),
+}
+
+
+def parse_imitated(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
+    """Parses a demonstration, unless a label calls it bad. A label with another meaning is an unread column."""
+    labels = {name: is_good(row[name]) for name in sorted(LABEL_FIELDS & row.keys())}
+    if bad := [name for name, good in labels.items() if good is False]:
+        found = f"{show(row[bad[0]])}: a completion that is not to be imitated"
+        expected = "good completions only; data.on_error=skip trains on those alone; kto learns from both"
+        raise RowError("label", bad[0], found, expected)
+    record = parser(row, *keys)
+    record.unread = tuple(name for name, good in labels.items() if good is None)
+    return record
+
+
+# ---- preferences: a prompt, a chosen and a rejected completion -------------------------------------------------------
+
+# Maximum margin of a pair. TRL's RewardTrainer minimizes -logsigmoid(score_chosen - score_rejected - margin). Above some tens
+# the gradient no longer depends on the pair, and the scores diverge. Llama 2's margins are 1/3 to 3.
+LARGEST_MARGIN = 100.0
+
+
+def answer_lists(row: Row, prompt_key: str, *sides: str) -> Record:
+    """Parses one pair for each index of `pos_answers` and `neg_answers`."""
+    prompt = prompt_in(row, prompt_key)
+    good, bad = (
+        [completion_text(one, f"{side}[{i}]", prompt) for i, one in enumerate(as_list(row[side], side))]
+        for side in sides
+    )
+    if len(good) != len(bad):
+        found = f"{len(good)} pos_answers and {len(bad)} neg_answers"
+        raise RowError("unequal_answers", "neg_answers", found, "one pair for each index")
+    pairs = enumerate(zip(good, bad, strict=True))
+    return Record(prompt, [distinct(pair, f"pos_answers[{index}]") for index, pair in pairs])
+
+
+def pair(row: Row, prompt_key: str, *sides: str) -> Record:
+    """Parses a prompt and two completions, which may repeat the prompt."""
+    if any(repeats_prompt(row[side]) for side in sides):  # UltraFeedback: both completions repeat it
+        empty = isinstance(row[prompt_key], str) and not row[prompt_key].strip()  # contradicts nothing
+        prompt, completions = split_transcripts(row, row.get("system") if empty else None)
+        prompt = prompt if empty else agreed(prompt, prompt_in(row, prompt_key), prompt_key)
+    else:
+        prompt = prompt_in(row, prompt_key)
+        completions = tuple(completion_text(row[side], side, prompt) for side in sides)
+    return Record(prompt, [distinct(completions, "chosen")])
+
+
+def transcripts(row: Row, *sides: str) -> Record:
+    """Parses two conversations with the same prompt."""
+    prompt, completions = split_transcripts(row, row.get("system"))
+    return Record(prompt, [distinct(completions, "chosen")])
+
+
+def distinct(pair: tuple[Text, ...], key: str) -> tuple[Text, ...]:
+    """Returns a pair. Raises RowError if both completions have the same text."""
+    if plain(pair[0]) == plain(pair[1]):
+        found = f"the same text on both sides: {show(plain(pair[0]))}"
+        raise RowError("equal_pair", key, found, "two different completions")
+    return pair
+
+
+def margin_in(row: Row) -> float | None:
+    """Returns the row's margin, or None if it has none. Raises RowError if TRL could not train with it."""
+    margin = decoded(row.get("margin"))  # in CSV, numbers and missing values are text
+    if margin in (None, ""):
+        return None
+    if isinstance(margin, bool) or not isinstance(margin, int | float):
+        raise RowError("wrong_type", "margin", show(margin), "a number")
+    if not 0 <= margin <= LARGEST_MARGIN:
+        expected = f"a number from 0 to {LARGEST_MARGIN:g}; if it is negative, swap `chosen` and `rejected`"
+        raise RowError("margin", "margin", show(margin), expected)
+    return margin
+
+
+def agreed(repeated: Text, given: Text, key: str) -> Text:
+    """Returns the prompt of a row that has one in the field `key` (`given`) and one in both completions (`repeated`).
+
+    If one prompt is the end of the other, returns the longer one, because the field often has only the last question, or adds
+    system turns. If the given prompt is the first of several questions, returns the repeated one. Otherwise raises RowError.
+    """
+
+    def stripped(turns: Turns) -> list[tuple[str, str]]:
+        return [(turn["role"], turn["content"].strip()) for turn in turns]
+
+    both = as_turns(given), as_turns(repeated)
+    for longer, shorter in (both[::-1], both):
+        if stripped(longer[-len(shorter) :]) == stripped(shorter):
+            return longer
+    if isinstance(given, str) and stripped(both[0])[0] in stripped(both[1]):
+        return repeated
+    ends = [show(turns[-1]["content"]) for turns in both]
+    found = f"{ends[0]}, but `chosen` and `rejected` begin with {ends[1]}"
+    expected = f"the same prompt there as in `{key}`, or completions without a prompt"
+    raise RowError("prompts_differ", key, found, expected)
+
+
+def as_list(value: Any, key: str) -> list[Any]:
+    """Returns a list, also from its JSON text. Returns any other text as the only element."""
+    found = list_in(value, key)
+    check_values(found, key)
+    if isinstance(found, str):
+        return [found]
+    if not isinstance(found, list) or not found:
+        raise RowError("wrong_type", key, show(found), "a text, or a list of at least one")
+    return found
+
+
+PREFERENCES: Formats = {
+    "prompt+pos_answers+neg_answers": answer_lists,
+    **{f"{key}+chosen+rejected": pair for key in ("prompt", "conversations", "messages", "instruction")},
+    "chosen+rejected": transcripts,
+}
+
+
+# ---- rated completions: desirable or not; a pair gives one of each ---------------------------------------------------
+
+RATED: Formats = {
+    **{f"{one}+{name}": DEMONSTRATIONS[one] for name in ("label", "kto_tag") for one in DEMONSTRATIONS},
+    **PREFERENCES,
+}
+
+
+def parse_rated(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
+    """Parses a completion and its label, in the last field, or the desirable and undesirable completions of pairs."""
+    if (name := keys[-1]) not in LABEL_FIELDS:
+        record = parser(row, *keys)
+        record.labels = (True, False) * len(record.pairs)
+        record.pairs = [(completion,) for pair in record.pairs for completion in pair]
+        return record
+    label = is_good(row[name])
+    if label is None:
+        raise unclear(row[name], name)
+    record = parser(row, *keys[:-1])
+    if record.untrained:
+        found, expected = "turns with weight 0 next to a label", f"`{name}` alone, which labels the last turn"
+        raise RowError("weight", "+".join(keys[:-1]), found, expected)
+    record.all_turns, record.labels = False, (label,)
+    return record
+
+
+def unclear(label: Any, name: str) -> RowError:
+    expected = "true or false, 1 or 0, 1 or -1, or a word such as up or down; for ratings set data.label={good: 4, bad: 2}"
+    return RowError("unclear_label", name, show(label), expected)
+
+
+# ---- completions to be scored ----------------------------------------------------------------------------------------
+
+
+def parse_scored(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
+    """Parses a demonstration or a preference, and stores the row for Python rewards."""
+    record = parser(row, *keys)
+    record.row = as_json({**row, "prompt": record.prompt})
+    return record
+
+
+# ---- benchmarks of reward models: a prompt and several completions, the correct ones first ---------------------------
+
+STYLED = 3  # number of correct and of wrong completions in a row of RM-Bench: concise, detailed, markdown
+
+
+def benchmark(row: Row, prompt_key: str, *sides: str) -> Record:
+    """Parses a row of RewardBench 2 or RM-Bench, or a row with lists of correct and wrong completions.
+
+    Keeps the other columns, and adds `benchmark`, `subset`, and the numbers of `correct` and of all `completions`.
+    """
+    good, bad = (
+        [(f"{side}[{i}]", value) for i, value in enumerate(as_list(row[side], side))] for side in sides
+    )
+    if "domain" in row:
+        name, subset = "rm_bench", row["domain"]
+        if len(good) != STYLED or len(bad) != STYLED:
+            found = f"{len(good)} correct and {len(bad)} wrong completions"
+            raise RowError("wrong_type", "chosen", found, f"{STYLED} of each: RM-Bench has three styles")
+    else:
+        name = "reward_bench_2" if "num_correct" in row else "best_of_k"
+        subset = row.get("subset", "all")
+        if (number := row.get("num_correct", len(good))) != len(good):
+            found = f"{show(number)} and {len(good)} completions in chosen"
+            raise RowError("wrong_type", "num_correct", found, "the number of correct completions")
+    completions, correct = good + bad, len(good)
+    prompt = prompt_in(row, prompt_key)
+    pairs: list[tuple[Text, ...]] = [(completion_text(value, key, prompt),) for key, value in completions]
+    for (key, value), (text,) in zip(completions[correct:], pairs[correct:], strict=True):
+        if any(plain(text) == plain(good) for (good,) in pairs[:correct]):
+            found = f"a correct completion: {show(value)}"
+            raise RowError("equal_pair", key, found, "a different completion")
+    facts = {"benchmark": name, "subset": subset, "correct": correct, "completions": len(pairs)}
+    others = {key: value for key, value in row.items() if key not in (prompt_key, *sides)}
+    return Record(prompt, pairs, row=as_json({**others, "prompt": prompt, **facts}))
+
+
+BENCHMARKS: Formats = {"prompt+chosen+rejected": benchmark}
+
+
+# ---- prompts, for which completions are to be written ----------------------------------------------------------------
+
+
+def lone_prompt(row: Row, key: str) -> Record:
+    """Parses a prompt. Keeps the other columns unchanged."""
+    prompt = prompt_in(row, key)
+    others = {name: value for name, value in row.items() if name != key}
+    return Record(prompt, row=as_json({"prompt": prompt, **others}))
+
+
+def shared_prompt(row: Row, *fields: str) -> Record:
+    """Returns the prompt that `chosen` and `rejected` share. Keeps all columns unchanged."""
+    prompt, _ = split_transcripts(row, row.get("system"))
+    return Record(prompt, row=as_json({"prompt": prompt, **row}))
+
+
+PROMPTS: Formats = {
+    **dict.fromkeys(("prompt", "conversations", "messages", "instruction"), lone_prompt),
+    "chosen+rejected": shared_prompt,
+}
+
+
+def parse_answered(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
+    """Parses a prompt, and checks its `completion`, if any, because its likelihood will be measured."""
+    record = parser(row, *keys)
+    if row.get("completion") not in (None, ""):
+        completion_text(row["completion"], "completion", record.prompt)
+    return record
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+_PAIR = ("prompt_ids", "chosen_ids", "rejected_ids")
+_WHOLE_PAIR = ("chosen_ids", "rejected_ids", "margin")
+_RATED = ("prompt_ids", "completion_ids", "label")
+_SCORED = (*_PAIR, "row")
+_PROMPT, _LABELS = ("input_ids", "row"), ("input_ids", "labels")
+_MARGIN = frozenset({"margin"})
+_BOTH = PREFERENCES | DEMONSTRATIONS
+
+
+def parse_plain(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
+    return parser(row, *keys)
+
+
+KINDS = {
+    "demonstrations": Kind(DEMONSTRATIONS, parse_imitated, _LABELS, "learned", frozenset(LABEL_FIELDS)),
+    "preferences": Kind(PREFERENCES, parse_plain, _PAIR, "learned", _MARGIN),
+    "whole_preferences": Kind(PREFERENCES, parse_plain, _WHOLE_PAIR, "scored", _MARGIN),
+    "labels": Kind(RATED, parse_rated, _RATED, "learned", _MARGIN),
+    "prompts": Kind(PROMPTS, parse_plain, _PROMPT, "written"),
+    "answered_prompts": Kind(PROMPTS, parse_answered, _PROMPT, "written", frozenset({"completion"})),
+    "completions": Kind(_BOTH, parse_scored, _SCORED, "scored"),
+    "pairs": Kind(PREFERENCES, parse_scored, _SCORED, "scored"),
+    "benchmarks": Kind(BENCHMARKS, parse_plain, _SCORED, "scored"),
+}
+
+
+def kind_of(stage: str) -> Kind:
+    """Returns the kind of rows that a stage reads. `pairs` and `benchmarks` are the kinds of data.pairs and data.benchmarks."""
+    return replace(KINDS[rows_of(stage) or stage], stage=stage)
+
+
+# ---- row -> Record ---------------------------------------------------------------------------------------------------
+
+
+def parse_row(row: Any, kind: Kind) -> Record:
+    """Parses a decoded JSON row. Raises RowError without file and line, which the caller adds."""
+    try:
+        return _parse(row, kind)
+    except RecursionError:
+        raise too_deep() from None
+
+
+def _parse(row: Any, kind: Kind) -> Record:
+    one_of = f"one of {' | '.join(kind.formats)} (stage {kind.stage})"
+    if not isinstance(row, dict):
+        raise RowError("not_object", "", show(row), f"a JSON object with {one_of}")
+    format = format_of(row, kind)
+    if format is None:
+        needs = map(field_names, kind.formats)
+        closest = max(needs, key=lambda names: sum(name in row for name in names) / len(names))
+        missing = next(name for name in closest if name not in row)
+        found = fields_of(row) + nearest(missing, [key for key in row if key not in kind.needed])
+        raise RowError("missing_field", missing, found, one_of)
+    fields, unread = {}, list[str]()
+    for key in field_names(format):
+        if row[key] is None:
+            raise RowError("null", key, "null", "a value")
+        fields[key] = without_unread(unpacked(key, row[key]), key, kind.message_keys, unread)
+    read = {*fields, *kind.further, "system"} | ({"input", "history"} if "instruction" in fields else set())
+    row = row | fields
+    check_values({key: value if key in read else None for key, value in row.items()})
+    parser = kind.formats[format]
+    margin = margin_in(row) if parser in PREFERENCES.values() else None
+    record = kind.parse(row, parser, field_names(format))
+    record.margin = margin
+    if "label" in record.unread and "label" in kind.preprocess.columns:
+        raise unclear(row["label"], "label")
+    record.tools = tool_schemas(row.get("tools"))
+    record.template_kwargs = template_kwargs(row.get("chat_template_kwargs"))
+    if isinstance(version := row.get("version"), str) and InputURI.parse(version).version:
+        record.version = version
+    scored = row.get("reward_version")
+    named = scored if isinstance(scored, list) else [scored]
+    record.judges = tuple(one for one in named if isinstance(one, str) and InputURI.parse(one).is_judge)
+    also: dict[str, Any] = {"tools": record.tools, "chat_template_kwargs": record.template_kwargs}
+    also |= {"version": record.version, "reward_version": list(record.judges)}
+    check_values(also)
+    if "row" not in kind.columns:  # Python rewards get all columns
+        read |= {key for key, value in also.items() if value}
+        unread += [key for key in row if key not in read]
+    record.unread += tuple(dict.fromkeys(unread))
+    return record
+
+
+def format_of(row: Row, kind: Kind) -> str | None:
+    """Returns the first format whose fields a row has, or None."""
+    return next((one for one in kind.formats if all(key in row for key in field_names(one))), None)
