@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.data import chunks, guess
 from pipeline.data.files import File
-from pipeline.data.formats import Kind, field_names, format_of, kind_of
+from pipeline.data.formats import Kind, field_names, format_of, kind_of, parse_imitated
 from pipeline.data.labels import (
     LABEL_FIELDS,
     Rule,
@@ -192,7 +192,7 @@ def check_ratings(head: Head) -> None:
 def check_unread_label(head: Head) -> None:
     """Raises InputError if sft reads no label, and an unread column looks like one."""
     columns = head.kind.preprocess.columns
-    if head.kind.stage != "sft" or "label" in columns:
+    if head.kind.parse is not parse_imitated or "label" in columns:
         return
     if are_mostly_ratings(guess.labels_of({"label": [*LABEL_FIELDS]}, head.rows)):
         return
