@@ -73,8 +73,7 @@ def _check_file(path: Path, stage: str) -> None:
         found = sorted(file.parent.name for file in Path("jobs").glob("*/generate.yaml"))
         raise InputError(f"{path}: no such job file; profiles here are {', '.join(found) or 'none'}")
     names = ", ".join(str(file) for file in sorted(profile.glob("*.yaml")))
-    add = f"; `init FILE --name {profile.name}` adds jobs for more rows" if profile == path.parent else ""
-    raise InputError(f"{path}: no such job file; expected one of {names}{add}")
+    raise InputError(f"{path}: no such job file; expected one of {names}")
 
 
 def job_of(tree: Tree, stage: str | None, path: str) -> Job:

@@ -204,18 +204,14 @@ def _collect_problems(args: Collect, sets_good_above: bool) -> Problems:
         yield "trainer.good_above", "only trainer.select=labels makes labels; remove it"
 
 
-def name_problem(name: str | None) -> str | None:
-    """Returns why a run cannot have this name, or None."""
-    if name is None or (name not in RESERVED and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name)):
-        return None
-    expected = "at most 200 letters, digits, `.`, `_` and `-`: it names a folder in run.storage_path"
-    return f"found {show(name)}, expected {expected}, which has {', '.join(RESERVED)} already"
-
-
 def _name_problems(run: Run, mlflow: MLflow) -> Problems:
     """Yields invalid names of a run, a registered model or an alias."""
-    if problem := name_problem(run.name):
-        yield "run.name", problem
+    if run.name in RESERVED or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", run.name or "new"):
+        expected = "at most 200 letters, digits, `.`, `_` and `-`: it names a folder in run.storage_path"
+        yield (
+            "run.name",
+            f"found {show(run.name)}, expected {expected}, which has {', '.join(RESERVED)} already",
+        )
     if not re.fullmatch(input_uri.NAME, mlflow.registered_model or "none"):
         expected = "letters, digits, spaces and `. _ - + ( )`, for example rlhf-sft"
         yield "mlflow.registered_model", f"found {show(mlflow.registered_model)}, expected {expected}"

@@ -136,7 +136,7 @@ BAD = [
     BAD,
     ids=lambda value: str(value)[:40] if isinstance(value, list) else "",
 )
-def test_a_mistake_is_answered_by_a_message(job, capsys, text, overrides, message):
+def test_a_wrong_job_gives_one_message_with_the_key(job, capsys, text, overrides, message):
     stage = text if text in GOOD and text != "rm" else "sft"
     assert main([stage, job(text), *overrides]) == 2
     printed = capsys.readouterr()
@@ -177,7 +177,7 @@ def test_a_secret_is_refused_and_never_printed(job, capsys, secret, more, overri
 
 def test_yaml_scalars_mean_what_they_look_like(job):
     text = GOOD["sft"] + "trainer: {learning_rate: 1e-4, eval_strategy: no, num_train_epochs: 2, seed: 007}\n"
-    with pytest.raises(InputError, match=r"trainer\.seed: found 7\.0"):  # no octal numbers by accident
+    with pytest.raises(InputError, match=r"trainer\.seed: found 7\.0"):  # YAML 1.1 would read an octal number
         load_job(job(text), [])
     made = load_job(job(text), ["trainer.seed=7", "model.revision='1234567'", "run.name=2026-11-20"])
     assert made.trainer == {"learning_rate": 1e-4, "eval_strategy": "no", "num_train_epochs": 2, "seed": 7}
@@ -245,7 +245,7 @@ def test_of_several_extended_files_later_ones_win_and_an_empty_section_replaces(
 
 # ---------------------------------------------------------------- held-out rows, gates, sources
 @pytest.mark.parametrize("stage", [name for name, facts in STAGE.items() if facts.learns])
-def test_nothing_more_than_data_eval_is_typed_to_train_without_held_out_rows(stage, in_root):
+def test_data_eval_null_also_turns_the_evaluations_of_the_file_off(stage, in_root):
     job = load_job(f"jobs/demo/{stage}.yaml", ["data.eval=null"], stage)
     assert job.trainer.get("eval_strategy", "no") == "no" and not job.trainer.get("eval_on_start")
     assert not job.trainer.get("eval_steps")
@@ -260,7 +260,7 @@ def test_nothing_more_than_data_eval_is_typed_to_train_without_held_out_rows(sta
         ("ppo", [], True),
     ],
 )
-def test_dropout_that_is_never_applied_is_named(stage, overrides, warns, in_root):
+def test_dropout_without_effect_gives_a_warning(stage, overrides, warns, in_root):
     job = load_job(f"jobs/demo/{stage}.yaml", ["lora.lora_dropout=0.5", *overrides], stage)
     said = [line for line in find_warnings(job) if "lora_dropout" in line]
     assert len(said) == warns
@@ -278,12 +278,12 @@ def test_dropout_that_is_never_applied_is_named(stage, overrides, warns, in_root
         (["mlflow.registered_model=null", "gate={}"], ""),
     ],
 )
-def test_settings_that_are_often_unintended_are_warned_of(overrides, warned, in_root):
+def test_settings_that_are_often_unintended_give_a_warning(overrides, warned, in_root):
     said = list(find_warnings(load_job("jobs/demo/sft.yaml", overrides, "sft")))
     assert warned in "".join(said) and len(said) == bool(warned)
 
 
-def test_what_is_no_job_file_names_those_that_may_be_meant(tmp_path, monkeypatch, capsys):
+def test_a_message_about_a_missing_job_file_suggests_job_files(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "jobs/vet").mkdir(parents=True)
     for name in ("sft", "generate"):
@@ -292,7 +292,7 @@ def test_what_is_no_job_file_names_those_that_may_be_meant(tmp_path, monkeypatch
     for typed, says in (
         (["jobs/vet"], f"jobs/vet: no such job file; expected one of {both}\n"),
         (["vet"], f"vet: no such job file; expected one of {both}\n"),
-        (["jobs/vet/rm.yaml"], f"expected one of {both}; `init FILE --name vet` adds jobs for more rows\n"),
+        (["jobs/vet/rm.yaml"], f"jobs/vet/rm.yaml: no such job file; expected one of {both}\n"),
         (["jobs/velo/sft.yaml"], "jobs/velo/sft.yaml: no such job file; profiles here are vet\n"),
         (["jobs/vet/generate.yaml"], "this is a job for `generate`, not `sft`: use jobs/vet/sft.yaml\n"),
         (
@@ -318,8 +318,10 @@ def test_gate_rules():
             parse_gate(wrong)
 
 
-def test_a_gate_on_held_out_rows_that_are_not_there(tmp_path, in_root):
-    taken_away = load_job("jobs/demo/sft.yaml", ["data.eval=null"])  # the file's gate only keeps the alias
+def test_a_gate_without_the_held_out_rows_that_it_needs(tmp_path, in_root):
+    taken_away = load_job(
+        "jobs/demo/sft.yaml", ["data.eval=null"]
+    )  # the gate of the file then only gives a warning
     assert "gate.eval_loss: needs held-out rows" in " ".join(find_warnings(taken_away))
     with pytest.raises(InputError, match=r"gate\.eval_loss: needs held-out rows .*data\.eval_fraction=0\.1"):
         load_job("jobs/demo/sft.yaml", ["data.eval=null", "gate.eval_loss=<=1"])
@@ -328,7 +330,7 @@ def test_a_gate_on_held_out_rows_that_are_not_there(tmp_path, in_root):
         load_job(write(tmp_path / "rm.yaml", text))
 
 
-def test_a_source_says_itself_what_its_rows_become_or_the_section_does(in_root):
+def test_keys_of_a_source_replace_keys_of_the_data_section(in_root):
     own = "{path: b, columns: {prompt: q}, transform: python:m:f, group_by: tree}"
     given = [f"data.train=[a, {own}]", "data.columns={prompt: text}", "data.transform=python:m:g"]
     job = load_job("jobs/demo/sft.yaml", given)
@@ -350,7 +352,7 @@ def test_a_source_says_itself_what_its_rows_become_or_the_section_does(in_root):
         (["job.yaml", "--run.max_failures", "-1"], ["run.max_failures=-1"]),
     ],
 )
-def test_a_key_may_be_written_as_an_option(typed, overrides, monkeypatch):
+def test_a_key_can_be_an_option(typed, overrides, monkeypatch):
     calls = []
     monkeypatch.setattr(__main__, "dispatch", lambda *given: calls.append(given) or 0)
     assert main(["dpo", *typed]) == 0 and calls == [("dpo", "job.yaml", overrides)]
@@ -363,7 +365,7 @@ def test_a_key_may_be_written_as_an_option(typed, overrides, monkeypatch):
         (["sfft", "job.yaml"], "unknown subcommand 'sfft'; did you mean sft?"),
     ],
 )
-def test_words_that_no_subcommand_takes(typed, says, capsys):
+def test_a_wrong_command_line_gives_a_message(typed, says, capsys):
     assert main(typed) == 2 and capsys.readouterr().err.startswith(f"error: {says}")
 
 

@@ -1,4 +1,4 @@
-"""Tests a judge's file: errors have their line, and the digest covers everything that decides the scores."""
+"""Tests the file of a judge: errors have the line, and the digest covers all keys that change scores."""
 
 import json
 import re
@@ -14,7 +14,7 @@ RIGHT = "model: wise\nform: score\n"
 
 
 def rubric(*changed):
-    """Writes a judge's file with a criterion for each mapping. Some keys have unusual values."""
+    """Returns the file of a judge with one criterion for each mapping. A mapping overrides the default keys."""
     usual = {"name": "a", "text": "b", "choices": ["bad", "good"]}
     return json.dumps(
         {"model": "wise", "form": "rubric", "criteria": [usual | yaml.safe_load(one) for one in changed]}
@@ -44,14 +44,14 @@ def rubric(*changed):
         (RIGHT + "low: 10\n", r"high: found 10, which is also `low`"),
     ],
 )  # fmt: skip
-def test_a_wrong_file_is_named_with_its_line(text, says, tmp_path):
+def test_a_message_about_a_wrong_file_has_the_line(text, says, tmp_path):
     (tmp_path / "judge.yaml").write_text(text)
     with pytest.raises(InputError) as caught:
         judge.read_definition(str(tmp_path / "judge.yaml"))
     assert re.search(says, str(caught.value)), caught.value
 
 
-def test_the_digest_covers_what_decides_the_scores_and_no_limit():
+def test_the_digest_covers_all_keys_but_limits():
     plain = Definition("wise", "score")
     others = {"model": "other", "form": "yes", "endpoint": "http://x", "system": "s", "prompt": "{completion}", "low": 0.0,
               "words": ["Right", "Wrong"], "body": {"temperature": None}, "high": 5.0, "criteria": [{}], "orders": "both", "draws": 2, "temperature": 1.0, "max_tokens": 9}  # fmt: skip
@@ -89,7 +89,7 @@ def test_names_of_judges():
     assert job.rewards == [("judge:a.yaml", 2.0), ("base/rm", 1.0)] and job.inputs["judge"] == "judge:b.yaml"
 
 
-def test_a_file_that_has_changed_since_the_run_began(tmp_path):
+def test_a_pinned_judge_is_rejected_if_its_file_changes(tmp_path):
     file = tmp_path / "judge.yaml"
     file.write_text(RIGHT)
     version = judge.pin_judge(f"judge:{file}")

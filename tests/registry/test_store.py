@@ -1,4 +1,4 @@
-"""Tests the tracking server of a job or its SQLite file: damaged, locked, with unusual names. Uses real MLflow."""
+"""Tests the MLflow store of a job: a SQLite file that is damaged, locked or has an unusual name, and a server that fails."""
 
 import contextlib
 import itertools
@@ -26,7 +26,7 @@ from pipeline.settle.identity import tracking_of
 from pipeline.system import deadline, storage
 
 
-def test_an_unusable_file_is_named_at_once(job, tmp_path, monkeypatch):
+def test_an_unusable_file_is_reported_at_once(job, tmp_path, monkeypatch):
     """By default MLflow would retry for more than a minute."""
     monkeypatch.setattr(deadline, "SECONDS", 0.5)
     monkeypatch.setattr(time, "sleep", lambda seconds: 1 / 0)
@@ -83,7 +83,7 @@ def first_run(rank, folder):
         pass
 
 
-def test_first_runs_that_start_together_make_one_store(tmp_path, monkeypatch, in_root):
+def test_first_runs_that_start_at_the_same_time_create_one_store(tmp_path, monkeypatch, in_root):
     """If two runs create MLflow's tables at the same time, one of them fails."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     printed = in_processes(first_run, str(tmp_path / "new"), processes=3)
@@ -107,7 +107,7 @@ def test_the_clusters_server_answers_through_a_tunnel_on_any_port():
     assert not is_allowed_host_header(allowed, "elsewhere.example:5000")
 
 
-def test_mlflow_logs_no_sql_and_no_traceback_of_an_error_that_it_raises(job, tmp_path, capfd):
+def test_mlflow_does_not_log_the_errors_that_it_raises(job, tmp_path, capfd):
     mlflow = registry.client(tracking_of(job).uri)
     mlflow.search_experiments()
     with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as other, other:
@@ -119,7 +119,7 @@ def test_mlflow_logs_no_sql_and_no_traceback_of_an_error_that_it_raises(job, tmp
 
 @pytest.mark.parametrize(("status", "tries"), [(503, 2), (404, 1)])
 def test_only_an_unreachable_server_is_retried(status, tries, job, monkeypatch):
-    """The server answers each request with an error, or does not answer at all."""
+    """One server answers each request with an error, another does not answer."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     clock = itertools.count()
     monkeypatch.setattr(store, "WAIT_S", 1.5)
@@ -138,8 +138,8 @@ def test_only_an_unreachable_server_is_retried(status, tries, job, monkeypatch):
             assert len(asked) == (tries if place == address else 2)
 
 
-def test_a_store_deleted_during_a_run_is_named_once(job, tmp_path, capfd):
-    """This also covers the case that MLflow writes into the deleted file and succeeds."""
+def test_a_store_that_is_deleted_during_a_run_is_reported(job, tmp_path, capfd):
+    """MLflow can still write into the deleted file without an error."""
     mlflow = registry.client(tracking_of(job).uri)
     mlflow.search_experiments()
 

@@ -1,4 +1,4 @@
-"""Tests mlflow.report_to: files of TensorBoard and W&B hold MLflow's curves over a kill and a resume. Both run offline."""
+"""Tests mlflow.report_to: TensorBoard and W&B get the same curves as MLflow, also if the run was killed. Both are offline."""
 
 import glob
 import importlib.util
@@ -91,7 +91,7 @@ READ = {"tensorboard": in_tensorboard, "wandb": lambda folder: in_wandb(folder)[
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_after_a_kill_and_a_resume_the_curves_equal_mlflows(name, begun, tmp_path):
+def test_a_killed_and_resumed_run_has_the_curves_of_mlflow(name, begun, tmp_path):
     pytest.importorskip(name)
     job, run_id = begun(name)
     given = [f"run.storage_path={tmp_path}", "run.name=one", f"mlflow.report_to=[{name}]"]

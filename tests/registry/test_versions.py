@@ -1,4 +1,4 @@
-"""Tests model versions: complete registration, gate and alias, unknown references, another base. Uses real MLflow on SQLite."""
+"""Tests model versions: registration, gate, alias, and references. Uses real MLflow on SQLite."""
 
 import itertools
 import os
@@ -64,7 +64,7 @@ def test_a_version_has_a_description_with_links(job, adapter):
 
 
 def test_a_resumed_run_with_another_model_name_registers_under_that_name(job, adapter):
-    """`mlflow` may change when a run resumes. The new name's alias must not get the version number of the old name."""
+    """The section `mlflow` may change when a run resumes. The alias of the new name must not get a version of the old name."""
     other = replace(job, mlflow=replace(job.mlflow, registered_model="other"), gate={"eval_loss": "<= 0.5"})
     with registry.mlflow_run(tracking_of(job), {}, new_run=True) as run_id:
         published(job, run_id, adapter, {"eval_loss": 1.0}, LINEAGE)
@@ -77,7 +77,7 @@ def test_a_resumed_run_with_another_model_name_registers_under_that_name(job, ad
 
 @pytest.mark.parametrize("start", [None, "policy"])
 def test_the_alias_stays_if_nothing_was_learned(start, job, tmp_path, capsys):
-    """This holds for any metrics: a smoke run that ends within its warmup must not become the champion."""
+    """A short run that ends within its warmup must not become the champion, whatever its metrics are."""
     toy_models.make(str(tmp_path / "policy"), seed=0, head=False)
     toy_models.make(str(tmp_path / "other"), seed=1, head=False)
     if start is None:  # peft's new adapter
@@ -133,7 +133,7 @@ def test_a_version_stored_elsewhere_is_downloaded_once_and_completely(job, adapt
     assert registry.fetch("models:/rlhf-sft/1", uri) == folder
 
 
-def test_files_that_change_in_transfer_are_not_registered(job, adapter, monkeypatch):
+def test_files_that_change_during_the_upload_are_not_registered(job, adapter, monkeypatch):
     import mlflow.artifacts
 
     def spoiled(uri, **_):
@@ -224,7 +224,7 @@ def test_the_gate_of_an_evaluation_may_compare_with_the_champion(job, adapter):
     assert unlearned.alias is None
 
 
-def test_an_unknown_reference_says_what_to_do(job, adapter):
+def test_a_message_about_an_unknown_reference_says_what_to_do(job, adapter):
     """A version that fails its gate gets no alias."""
     uri = tracking_of(job).uri
     for reference in ("models:/rlhf-sft@champion", "models:/rlhf-sft/7"):
@@ -249,7 +249,7 @@ WRITES = [
 
 @pytest.mark.parametrize("before", WRITES)
 def test_a_run_killed_while_publishing_is_registered_once_and_completely(before, job, adapter, monkeypatch):
-    """Kills before each write: no version lacks files, no alias points to an incomplete one, and a retry completes everything."""
+    """A kill before any write leaves no incomplete version and no alias, and the next attempt completes the registration."""
     store = mlflow(job)
     with (
         pytest.raises(Killed),
@@ -266,7 +266,7 @@ def test_a_run_killed_while_publishing_is_registered_once_and_completely(before,
         published(job, second, adapter, {"eval_loss": 1.0}, LINEAGE)
     assert second == first and store.get_run(second).info.status == "FINISHED"
     assert [str(v.version) for v in store.search_model_versions("name = 'rlhf-sft'")] == ["1"]
-    assert len(store.search_logged_models(["1"])) == 1, "none stays behind"
+    assert len(store.search_logged_models(["1"])) == 1, "no unfinished model remains"
     uri = tracking_of(job).uri
     folder = registry.fetch(registry.pin("models:/rlhf-sft@champion", uri), uri)
     assert folder_digests(folder) == folder_digests(adapter)
@@ -274,7 +274,7 @@ def test_a_run_killed_while_publishing_is_registered_once_and_completely(before,
 
 @pytest.mark.parametrize("before", ["log_model_artifacts", "create_model_version", "set_terminated"])
 def test_registration_waits_for_a_server_that_goes_away(before, job, adapter, monkeypatch, capsys):
-    """The server goes away at any request, once before it acts on it and once after."""
+    """The server fails twice at a request: before it executes the request, and after."""
     away, real, pauses = itertools.count(), getattr(MlflowClient, before), []
 
     def goes_away(*arguments, **more):
@@ -302,7 +302,7 @@ def test_registration_waits_for_a_server_that_goes_away(before, job, adapter, mo
 
 
 def test_tracking_servers_do_not_share_downloads(job, adapter, tmp_path, monkeypatch):
-    """mlflow-artifacts:/... is a path on the server that answers."""
+    """The same mlflow-artifacts:/... path exists on different servers."""
     from pipeline.registry import versions
 
     monkeypatch.setattr(versions, "_is_here", lambda location: False)
