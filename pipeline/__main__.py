@@ -127,12 +127,12 @@ def dispatch(verb: str, path: str, overrides: list[str]) -> int:
     if command and command.takes != "job":
         importlib.import_module(module).run(path, overrides)
         return 0
-    from pipeline.job import load_job, make
+    from pipeline.job import load_job, make_target
 
     job = load_job(path, overrides, command.stage if command else verb)
     if address and verb in HERE and submit.is_dashboard(address):
         references = [job.model.name_or_path, *job.inputs.values()]
-        submit.check_registry(make(verb, job.source), references, job.mlflow.tracking_uri)
+        submit.check_registry(make_target(verb, job.source), references, job.mlflow.tracking_uri)
     code = importlib.import_module(module)
     if trains:
         from pipeline import report

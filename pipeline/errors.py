@@ -1,4 +1,4 @@
-"""Errors that the command line prints without a traceback, because their message says enough."""
+"""Errors whose message is enough. The command line prints them without a traceback."""
 
 import errno
 import re
@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# Characters that a terminal does not show, or interprets: control characters (ESC above all), characters that reverse or
-# hide text, surrogates.
+# Characters that a terminal hides or interprets: control characters such as ESC, surrogates, and characters that reverse text.
 UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
     "\U000e0000-\U000e007f]"
@@ -15,26 +14,25 @@ UNSEEN = re.compile(
 
 
 def visible(text: str, lines: bool = True) -> str:
-    """Returns text from outside (rows, files, models) with the characters escaped that a terminal would interpret.
+    """Escapes the characters that a terminal would interpret in a text from rows, files or models.
 
     Args:
-        lines: whether line ends and tabs stay. Not for names of files and fields, which should not break lines.
+        lines: whether to keep line ends and tabs. False for names of files and fields.
     """
     shown = UNSEEN.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
     return shown if lines else shown.replace("\n", "\\n").replace("\t", "\\t")
 
 
 class InputError(Exception):
-    """The job file or the data is wrong; the command line prints the message and exits with status 2.
+    """The job file or the data is wrong. The command line prints the message and exits with status 2.
 
-    It says what is wrong, the value found, where it is, what is expected, and what to do next. Its text is safe for a
-    terminal, even if it quotes unsafe text.
+    The message says what is wrong, where it is, and what to do next. It is safe to print even if it quotes unsafe text.
 
     Args:
         message: the text, without the key and its location.
         key: the job's key, `section.key`.
         where: `file:line` of that key.
-        change: `section.key=value` with which the same command starts.
+        change: `section.key=value` that makes the same command work.
     """
 
     def __init__(self, message: str, key: str = "", where: str = "", change: str = ""):
@@ -46,11 +44,11 @@ class InputError(Exception):
 
 
 class Failure(Exception):
-    """A run or a check failed; the command line prints the message and exits with status 1."""
+    """A run or a check failed. The command line prints the message and exits with status 1."""
 
 
 class SelfCheckFailed(Failure):
-    """A self-check found a wrong number. The run ends, because a restart would find it again."""
+    """A self-check found a wrong number. The run ends, because a restart would fail in the same way."""
 
 
 class LeaseLost(Failure):
@@ -58,11 +56,11 @@ class LeaseLost(Failure):
 
 
 class OutOfMemory(Failure):
-    """Memory ran out. The run ends, because it would run out again after a restart.
+    """The process ran out of memory. The run ends, because a restart would fail in the same way.
 
     Args:
-        phase: the run's phase: `rollout`, `update`, ...; "" if unknown.
-        detail: the library's error, in brief.
+        phase: the phase of the run (`rollout`, `update`, ...), or "".
+        detail: the library's error, shortened.
         remedy: the settings to change.
     """
 
@@ -76,7 +74,7 @@ class OutOfMemory(Failure):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns True if an error of Python, torch or a CUDA library means out of memory (imports no torch)."""
+    """Returns True if an error of Python, torch or a CUDA library means out of memory."""
     said = ("allocate memory", "not enough memory", "out of memory", "_ALLOC_FAILED")
     return (
         isinstance(error, MemoryError)
@@ -88,7 +86,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def about(key: str) -> Iterator[None]:
-    """Gives InputErrors raised in this `with` block the key of the job, unless they name one other than the base's."""
+    """Adds a key of the job to InputErrors of this `with` block, unless they have a key other than model.name_or_path."""
     try:
         yield
     except InputError as error:
@@ -98,15 +96,15 @@ def about(key: str) -> Iterator[None]:
 
 
 def in_brief(error: BaseException, limit: int = 250) -> str:
-    """Returns type and message of a library's error on one line of at most `limit` characters."""
+    """Returns type and message of an error on one line of at most `limit` characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"[:limit]
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error and all errors that it wraps, outermost first, including the wrappers of Ray.
+    """Yields an error and all errors that it wraps, outermost first, also if Ray wrapped them.
 
-    RayTaskError holds `cause`; Ray Train's errors hold `controller_failure` or `worker_failures`, and each of these
-    `_base_exc` (ray 2.60, private). Remove those when Ray chains its exceptions by `__cause__`.
+    RayTaskError has `cause`. Errors of Ray Train have `controller_failure` or `worker_failures`, which have `_base_exc` (ray
+    2.60, private). Remove these names when Ray chains its exceptions by `__cause__`.
     """
     seen: set[int] = set()
     queue = [error]
@@ -122,7 +120,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def summary(error: BaseException) -> str:
-    """Returns type and message on one line, from our error among the causes, or else from the innermost cause."""
+    """Returns type and message on one line: of the InputError or Failure among the causes, or else of the innermost cause."""
     chain = list(causes(error))
     last = next((one for one in chain if isinstance(one, (InputError, Failure))), chain[-1])
     message = str(last).strip().splitlines()
@@ -130,11 +128,11 @@ def summary(error: BaseException) -> str:
 
 
 def show(value: Any) -> str:
-    """Returns a value as a message shows it: short, on one line, with quotes around text."""
+    """Returns a value for a message: shortened, on one line, with quotes around text."""
     text = repr(value) if not isinstance(value, bool) else str(value).lower()
     return short("null" if value is None else text)
 
 
 def short(text: str) -> str:
-    """Returns a text for a quotation in a message. Truncates a long text."""
+    """Returns a text for a message. Truncates a long text."""
     return visible(text if len(text) <= 80 else text[:77] + "...", lines=False)

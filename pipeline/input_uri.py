@@ -1,8 +1,8 @@
-"""References: how a job names a model or a function.
+"""References of a job to a model or a function.
 
 models:/NAME@ALIAS, models:/NAME/VERSION    a registered version
 python:MODULE:FUNCTION                      a function
-judge:FILE@DIGEST                           a judge (a job names it as a mapping, {judge: FILE})
+judge:FILE@DIGEST                           a judge, which a job names as {judge: FILE}
 anything else                               a folder, a repository on the hub (models/hub.py), or `base`
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-NAME = r"\w[\w .+()-]*"  # a registered model's name, for URIs and for MLflow's filters
+NAME = r"\w[\w .+()-]*"  # name of a registered model
 MODEL = re.compile(rf"models:/(?P<name>{NAME})(?:@(?P<alias>[\w-]+)|/(?P<version>[0-9]{{1,9}}))")
 JUDGE = "judge:"
 FUNCTION = re.compile(r"python:(?P<name>[A-Za-z_][\w.]*):(?P<function>[A-Za-z_]\w*)")
@@ -19,7 +19,7 @@ FUNCTION = re.compile(r"python:(?P<name>[A-Za-z_][\w.]*):(?P<function>[A-Za-z_]\
 
 @dataclass(frozen=True)
 class InputURI:
-    """A parsed reference. `name` is a registered model, a module or a judge; of anything else all parts are empty."""
+    """A parsed reference. `name` is a registered model, a module or a judge. For other references, all parts are empty."""
 
     name: str = ""
     alias: str | None = None
@@ -47,7 +47,7 @@ class InputURI:
 
     @property
     def is_model(self) -> bool:
-        """Returns False for a function and for a judge, which have no weights here."""
+        """Returns False for a function and for a judge, because they have no local weights."""
         return not (self.is_function or self.is_judge)
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class InputURI:
         return f"models:/{self.name}" + (f"@{self.alias}" if self.alias else f"/{self.version}")
 
 
-def title(text: str) -> str:
+def short_title(text: str) -> str:
     """Returns `rlhf-dpo v3` for models:/rlhf-dpo/3, and any other text as it is."""
     ref = InputURI.parse(text)
     return f"{ref.name} v{ref.version}" if ref.version else text

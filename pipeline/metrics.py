@@ -1,8 +1,7 @@
-"""The metrics of the stages: label, unit, whether a larger value is better, and what a job needs for each.
+"""The table of metrics: stages, label, unit, whether a larger value is better, and what a job needs to measure them.
 
-Gates, terminal lines, reports and the choice of the best checkpoint read this table. It imports nothing
-heavy, because gates are checked before work starts. A metric of held-out rows has the prefix `eval_`, and
-before training `initial_`.
+Gates, terminal lines, reports and the choice of the best checkpoint use this table. A metric on held-out rows has the prefix
+`eval_`, or `initial_` if it was measured before training.
 """
 
 import re
@@ -18,27 +17,27 @@ PAIRS, PROMPTS = "share of pairs", "share of prompts"
 BY_REWARD, BY_JUDGE = (PROMPTS, True, "rows reward"), (PROMPTS, True, "rows judge")
 ON_PAIRS = (PAIRS, True, "pairs")
 COMPLETIONS, TOKENS = "share of completions", "share of tokens"
-# Metrics that say nothing about the model, also those of TRL that are not in the table
+# Metrics of speed and size. They say nothing about the model.
 SPEED = re.compile(r"runtime|per_second|num_tokens|_time$")
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric, or a row of the table: several that differ in name, stage or prefix only."""
+    """A metric, or a row of the table: several metrics that differ only in name, stage or prefix."""
 
-    name: str  # with its prefix; * stands for a reward, a judge or a value of the rows
+    name: str  # with prefix; * stands for a reward, a judge or a value of the rows
     stages: str
-    at: str  # curve: of each step. result: also in result.json. initial, eval: of held-out rows, in both.
+    at: str  # curve: each step. result: also in result.json. initial, eval: held-out rows, in both.
     label: str = ""  # in summaries and reports
-    line: str = ""  # in a line of training steps, which leaves metrics without it out
+    line: str = ""  # in the lines of training steps; metrics without it are not shown there
     unit: str = ""
-    greater_is_better: bool | None = None  # None: the name does not tell
-    needs: str = "rows"  # what a job needs for it, if it is of held-out rows; see gates.Metrics.absent
+    greater_is_better: bool | None = None  # None: unknown
+    needs: str = "rows"  # what a job needs to measure it; see Job.metrics
     compared: bool = True  # whether a summary also shows its value before training
 
     @property
     def before(self) -> str:
-        """Returns the metric before training that a summary compares this one with, or ""."""
+        """Returns the name of the same metric before training if a summary compares both, or else ""."""
         return self.name.replace("eval_", "initial_") if self.compared and self.at == "eval" else ""
 
     @property
@@ -47,7 +46,7 @@ class Metric:
 
     @property
     def unit_shown(self) -> str:
-        """Returns the unit behind a value; a share is in percent, and a loss or a score has no unit."""
+        """Returns the unit to show after a value, or "" for shares, losses and scores."""
         return self.unit if self.unit.startswith(("nats", "tokens")) else ""
 
 
@@ -159,8 +158,8 @@ METRICS = [
 ]
 
 
-def find(name: str, stage: str | None = None) -> Metric | None:
-    """Returns the metric with this name, of a stage or of any, or None if the table has none."""
+def find_metric(name: str, stage: str | None = None) -> Metric | None:
+    """Returns the metric with this name, or None. Without a stage, it may belong to any stage."""
     known = (one for one in METRICS if stage is None or stage in one.stages.split())
     return next((one for one in known if fnmatchcase(name, one.name)), None)
 
@@ -172,6 +171,6 @@ def line_of(stage: str, measured: Mapping[str, float]) -> list[tuple[str, float]
 
 
 def greater_is_better(name: str, given: bool | None) -> bool:
-    """Returns whether larger values are better: as `given`, or else unless the table denies it."""
-    found = find(name)
+    """Returns `given`, or else whether larger values are better according to the table (unknown metrics: True)."""
+    found = find_metric(name)
     return given if given is not None else not found or found.greater_is_better is not False

@@ -1,7 +1,6 @@
 """Settings and fixtures of all tests: quiet libraries, no network, and one embedded Ray."""
 
 import contextlib
-import importlib
 import os
 import sqlite3
 from functools import cache
@@ -28,12 +27,8 @@ os.environ.pop("RAY_ADDRESS", None)
 @pytest.fixture(scope="session")
 def embedded_ray():
     """Starts one Ray for all tests that need one."""
-    from pipeline.job import libraries
     from pipeline.run.session import session
     from pipeline.settle.placement import ROWS
-
-    for module in libraries.LOADED:  # otherwise, each job starts a process that imports them
-        importlib.import_module(module)
 
     with session(ROWS, "runs", "sqlite:///runs/mlflow.db"):
         yield

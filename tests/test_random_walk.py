@@ -18,6 +18,7 @@ import shutil
 import signal
 import sqlite3
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ from running import NO_EVAL, ROOT, stage
 from pipeline.__main__ import main
 from pipeline.errors import InputError
 from pipeline.job import JOBS, load_job, schema
-from pipeline.job.libraries import problem
+from pipeline.job.libraries import check_with_libraries
 from pipeline.job.stages import STAGE
 
 CASES = int(os.environ.get("WALK_CASES", 2000))
@@ -296,9 +297,10 @@ def test_the_libraries_accept_the_rest_or_name_the_key(in_root):
     accepted = [job for job in loaded(20_000, seed=2) if STAGE[job.stage].trl]
     assert len(accepted) > 300
     for job in accepted:
-        asked = {"stage": job.stage, "lora": job.lora, "trainer": job.trainer}
-        refused = problem(asked | {"source": "job", "use_gpu": True})
-        assert refused is None or refused.startswith(("job: trainer", "job: lora")), refused
+        try:
+            check_with_libraries(replace(job, source="job", scaling={"use_gpu": True}))
+        except InputError as error:
+            assert str(error).startswith(("job: trainer", "job: lora")), error
 
 
 @pytest.fixture(scope="module")

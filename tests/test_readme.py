@@ -121,7 +121,7 @@ def test_metrics_on_pages_are_in_the_table():
     named = re.findall(
         r"`((?:eval_|initial_|objective/|completions/|val/|rollout/)[\w/]+)`|gate\.([\w/]+)=", text
     )
-    assert [name for name in map("".join, named) if not metrics.find(name)] == []
+    assert [name for name in map("".join, named) if not metrics.find_metric(name)] == []
 
 
 def test_the_messages_of_the_troubleshooting_page_exist():

@@ -134,7 +134,7 @@ def load_workloads(verb: str, path: str, overrides: list[str]) -> tuple[str, lis
 
 def judge_key_variables(files: Iterable[str]) -> set[str]:
     """Returns the names of the environment variables with the API keys of judges."""
-    return {variable for file in files if (variable := judge.read(file).api_key_variable)}
+    return {variable for file in files if (variable := judge.read_definition(file).api_key_variable)}
 
 
 def forwarded_variables(also: Iterable[str] = ()) -> dict[str, str]:

@@ -51,10 +51,10 @@ def card(host: ModelHost, name: str, differences: dict[str, float] | None = None
 
     kind, base, model = name.removesuffix(".0"), host.work.base, host.work.model
     uri, reference = host.work.uri, host.work.versions[name]
-    tags = registry.version(reference, uri)["tags"] if InputURI.parse(reference).version else {}
+    tags = registry.read_version(reference, uri)["tags"] if InputURI.parse(reference).version else {}
     metrics = {key: value for key, value in sorted(tags.items()) if key.startswith("eval_")}
     repo, made_from = host.args.hub_model_id, list(ancestors(reference, uri))
-    parameters = [registry.parameters(one.reference, uri) for one in made_from]
+    parameters = [registry.read_parameters(one.reference, uri) for one in made_from]
     rows = [value for found in parameters for key, value in found.items() if key.startswith("data.train")]
     datasets = dict.fromkeys(found["repo"] for value in rows if (found := DATA_SET.fullmatch(value)))
     stages = dict.fromkeys(str(one.facts["stage"]) for one in made_from if "stage" in one.facts)

@@ -15,7 +15,8 @@ from typing import Any
 
 from pipeline import report
 from pipeline.errors import Failure, InputError
-from pipeline.job import STAGES, Job, command_line, libraries, load_job
+from pipeline.job import STAGES, Job, command_line, load_job
+from pipeline.job.libraries import check_with_libraries
 from pipeline.job.stages import headline
 from pipeline.registry import file_of_uri
 from pipeline.run.launch import launch
@@ -44,12 +45,13 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     logs = f"logs and reports: {jobs['sft'].run.storage_path}/NAME/"
     terminal.say(f"{folder}: {', '.join(jobs)}; {logs}")
     results: list[dict[str, Any]] = []
-    # All stages use one session. TRL and peft check the settings of all stages once, here.
+    for job in jobs.values():
+        check_with_libraries(job)
+    # All stages use one session.
     on_ray = [job for job in jobs.values() if not job.in_process]
     first = next(iter(on_ray), jobs["sft"])
     place = (places_of(first), first.run.storage_path, tracking_of(first).uri)
-    with libraries.asked(*on_ray) as check, session(*place):
-        check()
+    with session(*place):
         for number, (stage, recipe) in enumerate(ORDER.items(), 1):
             heading.set(f"[{number}/{len(ORDER)}]")
             try:

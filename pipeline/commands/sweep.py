@@ -15,8 +15,9 @@ from typing import Any
 
 from pipeline import registry, run_folder
 from pipeline.errors import Failure, InputError
-from pipeline.job import JOBS, libraries
+from pipeline.job import JOBS
 from pipeline.job.identity import identity_of
+from pipeline.job.libraries import check_with_libraries
 from pipeline.run import launch as runs
 from pipeline.run import resume
 from pipeline.run.prepare import prepared
@@ -44,11 +45,9 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
     with console.waiting("opening MLflow"):
         registry.check_store(tracking)
     first = sweep.trials[0].job
-    with (
-        libraries.asked(*(trial.job for trial in sweep.trials)) as check,
-        prepared(first, left.get("inputs", {})) as (work, _, report),
-    ):
-        check()
+    for trial in sweep.trials:
+        check_with_libraries(trial.job)
+    with prepared(first, left.get("inputs", {})) as (work, _, report):
         print(report.render(samples=False), flush=True)
         sweep = with_versions(sweep, work.versions)
         with resume.owned(sweep.folder, seen, sweep.job.run.overwrite) as lease, output_in_log(sweep):

@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from pipeline.errors import InputError
-from pipeline.job import Job, rules
+from pipeline.job import Job
+from pipeline.job.rules import find_warnings
 from pipeline.job.stages import INPUTS
 from pipeline.run.prepare import print_header, read_only
 from pipeline.settle import placement
@@ -28,7 +29,7 @@ def run(job: Job) -> dict[str, Any]:
     storage.require_writable(job.run.storage_path)
     check_paths(job)
     print_header(f"validate  {job.stage}  {job.source}")
-    for warning in rules.Rules(job).warnings():
+    for warning in find_warnings(job):
         print(f"warning: {warning}", flush=True)
     try:
         placement.check_fits(places_of(job))

@@ -48,7 +48,7 @@ from pipeline.data.values import (
     too_deep,
 )
 from pipeline.input_uri import InputURI
-from pipeline.job.stages import STAGE
+from pipeline.job.stages import rows_of
 
 
 @dataclass
@@ -489,9 +489,7 @@ KINDS = {
 
 def kind_of(stage: str) -> Kind:
     """Returns the kind of rows that a stage reads. `pairs` and `benchmarks` are the kinds of data.pairs and data.benchmarks."""
-    name = STAGE[stage].rows if stage in STAGE else stage
-    assert name is not None, f"{stage} reads no rows"
-    return replace(KINDS[name], stage=stage)
+    return replace(KINDS[rows_of(stage) or stage], stage=stage)
 
 
 # ---- row -> Record ---------------------------------------------------------------------------------------------------

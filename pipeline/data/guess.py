@@ -14,7 +14,15 @@ from typing import Any
 import yaml
 
 from pipeline.data.annotations import Answered
-from pipeline.data.formats import Kind, field_names, format_of, kind_of, parse_row
+from pipeline.data.formats import (
+    Kind,
+    field_names,
+    format_of,
+    kind_of,
+    parse_imitated,
+    parse_rated,
+    parse_row,
+)
 from pipeline.data.labels import (
     BAD,
     GOOD,
@@ -81,7 +89,7 @@ def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
     if _are_messages(_columns(rows[:LOOKED])):
         advice = "combine them into conversations with data.group_by=COLUMN and data.transform"
         return f"{head}; each row is one message; {advice}"
-    if kind.stage in ("sft", "kto") and (problem := doubt(rows)):
+    if kind.parse in (parse_imitated, parse_rated) and (problem := doubt(rows)):
         return f"{head}; {problem}"
     if guess := guess_columns(rows, kind):
         return f"{head}; set {as_setting(guess, rows, key)}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.data import chunks, guess
 from pipeline.data.files import File
-from pipeline.data.formats import Kind, field_names, format_of, kind_of
+from pipeline.data.formats import Kind, field_names, format_of, kind_of, parse_imitated
 from pipeline.data.labels import (
     LABEL_FIELDS,
     Rule,
@@ -24,7 +24,7 @@ from pipeline.data.messages import is_printed_list
 from pipeline.data.reshape import UNORDERED, Columns, Preprocess, formats_with, renamed, value_at
 from pipeline.data.values import RowError, setting, show, some
 from pipeline.errors import InputError, visible
-from pipeline.job.job import Source, completed, sources_of
+from pipeline.job.job import Source, sources_of, sources_with_defaults
 from pipeline.system import functions
 
 FILES = 16  # number of files of a source whose first rows are read
@@ -39,7 +39,7 @@ def source_kinds(stage: str, data: Any) -> dict[str, tuple[Kind, ...]]:
     """
     made = {}
     for name in ("train", "eval"):
-        sources = zip(sources_of(getattr(data, name)), completed(data, name), strict=True)
+        sources = zip(sources_of(getattr(data, name)), sources_with_defaults(data, name), strict=True)
         made[name] = tuple(
             _source_kind(stage, full, f"data.{name}.{index}" if own.columns else "data", data.pairs)
             for index, (own, full) in enumerate(sources)
@@ -192,7 +192,7 @@ def check_ratings(head: Head) -> None:
 def check_unread_label(head: Head) -> None:
     """Raises InputError if sft reads no label, and an unread column looks like one."""
     columns = head.kind.preprocess.columns
-    if head.kind.stage != "sft" or "label" in columns:
+    if head.kind.parse is not parse_imitated or "label" in columns:
         return
     if are_mostly_ratings(guess.labels_of({"label": [*LABEL_FIELDS]}, head.rows)):
         return

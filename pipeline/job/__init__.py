@@ -2,40 +2,45 @@
 
     job = load_job("jobs/demo/sft.yaml", ["trainer.learning_rate=1e-4"], stage="sft")
 
-Sections that belong to a library (`lora`, `trainer`, `scaling`) stay plain mappings with the library's keys, and are checked
-against its dataclass. Relative paths are relative to the working directory of the command.
+The sections `lora`, `trainer` and `scaling` are plain mappings with the keys of a library, and are checked against its dataclass.
+Relative paths start at the working directory of the command.
 """
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import InputError, show
-from pipeline.job import rules, schema
+from pipeline.errors import InputError, about, show
+from pipeline.job import schema
 from pipeline.job.gates import OPERATORS, parse_gate
 from pipeline.job.job import Collect, Data, Job, MLflow, Model, Run, Serve
+from pipeline.job.rules import find_problems
 from pipeline.job.stages import INPUTS, STAGE
 from pipeline.job.yaml_tree import Tree, read_tree
+from pipeline.system import hub
 
-JOBS = tuple(STAGE)  # the stages that a job file may have
+JOBS = tuple(STAGE)  # the stages for which there are job files
 STAGES = tuple(name for name in JOBS if STAGE[name].runs_in == "train")
-RESUMABLE = tuple(name for name in JOBS if STAGE[name].runs_in in ("train", "data"))  # their runs continue
+RESUMABLE = tuple(
+    name for name in JOBS if STAGE[name].runs_in in ("train", "data")
+)  # stages whose runs can be resumed
 # {section: the type of its values}, in the order in which sections are checked
 SECTIONS: dict[str, Any] = {
     "model": Model, "lora": dict, "data": Data, "trainer": dict, "scaling": dict, "rollout": dict, "serve": Serve, "run": Run, "mlflow": MLflow,
 }  # fmt: skip
 
 
-def make(stage: str, job_file: str) -> str:
-    """Returns the make target of a stage in the profile that a job file is from."""
+def make_target(stage: str, job_file: str) -> str:
+    """Returns the make command of a stage in the profile of a job file."""
     folder = Path(job_file).parent
     profile = folder.name if folder.parent.name == "jobs" and folder.name != "demo" else ""
-    profile = "own" if profile == "examples" else profile  # the examples extend jobs/own
+    profile = "own" if profile == "examples" else profile  # jobs/examples extend jobs/own
     return f"make {stage}" + (f" PROFILE={profile}" if profile else "")
 
 
 def command_line(verb: str, path: str, overrides: list[str]) -> str:
-    """Returns a command line, with make if the job or the folder of jobs is a profile's."""
+    """Returns the command line of a subcommand, with make if the job belongs to a profile."""
     profile = Path(path) if verb == "run" else Path(path).parent
     given = shlex.join(overrides)
     if profile.parent != Path("jobs") or (verb != "run" and Path(path).stem != verb):
@@ -49,14 +54,14 @@ def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | 
 
     Args:
         overrides: `section.key=value`, as on the command line.
-        stage: the stage on the command line, or None for the stage of the file.
+        stage: the stage on the command line. None means the stage of the file.
     """
     _check_file(Path(path), stage or "sft")
     return job_of(read_tree(path, overrides or []), stage, str(path))
 
 
 def _check_file(path: Path, stage: str) -> None:
-    """Raises InputError for a path that is no file, with the job files that may be meant."""
+    """Raises InputError for a path that is no file. The message suggests job files."""
     if path.exists() and not path.is_dir():
         return
     key, equals, value = str(path).partition("=")
@@ -68,12 +73,11 @@ def _check_file(path: Path, stage: str) -> None:
         found = sorted(file.parent.name for file in Path("jobs").glob("*/generate.yaml"))
         raise InputError(f"{path}: no such job file; profiles here are {', '.join(found) or 'none'}")
     names = ", ".join(str(file) for file in sorted(profile.glob("*.yaml")))
-    add = f"; `init FILE --name {profile.name}` adds jobs for more rows" if profile == path.parent else ""
-    raise InputError(f"{path}: no such job file; expected one of {names}{add}")
+    raise InputError(f"{path}: no such job file; expected one of {names}")
 
 
 def job_of(tree: Tree, stage: str | None, path: str) -> Job:
-    """Returns the checked job of a tree, as `load_job` reads it from a file."""
+    """Returns the checked job of a tree."""
     found = tree.data.get("stage")
     if found not in JOBS:
         raise tree.error("stage", f"found {show(found)}, expected one of {', '.join(JOBS)}")
@@ -82,17 +86,33 @@ def job_of(tree: Tree, stage: str | None, path: str) -> Job:
         use = f"use {meant}" if meant.exists() else f"use python -m pipeline {found} {path}"
         raise tree.error("stage", f"this is a job for `{found}`, not `{stage}`: {use}")
     _check_top(tree, found)
+    sections = {section: kind(**_section(tree, section)) for section, kind in SECTIONS.items()}
+    sections["model"] = split_revision(tree, sections["model"])
     job = Job(
         stage=found,
-        **{section: kind(**_section(tree, section)) for section, kind in SECTIONS.items()},
+        **sections,
         gate={name: rule for name, rule in tree.section("gate").items() if rule is not None},
         source=path,
         overridden=tuple(key for key, place in tree.where.items() if place == "command line"),
         **{name: tree.data[name] for name in STAGE[found].inputs if name in tree.data},
     )
-    job = rules.split_revision(tree, rules.drop_eval_schedule(job))
-    rules.check_job(tree, job)
+    # A job that lost its held-out rows also loses the evaluations of its file, but not those of the command line.
+    quiet = {key: off for key, off in job.without_evaluations.items() if key in job.trainer}
+    quiet = {key: off for key, off in quiet.items() if f"trainer.{key}" not in job.overridden}
+    job = replace(job, trainer=job.trainer | quiet)
+    for key, problem in find_problems(job):
+        raise tree.error(key, problem)
     return job
+
+
+def split_revision(tree: Tree, model: Model) -> Model:
+    """Returns the section with the `@v1` of `name_or_path: org/name@v1` as `revision: v1`."""
+    with about("model.name_or_path"):
+        name, revision = hub.split(model.name_or_path)
+    if revision and model.revision not in (None, revision):
+        found = f"found {show(model.revision)}, but model.name_or_path names {show(revision)}; keep one"
+        raise tree.error("model.revision", found)
+    return replace(model, name_or_path=name, revision=revision or model.revision)
 
 
 # ---------------------------------------------------------------- keys and types
@@ -120,7 +140,7 @@ def _section(tree: Tree, section: str) -> dict[str, Any]:
     known = schema.keys(schema.class_of(section, stage))
 
     def hint(key: str) -> str:
-        """Returns what an unknown key may mean: the nearest one of this section, or the same key of another section."""
+        """Returns the advice for an unknown key: a similar key, or the same key of another section."""
         if f"{section}.{key}" == "trainer.max_steps" and stage == "ppo":
             return "the length of a ppo run is trainer.total_episodes = updates * trainer.batch_size"
         meant = schema.meant(f"{section}.{key}", stage)

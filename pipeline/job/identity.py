@@ -1,4 +1,4 @@
-"""What run a job is: its name and folder, and all its settings as plain data."""
+"""The identity of a run: name, folder and settings."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from pipeline.system import storage
 
 @dataclass(frozen=True)
 class Identity:
-    """A run by name, and what may not change when it resumes."""
+    """A run, and the settings that may not change when it resumes."""
 
     stage: str
     name: str
     storage_path: str
-    overwrite: bool  # start over although a run of this name exists
+    overwrite: bool  # whether to start over although a run of this name exists
     source: str  # the job file
-    settings: dict[str, Any]  # the resolved job, as job.json and result.json have it
+    settings: dict[str, Any]  # the job with all defaults, as in job.json and result.json
 
     @property
     def facts(self) -> Stage:
-        """Returns the facts about its stage."""
+        """Returns the facts about the stage."""
         return STAGE[self.stage]
 
     @property
     def folder(self) -> str:
-        """Returns the folder of the run: checkpoints, result.json, its report."""
+        """Returns the folder of the run, with checkpoints, result.json and report."""
         return storage.join(self.storage_path, self.name)
 
 
 def identity_of(job: Job) -> Identity:
-    """Returns the identity of a job that has a name."""
+    """Returns the identity of a job whose run.name is set."""
     run, settings = job.run, json.loads(json.dumps(job.to_dict(), default=str))
     return Identity(job.stage, str(run.name), run.storage_path, run.overwrite, job.source, settings)

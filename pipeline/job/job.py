@@ -1,6 +1,6 @@
-"""A job as dataclasses: the sections that are ours, with their keys, types, defaults, ranges (`Annotated`) and meanings.
+"""A job as dataclasses: the sections of the pipeline, with the types, defaults, ranges (`Annotated`) and meanings of their keys.
 
-schema.json is generated from these annotations and the docstrings below the fields.
+schema.json is generated from these annotations and from the docstrings below the fields.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le
 
 from pipeline.input_uri import InputURI
+from pipeline.job import schema
+from pipeline.job.gates import HELD_OUT_ROWS, Metrics
 from pipeline.job.ranges import Count, Fraction, Patience, Rows, Seconds, Seed, Steps
 from pipeline.job.rollout import RolloutConfig
 from pipeline.job.stages import INPUTS, STAGE, Stage
@@ -25,52 +27,52 @@ HUB = "hf://datasets/"
 @dataclass(frozen=True)
 class Model:
     name_or_path: str
-    """A folder, a hub id, or hub id@revision."""
+    """A folder, or a model on the Hub: NAME or NAME@REVISION."""
     revision: str | None = None
-    """Hub only: a commit, tag or branch."""
+    """The commit, tag or branch of a model on the Hub."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Dtype of the frozen base; adapters and heads are float32. On a CPU, trainer.bf16 makes the base
+    """Dtype of the frozen base. Adapters and heads are float32. With trainer.bf16 on a CPU, the base is
     bfloat16."""
     load_in_4bit: bool = False
-    """nf4 with double quantization; computes in `dtype`."""
+    """Loads the base in 4-bit NF4 with double quantization. It computes in `dtype`."""
     fsdp: bool = False
-    """Shards the base over the workers (FSDP2); adapters are not sharded."""
+    """Shards the base over the workers (FSDP2). Adapters are not sharded."""
     attn_implementation: str | None = None
-    """By default, transformers chooses (sdpa)."""
+    """The attention implementation of transformers. By default, transformers chooses (sdpa)."""
     chat_template: str | None = None
-    """A Jinja file or "plain"; by default the tokenizer's own, else "plain"."""
+    """A Jinja file, or "plain". By default the tokenizer's template, or "plain" if it has none."""
     trust_remote_code: bool = False
-    """Run the Python code that comes with a model on the hub."""
+    """Runs the Python code that comes with a model on the Hub."""
     allow_pickle: bool = False
-    """Also read *.bin weights, which can run code."""
+    """Also loads *.bin weights, which can run code."""
 
 
-SPLITS = ("train", "eval", "pairs", "benchmarks")  # keys of `data` that name rows
-OF_ROWS = ("columns", "label", "transform", "group_by")  # keys of `data` that say what rows are
+SPLITS = ("train", "eval", "pairs", "benchmarks")  # keys of `data` that name files of rows
+OF_ROWS = ("columns", "label", "transform", "group_by")  # keys of `data` that describe the rows
 
 
 @dataclass(frozen=True)
 class Source:
-    """An entry of a list under a key of SPLITS: a path alone, or a mapping with these keys."""
+    """An entry of a list under a key of SPLITS. It is a path, or a mapping with these keys."""
 
     path: str
-    """A path, a glob, a folder, s3:// gs:// hf://."""
+    """A file, a glob, a folder, or an s3://, gs:// or hf:// address."""
     weight: Annotated[float, Gt(0), Le(10**9)] | None = None
-    """Share of an epoch, relative to the others."""
+    """Share of an epoch, relative to the weights of the other sources."""
     revision: str | None = None
-    """Commit, tag or branch of a Hub dataset; the same as @REVISION in its path."""
+    """Commit, tag or branch of a dataset on the Hub. Its path may also end with @REVISION."""
     columns: dict[str, str | list[str]] | None = None
-    """Instead of data.columns, for the rows of this source."""
+    """Replaces data.columns for the rows of this source."""
     label: dict[str, Any] | None = None
-    """Instead of data.label."""
+    """Replaces data.label for the rows of this source."""
     transform: str | None = None
-    """Instead of data.transform."""
+    """Replaces data.transform for the rows of this source."""
     group_by: str | None = None
-    """Instead of data.group_by."""
+    """Replaces data.group_by for the rows of this source."""
 
     @property
     def location(self) -> str:
-        """Returns the path, with the revision of a Hub dataset."""
+        """Returns the path. The path of a Hub dataset includes the revision."""
         if self.revision is None:
             return self.path
         name, colon, split = self.path.removeprefix(HUB).partition(":")
@@ -80,12 +82,12 @@ class Source:
 @dataclass(frozen=True)
 class Data:
     train: str | list[str | dict[str, Any]] | None = None
-    """A path, a glob, a folder, s3:// gs:// hf://, or a list of them; in a list also {path: ..., weight:
-    ..., columns: ...}."""
+    """A file, a glob, a folder, or an s3://, gs:// or hf:// address, or a list of them. An entry of a list
+    may also be {path: ..., weight: ..., columns: ...}."""
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
-    """If sources have weights: an epoch ends when one source is used up, or when all are."""
+    """If sources have weights, an epoch ends when one source is used up, or when all are."""
     eval: str | list[str | dict[str, Any]] | None = None
-    """Held-out rows, as `train`."""
+    """Held-out rows, in the same forms as `train`."""
     pairs: str | list[str | dict[str, Any]] | None = None
     """Held-out preference pairs on which `evaluate` measures the reward model."""
     benchmarks: str | list[str | dict[str, Any]] | None = None
@@ -94,7 +96,7 @@ class Data:
     """A Python function of a row, python:module:function. It returns a row, several, or None, and runs
     before `columns`."""
     group_by: str | None = None
-    """A column: consecutive rows with the same value in it go to `transform` together, as a list."""
+    """A column. Consecutive rows with the same value in it go to `transform` together, as a list."""
     columns: dict[str, str | list[str]] | None = None
     """{field: column}: the column of each field that the stage reads. A path such as a.0.b names a part of a
     column. Fields are prompt, completion, label; chosen, rejected; first, second, and label or first_score,
@@ -103,73 +105,74 @@ class Data:
     """{first: 1, second: 2, tie: 0}: which values of the column `label` prefer the completion `first`, and
     which `second`."""
     eval_fraction: Fraction = 0.0
-    """Share of `train` to hold out, by prompt."""
+    """Share of the prompts of `train` to hold out."""
     max_length: Annotated[int, Ge(2), Le(2**20)] | None = None
-    """Tokens; by default the model's context."""
+    """Maximum number of tokens of a row. By default the model's context."""
     on_error: Literal["raise", "skip"] = "raise"
-    """A bad row stops the run, or is counted and left out."""
+    """Whether a bad row stops the run, or is counted and left out."""
     deduplicate: bool = False
-    """Leave out rows that are equal to an earlier row of their set, byte by byte."""
+    """Leaves out rows that are equal to an earlier row of their set, byte by byte."""
     overlong: Literal["error", "drop", "truncate"] = "error"
-    """What happens to rows above `max_length`."""
+    """What happens to rows with more than `max_length` tokens."""
     apply_chat_template: bool | None = None
     """Applies the chat template to rows of plain text. By default true, unless the template is the fallback
     "plain"."""
     parse_special_tokens: bool = False
-    """Read "<|eot_id|>" in the text of a row as that token, not as its characters."""
+    """Reads "<|eot_id|>" in the text of a row as that token, not as its characters."""
     batch_size: Rows | None = None
     """Rows per optimizer step over all workers."""
     cache_dir: str | None = None
-    """By default <run.storage_path>/data."""
+    """Folder of the tokenized rows. By default <run.storage_path>/data."""
     seed: Seed = 0
-    """Of `eval_fraction`, and of the order of `collect`'s prompts."""
+    """Seed of `eval_fraction`, and of the order in which `collect` takes prompts."""
     subset: str | None = None
-    """A column of `pairs`: accuracy is also reported for each of its values."""
+    """A column of `pairs`. The accuracy is also reported for each of its values."""
 
 
 @dataclass(frozen=True)
 class Run:
     name: str | None = None
-    """By default new for each run; the same name again continues that run."""
+    """By default, each run gets a new name. A run with the name of an earlier run continues that run."""
     storage_path: str = "runs"
-    """A folder or bucket, with a folder for each run."""
+    """The folder or bucket that contains the folders of runs."""
     max_failures: Annotated[int, Ge(-1), Le(10**6)] = 0
-    """Restarts after lost workers; -1: no limit."""
+    """Maximum number of restarts after lost workers. -1 means no limit."""
     placement_timeout_s: Literal[-1] | Annotated[float, Gt(0), Le(365 * 86_400)] = 3600.0
-    """Seconds to wait for workers that no node has resources for; -1: no limit."""
+    """Seconds to wait for workers that no node has resources for. -1 means no limit."""
     num_to_keep: Annotated[int, Ge(1), Le(1000)] = 2
-    """Checkpoints to keep."""
+    """Number of checkpoints to keep."""
     load_best_model_at_end: bool = False
-    """Evaluate, gate and register the adapter of the best evaluation so far, not of the last step."""
+    """Evaluates, gates and registers the adapter of the best evaluation, not of the last step."""
     metric_for_best_model: str | None = None
     """The held-out metric that compares evaluations. By default eval_loss; for ppo, eval_judge or without a
     judge eval_reward."""
     greater_is_better: bool | None = None
-    """By default false for a loss, a perplexity, a KL and eval_repetition; true for accuracies, margins,
-    rewards and judges."""
+    """Whether a larger value of that metric is better. By default false for a loss, a perplexity, a KL and
+    eval_repetition, and true for accuracies, margins, rewards and judges."""
     early_stopping_patience: Annotated[int, Ge(1), Le(10**6)] | None = None
-    """Training stops after this many evaluations in a row without a better one; by default never."""
+    """Training stops after this many evaluations in a row without a better one. By default never."""
     stop_if: dict[str, str] = field(default_factory=dict)
     """Training stops at an evaluation whose metric meets a condition: {eval_kl: "> 20"}. The run counts as
     finished."""
     overwrite: bool = False
-    """Start over although a run of this name exists."""
+    """Starts over although a run of this name exists."""
     report: bool = True
-    """Draw report.html at the end, for the run's folder and for MLflow."""
+    """Draws report.html at the end, for the run's folder and for MLflow."""
 
 
 @dataclass(frozen=True)
 class MLflow:
     tracking_uri: str | None = None
-    """By default $MLFLOW_TRACKING_URI, else <run.storage_path>/mlflow.db."""
+    """Address of the MLflow server. By default $MLFLOW_TRACKING_URI, else the file
+    <run.storage_path>/mlflow.db."""
     experiment: str = "rlhf"
     """The MLflow experiment of the run."""
     registered_model: str | None = None
-    """By default, nothing is registered."""
+    """The registered model that gets the new version. By default, nothing is registered."""
     alias: str = "champion"
-    """Moves to the new version if the gate passes."""
+    """The alias that moves to the new version if the gate passes."""
     report_to: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
-    """Other trackers that get the same curves; each needs the extra with the same name."""
+    """Other trackers that get the same metrics. Each needs the extra with the same name."""
 
 
 @dataclass(frozen=True)
@@ -182,15 +185,15 @@ class Serve:
     rewards: dict[str, str] = field(default_factory=dict)
     """{model id in requests to /score: reward}, which may also be python:MODULE:FUNCTION."""
     host: str = "127.0.0.1"
-    """Any other address needs tokens in RLHF_SERVE_TOKENS."""
+    """The address to listen on. Any other one needs tokens in RLHF_SERVE_TOKENS."""
     port: Annotated[int, Ge(0), Le(65_535)] = 8000
-    """0: any free port."""
+    """The port to listen on. 0 means any free port."""
     max_queue: Annotated[int, Ge(1), Le(10**6)] = 256
-    """Completions that may wait for a place in a replica's batch; a request beyond that gets 429."""
+    """Completions that may wait for a place in a replica's batch. A request beyond that gets 429."""
     max_n: Annotated[int, Ge(1), Le(128)] = 16
-    """Completions of one request (its `n`)."""
+    """Maximum number of completions of one request (its `n`)."""
     max_body_bytes: Annotated[int, Ge(2**10), Le(2**30)] = 1048576
-    """A larger request gets 413."""
+    """Maximum size of a request. A larger one gets 413."""
     timeout_s: Seconds = 300.0
     """Seconds for a complete answer, including the wait for a place in the batch. A request that takes
     longer gets 504."""
@@ -200,22 +203,22 @@ class Serve:
     alias_poll_interval_s: Seconds = 5.0
     """Seconds between two checks for aliases that have moved."""
     log_prompts: bool = False
-    """Keep conversations, so that feedback on them becomes training rows; otherwise only metrics are
+    """Keeps conversations, so that feedback on them becomes training rows. By default, only metrics are
     kept."""
     feedback_path: str | None = None
-    """A local folder; by default <run.storage_path>/feedback."""
+    """A local folder for conversations and feedback. By default <run.storage_path>/feedback."""
     max_feedback_bytes: Annotated[int, Ge(4096), Le(10**12)] = 1073741824
     """Largest size of that folder: half for rows, beyond which feedback gets 507, and half for
     conversations."""
 
     @property
     def inputs(self) -> dict[str, str]:
-        """{input: name}: policies.ID and rewards.ID of all that the section names."""
+        """Returns {input: name} of all models. An input is policies.ID or rewards.ID."""
         policies = {f"policies.{key}": name for key, name in self.policies.items()}
         return policies | {f"rewards.{key}": name for key, name in self.rewards.items()}
 
     def without(self, inputs: Container[str]) -> Serve:
-        """Returns the section without some of its `inputs`."""
+        """Returns the section without these inputs."""
         policies = {key: name for key, name in self.policies.items() if f"policies.{key}" not in inputs}
         rewards = {key: name for key, name in self.rewards.items() if f"rewards.{key}" not in inputs}
         return replace(self, policies=policies, rewards=rewards)
@@ -223,32 +226,32 @@ class Serve:
 
 @dataclass(frozen=True)
 class Forward:
-    """The `trainer` section of `score`; its keys, and those of Inference, have PPOConfig's names."""
+    """The `trainer` section of `score`. The keys have the same names as in PPOConfig, also in the subclasses."""
 
     local_rollout_forward_batch_size: Rows = 64
     """Rows per forward."""
     bf16: bool = False
-    """Matrix products in bfloat16 (autocast); on a CPU the base, too."""
+    """Computes matrix products in bfloat16 (autocast). On a CPU, the base is bfloat16, too."""
     reward_timeout_s: Patience = 600.0
-    """Seconds to wait for a reward that is an async function. Then the run ends; the same command
-    with its run.name continues it. -1: no limit."""
+    """Seconds to wait for a reward that is an async function. Then the run ends. The same command with its
+    run.name continues it. -1 means no limit."""
 
     @property
     def rows_per_forward(self) -> int:
-        """Rows of data.train that fill a forward."""
+        """Returns the number of rows of data.train in a forward."""
         return self.local_rollout_forward_batch_size
 
 
 @dataclass(frozen=True)
 class Inference(Forward):
-    """The `trainer` section of `generate` and `serve`, whose requests may override it."""
+    """The `trainer` section of `generate` and `serve`. Requests to `serve` may override it."""
 
     response_length: Rows = 256
     """Maximum new tokens of a completion, the end-of-sequence token included."""
     min_new_tokens: Annotated[int, Ge(0)] = 0
     """Minimum new tokens of a completion."""
-    temperature: Literal[0] | Annotated[float, Ge(1e-6)] = 1.0
-    """Divides the logits; 0: greedy."""
+    temperature: Literal[0] | Annotated[float, Ge(0.01)] = 1.0
+    """Divides the logits. 0 means greedy decoding."""
     seed: Seed = 42
     """Seed of sampling, combined with a row's number."""
 
@@ -258,10 +261,10 @@ class Evaluate(Inference):
     """The `trainer` section of `evaluate`."""
 
     probes: bool = False
-    """Edit the completions of data.pairs, and measure how much that moves the reward."""
+    """Edits the completions of data.pairs, and measures how much that changes the reward."""
     best_of_n: Literal[0] | Annotated[int, Ge(2), Le(1024)] = 0
-    """Completions of each prompt of data.eval for the best-of-n curve, from which the reward chooses the
-    best. 0: no curve."""
+    """Number of completions of each prompt of data.eval for the best-of-n curve. The reward chooses the best
+    one. 0 means no curve."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +272,7 @@ class Collect(Inference):
     """The `trainer` section of `collect`."""
 
     num_generations: Annotated[int, Ge(1), Le(1024)] = 4
-    """Completions of each prompt."""
+    """Number of completions of each prompt."""
     select: Literal["best", "best_worst", "pairs", "labels"] = "best_worst"
     """Rows to write: the best completion (for sft), the best against the worst, or every pair (for dpo, rm
     and kto), or every completion with a label (for kto)."""
@@ -278,10 +281,10 @@ class Collect(Inference):
     min_margin: Annotated[float, Ge(0)] = 0.0
     """Smallest difference between the scores of a pair. Equal scores never make a pair."""
     num_prompts: Count | None = None
-    """Prompts to draw from data.train without replacement, in an order by data.seed. By default all, in the
-    file's order."""
+    """Number of prompts to draw from data.train without replacement, in an order by data.seed. By default all
+    prompts, in the file's order."""
     skip_prompts: Steps = 0
-    """Prompts to skip in that order; after the last prompt, a new order is drawn."""
+    """Number of prompts to skip in that order. After the last prompt, a new order is drawn."""
 
     @property
     def rows_per_forward(self) -> int:
@@ -290,20 +293,20 @@ class Collect(Inference):
 
 @dataclass(frozen=True)
 class Export:
-    """The `trainer` section of `export`; what goes to the hub has the names of transformers.TrainingArguments."""
+    """The `trainer` section of `export`. Keys about the Hub have the same names as in transformers.TrainingArguments."""
 
     merge: bool = True
-    """false: the adapter as it is, with its tokenizer and card."""
+    """Merges the adapter into the base. false writes the adapter as it is, with its tokenizer and card."""
     response_length: Rows = 256
-    """Maximum new tokens of the compared completions."""
+    """Maximum new tokens of the completions that compare the merged model with the adapter."""
     bf16: bool = False
-    """bfloat16 (autocast) for the adapter that the merged model is compared with."""
+    """Computes in bfloat16 (autocast) for the adapter that the merged model is compared with."""
     hub_model_id: str | None = None
-    """OWNER/NAME on the hub, for the model card and a push."""
+    """OWNER/NAME on the Hub, for the model card and the upload."""
     push_to_hub: bool = False
-    """false: nothing is sent."""
+    """Uploads what was exported to hub_model_id."""
     hub_private_repo: bool = True
-    """Whether a repository that the push creates is private."""
+    """Whether a repository that the upload creates is private."""
 
 
 @dataclass(frozen=True)
@@ -321,20 +324,22 @@ class Job:
     gate: dict[str, str] = field(default_factory=dict)
     """{metric: condition}, for example {eval_accuracy: ">= 0.95"}."""
     policy: str | list[str] | None = None
-    """models:/name@alias, a folder, an adapter on the hub (org/name or org/name@revision), or `base`: no
-    adapter. Of a list, the first that exists."""
+    """models:/NAME@ALIAS, a folder, an adapter on the Hub (NAME or NAME@REVISION), or `base`: no adapter. Of
+    a list, the first that exists."""
     reference: str | None = None
-    """Of dpo: the frozen adapter that training stays close to; by default the policy that it starts from."""
+    """For dpo: the frozen adapter that training stays close to. By default the policy that training starts
+    from."""
     reward: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
     """A name, {judge: FILE}, or a list of names, {reward: NAME, weight: NUMBER} and {judge: FILE, weight:
     NUMBER}."""
     baseline: str | None = None
-    """For evaluate: the policy that `policy` is compared with, named like it."""
+    """For evaluate: the policy that `policy` is compared with. It is named in the same way."""
     teacher: str | None = None
-    """Of ppo: the adapter, or `base`, that rates every token that the policy writes
+    """For ppo: the adapter, or `base`, that rates every token that the policy writes
     (trainer.teacher_coef)."""
     judge: str | dict[str, Any] | None = None
-    """A Python function, a second reward model, or {judge: FILE}: reported, never trained on."""
+    """A Python function, a second reward model, or {judge: FILE}. Its scores are reported, and never trained
+    on."""
     source: str = ""
     """The job file."""
     overridden: tuple[str, ...] = ()
@@ -342,17 +347,17 @@ class Job:
 
     @property
     def facts(self) -> Stage:
-        """Returns the facts about its stage."""
+        """Returns the facts about the stage."""
         return STAGE[self.stage]
 
     @property
     def folder(self) -> str:
-        """Returns the folder of the run: checkpoints, result.json, its report."""
+        """Returns the folder of the run, with checkpoints, result.json and report."""
         return storage.join(self.run.storage_path, str(self.run.name))
 
     @property
     def paths(self) -> list[tuple[str, str]]:
-        """(key, path) of all rows that the job names."""
+        """Returns (key, path) of all files of rows that the job names."""
         return [
             (f"data.{key}", source.location)
             for key in SPLITS
@@ -365,23 +370,75 @@ class Job:
         return bool(self.data.eval or self.data.eval_fraction)
 
     @property
+    def evaluates(self) -> bool:
+        """Returns True if the job evaluates during training: it has held-out rows and a schedule."""
+        scheduled = self.trainer.get("eval_steps")
+        if self.facts.trl:
+            scheduled = self.trainer.get("eval_strategy", "no") != "no"
+        return bool(self.held_out and scheduled)
+
+    @property
+    def without_evaluations(self) -> dict[str, Any]:
+        """Returns the keys of `trainer` that turn evaluations off. {} unless the job learns without held-out rows."""
+        if self.held_out or not self.facts.learns:
+            return {}
+        return {"eval_strategy": "no", "eval_on_start": False} if self.facts.trl else {"eval_steps": 0}
+
+    @property
+    def metrics(self) -> Metrics:
+        """Returns the metrics that the job can measure."""
+        data, trainer, rollout = self.data, self.trainer, self.rollout_config
+        needs = {
+            "rows": (self.held_out, HELD_OUT_ROWS if self.facts.learns else "prompts to answer (data.eval)"),
+            "start": (trainer.get("eval_on_start"), "trainer.eval_on_start=true"),
+            "teacher": (self.teacher, "a teacher"),
+            "workers": (rollout.num_workers, "rollout workers (rollout.num_workers)"),
+            "off_policy": (rollout.corrects or rollout.staleness, "rollout.staleness or rollout.correction"),
+            "reward": (self.reward, "a reward"),
+            "judge": (self.judge, "a judge"),
+            "pairs": (data.pairs, "pairs to evaluate the reward on (data.pairs)"),
+            "subset": (data.subset, "a column of the pairs (data.subset)"),
+            "benchmarks": (data.benchmarks, "rows of a benchmark (data.benchmarks)"),
+            "probes": (trainer.get("probes"), "probes of the reward (trainer.probes=true)"),
+            "best_of_n": (trainer.get("best_of_n"), "a search (trainer.best_of_n=16)"),
+        }
+        absent = {need: description for need, (there, description) in needs.items() if not there}
+        return Metrics(self.stage, absent, len(self.rewards))
+
+    def value(self, key: str) -> Any:
+        """Returns the value of a section, or of `section.key`. Returns None for a library's key that the job does not set."""
+        section, _, name = key.partition(".")
+        values = getattr(self, section)
+        if not name:
+            return values
+        return values.get(name) if isinstance(values, dict) else getattr(values, name)
+
+    def changes(self, key: str) -> bool:
+        """Returns True if the job sets a section, or `section.key`, to another value than the default."""
+        section, _, name = key.partition(".")
+        value = self.value(key)
+        known = schema.keys(schema.class_of(section, self.stage)) if name else {}
+        default = known[name].get("default") if name in known else type(value)()
+        return value not in (None, {}, [], default)
+
+    @property
     def workers(self) -> tuple[int, int]:
-        """(fewest, most) workers; equal unless the job is elastic."""
+        """Returns (fewest, most) workers. The numbers are equal unless the job is elastic."""
         count = self.scaling.get("num_workers", 1) or 1
         return (count[0], count[1]) if isinstance(count, list) else (count, count)
 
     @property
     def in_process(self) -> bool:
-        """Returns True if the job runs in the process of the command: `scaling.num_workers: 0`.
+        """Returns True if the job runs in the process of the command, because scaling.num_workers is 0.
 
-        On a cluster, and next to rollout workers, which need Ray, 0 means one worker.
+        On a cluster, or with rollout workers, 0 means one worker.
         """
         zero = self.scaling.get("num_workers", 1) == 0
         return zero and not os.environ.get("RAY_ADDRESS") and not self.rollout_config.num_workers
 
     @property
     def rewards(self) -> list[tuple[str, float]]:
-        """(name, weight) of each reward."""
+        """Returns (name, weight) of each reward."""
         items = self.reward if isinstance(self.reward, list) else [self.reward] if self.reward else []
         return [
             (name_of(item), float(item.get("weight", 1.0)) if isinstance(item, dict) else 1.0)
@@ -390,26 +447,26 @@ class Job:
 
     @property
     def policies(self) -> list[str]:
-        """Returns the names under `policy`, of which the first that exists counts."""
+        """Returns the names under `policy`. The job uses the first one that exists."""
         return self.policy if isinstance(self.policy, list) else [self.policy] if self.policy else []
 
     @property
     def inputs(self) -> dict[str, str]:
-        """{key: name} of every model or Python function that the job names: policy, baseline, judge, reward.0, ..."""
+        """Returns {input: name} of every model or Python function that the job names: policy, baseline, judge, reward.0, ..."""
         given = {"policy": next(iter(self.policies), None)}
         given |= {key: name_of(getattr(self, key)) for key in INPUTS if key not in ("policy", "reward")}
         given |= {f"reward.{index}": name for index, (name, _) in enumerate(self.rewards)}
         return {key: name for key, name in given.items() if name} | self.serve.inputs
 
     def key_of(self, name: str) -> str:
-        """Returns the key of an input: a single reward is `reward`, one of a list `reward.0`, `reward.1`, ..."""
+        """Returns the key of an input in the job file. A single reward has the key `reward`, not `reward.0`."""
         if name in self.serve.inputs:
             return f"serve.{name}"
         return "reward" if name == "reward.0" and not isinstance(self.reward, list) else name
 
     @property
     def functions(self) -> dict[str, str]:
-        """{key: python:module:function} of its rewards and judge."""
+        """Returns {key: python:module:function} of the rewards and the judge that are Python functions."""
         named = self.inputs.items()
         return {self.key_of(name): source for name, source in named if InputURI.parse(source).is_function}
 
@@ -421,7 +478,7 @@ class Job:
 
     @property
     def args(self) -> Any:
-        """The `trainer` section as its config class, or None for a TRL stage: only a worker instantiates TRL's."""
+        """Returns the `trainer` section as its config class, or None for a TRL stage, which only workers can import."""
         if self.facts.trl:
             return None
         module, _, name = self.facts.trainer.rpartition(".")
@@ -429,29 +486,29 @@ class Job:
 
     @property
     def rollout_config(self) -> RolloutConfig:
-        """The `rollout` section as its config class."""
+        """Returns the `rollout` section as its config class."""
         return RolloutConfig(**self.rollout)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the resolved job as plain JSON-able data."""
+        """Returns the job with all defaults, as data for JSON."""
         return {key: value for key, value in asdict(self).items() if key != "overridden"}
 
 
 def name_of(item: Any) -> Any:
-    """Returns the name of a reward or judge: of `{judge: FILE}`, judge:FILE; see pipeline/input_uri.py."""
+    """Returns the name of a reward or judge. The name of `{judge: FILE}` is judge:FILE (pipeline/input_uri.py)."""
     if not isinstance(item, dict):
         return item
     return f"judge:{item['judge']}" if "judge" in item else item.get("reward")
 
 
 def sources_of(spec: str | list[str | dict[str, Any]] | None) -> list[Source]:
-    """Returns the sources of one of SPLITS, in their order."""
+    """Returns the sources of the value of one of SPLITS."""
     items = [spec] if isinstance(spec, str) else spec or []
     return [Source(item) if isinstance(item, str) else Source(**item) for item in items]
 
 
-def completed(data: Data, name: str) -> list[Source]:
-    """Returns the sources of one of SPLITS, with the keys of `data` that a source does not set."""
+def sources_with_defaults(data: Data, name: str) -> list[Source]:
+    """Returns the sources of one of SPLITS. Keys that a source does not set have the values of the `data` section."""
     shared = {key: getattr(data, key) for key in OF_ROWS}
     return [
         replace(source, **{key: value for key, value in shared.items() if getattr(source, key) is None})
@@ -459,8 +516,8 @@ def completed(data: Data, name: str) -> list[Source]:
     ]
 
 
-def transforms(data: Data) -> dict[str, str]:
-    """Returns {key of the job: python:module:function} of all functions that rows go through, each once."""
+def transforms_of(data: Data) -> dict[str, str]:
+    """Returns {key of the job: python:module:function} of all functions that transform rows, without duplicates."""
     found = {"data.transform": data.transform}
     for name in SPLITS:
         for index, source in enumerate(sources_of(getattr(data, name))):

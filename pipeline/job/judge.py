@@ -1,4 +1,4 @@
-"""A judge's file, which a job names as `{judge: FILE}`: the model, the question, and what an answer means.
+"""The file of a judge, which a job names as `{judge: FILE}`: the model, the question, and the meaning of an answer.
 
 Every form gives scores between 0 and 1.
 """
@@ -26,7 +26,7 @@ from pipeline.job.yaml_tree import Tree, read_tree
 CLASS = "pipeline.job.judge.Definition"
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 MARKS = re.compile(r"""[*_`#\[\]"'“”‘’]""")  # Markdown and quotes
-# The default question of each form. {criteria} lists the criteria of the rubric.
+# The default question of each form.
 PROMPTS = {
     "score": """Judge the response to the request.
 
@@ -67,8 +67,8 @@ Criteria, each with its possible choices:
 
 Answer with one line for each criterion: its name, a colon, and one of its choices.""",
 }
-# keys that change neither the question nor the meaning of an answer
-LIMITS = """concurrency timeout_s api_key_variable
+# keys that change neither the question nor the score
+LIMITS = """concurrency requests_per_minute tokens_per_minute timeout_s api_key_variable
     dollars_per_million_input dollars_per_million_output most_calls most_dollars""".split()
 
 
@@ -83,46 +83,51 @@ class Definition:
     No. rank: a line `Ranking: B > A`, for all completions of a prompt in one request. rubric: a line `NAME:
     CHOICE` for each criterion."""
     endpoint: str = "http://127.0.0.1:8000/v1"
-    """Of any server with OpenAI's chat completions, our `serve` included."""
+    """Address of a server with OpenAI's chat completions, for example our `serve`."""
     api_key_variable: str | None = None
-    """Variable of the environment that holds the endpoint's key. By default requests have none."""
+    """Environment variable with the endpoint's key. By default requests have no key."""
     system: str | None = None
     """A system message before the question."""
     prompt: str | None = None
-    """What is asked, with {prompt}, {completion} ({completions} for rank), {criteria}, {words}, and columns
-    of the rows, such as {answer}. By default each form has its own text."""
+    """The question, with {prompt}, {completion} ({completions} for rank), {criteria}, {words}, and columns of
+    the rows, such as {answer}. By default each form has a text."""
     words: list[str] = field(default_factory=lambda: ["Yes", "No"])
-    """Of yes: how a good answer begins, and how a bad one does."""
+    """For `form: yes`: how a good answer begins, and how a bad one does."""
     low: float = 1.0
-    """Of score: the number that means 0."""
+    """For `form: score`: the number that means 0."""
     high: float = 10.0
-    """Of score: the number that means 1."""
+    """For `form: score`: the number that means 1."""
     criteria: list[dict[str, Any]] | None = None
-    """Of rubric: {name: ..., text: ..., choices: [worst, ..., best]} each, with a weight if it is not 1."""
+    """For `form: rubric`: a list of {name: ..., text: ..., choices: [worst, ..., best]}. Each may have a
+    weight."""
     orders: Literal["drawn", "both"] = "drawn"
-    """Of rank, and so of pairs that `collect` labels: one drawn order of the completions, or also its
+    """For `form: rank`, also when `collect` labels pairs: one random order of the completions, or also its
     reverse."""
     draws: Annotated[int, Ge(1), Le(64)] = 1
-    """Answers to each question, whose mean counts."""
+    """Number of answers to each question. Their mean counts."""
     body: dict[str, Any] = field(default_factory=dict)
-    """Merged into each request; null removes a field. For endpoints that expect other fields than
-    `temperature` and `max_tokens`."""
+    """Fields that are merged into each request. null removes a field. Use it for endpoints that expect other
+    fields than `temperature` and `max_tokens`."""
     temperature: Annotated[float, Ge(0), Le(100)] = 0.0
-    """Of the judge's answers; above 0, each draw has a seed."""
+    """Temperature of the judge's answers. Above 0, each answer has a seed."""
     max_tokens: Rows = 512
-    """Maximum number of tokens in an answer; `yes` needs only one."""
+    """Maximum number of tokens in an answer. `form: yes` needs only one."""
     concurrency: Annotated[int, Ge(1), Le(4096)] = 16
     """Maximum number of requests that one process has under way at the same time."""
+    requests_per_minute: Annotated[float, Gt(0), Le(10**9)] | None = None
+    """Maximum number of requests of one process in a minute. By default no limit."""
+    tokens_per_minute: Annotated[float, Gt(0), Le(10**12)] | None = None
+    """Maximum number of tokens of one process in a minute, including answers. By default no limit."""
     timeout_s: Seconds = 120.0
     """Seconds to wait for an answer before the request is repeated."""
     dollars_per_million_input: Weight = 0.0
-    """Price of tokens that are sent."""
+    """Price of a million tokens that are sent."""
     dollars_per_million_output: Weight = 0.0
-    """Price of tokens of answers."""
+    """Price of a million tokens of answers."""
     most_calls: Annotated[int, Ge(1), Le(10**12)] | None = None
-    """Maximum number of answers that a run may pay for; then it ends. By default no limit."""
+    """Maximum number of answers that a run may pay for. Then the run ends. By default no limit."""
     most_dollars: Annotated[float, Gt(0), Le(10**9)] | None = None
-    """Maximum dollars that a run may pay; then it ends. By default no limit."""
+    """Maximum number of dollars that a run may pay. Then the run ends. By default no limit."""
 
     @property
     def asks(self) -> str:
@@ -161,7 +166,7 @@ def plain(text: str) -> str:
     return "\n".join(" ".join(line.split()).rstrip(". ") for line in lines)
 
 
-def read(path: str) -> Definition:
+def read_definition(path: str) -> Definition:
     """Returns the definition in a file. Raises InputError, with the line, if it is wrong."""
     tree = read_tree(path, [])
     for key, problem in schema.wrong(tree.data, schema.keys(CLASS)):
@@ -238,16 +243,16 @@ def at_version(source: str) -> tuple[str, str]:
     return path, digest
 
 
-def pinned(source: str) -> str:
+def pin_judge(source: str) -> str:
     """Returns `judge:FILE@DIGEST` of `judge:FILE`, which must be right."""
     path, _ = at_version(source)
-    return f"judge:{path}@{read(path).digest[:16]}"
+    return f"judge:{path}@{read_definition(path).digest[:16]}"
 
 
-def loaded(version: str) -> Definition:
+def load_pinned(version: str) -> Definition:
     """Returns the definition of a pinned judge. Raises InputError if the file has changed since then."""
     path, digest = at_version(version)
-    found = read(path)
+    found = read_definition(path)
     if found.digest[:16] != digest:
         raise InputError(
             f"{path} has changed since the run began (it was {digest}, and is {found.digest[:16]}); restore it, choose another "

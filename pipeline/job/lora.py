@@ -1,4 +1,4 @@
-"""What the section `lora` says about a module, as peft and vLLM read it."""
+"""Tells which modules a `lora` section adapts, by the rules of peft, and which settings vLLM ignores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def adapts_lm_head(target_modules: Any) -> bool:
     """Returns whether peft's `target_modules`, a list of names or a pattern, include the lm head."""
     try:
         return is_named(target_modules, "lm_head")
-    except re.error:  # check_lora reports the error
+    except re.error:  # models/compatibility.py reports the error
         return False
 
 
@@ -20,7 +20,7 @@ def ignored_by_vllm(given: dict[str, Any]) -> str | None:
 
 
 def is_named(given: Any, module: str) -> bool:
-    """Returns whether a list of names, or a pattern, of a `lora` section includes a module."""
+    """Returns whether a list of names, or a pattern, includes a module."""
     return any(matches(name, given, module) for name in listed(given))
 
 
@@ -29,7 +29,7 @@ def listed(given: Any) -> list[Any]:
 
 
 def matches(name: str, given: Any, module: str) -> bool:
-    """Returns whether a module matches as in peft: list entries match the end of its name, other settings are patterns."""
+    """Returns whether peft adapts a module. Entries of a list match the end of its name. Other settings are patterns."""
     if isinstance(given, list):  # the files of some bases lack the start of each name
         return f".{module}".endswith(f".{name}") or f".{name}".endswith(f".{module}")
     return bool(re.fullmatch(name if isinstance(given, str) else rf"(.*\.)?({name})", module))

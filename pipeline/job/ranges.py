@@ -1,4 +1,4 @@
-"""Numbers that several sections of a job allow, as types. Upper bounds are far above sensible values, but below any overflow."""
+"""Types of numbers with ranges, for several sections of a job. Upper bounds only prevent overflows."""
 
 from typing import Annotated, Any, Literal
 
@@ -6,8 +6,8 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from pipeline.errors import InputError, short
 
-Seed = Annotated[int, Ge(0), Le(2**32 - 1)]  # numpy's
-Rows = Annotated[int, Ge(1), Le(2**20)]  # or tokens
+Seed = Annotated[int, Ge(0), Le(2**32 - 1)]  # the range of numpy
+Rows = Annotated[int, Ge(1), Le(2**20)]  # also a number of tokens
 Count = Annotated[int, Ge(1), Le(10**9)]
 Steps = Annotated[int, Ge(0), Le(10**9)]
 Share = Annotated[float, Ge(0), Le(1)]
@@ -15,7 +15,9 @@ Fraction = Annotated[float, Ge(0), Lt(1)]
 Rate = Annotated[float, Gt(0), Le(100)]
 Factor = Annotated[float, Gt(0), Le(10**6)]
 Weight = Annotated[float, Ge(0), Le(10**6)]
-Norm = Literal[0] | Annotated[float, Ge(1e-6), Le(10**6)]  # of a gradient; smaller limits make it underflow
+Norm = (
+    Literal[0] | Annotated[float, Ge(1e-6), Le(10**6)]
+)  # limit of a gradient norm; smaller limits would underflow
 Seconds = Annotated[float, Gt(0), Le(86_400)]
 Patience = Literal[-1] | Annotated[float, Ge(0), Le(365 * 86_400)]  # seconds; -1: no limit
 

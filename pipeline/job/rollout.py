@@ -1,4 +1,4 @@
-"""`RolloutConfig`: the section `rollout` of a PPO job."""
+"""The section `rollout` of a job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from pipeline.job.ranges import Patience, require_value
 
-# arguments of vllm.LLM that the job determines
+# arguments of vllm.LLM that the pipeline sets
 VLLM_FIXED = set(
     """model revision dtype trust_remote_code quantization gpu_memory_utilization enable_lora max_loras max_lora_rank
     max_model_len max_logprobs logprobs_mode generation_config disable_log_stats use_tqdm_on_load tensor_parallel_size""".split()
@@ -19,27 +19,28 @@ VLLM_FIXED = set(
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Settings of the rollout: who samples a PPO run's completions, with which engine, and how many updates behind."""
+    """Settings of sampling: the engine, the rollout workers, and how many updates old the policy may be."""
 
     engine: Literal["transformers", "vllm"] = "transformers"
-    """What decodes. transformers: the frozen base that the process holds anyway. vllm (the extra `vllm`): faster for large
-    models, at the cost of a second copy of the base."""
+    """What decodes. transformers: the frozen base that the process holds anyway. vllm (the extra `vllm`):
+    faster for large models, but it loads a second copy of the base."""
     num_workers: Annotated[int, Ge(0), Le(1000)] = 0
     """Rollout workers: Ray actors that hold the frozen base and every frozen role, sample completions and score them.
     0: the training workers sample."""
     staleness: Annotated[int, Ge(0), Le(64)] = 0
-    """How many updates old the policy is that samples: the one after update u - staleness samples the episodes of update u,
-    and the initial policy the first ones. 0: sampling and learning take turns. 1 or more: rollout workers sample while the
-    trainer learns."""
+    """How many updates old the policy is that samples. 0: sampling and learning take turns. 1 or more:
+    rollout workers sample while the trainer learns. The policy after update u - staleness then samples the
+    episodes of update u."""
     use_gpu: bool | None = None
-    """Whether a rollout worker holds its models on a GPU. By default as the trainer's workers, `scaling.use_gpu`."""
+    """Whether a rollout worker holds its models on a GPU. By default the same as `scaling.use_gpu`."""
     resources_per_worker: dict[str, Annotated[float, Ge(0)]] | None = None
-    """What each rollout worker requests from Ray. By default {CPU: 1}, or {GPU: tensor_parallel_size} with `use_gpu`."""
+    """Resources that each rollout worker requests from Ray. By default {CPU: 1}, or {GPU:
+    tensor_parallel_size} with `use_gpu`."""
     label_selector: dict[str, str] | None = None
-    """Labels of the nodes that rollout workers are placed on, as Ray's label_selector: for example {market: spot}."""
+    """Labels of the nodes for rollout workers, as in Ray's label_selector: for example {market: spot}."""
     worker_wait_timeout_s: Patience = 600.0
-    """Seconds that the trainer waits if there is no rollout worker. Then it samples by itself, until a rollout worker comes.
-    -1: no limit."""
+    """Seconds that the trainer waits if there is no rollout worker. Then it samples by itself, until a
+    rollout worker comes. -1 means no limit."""
     chunk_timeout_s: Annotated[float, Ge(1), Le(365 * 86_400)] = 3600.0
     """Seconds that a chunk may take, its rewards included, before its rollout worker is replaced. Loading the models may take
     an hour, or this long if it is more."""
@@ -55,7 +56,7 @@ class RolloutConfig:
     completion, truncated at `correction_cap`. By default token for vllm, else none, because the correction made runs with
     `staleness: 2` worse (docs/rollouts.md)."""
     correction_cap: Annotated[float, Gt(1), Le(10**6)] = 3.0
-    """Largest ratio."""
+    """Maximum of that ratio."""
 
     def __post_init__(self) -> None:
         require = partial(require_value, self)
@@ -72,7 +73,7 @@ class RolloutConfig:
 
     @property
     def corrects(self) -> Literal["token", "sequence"] | None:
-        """Returns `correction` (its default if it is None), or None for "none"."""
+        """Returns the correction that applies: "token", "sequence", or None."""
         if self.correction is None:
             return "token" if self.engine == "vllm" else None
         return None if self.correction == "none" else self.correction

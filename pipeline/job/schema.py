@@ -1,4 +1,4 @@
-"""The schema of job files: types, defaults, ranges and meaning of all keys.
+"""The schema of job files: types, defaults, ranges and meanings of all keys.
 
 schema.json is generated from our dataclasses and from the config classes of TRL, peft and Ray, whose import takes seconds.
 Validation, `rlhf help KEY`, and editors read it. Regenerate it after a change of a key or a pin:
@@ -26,12 +26,12 @@ CLASSES = {
     "scaling": "ray.train.v2.api.config.ScalingConfig",
     "rollout": "pipeline.job.rollout.RolloutConfig",
 }
-NAMES = {  # {type in a schema: its name}
+NAMES = {  # {type in a schema: its name in messages}
     "null": "null", "boolean": "true or false", "integer": "a whole number", "number": "a number", "string": "text",
     "array": "a list", "object": "a mapping",
 }  # fmt: skip
 
-# {name in TRL's scripts, LLaMA-Factory, Axolotl or OpenRLHF: ours}. Names that are equal but for the section need no row.
+# {key in TRL's scripts, LLaMA-Factory, Axolotl or OpenRLHF: our key}, if the names differ
 ELSEWHERE = {
     "lr": "trainer.learning_rate",
     "epochs": "trainer.num_train_epochs",
@@ -66,13 +66,13 @@ def class_of(section: str, stage: str) -> str:
 
 
 def keys_of(stage: str) -> dict[str, str]:
-    """Returns {section.key: key} of all that the sections of a stage's job may have."""
+    """Returns {section.key: key} for all keys that a job of the stage may have."""
     known = ((section, keys(class_of(section, stage)).items()) for section in SECTIONS)
     return {f"{section}.{key}": key for section, items in known for key, one in items if "not" not in one}
 
 
 def meant(key: str, stage: str) -> str | None:
-    """Returns the key of a stage's job that an unknown one means: by other tools' names, by spelling, in another section."""
+    """Returns the key that an unknown key probably means, or None: by other tools' names, by spelling, in another section."""
     section, _, name = key.rpartition(".")
     known = keys_of(stage)
     if (ours := ELSEWHERE.get(name)) in {*known, *STAGE[stage].inputs}:
@@ -86,7 +86,7 @@ def meant(key: str, stage: str) -> str | None:
 # ---------------------------------------------------------------- values
 @cache
 def _validator() -> Any:
-    """Returns the class that checks values. Draft 4 has its whole numbers: 7.0 is none."""
+    """Returns the class that checks values. As in Draft 4, 7.0 is no whole number."""
     from jsonschema import Draft4Validator, Draft7Validator, validators
 
     return validators.extend(Draft7Validator, type_checker=Draft4Validator.TYPE_CHECKER)
@@ -98,7 +98,7 @@ def problem(value: Any, schema: Mapping[str, Any]) -> str | None:
     if (error := next(validator.iter_errors(value), None)) is None:
         return None
     part = "".join(f"{short(str(key))}: " for key in error.absolute_path)
-    found, wanted = error.instance, error.schema  # of that part
+    found, wanted = error.instance, error.schema  # the wrong part of the value, and the schema of that part
     near = difflib.get_close_matches(str(found), list(map(str, _choices(wanted))), n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     if isinstance(found, (int, float)):
@@ -113,12 +113,12 @@ def problem(value: Any, schema: Mapping[str, Any]) -> str | None:
 def checked(
     tree: Tree, section: str, known: Mapping[str, dict[str, Any]], hint: Callable[[str], str] | None = None
 ) -> dict[str, Any]:
-    """Returns the values of a section, in which one value may stand for a list of one. Raises InputError if one is `wrong`."""
+    """Returns the checked values of a section. If a key needs a list, a single value becomes a list of one."""
     values = tree.section(section)
     for key, value in values.items():
         single = key in known and isinstance(value, (str, int, float)) and not isinstance(value, bool)
         if single and problem(value, known[key]) and not problem([value], known[key]):
-            values[key] = [value]  # trainer.loss_type=ipo, if the library wants a list
+            values[key] = [value]  # for example trainer.loss_type=ipo
     for key, message in wrong(values, known, hint):
         raise tree.error(f"{section}.{key}", message)
     return values
@@ -127,11 +127,11 @@ def checked(
 def wrong(
     values: Mapping[str, Any], known: Mapping[str, dict[str, Any]], hint: Callable[[str], str] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yields (key, what is wrong) for keys that are refused, unknown or missing, and for values that they cannot have.
+    """Yields (key, what is wrong) for keys that are rejected, unknown or missing, and for invalid values.
 
     Args:
         known: {key: its schema}.
-        hint: returns what an unknown key may mean. None: `nearest`.
+        hint: returns the advice for an unknown key. None means `nearest`.
     """
     for key in values:
         if "not" in known.get(key, ()):
@@ -147,13 +147,13 @@ def wrong(
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
-    """Returns the known key that an unknown one probably means, or all of them."""
+    """Returns the advice for an unknown key: a similar known key, or all known keys."""
     near = difflib.get_close_matches(key, known := list(known), 1, 0.7)
     return f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
 
 
 def expected(schema: Mapping[str, Any]) -> str:
-    """Returns the name of a schema's type, with the range of its numbers."""
+    """Returns the type of a schema in words, with the range of numbers."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(map(expected, schema["anyOf"])))
     if choices := schema.get("enum"):
@@ -176,18 +176,18 @@ def _range(schema: Mapping[str, Any]) -> str:
 
 
 def _number(value: float) -> str:
-    return str(int(value)) if value == int(value) else f"{value:g}"  # {:g} would round the largest seed
+    return str(int(value)) if value == int(value) else f"{value:g}"  # {:g} would round large seeds
 
 
 def _choices(schema: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields the words and numbers among which a value, or an item of it, can be chosen."""
+    """Yields the values that a schema lists, for a value or for an item of a list."""
     yield from schema.get("enum", ())
     for part in (*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else ())):
         yield from _choices(part)
 
 
 def described(name: str) -> list[str]:
-    """Returns what `rlhf help KEY` prints: type, default, range and meaning, once for all stages that share them."""
+    """Returns what `rlhf help KEY` prints: type, default, range and meaning. Stages with the same text share one entry."""
     section, _, key = name.partition(".")
     found: dict[str, list[str]] = {}
     for stage in STAGE:

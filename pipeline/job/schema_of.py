@@ -1,6 +1,6 @@
 """Generates schema.json, the JSON Schema of job files, from our dataclasses and the config classes of TRL, peft and Ray.
 
-The classes and the table below have what those libraries lack: useful numbers and words, and keys that the pipeline sets.
+The classes below narrow the types of those libraries. The table below has the keys that the pipeline sets.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _by_key(reasons: dict[str, str]) -> dict[str, str]:
 
 
 _MODEL = "the `model` section decides how base and tokenizer are loaded"
-# Keys of the libraries that would break guarantees of the pipeline.
+# Keys of the libraries that a job cannot set, by reason.
 REFUSED: dict[str, dict[str, str]] = {
     "trainer": _by_key(
         {
@@ -55,7 +55,8 @@ REFUSED: dict[str, dict[str, str]] = {
             "use data.max_length and data.overlong": "max_length truncation_mode",
             "it would change the global batch; set trainer.per_device_train_batch_size": "auto_find_batch_size",
             _MODEL: "model_init_kwargs trust_remote_code chat_template_path eos_token pad_token use_cache",
-            "the reference is the frozen sft adapter, which never changes": "sync_ref_model",
+            "the reference is a frozen adapter on the shared base": """sync_ref_model precompute_ref_log_probs
+                precompute_ref_batch_size""",
             "the `data` section reads and tokenizes rows once, and each epoch has each row once": """dataset_text_field
                 dataset_kwargs dataset_num_proc label_names remove_unused_columns completion_only_loss assistant_only_loss
                 packing_strategy eval_packing ignore_data_skip train_sampling_strategy length_column_name shuffle_dataset
@@ -83,7 +84,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "scaling": _by_key({"workers train on CPUs or on NVIDIA GPUs": "trainer_resources use_tpu topology"}),
 }
 
-# What the libraries' keys may be, where the libraries take more, fail an hour later, or learn nothing.
+# Types of the libraries' keys. They exclude values with which a run fails late, or learns nothing.
 Whole = Annotated[float, Ge(1), Le(10**9), MultipleOf(1)]
 Interval = Annotated[float, Gt(0), Lt(1)] | Whole  # a share of the run, or a number of steps
 
@@ -95,7 +96,6 @@ class TrainerKeys:
     per_device_eval_batch_size: Rows
     gradient_accumulation_steps: Rows
     eval_accumulation_steps: Rows | None
-    precompute_ref_batch_size: Rows | None
     torch_empty_cache_steps: Rows | None
     ddp_bucket_cap_mb: Rows | None
     dataloader_num_workers: Annotated[int, Ge(0), Le(256)]
@@ -120,7 +120,7 @@ class TrainerKeys:
     label_smoothing_factor: Fraction
     neftune_noise_alpha: Weight | None
     router_aux_loss_coef: Weight | None
-    gradient_checkpointing: bool | None  # by default, planning/plan.py decides
+    gradient_checkpointing: bool | None  # planning/plan.py chooses the default
     gradient_checkpointing_kwargs: dict[str, Any] | None
     activation_checkpointing_kwargs: dict[str, Any] | None
     debug: str | list[Literal["underflow_overflow", "tpu_metrics_debug"]]
@@ -143,7 +143,7 @@ class DPOKeys(TrainerKeys):
         ]
     ]  # fmt: skip
     loss_weights: list[Weight] | None
-    label_smoothing: Annotated[float, Ge(0), Lt(0.5)]  # the share of swapped pairs
+    label_smoothing: Annotated[float, Ge(0), Lt(0.5)]  # share of pairs with wrong labels
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
     f_alpha_divergence_coef: Fraction
     ld_alpha: Share | None
@@ -151,6 +151,9 @@ class DPOKeys(TrainerKeys):
 
 
 class KTOKeys(TrainerKeys):
+    per_device_train_batch_size: Annotated[
+        int, Ge(2), Le(2**20)
+    ]  # the KL term needs completions of other rows
     beta: Annotated[float, Ge(1e-6), Le(10**6)]
     loss_type: Literal["kto", "apo_zero_unpaired"]
     desirable_weight: Annotated[float, Ge(0), Le(1000)]
@@ -163,15 +166,16 @@ class LoraKeys:
     lora_alpha: Annotated[int, Ge(1), Le(10**6)]
     alpha_pattern: dict[str, Factor]
     lora_dropout: Annotated[float, Ge(0), Le(0.99)]
-    bias: Literal["none"]  # others train biases of the base, which all adapters share
+    bias: Literal["none"]  # other values train biases of the base, which all adapters share
     init_lora_weights: bool | Literal["gaussian", "orthogonal"]
     layers_to_transform: Annotated[int, Ge(0), Le(10**5)] | list[Annotated[int, Ge(0), Le(10**5)]] | None
 
 
 class ScalingKeys:
-    num_workers: int | Annotated[list[int], Len(2, 2)]
+    num_workers: Annotated[int, Ge(0), Le(1000)] | Annotated[list[Annotated[int, Ge(1), Le(1000)]], Len(2, 2)]
     use_gpu: bool
     resources_per_worker: dict[str, Annotated[float, Ge(0)]] | None
+    label_selector: dict[str, str] | None  # the same for all workers
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
     elastic_resize_monitor_interval_s: Annotated[float, Ge(0), Le(86_400)]
 
@@ -188,7 +192,7 @@ LIBRARIES: dict[str, tuple[str, type]] = {
 
 
 def text() -> str:
-    """Returns the content of schema.json, a line for each key."""
+    """Returns the content of schema.json, with one line for each key."""
     classes = dict.fromkeys(class_of(section, stage) for stage in STAGE for section in SECTIONS)
     made = {dotted: of_class(dotted) for dotted in (*classes, *OTHERS)}
     del made[JOB]["source"], made[JOB]["overridden"]  # no keys of a file
@@ -222,7 +226,7 @@ def _of_stage(stage: str, made: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Plain(GenerateJsonSchema):
-    """JSON Schema without titles, in which each literal is an `enum` of values and not of types: 0 is also 0.0."""
+    """Generates JSON Schema without titles. A literal becomes an `enum` without a type, so that 0 includes 0.0."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -232,7 +236,7 @@ class Plain(GenerateJsonSchema):
 
 
 def of_class(dotted: str) -> dict[str, Any]:
-    """Returns {key: schema} of the fields of a dataclass."""
+    """Returns {key: schema} for the fields of a dataclass."""
     module, _, name = dotted.rpartition(".")
     cls = getattr(importlib.import_module(module), name)
     keys = _of_ours(cls) if module.startswith("pipeline.") else _of_library(cls)

@@ -1,7 +1,6 @@
-"""One table: what each stage takes, which rows it reads, what it trains, which settings it does not use, and the metrics
-of its summary.
+"""The table of stages: inputs, rows, what is trained, unused keys, and the metrics of the summary.
 
-Code that depends on the stage asks here: job.facts.learns, not job.stage in ("sft", "rm", ...).
+Code that depends on the stage uses this table: job.facts.learns, not job.stage in ("sft", "rm", ...).
 """
 
 from __future__ import annotations
@@ -12,13 +11,14 @@ from dataclasses import dataclass, field
 from pipeline import metrics
 
 OURS = "pipeline.job.job"
-# The models that a job may name. Stage.inputs lists which of them a stage takes.
+# The inputs that a job may name. Stage.inputs lists the inputs of a stage.
 INPUTS = ("policy", "reference", "baseline", "teacher", "reward", "judge")
-# Keys that a stage does not use, and why.
+# {key that a stage does not use: reason}
 _NO_SERVER = {"serve": "only `serve` answers requests"}
 _NO_ROLLOUT = {"rollout": "only `ppo` samples what it learns from"}
 _LEARNS = _NO_SERVER | dict.fromkeys(
-    ("data.pairs", "data.benchmarks"), "they are for `evaluate`; its held-out rows are data.eval"
+    ("data.pairs", "data.benchmarks"),
+    "only `evaluate` reads it; the held-out rows of this stage are data.eval",
 )
 _NOTHING_TRAINED = dict.fromkeys(
     """lora data.deduplicate data.batch_size data.eval_fraction data.seed run.load_best_model_at_end
@@ -26,12 +26,12 @@ _NOTHING_TRAINED = dict.fromkeys(
     mlflow.registered_model""".split(),
     "it trains nothing",
 )
-# A job that writes completions without learning from them uses only the decoding keys of `rollout`.
+# A stage that writes completions without learning from them uses only the decoding keys of `rollout`.
 _DECODES = dict.fromkeys(
     """rollout.num_workers rollout.staleness rollout.use_gpu rollout.resources_per_worker rollout.label_selector
     rollout.worker_wait_timeout_s rollout.chunk_timeout_s rollout.tensor_parallel_size rollout.correction
     rollout.correction_cap""".split(),
-    "only `ppo` learns from what it samples; here only rollout.engine and its settings count",
+    "only `ppo` learns from what it samples; this stage uses only rollout.engine and the engine's settings",
 )
 _NO_MLFLOW_RUN, _ACTORS = "it makes no MLflow run", "Ray places and restarts its actors one by one"
 _EVALUATES_NOTHING = "it evaluates nothing; all its rows are data.train"
@@ -55,28 +55,28 @@ _ROW_BY_ROW = _NOTHING_TRAINED | {
 class Stage:
     """The facts about one stage."""
 
-    # The config class, as package.module.Class, whose fields are the keys of the `trainer` section.
+    # Config class (package.module.Class) with the keys of the `trainer` section.
     trainer: str
-    summary: str  # One line for --help.
-    inputs: Mapping[str, bool] = field(default_factory=dict)  # {model that it takes: whether it is required}
-    rows: str | None = None  # The kind of its rows, a key of data.formats.KINDS, or None if it reads no rows.
-    learns: str | None = None  # The role whose adapter it trains: policy or reward.
-    # Whether the frozen adapter that training starts from is the reference, unless the job names one.
+    summary: str  # one line for --help
+    inputs: Mapping[str, bool] = field(default_factory=dict)  # {input: whether it is required}
+    rows: str | None = None  # kind of its rows (a key of data.formats.KINDS), or None if it reads no rows
+    learns: str | None = None  # role of the adapter that it trains: policy or reward
+    # Whether the initial policy is the reference, unless the job names a reference.
     keeps_reference: bool = False
-    # Number of forwards without gradients over the tokens that it learns from, not counting the reference's.
+    # Number of forwards without gradients over the training tokens, in addition to the forward of the reference.
     further_forwards: int = 0
-    fewest_rows: int = 1  # Least rows of a micro-batch.
-    sequences: int = 1  # Sequences in one training row: a pair has two.
-    # Whether it generates completions, for which the context needs space after the prompt.
+    fewest_rows: int = 1  # minimum number of rows in a micro-batch
+    sequences: int = 1  # number of sequences in a training row; a pair has two
+    # Whether it generates completions. The context then needs space after the prompt.
     writes: bool = False
-    # Whether it scores with rewards or a judge; Python functions among them may take columns of the rows.
+    # Whether it scores with rewards or a judge. Rewards that are Python functions may read columns of the rows.
     scores: bool = False
-    # train: Ray Train's workers; data: actors of Ray Data, row by row; serve: replicas of Ray Serve; here: this process.
+    # train: workers of Ray Train. data: actors of Ray Data. serve: replicas of Ray Serve. here: the process of the command.
     runs_in: str = "train"
-    # {section or section.key: why the stage does not use it}
+    # {section or section.key that the stage does not use: reason}
     unused: Mapping[str, str] = field(default_factory=dict)
-    title: str = ""  # Its name in reports.
-    # Metrics of its summary, the most important first: `run` shows only that one in its table.
+    title: str = ""  # name in reports
+    # Metrics of its summary, the most important first. The table of `run` shows only the first.
     headline: tuple[str, ...] = ()
 
     @property
@@ -91,7 +91,7 @@ class Stage:
 
     @property
     def reads_train(self) -> bool:
-        """Returns True if the stage needs the rows of data.train."""
+        """Returns True if the stage reads data.train."""
         return not {"data", "data.train"} & self.unused.keys()
 
 
@@ -134,7 +134,7 @@ STAGE: dict[str, Stage] = {
         rows="labels",
         learns="policy",
         keeps_reference=True,
-        fewest_rows=2,  # each prompt also gets another row's completion
+        fewest_rows=2,  # the KL term combines each prompt with the completion of another row
         further_forwards=2,  # policy and reference, for the KL term
         unused={**_LEARNS, **_NO_ROLLOUT},
         title="Kahneman-Tversky optimization",
@@ -232,8 +232,13 @@ TRAINED = tuple(name for name, stage in STAGE.items() if stage.learns)
 
 def headline(stage: str, measured: Mapping[str, float]) -> list[metrics.Metric]:
     """Returns the metrics of a stage's summary that were measured."""
-    found = (metrics.find(name, stage) for name in STAGE[stage].headline if name in measured)
+    found = (metrics.find_metric(name, stage) for name in STAGE[stage].headline if name in measured)
     return [one for one in found if one]
+
+
+def rows_of(stage: str) -> str | None:
+    """Returns the kind of a stage's rows, or None if it reads no rows or is no stage."""
+    return STAGE[stage].rows if stage in STAGE else None
 
 
 def title_of(stage: str) -> str:

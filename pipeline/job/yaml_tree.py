@@ -1,12 +1,11 @@
-"""Reads a job file as a plain tree: YAML, `extends` and overrides. Each key remembers where it was written.
+"""Reads a job file with its `extends` and overrides into a tree, which knows the line of each key.
 
-YAML is read by the rules of version 1.2, because version 1.1 surprises people: here `1e-4` is a number, `eval_strategy: no`
-is the word "no", and `2026-11-20` is text. A value that looks like a secret is rejected and never printed.
+The rules of YAML 1.2 apply, because those of version 1.1 are surprising. So `1e-4` is a number, `eval_strategy: no` is the
+word "no", and `2026-11-20` is text. A file with a text that looks like a secret is rejected, and the text is never printed.
 """
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import yaml
 from pipeline.errors import InputError, in_brief, short, show, visible
 from pipeline.system.credentials import SECRET, has_credentials
 
-MOST_NODES = 100_000  # values of a job file
 NO_SECRETS = (
     "the value looks like a secret, which never belongs in a job file or on a command line; "
     "put it into the environment (HF_TOKEN, AWS_*, MLFLOW_TRACKING_*), and replace it if others have seen it"
@@ -24,7 +22,7 @@ NO_SECRETS = (
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars: true/false, decimal integers, floats with or without a point, null, text.
+    """Reads scalars as in YAML 1.2: true and false, decimal integers, floats with or without a point, null, text.
 
     ruamel.yaml implements YAML 1.2, but reads 2026-11-20 as a date too (0.18).
     """
@@ -47,21 +45,21 @@ for _tag, _pattern, _first in (
 
 @dataclass
 class Tree:
-    """The sections of a job file. `where` maps a dotted key to what set it: `jobs/x.yaml:12` or `command line`."""
+    """The sections of a job file. `where` is {dotted key: `jobs/x.yaml:12` or `command line`}."""
 
     source: str
     data: dict[str, Any] = field(default_factory=dict)
     where: dict[str, str] = field(default_factory=dict)
 
     def error(self, key: str, message: str) -> InputError:
-        """Returns the error about `key`, with the line of the key or of the innermost section around it."""
+        """Returns an InputError about a key, with the line of the key, or else of its section."""
         section = key
         while section and section not in self.where:
             section = section.rpartition(".")[0]
         return InputError(message, key=key, where=self.where.get(section, self.source))
 
     def section(self, name: str) -> dict[str, Any]:
-        """Returns the keys of a section, none if it is missing. Raises InputError if it is no mapping."""
+        """Returns the keys of a section, or {} if it is missing. Raises InputError if the section is no mapping."""
         value = self.data.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.error(name, f"found {show(value)}, expected a mapping of keys to values")
@@ -79,8 +77,6 @@ def read_tree(path: str | Path, overrides: list[str]) -> Tree:
 
 def _tree(path: Path) -> Tree:
     tree = Tree(visible(str(path), lines=False))
-    if path.exists() and not path.is_file():  # a pipe or a device may never end
-        raise InputError(f"{tree.source}: is no file; name a job file")
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -88,15 +84,15 @@ def _tree(path: Path) -> Tree:
     except (OSError, ValueError) as error:
         raise InputError(f"{tree.source}: cannot be read as UTF-8 text ({in_brief(error)})") from None
     tree.data = _parse(text, tree.source, tree.where)
-    if not isinstance(tree.data, dict):  # it may be the file of a token, and is not quoted
+    if not isinstance(tree.data, dict):  # not quoted, because the file may contain a token
         raise InputError(f"{tree.source}: is no job; expected sections such as `stage: sft` and `model: ...`")
     return tree
 
 
 def _extended(tree: Tree, folder: Path) -> Tree:
-    """Returns a job on top of the files that its `extends` names: one or a list, in which later ones win.
+    """Returns a job merged onto the file, or the list of files, that its `extends` names. Later files win.
 
-    Sections are merged key by key, one level deep. An empty section, such as `gate: {}`, replaces that section.
+    Sections are merged key by key, one level deep. An empty section, such as `gate: {}`, removes the keys of that section.
     """
     names = tree.data.pop("extends", None) or []
     names = names if isinstance(names, list) else [names]
@@ -116,59 +112,55 @@ def _extended(tree: Tree, folder: Path) -> Tree:
 
 
 def _parse(text: str, name: str, where: dict[str, str]) -> Any:
-    """Returns the value of a YAML document, and fills `where`. Errors name the line but never quote it: it may hold a secret."""
+    """Returns the value of a YAML document, and fills `where`. Raises InputError with the line, but does not quote it."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if SECRET.search(line) or has_credentials(line):
+            raise InputError(f"{name}:{number}: {NO_SECRETS}")
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return {}
-        _walk(node, "", name, where, iter(range(MOST_NODES)))
+        _record_lines(node, "", name, where)
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         position = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         raise InputError(f"{position}: not valid YAML: {error.problem or error.context}") from None
-    # PyYAML's constructors raise all of these
+    # PyYAML raises all of these
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
         what = "a character, a tag (!!) or an alias that cannot be read"
         raise InputError(f"{name}: not valid YAML: {what}; remove it") from None
 
 
-def _walk(node: yaml.Node, key: str, name: str, where: dict[str, str], left: Iterator[int]) -> None:
-    """Records the line of every key. Raises InputError for repeated keys and for keys that are not text.
-
-    `left` has an item for each node that may follow, because aliases of aliases make few lines into billions.
-    """
-    if next(left, None) is None:
-        raise InputError(f"{name}: has more than {MOST_NODES:,} values, with aliases (*); remove aliases")
+def _record_lines(node: yaml.Node, key: str, name: str, where: dict[str, str]) -> None:
+    """Records the line of every key. Raises InputError for repeated keys, and for keys that are not text."""
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            _walk(item, f"{key}.{index}", name, where, left)
+            _record_lines(item, f"{key}.{index}", name, where)
     if not isinstance(node, yaml.MappingNode):
         return
     seen: dict[str, int] = {}
     for child, value in node.value:
         line = child.start_mark.line + 1
         if child.tag == "tag:yaml.org,2002:merge":
-            _walk(value, key, name, where, left)
+            _record_lines(value, key, name, where)
             continue
         if child.tag != "tag:yaml.org,2002:str":
             raise InputError(f"{name}:{line}: {key or 'job'}: a key is not text; put it in quotes")
-        if _is_secret(child.value):
-            raise InputError(f"{name}:{line}: {NO_SECRETS}")
         full = f"{key}.{child.value}" if key else child.value
         if first := seen.get(child.value):
             raise InputError(f"{name}:{line}: {full}: repeated key, first on line {first}; keep one of them")
         seen[child.value] = line
         where[full] = f"{name}:{line}"
-        _walk(value, full, name, where, left)
+        _record_lines(value, full, name, where)
 
 
 def override(tree: Tree, text: str) -> None:
-    """Applies one `section.key=value`. The value is YAML, except in `gate`: YAML would read `>= 0.9` as a block."""
+    """Applies one `section.key=value`. The value is YAML, except in `gate`, because `>` begins a block in YAML."""
     key, equals, value = text.partition("=")
-    if _is_secret(text):
-        raise InputError(f"command line: {'an override' if _is_secret(key) else key}: {NO_SECRETS}")
+    if SECRET.search(text) or has_credentials(text):
+        raise InputError(f"command line: {NO_SECRETS}")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.[^.\s]+)*", key):
         expected = "expected section.key=value, for example trainer.learning_rate=1e-4"
         raise InputError(f"command line: {short(text)}: {expected}")
@@ -193,18 +185,11 @@ def override(tree: Tree, text: str) -> None:
     tree.where[key] = "command line"
 
 
-def _is_secret(text: str) -> bool:
-    """Returns whether a text holds a token or a key, or a URI with a password, a token or a key in it."""
-    return bool(SECRET.search(text)) or has_credentials(text)
-
-
 def _check_values(tree: Tree, value: Any, key: str = "") -> None:
-    """Raises InputError for secrets, numbers that are not finite, and blank texts."""
+    """Raises InputError for numbers that are not finite, and for blank texts."""
     if isinstance(value, (dict, list)):
         for name, item in value.items() if isinstance(value, dict) else enumerate(value):
             _check_values(tree, item, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, str) and _is_secret(value):
-        raise tree.error(key, NO_SECRETS)
     elif isinstance(value, str) and not value.strip():
         raise tree.error(key, "found empty text, expected a value; remove the key, or use null")
     elif isinstance(value, float) and not math.isfinite(value):

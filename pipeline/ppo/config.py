@@ -76,7 +76,7 @@ class PPOConfig:
     min_new_tokens: Annotated[int, Ge(0), Le(2**20)] = 0
     """Tokens before a completion may end, 0 to `response_length` - 1. Until then, end-of-sequence tokens have probability 0
     in sampling and in all log-probs."""
-    temperature: Annotated[float, Ge(1e-6), Le(100)] = 1.0  # less makes fp32 logits overflow
+    temperature: Annotated[float, Ge(0.01), Le(100)] = 1.0  # vLLM raises smaller values to 0.01
     """Divides the logits, in sampling and in all log-probs."""
 
     # ---- reward

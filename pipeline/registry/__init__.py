@@ -1,8 +1,8 @@
-"""The only package that knows MLflow, and the trackers that `mlflow.report_to` names.
+"""The only package that uses MLflow, and the trackers that `mlflow.report_to` names.
 
-The driver owns a run: it opens it before training, registers what came out, and ends it. Rank 0 of the workers logs metrics
-to the same run by its id. A registered version is the adapter folder as it was saved (adapter, head, tokenizer, lineage.json),
-with tags that name its origin. Before registration the files are downloaded again and compared.
+The driver opens a run before training, registers the adapter, and ends the run. Rank 0 of the workers logs metrics to the same
+run by its id. A registered version is the adapter folder as it was saved (adapter, head, tokenizer, lineage.json), with tags
+about its origin. Before the registration, the uploaded files are downloaded and compared with the folder.
 """
 
 from pipeline.registry.champion import Champion, Gate, conditions, evaluate_gate, measured_on
@@ -11,11 +11,11 @@ from pipeline.registry.runs import (
     end_finished,
     end_interrupted,
     find_run,
-    history,
     log_files,
     mlflow_run,
     nested_under,
-    recorded,
+    read_curves,
+    read_run,
 )
 from pipeline.registry.store import (
     Tracking,
@@ -29,10 +29,9 @@ from pipeline.registry.versions import (
     Missing,
     Version,
     fetch,
-    other_base,
-    parameters,
     pin,
     promote,
     publish,
-    version,
+    read_parameters,
+    read_version,
 )

@@ -1,4 +1,4 @@
-"""The gate of a version, and the champion that it is compared with: the version that the job's alias names before it moves."""
+"""The gate of a version, and its champion: the version that the job's alias names before it moves."""
 
 import json
 import math
@@ -13,22 +13,22 @@ from pipeline.registry.store import metric_key, search_filter
 
 @dataclass(frozen=True)
 class Gate:
-    """When the alias of a registered model moves to a version, and by which metric the version is compared with the champion."""
+    """The conditions for the alias to move to a version, and the metric that compares the version with the champion."""
 
-    model: str | None  # mlflow.registered_model; None registers nothing
+    model: str | None  # mlflow.registered_model, or None if nothing is registered
     alias: str
     conditions: dict[str, str]  # metric -> ">= 0.95"
     metric: str
     greater_is_better: bool
-    settings: dict[str, Any]  # {key of the job: value} of what changes the meaning of the metrics
+    settings: dict[str, Any]  # {key of the job: value} for keys that change the meaning of the metrics
 
 
 @dataclass(frozen=True)
 class Champion:
-    """The champion's side of a comparison. It has no metrics if there is no champion, or if they mean something else."""
+    """The metrics of the champion. There are none if there is no champion, or if its metrics are not comparable."""
 
     metrics: dict[str, float] = field(default_factory=dict)
-    note: str = ""  # text that the run is worse, or why both cannot be compared
+    note: str = ""  # says that the run is worse, or why both cannot be compared
 
 
 def champion_of(
@@ -40,12 +40,13 @@ def champion_of(
     measured: dict[str, str],
     prefix: str = "",
 ) -> Champion:
-    """Returns the champion of a registered model, for a run with these metrics.
+    """Returns the champion of a registered model, compared with a run that has these metrics.
 
     Args:
-        own: the number of the run's version. If that is the champion already, nothing is compared.
-        measured: tags of what the metrics depend on: eval rows, reward, tokenizer, ... The champion's must be equal.
-        prefix: of the champion's tags.
+        own: the number of the run's version. If it is the champion already, nothing is compared.
+        measured: tags for everything that the metrics depend on: eval rows, reward, tokenizer, ... The champion must have the
+            same.
+        prefix: prefix of the champion's tags.
     """
     models = mlflow.search_registered_models(search_filter("name", name))
     number = next((model.aliases.get(gate.alias) for model in models if model.name == name), None)
@@ -67,14 +68,14 @@ def champion_of(
 
 
 def measured_on(digests: dict[str, str], inputs: dict[str, str], gate: Gate) -> dict[str, str]:
-    """Returns the tags of what metrics depend on: rows and functions by digest, models by version, and settings."""
+    """Returns tags for everything that metrics depend on: rows and functions by digest, models by version, and settings."""
     data = {name: digest[:12] for name, digest in digests.items()}
     tags = {"data": data, "parents": inputs, "measured_with": gate.settings}
     return {key: json.dumps(value) for key, value in tags.items()}
 
 
 def _parts(tags: Mapping[str, str], prefix: str = "") -> dict[str, str]:
-    """Returns what eval metrics depend on besides the version, by the version's tags."""
+    """Returns everything that eval metrics depend on, except for the version itself, from the version's tags."""
     same = {name: tags[prefix + name] for name in ("tokenizer", "chat_template") if prefix + name in tags}
     data, inputs, settings = (
         json.loads(tags.get(prefix + key, "{}")) for key in ("data", "parents", "measured_with")
@@ -86,16 +87,16 @@ def _parts(tags: Mapping[str, str], prefix: str = "") -> dict[str, str]:
 
 
 def _rounded(value: float) -> float:
-    """Returns a value as the tags of a version have it, so that equal metrics stay equal."""
+    """Rounds a value like the tags of a version, so that equal metrics stay equal."""
     return float(f"{value:.6g}")
 
 
 def conditions(
     gate: dict[str, str], metrics: dict[str, float], champion: dict[str, float]
 ) -> Iterator[tuple[str, str, float | None, bool]]:
-    """Yields (metric, condition, value, whether it holds). A metric that is missing or NaN fails its condition.
+    """Yields (metric, condition, value, whether the condition holds). A missing metric and NaN fail their conditions.
 
-    Any other value passes a comparison with a champion that has no such metric.
+    If the champion lacks a metric, any other value passes the comparison with the champion.
     """
     for name, condition in gate.items():
         symbol, threshold = parse_gate(condition)
@@ -110,7 +111,7 @@ def conditions(
 def evaluate_gate(
     gate: dict[str, str], metrics: dict[str, float], champion: Champion = Champion()
 ) -> tuple[bool, str]:
-    """Returns (whether every condition holds, the reason as text)."""
+    """Returns whether every condition holds, and the reason as text."""
     failures = [
         f"{name} = {'missing' if value is None else f'{value:.4g}'}, required {condition}"
         for name, condition, value, holds in conditions(gate, metrics, champion.metrics)

@@ -1,4 +1,4 @@
-"""Sends the metrics of a run to MLflow, and to TensorBoard and W&B if `mlflow.report_to` names them, while training continues."""
+"""Sends the metrics of a run to MLflow, TensorBoard and W&B while training continues."""
 
 import importlib.util
 import itertools
@@ -28,20 +28,20 @@ class Point(NamedTuple):
 
 
 class Tracker:
-    """Records the metrics of one run. Its methods may take long, and raise anything that its library raises."""
+    """Records the metrics of one run. The methods may take long, and raise any error of their library."""
 
-    name: str  # in a warning
+    name: str  # for warnings
 
     def recorded(self, key: str) -> dict[int, float]:
-        """Returns the values of a metric that an earlier process recorded: {step: value}."""
+        """Returns {step: value} of a metric for the values that an earlier process recorded."""
         return {}
 
     def write(self, points: list[Point]) -> None:
-        """Records points. After a failure it is called again with the same points."""
+        """Records points. After a failure, the caller repeats the call with the same points."""
         raise NotImplementedError
 
     def close(self, final: dict[str, float]) -> None:
-        """Ends the recording. `final` are the run's results."""
+        """Ends the recording. `final` has the results of the run."""
 
 
 class MLflowRun(Tracker):
@@ -61,10 +61,10 @@ class MLflowRun(Tracker):
 
 
 class TensorBoard(Tracker):
-    """Event files in a folder. A resumed run writes them again, because it repeats its curve (Worker.replay)."""
+    """Event files in a folder. A resumed run writes them from the first step, because Worker.replay repeats the curve."""
 
     name = "TensorBoard"
-    UPLOAD_S = 60.0  # time between two copies into a bucket
+    UPLOAD_S = 60.0  # time between two uploads to a bucket
 
     def __init__(self, folder: str):
         self.folder, self.remote, self.uploaded = folder, storage.is_remote(folder), time.monotonic()
@@ -95,10 +95,10 @@ class TensorBoard(Tracker):
 
 
 class WandB(Tracker):
-    """A run in Weights & Biases, with the id of the MLflow run, in the project named like the experiment.
+    """A run in Weights & Biases. Its id is that of the MLflow run, and its project is named like the experiment.
 
-    Each process writes an offline run from the start, but a server already has the earlier steps. W&B's steps only ascend, so
-    final values of an earlier step are only in the run's summary.
+    Offline, a resumed run is written from the first step. A server already has the earlier steps. The steps of W&B can only
+    ascend, so final values of an earlier step are only in the run's summary.
     """
 
     name = "Weights & Biases"
@@ -108,7 +108,7 @@ class WandB(Tracker):
         self.remote = storage.is_remote(self.of.folder)
         self.run: Any = None
         self.local = ""
-        self.next = 0  # the first step that W&B still accepts
+        self.next = 0  # the smallest step that W&B still accepts
         self.row: dict[str, float] = {}  # metrics of that step
 
     def write(self, points: list[Point]) -> None:
@@ -150,7 +150,9 @@ class WandB(Tracker):
         if self.run is None:
             return
         if final:
-            self.run.log(self.row, step=self.next, commit=True)  # an open row would overwrite the summary
+            self.run.log(
+                self.row, step=self.next, commit=True
+            )  # otherwise the uncommitted row would overwrite the summary
             self.run.summary.update(final)
         self.run.finish()
         if self.remote and os.path.isdir(files := os.path.join(self.local, "wandb")):
@@ -158,7 +160,7 @@ class WandB(Tracker):
             shutil.rmtree(self.local)
 
 
-# {name in `mlflow.report_to`, also of the package and its extra: f(tracking, id of the MLflow run) -> tracker}
+# {name in mlflow.report_to: f(tracking, id of the MLflow run) -> tracker}. The package and its extra have the same name.
 TRACKERS: dict[str, Callable[[Tracking, str], Tracker]] = {
     "tensorboard": lambda tracking, _: TensorBoard(storage.join(tracking.run.folder, "tensorboard")),
     "wandb": lambda tracking, run_id: WandB(run_id, tracking),
@@ -216,7 +218,7 @@ class Curves:
     A tracker gets its points in order, about once a second. If it does not answer, the next round tries again.
 
     MLflow's own asynchronous logging (mlflow 3.17, AsyncLoggingQueue) drops a batch whose call failed, and sends in any order.
-    Replace this class when MLflow retries (tests/test_upstream.py notices).
+    Replace this class when MLflow retries.
     """
 
     INTERVAL_S = 1.0  # time between two rounds
@@ -237,12 +239,12 @@ class Curves:
         for queue in self.queues:
             queue.pending.extend(Point(key, value, now, step, final) for key, value in numbers.items())
 
-    def close(self, timeout: float = CLOSE_TIMEOUT_S) -> None:
-        """Sends the rest. Waits at most `timeout` seconds for an unreachable server. A second call does nothing."""
+    def close(self, timeout: float | None = None) -> None:
+        """Sends the rest. Waits at most `timeout` seconds (default CLOSE_TIMEOUT_S) for an unreachable server."""
         if self.abandoned:
             return
         self.closing.set()
-        self.thread.join(timeout)
+        self.thread.join(self.CLOSE_TIMEOUT_S if timeout is None else timeout)
         self.abandoned = True
         for queue in self.queues:
             if queue.pending:
@@ -270,7 +272,7 @@ def open_curves(tracking: Tracking, run_id: str) -> Curves:
 
 
 def check_trackers(also: list[str]) -> None:
-    """Raises InputError if a package of `mlflow.report_to` is missing here (all nodes share one image), or W&B has no account."""
+    """Raises InputError if a package for `mlflow.report_to` is missing, or W&B has no account."""
     for name in also:
         if importlib.util.find_spec(name) is None:
             raise InputError(

@@ -1,7 +1,7 @@
-"""Lineage of an adapter: `lineage.json` in its folder, and the checks that read it.
+"""The lineage of an adapter, which is `lineage.json` in its folder, and checks of adapters.
 
-It records the base's digest, the tokenizer and chat template of the training, the adapter's parents and its data. A stage
-that takes an adapter as input rejects one with another base.
+The file has the digest of the base, the tokenizer and chat template of the training, the adapter's parents and its data. A stage
+rejects an adapter that was trained on another base.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ def describe(
     data: dict[str, str],
     **more: Any,
 ) -> dict[str, Any]:
-    """Returns the lineage of an adapter to be saved; `more` holds for example the reward's mean and std, or rows_from."""
+    """Returns the lineage of an adapter. `more` has other entries, for example mean and std of the reward."""
     from pipeline.models.tokenizer import template_digest, tokenizer_digest
 
     return {
@@ -45,7 +45,7 @@ def describe(
 
 
 def versions() -> dict[str, str]:
-    """Returns {library: version} of Python and of the libraries that determine a run's numbers."""
+    """Returns {library: version} for Python and the libraries that a run's results depend on."""
     return {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
 
 
@@ -55,7 +55,7 @@ def write(folder: str, lineage: dict[str, Any]) -> None:
 
 
 def read(folder: str, reference: str) -> dict[str, Any]:
-    """Returns the lineage of an adapter folder. Returns {} for a plain peft adapter, whose base is checked by shape."""
+    """Returns the lineage of an adapter folder, or {} for an adapter that another program made with peft."""
     if not os.path.isdir(folder):
         raise InputError(
             f"{reference}: no such folder; use a folder, or models:/NAME@ALIAS of a registered adapter"
@@ -72,7 +72,7 @@ def is_adapter(folder: str) -> bool:
 
 
 def check_base(lineage: dict[str, Any], base: dict[str, Any], key: str, reference: str) -> None:
-    """Raises InputError, with both names and digests, if an adapter was trained on another base than the job's."""
+    """Raises InputError if an adapter was trained on another base. The message has both names and digests."""
     trained_on = lineage.get("base") or base
     if trained_on["digest"] == base["digest"]:
         return
@@ -87,7 +87,7 @@ def check_base(lineage: dict[str, Any], base: dict[str, Any], key: str, referenc
 
 
 def check_base_name(folder: str, base: dict[str, Any], reference: str) -> None:
-    """Raises InputError if an adapter without lineage.json names another base than the job's, on the hub or in a folder here."""
+    """Raises InputError if the config of an adapter without lineage.json names another base, in a folder or on the Hub."""
     from pipeline.models.base import base_identity
 
     trained_on = str(adapter_files.read_settings(folder).get("base_model_name_or_path") or "")

@@ -1,4 +1,4 @@
-"""Runs in MLflow: opens and ends them, logs the job, its data and its tables, and reads them back."""
+"""Opens and ends runs in MLflow, logs jobs, datasets and tables, and reads them."""
 
 import json
 import warnings
@@ -17,7 +17,7 @@ from pipeline.system import process, storage
 from pipeline.system.credentials import without_credentials
 
 RUN_TAG = "pipeline.run"  # tag of an MLflow run: the folder of its run
-# Tag of an experiment. With it, MLflow's page opens on the runs, not on traces, which training does not have.
+# Tag of an experiment. It makes MLflow's page show the runs first, because training has no traces.
 KIND = {"mlflow.experimentKind": "custom_model_development"}
 
 _parent: ContextVar[str | None] = ContextVar("parent", default=None)
@@ -25,7 +25,7 @@ _parent: ContextVar[str | None] = ContextVar("parent", default=None)
 
 @contextmanager
 def nested_under(run_id: str) -> Iterator[None]:
-    """Makes MLflow show the runs of the block under that run."""
+    """Makes MLflow show the runs of this `with` block under another run."""
     token = _parent.set(run_id)
     try:
         yield
@@ -35,12 +35,12 @@ def nested_under(run_id: str) -> Iterator[None]:
 
 @contextmanager
 def mlflow_run(tracking: Tracking, digests: dict[str, str], new_run: bool = False) -> Iterator[str]:
-    """Opens the MLflow run of a run, yields its id, and ends it as FINISHED, FAILED, or, on Ctrl-C or SIGTERM, KILLED.
+    """Opens an MLflow run and yields its id. Ends it as FINISHED, FAILED, or, after Ctrl-C or SIGTERM, KILLED.
 
-    The same `run.name` opens an interrupted run again, so that one job stays one run.
+    If the run of this run.name was interrupted, it is opened again.
 
     Args:
-        new_run: starts a new run instead. A run that a killed driver left RUNNING is then ended as KILLED.
+        new_run: whether to start a new run anyway. If a killed driver left a run as RUNNING, that run ends as KILLED.
     """
     run = tracking.run
     mlflow = store.client(tracking.uri)
@@ -66,18 +66,18 @@ def mlflow_run(tracking: Tracking, digests: dict[str, str], new_run: bool = Fals
                 why = f"server unreachable ({type(error).__name__})"
                 print(f"warning: cannot mark MLflow run {run_id} as ended: {why}", flush=True)
         raise
-    store.persistently(tracking.uri, run.folder, lambda: mlflow.set_terminated(run_id, "FINISHED"))
+    store.call_persistently(tracking.uri, run.folder, lambda: mlflow.set_terminated(run_id, "FINISHED"))
 
 
 def end_finished(uri: str, run_id: str) -> None:
-    """Ends a finished run as FINISHED if MLflow has it as RUNNING, because its driver was killed after result.json."""
+    """Marks a run as FINISHED if its driver was killed after it wrote result.json."""
     mlflow = store.client(uri)
     if mlflow.get_run(run_id).info.status == "RUNNING":
         mlflow.set_terminated(run_id, "FINISHED")
 
 
 def end_interrupted(tracking: Tracking) -> None:
-    """Ends a run as KILLED if MLflow has it as RUNNING, because its driver was killed."""
+    """Marks a run as KILLED if its driver was killed and left it as RUNNING."""
     mlflow = store.client(tracking.uri)
     newest = _newest(mlflow, [_experiment(mlflow, tracking)], storage.absolute(tracking.run.folder))
     if newest and newest.info.status == "RUNNING":
@@ -85,7 +85,7 @@ def end_interrupted(tracking: Tracking) -> None:
 
 
 def _tags(run: Identity) -> dict[str, str]:
-    """Returns the tag that finds a run again, and what MLflow's own `start_run` sets: user, source file, commit and parent."""
+    """Returns the tag with the run's folder, and the tags that mlflow.start_run sets: user, source file, commit, parent."""
     from mlflow.tracking.context.registry import resolve_tags  # (mlflow 3.17, not in its public API)
     from mlflow.utils import mlflow_tags
 
@@ -98,7 +98,7 @@ def _tags(run: Identity) -> dict[str, str]:
 
 
 def _experiment(mlflow: Any, tracking: Tracking) -> str:
-    """Returns the id of the experiment, which it creates if missing."""
+    """Returns the id of the experiment. Creates the experiment if it is missing."""
     from mlflow.exceptions import MlflowException
 
     name, location = tracking.experiment, None
@@ -117,7 +117,7 @@ def _experiment(mlflow: Any, tracking: Tracking) -> str:
 
 
 def _log_inputs(mlflow: Any, run_id: str, tracking: Tracking, digests: dict[str, str]) -> None:
-    """Logs the resolved job, its parameters, and each dataset by its digest (no row is stored or read)."""
+    """Logs the job, its parameters, and the digest of each dataset. Rows are neither stored nor read."""
     import mlflow as mlflow_api
     from mlflow.data.meta_dataset import MetaDataset
     from mlflow.entities import Dataset, DatasetInput, InputTag, Param
@@ -127,7 +127,7 @@ def _log_inputs(mlflow: Any, run_id: str, tracking: Tracking, digests: dict[str,
     params = [
         Param(store.metric_key(key), str(value)[:500]) for key, value in store.flatten(resolved).items()
     ]
-    for start in range(0, len(params), 100):  # the store's limit for one call
+    for start in range(0, len(params), 100):  # maximum number of parameters in one call
         mlflow.log_batch(run_id, params=params[start : start + 100])
     inputs = []
     for context, paths in tracking.sources.items():  # digests of code are in the lineage
@@ -160,8 +160,8 @@ def _newest(mlflow: Any, experiments: list[str], folder: str) -> Any:
     return next((run for run in runs if run.data.tags[RUN_TAG] == folder), None)
 
 
-def history(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
-    """Returns {metric: [(step, value)]} of a run, steps ascending. If a step was logged twice, the later value counts."""
+def read_curves(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
+    """Returns {metric: [(step, value)]} of a run, by ascending steps. If a step was logged twice, the later value counts."""
     mlflow = store.client(uri)
     curves = {}
     for name in mlflow.get_run(run_id).data.metrics:
@@ -170,14 +170,14 @@ def history(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
     return curves
 
 
-def recorded(uri: str, run_id: str) -> dict[str, Any]:
-    """Returns what MLflow has of a run: name, stage, status, folder, job and result ({} if missing)."""
+def read_run(uri: str, run_id: str) -> dict[str, Any]:
+    """Returns name, stage, status, folder, job and result of a run from MLflow. Job and result are {} if they are missing."""
     try:
         store.check_reachable(uri)
         mlflow = store.client(uri)
         run = mlflow.get_run(run_id)
-        stage = run.data.tags["stage"]  # other programs' runs have none
-    except Exception as error:  # the store's driver and the network raise any type
+        stage = run.data.tags["stage"]  # runs of other programs have no stage
+    except Exception as error:  # the store's driver and the network raise errors of any type
         why = f"no such run of a job in {uri} ({summary(error)}); name its folder, or its server with MLFLOW_TRACKING_URI"
         raise InputError(f"{run_id}: {why}") from error
     logged = {file.path for file in mlflow.list_artifacts(run_id)}
@@ -196,7 +196,7 @@ def recorded(uri: str, run_id: str) -> dict[str, Any]:
 
 
 def log_files(uri: str, run_id: str, files: list[str], samples: list[dict[str, Any]]) -> None:
-    """Adds files and samples (as a table with one row per sample) to a run's page."""
+    """Adds files to a run, and a table with one row per sample."""
     mlflow = store.client(uri)
     for file in files:
         mlflow.log_artifact(run_id, file)

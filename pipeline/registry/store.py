@@ -1,4 +1,4 @@
-"""Decides between a job's MLflow server and the SQLite file in its place, and checks whether it responds."""
+"""The MLflow store of a job: a server, or a SQLite file. Checks that it responds."""
 
 import contextlib
 import logging
@@ -18,24 +18,24 @@ from pipeline.job.identity import Identity
 from pipeline.system import deadline, storage, terminal
 from pipeline.system.credentials import has_credentials, user_and_password, without_credentials
 
-WAIT_S = 600  # time to wait for a server that does not answer at the end of a run
+WAIT_S = 600  # time that the end of a run waits for an unreachable server
 
 
 @dataclass(frozen=True)
 class Tracking:
-    """Where a run is recorded."""
+    """The place where a run is recorded."""
 
-    uri: str  # MLflow's
+    uri: str  # of MLflow
     experiment: str
-    also: list[str]  # other trackers that get the same curves
+    also: list[str]  # other trackers that get the same metrics
     run: Identity
-    sources: dict[str, str]  # {train, eval, ...: where these rows are from}
+    sources: dict[str, str]  # {train, eval, ...: paths of the rows}
 
 
 def uri_of(given: str | None, storage_path: str) -> str:
-    """Returns the tracking URI: the job's own, else the environment's, else a SQLite file in run.storage_path.
+    """Returns the tracking URI of the job, or else of the environment, or else of a SQLite file in run.storage_path.
 
-    It has no credentials (see `client`).
+    Credentials are removed (see `client`).
     """
     if uri := given or os.environ.get("MLFLOW_TRACKING_URI"):
         return without_credentials(uri)
@@ -45,16 +45,7 @@ def uri_of(given: str | None, storage_path: str) -> str:
             "e.g. mlflow.tracking_uri=http://HEAD:5000",
             key="mlflow.tracking_uri",
         )
-    return uri_of_file(f"{storage.absolute(storage_path)}/mlflow.db")
-
-
-def uri_of_file(path: str) -> str:
-    """Returns the SQLAlchemy URI of a SQLite file.
-
-    SQLAlchemy decodes %20 and ends the path at `?`, so a path with one of them is quoted, slashes included. With plain
-    slashes, MLflow 3.17 would make an empty folder of the quoted name (store/db/utils._make_parent_dirs_if_sqlite).
-    """
-    return f"sqlite:///{quote(path, safe='') if set(path) & set('%?') else path}"
+    return f"sqlite:///{storage.absolute(storage_path)}/mlflow.db"
 
 
 def file_of_uri(uri: str) -> str | None:
@@ -63,9 +54,9 @@ def file_of_uri(uri: str) -> str | None:
 
 
 def import_mlflow() -> None:
-    """Imports MLflow, quiet and with short time limits."""
+    """Imports MLflow with few log messages and short timeouts."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # the level of MLflow's logger
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # level of MLflow's logger
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # with 3, a refused connection takes 13 s
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
@@ -73,15 +64,15 @@ def import_mlflow() -> None:
 
     for noisy in ("mlflow", "alembic"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    # It logs each error with its traceback and its SQL, and then raises it
+    # MLflow logs each of these errors with traceback and SQL, and then raises it
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 
 def client(uri: str) -> Any:
-    """Returns an MlflowClient that gives up within seconds instead of minutes, and does not log migrations.
+    """Returns an MlflowClient that gives up within seconds instead of minutes.
 
-    If MLFLOW_TRACKING_URI names the same server with credentials, they count. Credentials of an HTTP server go into the
-    variables that MLflow reads, because its errors quote the URI.
+    If MLFLOW_TRACKING_URI names the same server with credentials, the client uses them. Credentials of an HTTP server go into
+    the variables that MLflow reads, because MLflow's errors quote the URI.
     """
     import_mlflow()
     from mlflow import MlflowClient
@@ -93,22 +84,22 @@ def client(uri: str) -> Any:
             os.environ.update(MLFLOW_TRACKING_USERNAME=user, MLFLOW_TRACKING_PASSWORD=password)
         else:
             uri = given
-    # Not mlflow.set_tracking_uri: it sets MLFLOW_TRACKING_URI for this process and all jobs after this one.
+    # mlflow.set_tracking_uri would set MLFLOW_TRACKING_URI for this process and all later jobs.
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
 def check_store(tracking: Tracking) -> None:
-    """Checks before any work that the tracking server or SQLite file can be used. Creates the file if missing."""
+    """Raises InputError if the tracking server or SQLite file cannot be used. Creates the file if it is missing."""
     uri, name = tracking.uri, tracking.experiment
     file = file_of_uri(uri)
-    import_mlflow()  # slow; kept outside the time limit and the lock
+    import_mlflow()  # before the time limit and the lock, because it is slow
     try:
         if file is None:
             experiment = deadline.call_with_deadline(lambda: client(uri).get_experiment_by_name(name))
         else:
             with _created(file):
                 experiment = client(uri).get_experiment_by_name(name)
-    except Exception as error:  # the store's driver raises any type
+    except Exception as error:  # the store's driver raises errors of any type
         fix = "start the server, or" if file is None else "move that file away, name another store, or"
         fix += " leave the key out to use a SQLite file in run.storage_path"
         if file and "database schema" in str(error):
@@ -124,62 +115,52 @@ def check_store(tracking: Tracking) -> None:
 
 
 def check_reachable(uri: str) -> None:
-    """Raises an error of any type, saying why, if a store cannot be read. Creates and changes nothing."""
+    """Raises an error of any type if a store cannot be read. Creates and changes nothing."""
     if file := file_of_uri(uri):
         _try(file, "ro", "BEGIN")
     else:
-        import_mlflow()  # slow; kept outside the time limit
+        import_mlflow()  # before the time limit, because it is slow
         deadline.call_with_deadline(lambda: client(uri).get_experiment_by_name("Default"))
 
 
 @contextlib.contextmanager
 def _created(path: str) -> Iterator[None]:
-    """Creates the SQLite file if missing. In the block no other process creates it or MLflow's default experiment."""
+    """Creates the SQLite file if it is missing. During the `with` block, no other process creates the file or an experiment."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     with storage.locked(f"{path}.lock", f"another process to set up {path}"):
         if not os.path.exists(path):
             partial = f"{path}.partial"
-            # Whatever is wrong with the cache: without it MLflow makes the tables itself, in a second
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(
+                Exception
+            ):  # without the copy, MLflow makes the tables itself, in seconds
                 shutil.copyfile(empty_database(), partial)
                 os.replace(partial, path)
-            with contextlib.suppress(OSError):
-                os.remove(partial)  # the disk is full
         _try(path, "rwc", "BEGIN IMMEDIATE")
         yield
 
 
 def empty_database() -> str:
-    """Returns the path of a database with MLflow's tables, made once per user and version: the migrations take a second."""
+    """Returns the path of a database with MLflow's tables, made once per user and version, because migrations take seconds."""
     path = storage.cache(f"mlflow-{version('mlflow')}.db")
-    if not _is_whole(path):  # not there, or truncated by a power failure
+    if not os.path.exists(path):
         import_mlflow()
         from mlflow.store.db import utils
 
         with tempfile.TemporaryDirectory(dir=os.path.dirname(path)) as folder:
             new = os.path.join(folder, "mlflow.db")
-            engine = utils.create_sqlalchemy_engine(uri_of_file(new))
-            utils._initialize_tables(engine)  # like a store at its first start (mlflow 3.17, private)
+            engine = utils.create_sqlalchemy_engine(f"sqlite:///{new}")
+            utils._initialize_tables(engine)  # as a store does at its first start (mlflow 3.17, private)
             engine.dispose()
             os.replace(new, path)
     return path
 
 
-def _is_whole(path: str) -> bool:
-    """Returns whether a file is an undamaged SQLite database."""
-    with contextlib.suppress(sqlite3.Error):
-        uri = f"file:{quote(os.path.abspath(path))}?mode=ro"
-        with contextlib.closing(sqlite3.connect(uri, uri=True)) as database:
-            return database.execute("PRAGMA quick_check").fetchone() == ("ok",)
-    return False
-
-
 def _try(path: str, mode: str, begin: str) -> None:
-    """Raises sqlite3.Error if a file is no database or is locked, for which MLflow would retry for more than a minute.
+    """Raises sqlite3.Error if a file is no database, or is locked. MLflow would retry for more than a minute.
 
     Args:
-        mode: mode of a SQLite URI: ro or rwc.
-        begin: the transaction to try; BEGIN IMMEDIATE needs the right to write.
+        mode: the mode of a SQLite URI (ro or rwc).
+        begin: the statement to try. BEGIN IMMEDIATE needs the permission to write.
     """
     uri = f"file:{quote(os.path.abspath(path))}?mode={mode}"
     connection = sqlite3.connect(uri, deadline.SECONDS, isolation_level=None, uri=True)
@@ -188,19 +169,20 @@ def _try(path: str, mode: str, begin: str) -> None:
         database.execute("SELECT name FROM sqlite_master").fetchall()
 
 
-def persistently(uri: str, folder: str, call: Callable[[], Any]) -> Any:
-    """Returns what `call` returns. Repeats it, with all its requests, while the tracking server is away, for at most WAIT_S.
+def call_persistently(uri: str, folder: str, call: Callable[[], Any]) -> Any:
+    """Returns what `call` returns. Repeats it while the tracking server is away, for at most WAIT_S.
 
-    `folder` is the run's, which has the adapter.
+    Raises Failure if the SQLite file was deleted, because MLflow may still write into the deleted file.
 
-    Raises Failure if something has deleted the SQLite file, into which MLflow may then still write.
+    Args:
+        folder: of the run, which has the adapter.
     """
     give_up, pause = time.monotonic() + WAIT_S, 1.0
     while True:
         error: Exception | None = None
         try:
             found = call()
-        except Exception as caught:  # the store's driver raises any type
+        except Exception as caught:  # the store's driver raises errors of any type
             error = caught
         file = file_of_uri(uri)
         if file and not (os.path.exists(file) and os.path.getsize(file)):
@@ -221,7 +203,7 @@ def persistently(uri: str, folder: str, call: Callable[[], Any]) -> Any:
 
 
 def _is_away(uri: str, error: Exception) -> bool:
-    """Returns whether an error means that a server cannot be reached or has failed, or that the SQLite file is locked."""
+    """Returns True if an error means that a server is unreachable or has failed, or that the SQLite file is locked."""
     from mlflow.exceptions import MlflowException
     from requests import RequestException
 
@@ -229,14 +211,14 @@ def _is_away(uri: str, error: Exception) -> bool:
         if file_of_uri(uri) and "database is locked" in str(one):
             return True
         if isinstance(one, MlflowException) and not file_of_uri(uri):
-            return one.get_http_status_code() >= 500  # also of a request without an answer
-        if isinstance(one, RequestException):  # of artifacts
+            return one.get_http_status_code() >= 500  # also if a request got no answer
+        if isinstance(one, RequestException):  # from the artifact store
             return one.response is None or one.response.status_code >= 500
     return False
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns {"data": {"train": 1}} as {"data.train": 1}, without None: MLflow's parameters, tags and tables are flat."""
+    """Returns {"data.train": 1} for {"data": {"train": 1}}, without None, because parameters and tables in MLflow are flat."""
     if isinstance(value, dict):
         return {k: v for key, item in value.items() for k, v in flatten(item, f"{prefix}{key}.").items()}
     return {} if value is None else {prefix.rstrip("."): value}
@@ -245,7 +227,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 def search_filter(field: str, value: str) -> str:
     """Returns an MLflow search filter for a field's value.
 
-    MLflow's filters have no escapes. A quote in the value becomes the wildcard `_`, so other values can match too. The caller
+    MLflow's filters cannot escape quotes. A quote in the value becomes the wildcard `_`, so other values may match. The caller
     must compare each result with the value.
     """
     plain = value.translate(dict.fromkeys(map(ord, "'\"\\"), "_"))
@@ -253,5 +235,5 @@ def search_filter(field: str, value: str) -> str:
 
 
 def metric_key(name: str) -> str:
-    """Returns a name that MLflow accepts: other characters become underscores."""
+    """Replaces characters that MLflow does not accept in the name of a metric."""
     return "".join(c if c.isalnum() or c in "_-./ " else "_" for c in name)

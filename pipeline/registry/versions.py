@@ -1,12 +1,8 @@
-"""Registers versions: checks the gate, registers a version and loads it again as a test, sets aliases, tags and descriptions.
-
-Also finds the folder of a version that a job refers to.
-"""
+"""Registers versions with tags and descriptions, moves aliases, and finds the files of versions that a job names."""
 
 import hashlib
 import json
 import os
-import re
 import tempfile
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +11,7 @@ from urllib.parse import urlsplit
 from pipeline.data.counts import count, most_frequent
 from pipeline.errors import InputError, summary
 from pipeline.input_uri import InputURI
-from pipeline.job import make
+from pipeline.job import make_target
 from pipeline.job.stages import TRAINED, headline
 from pipeline.metrics import SPEED, Metric
 from pipeline.registry.champion import Champion, Gate, champion_of, evaluate_gate, measured_on
@@ -24,7 +20,7 @@ from pipeline.registry.store import client, metric_key, search_filter
 from pipeline.system import hub, storage
 from pipeline.system.credentials import without_credentials
 
-DIGEST = 19  # characters that are shown of `sha256:...` or `commit:...`, and that tell digests apart
+DIGEST = 19  # length of a shortened digest, `sha256:...` or `commit:...`
 
 
 class Missing(InputError):
@@ -58,13 +54,13 @@ def publish(
     lineage: dict[str, Any],
     problem: str | None = None,
 ) -> Version:
-    """Registers an adapter folder as a new version and moves the alias if the gate passes.
+    """Registers an adapter folder as a new version, and moves the alias if the gate passes.
 
-    The order makes a crash harmless: files, the comparison with what comes back, the version, the alias. A run that was already
-    registered (a crash just before its end) is not registered twice, so all of this may be repeated.
+    The order makes a crash harmless: upload, comparison of the uploaded files, version, alias. All steps may be repeated, because
+    a run is registered only once.
 
     Args:
-        problem: why the gate fails regardless of the metrics, or None.
+        problem: the reason for which the gate fails regardless of the metrics, or None.
     """
     from mlflow.exceptions import MlflowException
 
@@ -103,9 +99,9 @@ def publish(
 def promote(
     uri: str, gate: Gate, reference: str, metrics: dict[str, float], measured: dict[str, str]
 ) -> Version:
-    """Applies the gate of an evaluation to a pinned version: tags it with the metrics, and moves the alias if they pass.
+    """Applies the gate of an evaluation to a pinned version. Tags the version with the metrics, and moves the alias if they pass.
 
-    A version that failed the gate of its training fails this gate too. `measured` is what `measured_on` returns.
+    A version that failed the gate of its training also fails this gate. `measured` is the result of `measured_on`.
     """
     mlflow = client(uri)
     ref = InputURI.parse(reference)
@@ -122,30 +118,10 @@ def promote(
     return Version(ref.name, str(ref.version), gate.alias if ok else None, reason, champion)
 
 
-def other_base(uri: str, gate: Gate, base: dict[str, Any]) -> str | None:
-    """Returns a warning if the newest version of the gate's registered model was trained on another base than `base`, or None.
-
-    A registered name should stand for one base, because users of its alias expect an adapter on their base.
-    """
-    name = gate.model
-    newest = _newest(client(uri), name) if name else None
-    if newest is None:
-        return None
-    trained_on, digest = newest.tags.get("base_name_or_path"), newest.tags.get("base_digest")
-    if digest in (None, base["digest"][:DIGEST]):
-        return None
-    suffix = re.sub(r"[^A-Za-z0-9._-]+", "-", os.path.basename(base["name_or_path"].rstrip("/")))
-    return (
-        f"mlflow.registered_model: the newest version of {name!r}, v{newest.version}, was trained on base {trained_on} "
-        f"({digest}), this run trains on {base['name_or_path']} ({base['digest'][:DIGEST]}); models:/{name}@"
-        f"{gate.alias} would then be an adapter of another base. Use mlflow.registered_model={name}-{suffix}"
-    )
-
-
 def _store(mlflow: Any, stage: str, run: Any, folder: str, tags: dict[str, str]) -> tuple[str, str]:
-    """Uploads the folder as a LoggedModel, downloads it again and compares every file. Returns (model id, location)."""
+    """Uploads the folder as a LoggedModel, downloads it and compares every file. Returns (model id, location)."""
     sent = folder_digests(folder)
-    # By an earlier try
+    # models of an earlier attempt
     left = mlflow.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'")
     for model in left:
         if model.status == "READY" and _received(mlflow, model) == sent:
@@ -166,13 +142,13 @@ def _store(mlflow: Any, stage: str, run: Any, folder: str, tags: dict[str, str])
 
 
 def _received(mlflow: Any, model: Any) -> dict[str, dict[str, Any]]:
-    """Returns the digests of a LoggedModel's files, as they are after a download."""
+    """Downloads the files of a LoggedModel and returns their digests."""
     with tempfile.TemporaryDirectory() as into:
         return folder_digests(_download(mlflow, model.artifact_location, into))
 
 
 def _tags(lineage: dict[str, Any], gate: Gate) -> dict[str, str]:
-    """Returns tags for searches in MLflow, short enough for its pages. The adapter's lineage.json has the full values."""
+    """Returns short tags for searches in MLflow. The adapter's lineage.json has the full values."""
     base, reward = lineage.get("base", {}), lineage.get("reward", {})
     tags = {
         key: str(lineage[key]) for key in ("stage", "step", "tokenizer", "chat_template") if lineage.get(key)
@@ -187,7 +163,7 @@ def _tags(lineage: dict[str, Any], gate: Gate) -> dict[str, str]:
 
 
 def describe(stage: str, metrics: dict[str, float], lineage: dict[str, Any], gate: str, run: Any) -> str:
-    """Returns what MLflow's page shows first, in Markdown. `run` is MLflow's RunInfo."""
+    """Returns the description of a version in Markdown. `run` is MLflow's RunInfo."""
     base, parents = lineage.get("base", {}), lineage.get("parents", {})
     lines = [
         f"- {one.label}: "
@@ -218,7 +194,7 @@ def _shown(value: float, of: Metric) -> str:
 
 
 def _link(source: str) -> str:
-    """Returns a registered parent as a link to its page; a folder, a hub id or a function as code."""
+    """Returns a link to the page of a registered version. Returns other sources as code."""
     ref = InputURI.parse(source)
     if not ref.version:
         return f"`{source}`"
@@ -229,10 +205,9 @@ def _link(source: str) -> str:
 
 
 def pin(reference: str, uri: str, job_file: str = "") -> str:
-    """Returns `models:/name/VERSION` for `models:/name@alias`, so that a run's inputs do not change while it runs.
+    """Returns `models:/NAME/VERSION` for `models:/NAME@ALIAS`, so that the inputs of a run do not change.
 
-    A hub id becomes `hf://org/name@COMMIT`. Folders are returned as they are. `job_file`, which names the reference, is for the
-    command in an error message.
+    A model on the Hub becomes `hf://org/name@COMMIT`. Returns folders unchanged. An error message shows a command for `job_file`.
     """
     from mlflow.exceptions import MlflowException
 
@@ -253,7 +228,9 @@ def pin(reference: str, uri: str, job_file: str = "") -> str:
         if newest is None:
             known = ", ".join(sorted(m.name for m in mlflow.search_registered_models())) or "none yet"
             fix = (
-                f"run `{make(stage, job_file)}` first" if stage in TRAINED else "train and register it first"
+                f"run `{make_target(stage, job_file)}` first"
+                if stage in TRAINED
+                else "train and register it first"
             )
             why = f"no registered model {ref.name!r} in {uri} (registered: {known}); {fix}"
         else:
@@ -266,8 +243,8 @@ def pin(reference: str, uri: str, job_file: str = "") -> str:
         raise Missing(f"{ref}: {why}") from error
 
 
-def parameters(reference: str, uri: str) -> dict[str, str]:
-    """Returns {section.key: value} of the job behind a pinned version, or {} for a folder or if MLflow lost the run."""
+def read_parameters(reference: str, uri: str) -> dict[str, str]:
+    """Returns {section.key: value} of the job that made a pinned version. Returns {} for a folder, or if MLflow lost the run."""
     from mlflow.exceptions import MlflowException
 
     ref = InputURI.parse(reference)
@@ -280,8 +257,8 @@ def parameters(reference: str, uri: str) -> dict[str, str]:
         return {}
 
 
-def version(reference: str, uri: str) -> dict[str, Any]:
-    """Returns aliases and tags of `models:/name/3`; the tags parents, data and rows_from are parsed."""
+def read_version(reference: str, uri: str) -> dict[str, Any]:
+    """Returns aliases and tags of a pinned version. The tags parents, data and rows_from are parsed."""
     ref = InputURI.parse(reference)
     registered = client(uri).get_model_version(ref.name, ref.version)
     tags: dict[str, Any] = dict(registered.tags)
@@ -300,10 +277,10 @@ def _newest(mlflow: Any, name: str) -> Any:
 
 
 def fetch(reference: str, uri: str) -> str:
-    """Returns the local folder of a pinned version (`models:/name/3`) or of a pinned adapter on the hub. Read only.
+    """Returns the local folder of a pinned version (`models:/name/3`) or of a pinned adapter on the Hub. Do not write into it.
 
-    A local folder is returned as it is, and so is a model on the hub that is no adapter. Files of a bucket or a server are
-    downloaded once for all processes and runs of a machine, because a version never changes.
+    Returns other references unchanged. Files from a bucket or a server are downloaded once for all processes and runs of a
+    machine, because a version never changes.
     """
     if reference.startswith(hub.SCHEME):
         return hub.fetch(reference)
@@ -315,18 +292,18 @@ def fetch(reference: str, uri: str) -> str:
     try:
         if _is_here(location):
             return _download(mlflow, location)
-        # mlflow-artifacts:/... means other files on another server
+        # the same mlflow-artifacts:/... has other files on another server
         copy = storage.cache("versions", hashlib.sha256(f"{uri} {location}".encode()).hexdigest()[:32])
-        if not os.path.isdir(copy):  # it appears there complete or not at all
+        if not os.path.isdir(copy):  # os.rename makes it complete
             with tempfile.TemporaryDirectory(dir=os.path.dirname(copy)) as into:
                 folder = _download(mlflow, location, into)
                 try:
                     os.rename(folder, copy)
                 except OSError:
-                    if not os.path.isdir(copy):  # else another process was first, with the same files
+                    if not os.path.isdir(copy):  # otherwise, another process made the same folder first
                         raise
         return copy
-    except Exception as error:  # each artifact store has its own types
+    except Exception as error:  # each artifact store raises errors of other types
         raise InputError(
             f"{reference}: its files cannot be fetched from {without_credentials(location)} ({summary(error)}); restore them, or "
             "use another version"
@@ -338,9 +315,9 @@ def _is_here(location: str) -> bool:
 
 
 def _download(mlflow: Any, location: str, into: str | None = None) -> str:
-    """Returns the local folder of an artifact location: of a local store the stored folder itself, not a copy.
+    """Returns the local folder of an artifact location. In a local store, this is the stored folder itself, not a copy.
 
-    It takes locations, not `models:/` references, because MLflow resolves those with the process-wide server, not this client's.
+    The location is not a `models:/` reference, because MLflow would resolve it with the server of the process, not of the client.
     """
     from mlflow import artifacts
 

@@ -47,7 +47,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
     peak, cost = (result.get(key) for key in ("peak_memory_bytes", "cost"))
     entries = [
         ("base", " ".join(filter(None, (model["name_or_path"], model.get("revision"))))),
-        *((role.removesuffix(".0"), input_uri.title(named)) for role, named in run.inputs.items()),
+        *((role.removesuffix(".0"), input_uri.short_title(named)) for role, named in run.inputs.items()),
         ("registered", registered),
         ("ended", how_it_ended(result)),
         ("workers", f"{workers} {'with a GPU each' if scaling.get('use_gpu') else 'on CPUs'}"),

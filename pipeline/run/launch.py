@@ -16,11 +16,12 @@ from typing import Any
 
 from pipeline import registry, run_folder, text
 from pipeline.errors import InputError, LeaseLost, causes, summary
-from pipeline.job import Job, rules
+from pipeline.job import Job
 from pipeline.job.identity import identity_of
+from pipeline.job.rules import find_warnings
 from pipeline.models import adapter_files
 from pipeline.registry import lineage
-from pipeline.registry.store import persistently
+from pipeline.registry.store import call_persistently
 from pipeline.run import checkpoints, judging, resume
 from pipeline.run.prepare import prepared, print_header
 from pipeline.run.resume import Earlier
@@ -106,10 +107,10 @@ def _train_and_register(
             outcome |= {"mlflow_run_id": work.run_id, "tracking_uri": work.uri}
             outcome |= {"inputs": work.versions, "digests": work.digests}
             work.lease.require()
-            version = persistently(work.uri, work.folder, lambda: recipe.register(work, outcome))
+            version = call_persistently(work.uri, work.folder, lambda: recipe.register(work, outcome))
             if ended := how_it_ended(outcome):
                 tag = registry.client(work.uri).set_tag
-                persistently(work.uri, work.folder, lambda: tag(work.run_id, "ended", ended))
+                call_persistently(work.uri, work.folder, lambda: tag(work.run_id, "ended", ended))
             cost = cost_of(work.places, outcome.pop("usage"), outcome["train_seconds"])
             outcome |= {**described(version), "cost": cost, "versions": lineage.versions()}
             result = write_result(work, report, outcome)
@@ -145,7 +146,7 @@ def open_run(job: Job, earlier: Earlier) -> Iterator[tuple[Work, dict[str, Any],
     with console.waiting("opening MLflow"):
         registry.check_store(tracking)
     left = resume.unfinished(earlier)
-    for warning in rules.Rules(job).warnings():
+    for warning in find_warnings(job):
         print(f"warning: {warning}", flush=True)
     with prepared(job, resume.pinned_inputs(left, tracking.run)) as (work, rows, report):
         if report:
@@ -153,8 +154,6 @@ def open_run(job: Job, earlier: Earlier) -> Iterator[tuple[Work, dict[str, Any],
             counts = {name: split.kept for name, split in report.splits.items()}
             for line in judging.estimate_costs(work, rows, counts):
                 terminal.say(line)
-        if work.stage.learns and (other_base := registry.other_base(work.uri, work.gate, work.base)):
-            print(f"warning: {other_base}", flush=True)
         continues = bool(left) and resume.same_content(left, work.run, work.base["digest"], work.digests)
         with resume.owned(work.folder, earlier.files, work.run.overwrite) as lease:
             checkpoints.newest(work.folder)  # moves damaged checkpoints away before a worker starts

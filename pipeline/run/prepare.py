@@ -12,7 +12,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from pipeline.job import Job, libraries
+from pipeline.job import Job
+from pipeline.job.libraries import check_with_libraries
 from pipeline.run import session
 from pipeline.settle import placement
 from pipeline.settle.inputs import check_sampler
@@ -43,29 +44,28 @@ def prepared(
     """
     session.set_environment()
     check_sampler(job.rollout_config, job.model)
-    with libraries.asked(job) as check_libraries:
-        with console.waiting("checking the model"):
-            work = settle(job, pinned)  # before Ray starts
-        with session.session(work.places, work.run.storage_path, work.uri):
-            rows, report = dict[str, Any](), None
-            if work.stage.rows:
-                work, rows, report = tokenize(work, _ray_for_rows(work))
-                check_libraries()
-            yield work, rows, report
+    with console.waiting("checking the model"):
+        work = settle(job, pinned)  # before Ray starts
+    with session.session(work.places, work.run.storage_path, work.uri):
+        rows, report = dict[str, Any](), None
+        if work.stage.rows:
+            work, rows, report = tokenize(work, _ray_for_rows(work))
+            check_with_libraries(job)  # after the rows, because it imports the libraries for seconds
+        yield work, rows, report
 
 
 def read_only(job: Job) -> Any:
     """Returns the report on the rows of another machine's job. This machine may lack GPUs and their packages."""
     session.set_environment()
-    with libraries.asked(*([] if job.scaling.get("use_gpu") else [job])) as check_libraries:
-        with console.waiting("checking the model"):
-            work = settle(job)
-        # Reading rows needs none of the run's resources, so this machine reads them in this process.
-        work = replace(work, places=replace(placement.ROWS, in_process=not placement.on_cluster()))
-        with session.session(work.places, work.run.storage_path, work.uri):
-            _, _, report = tokenize(work, _ray_for_rows(work))
-            check_libraries()
-            return report
+    with console.waiting("checking the model"):
+        work = settle(job)
+    # Reading rows needs none of the run's resources, so this machine reads them in this process.
+    work = replace(work, places=replace(placement.ROWS, in_process=not placement.on_cluster()))
+    with session.session(work.places, work.run.storage_path, work.uri):
+        _, _, report = tokenize(work, _ray_for_rows(work))
+    if not job.scaling.get("use_gpu"):
+        check_with_libraries(job)
+    return report
 
 
 def _ray_for_rows(work: Work) -> Any:

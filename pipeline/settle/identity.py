@@ -43,12 +43,12 @@ def tracking_of(job: Job) -> Tracking:
 
 def gate_of(job: Job) -> Gate:
     """Returns the gate of the version that a job registers or promotes."""
-    metric = job.run.metric_for_best_model or gates.Metrics(job).default
+    metric = job.run.metric_for_best_model or job.metrics.default
     greater = greater_is_better(metric, job.run.greater_is_better)
     keys = (*gates.LOSS, *gates.SAMPLING)
     settings = {f"trainer.{key}": job.trainer[key] for key in keys if job.trainer.get(key) is not None}
     if name := job.inputs.get("judge"):
         ref = InputURI.parse(name)
         code = digest_functions([name])[:12] if ref.is_function else ""
-        settings["judge"] = judge.pinned(name) if ref.is_judge else f"{name} {code}".strip()
+        settings["judge"] = judge.pin_judge(name) if ref.is_judge else f"{name} {code}".strip()
     return Gate(job.mlflow.registered_model, job.mlflow.alias, job.gate, metric, greater, settings)

@@ -13,7 +13,7 @@ from pipeline import registry
 from pipeline.errors import InputError, about
 from pipeline.input_uri import InputURI
 from pipeline.job import Job, Model, judge, lora
-from pipeline.job.job import HUB, transforms
+from pipeline.job.job import HUB, transforms_of
 from pipeline.job.rollout import RolloutConfig
 from pipeline.job.stages import INPUTS, Stage
 from pipeline.models import adapter_files
@@ -57,7 +57,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
             if InputURI.parse(source).is_function:
                 import_function(source)
             if InputURI.parse(source).is_judge:
-                inputs[name] = pinned.get(name) or judge.pinned(source)
+                inputs[name] = pinned.get(name) or judge.pin_judge(source)
                 continue
             names = job.policies if name == "policy" else [source]
             try:
@@ -106,7 +106,7 @@ def check_paths(job: Job) -> None:
     """Raises InputError if rows, a transform or the model's folder do not exist, or a bucket or hub does not answer."""
     from pipeline.data import files, preview
 
-    for key, source in transforms(job.data).items():
+    for key, source in transforms_of(job.data).items():
         with about(key):
             import_function(source)
     if job.facts.rows:
@@ -143,7 +143,7 @@ def digests_of_functions(work: Work) -> dict[str, str]:
 def missing_parameter(source: str, columns: set[str]) -> str | None:
     """Returns a parameter of a Python reward, or of a judge's question, for which there is no column, or None."""
     if InputURI.parse(source).is_judge:
-        return next(iter(sorted(judge.read(judge.at_version(source)[0]).columns - columns)), None)
+        return next(iter(sorted(judge.read_definition(judge.at_version(source)[0]).columns - columns)), None)
     optional = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
     parameters = inspect.signature(import_function(source)).parameters.values()
     required = [one.name for one in parameters if one.default is one.empty and one.kind not in optional]
@@ -184,7 +184,7 @@ def check_inputs(work: Work, versions: Mapping[str, str], files: Base) -> dict[s
             continue
         if InputURI.parse(reference).is_judge:
             with about(work.keys[name]):
-                given = judge.loaded(reference)
+                given = judge.load_pinned(reference)
                 _check_judge(work, name, given)
             inputs[name] = Input(reference, "judge", facts=asdict(given))
             continue

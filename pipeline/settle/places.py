@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pipeline.job import Job, rules
+from pipeline.job import Job
+from pipeline.job.rules import find_problems
 from pipeline.settle.placement import ACCELERATOR_TYPE, Bundle, Group, Places, on_cluster
 
 CLUSTER_ONLY = ("accelerator_type", "label_selector", "placement_strategy")  # keys that select nodes
@@ -28,14 +29,13 @@ def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
     if dropped and note:
         print(f"note: ignoring {', '.join(dropped)}: this is one machine, not a cluster", flush=True)
     (fewest, most), selector = job.workers, scaling.get("label_selector") or {}
-    selectors = selector[:fewest] if isinstance(selector, list) else [selector] * fewest
     amounts = _amounts_of(scaling, 1)
     if kind := scaling.get("accelerator_type"):
         amounts.setdefault(f"{ACCELERATOR_TYPE}{kind}", 0.001)
 
     def may_have(count: int) -> bool:
         """Returns True if the job is valid with this number of workers. They may be unable to share its batch."""
-        return not any(rules.Rules(replace(job, scaling={**job.scaling, "num_workers": count})).problems())
+        return not any(find_problems(replace(job, scaling={**job.scaling, "num_workers": count})))
 
     config, on_gpu = job.rollout_config, bool(scaling.get("use_gpu"))
     rollout_on_gpu = on_gpu if config.use_gpu is None else config.use_gpu
@@ -44,8 +44,8 @@ def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
     count = config.num_workers
     return Places(
         in_process=job.in_process,
-        workers=Group("scaling", "worker", fewest, most, Bundle(amounts, next(iter(selectors), {}))),
-        bundles=[Bundle(amounts, one) for one in selectors],
+        workers=Group("scaling", "worker", fewest, most, Bundle(amounts, selector)),
+        bundles=[Bundle(amounts, selector)] * fewest,
         rollout=Group("rollout", "rollout worker", count, count, sampler) if count else None,
         on_gpu=on_gpu,
         rollout_on_gpu=rollout_on_gpu,

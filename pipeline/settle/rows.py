@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from pipeline.errors import InputError
-from pipeline.job.job import Data, transforms
+from pipeline.job.job import Data, transforms_of
 from pipeline.settle.inputs import GIVEN, digests_of_functions, missing_parameter
 from pipeline.settle.work import Input, Work
 from pipeline.system import functions, storage
@@ -60,7 +60,7 @@ def tokenize(work: Work, start_ray: Callable[[], Any] | None = None) -> tuple[Wo
         check_updates(work.args, len(mixture) if mixture else report.splits["train"].kept)
     # Facts about the rows that workers and the registry need
     digests = {name: tokenized.digests[split] for name, (tokenized, split) in sets.items()}
-    if through := transforms(given):
+    if through := transforms_of(given):
         digests["transform"] = functions.digest_functions(through.values())
     train = report.splits.get("train")
     work = replace(

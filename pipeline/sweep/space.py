@@ -25,7 +25,7 @@ from pipeline.job.gates import LOSS, Metrics
 from pipeline.job.identity import identity_of
 from pipeline.job.stages import TRAINED
 from pipeline.job.yaml_tree import Tree
-from pipeline.metrics import IMPLICIT, find, greater_is_better
+from pipeline.metrics import IMPLICIT, find_metric, greater_is_better
 from pipeline.run.resume import essence
 from pipeline.system import storage
 
@@ -192,7 +192,7 @@ def _load_all(
 
 def check_comparable(metric: str, stage: str, varied: Collection[str]) -> None:
     """Raises InputError if a varied key changes what the metric measures, so that trials cannot be compared by it."""
-    of_beta = (one := find(metric)) and one.unit == IMPLICIT
+    of_beta = (one := find_metric(metric)) and one.unit == IMPLICIT
     scale = LOSS if metric == "eval_loss" else ["beta"] if of_beta else []
     if changing := [key for key in varied if key.removeprefix("trainer.") in scale]:
         raise InputError(

@@ -1,7 +1,6 @@
 """Tests job files and the command line: each mistake gives one clear message and exit status 2, before heavy imports."""
 
 import json
-import os
 import re
 
 import pytest
@@ -11,8 +10,9 @@ from running import ROOT
 from pipeline import __main__
 from pipeline.__main__ import main
 from pipeline.errors import InputError
-from pipeline.job import OPERATORS, load_job, parse_gate, rules
-from pipeline.job.job import Source, completed, sources_of, transforms
+from pipeline.job import OPERATORS, load_job, parse_gate
+from pipeline.job.job import Source, sources_of, sources_with_defaults, transforms_of
+from pipeline.job.rules import find_warnings
 from pipeline.job.stages import STAGE
 
 GOOD = {
@@ -47,7 +47,6 @@ BAD = [
     ("sft", ["trainer.learing_rate=1"], r"trainer\.learing_rate: unknown key; did you mean trainer\.learning_rate\?"),
     ("sft", ["trainr.learning_rate=1"], r"trainr: unknown section; did you mean trainer\?"),
     ("sft", ["model.dtype=bf16"], r"model\.dtype: found 'bf16', expected one of float32, bfloat16, float16; did you mean bfloat16"),
-    ("sft", ["trainer.learning_rate=fast"], r"trainer\.learning_rate: found 'fast', expected a number"),
     ("sft", ["run.name=2026"], r"run\.name: found 2026, expected text or null; put it in quotes"),
     ("sft", ["trainer.max_grad_norm=.inf"], r"trainer\.max_grad_norm: found inf, expected a finite number"),
     ("sft", ["model={}"], r"model\.name_or_path: missing, expected text"),
@@ -70,39 +69,27 @@ BAD = [
     ("sft", ["data.train=null"], r"data\.train: missing; `sft` needs rows"),
     ("evaluate", ["data.eval=null"], r"data\.eval: missing; `evaluate` needs prompts"),
     ("evaluate", ["data.train=a.jsonl"], r"data\.train: `evaluate` does not use this key \(.*put the prompts under data\.eval"),
-    ("sft", ["data.eval=b.jsonl", "data.eval_fraction=0.1"], r"data\.eval_fraction: given together with data\.eval"),
     ("sft", ["trainer.eval_strategy=epoch"], r"trainer\.eval_strategy: there is nothing to evaluate on"),
-    ("sft", ["data.batch_size=8", "trainer.gradient_accumulation_steps=2"], r"given together with data\.batch_size, .*; keep one"),
     ("sft", ["data.batch_size=12"], r"data\.batch_size: found 12, expected a multiple of 8.*set data\.batch_size=16"),
     ("sft", ["data.batch_size=8", "trainer.per_device_train_batch_size=2", "scaling.num_workers=[1,3]"], r"expected a multiple of 12.*set data\.batch_size=12"),
     ("sft", ["scaling.num_workers=[1,2]"], r"data\.batch_size: missing; with elastic scaling\.num_workers"),
-    ("sft", ["scaling.num_workers=-1"], r"scaling\.num_workers: found -1, expected 0 \(in this process\), at least 1"),
     ("sft", ["lora.target_modules=[lm_head]"], r"lora\.target_modules: found lm_head, to which TRL's trainers apply no adapter"),
     ("sft", ["trainer.eval_steps=2", "trainer.eval_strategy=epoch", "data.eval=b.jsonl"], r"trainer\.eval_steps: found 2, which counts only with trainer\.eval_strategy=steps"),
     ("sft", ["trainer.learning_rate=-1"], r"trainer\.learning_rate: found -1, expected a number above 0 and at most 100, for example 2e-05"),
-    ("sft", ["model.fsdp=true", "model.load_in_4bit=true"], r"model\.fsdp: given together with model\.load_in_4bit"),
+    ("sft", ["model.fsdp=true", "model.load_in_4bit=true"], r"model\.fsdp: set together with model\.load_in_4bit"),
     ("ppo", ["model.fsdp=true", "rollout.engine=vllm", "rollout.num_workers=1"], r"rollout\.engine: found vllm together with model\.fsdp.* rollout\.engine=transformers"),
     ("ppo", ["policy=base", "lora.rank_pattern={q_proj: 2}", "rollout.engine=vllm"], r"rollout\.engine: found vllm, which ignores lora\.rank_pattern; .* remove lora\.rank_pattern"),
-    ("ppo", ["trainer.temperature=0.001", "rollout.engine=vllm"], r"trainer\.temperature: found 0\.001, which vLLM raises to 0\.01"),
-    ("sft", ["lora.init_lora_weights=pissa"], r"lora\.init_lora_weights: found 'pissa', expected true or false or one of gaussian, orthogonal"),
-    ("sft", ["lora.bias=all"], r"lora\.bias: .*expected none"),
-    ("sft", ["run.name=" + "n" * 201], r"run\.name: found 'nnn.*, expected at most 200 letters"),
     ("sft", ["run.name=feedback"], r"run\.name: found 'feedback', .*: it names a folder in run\.storage_path, which has artifacts"),
     ("sft", ["mlflow.alias=latest"], r"mlflow\.alias: found 'latest'.*reserved by MLflow"),
     ("sft", ["gate.eval_loss=0.5"], r"gate\.eval_loss: found '0\.5', expected a comparison"),
     ("sft", ["trainer.output_dir=x"], r"trainer\.output_dir: is set by the pipeline: checkpoints go to"),
     ("sft", ["trainer.fp16=true", "trainer.bf16=false"], r"trainer\.fp16: needs scaling\.use_gpu; set that too"),
-    ("sft", ["trainer.fp16=true", "trainer.bf16=true", "scaling.use_gpu=true"], r"trainer\.fp16: given together with trainer\.bf16"),
     ("sft", ["run.load_best_model_at_end=true"], r"run\.load_best_model_at_end: found true, but there are no evaluations .*set data\.eval or data\.eval_fraction, and trainer\.eval_strategy=epoch"),
     ("ppo", ["run.stop_if.eval_kl='> champion'", "data.eval_fraction=0.1", "trainer.eval_steps=1"], r"run\.stop_if\.eval_kl: found '> champion'; only a gate .* has a champion"),
     ("ppo", ["policy=[models:/a@b, models:/c]"], r"policy\.1: found 'models:/c', expected models:/NAME@ALIAS"),
     ("sft", ["learning_rate=1e-4"], r"learning_rate: unknown section; did you mean trainer\.learning_rate\?"),
     ("sft", ["lr=1e-4"], r"lr: unknown section; did you mean trainer\.learning_rate\?"),
-    ("sft", ["cutoff_len=512"], r"did you mean data\.max_length\?"),
-    ("sft", ["base_model=x"], r"did you mean model\.name_or_path\?"),
-    ("sft", ["trainer.lr=1"], r"trainer\.lr: unknown key; did you mean trainer\.learning_rate\?"),
     ("sft", ["lora.rank=8"], r"lora\.rank: unknown key; did you mean lora\.r\?"),
-    ("sft", ["trainer.learning_rat=1"], r"unknown key; did you mean trainer\.learning_rate\?"),
     ("sft", ["trainer.foo=1"], r"trainer\.foo: unknown key; `rlhf help trainer` lists the keys"),
     ("ppo", ["reward=my/rewards.py"], r"reward: found 'my/rewards\.py', expected python:my\.rewards:FUNCTION"),
     ("ppo", ["reward=null"], r"reward: missing; .* or a folder, or python:MODULE:FUNCTION"),
@@ -112,23 +99,15 @@ BAD = [
     ("sft", ["run.load_best_model_at_end=true", "data.eval_fraction=0.1", "trainer.eval_strategy=epoch", "run.metric_for_best_model=eval_entropy"], r"run\.metric_for_best_model: is a larger eval_entropy better\? Set run\.greater_is_better=true or false"),
     ("ppo", ["run.load_best_model_at_end=true", "data.eval_fraction=0.1", "trainer.eval_steps=1", "run.metric_for_best_model=eval_judge"], r"run\.metric_for_best_model: eval_judge needs a judge, and there is none"),
     ("dpo", ["trainer.loss_type=sigmoidal"], r"trainer\.loss_type: found .*'sigmoidal'.*, expected a list of one of sigmoid, .*did you mean sigmoid\?"),
-    ("kto", ["trainer.per_device_train_batch_size=1"], r"per_device_train_batch_size: found 1: .*KL term .*; expected 2 or more, or trainer\.loss_type=apo_zero_unpaired"),
-    ("kto", ["trainer.precompute_ref_log_probs=true"], r"precompute_ref_log_probs: each epoch pairs different rows"),
-    ("dpo", ["trainer.precompute_ref_log_probs=true", "reference=base"], r"precompute_ref_log_probs: given together with reference, but TRL would compute them with the policy; keep one"),
-    ("dpo", ["trainer.precompute_ref_log_probs=true", "scaling.num_workers=2"], r"precompute_ref_log_probs: TRL cannot share them between workers; set scaling\.num_workers=1"),
-    ("kto", ["trainer.precompute_ref_log_probs=true", "trainer.loss_type=apo_zero_unpaired", "scaling.num_workers=2"], r"precompute_ref_log_probs: TRL cannot share"),
-    ("ppo", ["scaling.num_workers=65"], r"trainer\.batch_size: fewer prompts for an update than workers; expected at least trainer\.batch_size=65"),
+    ("kto", ["trainer.per_device_train_batch_size=1"], r"trainer\.per_device_train_batch_size: found 1, expected a whole number between 2 and 1048576"),
+    ("sft", ["scaling.num_workers=[3,1]"], r"scaling\.num_workers: found \[3, 1\], expected \[min, max\]"),
     ("sft", ["lora.rank_pattern={q_proj: 0}"], r"lora\.rank_pattern: q_proj: found 0, expected a whole number between 1"),
-    ("sft", ["serve.port=1"], r"serve: `sft` does not use this key \(only `serve` answers requests"),
-    ("sft", ["scaling.label_selector={a: 'in(b, c)'}"], r"scaling\.label_selector\.a: found 'in\(b, c\)', expected in\(b,c\)"),
-    ("sft", ["scaling.num_workers=3", "scaling.label_selector=[{a: b}, {a: c}]"], r"scaling\.label_selector: found a list of 2, expected one mapping"),
-    ("generate", ["trainer.temperature=1e-9"], r"trainer\.temperature: found 1e-09, expected 0 or a number of at least 1e-06, for example 1\.0"),
-    ("serve", ["serve.rewards={two: 1}"], r"serve\.rewards: two: found 1, expected text; put it in quotes"),
+    ("ppo", ["scaling.num_workers=65"], r"trainer\.batch_size: fewer prompts for an update than workers; expected at least trainer\.batch_size=65"),
+    ("generate", ["trainer.temperature=1e-9"], r"trainer\.temperature: found 1e-09, expected 0 or a number of at least 0.01, for example 1\.0"),
     ("generate", ["trainer.min_new_tokens=256"], r"trainer\.min_new_tokens: found 256, expected less than response_length"),
     ("collect", ["trainer.num_generations=1"], r"trainer\.num_generations: found 1: a pair needs two completions"),
     ("collect", ["trainer.temperature=0"], r"trainer\.temperature: found 0, so all completions of a prompt are the same"),
     ("collect", ["trainer.select=best", "trainer.min_margin=1"], r"trainer\.min_margin: trainer\.select=best makes no pairs"),
-    ("collect", ["trainer.skip_prompts=4"], r"trainer\.skip_prompts: needs trainer\.num_prompts"),
     ("export", ["reward=python:m:f"], r"reward: found 'python:m:f', expected one reward adapter"),
     ("export", ["run.storage_path=memory://runs"], r"run\.storage_path: 'memory://runs' is a bucket"),
     ("export", ["trainer.hub_model_id=mine"], r"trainer\.hub_model_id: found 'mine', expected OWNER/NAME"),
@@ -147,7 +126,7 @@ BAD = [
     ("sft", ["data.train=[a, {path: b, label: {first: 1}}]"], r"data\.train\.1\.label: found"),
     ("sft", ["data.train=[a, {path: b, transform: f.py}]"], r"data\.train\.1\.transform: found 'f\.py', expected python:MODULE"),
     ("sft", ["data.train=[a, {path: b, group_by: q}]"], r"data\.train\.1\.group_by: found 'q'; only a transform"),
-    ("sft", ["data.train=[{path: 'hf://datasets/a/b@x', revision: main}]"], r"data\.train\.0\.revision: found 'main' .*give it once"),
+    ("sft", ["data.train=[{path: 'hf://datasets/a/b@x', revision: main}]"], r"data\.train\.0\.revision: found 'main' .*set it once"),
     ("sft", ["data.stopping_strategy=all_exhausted"], r"data\.stopping_strategy: no source of data\.train has a weight"),
 ]  # fmt: skip
 
@@ -157,7 +136,7 @@ BAD = [
     BAD,
     ids=lambda value: str(value)[:40] if isinstance(value, list) else "",
 )
-def test_a_mistake_is_answered_by_a_message(job, capsys, text, overrides, message):
+def test_a_wrong_job_gives_one_message_with_the_key(job, capsys, text, overrides, message):
     stage = text if text in GOOD and text != "rm" else "sft"
     assert main([stage, job(text), *overrides]) == 2
     printed = capsys.readouterr()
@@ -166,50 +145,18 @@ def test_a_mistake_is_answered_by_a_message(job, capsys, text, overrides, messag
     assert re.search(message, printed.err), printed.err
 
 
-BOMB = "".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}' if i else 'a'] * 9)}]\n" for i in range(9))
-MERGED = "".join(
-    f"x{i}: &x{i} {{<<: [{', '.join([f'*x{i - 1}'] * 9)}]}}\n" if i else "x0: &x0 {a: 1}\n" for i in range(9)
-)
-
-
-@pytest.mark.parametrize("text", [BOMB, MERGED], ids=["values", "merged"])
-def test_aliases_of_aliases_are_refused_at_once(job, capsys, text):
-    assert main(["sft", job(text)]) == 2
-    assert re.search(r"job\.yaml: has more than 100,000 values, with aliases", capsys.readouterr().err)
-
-
+@pytest.mark.parametrize("text", ["my-own-token\n", "- my-own-token\n"], ids=["text", "list"])
 @pytest.mark.parametrize("of", ["job", "extends"])
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("pipe", "other: is no file; name a job file"),
-        ("device", "other: is no file; name a job file"),
-        ("token", "other: is no job; expected sections such as"),
-        ("list of tokens", "other: is no job; expected sections such as"),
-    ],
-)
-def test_what_is_no_job_is_neither_waited_for_nor_quoted(of, kind, says, job, tmp_path, capsys):
-    other = tmp_path / "other"
-    if kind == "pipe":
-        os.mkfifo(other)
-    elif kind == "device":
-        other.symlink_to("/dev/zero")
-    else:
-        other.write_text("- my-own-token\n" if kind == "list of tokens" else "my-own-token\n")
-    path = job("extends: other\n") if of == "extends" else str(other)
+def test_a_file_that_is_no_job_is_not_quoted(of, text, job, tmp_path, capsys):
+    write(tmp_path / "other", text)
+    path = job("extends: other\n") if of == "extends" else str(tmp_path / "other")
     assert main(["sft", path]) == 2
     error = capsys.readouterr().err
-    assert says in error and "my-own-token" not in error
+    assert "other: is no job; expected sections such as" in error and "my-own-token" not in error
 
 
 @pytest.mark.parametrize(
-    "secret",
-    [
-        "hf_" + "abcdefghijklmnopqrstuvwxyz",
-        "AKIA" + "ABCDEFGHIJKLMNOP",
-        "ghp_" + "a1" * 18,
-        "http://user:" + "hunter2hunter2@host:5000",
-    ],
+    "secret", ["hf_" + "abcdefghijklmnopqrstuvwxyz", "http://user:" + "hunter2hunter2@host:5000"]
 )
 @pytest.mark.parametrize(
     ("more", "override"),
@@ -217,7 +164,7 @@ def test_what_is_no_job_is_neither_waited_for_nor_quoted(of, kind, says, job, tm
         ("mlflow: {{tracking_uri: '{}'}}\n", []),
         ("", ["run.name={}"]),
         ("", ["{}=1"]),
-        ("", ["data.train=*{}"]),
+        ("model: [{}, *x y\n", []),  # a broken file is not quoted
     ],
 )
 def test_a_secret_is_refused_and_never_printed(job, capsys, secret, more, override):
@@ -226,13 +173,11 @@ def test_a_secret_is_refused_and_never_printed(job, capsys, secret, more, overri
     printed = capsys.readouterr()
     assert secret not in printed.out + printed.err
     assert "looks like a secret" in printed.err and "HF_TOKEN" in printed.err
-    main(["sft", job(f"stage: sft\nmodel: [{secret}, *x y\n")])  # a broken file is not quoted
-    assert secret not in capsys.readouterr().err
 
 
 def test_yaml_scalars_mean_what_they_look_like(job):
     text = GOOD["sft"] + "trainer: {learning_rate: 1e-4, eval_strategy: no, num_train_epochs: 2, seed: 007}\n"
-    with pytest.raises(InputError, match=r"trainer\.seed: found 7\.0"):  # no octal numbers by accident
+    with pytest.raises(InputError, match=r"trainer\.seed: found 7\.0"):  # YAML 1.1 would read an octal number
         load_job(job(text), [])
     made = load_job(job(text), ["trainer.seed=7", "model.revision='1234567'", "run.name=2026-11-20"])
     assert made.trainer == {"learning_rate": 1e-4, "eval_strategy": "no", "num_train_epochs": 2, "seed": 7}
@@ -300,7 +245,7 @@ def test_of_several_extended_files_later_ones_win_and_an_empty_section_replaces(
 
 # ---------------------------------------------------------------- held-out rows, gates, sources
 @pytest.mark.parametrize("stage", [name for name, facts in STAGE.items() if facts.learns])
-def test_nothing_more_than_data_eval_is_typed_to_train_without_held_out_rows(stage, in_root):
+def test_data_eval_null_also_turns_the_evaluations_of_the_file_off(stage, in_root):
     job = load_job(f"jobs/demo/{stage}.yaml", ["data.eval=null"], stage)
     assert job.trainer.get("eval_strategy", "no") == "no" and not job.trainer.get("eval_on_start")
     assert not job.trainer.get("eval_steps")
@@ -312,15 +257,12 @@ def test_nothing_more_than_data_eval_is_typed_to_train_without_held_out_rows(sta
         ("sft", [], False),
         ("rm", [], True),
         ("rm", ["trainer.disable_dropout=false"], False),
-        ("dpo", [], True),
-        ("kto", [], True),
         ("ppo", [], True),
-        ("ppo", ["lora.lora_dropout=0"], False),
     ],
 )
-def test_dropout_that_is_never_applied_is_named(stage, overrides, warns, in_root):
+def test_dropout_without_effect_gives_a_warning(stage, overrides, warns, in_root):
     job = load_job(f"jobs/demo/{stage}.yaml", ["lora.lora_dropout=0.5", *overrides], stage)
-    said = [line for line in rules.Rules(job).warnings() if "lora_dropout" in line]
+    said = [line for line in find_warnings(job) if "lora_dropout" in line]
     assert len(said) == warns
     assert not warns or f"changes nothing: `{stage}` trains without dropout" in said[0]
 
@@ -331,18 +273,17 @@ def test_dropout_that_is_never_applied_is_named(stage, overrides, warns, in_root
         (["gate={}"], ""),
         (["gate={}", "data.train=mine.jsonl"], "'jobs/demo/data/demonstrations_eval.jsonl'"),
         (["gate={}", "data.train=mine.jsonl", "data.eval=my_eval.jsonl"], ""),
-        (["gate={}", "data.train=mine.jsonl", "data.eval=null", "data.eval_fraction=0.1"], ""),
         (["gate={}", "data.eval=null"], "nothing is held out"),
         (["mlflow.registered_model=null"], "gate: the job registers nothing"),
         (["mlflow.registered_model=null", "gate={}"], ""),
     ],
 )
-def test_settings_that_are_often_unintended_are_warned_of(overrides, warned, in_root):
-    said = list(rules.Rules(load_job("jobs/demo/sft.yaml", overrides, "sft")).warnings())
+def test_settings_that_are_often_unintended_give_a_warning(overrides, warned, in_root):
+    said = list(find_warnings(load_job("jobs/demo/sft.yaml", overrides, "sft")))
     assert warned in "".join(said) and len(said) == bool(warned)
 
 
-def test_what_is_no_job_file_names_those_that_may_be_meant(tmp_path, monkeypatch, capsys):
+def test_a_message_about_a_missing_job_file_suggests_job_files(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "jobs/vet").mkdir(parents=True)
     for name in ("sft", "generate"):
@@ -351,7 +292,7 @@ def test_what_is_no_job_file_names_those_that_may_be_meant(tmp_path, monkeypatch
     for typed, says in (
         (["jobs/vet"], f"jobs/vet: no such job file; expected one of {both}\n"),
         (["vet"], f"vet: no such job file; expected one of {both}\n"),
-        (["jobs/vet/rm.yaml"], f"expected one of {both}; `init FILE --name vet` adds jobs for more rows\n"),
+        (["jobs/vet/rm.yaml"], f"jobs/vet/rm.yaml: no such job file; expected one of {both}\n"),
         (["jobs/velo/sft.yaml"], "jobs/velo/sft.yaml: no such job file; profiles here are vet\n"),
         (["jobs/vet/generate.yaml"], "this is a job for `generate`, not `sft`: use jobs/vet/sft.yaml\n"),
         (
@@ -377,9 +318,11 @@ def test_gate_rules():
             parse_gate(wrong)
 
 
-def test_a_gate_on_held_out_rows_that_are_not_there(tmp_path, in_root):
-    taken_away = load_job("jobs/demo/sft.yaml", ["data.eval=null"])  # the file's gate only keeps the alias
-    assert "gate.eval_loss: needs held-out rows" in " ".join(rules.Rules(taken_away).warnings())
+def test_a_gate_without_the_held_out_rows_that_it_needs(tmp_path, in_root):
+    taken_away = load_job(
+        "jobs/demo/sft.yaml", ["data.eval=null"]
+    )  # the gate of the file then only gives a warning
+    assert "gate.eval_loss: needs held-out rows" in " ".join(find_warnings(taken_away))
     with pytest.raises(InputError, match=r"gate\.eval_loss: needs held-out rows .*data\.eval_fraction=0\.1"):
         load_job("jobs/demo/sft.yaml", ["data.eval=null", "gate.eval_loss=<=1"])
     text = f"extends: {ROOT}/jobs/own/rm.yaml\ndata: {{eval_fraction: 0}}\ngate: {{eval_accuracy: '<= 1'}}\n"
@@ -387,14 +330,14 @@ def test_a_gate_on_held_out_rows_that_are_not_there(tmp_path, in_root):
         load_job(write(tmp_path / "rm.yaml", text))
 
 
-def test_a_source_says_itself_what_its_rows_become_or_the_section_does(in_root):
+def test_keys_of_a_source_replace_keys_of_the_data_section(in_root):
     own = "{path: b, columns: {prompt: q}, transform: python:m:f, group_by: tree}"
     given = [f"data.train=[a, {own}]", "data.columns={prompt: text}", "data.transform=python:m:g"]
     job = load_job("jobs/demo/sft.yaml", given)
-    first, second = completed(job.data, "train")
+    first, second = sources_with_defaults(job.data, "train")
     assert first == Source("a", columns={"prompt": "text"}, transform="python:m:g")
     assert second == Source("b", columns={"prompt": "q"}, transform="python:m:f", group_by="tree")
-    assert transforms(job.data) == {"data.transform": "python:m:g", "data.train.1.transform": "python:m:f"}
+    assert transforms_of(job.data) == {"data.transform": "python:m:g", "data.train.1.transform": "python:m:f"}
     assert sources_of("a") == [Source("a")] and sources_of(None) == []
     for path, location in (("n", "n@v1"), ("n:config/train", "n@v1:config/train")):
         assert Source(f"hf://datasets/o/{path}", revision="v1").location == f"hf://datasets/o/{location}"
@@ -409,7 +352,7 @@ def test_a_source_says_itself_what_its_rows_become_or_the_section_does(in_root):
         (["job.yaml", "--run.max_failures", "-1"], ["run.max_failures=-1"]),
     ],
 )
-def test_a_key_may_be_written_as_an_option(typed, overrides, monkeypatch):
+def test_a_key_can_be_an_option(typed, overrides, monkeypatch):
     calls = []
     monkeypatch.setattr(__main__, "dispatch", lambda *given: calls.append(given) or 0)
     assert main(["dpo", *typed]) == 0 and calls == [("dpo", "job.yaml", overrides)]
@@ -422,7 +365,7 @@ def test_a_key_may_be_written_as_an_option(typed, overrides, monkeypatch):
         (["sfft", "job.yaml"], "unknown subcommand 'sfft'; did you mean sft?"),
     ],
 )
-def test_words_that_no_subcommand_takes(typed, says, capsys):
+def test_a_wrong_command_line_gives_a_message(typed, says, capsys):
     assert main(typed) == 2 and capsys.readouterr().err.startswith(f"error: {says}")
 
 

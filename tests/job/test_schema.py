@@ -1,4 +1,4 @@
-"""Tests schema.json: it matches the installed classes and every shipped job, and `rlhf help` prints it."""
+"""Tests schema.json: it matches the installed libraries, accepts all shipped jobs, and is what `rlhf help` prints."""
 
 import json
 import subprocess
@@ -16,16 +16,18 @@ from pipeline.job.yaml_tree import read_tree
 JOBS = sorted(f for f in (ROOT / "jobs").glob("*/*.yaml") if f.parent.name != "cloud")
 
 
-def test_the_schema_is_that_of_the_installed_libraries():
-    """Runs in another process, because TRL is not imported here. `python -m pipeline.job.schema_of` writes the file."""
+def test_the_schema_matches_the_installed_libraries():
+    """Generates the schema in another process, because TRL is not imported here."""
     program = "from pipeline.job import schema_of; print(schema_of.text(), end='')"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout[done.stdout.index("{") :] == schema.FILE.read_text(), "make schema.json again"
+    assert done.stdout[done.stdout.index("{") :] == schema.FILE.read_text(), (
+        "run python -m pipeline.job.schema_of"
+    )
 
 
 @pytest.mark.parametrize("file", JOBS, ids=lambda file: str(file.relative_to(ROOT)))
-def test_every_job_names_the_schema_and_an_editor_accepts_it(file):
+def test_every_job_names_the_schema_and_matches_it(file):
     first = file.read_text().splitlines()[0]
     assert first.startswith("# yaml-language-server: $schema=")
     assert (file.parent / first.partition("=")[2]).resolve() == schema.FILE.resolve()
@@ -34,7 +36,7 @@ def test_every_job_names_the_schema_and_an_editor_accepts_it(file):
 
 
 @pytest.mark.parametrize("key", ["lora_alpha=0", "r=many", "rr=8", "task_type=CAUSAL_LM"])
-def test_an_editor_marks_what_validation_refuses(key):
+def test_the_schema_rejects_wrong_keys_and_values(key):
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(read_tree(ROOT / "jobs/demo/sft.yaml", [f"lora.{key}"]).data, schema.document())
 
@@ -51,7 +53,7 @@ def test_help_explains_a_key(capsys):
     assert "did you mean trainer.learning_rate?" in capsys.readouterr().err
 
 
-def test_the_schema_is_a_schema_whose_keys_have_a_meaning_and_take_their_own_defaults():
+def test_keys_of_the_schema_have_a_description_and_a_valid_default():
     jsonschema.Draft7Validator.check_schema(json.loads(schema.FILE.read_text()))
     for name, one in schema.document()["$defs"].items():
         for key, known in one["properties"].items():

@@ -1,4 +1,4 @@
-"""Tests every shipped job file: it loads, its header is true, and the jobs of a profile fit together."""
+"""Tests all shipped job files: they load, the commands in their headers work, and the jobs of a profile fit together."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def test_the_stages_of_a_profile_fit_together(profile):
     assert jobs["evaluate"].policy == made["ppo"]
     ppo, evaluate = jobs["ppo"], jobs["evaluate"]
     assert evaluate.data.eval == (ppo.data.eval or "my/prompts_eval.jsonl")
-    # evaluated like it was trained
+    # the evaluation samples as the training did
     alike = evaluate.trainer.keys() - {"local_rollout_forward_batch_size"}
     assert all(ppo.trainer[key] == evaluate.trainer[key] for key in alike)
     if profile == SHARDED:

@@ -89,7 +89,7 @@ def few(tmp_path_factory):
 
 def test_an_overfit_ends_early_and_its_best_step_is_registered(storage, few):
     overfit = stage("rm", storage, "overfit", *few, "trainer.save_strategy=steps", "trainer.save_steps=2")
-    curves = registry.history(overfit["tracking_uri"], overfit["mlflow_run_id"])
+    curves = registry.read_curves(overfit["tracking_uri"], overfit["mlflow_run_id"])
     losses, accuracies = (dict(curves[name]) for name in ("eval_loss", "eval_accuracy"))
     best = min(list(losses)[1:], key=losses.get)  # the first loss belongs to step 0
     kept, ended = overfit["kept"], overfit["ended"]
@@ -126,7 +126,7 @@ def test_ppo_keeps_its_best_update_and_stops(storage, monkeypatch):
     """The reward is the length, so the first completions are the shortest. An interrupted run ends like an uninterrupted one."""
     few = ["data.train=jobs/demo/data/prompts_eval.jsonl"]
     expected = stage("ppo", storage, "best-ppo", *PPO, *few)
-    curves = registry.history(expected["tracking_uri"], expected["mlflow_run_id"])
+    curves = registry.read_curves(expected["tracking_uri"], expected["mlflow_run_id"])
     lengths = [value for _, value in curves["eval_length"]]
     kept, ended = expected["kept"], expected["ended"]
     best = min(range(len(lengths)), key=lengths.__getitem__)

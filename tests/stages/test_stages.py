@@ -9,7 +9,7 @@ from running import NO_EVAL, ROOT, client, curve, stage
 from settled import plan_of
 
 from pipeline import metrics
-from pipeline.job import gates, load_job
+from pipeline.job import load_job
 from pipeline.job.identity import identity_of
 from pipeline.run import launch as run
 from pipeline.run.resume import find_earlier
@@ -50,7 +50,7 @@ def test_a_training_stage_leaves_a_result_a_version_and_small_checkpoints(name, 
     alias = client(storage).get_model_version_by_alias(f"rlhf-{name}", "champion")
     assert str(alias.version) == result["version"]
     assert client(storage).get_run(result["mlflow_run_id"]).info.status == "FINISHED"
-    known = gates.Metrics(load_job(ROOT / f"jobs/demo/{name}.yaml", [], name)).lacks
+    known = load_job(ROOT / f"jobs/demo/{name}.yaml", [], name).metrics.lacks
     # Only some jobs have these: a mixture of experts, counted tokens, rows with reference completions.
     beyond = re.compile("aux_loss|tokens_per_second|perplexity")
     lacking = {metric for metric, lacks in known.items() if not lacks} - set(result["metrics"])
@@ -71,7 +71,7 @@ def test_metrics_are_in_mlflow_step_by_step(runs, storage):
 def test_every_curve_is_in_the_table_of_metrics(runs, storage):
     for name, result in runs.items():
         logged = client(storage).get_run(result["mlflow_run_id"]).data.metrics
-        assert logged and [metric for metric in logged if not metrics.find(metric, name)] == [], name
+        assert logged and [metric for metric in logged if not metrics.find_metric(metric, name)] == [], name
 
 
 def test_versions_record_their_origin(runs, storage):
