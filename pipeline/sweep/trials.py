@@ -107,7 +107,9 @@ def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
         try:
             recipe = importlib.import_module(f"pipeline.stages.{job.stage}").RECIPE
             with registry.nested_under(handle.run_id):
-                report.of_run(launch(job, recipe, handle))
+                result = launch(job, recipe, handle)
+                if job.run.report:
+                    report.of_run(result)
         except Exception as error:
             failure = without_secrets(summary(error))
             print(f"failed: {failure}", flush=True)
