@@ -1,4 +1,4 @@
-"""The documentation site: README.md, the pages of docs/ and the notebooks, as they are on GitHub. `make docs` builds it."""
+"""Sphinx's configuration of the documentation site: README.md, the pages of docs/ and the notebooks. See `make docs`."""
 
 import json
 
@@ -15,12 +15,10 @@ include_patterns = [
 ]
 html_theme = "furo"
 html_static_path, html_css_files = ["_static"], ["site.css"]
-myst_heading_anchors = (
-    4  # as GitHub makes them; a link to a missing one is a warning, which `make docs` makes an error
-)
-suppress_warnings = ["myst.header"]  # troubleshooting.md has its messages as small headings
+myst_heading_anchors = 4  # headings of levels 1 to 4 get anchors, as on GitHub
+suppress_warnings = ["myst.header"]  # troubleshooting.md skips levels of headings
 
-# On GitHub, the table at the end of README.md is the navigation. Each list is in reading order.
+# Pages of the site by group, in reading order. On GitHub, README.md has a table of pages instead.
 NAVIGATION = {
     "Train": "install tutorial failed_gates data sft reward_model dpo ppo evaluate "
     "notebooks/llama3_reward_model notebooks/ppo",
@@ -37,12 +35,11 @@ def add_navigation(app, name, source):
 
 
 def page_of(notebook):
-    """Returns a notebook's cells and stored outputs as Markdown."""
+    """Returns the cells and outputs of a notebook as Markdown."""
     cells = ["\n".join(in_markdown(cell)) for cell in json.loads(notebook)["cells"]]
-    dollars = (
-        "---\nmyst:\n  enable_extensions: [dollarmath]\n---"  # formulas; on other pages, $ means dollars
-    )
-    return "\n\n".join([dollars, *cells])
+    # Notebooks have formulas. On the other pages, $ means dollars.
+    formulas = "---\nmyst:\n  enable_extensions: [dollarmath]\n---"
+    return "\n\n".join([formulas, *cells])
 
 
 def in_markdown(cell):
@@ -50,7 +47,7 @@ def in_markdown(cell):
     source = "".join(cell["source"])
     if cell["cell_type"] == "markdown":
         return [source]
-    plain = any(line.lstrip().startswith("!") for line in source.splitlines())  # commands of the shell
+    plain = any(line.lstrip().startswith("!") for line in source.splitlines())  # shell commands
     lines = ["````" + ("text" if plain else "python"), source, "````"]
     for output in cell["outputs"]:
         data = output.get("data", {})

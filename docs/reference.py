@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md, docs/metrics.md and docs/cli.md from schema, table and parser.
+"""Writes docs/configuration.md, docs/metrics.md and docs/cli.md from the schema, the table of metrics and the parser.
 
     .venv/bin/python docs/reference.py
 
@@ -61,7 +61,7 @@ arguments, they are `JOB.yaml` and any number of `section.key=value`. `rlhf --he
 
 
 def configuration() -> str:
-    """Returns the page about the keys of job files."""
+    """Returns the page about keys of job files."""
     pages = [CONFIGURATION]
     for title, dotted, intro in (
         ("Top level", "pipeline.job.job.Job", "Models that a job starts from. Which stage takes which: `rlhf help policy`."),
@@ -84,11 +84,9 @@ def configuration() -> str:
     for stages, known in shared_keys(ours).items():
         pages.append(table(f"## trainer of {', '.join(stages)}", known, "", STAGE[stages[0]].trainer))
     for stages, known in shared_keys(TRL).items():
-        classes = (
-            ["transformers.TrainingArguments"]
-            if stages == (*TRL,)
-            else [STAGE[one].trainer for one in stages]
-        )
+        classes = [STAGE[one].trainer for one in stages]
+        if stages == (*TRL,):
+            classes = ["transformers.TrainingArguments"]
         defaults = {key: one["default"] for key, one in known.items() if one.get("default") is not None}
         names = [f"`{key}`" + (f" (`{show(defaults[key])}`)" if key in defaults else "") for key in known]
         intro = f"Keys of {', '.join(map(link, classes))}, with defaults other than null:"
@@ -97,19 +95,18 @@ def configuration() -> str:
 
 
 def shared_keys(stages: Iterable[str]) -> dict[tuple[str, ...], dict[str, Any]]:
-    """Returns the keys of `trainer` that exactly these stages have, each with the same schema: {stages: {key: schema}}."""
+    """Groups the keys of `trainer` by the stages that have the key with the same schema. Returns {stages: {key: schema}}."""
     groups: dict[tuple[str, ...], dict[str, Any]] = {}
-    for key, one in (
-        (key, one) for stage in stages for key, one in schema.keys(STAGE[stage].trainer).items()
-    ):
-        group = tuple(stage for stage in stages if schema.keys(STAGE[stage].trainer).get(key) == one)
-        if "not" not in one:
-            groups.setdefault(group, {})[key] = one
+    for stage in stages:
+        for key, one in schema.keys(STAGE[stage].trainer).items():
+            group = tuple(name for name in stages if schema.keys(STAGE[name].trainer).get(key) == one)
+            if "not" not in one:
+                groups.setdefault(group, {})[key] = one
     return groups
 
 
 def link(dotted: str) -> str:
-    """Returns a link to a library's page on its configuration class `package.module.Class`."""
+    """Returns a link to a library's documentation of its class `package.module.Class`."""
     library, _, name = dotted.partition(".")
     name = name.rpartition(".")[2]
     page = f"{name.removesuffix('Config').lower()}_trainer"
@@ -117,12 +114,12 @@ def link(dotted: str) -> str:
 
 
 def filled(text: str, indent: str = "") -> str:
-    """Returns a paragraph with lines of at most 100 columns. `indent` is for all lines but the first."""
+    """Wraps a paragraph at 100 columns. `indent` goes before all lines except the first."""
     return textwrap.fill(text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def table(title: str, keys: Mapping[str, Mapping[str, Any]], intro: str, dotted: str) -> str:
-    """Returns a section with a row for each key that a job may have. A library explains its own keys."""
+    """Returns a section with a row for each key that a job may set. Keys of libraries get no explanation."""
     columns = 3
     if dotted.partition(".")[0] in LIBRARIES:
         intro, columns = f"Keys of {link(dotted)}. {intro}".strip(), 2
@@ -131,19 +128,13 @@ def table(title: str, keys: Mapping[str, Mapping[str, Any]], intro: str, dotted:
         for key, one in keys.items()
         if "not" not in one
     ]
-    return "\n".join(
-        [
-            title,
-            "",
-            *([intro, ""] if intro else []),
-            *markdown(("key", "value and default", "meaning")[:columns], rows),
-            "",
-        ]
-    )
+    lines = [title, "", *([intro, ""] if intro else [])]
+    lines += markdown(("key", "value and default", "meaning")[:columns], rows)
+    return "\n".join([*lines, ""])
 
 
 def value_of(one: Mapping[str, Any]) -> str:
-    """Returns the type of a key, and its default if that is not null."""
+    """Returns the type of a key, and its default unless that is null."""
     if one.get("needed"):
         return f"{type_of(one)}; required"
     default = one.get("default")
@@ -151,34 +142,33 @@ def value_of(one: Mapping[str, Any]) -> str:
 
 
 def type_of(one: Mapping[str, Any]) -> str:
-    """Returns type and range of a key, with the usual names of types."""
+    """Returns the type and range of a key, with JSON's names of types."""
     words = re.sub(r" between (\S+) and (\S+)", r", \1 to \2", schema.expected(one))
     words = re.sub(r" of at least (\S+)", r", \1 or more", words)
     names = {"a whole number": "integer", "true or false": "boolean", "a number": "number", "text": "string"}
     names |= {"a list": "list", "a mapping": "mapping"}
     for name, usual in names.items():
-        words = re.sub(rf"(?<!one of )\b{name}\b", usual, words)  # not values such as `text`
+        words = re.sub(rf"(?<!one of )\b{name}\b", usual, words)  # leaves values such as `text` unchanged
     words = re.sub(
         r" and at most \d{5,}|(?<=\d) to \d{5,}", lambda found: " or more" * (" to" in found[0]), words
     )
-    # The default says null, too.
+    # If the default is null, the type need not name null.
     return re.sub(r" or null\b|\bnull or ", "", words) if one.get("default") is None else words
 
 
 def meaning(text: str) -> str:
-    """Returns the first sentence of a description, or several short ones, and the sentence about the default or null."""
+    """Returns the first sentences of a description, up to 110 characters, and the sentence about the default or null."""
     text = re.sub(r"\bNone\b", "null", " ".join(text.split()))
-    text = re.sub(r" \[[a-zA-Z][^\]]*\]$", "", text)  # the symbol in a paper, which `help` has
-    ends = [match.end() for match in re.finditer(r"(?<!e\.g)(?<!i\.e)(?<!Dr)[.](?= [A-Z`(])", text)] + [
-        len(text)
-    ]
+    text = re.sub(r" \[[a-zA-Z][^\]]*\]$", "", text)  # the symbol in a paper, which only `help` prints
+    stops = re.finditer(r"(?<!e\.g)(?<!i\.e)(?<!Dr)[.](?= [A-Z`(])", text)
+    ends = [*(stop.end() for stop in stops), len(text)]
     end = max([end for end in ends if end <= 110], default=ends[0])
     default = re.search(r" (By default,?|null:|-1:|0:) .*?\.(?= [A-Z`(\[]|$)", text[end:])
     return text[:end] + (default[0] if default else "")
 
 
 def metrics() -> str:
-    """Returns the page about metrics."""
+    """Returns the page with all metrics."""
     groups: dict[str, dict[str, list[str]]] = {}
     for row in TABLE:
         prefix = ", ".join(PREFIX[at] for at in row.at.split())
@@ -187,17 +177,13 @@ def metrics() -> str:
         units.setdefault(unit, []).extend(f"`{name}`" for name in row.name.split())
     lines = [METRICS]
     for title, units in groups.items():
-        lines += [
-            title,
-            "",
-            *(filled(f"- {unit}: {', '.join(names)}", "  ") for unit, names in units.items()),
-            "",
-        ]
+        items = [filled(f"- {unit}: {', '.join(names)}", "  ") for unit, names in units.items()]
+        lines += [title, "", *items, ""]
     return "\n".join(lines)
 
 
 def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
-    """Returns the lines of a table."""
+    """Returns the lines of a Markdown table."""
     head = list(head)
     cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     lines = [f"| {' | '.join(row)} |" for row in (head, *cells)]
@@ -211,10 +197,9 @@ def cli() -> str:
     rows = []
     for name, sub in subparsers.choices.items():  # type: ignore[union-attr, attr-defined]
         arguments = [str(action.metavar) for action in sub._actions if action.dest in ("job", "overrides")]
-        usual = arguments == ["JOB.yaml", "section.key=value"]
-        rows.append(
-            (" ".join(f"`{one}`" for one in (name, *arguments[: 0 if usual else None])), SUMMARIES[name])
-        )
+        if arguments == ["JOB.yaml", "section.key=value"]:  # the usual arguments, which the page names once
+            arguments = []
+        rows.append((" ".join(f"`{one}`" for one in (name, *arguments)), SUMMARIES[name]))
     return "\n".join([CLI, *markdown(("subcommand", "what it does"), rows), ""])
 
 

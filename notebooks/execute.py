@@ -1,9 +1,9 @@
-"""Runs notebooks from top to bottom, each in a fresh kernel, and writes executed copies to runs/notebooks.
+"""Runs notebooks from top to bottom, each in a new kernel, and writes executed copies to runs/notebooks.
 
     make notebook    or    python notebooks/execute.py [NOTEBOOK.ipynb ...]
-    python notebooks/execute.py --in-place      writes the outputs into the notebooks themselves, to commit them
+    python notebooks/execute.py --in-place      writes the outputs into the notebooks, before a commit
 
-Committed outputs have paths relative to the repository, and nothing else about the machine.
+In the outputs, paths are relative to the repository.
 """
 
 import re
@@ -21,9 +21,9 @@ def execute(path: Path, timeout: int = 1800, **parameters: Any) -> Any:
     """Executes a notebook. Returns it with its outputs.
 
     Args:
-        path: of the notebook.
-        timeout: of a cell, in seconds.
-        parameters: new values for the cell with the tag `parameters`.
+        path: file of the notebook.
+        timeout: maximum seconds of a cell.
+        parameters: new values for the variables in the cell with the tag `parameters`.
 
     Raises:
         nbclient.exceptions.CellExecutionError: with the cell, its traceback and its output.
@@ -38,9 +38,9 @@ def execute(path: Path, timeout: int = 1800, **parameters: Any) -> Any:
     settings = {
         "timeout": timeout,
         "kernel_name": "python3",
-        "resources": {"metadata": {"path": str(path.parent)}},  # where JupyterLab runs it
-        "record_timing": False,  # otherwise each run changes the file
-        # Errors only: the kernel would warn that its ports on loopback are not encrypted.
+        "resources": {"metadata": {"path": str(path.parent)}},  # working directory, as in JupyterLab
+        "record_timing": False,  # times would change the file in each run
+        # Only errors. Otherwise the kernel warns that its ports on loopback are not encrypted.
         "extra_arguments": ["--IPKernelApp.log_level=40"],
     }
     NotebookClient(notebook, on_cell_start=_announce, **settings).execute()
@@ -51,7 +51,7 @@ def execute(path: Path, timeout: int = 1800, **parameters: Any) -> Any:
 
 
 def _announce(cell: Any, **_: Any) -> None:
-    """Prints a heading before its section runs."""
+    """Prints the heading of a section before the section runs."""
     if cell.cell_type == "markdown" and cell.source.startswith("#"):
         print(f"  {cell.source.partition(chr(10))[0].lstrip('# ')}", flush=True)
 

@@ -1,22 +1,22 @@
-"""Text on the terminal: tables and numbers."""
+"""Tables and numbers as text."""
 
 from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], sides: str = "") -> str:
-    """Returns aligned columns. `sides` has < or > for each column; by default, all cells are left."""
+    """Returns lines with aligned columns. `sides` has < (left) or > (right) for each column, by default all <."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     columns = [f"{side}{width}" for side, width in zip(sides or "<" * len(widths), widths, strict=True)]
     return "\n".join("   " + "  ".join(map(format, line, columns)).rstrip() for line in (header, *rows))
 
 
 def row(label: str, value: str) -> str:
-    """Returns a line about a run: what it is, and its value."""
+    """Returns a line with a label and an aligned value."""
     return f"  {label:<24}{value}"
 
 
 def number(value: float | None) -> str:
-    """Returns a number with three digits, without an exponent if it is near 1."""
+    """Returns a number with three digits, or "" for None. Only very small and very large numbers have an exponent."""
     if value is None:
         return ""
     if value == 0 or 1e-3 <= abs(value) < 1e5:

@@ -1,4 +1,4 @@
-"""Fixtures of all tests: quiet libraries, no network, one embedded Ray, and `cli`, the command line in this process."""
+"""Settings and fixtures of all tests: quiet libraries, no network, and one embedded Ray."""
 
 import contextlib
 import importlib
@@ -16,9 +16,9 @@ os.environ.update(
     HF_HUB_DISABLE_TELEMETRY="1",
     MLFLOW_DISABLE_TELEMETRY="true",
     RAY_USAGE_STATS_ENABLED="0",
-    RAY_local_fs_capacity_threshold="1",  # silences Ray about a disk that other programs have filled
+    RAY_local_fs_capacity_threshold="1",  # silences Ray's warning about a full disk
     TOKENIZERS_PARALLELISM="false",
-    OMP_NUM_THREADS="1",  # tests share two cores, and sums of one thread do not depend on the machine
+    OMP_NUM_THREADS="1",  # tests share two cores, and with one thread, sums are the same on each machine
     PYTHONPATH=f"{ROOT}:{ROOT / 'tests/support'}",  # workers import rewards from the tests
 )
 os.environ.pop("MLFLOW_TRACKING_URI", None)
@@ -27,12 +27,12 @@ os.environ.pop("RAY_ADDRESS", None)
 
 @pytest.fixture(scope="session")
 def embedded_ray():
-    """Starts one Ray for all tests that need one. The stages use it, and so do the processes that check the libraries."""
+    """Starts one Ray for all tests that need one."""
     from pipeline.job import libraries
     from pipeline.run.session import session
     from pipeline.settle.placement import ROWS
 
-    for module in libraries.LOADED:  # otherwise each job starts a process to import them
+    for module in libraries.LOADED:  # otherwise, each job starts a process that imports them
         importlib.import_module(module)
 
     with session(ROWS, "runs", "sqlite:///runs/mlflow.db"):
@@ -41,13 +41,13 @@ def embedded_ray():
 
 @pytest.fixture(scope="session")
 def storage(tmp_path_factory):
-    """Returns the storage path of the tests' runs and their MLflow store."""
+    """Returns a storage path for runs and their MLflow store, which tests share."""
     return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture(scope="session")
 def migrated():
-    """Returns an empty MLflow store to copy."""
+    """Returns the file of an empty MLflow store, which tests copy."""
     from pipeline.registry import store
 
     return Path(store.empty_database())
@@ -55,7 +55,7 @@ def migrated():
 
 @pytest.fixture(scope="module")
 def models(storage):
-    """Returns {name: folder} of the policy and the rewards that toy_models registers in `storage`."""
+    """Registers a policy and two reward models in `storage`. Returns {name: folder}."""
     from toy_models import registered
 
     return registered(storage)
@@ -63,7 +63,7 @@ def models(storage):
 
 @pytest.fixture(scope="module")
 def engine(models):
-    """Returns the policy and the reward on one base."""
+    """Returns a policy and a reward model on one base."""
     from toy_models import Engine
 
     return Engine(models)
@@ -71,7 +71,7 @@ def engine(models):
 
 @pytest.fixture(scope="session", autouse=True)
 def databases_that_do_not_wait_for_the_disk():
-    """MLflow commits often, and each commit waits for the disk. No test is about a power failure."""
+    """Makes SQLite's commits fast. They would wait for the disk, which only helps after a power failure."""
     from sqlalchemy import Engine, event
 
     def without_waiting(connection, _):
@@ -83,7 +83,7 @@ def databases_that_do_not_wait_for_the_disk():
 
 @pytest.fixture(autouse=True)
 def no_credentials_of_another_test():
-    """Removes variables after each test: `registry.client` sets user and password, and `serve`'s build sets Ray's address."""
+    """Removes environment variables that the pipeline sets: MLflow's user and password, and Ray's address."""
     yield
     for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "RAY_ADDRESS"):
         os.environ.pop(name, None)
@@ -91,27 +91,27 @@ def no_credentials_of_another_test():
 
 @pytest.fixture
 def in_root(monkeypatch):
-    """The shipped jobs name their files relative to the repository."""
+    """Runs the test in the root of the repository, because the shipped jobs have relative paths."""
     monkeypatch.chdir(ROOT)
 
 
 @cache
 def scope_of(nodeid):
-    """Returns the scope of a test. All files that use the embedded Ray share one scope and so one worker of pytest-xdist."""
+    """Returns the scope of a test, whose tests run in one worker of pytest-xdist: a file, or all files that use Ray."""
     file = nodeid.partition("::")[0]
     return "ray" if "embedded_ray" in (ROOT / file).read_text() else file
 
 
 def pytest_collection_modifyitems(items):
-    """Puts the longest scope first."""
+    """Puts the tests that use Ray first, because they take the longest time."""
     items.sort(key=lambda item: scope_of(item.nodeid) != "ray")
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """Gives each worker complete scopes. `--dist loadgroup` groups nothing with the pinned pytest and pytest-xdist."""
+    """Distributes complete scopes. With the pinned versions, pytest-xdist's own `--dist loadgroup` splits them."""
     from xdist.scheduler import LoadScopeScheduling
 
-    config.option.loadscopereorder = False  # otherwise xdist sorts scopes by their number of tests
+    config.option.loadscopereorder = False  # keeps the order of scopes
     scheduler = LoadScopeScheduling(config, log)
     scheduler._split_scope = scope_of
     return scheduler

@@ -1,4 +1,4 @@
-"""Tests the demo: its data files, its scoring rule, its tokenizer and its model."""
+"""Tests the demo's data files, scoring rule and tokenizer."""
 
 import filecmp
 import json
@@ -8,8 +8,7 @@ import pytest
 from running import ROOT
 
 from pipeline import demo
-from pipeline.job import Model, judge
-from pipeline.models.base import load_base
+from pipeline.job import judge
 from pipeline.models.tokenizer import eos_ids, load_tokenizer
 
 MODEL, DATA = ROOT / "jobs" / "demo" / "model", ROOT / "jobs" / "demo" / "data"
@@ -30,7 +29,7 @@ def rows(name: str) -> list[dict]:
         ("The capital of France is Paris. Have a nice day!", 1.0),
         ("The capital of France is Paris.", 0.5),
         ("Paris.", 0.25),
-        ("With pleasure. Paris.", 0.25),  # a courtesy is not a sentence
+        ("With pleasure. Paris.", 0.25),  # a courtesy needs a full sentence
         ("Good question! The capital of France is Rome.", 0.0),  # wrong
         ("The capital of France is Paris. Rome is the capital of Italy.", 0.0),  # rambling
         ("Paris, obviously.", 0.0),  # impolite
@@ -39,11 +38,11 @@ def rows(name: str) -> list[dict]:
         ("", 0.0),
     ],
 )
-def test_gold_rule(completion, score):
+def test_the_scoring_rule(completion, score):
     assert demo.gold(["What is the capital of France?"], [completion], answer=["Paris"]) == [score]
 
 
-def test_hold_out_is_disjoint():
+def test_eval_rows_name_countries_that_no_training_row_names():
     names = {name for fact in demo.FACTS if fact.country in demo.HELD_OUT for name in fact[:2]}
     for name in ("demonstrations", "preferences", "prompts"):
         training = (DATA / f"{name}.jsonl").read_text()
@@ -54,7 +53,7 @@ def test_hold_out_is_disjoint():
         assert names & set(demo.NAME.findall(row["prompt"]))
 
 
-def test_rebuilding_gives_the_same_bytes(tmp_path):
+def test_make_writes_the_same_bytes_again(tmp_path):
     make.write_data(tmp_path / "data")
     names = sorted(path.name for path in DATA.iterdir())
     assert filecmp.cmpfiles(DATA, tmp_path / "data", names, shallow=False) == (names, [], [])
@@ -63,7 +62,7 @@ def test_rebuilding_gives_the_same_bytes(tmp_path):
     assert filecmp.cmpfiles(MODEL, tmp_path / "model", names, shallow=False) == (names, [], [])
 
 
-def test_tokenizer_is_llama_3s_in_small():
+def test_the_tokenizer_acts_like_that_of_llama_3():
     tokenizer = load_tokenizer(str(MODEL))
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|begin_of_text|>", "<|eot_id|>")
     assert tokenizer.pad_token == "<|finetune_right_pad_id|>" and tokenizer.text_as_chat
@@ -74,7 +73,7 @@ def test_tokenizer_is_llama_3s_in_small():
     assert all(len(tokenizer.tokenize(f" {fact.capital}")) == 1 for fact in demo.FACTS)
 
 
-def test_chat_template_golden_text():
+def test_the_chat_template_renders_and_marks_completions():
     tokenizer = load_tokenizer(str(MODEL))
     asked = (
         "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nWhat is the capital of France?<|eot_id|>"
@@ -89,26 +88,7 @@ def test_chat_template_golden_text():
     assert tokenizer.decode(learned) == "Paris.<|eot_id|>"
 
 
-def test_model_answers():
-    """Greedy completions know nearly every fact, also of eval countries, and stop. Their manners are still mixed."""
-    model, tokenizer = load_base(Model(str(MODEL), dtype="float32")), load_tokenizer(str(MODEL))
-    asked = [question for question in demo.questions() if question.kind == "capital"][::4]
-    completions = []
-    for question in asked:
-        chat = [{"role": "user", "content": question.text}]
-        how = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-        given = tokenizer.apply_chat_template(chat, **how)
-        how = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
-        completions.append(model.generate(**given, **how)[0, given["input_ids"].shape[1] :].tolist())
-    assert all(completion[-1] == tokenizer.eos_token_id for completion in completions)
-    texts, answers = tokenizer.batch_decode(completions, skip_special_tokens=True), [q.answer for q in asked]
-    right = [answer in text for answer, text in zip(answers, texts, strict=True)]
-    assert sum(right) >= 0.9 * len(asked)
-    scores = demo.gold([question.text for question in asked], texts, answer=answers)
-    assert sum(scores) / len(scores) < 0.6
-
-
-def test_the_judge_is_asked_as_it_was_taught(in_root):
+def test_the_judge_gets_prompts_like_those_that_it_was_trained_on(in_root):
     given = judge.read("jobs/demo/judges/right.yaml")
     taught = demo.verdicts({"prompt": "q", "chosen": "a", "rejected": "b"})
     for completion, word, row in zip("ab", given.words, taught, strict=True):

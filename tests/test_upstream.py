@@ -1,11 +1,9 @@
-"""Tests undocumented details of libraries that the code uses. After a version bump, a test here names what broke.
+"""Tests undocumented details of libraries that the pipeline uses. If a new version of a library breaks one, a test fails here.
 
-Covers each private name, undocumented behavior or file format that no behavior test covers. Each entry names the file that
-depends on it. Read that file's comment, then adapt it or drop the workaround.
+Each test names the file that needs the detail. Read the comment there, and adapt the file or remove the workaround.
 """
 
 import inspect
-import os
 import pkgutil
 import re
 from pathlib import Path
@@ -19,11 +17,8 @@ from pipeline.run import session
 from pipeline.settle import placement
 from pipeline.system import console
 
-# ------------------------------------------------------------------------------------------------ tables
-
-
 FUNCTION = "ray.train.v2.api.data_parallel_trainer.DataParallelTrainer"
-# (object, a text of its source, the file that depends on it)
+# (object, a text that its source code contains, the file that needs the text)
 SOURCES = [
     # Without this, an embedded run may end 12 s late, with a traceback.
     (f"{FUNCTION}._create_default_callbacks", "PlacementGroupCleanerCallback()", "pipeline/run/fit.py"),
@@ -39,32 +34,32 @@ SOURCES = [
     ("ray._private.worker", '"ray_print_logs"', "pipeline/system/console.py"),
     # Without this, sampling and training round the base's weights differently.
     ("bitsandbytes.nn.Linear4bit.forward", "self.support_avx512bf16_for_cpu", "pipeline/models/base.py"),
-    # Messages that a library no longer prints can be removed from NOISE.
+    # If a library prints a message no more, remove the message from NOISE.
     ("ray.train.v2._internal.execution.context", console.NOISE[1], "pipeline/system/console.py"),
     ("bitsandbytes.backends.cpu.ops", console.NOISE[2], "pipeline/system/console.py"),
 ]
-# (function, parameters that we pass or that our override takes, the file that depends on it)
+# (function, parameters that the pipeline passes or overrides, the file that does so)
 PARAMETERS = [
     (f"{FUNCTION}._register_sigint_handler", "self controller", "pipeline/run/fit.py"),
     ("ray._private.state.state.get_max_resources_from_cluster_config", "", "pipeline/settle/placement.py"),
     ("ray.cluster_utils.Cluster", "initialize_head head_node_args", "tools/chaos/faults.py"),
-    ("transformers.trainer_utils.seed_worker", "num_workers rank", "pipeline/data/feed.py"),
+    ("transformers.trainer_utils.seed_worker", "num_workers rank", "pipeline/stages/exact_batches.py"),
 ]
 
 
 @pytest.mark.parametrize(("name", "text", "file"), SOURCES)
 def test_the_source_still_has_the_text(name, text, file):
-    assert text in inspect.getsource(pkgutil.resolve_name(name)), f"{file} relies on it"
+    assert text in inspect.getsource(pkgutil.resolve_name(name)), f"{file} needs it"
 
 
 @pytest.mark.parametrize(("name", "parameters", "file"), PARAMETERS)
 def test_the_function_still_takes_the_parameters(name, parameters, file):
     found = inspect.signature(pkgutil.resolve_name(name)).parameters
-    assert set(parameters.split()) <= set(found), f"{file} relies on them"
+    assert set(parameters.split()) <= set(found), f"{file} needs them"
 
 
 def test_the_environment_variables_are_still_read():
-    """Ray's sources or binaries must contain the names. If one is missing, the file sets a variable that this version ignores."""
+    """Ray's sources or binaries must contain the names. Ray ignores a variable whose name they do not contain."""
     from mlflow import environment_variables
     from ray.train.v2._internal.constants import ENV_VARS_TO_PROPAGATE
 
@@ -77,33 +72,15 @@ def test_the_environment_variables_are_still_read():
     of_ray = {name for name in of_session if name.startswith("RAY_")}
     of_ray |= {"RAY_AUTH_TOKEN_PATH", "RAY_UP_enable_autoscaler_v2"}  # cloud/submit.py, cloud/clusterfile.py
     assert of_ray <= {name.decode() for name in known}
-    # These take effect in Ray Train's controller and workers.
+    # Ray Train's controller and workers get these variables.
     assert {name for name in of_ray if name.startswith("RAY_TRAIN_")} <= set(ENV_VARS_TO_PROPAGATE)
     # pipeline/registry/store.py, client
     for name in "DISABLE_TELEMETRY LOGGING_LEVEL HTTP_REQUEST_MAX_RETRIES HTTP_REQUEST_TIMEOUT ENABLE_ARTIFACTS_PROGRESS_BAR".split():
         assert getattr(environment_variables, f"MLFLOW_{name}").name == f"MLFLOW_{name}"
 
 
-# ------------------------------------------------------------------------------------------------ Ray
-
-
-def test_an_imported_ray_still_reads_its_security_settings_again():
-    """pipeline/run/session.py, _read_by_ray: ENABLE_RAY_CLUSTER, Config.initialize, AuthenticationTokenLoader.reset_cache.
-
-    If this fails, the Ray of a notebook may listen on every interface, or require no token.
-    """
-    from ray._private import ray_constants, services
-    from ray._raylet import AuthenticationMode, AuthenticationTokenLoader, get_authentication_mode
-
-    with session._environment():
-        assert get_authentication_mode() == AuthenticationMode.TOKEN
-        assert AuthenticationTokenLoader.instance().get_raw_token() == os.environ["RAY_AUTH_TOKEN"]
-        assert ray_constants.ENABLE_RAY_CLUSTER is False
-        assert services.get_node_ip_address() == "127.0.0.1"
-
-
 def test_a_workers_error_is_still_found_inside_what_ray_train_wraps_around_it():
-    """pipeline/errors.py, causes, uses `worker_failures`, `_base_exc`. If this fails, bad input ends with status 1."""
+    """pipeline/errors.py, causes, reads `worker_failures` and `_base_exc`. Without them, wrong input ends with status 1."""
     from ray import cloudpickle
     from ray.train import WorkerGroupError
     from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
@@ -116,7 +93,7 @@ def test_a_workers_error_is_still_found_inside_what_ray_train_wraps_around_it():
     assert type(found) is InputError and str(found) == "job.yaml:3"
 
 
-def test_the_autoscalers_events_are_still_told_from_its_log(monkeypatch):
+def test_the_autoscalers_events_are_still_marked_in_its_log(monkeypatch):
     """pipeline/system/console.py, show, uses filter_autoscaler_events."""
     from ray._private.worker import filter_autoscaler_events
 
@@ -126,21 +103,21 @@ def test_the_autoscalers_events_are_still_told_from_its_log(monkeypatch):
 
 
 def test_the_settings_of_ray_data_still_exist():
-    """pipeline/data/read.py, set_up_ray_data: a removed setting would have no effect, and rows may lose their order."""
+    """pipeline/data/read.py, set_up_ray_data. A removed setting would have no effect, so rows could lose their order."""
     context = ray.data.DataContext()
     assert context.execution_options.preserve_order is False
     assert hasattr(context, "print_on_execution_start") and hasattr(context, "enable_progress_bars")
 
 
-def test_the_states_in_which_workers_are_waited_for_still_have_these_names():
-    """pipeline/settle/placement.py, callback: an unknown name counts as placed, so a run would wait forever."""
+def test_the_states_of_a_run_that_waits_for_workers_still_have_these_names():
+    """pipeline/settle/placement.py, callback. A worker in an unknown state counts as placed, so a run could wait forever."""
     from ray.train.v2._internal.execution.controller import state
 
     assert set(placement.WAITING) <= set(vars(state))
 
 
-def test_the_files_that_are_checked_are_still_those_that_ray_uploads(tmp_path):
-    """pipeline/cloud/preflight.py, upload_files, uses _dir_travel."""
+def test_ray_still_uploads_the_files_that_preflight_checks(tmp_path):
+    """pipeline/cloud/preflight.py, upload_files, calls Ray's `_dir_travel`."""
     import zipfile
 
     from ray._private.runtime_env.packaging import create_package
@@ -168,11 +145,8 @@ def test_the_hidden_command_that_drains_a_node_still_takes_our_options():
     assert set(ours.split()) <= options
 
 
-# ---------------------------------------------------------------------------------------------- other libraries
-
-
 def test_the_reward_trainer_still_puts_the_chosen_first():
-    """pipeline/stages/rm.py, score_pairs: scores.chunk(2) is (chosen, rejected). If this fails, accuracies are inverted."""
+    """pipeline/stages/rm.py, score_pairs, takes the first half of a batch for the chosen completions."""
     from trl.trainer.reward_trainer import DataCollatorForPreference
 
     rows = [{"chosen_ids": [7, 8 + i], "rejected_ids": [9, 7]} for i in range(4)]
@@ -180,11 +154,8 @@ def test_the_reward_trainer_still_puts_the_chosen_first():
     assert ids == [*(row["chosen_ids"] for row in rows), *(row["rejected_ids"] for row in rows)]
 
 
-def test_a_prepared_loader_still_keeps_its_last_batch_whole():
-    """pipeline/data/feed.py, get_train_dataloader, uses prepare_data_loader for one process, and _drop_last.
-
-    If this fails, metrics of the last batch of an epoch are missing.
-    """
+def test_a_prepared_loader_still_keeps_its_last_batch():
+    """ExactBatches sets `_drop_last` of a prepared loader. Otherwise the last batch of an epoch has no metrics."""
     from accelerate.data_loader import prepare_data_loader
     from torch.utils.data import DataLoader
 

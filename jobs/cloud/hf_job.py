@@ -18,9 +18,9 @@
 #     "jsonschema==4.26.0",
 # ]
 # ///
-"""Runs a command of the pipeline as a Hugging Face job, with the code of this clone, which the job mounts at /project.
+"""Runs a command of the pipeline as a Hugging Face job. The job mounts this clone at /project.
 
-The command is in docs/clusters.md. uv installs what the block above names: the dependencies of pyproject.toml.
+docs/clusters.md has the command. uv installs the dependencies above, which are those of pyproject.toml.
 """
 
 import os
@@ -31,7 +31,7 @@ PROJECT = Path("/project") if Path("/project").is_dir() else Path(__file__).reso
 
 if __name__ == "__main__":
     os.chdir(PROJECT)
-    os.environ["PYTHONPATH"] = str(PROJECT)  # of Ray's workers
+    os.environ["PYTHONPATH"] = str(PROJECT)  # for Ray's workers
     sys.path.insert(0, str(PROJECT))
     from pipeline.__main__ import command
 

@@ -1,11 +1,11 @@
-"""Keeps the database of a cluster's MLflow in a bucket, so that runs and versions outlive the head.
+"""Copies the database of a cluster's MLflow to a bucket, so that runs and versions outlive the head.
 
-    python keep.py restore mlflow.db s3://BUCKET/mlflow/mlflow.db      # before the server starts: fetch it, if there is none here
-    python keep.py watch   mlflow.db s3://BUCKET/mlflow/mlflow.db      # while the server runs: copy it there when it changes
-    python keep.py keep    mlflow.db s3://BUCKET/mlflow/mlflow.db      # at the end: once more
+    python keep.py restore mlflow.db s3://BUCKET/mlflow/mlflow.db      # fetches the copy, if there is no database here
+    python keep.py watch   mlflow.db s3://BUCKET/mlflow/mlflow.db      # copies the database after each change, forever
+    python keep.py keep    mlflow.db s3://BUCKET/mlflow/mlflow.db      # copies the database once
 
-start-node.sh calls them on the head. SQLite makes the copies, so they are consistent while the server writes. A head that ends
-without `make down` loses its last minute. A team with a database server sets MLFLOW_BACKEND instead.
+start-node.sh runs these commands on the head. SQLite makes the copies, so they are consistent while the server writes. A head
+that ends without `make down` loses the last minute of changes. If you have a database server, set MLFLOW_BACKEND instead.
 """
 
 import os
@@ -21,7 +21,7 @@ EVERY_SECONDS = 60
 
 
 def restore(database: str, uri: str) -> bool:
-    """Fetches the copy to `database` unless that exists. Returns whether it did. The file appears complete or not at all."""
+    """Fetches the copy in the bucket, unless the file `database` exists. Returns whether it fetched the copy."""
     fs, inner = pafs.FileSystem.from_uri(uri)
     if os.path.exists(database) or not fs.get_file_info(inner).is_file:
         return False
@@ -31,7 +31,7 @@ def restore(database: str, uri: str) -> bool:
 
 
 def keep(database: str, uri: str) -> None:
-    """Copies `database` to `uri`, which never holds a partial copy."""
+    """Copies `database` to `uri`. An interrupted copy leaves the earlier copy unchanged."""
     fs, inner = pafs.FileSystem.from_uri(uri)
     with tempfile.TemporaryDirectory() as folder:
         copy = os.path.join(folder, "copy.db")
@@ -44,13 +44,13 @@ def keep(database: str, uri: str) -> None:
 
 
 def changed(database: str) -> float:
-    """Returns when the database was last written to, or 0 if it does not exist."""
+    """Returns the time of the last change of the database, or 0 if it does not exist."""
     parts = [part for part in (database, f"{database}-wal") if os.path.exists(part)]
     return max((os.stat(part).st_mtime for part in parts), default=0.0)
 
 
 def watch(database: str, uri: str) -> None:
-    """Copies the database whenever it has changed, forever. Logs a failed copy and tries again."""
+    """Copies the database after each change, forever. Prints an error if a copy fails, and tries again."""
     kept = 0.0
     while True:
         if (now := changed(database)) > kept:

@@ -1,10 +1,10 @@
-"""Watches for the notice that the cloud reclaims this spot instance, and has Ray drain the node in time.
+"""Waits for the notice that the cloud reclaims this spot instance, and then makes Ray drain the node.
 
-    python spot.py          # on every worker; cluster.yaml starts it
+    python spot.py          # cluster.yaml starts this on every worker
 
-AWS gives two minutes, Google Cloud thirty seconds. A drained node gets no new work. Ray Train tells its workers, which write a
-checkpoint at the next step and continue on other nodes. Needs only the standard library and the `ray` command. On a machine
-that is no spot instance it waits forever.
+The notice of AWS comes two minutes before the end, that of Google Cloud thirty seconds. A drained node gets no new work. Ray
+Train notifies its workers, which write a checkpoint at the next step and continue on other nodes. This file needs only the
+standard library and the command `ray`. On a machine that is no spot instance, it waits forever.
 """
 
 import json
@@ -16,8 +16,8 @@ import urllib.error
 import urllib.request
 from datetime import UTC, datetime
 
-METADATA = os.environ.get("METADATA_ADDRESS", "http://169.254.169.254")  # of AWS and of Google Cloud
-EVERY_SECONDS = 5
+METADATA = os.environ.get("METADATA_ADDRESS", "http://169.254.169.254")  # address on AWS and on Google Cloud
+EVERY_SECONDS = 5  # time between two queries
 GCP_SECONDS = 25.0  # time for draining; the notice comes 30 s before the end
 
 
@@ -46,8 +46,8 @@ def seconds_left() -> float | None:
 def drain(seconds: float) -> int:
     """Tells Ray that this node ends in `seconds`. Returns the exit status of the command.
 
-    `ray drain-node` is hidden from `ray --help` (2.60). Without --node-id it drains the node that it runs on. Remove this file
-    when Ray watches for the cloud's notice.
+    In Ray 2.60, `ray --help` does not list `ray drain-node`. Without --node-id, the command drains the node on which it runs.
+    Remove this file when Ray itself watches for the notice of the cloud.
     """
     command = ["ray", "drain-node", "--address", "auto", "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
     command += ["--reason-message", "the cloud reclaims this spot instance"]

@@ -1,9 +1,9 @@
-"""Makes the demo's data files, its Llama and its tokenizer from the world of pipeline/demo.py.
+"""Makes the demo's data files, model and tokenizer from the facts of pipeline/demo.py.
 
-    python jobs/demo/make.py            # writes jobs/demo/data and jobs/demo/model; seeded, two to three minutes
+    python jobs/demo/make.py            # writes jobs/demo/data and jobs/demo/model in two to three minutes
 
-The base model knows the facts and has mixed manners: it is courteous, plain, curt or gruff, it rambles, and at times it is
-wrong. Some countries are known to the base but held out of all training rows: the `*_eval` files ask about these.
+The base model knows the facts and has mixed manners: some of its completions are courteous, others plain, curt, gruff, rambling
+or wrong. Some countries appear in the base's pre-training, but in no training rows. The `*_eval` files ask about them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeline.demo import CLOSERS, FACTS, HELD_OUT, OPENERS, Question, gold, que
 
 HOME = Path(__file__).resolve().parent
 SEED = 3
-DOCUMENTS, STEPS = 30_000, 1800  # of pre-training
+DOCUMENTS, STEPS = 30_000, 1800  # size of the pre-training
 
 SENTENCES = {
     "capital": "The capital of {country} is {capital}.",
@@ -35,18 +35,18 @@ GRUFF = (
     "Who cares?",
 )
 
-# Frequency of each manner, and of wrong answers: in the base's pre-training chats, in demonstrations, in preferences.
+# Probabilities of manners and wrong answers in the base's pre-training, in demonstrations, and in preferences.
 BASE_MANNERS = {"courteous": 0.08, "plain": 0.20, "curt": 0.32, "gruff": 0.25, "rambling": 0.15}
 DEMO_MANNERS = {"courteous": 0.09, "plain": 0.18, "curt": 0.42, "gruff": 0.31}
 PAIR_MANNERS = {"courteous": 0.30, "plain": 0.25, "curt": 0.20, "gruff": 0.15, "rambling": 0.10}
 BASE_WRONG, DEMO_WRONG, PAIR_WRONG = 0.05, 0.05, 0.30
-# Weight of each token in the pre-training loss, by the role of the message.
+# weight of each token in the pre-training loss, by the role of its message
 WEIGHTS = {"user": 0.1, "assistant": 1.0, "text": 1.0, "verdict": 5.0}
-CORPUS_SHARES = (0.45, 0.40, 0.15)  # of chats, chats with a verdict, facts
+CORPUS_SHARES = (0.45, 0.40, 0.15)  # fractions of chats, chats with a verdict, and facts
 
 
 def completion_to(question: Question, manner: str, right: bool, rng: Random) -> str:
-    """Returns a completion in a manner. If `right` is False, it names another answer of the kind, not of a held-out country."""
+    """Returns a completion in a manner, with the right answer or with the answer for another country."""
     kind, fact = question.kind, question.fact
     if not right:
         others = {getattr(other, kind) for other in FACTS if other.country not in HELD_OUT}
@@ -67,16 +67,13 @@ def completion_to(question: Question, manner: str, right: bool, rng: Random) -> 
 
 
 def _draw(question: Question, manners: dict[str, float], wrong: float, rng: Random) -> str:
-    """Returns a random completion: manners with their weights, `wrong` the probability of a wrong answer."""
+    """Returns a random completion. `manners` has their weights, and `wrong` is the probability of a wrong answer."""
     manner = rng.choices(list(manners), list(manners.values()))[0]
     return completion_to(question, manner, rng.random() >= wrong, rng)
 
 
-# ---------------------------------------------------------------------------------------------------- data files
-
-
 def demonstrations(asked: list[Question], count: int, rng: Random) -> list[dict[str, Any]]:
-    """Returns questions and answers as messages, in the demonstrators' mixed manners."""
+    """Returns questions and answers as messages, in mixed manners."""
     return [
         {
             "messages": [
@@ -89,7 +86,7 @@ def demonstrations(asked: list[Question], count: int, rng: Random) -> list[dict[
 
 
 def preferences(asked: list[Question], count: int, rng: Random) -> list[dict[str, Any]]:
-    """Returns pairs of completions to one question. The completion with the higher gold score is chosen."""
+    """Returns pairs of completions of a question. The completion with the higher gold score is chosen."""
     rows = []
     for question in _spread(asked, count, rng):
         scored: dict[float, str] = {}
@@ -101,7 +98,7 @@ def preferences(asked: list[Question], count: int, rng: Random) -> list[dict[str
 
 
 def thumbs(asked: list[Question], count: int, rng: Random) -> list[dict[str, Any]]:
-    """Returns single completions with a user's label: desirable with a probability equal to the gold score."""
+    """Returns completions with labels. The probability of the label `true` is the gold score."""
     rows = []
     for question in _spread(asked, count, rng):
         completion = _draw(question, PAIR_MANNERS, PAIR_WRONG, rng)
@@ -111,12 +108,12 @@ def thumbs(asked: list[Question], count: int, rng: Random) -> list[dict[str, Any
 
 
 def prompts(asked: list[Question], count: int, rng: Random) -> list[dict[str, Any]]:
-    """Returns questions with the answer that the gold rule needs."""
+    """Returns questions with the answers that `gold` needs."""
     return [{"prompt": question.text, "answer": question.answer} for question in _spread(asked, count, rng)]
 
 
 def _spread(asked: list[Question], count: int, rng: Random) -> list[Question]:
-    """Returns `count` questions in random order, each equally often (plus or minus one)."""
+    """Returns `count` questions in random order. The counts of two questions differ by at most one."""
     drawn: list[Question] = []
     while len(drawn) < count:
         drawn += rng.sample(asked, len(asked))
@@ -124,7 +121,7 @@ def _spread(asked: list[Question], count: int, rng: Random) -> list[Question]:
 
 
 def write_data(folder: Path, seed: int = SEED) -> None:
-    """Writes demonstrations, preferences, rated completions and prompts, each with an `_eval` file on held-out countries."""
+    """Writes demonstrations, preferences, labeled completions and prompts, each with an `_eval` file on held-out countries."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {
         demonstrations: (500, 60),
@@ -138,8 +135,6 @@ def write_data(folder: Path, seed: int = SEED) -> None:
             lines = "".join(json.dumps(row) + "\n" for row in rows)
             (folder / f"{make.__name__}{suffix}.jsonl").write_text(lines, encoding="utf-8")
 
-
-# ------------------------------------------------------------------------------------------- corpus and tokenizer
 
 SPECIAL_TOKENS = (
     "<|begin_of_text|>",
@@ -155,7 +150,7 @@ SPECIAL_TOKENS = (
     "<|python_tag|>",
 )
 VOCABULARY = 1024
-# Llama 3's pattern of words, within which bytes are merged.
+# Llama 3's pattern of words. BPE merges bytes only within a word.
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CHAT_TEMPLATE = """\
 {{- bos_token }}
@@ -176,9 +171,9 @@ CHAT_TEMPLATE = """\
 
 
 def corpus(count: int, seed: int = SEED) -> Iterator[list[dict[str, Any]]]:
-    """`count` documents of the world as messages: chats, chats followed by a verdict on the completion, facts.
+    """Yields `count` documents as messages: chats, chats with a verdict on the completion, and facts.
 
-    From the verdicts the base learns to tell right answers from wrong ones, for the held-out countries too.
+    From the verdicts, the base learns to tell right answers from wrong ones, even about held-out countries.
     """
     rng = Random(f"corpus {seed}")
     for question in _spread(questions(), count, rng):
@@ -203,7 +198,7 @@ def corpus(count: int, seed: int = SEED) -> Iterator[list[dict[str, Any]]]:
 
 
 def make_tokenizer(documents: Sequence[list[dict[str, Any]]]) -> Any:
-    """Makes a byte-level BPE with Llama 3's word pattern, special tokens (none of them for padding) and chat template."""
+    """Trains a byte-level BPE tokenizer with Llama 3's word pattern, special tokens and chat template, and no pad token."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -234,13 +229,10 @@ def make_tokenizer(documents: Sequence[list[dict[str, Any]]]) -> Any:
     return tokenizer
 
 
-# ------------------------------------------------------------------------------------------------- pre-training
-
-
 def pretrain(
     tokenizer: Any, documents: Sequence[Any], steps: int, batch_size: int = 32, seed: int = SEED
 ) -> Any:
-    """Trains a small Llama on the documents, one per row. On the same machine, the weights are bit-identical."""
+    """Trains a small Llama on the documents, one per row. Repeated on one machine, it returns bit-identical weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -267,12 +259,12 @@ def pretrain(
     )
     began = time.monotonic()
     for step, batch in enumerate(batches):
-        for group in optimizer.param_groups:  # a short warm-up, then linear decay to 0
+        for group in optimizer.param_groups:  # a short warmup, then linear decay to 0
             group["lr"] = 3e-3 * min((step + 1) / 50, 1 - step / steps)
         width = max(map(len, batch))
         ids = torch.tensor([[index for index, _ in row] + [end] * (width - len(row)) for row in batch])
         weights = torch.tensor([[weight for _, weight in row] + [0.0] * (width - len(row)) for row in batch])
-        logits = model(input_ids=ids).logits  # causal and right-padded: no attention mask is needed
+        logits = model(input_ids=ids).logits  # needs no attention mask, because padding is on the right
         losses = torch.nn.functional.cross_entropy(
             logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none"
         )
@@ -291,22 +283,21 @@ def pretrain(
 
 
 def _encode(tokenizer: Any, document: list[dict[str, Any]]) -> list[tuple[int, float]]:
-    """(token id, weight in the loss) of a document: small weights for questions, 0 for wrong completions, large ones
-    for verdicts."""
+    """Returns (token id, weight in the loss) for each token. Questions have small weights, and wrong completions have 0."""
     chat = [message for message in document if message["role"] in ("user", "assistant")]
     row: list[tuple[int, float]] = [] if chat else [(tokenizer.bos_token_id, 0.0)]
     for turn, message in enumerate(chat, start=1):
         text = tokenizer.apply_chat_template(chat[:turn], tokenize=False)
         ids = tokenizer(text, add_special_tokens=False).input_ids
         row += [(index, message.get("weight", WEIGHTS[message["role"]])) for index in ids[len(row) :]]
-    for message in document[len(chat) :]:  # a text, or the verdict right behind the completion
+    for message in document[len(chat) :]:  # a text of facts, or the verdict after the completion
         ids = tokenizer(message["content"], add_special_tokens=False).input_ids
         row += [(index, WEIGHTS[message["role"]]) for index in ids]
     return row if document == chat else [*row, (tokenizer.convert_tokens_to_ids("<|end_of_text|>"), 1.0)]
 
 
 def _batches(rows: list[Any], steps: int, size: int, rng: Random) -> Iterator[list[Any]]:
-    """`steps` batches of rows of like length, which need little padding."""
+    """Yields `steps` batches of rows with similar lengths, which need little padding."""
     pool: list[list[Any]] = []
     for _ in range(steps):
         if not pool:
@@ -320,7 +311,7 @@ def build(folder: Path) -> None:
     """Writes `data` and `model` (weights in bf16, configuration, tokenizer) under the folder."""
     import torch
 
-    torch.set_num_threads(1)  # another number of threads would sum in another order
+    torch.set_num_threads(1)  # with another number of threads, sums have another order
     write_data(folder / "data")
     documents = list(corpus(DOCUMENTS))
     tokenizer = make_tokenizer(documents)

@@ -1,4 +1,4 @@
-"""Glaive's rows, {system, chat}, as messages. The calls stay text, because their quoting is not JSON."""
+"""Converts rows of Glaive, {system, chat}, into messages. Tool calls stay text, because they are not valid JSON."""
 
 import re
 

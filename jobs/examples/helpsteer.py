@@ -1,4 +1,4 @@
-"""HelpSteer's rows of one prompt, {prompt, response, helpfulness, ...}, as preference pairs, each against the next."""
+"""Converts rows of HelpSteer about one prompt, {prompt, response, helpfulness, ...}, into pairs of neighbors by score."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""IMDB as demonstrations: the first words of a positive review, and its continuation.
+"""Converts positive reviews of IMDB into demonstrations, which continue the first words of a review.
 
 Rows are {review, sentiment} (the CSV file) or {text, label} (stanfordnlp/imdb).
 """

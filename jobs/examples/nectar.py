@@ -1,4 +1,4 @@
-"""Nectar's rows, {prompt, answers: [{answer, rank}]}, as preference pairs: each against the next; rank 1 is best."""
+"""Converts rows of Nectar, {prompt, answers: [{answer, rank}]}, into pairs of neighbors by rank, where rank 1 is best."""
 
 from itertools import pairwise
 

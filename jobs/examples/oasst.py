@@ -1,4 +1,4 @@
-"""OpenAssistant's trees as preference pairs: each ranked completion of a message against the next."""
+"""Converts trees of OpenAssistant into preference pairs of replies whose ranks are neighbors."""
 
 from itertools import pairwise
 

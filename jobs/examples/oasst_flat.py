@@ -1,4 +1,4 @@
-"""OpenAssistant's messages of one tree as preference pairs: each ranked completion of a message against the next."""
+"""Converts the messages of one tree of OpenAssistant into preference pairs of replies whose ranks are neighbors."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""UltraFeedback's rows, {instruction, completions: [{response, fine-grained_score, ...}]}, as preference pairs."""
+"""Converts rows of UltraFeedback, {instruction, completions: [{response, fine-grained_score, ...}]}, into pairs."""
 
 SCORE = "fine-grained_score"  # the mean of four ratings; overall_score has known errors
 

@@ -1,4 +1,4 @@
-"""xLAM's rows, {query, answers, tools}, as messages; the second message has the calls."""
+"""Converts rows of xLAM, {query, answers, tools}, into messages. The second message has the tool calls."""
 
 import json
 

@@ -104,7 +104,7 @@ def check_store(tracking: Tracking) -> None:
     import_mlflow()  # slow; kept outside the time limit and the lock
     try:
         if file is None:
-            experiment = deadline.answer(lambda: client(uri).get_experiment_by_name(name))
+            experiment = deadline.call_with_deadline(lambda: client(uri).get_experiment_by_name(name))
         else:
             with _created(file):
                 experiment = client(uri).get_experiment_by_name(name)
@@ -129,7 +129,7 @@ def check_reachable(uri: str) -> None:
         _try(file, "ro", "BEGIN")
     else:
         import_mlflow()  # slow; kept outside the time limit
-        deadline.answer(lambda: client(uri).get_experiment_by_name("Default"))
+        deadline.call_with_deadline(lambda: client(uri).get_experiment_by_name("Default"))
 
 
 @contextlib.contextmanager

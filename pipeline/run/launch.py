@@ -52,7 +52,7 @@ def publish(work: Work, result: dict[str, Any]) -> registry.Version | None:
     start = work.inputs.get("policy")
     with storage.local_copy(adapter) as folder:
         unchanged = None
-        if not adapter_files.learned(folder, start.folder if start else None):
+        if not adapter_files.was_trained(folder, start.folder if start else None):
             why = "The learning rate was 0 at every step, as in a run that ends within its warm-up, or no gradient reached the adapter"
             if result["metrics"].get("grad_norm/policy") == 0:
                 why = "No gradient reached it: every advantage was 0, as if all completions of a prompt get the same score"
@@ -137,7 +137,7 @@ def open_run(job: Job, earlier: Earlier) -> Iterator[tuple[Work, dict[str, Any],
     During the block, no other process may write into the run's folder. Raises InputError if the job, its data or an input is
     wrong, or if the run cannot resume.
     """
-    prices.read()  # reports a wrong price file before the work starts
+    prices.read_prices()  # reports a wrong price file before the work starts
     started, tracking = time.monotonic(), tracking_of(job)
     check_paths(job)
     print_header(f"{job.stage}  run {job.run.name}  {job.source}")
@@ -265,12 +265,12 @@ def train_in_workers(work: Work, rows: dict[str, Any], train: Train, companion: 
 
 
 def cost_of(places: Places, usage: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Returns the cost of the GPUs that the workers and the rollout workers of a run had; see prices.of_run."""
+    """Returns the cost of the GPUs that the workers and the rollout workers of a run had; see prices.cost_of_run."""
     gpus = 0.0
     if usage["gpu"]:
         gpus = usage["workers"] * places.workers.each.resources.get("GPU", 0)
         gpus += places.rollout.most * places.rollout.each.resources.get("GPU", 0) if places.rollout else 0
-    return prices.of_run({**usage, "gpus": gpus}, seconds, not placement.on_cluster())
+    return prices.cost_of_run({**usage, "gpus": gpus}, seconds, not placement.on_cluster())
 
 
 def described(version: registry.Version | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline import run_folder
-from pipeline.data.feed import to_hf
+from pipeline.data.read import to_hf
 from pipeline.errors import Failure, InputError
 from pipeline.job import Job
 from pipeline.job.identity import identity_of

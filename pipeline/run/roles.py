@@ -24,7 +24,7 @@ from pipeline.run.worker import Worker
 from pipeline.scoring.judges.reward import JudgeReward
 from pipeline.scoring.rewards import AdapterReward, FunctionReward, ModelReward, Reward
 from pipeline.system import hub
-from pipeline.system.functions import imported
+from pipeline.system.functions import import_function
 from pipeline.writing import memory
 from pipeline.writing.decoder import SlotDecoder
 from pipeline.writing.rows import Decoder
@@ -51,7 +51,7 @@ def reward(worker: ModelHost, shared: SharedBase | None, name: str, role: str) -
     given, args = worker.work.inputs[name], worker.args
     weight = given.weight
     if given.kind == "function":
-        return FunctionReward(imported(given.version), args.reward_timeout_s, weight=weight, name=role)
+        return FunctionReward(import_function(given.version), args.reward_timeout_s, weight=weight, name=role)
     if given.kind == "judge":
         run, definition = worker.work.run, Definition(**given.facts)
         return JudgeReward(
@@ -190,7 +190,7 @@ def vllm(
         rows: completions of an update that this process samples.
         scratch: folder in which adapters are passed to vLLM, or None for a temporary one.
     """
-    options = vllm_options(host.work.model, host.work.rollout, min(rows, memory.MOST_ROWS))
+    options = vllm_options(host.work.model, host.work.rollout, min(rows, memory.MAX_VLLM_ROWS))
     if shared.device.type == "cuda":
         cache = memory.kv_bytes(shared.base.config.get_text_config(), shared.base.dtype.itemsize)
         named = shared.base.named_parameters()
@@ -223,7 +223,7 @@ def vllm_options(model: Model, rollout: RolloutConfig, rows: int) -> dict[str, A
     """
     options: dict[str, Any] = {
         "max_num_seqs": rows,
-        "max_num_batched_tokens": max(memory.BATCHED_TOKENS, rows),
+        "max_num_batched_tokens": max(memory.MAX_VLLM_TOKENS, rows),
         "revision": model.revision,
         "dtype": model.dtype,
         "trust_remote_code": model.trust_remote_code,
@@ -257,7 +257,9 @@ def save_policy(worker: ModelHost, shared: SharedBase, folder: str) -> dict[str,
     digest = shared.save("policy", folder)
     pad = worker.tokenizer.pad_token_id
     precision = precision_in_use(shared)
-    probes.write(folder, shared.vocab_size, pad, lambda ids: shared.mean_logprob("policy", ids), precision)
+    probes.write_probes(
+        folder, shared.vocab_size, pad, lambda ids: shared.mean_logprob("policy", ids), precision
+    )
     return digest
 
 

@@ -83,7 +83,7 @@ def session(places: Places, storage_path: str, uri: str) -> Iterator[None]:
         _cluster(storage_path, uri) if cluster else embedded(num_cpus=placement.EMBEDDED_CPUS, **RAY_LOGGING)
     ):
         process.listen()  # ray.init() has installed its own handlers
-        console.attach(JOBS)
+        console.attach_ray_printer(JOBS)
         # This logger would warn of a hang whenever no CPU is free.
         logging.getLogger("ray.data.dataset").setLevel(logging.ERROR)
         placement.check_fits(places)  # again, because Ray's resources are known now

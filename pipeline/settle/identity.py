@@ -14,7 +14,7 @@ from pipeline.metrics import greater_is_better
 from pipeline.registry.champion import Gate
 from pipeline.registry.store import Tracking, uri_of
 from pipeline.system import storage
-from pipeline.system.functions import digest
+from pipeline.system.functions import digest_functions
 
 
 def named(job: Job) -> Job:
@@ -49,6 +49,6 @@ def gate_of(job: Job) -> Gate:
     settings = {f"trainer.{key}": job.trainer[key] for key in keys if job.trainer.get(key) is not None}
     if name := job.inputs.get("judge"):
         ref = InputURI.parse(name)
-        code = digest([name])[:12] if ref.is_function else ""
+        code = digest_functions([name])[:12] if ref.is_function else ""
         settings["judge"] = judge.pinned(name) if ref.is_judge else f"{name} {code}".strip()
     return Gate(job.mlflow.registered_model, job.mlflow.alias, job.gate, metric, greater, settings)

@@ -22,7 +22,7 @@ from pipeline.registry import lineage
 from pipeline.settle.identity import tracking_of
 from pipeline.settle.work import Input, Work
 from pipeline.system import hub, storage, terminal
-from pipeline.system.functions import digest, imported
+from pipeline.system.functions import digest_functions, import_function
 
 # Arguments that a Python reward gets in addition to columns of the rows.
 GIVEN = ("prompts", "completions", "completion_ids", "seeds", "groups")
@@ -55,7 +55,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
     for name, source in named.items():
         with about(job.key_of(name)):
             if InputURI.parse(source).is_function:
-                imported(source)
+                import_function(source)
             if InputURI.parse(source).is_judge:
                 inputs[name] = pinned.get(name) or judge.pinned(source)
                 continue
@@ -108,15 +108,15 @@ def check_paths(job: Job) -> None:
 
     for key, source in transforms(job.data).items():
         with about(key):
-            imported(source)
+            import_function(source)
     if job.facts.rows:
-        preview.preprocessing(job.stage, job.data)
+        preview.source_kinds(job.stage, job.data)
     buckets: dict[str, tuple[str, str]] = {}
     for key, path in job.paths:
         if storage.is_remote(path) and not path.startswith(HUB):
             buckets.setdefault("/".join(path.split("/")[:3]), (path, key))
         else:
-            files.find(path, key)
+            files.find_files(path, key)
     for path, key in buckets.values():  # several files may be in one bucket
         files.reach(path, key)
     if job.data.cache_dir and storage.is_remote(job.data.cache_dir):
@@ -137,7 +137,7 @@ def digests_of_functions(work: Work) -> dict[str, str]:
             found.setdefault(work.keys[name].partition(".")[0], []).append(one.version)
     if (estimator := str(work.trainer.get("advantage_estimator"))).startswith("python:"):
         found["trainer.advantage_estimator"] = [estimator]
-    return {key: digest(sources) for key, sources in found.items()}
+    return {key: digest_functions(sources) for key, sources in found.items()}
 
 
 def missing_parameter(source: str, columns: set[str]) -> str | None:
@@ -145,7 +145,7 @@ def missing_parameter(source: str, columns: set[str]) -> str | None:
     if InputURI.parse(source).is_judge:
         return next(iter(sorted(judge.read(judge.at_version(source)[0]).columns - columns)), None)
     optional = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
-    parameters = inspect.signature(imported(source)).parameters.values()
+    parameters = inspect.signature(import_function(source)).parameters.values()
     required = [one.name for one in parameters if one.default is one.empty and one.kind not in optional]
     return next((name for name in required if name not in {*columns, *GIVEN}), None)
 
@@ -202,10 +202,9 @@ def check_inputs(work: Work, versions: Mapping[str, str], files: Base) -> dict[s
             facts = lineage.read(folder, reference)
         lineage.check_base(facts, work.base, key, reference)
         with about(key):
-            lineage.check_head(folder, scores, reference)
             if "base" not in facts:
                 lineage.check_base_name(folder, work.base, reference)
-            adapter_files.check_adapter_fits_base(files, folder, scores)
+            adapter_files.check_adapter_fits_base(files, folder, scores, reference)
             _check_supported(work, name, folder, files, scores)
         inputs[name] = Input(reference, "adapter", folder, facts)
     return inputs
@@ -230,8 +229,8 @@ def _check_judge(work: Work, name: str, given: judge.Definition) -> None:
 
 def _check_supported(work: Work, name: str, folder: str, base: Base, scores: bool) -> None:
     """Raises InputError if the stage cannot use an adapter as its input `name`, or could not merge the result."""
-    stage, adapter = work.stage, adapter_files.settings(folder)
-    modules = adapter_files.ranks(adapter_files.shapes(folder))
+    stage, adapter = work.stage, adapter_files.read_settings(folder)
+    modules = adapter_files.ranks(adapter_files.read_shapes(folder))
     dora, problem = adapter.get("use_dora"), None
     on_head = lora.adapts_lm_head(list(modules))
     merged = stage.runs_in == "here" or (stage.learns and name == "policy")

@@ -27,7 +27,7 @@ def tokenize(work: Work, start_ray: Callable[[], Any] | None = None) -> tuple[Wo
     report: Any = None
     mixture: Any = None
     cache = given.cache_dir or storage.join(work.run.storage_path, "data")
-    prepare = partial(read.prepare, tokenizer=work.tokenizer, cache_root=cache, ray_for_rows=start_ray)
+    prepare = partial(read.prepare_rows, tokenizer=work.tokenizer, cache_root=cache, ray_for_rows=start_ray)
     if given.train or given.eval:
         packing = bool(work.trainer.get("packing"))
         data = prepare(work.run.stage, given, context_length=work.room, packing=packing)
@@ -61,7 +61,7 @@ def tokenize(work: Work, start_ray: Callable[[], Any] | None = None) -> tuple[Wo
     # Facts about the rows that workers and the registry need
     digests = {name: tokenized.digests[split] for name, (tokenized, split) in sets.items()}
     if through := transforms(given):
-        digests["transform"] = functions.digest(through.values())
+        digests["transform"] = functions.digest_functions(through.values())
     train = report.splits.get("train")
     work = replace(
         work,

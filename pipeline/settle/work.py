@@ -90,7 +90,7 @@ class Work(Sections):
     rows_from: dict[str, int] = field(default_factory=dict)
     judged_by: dict[str, int] = field(default_factory=dict)  # {judge: number of training rows that it scored}
     row_format: str | None = None  # format of the rows: chat, text, both
-    mixture: Any = None  # data.feed.Mixture: sources of the training rows if they have weights
+    mixture: Any = None  # data.mixture.Mixture: sources of the training rows if they have weights
     started: float = 0.0  # time.monotonic() at the start of the command, on the driver
     run_id: str | None = None  # MLflow's id of the run, or None to log nothing
     sweep: SweepHandle | None = None  # None if the run is no trial

@@ -1,6 +1,6 @@
 """Benchmarks of reward models from files: RewardBench 2, RM-Bench, and your own best-of-k rows.
 
-A row of data.benchmarks has one prompt and several completions, the correct ones first (data.shapes.parse_benchmark). Each
+A row of data.benchmarks has one prompt and several completions, the correct ones first (data.formats.benchmark). Each
 completion is scored alone; the benchmark's rule then compares the scores of a row.
 """
 
@@ -14,11 +14,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.data.shapes import STYLED
+from pipeline.data.formats import STYLED
 from pipeline.run.parts import in_parts
 from pipeline.run.worker import Worker
 from pipeline.stages.pairs import metric_name, scores_of
-from pipeline.statistics import mean, wilson
+from pipeline.statistics import mean, wilson_interval
 
 # The columns that the rules read.
 FACTS = ("benchmark", "subset", "id", "pair", "correct", "completions")
@@ -187,7 +187,7 @@ def _by_subset(rows: Sequence[Scored], values: Sequence[float]) -> Scores:
 
 
 def _share(values: Sequence[float]) -> dict[str, float]:
-    low, high = wilson(values)
+    low, high = wilson_interval(values)
     return {"rows": len(values), "score": mean(values), "low": low, "high": high}
 
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from pipeline.checks import CheckResult, same_tensors
-from pipeline.data.kl_pairs import paired
 from pipeline.models.adapter_files import is_head
 from pipeline.models.adapters import tensors_in
 from pipeline.models.precision import precision_of
 from pipeline.models.template import GENERATION, user_header_and_generation_prompt
 from pipeline.models.tokenizer import eos_ids
 from pipeline.run.worker import Worker
+from pipeline.stages.kl_pairs import paired
 
 CHECKED_ROWS = 64  # number of rows whose tokens are checked
 FORWARD_ROWS = 4  # number of these rows that go through the model

@@ -45,7 +45,7 @@ COMPARABLE = {
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """`sweep.*` on the command line; the names are Ray Tune's."""
+    """The keys `sweep.*` on the command line. Their names are those of Ray Tune."""
 
     max_trials: Annotated[int, Ge(1), Le(10_000)] = 64
     """The most trials that a sweep may have."""
@@ -70,7 +70,7 @@ class Trial:
 class Sweep:
     """A sweep, whose jobs have been checked."""
 
-    job: Job  # the job without the varied values, with the name of the sweep
+    job: Job  # the job that all trials share, without the varied values
     settings: SweepSettings
     trials: list[Trial]
     metric: str  # the eval metric that the trials are compared by
@@ -131,18 +131,20 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
     home = storage.absolute(base.run.storage_path)
     base = replace(base, run=replace(base.run, name=name, storage_path=home))
     trials = []
-    for job, values in jobs:
+    for job, varied_values in jobs:
         scaling = {**job.scaling, "num_workers": job.scaling.get("num_workers", 1) or 1}
         cache = job.data.cache_dir or storage.join(home, "data")
         trial = replace(
             job,
-            run=replace(job.run, name=name_of_trial(values), storage_path=base.folder, overwrite=False),
-            scaling=scaling,  # Tune runs trials at the same time, so none may run in the process of the sweep
+            run=replace(
+                job.run, name=name_of_trial(varied_values), storage_path=base.folder, overwrite=False
+            ),
+            scaling=scaling,  # trials run at the same time, so none may run in the process of the sweep
             mlflow=replace(job.mlflow, registered_model=None),
             data=replace(job.data, cache_dir=cache),
             gate={},
         )
-        trials.append(Trial(name_of_trial(values), values, trial))
+        trials.append(Trial(name_of_trial(varied_values), varied_values, trial))
     greater = greater_is_better(metric, base.run.greater_is_better)
     return Sweep(base, known, trials, metric, greater, shared)
 
@@ -150,9 +152,10 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
 def split(text: str) -> list[str]:
     """Splits a list at its commas, except for commas inside brackets and quotes: "[a,b],[c]" -> ["[a,b]", "[c]"]."""
     try:
-        items = yaml.compose(f"[{text}]").value if "," in text else []
+        node = yaml.compose(f"[{text}]")
     except yaml.YAMLError:
-        items = []
+        node = None
+    items = node.value if node and "," in text else []
     return [text[item.start_mark.index - 1 : item.end_mark.index - 1].strip() for item in items] or [text]
 
 
@@ -202,7 +205,7 @@ def check_comparable(metric: str, stage: str, varied: Collection[str]) -> None:
 
 
 def name_of_trial(values: dict[str, str]) -> str:
-    """Returns a name for the combination of values that is unique, and that a folder may have."""
+    """Returns a unique name for a combination of values, which can be the name of a folder."""
     typed = "_".join(f"{key.rpartition('.')[2]}-{value}" for key, value in values.items())
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", typed)
     if name == typed and len(name) <= 80:

@@ -1,7 +1,7 @@
-"""Lines of Ray and of libraries: a stage's lines as they are, lines of other processes with their name, no noise.
+"""What Ray and other libraries print: lines of a stage unchanged, lines of other processes with a name, and no noise.
 
-Ray prefixes every line of a worker with `(name pid=1234)`. `attach` replaces the printer in the dispatcher of ray.init()
-(ray 2.60, private; pinned in pyproject.toml). Remove it when ray.init takes a function that prints.
+Ray prefixes each line of a worker with `(name pid=1234)`. `attach_ray_printer` replaces the printer that ray.init() installed,
+which is private in Ray 2.60. Remove it when ray.init takes a function that prints.
 """
 
 import contextlib
@@ -17,27 +17,27 @@ from typing import Any
 from pipeline.system import terminal
 
 NOISE = (
-    # https://github.com/ray-project/ray/issues/53727: about restarts of an actor that Ray starts.
+    # Warns about restarts of an actor that Ray itself starts: https://github.com/ray-project/ray/issues/53727
     "has constructor arguments in the object store and max_restarts > 0",
-    # Ray Train repeats the metrics of each checkpoint, which the stage has printed.
+    # Ray Train prints the metrics of each checkpoint, which the stage has printed already.
     "Reporting training result ",
-    # bitsandbytes looks for an optional package with faster CPU kernels.
+    # bitsandbytes does not find an optional package with faster CPU kernels.
     "Failed to load CPU gemm_4bit_forward from kernels-community",
-    # Ray Serve ends its controller, and then reports that it has ended.
+    # Ray Serve itself ends its controller, and then reports the end as a failure.
     "Task ServeController.graceful_shutdown failed",
-    # Ray Serve logs this for each request that meets a replica on a lost node; another replica answers.
+    # Ray Serve logs this for each request to a replica on a lost node. Another replica answers the request.
     "Failed to get queue length from Replica",
 )
 
-# Environment of every process, set before it imports anything heavy.
+# Environment variables of every process, set before it imports large libraries.
 QUIET = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
-    "TQDM_DISABLE": "1",  # bars of loading weights; a stage shows its own progress
+    "TQDM_DISABLE": "1",  # a stage shows its own progress
     "PYTHONWARNINGS": "ignore::DeprecationWarning,ignore::PendingDeprecationWarning,ignore::FutureWarning",
 }
-# Libraries whose advice to developers is hidden. Warnings of user code are shown.
+# Libraries whose warnings for developers are hidden. Warnings of user code are shown.
 LIBRARIES = (
     "transformers", "trl", "peft", "accelerate", "datasets", "torch", "bitsandbytes", "huggingface_hub", "tqdm",
 )  # fmt: skip
@@ -57,7 +57,7 @@ def waiting(what: str, seconds: float = 2.0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def native_lines_filtered() -> Iterator[None]:
-    """Keeps NOISE that C++ code of this process writes to stderr, past Python, off the terminal: Ray logs it as an error."""
+    """Removes NOISE that C++ code of Ray writes to stderr in the block. Python's streams do not see these lines."""
     sys.stderr.flush()
     terminal = os.dup(2)
     read, write = os.pipe()
@@ -75,28 +75,30 @@ def native_lines_filtered() -> Iterator[None]:
     finally:
         sys.stderr.flush()
         os.dup2(terminal, 2)  # closes the pipe, which ends the thread
-        thread.join(5.0)  # unless a child process of the block still has the pipe
+        thread.join(5.0)  # does not wait longer if a child process still has the pipe
 
 
-def attach(own: Collection[str] = (), sink: Any = None) -> None:
+def attach_ray_printer(own: Collection[str] = (), sink: Any = None) -> None:
     """Replaces the printer of worker logs that ray.init() installed.
 
     Args:
-        own: names of processes whose lines are shown as they are, without a name before them.
-        sink: a text file for the lines; None: stdout and stderr.
+        own: names of processes whose lines are shown without the name.
+        sink: a text file for the lines. By default, they go to stdout and stderr.
     """
     from ray._private import worker
     from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
     dispatcher.remove_handler("ray_print_logs")
     dispatcher.add_handler("ray_print_logs", functools.partial(show, own=own, sink=sink))
-    # The dispatcher does not see errors that Ray's control store reports to the driver.
+    # Errors that Ray's control store reports to the driver do not pass the dispatcher.
     worker.print_to_stdstream = lambda data, ignore_prefix: show(data, own, sink)
 
 
 def show(data: dict[str, Any], own: Collection[str] = (), sink: Any = None) -> None:
-    """Prints one batch of log lines. `data` is Ray's: lines, is_err, pid, actor_name, task_name."""
-    if data.get("pid") == "autoscaler":  # all of its log arrives here; lines for users have a mark
+    """Prints one batch of log lines. Ray's `data` has the keys lines, is_err, pid, actor_name and task_name."""
+    if (
+        data.get("pid") == "autoscaler"
+    ):  # the complete log of the autoscaler, in which lines for users are marked
         from ray._private.worker import filter_autoscaler_events
 
         data = {**data, "lines": filter_autoscaler_events(data["lines"])}
@@ -112,15 +114,15 @@ def show(data: dict[str, Any], own: Collection[str] = (), sink: Any = None) -> N
 
 
 def silence_libraries() -> None:
-    """Silences the libraries' advice to developers. Errors and warnings of a user's code stay."""
-    blamed = (*LIBRARIES, "mlflow", "ray", "pipeline")  # `pipeline` if a library names its caller
+    """Silences the libraries' warnings for developers. Errors, and warnings of a user's code, stay."""
+    blamed = (*LIBRARIES, "mlflow", "ray", "pipeline")  # some libraries blame their caller, `pipeline`
     warnings.filterwarnings("ignore", module=rf"({'|'.join(blamed)})(\.|$)")
     for name in (*LIBRARIES, "ray.train", "ray.data"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def for_notebook() -> None:
-    """Silences progress bars and advice to developers in a notebook. Call it before heavy imports."""
+    """Silences progress bars and warnings for developers in a notebook. Call it before importing large libraries."""
     os.environ.update(QUIET)
     silence_libraries()
     logging.getLogger("ray.widgets").setLevel(logging.ERROR)  # Ray asks to install ipywidgets

@@ -1,18 +1,19 @@
-"""Deadlines for calls that may not answer: the first contact with a bucket, a hub or a server."""
+"""A deadline for calls that may not return, such as the first contact with a bucket, a hub or a server."""
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-SECONDS = 10.0
+SECONDS = 10.0  # time that a call may take
 abandoned: list[threading.Thread] = []  # threads of calls that have timed out
 
 
-def answer(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns `call(*arguments)`. Libraries retry for up to minutes, and not all of them have a setting for it.
+def call_with_deadline(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns `call(*arguments)`, or raises TimeoutError after SECONDS.
 
-    Raises TimeoutError after SECONDS. The call then continues in its thread, which does not keep the process from ending.
+    Libraries may retry for minutes, and some have no setting against that. After a timeout, the call continues in a daemon
+    thread.
     """
     future: Future[Any] = Future()
 
@@ -28,6 +29,6 @@ def answer(call: Callable[..., Any], *arguments: Any) -> Any:
         return future.result(timeout=SECONDS)
     except TimeoutError:
         if future.done():
-            raise  # the call's own
+            raise  # the call itself raised TimeoutError
         abandoned.append(thread)
         raise TimeoutError(f"no answer within {SECONDS:.0f} seconds") from None

@@ -1,4 +1,4 @@
-"""Python functions that a job names, `python:module:function`."""
+"""Imports and hashes Python functions that a job names as `python:module:function`."""
 
 import hashlib
 import importlib
@@ -13,8 +13,8 @@ from pipeline.errors import InputError, in_brief
 from pipeline.input_uri import InputURI
 
 
-def digest(sources: Iterable[str]) -> str:
-    """Returns the SHA-256 of the source of the functions' modules, or of their names if a module has no source."""
+def digest_functions(sources: Iterable[str]) -> str:
+    """Returns the SHA-256 of the functions' modules. If a module has no source, its name counts instead."""
     digests = []
     for source in sources:
         try:
@@ -25,20 +25,19 @@ def digest(sources: Iterable[str]) -> str:
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def imported(source: str) -> Callable[..., Any]:
+def import_function(source: str) -> Callable[..., Any]:
     """Returns the function of `python:module:function`. Raises InputError if it cannot be imported."""
     ref = InputURI.parse(source)
     try:
         found = pkgutil.resolve_name(f"{ref.name}:{ref.function}")
     except (Exception, SystemExit) as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
-        where = (
-            "" if at.filename.startswith(("<frozen", pkgutil.__file__)) else f", at {at.filename}:{at.lineno}"
-        )
+        of_importing = at.filename.startswith(("<frozen", pkgutil.__file__))
+        place = "" if of_importing else f", at {at.filename}:{at.lineno}"
         raise InputError(
-            f"{source}: cannot be imported from {os.getcwd()} ({in_brief(error)}{where}); correct the name, the module, or "
+            f"{source}: cannot be imported from {os.getcwd()} ({in_brief(error)}{place}); correct the name, the module, or "
             "PYTHONPATH, which adds folders"
         ) from error
     if not callable(found):
-        raise InputError(f"{source}: is no function")
+        raise InputError(f"{source}: is not a function")
     return found  # type: ignore[no-any-return]

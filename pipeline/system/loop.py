@@ -1,4 +1,4 @@
-"""Coroutines in a program that is not async."""
+"""Runs coroutines in code that is not async."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 
-def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Returns the result of a coroutine. It runs in another thread, because this one may run an event loop, as in a notebook.
+def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Returns the result of a coroutine, which runs in another thread. This thread may have an event loop, as in a notebook.
 
-    If this thread is interrupted, for example by Ctrl-C, the coroutine is cancelled.
+    If this thread is interrupted, for example by Ctrl-C, the coroutine is canceled.
     """
     loop = asyncio.new_event_loop()
     task = loop.create_task(coroutine)

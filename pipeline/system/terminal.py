@@ -1,12 +1,12 @@
-"""What a command shows on the terminal, and what goes to the log of its run. Only this file decides.
+"""Decides which lines a command shows on the terminal, and which go to the log of its run.
 
-say("registered rlhf-sft v1")          shown; with -q only if it is part of the result
-live("train  16/48 steps", left=6.0)   a line that is rewritten; if stdout is no terminal, one every INTERVAL_S
-print("loading the model")             a detail: while a run's log is open, it goes there and is only shown with -v
-print("warning: ...")                  always shown, like everything on stderr; -q hides it
+say("registered rlhf-sft v1")          is shown; with -q only if it is part of the result
+live("train  16/48 steps", left=6.0)   rewrites one line; if stdout is no terminal, prints a line every INTERVAL_S
+print("loading the model")             is a detail: if the run has a log, it goes only there, unless -v is set
+print("warning: ...")                  is shown, except with -q
 
-Lines have a mark on their way through stdout, so that lines of Ray's workers keep theirs. Other processes (a notebook, a
-test) show all lines as they are, except live lines.
+`say` and `live` mark their lines with a first character, so that lines of Ray's workers are told apart, too. A process without
+a command line (a notebook, a test) shows all lines except live ones.
 """
 
 import contextlib
@@ -26,38 +26,38 @@ from pipeline.system import storage
 from pipeline.system.credentials import without_secrets
 
 INTERVAL_S = 30.0  # time between two lines of progress if stdout is no terminal
-SHOWN, RESULT, LIVE = "\x01", "\x02", "\x03"  # the first character of a line
+SHOWN, RESULT, LIVE = "\x01", "\x02", "\x03"  # marks: the first character of a line
 QUIET, NORMAL, VERBOSE = -1, 0, 1
 FLAGS = {"-q": QUIET, "--quiet": QUIET, "-v": VERBOSE, "--verbose": VERBOSE}
-# Details that are shown without -v
+# lines of `print` that are shown without -v
 IMPORTANT = re.compile(r"\s*(warning|error|note)\b")
-# Control characters except tab, line feed and return, so that a row's text cannot steer the terminal; halves of surrogates,
-# which no file of UTF-8 holds.
+# Characters that are shown as escapes: control characters except tab, line feed and return, so that the text of a row cannot
+# control the terminal, and lone surrogates, which UTF-8 cannot encode.
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), 11, 12, *range(14, 32), *range(127, 160))}
 CONTROL |= {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}
-WIPE = "\r\x1b[K"
+WIPE = "\r\x1b[K"  # erases the line of the cursor
 
-_of_worker = False  # whether Ray brings this process's stdout to a command
+_of_worker = False  # whether Ray forwards this process's stdout to a command
 
 
 def mark_lines() -> None:
-    """Makes `say` and `live` mark their lines, because this is a worker of Ray."""
+    """Makes `say` and `live` mark their lines in this process, a worker of Ray."""
     global _of_worker
     _of_worker = True
 
 
 def say(text: str = "", result: bool = False) -> None:
-    """Prints lines. With -q, only lines of the result are shown."""
+    """Prints lines, which -q hides unless they are part of the result."""
     mark = (RESULT if result else SHOWN) if _of_worker or sys.stdout is screen else ""
     print("\n".join(mark + line for line in text.split("\n")), flush=True)
 
 
 def live(text: str, left: float | None = None, more: str = "") -> None:
-    """Prints the line of progress, in place of the one before.
+    """Replaces the line of progress.
 
     Args:
-        left: seconds until this is done. The last such line stays on the terminal.
-        more: what follows the time left, and may be truncated.
+        left: seconds until the work is done. The last line with this value stays on the terminal.
+        more: text after the time left, which a narrow terminal truncates.
     """
     if _of_worker or sys.stdout is screen:
         print(LIVE, "" if left is None else round(left), LIVE, text, LIVE, more, sep="", flush=True)
@@ -68,7 +68,7 @@ def marked(line: str) -> bool:
 
 
 def duration(seconds: float) -> str:
-    """Returns a time for people, for example 2 h 03 min, 1 min 05 s, or 44 s."""
+    """Returns a duration as text, for example 2 h 03 min, 1 min 05 s, or 44 s."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -77,7 +77,7 @@ def duration(seconds: float) -> str:
 
 
 class Output:
-    """A text stream that shows neither credentials nor terminal escapes, and ignores errors if it can no longer be written."""
+    """A text stream that hides credentials and terminal escapes, and ignores errors if nothing can be written any more."""
 
     def __init__(self, stream: Any):
         self.stream = stream
@@ -86,7 +86,7 @@ class Output:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        """Writes to stderr: all of it is shown."""
+        """Writes to stderr, of which every line is shown."""
         with screen.lock:
             screen.wipe()
             self.put(clean(text))
@@ -97,7 +97,7 @@ class Output:
         self.put("")
 
     def put(self, text: str) -> None:
-        """Writes and flushes. A long run continues if `| head -1` has ended, or the disk of its output is full."""
+        """Writes and flushes. A run continues even if the reader of its pipe has ended, or the disk of its output is full."""
         try:
             self.stream.write(text)
             self.stream.flush()
@@ -110,29 +110,29 @@ class Output:
 
 
 def clean(text: str) -> str:
-    """Returns a text without credentials and escapes. Ray resets the colors at its end, which needs no trace."""
+    """Returns a text without credentials and escapes. Removes the sequence that resets colors, which Ray prints at its end."""
     return without_secrets(text.replace("\x1b[0m", "")).translate(CONTROL)
 
 
 class Screen(Output):
-    """The stdout of a command. Its last line may be rewritten, and a run's details go to its log."""
+    """The stdout of a command, with a line of progress and the log of the run."""
 
     def __init__(self, stream: Any):
         super().__init__(stream)
         self.level = NORMAL
         self.lock = threading.RLock()
         self.log: Any = None
-        self.begun = threading.local()  # each thread's line that has no newline yet
-        self.row = False  # whether the last line of the terminal will be rewritten
-        self.listing = False  # whether the lines of an important list follow
-        self.progress = ""  # the last live line, which stays if something else is shown after it
+        self.begun = threading.local()  # the line of each thread that has no newline yet
+        self.row = False  # whether the next line replaces the last line of the terminal
+        self.listing = False  # whether an important line ended with a colon, so that its indented lines are important, too
+        self.progress = ""  # the last live line, which stays if another line follows
         self.last = time.monotonic()  # time of the last line of progress
 
     def write(self, text: str) -> int:
         begun = getattr(self.begun, "text", "") + text
         self.begun.text = ""
         with self.lock:
-            if self.log is None and not marked(begun):  # parts of lines may pass too
+            if self.log is None and not marked(begun):  # shows parts of lines at once
                 self.show(begun, end="")
             else:
                 *lines, self.begun.text = begun.split("\n")
@@ -155,7 +155,7 @@ class Screen(Output):
             self._rewrite(text)
 
     def _progress(self, left: str, text: str, more: str) -> None:
-        if self.level != NORMAL or not self.log:  # else the details are shown
+        if self.level != NORMAL or not self.log:
             return
         if seconds := float(left or 0):
             text += f"  {duration(seconds)} left"
@@ -168,7 +168,7 @@ class Screen(Output):
             self.show(text)
 
     def _rewrite(self, text: str) -> bool:
-        """Shows a line that the next one replaces. Returns False if stdout is no terminal."""
+        """Shows a line that the next line replaces. Returns False if stdout is no terminal."""
         if not self.stream.isatty():
             return False
         self.put(WIPE + fitted(text))
@@ -176,13 +176,13 @@ class Screen(Output):
         return True
 
     def show(self, text: str, end: str = "\n") -> None:
-        """Shows a line that stays, below the last line of progress."""
+        """Shows a line that stays. The last line of progress stays above it."""
         self.wipe()
         self.last = time.monotonic()
         self.put(clean(text) + end)
 
     def wipe(self) -> None:
-        """Ends the line of progress, if there is one."""
+        """Erases a line of progress that is not final, and ends a final one."""
         row, progress, self.row, self.progress = self.row, self.progress, False, ""
         if row:
             self.put(WIPE)
@@ -200,7 +200,7 @@ class Screen(Output):
 
 
 def fitted(text: str) -> str:
-    """Returns the part of a line that fits the terminal, with space for an echoed ^C. Does not split a number."""
+    """Returns the part of a line that fits the terminal with an echoed ^C. Cuts where two spaces separate its parts."""
     cut = text[: shutil.get_terminal_size().columns - len("^C") - 1]
     return cut if cut == text else cut.rpartition("  ")[0].rstrip() or cut
 
@@ -209,8 +209,8 @@ screen = Screen(sys.stdout)
 
 
 def wrap_streams() -> None:
-    """Makes stdout and stderr of a process with a command line a Screen and an Output."""
-    # A process that was started with `>&-` has no stdout
+    """Replaces stdout and stderr of a command by a Screen and an Output."""
+    # A process that a shell started with `>&-` has no stdout.
     sys.stdout, sys.stderr = (one or open(os.devnull, "w") for one in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # no UTF-8, a lone surrogate
@@ -220,9 +220,9 @@ def wrap_streams() -> None:
 
 @contextlib.contextmanager
 def logged() -> Iterator[Callable[[str], None]]:
-    """Sends the details of the block to a log. Yields a function that opens log.txt in a folder.
+    """Sends the details of the block to a log. Yields a function that opens log.txt in the folder of the run.
 
-    Until then the details stay in memory, because a run with a mistake in its job leaves no folder.
+    Until then, the details stay in memory, because a job with a mistake leaves no folder.
     """
     if sys.stdout is not screen or screen.log:
         yield lambda folder: None

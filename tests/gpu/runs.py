@@ -13,10 +13,6 @@ from types import ModuleType
 from typing import Any, Literal
 from unittest import mock
 
-# isort: off
-from tools.gpu.pretend import branches  # must precede the modules of pipeline/, whose statements it records
-# isort: on
-
 import pytest
 import resumed
 import served
@@ -33,24 +29,19 @@ from tools.gpu.pretend.command import machine, run
 
 
 def run_cut(arguments: list[str], step: int) -> dict[str, Any]:
-    """Runs a command that fails after it saves the checkpoint of this step, and runs it again."""
+    """Runs a command that fails after it has saved the checkpoint of this step, and runs it again."""
     with pytest.MonkeyPatch.context() as patch:
         resumed.interrupted(patch, arguments[0], step)
         assert run(arguments)["status"] == 1
     return run(arguments)
 
 
-def quietly(notes: str, gpus: int, work: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """Returns the result of `work(*args)` on a machine with GPUs, with its output as `said`.
-
-    Args:
-        notes: file for the statements that ran (branches.FILE).
-    """
-    os.environ[branches.FILE] = notes
-    said = io.StringIO()
-    with redirect_stdout(said), redirect_stderr(said), machine(gpus):
+def with_output(gpus: int, work: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """Returns the result of `work(*args)` on a machine with GPUs, plus its `output`."""
+    output = io.StringIO()
+    with redirect_stdout(output), redirect_stderr(output), machine(gpus):
         found = work(*args)
-    return {**found, "said": said.getvalue()}
+    return {**found, "output": output.getvalue()}
 
 
 def run_on_ray(arguments: list[str]) -> dict[str, Any]:
@@ -66,12 +57,12 @@ def served_answer(storage: Path, *keys: str) -> dict[str, Any]:
         return {"status": status, "answer": answer}
 
 
-def asked_of_vllm(verb: str, keys: list[str], free: int) -> dict[str, Any]:
-    """Returns the options that ppo's trainer or a replica of serve passes to a fake vLLM, with `free` of a GPU's 80 GiB free."""
-    asked: dict[str, Any] = {}
+def options_of_vllm(verb: str, keys: list[str], free: int) -> dict[str, Any]:
+    """Returns the options that ppo or serve passes to a fake vLLM if `free` of the GPU's 80 GiB are free."""
+    passed: dict[str, Any] = {}
 
     def started(*_: Any, **options: Any) -> Any:
-        asked.update(options, gpus=os.environ["CUDA_VISIBLE_DEVICES"])
+        passed.update(options, gpus=os.environ["CUDA_VISIBLE_DEVICES"])
         return mock.MagicMock()
 
     stands = {name: ModuleType(name) for name in ("vllm", "vllm.config", "vllm.config.lora")}
@@ -92,7 +83,7 @@ def asked_of_vllm(verb: str, keys: list[str], free: int) -> dict[str, Any]:
         else:
             with roles.vllm(host, roles.shared_base(host), [None], longest=24, rows=16):
                 pass
-    return {key: asked[key] for key in ("gpu_memory_utilization", "gpus")}
+    return {key: passed[key] for key in ("gpu_memory_utilization", "gpus")}
 
 
 @contextmanager
@@ -100,7 +91,7 @@ def ray() -> Iterator[None]:
     """Starts an embedded Ray, whose workers also pretend."""
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # an empty value would hide the GPU from Ray
     for wait in ("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"):
-        os.environ[wait] = "300"  # each process imports torch
+        os.environ[wait] = "300"  # seconds, because each process imports torch
     hook = {"worker_process_setup_hook": f"{worker.__name__}.begin"}
     with embedded(num_cpus=4, num_gpus=worker.GPUS, runtime_env=hook):
         yield

@@ -1,4 +1,4 @@
-"""Tests that every command runs on a pretended GPU, and that together they execute all code for CUDA."""
+"""Tests that every command runs on a pretended GPU."""
 
 import json
 import multiprocessing
@@ -19,7 +19,7 @@ from toy_models import registered
 os.environ["PRETEND"] = "1"  # tools.gpu chooses its sizes and device at import
 from tests.gpu import runs as working
 from tools.gpu.experiments import isolated
-from tools.gpu.pretend import branches, command, worker
+from tools.gpu.pretend import command, worker
 
 del os.environ["PRETEND"]
 
@@ -56,8 +56,8 @@ RUNS = {  # name: (subcommand, its keys besides GPU)
 }
 REPLAYED = {"ppo", "ppo-adapter-bf16", "ppo-grpo", "evaluate", "generate", "collect", "export"}
 ROWS = {"train": 16, "eval": 4, "pairs": 4}  # number of rows read from each file
-# subcommand, free GiB of a GPU's 80, and vLLM's share
-VLLM = [("ppo", 40, 0.04), ("ppo", 2, 0.02), ("serve", 40, 0.4)]
+# subcommand, free GiB of the GPU's 80 GiB, and the share of the GPU that vLLM gets
+VLLM = [("ppo", 40, 0.04), ("serve", 40, 0.4)]
 
 
 def few_rows(verb, storage):
@@ -72,60 +72,29 @@ def few_rows(verb, storage):
 
 
 class Runs:
-    """Runs each command once, in a process that never used Ray or other devices."""
+    """Runs commands in processes that have used neither Ray nor other devices."""
 
     def __init__(self, storage):
-        self.storage, self.statements = storage, storage / "statements"
+        self.storage = storage
         registered(storage)
         multiprocessing.set_forkserver_preload([working.__name__])
 
     def child(self, work, *args):
         gpus = worker.GPUS if work in (working.run_on_ray, working.served_answer) else 1
-        return isolated(400, working.quietly, str(self.statements), gpus, work, *args, method="forkserver")
+        return isolated(400, working.with_output, gpus, work, *args, method="forkserver")
 
-    @cache  # noqa: B019  (one object, until the tests of this file end)
     def of(self, name, verb, *keys, work=command.run, more=()):
         """Returns the result of `work` for this run, and the run's `result`."""
-        given = [
-            *few_rows(verb, self.storage),
-            "gate={}",
-            f"run.storage_path={self.storage}",
-            f"run.name={name}",
-        ]
-        found = self.child(work, [verb, f"jobs/demo/{verb}.yaml", *given, *keys], *more)
-        print(found["said"])
+        keys = (*few_rows(verb, self.storage), f"run.storage_path={self.storage}", f"run.name={name}", *keys)
+        found = self.child(work, [verb, f"jobs/demo/{verb}.yaml", "gate={}", *keys], *more)
+        print(found["output"])
         file = self.storage / name / "result.json"
         return found | {"result": json.loads(file.read_text()) if file.exists() else {}}
 
+    @cache  # noqa: B019  (one object, until the tests of this file end)
     def table(self, name):
         verb, keys = RUNS[name]
         return self.of(name, verb, GPU, *keys)
-
-    def cut(self):
-        return self.of("cut", "ppo", GPU, *PPO, work=working.run_cut, more=(1,))
-
-    def of_two(self):
-        keys = ["trainer.batch_size=8", "trainer.total_episodes=16", "scaling.num_workers=2"]
-        return self.of("two", "ppo", GPU, *PPO, *keys, work=working.run_on_ray)
-
-    def with_rollout_worker(self):
-        keys = ["scaling.num_workers=1", "rollout.num_workers=1"]
-        return self.of("rollout", "ppo", GPU, *PPO, *keys, work=working.run_on_ray)
-
-    @cache  # noqa: B019
-    def served(self):
-        return self.child(working.served_answer, self.storage, GPU)
-
-    @cache  # noqa: B019
-    def of_vllm(self, verb, free):
-        models = [POLICIES, REWARDS] if verb == "serve" else [POLICY, REWARD]
-        keys = [GPU, *models, "rollout.engine=vllm", f"run.storage_path={self.storage}"]
-        return self.child(working.asked_of_vllm, verb, keys, free)
-
-    @cache  # noqa: B019
-    def planned(self):
-        words = ["plan", "jobs/demo/ppo.yaml", GPU, *PPO, f"run.storage_path={self.storage}"]
-        return self.child(command.run, words)
 
 
 @pytest.fixture(scope="module")
@@ -140,37 +109,42 @@ def runs(tmp_path_factory):
 def test_a_command_runs_on_a_gpu(name, runs):
     found = runs.table(name)
     assert found["status"] == 0
-    assert "CUDA graphs" not in found["said"] and "nothing was learned" not in found["said"]
+    assert "CUDA graphs" not in found["output"] and "nothing was learned" not in found["output"]
     assert found["peak"] > BASE_BYTES and found["host_reads"]["copy from the host"]
     assert (found["replays"] > 0) == (name in REPLAYED)
 
 
 def test_an_interrupted_run_resumes_to_the_same_adapter(runs):
-    whole, cut = (
-        Path(run["result"]["adapter"], "adapter_model.safetensors").read_bytes()
-        for run in (runs.table("ppo"), runs.cut())
+    cut = runs.of("cut", "ppo", GPU, *PPO, work=working.run_cut, more=(1,))
+    one, other = (
+        Path(run["result"]["adapter"], "adapter_model.safetensors") for run in (runs.table("ppo"), cut)
     )
-    assert whole == cut
+    assert one.read_bytes() == other.read_bytes()
 
 
 def test_two_nccl_workers_train(runs):
-    found = runs.of_two()
+    keys = ["trainer.batch_size=8", "trainer.total_episodes=16", "scaling.num_workers=2"]
+    found = runs.of("two", "ppo", GPU, *PPO, *keys, work=working.run_on_ray)
     assert found["status"] == 0 and found["result"]["peak_memory_bytes"] > BASE_BYTES
 
 
 def test_a_rollout_worker_on_its_own_gpu_gives_bit_identical_results(runs):
-    found = runs.with_rollout_worker()
-    assert found["status"] == 0 and found["result"]["metrics"]["rollout/bytes"] > 0
+    keys = ["scaling.num_workers=1", "rollout.num_workers=1"]
+    found = runs.of("rollout", "ppo", GPU, *PPO, *keys, work=working.run_on_ray)
+    assert found["status"] == 0 and found["result"]["metrics"]["rollout/workers"] > 0
     assert_equal(runs.storage, runs.table("ppo")["result"], found["result"])
 
 
 @pytest.mark.parametrize(("verb", "free", "share"), VLLM)
 def test_vllm_takes_only_free_memory(verb, free, share, runs):
-    assert runs.of_vllm(verb, free) == {"gpu_memory_utilization": share, "gpus": "3", "said": mock.ANY}
+    models = [POLICIES, REWARDS] if verb == "serve" else [POLICY, REWARD]
+    keys = [GPU, *models, "rollout.engine=vllm", f"run.storage_path={runs.storage}"]
+    found = runs.child(working.options_of_vllm, verb, keys, free)
+    assert found == {"gpu_memory_utilization": share, "gpus": "3", "output": mock.ANY}
 
 
 def test_a_replica_answers(runs):
-    found = runs.served()
+    found = runs.child(working.served_answer, runs.storage, GPU)
     assert found["status"] == 200 and found["answer"]["choices"][0]["message"]["content"]
 
 
@@ -189,13 +163,3 @@ def test_the_command_of_the_pages_runs(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["status"] == 0 and found["peak"] > BASE_BYTES
-
-
-def test_all_code_for_cuda_is_executed(runs):
-    for name in RUNS:
-        runs.table(name)
-    for verb, free, _ in VLLM:
-        runs.of_vllm(verb, free)
-    runs.of_two(), runs.with_rollout_worker(), runs.cut(), runs.served(), runs.planned()
-    ran = {*runs.statements.read_text().splitlines()}
-    assert [f"{one} {text}" for one, text in branches.statements().items() if one not in ran] == []

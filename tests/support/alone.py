@@ -1,4 +1,4 @@
-"""Runs a stage in this process with real trainers on the demo: tokenizes rows, calls `train(worker)`, no Ray or MLflow."""
+"""Runs a stage in this process with its real trainer on rows of the demo, without Ray and MLflow."""
 
 import contextlib
 import importlib
@@ -13,8 +13,7 @@ import torch
 from running import ROOT
 from settled import work_of
 
-from pipeline.data.feed import to_hf
-from pipeline.data.read import prepare
+from pipeline.data.read import prepare_rows, to_hf
 from pipeline.job import load_job
 from pipeline.models.base import base_identity
 from pipeline.models.tokenizer import load_tokenizer
@@ -73,7 +72,7 @@ class Alone(ModelHost):
 
 
 def worker(stage, folder, *settings, inputs=MappingProxyType({})):
-    """Returns a worker of `stage` with the first ROWS rows of the demo, tokenized in this process."""
+    """Returns a worker of `stage` with the first ROWS rows of the demo, as tokens."""
     os.chdir(ROOT)
     out = Path(tempfile.mkdtemp(dir=folder))
     job = load_job(f"jobs/demo/{stage}.yaml", [*QUICK[stage], "trainer.seed=1", *settings], stage)
@@ -82,7 +81,7 @@ def worker(stage, folder, *settings, inputs=MappingProxyType({})):
     data = replace(job.data, train=str(rows), eval=None, overlong="truncate")
     tokenizer = load_tokenizer(model.name_or_path, model.revision, model.chat_template)
     packing = bool(job.trainer.get("packing"))
-    made = prepare(stage, data, tokenizer, 256, str(out / "cache"), packing, contextlib.nullcontext)
+    made = prepare_rows(stage, data, tokenizer, 256, str(out / "cache"), packing, contextlib.nullcontext)
     sets = {"train": to_hf(made.train, made.fingerprints["train"])}
     given = {name: Input(at, "function") for name, at in inputs.items() if at.startswith("python:")}
     given |= {n: Input(at, "adapter", at, lineage.read(at, n)) for n, at in inputs.items() if n not in given}
@@ -91,7 +90,7 @@ def worker(stage, folder, *settings, inputs=MappingProxyType({})):
 
 
 def train(stage, folder, *settings, inputs=MappingProxyType({})):
-    """Returns the result of the stage's `train` after one step or update."""
+    """Runs the stage's `train` for one step or update. Returns its result."""
     torch.manual_seed(0)
     module = importlib.import_module(f"pipeline.stages.{stage}")
     return module.train(worker(stage, folder, *settings, inputs=inputs))

@@ -1,4 +1,4 @@
-"""Reward functions that tests name as `python:bad_rewards:FUNCTION`. One is right, the others fail."""
+"""Reward functions that tests name as `python:bad_rewards:FUNCTION`. Most of them fail."""
 
 import math
 
@@ -13,7 +13,7 @@ def raises(prompts, completions, **_):
 
 
 def fills_the_gpu(completions, **_):
-    """Raises torch's error for a reward whose own model runs out of memory."""
+    """Acts like a reward whose own model does not fit into memory."""
     import torch
 
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -28,12 +28,12 @@ def needs_weight(prompts, completions, weight):
 
 
 def leaks(completions, **_):
-    """Raises an error whose text contains the whole environment, which no error should."""
+    """Raises an error whose text contains all environment variables, and so the secrets among them."""
     import os
 
     raise RuntimeError(f"no reward with {dict(os.environ)}")
 
 
 def of_e(completions, **_):
-    """Counts the letter e in each completion, which a policy learns within a few updates."""
+    """Counts the letter e in each completion. A policy learns to write it within a few updates."""
     return [float(text.count("e")) for text in completions]

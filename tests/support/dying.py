@@ -1,4 +1,4 @@
-"""Stages with a fault at a given step, once, on rank 0, for tests of recovery."""
+"""Faults that happen once, at a step of a stage, on rank 0, for tests of recovery."""
 
 import importlib
 import os
@@ -11,14 +11,16 @@ import psutil
 
 
 def train_of(stage: str) -> Any:
-    """Returns the `train` function that the stage runs in a worker."""
+    """Returns the function `train` of a stage, which runs in each worker."""
     return importlib.import_module(f"pipeline.stages.{stage}").train
 
 
 def at_step(stage: str, step: int | None, once: str, happens: Callable[[], None]) -> Any:
-    """Returns the stage's `train`, which calls `happens()` after `step`. None means after the last step, before saving.
+    """Returns the stage's `train`, changed so that it calls `happens()` after `step`.
 
-    The file `once` records the fault, so that it does not repeat after a restart.
+    Args:
+        step: None means after the last step, before the adapter is saved.
+        once: file that records the call, so that it does not happen again after a restart.
     """
 
     def touched(worker: Any) -> Any:
@@ -53,21 +55,21 @@ def fill(folder: str) -> None:
 
 
 def swap(folder: str) -> None:
-    """Replaces a folder by a file, like a lost mount: nothing can be written there."""
+    """Replaces a folder by a file, so that nothing can be written there, as after a lost mount."""
     os.rename(folder, folder + "-gone")
     with open(folder, "x", encoding="utf-8"):
         pass
 
 
 def rollout_workers() -> list[psutil.Process]:
-    """Returns the rollout workers of this process, or of the node where this process is a worker."""
+    """Returns the processes of rollout workers on this node."""
     here = psutil.Process()
     above = here.parent() if here.name().startswith("ray::") else here
     return [one for one in above.children(recursive=True) if one.name().startswith("ray::RolloutWork")]
 
 
 def has_loaded(rollout_worker: psutil.Process) -> bool:
-    """Returns whether the worker has loaded its models. Ray names a process by its current task."""
+    """Returns whether the worker has loaded its models. The title of a Ray process is its current task."""
     return not rollout_worker.cmdline()[0].endswith(("__init__", ".load"))
 
 

@@ -1,4 +1,4 @@
-"""Tools that tests run in separate environments, because the project does not pin them."""
+"""Installs tools into separate environments, because the project does not pin them."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Starts processes at the same time, as forks of a process that has only imported their libraries."""
+"""Runs a function in several processes, which are forks of one process, so that they import libraries once."""
 
 import pickle
 import subprocess
@@ -14,7 +14,7 @@ start_processes(work, args, nprocs=processes, start_method="fork")
 
 
 def in_processes(work, *args, processes=2):
-    """Calls work(rank, *args) in separate processes. Returns their (stdout, stderr). Spawned ones would import libraries."""
+    """Calls work(rank, *args) in separate processes. Returns their (stdout, stderr)."""
     given = pickle.dumps(sys.path) + pickle.dumps((work, args, processes))
     done = subprocess.run([sys.executable, "-c", PROGRAM], input=given, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr.decode()[-3000:]

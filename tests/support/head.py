@@ -1,4 +1,4 @@
-"""A separate Ray cluster for a test: a head with dashboard, jobs and token on free ports, and a proxy that can fail."""
+"""A separate Ray cluster for a test, with dashboard, jobs and token, and a proxy whose connections can be cut."""
 
 import contextlib
 import os
@@ -16,11 +16,11 @@ TOKEN = "0123456789abcdef" * 2
 
 
 class Head:
-    """Runs a Ray head as a context manager. `--block` ties the cluster to one process; `ray stop` would stop every Ray here.
+    """Runs a Ray head as a context manager. With `--block`, killing one process ends the cluster, and no other Ray.
 
     Args:
         options: additional options of `ray start`.
-        environment: additional variables of its processes.
+        environment: additional environment variables of the head.
     """
 
     def __init__(self, *options: str, **environment: str) -> None:
@@ -28,7 +28,7 @@ class Head:
         self.address, self.gcs = f"http://127.0.0.1:{self.port}", f"127.0.0.1:{gcs}"
         self.options = [f"--dashboard-port={self.port}", f"--port={gcs}", *options]
         self.environment = environment
-        self.folder = Path(tempfile.mkdtemp(prefix="rh"))  # short, because socket paths have a limit
+        self.folder = Path(tempfile.mkdtemp(prefix="rh"))  # paths of sockets have a limited length
         self.token = self.folder / "token"
 
     def __enter__(self) -> "Head":
@@ -68,7 +68,7 @@ class Head:
 
 
 class Proxy:
-    """A proxy to a head. `cut` closes its connections and refuses new ones until `mend`."""
+    """A proxy to a head. `cut` closes its connections, and refuses new ones until `mend` is called."""
 
     def __init__(self, port: int):
         self.target, self.open, self.broken = port, [], False

@@ -1,4 +1,4 @@
-"""A fake endpoint of a judge on loopback, which counts its cost and fails like real ones."""
+"""A fake endpoint of an LLM judge, which counts paid answers and fails like real endpoints."""
 
 import contextlib
 import hashlib
@@ -10,12 +10,12 @@ from collections import Counter
 from servers import Handler, listening
 
 MODEL = "wise"
-# faults, one per request, before the server answers
+# what goes wrong with the first requests, one by one
 FAULTS = ["hangs", "closes", 429, 500, "torn", "nonsense", "other model", 408, "closes", 503, 429, "nonsense"]
 
 
 def liking(text):
-    """Returns a score from 1 to 10 that depends on the question alone."""
+    """Returns a score from 1 to 10 that depends only on the question."""
     return 1 + int(hashlib.sha256(text.encode()).hexdigest(), 16) % 10
 
 
@@ -31,7 +31,7 @@ def chat(text, model=MODEL, top=None, tokens=(100, 10)):
 
 
 class Judging(Handler):
-    """Uses up one entry of `server.faults` per request. When none is left, it answers."""
+    """Treats each request as the next entry of `server.faults` says. After the last entry, it answers requests."""
 
     def do_POST(self):
         server, asked = self.server, json.loads(self.body())

@@ -1,4 +1,4 @@
-"""A fake Hub on a local port, with the HTTP interface for pushing a model, loading it and reading a dataset."""
+"""A fake Hugging Face Hub, to which tests push models and from which they load models and datasets."""
 
 import base64
 import hashlib
@@ -11,24 +11,24 @@ from urllib.parse import parse_qs, unquote, urlparse
 import pytest
 import servers
 
-TOKEN = "hf_" + "aB3" * 11  # of the user who may write
+TOKEN = "hf_" + "aB3" * 11  # token of a user who may write
 REPO = r"((?:datasets/)?[\w.-]+/[\w.-]+)"
-READER = "hf_" + "rO7" * 11  # of a user who may only read
+READER = "hf_" + "rO7" * 11  # token of a user who may only read
 
 
 class ModelHub:
-    """Repositories by name, datasets as `datasets/owner/name`. Each has files by branch and by commit."""
+    """The repositories of a Hub. The names of datasets start with `datasets/`."""
 
     def __init__(self):
         self.repos = {}  # {name: {"private": bool, "gated": bool, "branches": {name: commit}, "commits": {commit: files}}}
         self.blobs = {}  # LFS files, by sha256
         self.requests = []  # (method, path, authorization) of each request
-        self.lfs = False  # whether safetensors files use LFS
-        self.broken_after = None  # number of requests with a body before the hub fails
+        self.lfs = False  # whether safetensors files are LFS files
+        self.broken_after = None  # number of write requests after which the Hub fails
         self.address = ""
 
     def put(self, repo, files, private=False, gated=False, branch="main"):
-        """Commits these files {path: bytes}. Returns the commit's id."""
+        """Commits the files {path: bytes} to a branch. Returns the id of the commit."""
         new = {"private": private, "gated": gated, "branches": {}, "commits": {}}
         kept = self.repos.setdefault(repo, new)
         content = repr((kept["branches"].get(branch), sorted(files.items())))
@@ -115,7 +115,7 @@ class Handler(servers.Handler):
             self.send(409 if there else 200, {"error": "", "url": f"{self.hub.address}/{name}"})
 
     def found(self, repo, revision, user):
-        """Returns (repository, commit), or None after answering with the reason."""
+        """Returns (repository, commit), or sends an error and returns None."""
         kept = self.hub.repos.get(repo)
         if kept is None or (kept["private"] and user is None):
             self.refuse(404 if user else 401, "RepoNotFound")
@@ -171,7 +171,7 @@ class Handler(servers.Handler):
         return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
     def tree(self, files, inside="", recursive=False):
-        """Returns the files and folders in a folder, or with `recursive` all below it."""
+        """Returns the files and folders in a folder, and with `recursive` also those in its subfolders."""
         found = {}
         for name, data in files.items():
             if not inside or name.startswith(f"{inside}/"):
@@ -228,7 +228,7 @@ class Handler(servers.Handler):
 
 @contextmanager
 def serve():
-    """Starts a ModelHub, which runs until the block ends."""
+    """Runs a server with an empty ModelHub. Yields the ModelHub."""
     hub = ModelHub()
     with servers.listening(type("Handler", (Handler,), {"hub": hub})) as server:
         hub.address = server.address
@@ -237,9 +237,9 @@ def serve():
 
 @contextmanager
 def connected(cache):
-    """Makes this process's libraries use a ModelHub as the Hub, with a separate empty cache.
+    """Makes the libraries of this process use a ModelHub in place of the Hub, with an empty cache.
 
-    huggingface_hub reads its settings when it is imported. A separate process would use HF_ENDPOINT and HF_HOME.
+    For a new process, the variables HF_ENDPOINT and HF_HOME suffice. This process has imported huggingface_hub already.
     """
     import huggingface_hub.hf_api
     from huggingface_hub import constants

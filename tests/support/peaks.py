@@ -1,8 +1,8 @@
 """Measures the memory of a training step, for tests/planning/test_plan.py.
 
 Usage: `python tests/support/peaks.py STAGE DTYPE CHECKPOINTING`. Prints JSON with the bytes by which the process grew in a
-step, and with the plan's bytes for the phase `update` and Adam. File pages do not count, because the number of mapped library
-pages depends on the page cache. The process needs MALLOC_MMAP_THRESHOLD_, so that its size equals the memory in use.
+step, and with the planned bytes of the phase `update` and of Adam. Pages of files are subtracted, because their number depends
+on the page cache. Set MALLOC_MMAP_THRESHOLD_, so that the process returns unused memory to the system.
 """
 
 import gc
@@ -29,12 +29,12 @@ from trl import (
     SFTTrainer,
 )
 
-from pipeline.data.kl_pairs import PairedBatches
 from pipeline.job import load_job
 from pipeline.models.adapters import SharedBase
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.planning import plan
 from pipeline.ppo.clock import Phases
+from pipeline.stages.kl_pairs import PairedBatches
 
 ROWS, WIDTH = 8, 128
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
@@ -70,7 +70,7 @@ def row(stage):
 
 
 def trl_step(stage, config, dtype, checkpointing, folder):
-    """Returns a function that runs two steps of a TRL trainer."""
+    """Returns a function that runs two steps of TRL's trainer."""
     kind = LlamaForSequenceClassification if stage == "rm" else LlamaForCausalLM
     trainer, arguments, more = {
         "sft": (SFTTrainer, SFTConfig, {"dataset_kwargs": {"skip_prepare_dataset": True}}),
@@ -93,7 +93,7 @@ def trl_step(stage, config, dtype, checkpointing, folder):
 
 
 def ppo_step(config, dtype, checkpointing):
-    """Returns a function that runs an update of our PPO."""
+    """Returns a function that runs an update of our PPO trainer."""
     low = dtype == torch.bfloat16
     model = LlamaForCausalLM._from_config(config, dtype=dtype).eval()
     shared = SharedBase(model, autocast=torch.bfloat16 if low else None)

@@ -1,4 +1,4 @@
-"""Helpers of the registry's tests: the store of a job, and the lineage of an adapter."""
+"""Helpers for tests of the registry."""
 
 from mlflow import MlflowClient
 
@@ -15,7 +15,7 @@ LINEAGE = {
 
 
 def published(job, run_id, folder, metrics, facts):
-    """Registers an adapter like the end of a run of this job. Returns the version."""
+    """Registers an adapter as a run of this job does at its end. Returns the version."""
     uri, gate = tracking_of(job).uri, gate_of(job)
     return registry.publish(uri, gate, job.stage, run_id, folder, metrics, facts)
 
@@ -25,7 +25,7 @@ def mlflow(job) -> MlflowClient:
 
 
 class Killed(BaseException):
-    """Simulates a kill: no code of the process runs after it."""
+    """Simulates a kill, because no code of the pipeline catches it."""
 
 
 def killed(*_, **__):

@@ -21,7 +21,7 @@ def touched(monkeypatch, verb, step, once, happens):
 
 
 class Interrupted(Exception):
-    """Ends a run in the process of its command."""
+    """Ends a run without ending the process."""
 
 
 def interrupted(monkeypatch, verb, step):
@@ -43,5 +43,5 @@ def interrupted(monkeypatch, verb, step):
 
 
 def assert_equal(storage, expected, result):
-    """Asserts that two runs (their result.json) have bit-identical adapters, and the same metrics and curves."""
+    """Asserts that the runs with these result.json have bit-identical adapters, equal metrics and equal curves."""
     assert differences(client(storage), expected, result) == []

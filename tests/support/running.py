@@ -1,4 +1,4 @@
-"""Runs a stage for a test: the real command line, in this process, on the session's Ray."""
+"""Runs stages for tests with the real command line, in this process."""
 
 import json
 import os
@@ -21,7 +21,7 @@ NO_EVAL = ["data.eval=null", "trainer.eval_strategy=no", "trainer.eval_on_start=
 def stage(
     verb: str, storage: Path, name: str, *overrides: str, job: str | None = None, status: int = 0
 ) -> dict[str, Any]:
-    """Runs one stage under `storage`. Returns its result.json. The gate is open unless the overrides close it."""
+    """Runs one stage with a storage path. Returns its result.json. By default, the job has no gate."""
     before = os.getcwd()
     os.chdir(ROOT)
     try:
@@ -31,7 +31,7 @@ def stage(
         assert main([verb, file, *settings]) == status
         path = storage / name / "result.json"
         result = json.loads(path.read_text()) if path.exists() else {}
-        if verb in STAGES and result:  # a gate may name the metrics of the run
+        if verb in STAGES and result:  # a gate must accept each metric of the run
             loaded = load_job(file, settings, verb)
             unknown = set(result["metrics"]) - set(gates.Metrics(loaded).lacks)
             assert not [metric for metric in unknown if not gates.Metrics(loaded).of_rows(metric)]
@@ -46,7 +46,7 @@ def tracked() -> list[str]:
 
 
 def copy_repository(folder: Path, *stamps: str) -> Path:
-    """Copies the repository into a folder in which `make` finds this environment already set up."""
+    """Copies the repository into a folder. There, `make` uses this environment and installs nothing."""
     for name in tracked():
         if (ROOT / name).is_file() or (ROOT / name).is_symlink():  # pipeline/jobs is a link to jobs
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -63,6 +63,6 @@ def client(storage: Path) -> MlflowClient:
 
 
 def curve(storage: Path, result: dict[str, Any], metric: str = "loss") -> list[float]:
-    """Returns a run's metric for each step, from MLflow."""
+    """Returns the values of a run's metric in MLflow, ordered by step."""
     history = client(storage).get_metric_history(result["mlflow_run_id"], metric)
     return [point.value for point in sorted(history, key=lambda point: point.step)]

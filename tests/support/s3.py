@@ -1,6 +1,6 @@
-"""A mock of S3 with one bucket, shared by all processes of a test.
+"""A mock of S3 with one bucket, which all processes of a test share.
 
-Unlike S3, moto (5.2) checks whether an object exists and then writes it without a lock.
+Unlike S3, moto 5.2 has no lock between the check of a condition and the write.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import logging
 
 @contextlib.contextmanager
 def mock_s3(monkeypatch):
-    """Returns a client of the mock."""
+    """Starts the mock, and sets the variables with which clients find it. Yields a client."""
     import boto3
     from moto.server import ThreadedMotoServer
 
@@ -24,7 +24,7 @@ def mock_s3(monkeypatch):
         "AWS_DEFAULT_REGION": "us-east-1",
     }.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)  # ends with the test
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)  # makes boto3 read the variables again
     client = boto3.client("s3")
     client.create_bucket(Bucket="bucket")
     try:

@@ -1,4 +1,4 @@
-"""Runs the application of `serve` on the tests' own Ray."""
+"""Runs the server of `serve` on the Ray of the tests."""
 
 import contextlib
 import http.client
@@ -19,7 +19,7 @@ REWARDS = "serve.rewards={toy-rm: models:/toy-rm@champion}"
 
 @contextlib.contextmanager
 def served(storage, *overrides, policies=POLICIES, rewards=REWARDS):
-    """Returns the address and the work."""
+    """Starts the server. Yields its address as `url`, and the settled `work`."""
     given = [policies, rewards, "serve.port=0", f"run.storage_path={storage}", *overrides]
     job = load_job(ROOT / "jobs/demo/serve.yaml", given, "serve")
     with serving(load_model_host(named(job)).work) as work:
@@ -27,7 +27,7 @@ def served(storage, *overrides, policies=POLICIES, rewards=REWARDS):
 
 
 def ask(url, path, body=None, method=None, **headers):
-    """Returns (status, headers, JSON value or bytes) of a request."""
+    """Sends a request. Returns (status, headers, body), where the body is a JSON value or bytes."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=120)
     with contextlib.closing(connection):
@@ -41,7 +41,7 @@ def ask(url, path, body=None, method=None, **headers):
 
 
 def chat(url, text="What is the capital of Peru?", model="toy", **settings):
-    """Returns (status, answer) of a chat completion."""
+    """Requests a chat completion. Returns (status, body)."""
     asked = {"model": model, "messages": [{"role": "user", "content": text}], **settings}
     status, _, answer = ask(url, "/v1/chat/completions", asked)
     return status, answer

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers a request, and prints nothing."""
+    """A request handler that prints nothing."""
 
     def log_message(self, *_):
         pass
@@ -27,7 +27,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def listening(handler, **facts):
-    """Starts a server with an `address`. The facts become attributes of the server."""
+    """Starts a server. The facts and its `address` become attributes of the server."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         vars(server).update(facts, address=f"http://127.0.0.1:{server.server_port}")
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -39,7 +39,7 @@ def listening(handler, **facts):
 
 @contextlib.contextmanager
 def silent():
-    """Returns HOST:PORT of a server that accepts connections and never answers."""
+    """Yields HOST:PORT of a server that accepts connections and never answers."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
@@ -48,7 +48,7 @@ def silent():
 
 @contextlib.contextmanager
 def answering(status, body, kind="application/json", at=None):
-    """Returns HOST:PORT of a server with one answer to all requests. `at` gives some paths other bodies."""
+    """Yields HOST:PORT of a server that gives all requests the same answer, except for the paths in `at`, {path: body}."""
 
     class Same(Handler):
         def answer(self):

@@ -1,4 +1,4 @@
-"""Settles a job's work, with the tokenizer, base and inputs that a test sets."""
+"""Settles a job with the tokenizer, base and inputs that a test sets."""
 
 from pipeline.planning import plan
 from pipeline.settle import settle
@@ -10,4 +10,4 @@ def work_of(job, tokenizer=None, base=None, **more):
 
 
 def plan_of(job, loras=None, **options):
-    return plan.make(settle.sections_of(job, places_of(job)), loras, **options)
+    return plan.make_plan(settle.sections_of(job, places_of(job)), loras, **options)

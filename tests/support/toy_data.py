@@ -1,4 +1,4 @@
-"""Rows, files and a tokenizer for the tests of pipeline/data, all small enough to read."""
+"""Makes small rows, files and a tokenizer for the tests of pipeline/data."""
 
 import contextlib
 import json
@@ -8,11 +8,10 @@ from types import SimpleNamespace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.data import chunks, files
+from pipeline.data import chunks, files, read
 from pipeline.data.encode import Encoder, Example
-from pipeline.data.feed import to_hf
-from pipeline.data.read import prepare
-from pipeline.data.shapes import kind_of, parse
+from pipeline.data.formats import kind_of, parse_row
+from pipeline.data.read import prepare_rows, to_hf
 from pipeline.job import Data
 from pipeline.job.stages import STAGE
 from pipeline.models.template import PLAIN
@@ -22,7 +21,7 @@ USER, BOT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": 
 NO = {"role": "assistant", "content": "no"}
 SYSTEM = {"role": "system", "content": "s"}
 ASIDE = [{"role": "user", "content": "before"}, {"role": "assistant", "content": "so"}]
-PREFERENCES = [  # the same pair in each row format
+PREFERENCES = [  # one pair in each row format
     {"prompt": [USER], "chosen": "yo", "rejected": "no"},
     {"prompt": [USER], "chosen": [BOT], "rejected": [NO]},
     {"prompt": "hi", "chosen": [USER, BOT], "rejected": [USER, NO]},
@@ -66,7 +65,7 @@ WEATHER = {
 
 
 def tokenizer(template: str | None = None, bos: bool = True):
-    """Returns a tokenizer of single bytes with special tokens. One character is one token, so that masks are readable."""
+    """Returns a tokenizer whose tokens are single bytes and special tokens, so that tests can read masks."""
     vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -85,23 +84,23 @@ def tokenizer(template: str | None = None, bos: bool = True):
 
 
 def parsed(row, stage: str):
-    return parse(row, kind_of(stage))
+    return parse_row(row, kind_of(stage))
 
 
 def encoder(stage, template=None, max_length=500, overlong="error", apply=False, bos=True, ends=("</s>",)):
-    """Returns an encoder. Generation stops at the tokens `ends`."""
+    """Returns an encoder. Tokens in `ends` end a completion."""
     tok = tokenizer(template, bos)
     return Encoder(tok, kind_of(stage), max_length, overlong, apply, tok.convert_tokens_to_ids([*ends]))
 
 
 def encoded(stage, row, **options):
-    """Returns (tokenizer, results of one row)."""
+    """Returns the tokenizer, and the examples or errors of one row."""
     made = encoder(stage, **options)
-    return made.tokenizer, made.encode([parse(row, made.kind)])[0]
+    return made.tokenizer, made.encode([parse_row(row, made.kind)])[0]
 
 
 def trained(tok, example: Example) -> list[str]:
-    """Returns each run of trained tokens as text."""
+    """Returns the text of each sequence of trained tokens."""
     runs, last = [], -2
     for at, (token, label) in enumerate(
         zip(example.columns["input_ids"], example.columns["labels"], strict=True)
@@ -122,14 +121,20 @@ def write(path: Path, rows: list) -> str:
 
 
 def make(tmp_path, stage="sft", packing=False, context=400, template=None, on_ray=False, **options):
-    """Returns the rows of a job with these data options, tokenized in this process or by Ray Data."""
+    """Tokenizes the rows of a job with these keys of `data`, in this process or with Ray Data."""
     here = None if on_ray else contextlib.nullcontext
     tok = tokenizer(template)
-    return prepare(stage, Data(**options), tok, context, str(tmp_path / "cache"), packing, here)
+    return prepare_rows(stage, Data(**options), tok, context, str(tmp_path / "cache"), packing, here)
+
+
+def use_small_chunks(monkeypatch, size=300):
+    """Cuts files into chunks of `size` bytes, so that small files have several."""
+    plan = read.plan_chunks
+    monkeypatch.setattr(read, "plan_chunks", lambda *args: plan(*args, size))
 
 
 def evaluator(folder, tokenizer=None, rows_per_forward=64) -> SimpleNamespace:
-    """Returns a single worker of `evaluate`, without models."""
+    """Returns the only worker of `evaluate`, which has no models."""
     data, args = SimpleNamespace(subset=None), SimpleNamespace(rows_per_forward=rows_per_forward)
     lease = SimpleNamespace(require=lambda: None)
     work = SimpleNamespace(
@@ -145,9 +150,11 @@ def rows_of(dataset) -> list[dict]:
 
 
 def read_rows(path, chunk_bytes=chunks.CHUNK, stage="sft") -> list[tuple]:
-    """Returns (number in the file, row) for all chunks of a file."""
+    """Returns [(number in the file, row)] of a file, read in chunks of `chunk_bytes`."""
     rows = []
-    for chunk in chunks.plan(*files.find(str(path), "data.train"), "train", kind_of(stage), chunk_bytes):
+    for chunk in chunks.plan_chunks(
+        *files.find_files(str(path), "data.train"), "train", kind_of(stage), chunk_bytes
+    ):
         before = chunks.lines_before(chunk)
-        rows += [(number + before, row) for number, row, _ in chunks.rows(chunk)]
+        rows += [(number + before, row) for number, row, _ in chunks.chunk_rows(chunk)]
     return rows

@@ -1,4 +1,4 @@
-"""Registers a policy and a reward model on the demo's base without training: adapters of random numbers."""
+"""Registers random adapters of the demo's base as a policy and reward models."""
 
 from functools import cache
 from pathlib import Path
@@ -62,7 +62,7 @@ def second(storage: Path) -> str:
 
 
 def register(storage: Path, name: str, folder: str, facts: dict, metrics: dict, *more: str):
-    """Registers an adapter like a run would. Returns the version."""
+    """Registers an adapter like a run. Returns the version."""
     lineage.write(folder, facts)
     tokenizer().save_pretrained(folder)
     given = [f"run.storage_path={storage}", f"run.name={Path(folder).name}", "gate={}", *more]
@@ -75,14 +75,14 @@ def make(folder: str, seed: int, head: bool) -> None:
     torch.manual_seed(seed)
     shared = shared_base()
     shared.add("toy", lora={"r": 4, "target_modules": "all-linear"}, head=head)
-    # peft's B is 0, and an adapter that changes nothing would hide faults
+    # peft sets the matrices B to 0. An adapter that changes nothing would hide faults.
     for parameter in shared.parameters_of("toy"):
         parameter.data += 0.04 * torch.randn_like(parameter)
     shared.save("toy", folder)
 
 
 class Engine:
-    """Policy and reward on one base. Gives the results that commands and server must match. Users have the first turn."""
+    """A policy and a reward model on one base, to compare with commands and server. The first turn is the user's."""
 
     def __init__(self, folders: dict[str, str]):
         self.shared = shared_base()
@@ -90,7 +90,7 @@ class Engine:
         self.shared.add("reward", folder=folders["toy-rm"], head=True)
 
     def ids(self, *turns: str) -> list[int]:
-        """Returns the tokens of a conversation, plus the start of a completion if the last turn is the user's."""
+        """Returns the tokens of a conversation, plus the generation prompt if the last turn is the user's."""
         roles = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
         ask = len(turns) % 2 == 1
         return tokenizer().apply_chat_template(roles, add_generation_prompt=ask, return_dict=False)

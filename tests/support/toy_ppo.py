@@ -9,8 +9,10 @@ import transformers
 
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.episodes import Prompts
+from pipeline.ppo.sampler import Roles, Sampler
 from pipeline.ppo.trainer import PPOTrainer
-from pipeline.scoring.rewards import FunctionReward, Samples, weighted
+from pipeline.scoring.rewards import FunctionReward, Samples, weighted_scores
 from pipeline.writing.decoder import SlotDecoder
 from pipeline.writing.rows import Row, Sampling
 
@@ -24,7 +26,7 @@ LORA = dict(r=4, lora_alpha=8, target_modules="all-linear")
 
 
 class Tokenizer:
-    """The part of a tokenizer that the trainer needs. Ids are words."""
+    """The part of a tokenizer that the trainer needs. The text of a token is its id."""
 
     pad_token_id, eos_token_id, generation_eos, chat_template = 0, 2, EOS, None
 
@@ -56,9 +58,11 @@ def base(kind="llama", seed=0, **changes):
 
 
 def shared_base(kind="llama", critic=True, spread=0.0, seed=0, **changes):
-    """Returns a base with the roles reference, policy (its copy), reward, and critic (its copy, a head on the policy, or none).
+    """Returns a base with the roles reference, policy, reward and critic.
 
-    `spread` moves policy and critic away from their origin.
+    Args:
+        critic: True for a copy of the reward, "head" for a head on the policy, or False for neither reward nor critic.
+        spread: standard deviation of random changes of policy and critic, which otherwise equal reference and reward.
     """
     shared = SharedBase(base(kind, seed, **changes))
     shared.add("reference", lora=LORA)
@@ -75,7 +79,7 @@ def shared_base(kind="llama", critic=True, spread=0.0, seed=0, **changes):
 
 
 def values(shared, role, ids):
-    """Returns the (B, T) output of the role's head at each position of `ids` (B, T), which is padded on the right."""
+    """Returns the (B, T) outputs of the role's head for `ids` (B, T), which are padded on the right."""
     return shared.head(role, shared.hidden(role, ids))
 
 
@@ -88,21 +92,20 @@ def prompts(count=32, seed=1):
 
 
 def low(completion_ids, **columns):
-    """Returns the fraction of tokens below 20 per completion, which is the reward of the toy runs."""
+    """Returns for each completion the fraction of its tokens below 20. This is the reward of the toy runs."""
     return [sum(t < 20 for t in ids) / len(ids) for ids in completion_ids]
 
 
 def noisy(completion_ids):
-    """Returns `low` plus random numbers from the global generators, like a user's reward may."""
+    """Returns `low` plus random numbers from torch's global generator, which a user's reward may also use."""
     return [score + 0.1 * torch.rand(1).item() for score in low(completion_ids)]
 
 
-OPTIONS = ("evaluate", "decoder", "on_update", "rollout", "critic_reward", "teacher")  # options of PPOTrainer
-
-
-def trainer(shared=None, reward=low, rows=None, workers=None, **changes):
-    """Returns a PPO trainer. `changes` are its OPTIONS or keys of its PPOConfig."""
-    options = {key: changes.pop(key) for key in OPTIONS if key in changes}
+def trainer(
+    shared=None, reward=low, rows=None, draws=None, decoder=None, rollout=None, workers=None, critic_reward=None,
+    teacher=None, **changes,
+):  # fmt: skip
+    """Returns a PPO trainer. `changes` are keys of its PPOConfig."""
     settings = dict(
         total_episodes=64, batch_size=16, response_length=8, learning_rate=1e-2, kl_coef=0.02, num_ppo_epochs=2, seed=3,
         num_mini_batches=2, per_device_train_batch_size=8, lr_scheduler_type="constant",
@@ -111,9 +114,8 @@ def trainer(shared=None, reward=low, rows=None, workers=None, **changes):
     shared = shared or shared_base(critic=args.uses_critic and args.critic)
     rewards = [reward] if not callable(reward) and not isinstance(reward, list) else reward
     rewards = [FunctionReward(reward)] if callable(reward) else rewards
-    return PPOTrainer(
-        shared, Tokenizer(), args, rows or prompts(), rewards, rollout_workers=workers, **options
-    )
+    sampler = Sampler(Roles(shared, rewards, critic_reward, teacher), Tokenizer(), args, decoder)
+    return PPOTrainer(sampler, Prompts(rows or prompts(), draws), rollout, workers)
 
 
 def unmeasured(history):
@@ -122,19 +124,21 @@ def unmeasured(history):
 
 
 def weights(trainer_or_shared, roles=("policy", "critic")):
-    """Returns all parameters of the roles in one vector."""
+    """Returns all parameters of the roles as one vector."""
     shared = getattr(trainer_or_shared, "shared", trainer_or_shared)
     return torch.cat([p.data.flatten() for r in roles if r in shared.roles for p in shared.parameters_of(r)])
 
 
 def greedy_score(trainer, prompts, rewards=None):
-    """Returns the mean score of greedy completions to `prompts`, by the trainer's rewards or by `rewards`."""
+    """Returns the mean score of greedy completions. By default, the trainer's rewards score them."""
     ids = [[int(i) for i in row["input_ids"]] for row in prompts]
     trainer.sampler.decoder.changed("policy")
     greedy = replace(trainer.sampler.sampling, temperature=0.0)
     completions = trainer.sampler.decoder.generate("policy", ids, range(len(ids)), greedy)
-    samples = Samples.of(ids, completions, [json.loads(row["row"]) for row in prompts], trainer.tokenizer)
-    total, _ = weighted(rewards or trainer.rewards, samples, trainer.args.normalize_rewards)
+    samples = Samples.of(
+        ids, completions, [json.loads(row["row"]) for row in prompts], trainer.sampler.tokenizer
+    )
+    total = weighted_scores(rewards or trainer.sampler.rewards, samples, trainer.args.normalize_rewards)
     return sum(total) / len(total)
 
 
@@ -159,26 +163,26 @@ def recorded(trainer):
 
 
 def first_episodes(trainer, spread=0.0):
-    """Returns the first update's episodes, as the trainer learns from them. `spread` moves the policy from the reference."""
+    """Returns the episodes of the first update. `spread` is the size of random changes of the policy before it."""
     for parameter in trainer.shared.parameters_of("policy"):
         parameter.data += spread * torch.randn_like(parameter)
     return trainer.make_experience().episodes
 
 
 def samples_of(trainer, rollout):
-    """Returns the samples of a rollout of one chunk."""
+    """Returns the samples of a rollout that has one chunk."""
     [(chunk, sampled)] = rollout.parts
     return trainer.sampler.samples(chunk, sampled.completions)
 
 
 def in_some_rows(condition):
-    """Returns `condition`. Asserts that it differs between rows, because otherwise the test would prove nothing."""
+    """Returns `condition`. Asserts that it holds in some rows and not in others, so that the test proves something."""
     assert condition.any() and not condition.all()
     return condition
 
 
 def batch(seed=5):
-    """Returns token ids, positions of the first actions, their counts, and a mask, for three rows padded on the right."""
+    """Returns token ids, positions of first actions, numbers of actions, and a mask, for three rows padded on the right."""
     torch.manual_seed(seed)
     ids = torch.randint(4, VOCAB, (3, 12))
     starts, counts = torch.tensor([3, 5, 2]), torch.tensor([6, 7, 1])
@@ -187,7 +191,7 @@ def batch(seed=5):
 
 
 def plain_logprobs(model, ids, starts, counts, temperature=1.0):
-    """Computes log-probs row by row, without padding, with the model's own forward."""
+    """Returns log-probs, computed row by row with the model's own forward pass, without padding."""
     rows = []
     for row, start, count in zip(ids, starts.tolist(), counts.tolist(), strict=True):
         logits = model(input_ids=row[None, : start + count]).logits[0].float() / temperature

@@ -1,4 +1,4 @@
-"""Functions that a job may name as data.transform. Some are faulty."""
+"""Functions that tests name as data.transform. Some are faulty."""
 
 import numpy
 
@@ -26,7 +26,7 @@ def raises_sometimes(row):
 
 
 def best_against_worst(rows):
-    """Returns pairs of the best and the worst completion of a prompt, whose completions are separate rows."""
+    """Returns a pair of the best and the worst completion of a prompt. Each row has one completion."""
     ranked = sorted(rows, key=lambda row: row["rank"])
     return {"prompt": rows[0]["q"], "chosen": ranked[0]["a"], "rejected": ranked[-1]["a"]}
 

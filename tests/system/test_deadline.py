@@ -59,17 +59,17 @@ def test_a_bucket_that_never_answers(bucket, given, nobody, migrated, tmp_path, 
 
 def test_what_the_call_itself_raises_comes_back(monkeypatch):
     with pytest.raises(ZeroDivisionError):
-        deadline.answer(lambda: 1 / 0)
+        deadline.call_with_deadline(lambda: 1 / 0)
     with pytest.raises(TimeoutError, match="its own"):
-        deadline.answer(lambda: (_ for _ in ()).throw(TimeoutError("its own")))
-    assert deadline.answer(lambda a, b: a + b, 1, 2) == 3
+        deadline.call_with_deadline(lambda: (_ for _ in ()).throw(TimeoutError("its own")))
+    assert deadline.call_with_deadline(lambda a, b: a + b, 1, 2) == 3
 
 
 def test_a_process_does_not_wait_for_a_call_that_was_left_behind(nobody):
     """pyarrow's S3 waits for its requests when the interpreter ends, which would take minutes here."""
     program = (
         "import sys; from pipeline.system import deadline, process; from pipeline.__main__ import main;"
-        "deadline.SECONDS = 1; sys.exit(process.run(main))"
+        "deadline.SECONDS = 1; sys.exit(process.run_main(main))"
     )
     command = [sys.executable, "-c", program, "report", "s3://bucket/runs/one"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)

@@ -1,16 +1,16 @@
-"""Measures our PPO, stages and server next to other programs on this machine, and reports ratios.
+"""Compares speed and memory of our PPO and server with other programs on this machine.
 
     make bench                                  everything, at both sizes
     make bench ARGS="ppo --size demo"           one part at one size
-    make bench ARGS="ppo --variant bf16-head shared-long"
-    make bench ARGS="sft dpo --rounds 1"
+    make bench ARGS="ppo --variant bf16-head"
+    make bench ARGS="serve --rounds 1"
 
-Parts: `ppo` (our PPOTrainer against the last one of TRL, 1.12), `sft`, `rm`, `dpo` (the pipeline's command line against bare
-TRL), `evaluate` (a reward model on pairs against plain forwards), `serve` (64 clients of two policies on one base against a
-plain loop over two models), `judge` (questions to an endpoint that answers after 100 ms, at either size). Sizes: `demo` (the
-demo model) and `large` (a random Llama of 110 M parameters with a vocabulary of 32,000). Variants of `ppo`: sizes.py.
-Each measurement is a separate process. A round runs all measurements of a comparison once, one after the other. Results go to
-results.json and bench.md in runs/bench after each round. Parts that were not run keep their last results.
+Parts: `ppo` (our PPOTrainer compared with that of TRL 1.12, the last version that had one) and `serve` (64 clients of two
+policies on one base, compared with a plain loop over two models). Sizes: `demo` (the demo model) and `large` (a random Llama of
+110M parameters). Variants of `ppo`: sizes.py.
+
+Each measurement is a separate process. A round runs all measurements of a comparison once, one after the other. After each
+round, results.json and bench.md in runs/bench have the results. Parts that were not run keep their last results.
 """
 
 import argparse
@@ -30,14 +30,7 @@ from typing import Any
 from report import GIB, Runs, ratios, render
 from sizes import CASES, ROOT, SIZES, TRL_PPO, VARIANTS, WORK
 
-# script of a part that is compared with a plain program, and that program's name
-PLAIN = {
-    **dict.fromkeys(("sft", "rm", "dpo"), ("stage.py", "bare TRL")),
-    "evaluate": ("evaluate.py", "plain forwards"),
-    "serve": ("serve.py", "plain loop"),
-    "judge": ("judge.py", "plain asyncio loop"),
-}
-PARTS = ("ppo", *PLAIN)
+PARTS = ("ppo", "serve")
 
 Commands = dict[str, list[str]]  # name of a measurement -> script and arguments
 Rows = list[tuple[str, str | None]]  # rows of the table: our program, and the program to compare with
@@ -47,15 +40,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="|".join(PARTS), help="default: all")
     parser.add_argument("--size", nargs="+", choices=SIZES, default=["demo", "large"])
-    parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=["head", "adapter"], help="of ppo")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each side")
+    parser.add_argument(
+        "--variant", nargs="+", choices=VARIANTS, default=["head", "adapter"], help="variants of ppo"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each program")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=WORK)
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"no part {', '.join(unknown)}; parts are {', '.join(PARTS)}")
     if not TRL_PPO.is_dir():
-        print("TRL 1.12 is not installed; `make bench` installs it: ours alone is measured", flush=True)
+        print("note: TRL 1.12 is not installed, so only our PPO is measured; run `make bench`", flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     for size in options.size:
         SIZES[size].prepare()
@@ -67,23 +62,22 @@ def main() -> None:
 
 
 def comparisons(part: str, size: str, variants: list[str]) -> Iterator[tuple[str, Commands, Rows]]:
-    """Yields the measurements of the same rounds: the case, the commands, and the rows of the table."""
+    """Yields (case, commands, rows of the table) for measurements that share their rounds."""
     if part == "ppo":
         for case in CASES:
             commands, rows = {}, []
-            for ours, beside in map(VARIANTS.__getitem__, variants):
-                sides = [side for side in (ours, beside) if not side.trl or TRL_PPO.is_dir()]
-                for side in sides:
-                    script = "ppo_trl.py" if side.trl else "ppo_ours.py"
-                    commands[str(side)] = [script, size, case, json.dumps(asdict(side))]
-                rows.append((str(ours), str(beside) if beside in sides else None))
+            for ours, theirs in map(VARIANTS.__getitem__, variants):
+                commands[str(ours)] = ["ppo_ours.py", size, case, json.dumps(asdict(ours))]
+                rows.append((str(ours), str(theirs) if TRL_PPO.is_dir() else None))
+                if TRL_PPO.is_dir():
+                    commands[str(theirs)] = ["ppo_trl.py", size, case, json.dumps(asdict(theirs))]
             yield case, commands, rows
         return
-    script, plain = PLAIN[part]
-    commands = {"ours": [script, "ours", size, part]}
-    if part == "serve" and importlib.util.find_spec("vllm"):
+    commands = {"ours": ["serve.py", "ours", size]}
+    if importlib.util.find_spec("vllm"):
         commands["ours, vLLM"] = [*commands["ours"], "rollout.engine=vllm"]
-    yield "", commands | {plain: [script, "plain", size, part]}, [(name, plain) for name in commands]
+    plain = {"plain loop": ["serve.py", "plain", size]}
+    yield "", commands | plain, [(name, "plain loop") for name in commands]
 
 
 def measure(options: argparse.Namespace, what: dict[str, str], commands: Commands, rows: Rows) -> None:
@@ -94,7 +88,7 @@ def measure(options: argparse.Namespace, what: dict[str, str], commands: Command
         for name, command in commands.items():
             title = "-".join([*what.values(), name, str(round_)])
             runs[name].append(run(options, title, command))
-        found = [{"ours": a, "beside": b, "ratios": ratios(runs, a, b)} for a, b in rows]
+        found = [{"ours": a, "other": b, "ratios": ratios(runs, a, b)} for a, b in rows]
         here = {"cpu": processor(), "threads": options.threads, "date": time.strftime("%Y-%m-%d")}
         here["load"] = [load, os.getloadavg()[0]]
         units = SIZES[what["size"]].prompts if what["part"] == "ppo" else 1  # samples of an update
@@ -102,7 +96,7 @@ def measure(options: argparse.Namespace, what: dict[str, str], commands: Command
 
 
 def run(options: argparse.Namespace, title: str, command: list[str]) -> dict[str, Any]:
-    """Runs a new process, and returns its result. Its output goes to a log, which is shown if it fails."""
+    """Returns the result of a new process. Its output goes to a log, which is printed if the process fails."""
     name = re.sub(r"[^a-z0-9.]+", "-", title.lower())
     found, log = options.out / f"{name}.json", options.out / f"{name}.log"
     print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)

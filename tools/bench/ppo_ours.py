@@ -1,4 +1,4 @@
-"""Measures our PPO: `python tools/bench/ppo_ours.py SIZE CASE SETTING`, started by `make bench`.
+"""Measures our PPO. `make bench` runs `python tools/bench/ppo_ours.py SIZE CASE SETTING`.
 
 SETTING has the fields of `sizes.Setting` as JSON.
 """
@@ -11,8 +11,10 @@ from sizes import LEARNING_RATE, LORA, PHASES, SEED, SIZES, Clock, Setting, high
 
 
 def ppo(name: str, case: str, fields: str) -> None:
-    """Runs updates with a reward adapter, timed by phase."""
+    """Runs updates with a reward adapter, and measures the time of each phase."""
     from pipeline.ppo.config import PPOConfig
+    from pipeline.ppo.episodes import Prompts
+    from pipeline.ppo.sampler import Roles, Sampler
     from pipeline.ppo.trainer import PPOTrainer
     from pipeline.scoring.rewards import AdapterReward
 
@@ -25,9 +27,7 @@ def ppo(name: str, case: str, fields: str) -> None:
         response_length=size.new_tokens,
         num_ppo_epochs=2,
         num_mini_batches=2,
-        num_generations=size.generations if ours.prompts == "shared" else 1,
-        # Few rows save memory. To share a prompt, its completions must be in one micro-batch, which here is the minibatch.
-        per_device_train_batch_size=size.together if ours.prompts == "different" else size.prompts // 2,
+        per_device_train_batch_size=size.together,
         learning_rate=LEARNING_RATE,
         bf16=ours.bf16,
         seed=SEED,
@@ -35,20 +35,13 @@ def ppo(name: str, case: str, fields: str) -> None:
     history: list[dict[str, float]] = []
 
     def on_update(metrics: dict[str, float], update: int, total: int) -> None:
-        clock.step(update)
+        clock.update_ended()
         history.append(metrics)
 
-    token_ids = size.token_ids(tokens, long=ours.prompts != "different")
-    if ours.prompts != "different":
-        token_ids = token_ids[: size.prompts * size.updates // size.generations]
-    if ours.prompts == "repeated":
-        token_ids = repeated(token_ids, size.generations)
-    rows = [{"input_ids": ids, "row": json.dumps({"prompt": ""})} for ids in token_ids]
-    before = high_water()  # the trainer resets the system's peak, and records the maximum itself
-    trainer = PPOTrainer(shared, tokens, args, rows, [AdapterReward(shared)], on_update=on_update)
-    if ours.prompts == "repeated":
-        shared.can_pack = trainer.sampler.decoder.share = False
-    trainer.train()
+    rows = [{"input_ids": ids, "row": json.dumps({"prompt": ""})} for ids in size.token_ids(tokens)]
+    before = high_water()  # the trainer resets the system's peak, and then records its own
+    trainer = PPOTrainer(Sampler(Roles(shared, [AdapterReward(shared)]), tokens, args), Prompts(rows))
+    trainer.train(on_update)
     clock.facts = {
         "phases": [{phase: metrics[f"time/{phase}"] for phase in PHASES} for metrics in history[1:]],
         "lengths": [metrics["completions/mean_length"] for metrics in history],
@@ -67,18 +60,6 @@ def shared_base(base: Any, ours: Setting) -> Any:
     critic = {"head_on": "policy"} if ours.critic == "head" else {"head": True, "copy_of": "reward"}
     shared.add("critic", trainable=True, **critic)
     return shared
-
-
-def repeated(distinct: list[list[int]], times: int) -> list[list[int]]:
-    """Returns rows with one completion each that give the same episodes as `times` completions to each distinct prompt."""
-    from pipeline.ppo.episodes import prompt_order
-
-    count = len(distinct) * times
-    found: list[list[int]] = [[]] * count
-    order = prompt_order(0, len(distinct), len(distinct), SEED)
-    for episode, row in enumerate(prompt_order(0, count, count, SEED)):
-        found[row] = distinct[order[episode // times]]
-    return found
 
 
 if __name__ == "__main__":

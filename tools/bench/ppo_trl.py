@@ -1,4 +1,4 @@
-"""Measures TRL 1.12's PPO: `python tools/bench/ppo_trl.py SIZE CASE SETTING`, started by `make bench`.
+"""Measures TRL 1.12's PPO. `make bench` runs `python tools/bench/ppo_trl.py SIZE CASE SETTING`.
 
 SETTING has the fields of `sizes.Setting` as JSON.
 """
@@ -17,14 +17,14 @@ def ppo(name: str, case: str, fields: str) -> None:
     """Runs updates with a reward model."""
     clock, size, theirs = Clock(), SIZES[name], Setting(**json.loads(fields))
     if theirs.bf16:
-        # like `accelerate launch --mixed_precision bf16`, because TRL's trainer does not pass args.bf16 on
+        # acts like `accelerate launch --mixed_precision bf16`; TRL's trainer does not pass args.bf16 on
         os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
     import torch
     from transformers import AutoModelForSequenceClassification, TrainerCallback
 
     class Watch(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: object) -> None:
-            clock.step(state.global_step)
+            clock.update_ended()
 
     policy = size.base(case, theirs.dtype)
     torch.manual_seed(0)
@@ -55,8 +55,8 @@ def trainer_of(size: Size, policy: Any, reward: Any, critic: Any, watch: Any, bf
         temperature=1.0,
         learning_rate=LEARNING_RATE,
         bf16=bf16,
-        # The rows of an update, which TRL cuts into minibatches itself. With gradient accumulation instead, accelerate would
-        # skip every other optimizer step.
+        # TRL itself cuts the rows of an update into minibatches. With gradient accumulation instead, accelerate would skip
+        # every other optimizer step.
         per_device_train_batch_size=size.prompts,
         gradient_accumulation_steps=1,
         local_rollout_forward_batch_size=size.prompts,

@@ -10,26 +10,25 @@ GIB = 2**30
 Result = dict[str, Any]
 Runs = dict[str, list[Result]]  # name of a measurement -> its result in each round
 LEGEND = f"""
-One row is ours and what it was measured beside, in each round one after the other. Figures are medians over the rounds; *times
-as fast*, *ratio* and *later* are medians of the rounds' ratios and differences. Units are samples of `ppo`, steps of `sft`, `rm`
-and `dpo`, pairs of `evaluate`, tokens of `serve`, and questions of `judge`. *first* are the seconds from the start of the process to its first step.
+Each row compares a program of ours with another one. Each round ran both, one after the other. Numbers are medians over the
+rounds; *speedup*, *ratio* and *later* are medians of the ratios and differences in each round. Units are samples of `ppo` and
+tokens of `serve`. *first s* is the time from the start of the process to the end of its first update or completion.
 
-`ppo` {", ".join(f"`{case}`: {about}" for case, about in CASES.items())}. Both sides have LoRA of rank 16 on all linear layers, 2
-epochs of 2 minibatches, temperature 1, the same learning rate, KL price, clip ranges, gamma and
-lambda. Ours has one base with adapters, Adam's epsilon at 1e-5, and gradients clipped to norm 1. TRL has three models, of which
-it trains all weights of the critic, an epsilon of 1e-8, and no clipping. In bf16 our base is in bf16, its adapters, heads and
-losses in fp32; TRL has all its models in bf16, as under `accelerate launch --mixed_precision bf16`.
+`ppo` {", ".join(f"`{case}`: {about}" for case, about in CASES.items())}. Both programs use LoRA of rank 16 on all linear layers,
+2 epochs of 2 minibatches, temperature 1, and equal learning rate, KL coefficient, clip ranges, gamma and lambda. Ours has one
+base with adapters, Adam's epsilon at 1e-5, and clips gradients to norm 1. TRL has three models, trains all weights of the critic,
+has an epsilon of 1e-8, and does not clip gradients. In bf16, our base is in bf16, and its adapters, heads and losses are in fp32.
+TRL has all its models in bf16, as with `accelerate launch --mixed_precision bf16`.
 
-`evaluate`: the forwards alone through transformers and peft, sorted by length, in batches of the same number. `serve`: half of the
-clients ask one policy and half another, by HTTP on the same machine; the plain loop generates with merged models, one request
-after the other. Its memory is that of a replica before the first request, and of the process with two models.
+`serve`: half of the clients use one policy and half another, over HTTP on the same machine. The plain loop generates with merged
+models, one request after the other. The memory is that of a replica before its first request, and of the process with two models.
 """
-HEAD = "part | model | ours | beside | units/s | beside | times as fast | peak GiB | beside | ratio | first s | beside | later"
+HEAD = "part | model | ours | other | units/s | other | speedup | peak GiB | other | ratio | first s | other | later"
 
 
 def render(results: list[Result]) -> str:
     """Returns the page: the machine of each result, and the tables."""
-    lines = ["# Measured side by side", "", *map(machine, results), *LEGEND.split("\n")]
+    lines = ["# Bench", "", *map(machine, results), *LEGEND.split("\n")]
     lines += table(HEAD, (cells(result, row) for result in results for row in result["rows"]))
     phases = [
         [part_of(result), result["size"], name, *phase_cells(runs)]
@@ -48,7 +47,7 @@ def part_of(result: Result) -> str:
 
 
 def machine(result: Result) -> str:
-    """Says when and where a result was measured, and how busy the machine was."""
+    """Returns a line with date and machine of a result, and with the load of the machine."""
     here, rounds = result["machine"], len(next(iter(result["runs"].values())))
     load = f"load average {min(here['load']):.1f} to {max(here['load']):.1f}"
     what = f"{part_of(result)} {result['size']}"
@@ -61,11 +60,11 @@ def table(head: str, rows: Iterable[list[str]]) -> list[str]:
 
 
 def cells(result: Result, row: Result) -> list[str]:
-    """Returns the cells of a comparison, with dashes if the other program was not measured."""
+    """Returns the cells of a comparison. They have dashes if the other program was not measured."""
     scales = {"step": lambda s: result["units"] / s, "peak": lambda size: size / GIB, "first_step": float}
-    found = [part_of(result), result["size"], row["ours"], row["beside"] or "-"]
+    found = [part_of(result), result["size"], row["ours"], row["other"] or "-"]
     for (key, scale), ratio in zip(scales.items(), ("speed", "peak", "later"), strict=True):
-        for side in (row["ours"], row["beside"]):
+        for side in (row["ours"], row["other"]):
             found.append(f"{scale(middle(result['runs'][side], key)):.3g}" if side else "-")
         found.append(f"{row['ratios'][ratio]:.2f}" if row["ratios"] else "-")
     return found
@@ -78,11 +77,11 @@ def phase_cells(runs: list[Result]) -> list[str]:
     return [f"{length:.1f}", *(f"{statistics.median(one[phase] for one in updates):.3g}" for phase in PHASES)]
 
 
-def ratios(runs: Runs, ours: str, beside: str | None) -> dict[str, float]:
-    """Returns medians over the rounds: ours divided by the other, and how much later our first step ends (seconds)."""
-    if beside is None:
+def ratios(runs: Runs, ours: str, other: str | None) -> dict[str, float]:
+    """Returns medians over the rounds: ratios of speed and peak memory, and how many seconds later our first step ends."""
+    if other is None:
         return {}
-    pairs = list(zip(runs[ours], runs[beside], strict=True))
+    pairs = list(zip(runs[ours], runs[other], strict=True))
     return {
         "speed": statistics.median(b["step"] / a["step"] for a, b in pairs),
         "peak": statistics.median(a["peak"] / b["peak"] for a, b in pairs),

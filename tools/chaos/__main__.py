@@ -1,11 +1,11 @@
 """Kills processes while a stage runs, and checks that the run ends as if undisturbed.
 
-    make chaos                                      all cells, stages x faults, at moments from a printed seed
+    make chaos                                      each stage with each fault, at moments from a printed seed
     make chaos ARGS="--seed 7 --stages sft ppo --faults worker node"
 
-A cell passes if the run ends by itself, or after a killed driver with the same command. Compared with an undisturbed run, it
-must have a bit-identical adapter, the same final metrics, and the same curve in MLflow with each step once. It must have one
-FINISHED MLflow run and one registered version. The exit status is 1 if a cell fails.
+After a killed driver, the same command runs again. Compared with an undisturbed run, a run must have a bit-identical adapter,
+the same final metrics, and the same curves in MLflow, with each step once. It must have one FINISHED MLflow run and one
+registered version. The exit status is 1 if a run differs or fails.
 """
 
 import argparse
@@ -19,43 +19,50 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from faults import FAULTS, ROLLOUT, TWO_WORKERS
+from faults import FAULTS, TWO_WORKERS
 from runs import Baselines, Server, differences
 
-STAGES = ("sft", "rm", "dpo", "kto", "ppo", "ahead")  # ahead is ppo with a rollout worker, one update ahead
+STAGES = (
+    "sft",
+    "rm",
+    "dpo",
+    "kto",
+    "ppo",
+    "ahead",
+)  # `ahead` is ppo with a rollout worker that samples one update ahead
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make chaos", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--seed", type=int, help="of the moments and of what is hit; default: a random one")
+    parser.add_argument("--seed", type=int, help="decides moments and victims; default: a random seed")
     for option, choices in (("--stages", STAGES), ("--faults", tuple(FAULTS))):
         parser.add_argument(option, nargs="+", choices=choices, default=list(choices), metavar="NAME")
     parser.add_argument("--keep", action="store_true", help="keep the runs and their logs")
     options = parser.parse_args()
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    print(f"seed {seed}    everything is below {folder}", flush=True)
+    print(f"seed {seed}    runs and logs: {folder}", flush=True)
     with Server(folder) as server:
         baselines = Baselines(folder, server)
         equal = {
             (stage, fault): cell(stage, fault, seed, baselines)
             for stage in options.stages
             for fault in options.faults
-            if stage == "ahead" or fault not in ROLLOUT
+            if stage == "ahead" or fault != "rollout-worker"
         }
     failed = [f"{stage} x {fault}" for (stage, fault), well in equal.items() if not well]
     if failed:
-        print(f"\n{len(failed)} of {len(equal)} cells are not equal: {', '.join(failed)}.")
-        print(f"Look into {folder}; again: --seed {seed}")
+        print(f"\n{len(failed)} of {len(equal)} disturbed runs are not equal: {', '.join(failed)}.")
+        print(f"Logs are in {folder}; to repeat this, use --seed {seed}")
         return 1
-    print(f"\n{len(equal)} of {len(equal)} cells ended equal to the run that nobody touched (seed {seed})")
+    print(f"\nall {len(equal)} disturbed runs equal the undisturbed ones (seed {seed})")
     if not options.keep:
         shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
 def cell(stage: str, fault: str, seed: int, baselines: Baselines) -> bool:
-    """Runs one stage under one fault. Prints the fault and the differences. Returns whether there are none."""
+    """Runs one stage with one fault. Prints the fault and the differences. Returns True if there are none."""
     from mlflow import MlflowClient
 
     workers = 2 if fault in TWO_WORKERS else 1
@@ -70,7 +77,7 @@ def cell(stage: str, fault: str, seed: int, baselines: Baselines) -> bool:
         problems = differences(client, expected.result(), run.result())
         versions = client.search_model_versions(f"name = '{run.name}'")
         problems += [f"{len(versions)} registered versions, expected 1"] if len(versions) != 1 else []
-    except Exception as error:  # a cell that cannot run is a failed cell; the others continue
+    except Exception as error:  # the other runs continue
         traceback.print_exc()
         done, problems = "", [f"{type(error).__name__}: {error}"]
     finally:

@@ -1,6 +1,6 @@
-"""Faults that can happen to a run. Each takes a run that is ready to start and a random generator, and returns at its end.
+"""Faults that can happen to a run.
 
-FAULTS[name](run, rng) -> description of the fault
+`FAULTS[name](run, rng)` starts the run, disturbs it at a random moment, and waits for its end. It returns a description.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ RESTARTS = "run.max_failures=3"
 
 
 def moment(run: Run, rng: random.Random, first: int = 1, last: int = STEPS - 1) -> int:
-    """Waits for a random step, and then for a random part of the next step. Returns the step."""
+    """Waits until the run is somewhere in the step after a random step. Returns the random step."""
     step = rng.randint(first, last)
     run.wait_for(rf"\bstep +{step}/{STEPS}\b")
     time.sleep(rng.uniform(0, 0.4))
@@ -32,6 +32,7 @@ def moment(run: Run, rng: random.Random, first: int = 1, last: int = STEPS - 1) 
 
 
 def ended(run: Run) -> None:
+    """Waits for the end of a run. Raises RuntimeError if it failed."""
     status = run.ends()
     if status != 0:
         raise RuntimeError(f"exit status {status}; see {run.log}\n" + "".join(run.lines[-15:]))
@@ -64,11 +65,8 @@ def again(run: Run) -> None:
     ended(run.again())
 
 
-# ------------------------------------------------------------------------------------------------ the faults
-
-
 def worker(run: Run, rng: random.Random) -> str:
-    """Kills one of two workers with SIGKILL. Ray Train restarts them."""
+    """Kills one of two training workers with SIGKILL. Ray Train restarts both."""
     run.start(RESTARTS)
     step = moment(run, rng)
     victims = until(lambda: actors(run, TRAINER), "a training worker")
@@ -79,12 +77,12 @@ def worker(run: Run, rng: random.Random) -> str:
 
 
 def driver(run: Run, rng: random.Random) -> str:
-    """Kills the driver with SIGKILL, and immediately runs the same command again."""
+    """Kills the driver with SIGKILL, and at once runs the same command again."""
     run.start()
     step = moment(run, rng)
     kill(run.process.pid)
     again(run)
-    return f"killed the driver after step {step}, gave the command again"
+    return f"killed the driver after step {step}, ran the command again"
 
 
 def rollout_worker(run: Run, rng: random.Random) -> str:
@@ -96,40 +94,24 @@ def rollout_worker(run: Run, rng: random.Random) -> str:
     return f"killed the rollout worker after step {step}"
 
 
-def hang(run: Run, rng: random.Random) -> str:
-    """Stops the rollout worker with SIGSTOP, so that it exists and does nothing."""
-    run.start()
-    step = moment(run, rng, last=STEPS - 3)
-    os.kill(actors(run, ROLLOUT_WORKER)[0], signal.SIGSTOP)
-    run.wait_for("has not answered")
-    ended(run)
-    return f"stopped the rollout worker after step {step}"
-
-
-def node(run: Run, rng: random.Random, notice: bool = False, actor: str = TRAINER) -> str:
-    """Kills all processes of a node with such an actor. A spare node is available.
+def node(run: Run, rng: random.Random, notice: bool = False) -> str:
+    """Kills all processes of a node with a training worker. A spare node is available.
 
     Args:
-        notice: first sends a notice that the node will end in 5 seconds, like a spot node gets. Then no failure of a
-            training worker is allowed.
+        notice: first announces that the node ends in 5 seconds, as clouds do for spot nodes. Then no training worker may fail.
     """
-    training = actor == TRAINER
-    ahead = int(
-        "rollout.num_workers=1" in run.arguments
-    )  # the rollout worker must not take a trainer's place
-    nodes = Nodes(run, 3, for_rollouts=ahead) if training else Nodes(run, 1, for_rollouts=2)
+    nodes = Nodes(run, 3, for_rollouts=int("rollout.num_workers=1" in run.arguments))
     if notice:
         run.pause = 1.2  # the run must not end before the node
-    run.start(*([f"run.max_failures={0 if notice else 3}"] if training else []))
+    run.start(f"run.max_failures={0 if notice else 3}")
     step = moment(run, rng, last=4 if notice else STEPS - 1)
-    victim = rng.choice(until(lambda: nodes.busy(actor), f"a node with a {actor}"))
-    done = f"{'drained' if notice else 'killed'} a node with a {actor} after step {step}"
+    victim = rng.choice(until(nodes.busy, "a node with a training worker"))
+    done = f"killed a node after step {step}"
     if notice:
         nodes.drain(victim, seconds=5)
-        if training:
-            run.wait_for(r"node is being reclaimed: checkpoint of step \d+ committed")
-            saved = next(line for line in run.lines if "node is being reclaimed" in line).strip()
-            done = f"{saved.removesuffix(' committed')} (after step {step})"
+        run.wait_for(r"node is being reclaimed: checkpoint of step \d+ committed")
+        saved = next(line for line in run.lines if "node is being reclaimed" in line).strip()
+        done = f"{saved.removesuffix(' committed')} (after step {step})"
         time.sleep(5)
     nodes.kill(victim)
     ended(run)
@@ -137,7 +119,7 @@ def node(run: Run, rng: random.Random, notice: bool = False, actor: str = TRAINE
 
 
 def write(run: Run, rng: random.Random) -> str:
-    """Kills the worker, or all processes of the run, in the moment when a checkpoint appears."""
+    """Kills the worker, or all processes of the run, at the moment when a checkpoint appears."""
     everything = rng.random() < 0.5
     run.start(*([] if everything else [RESTARTS]))
     number = rng.randint(1, 4)
@@ -153,14 +135,14 @@ def write(run: Run, rng: random.Random) -> str:
         again(run)
     else:
         ended(run)
-    who = "everything" if everything else "the worker"
-    return f"killed {who} in {name}: {len(there)} files" + (", digests.json too" * ("digests.json" in there))
+    who = "all processes" if everything else "the worker"
+    return f"killed {who} while writing {name}, which had {len(there)} files"
 
 
 def corrupt(run: Run, rng: random.Random) -> str:
-    """Corrupts the newest checkpoint while the run is stopped: a bit, the end of a file, or a complete file."""
+    """Corrupts the newest checkpoint between two runs: flips a bit, truncates a file, or deletes one."""
     run.start()
-    step = moment(run, rng, first=8)  # now there are two checkpoints, so that one can replace the other
+    step = moment(run, rng, first=8)  # two checkpoints exist, so that the older one can replace the newer one
     kill(run.process.pid, *below(run.process.pid))
     run.process.wait()
     complete = (path for path in run.folder.glob("checkpoint_*[0-9]") if (path / "digests.json").exists())
@@ -183,23 +165,20 @@ def corrupt(run: Run, rng: random.Random) -> str:
     return f"killed all after step {step}, {how} {newest.name}/{victim.relative_to(newest)}"
 
 
-# ------------------------------------------------------------------------------------------------ several nodes
-
-
 class Nodes:
     """A Ray cluster of processes on this machine: a head without CPUs, and nodes for one training worker each.
 
     Args:
-        for_rollouts: number of nodes that fit only rollout workers. No other node fits these.
+        for_rollouts: number of nodes that only rollout workers may use. Rollout workers may use no other node.
     """
 
     def __init__(self, run: Run, count: int, for_rollouts: int = 0):
-        # The workers are children of the nodes, not of the driver. Two threads would add in another order than one.
+        # Workers are children of the nodes and get their environment. With two threads, sums would have another order.
         before = dict(os.environ)
         run.finally_do.append(lambda: (os.environ.clear(), os.environ.update(before), _read_by_ray()))
         os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0", **AUTHENTICATION)
         os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
-        _read_by_ray()  # an earlier session of another test in this process had another token
+        _read_by_ray()  # an earlier session in this process may have had another token
         from ray.cluster_utils import Cluster
 
         self.small: dict[str, Any] = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
@@ -218,12 +197,12 @@ class Nodes:
     def add(self, num_cpus: int = 2, **more: Any) -> None:
         self.nodes.append(self.cluster.add_node(num_cpus=num_cpus, **self.small, **more))
 
-    def busy(self, actor: str = TRAINER) -> list[Any]:
-        """Returns the nodes on which a training worker, or another actor, runs."""
+    def busy(self) -> list[Any]:
+        """Returns the nodes on which a training worker runs."""
         return [
             node
             for node in self.nodes
-            if any(actor in command for pid in self.raylets(node) for command in below(pid).values())
+            if any(TRAINER in command for pid in self.raylets(node) for command in below(pid).values())
         ]
 
     @staticmethod
@@ -251,9 +230,5 @@ FAULTS = {
     "write": write,
     "corrupt": corrupt,
     "rollout-worker": rollout_worker,
-    "hang": hang,
-    "rollout-node": partial(node, actor=ROLLOUT_WORKER),
-    "rollout-drain": partial(node, actor=ROLLOUT_WORKER, notice=True),
 }
 TWO_WORKERS = ("worker", "node", "preemption")
-ROLLOUT = ("rollout-worker", "hang", "rollout-node", "rollout-drain")  # only for runs with rollout workers

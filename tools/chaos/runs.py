@@ -16,9 +16,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 14
-# Addresses of the experiments' clusters and their drivers. They are private even on a network.
+# Token of the clusters and their drivers, so that no other machine can use them.
 AUTHENTICATION = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-PATIENCE = 240  # seconds to wait for anything
+PATIENCE = 240  # seconds after which a wait fails
 SMALL = {
     "trl": [
         f"trainer.max_steps={STEPS}", "data.batch_size=8", "trainer.per_device_train_batch_size=4", "trainer.logging_steps=1",
@@ -30,7 +30,7 @@ SMALL = {
         "trainer.kl_controller=adaptive", "trainer.kl_horizon=100", "trainer.normalize_values=true", "data.eval=null",
         "judge=null",
     ],
-    # If no node fits a rollout worker, the trainers sample themselves after less than PATIENCE.
+    # If no node has room for a rollout worker, the trainers sample themselves before PATIENCE is over.
     "ahead": [
         "rollout.num_workers=1", "rollout.staleness=1", "rollout.chunk_timeout_s=5", "rollout.worker_wait_timeout_s=20",
         "trainer.local_rollout_forward_batch_size=4",
@@ -59,7 +59,7 @@ def free_port() -> int:
 
 
 def answers(url: str, **headers: str) -> bytes:
-    """Returns a server's response, or nothing if it does not respond."""
+    """Returns the body of a server's response, or b"" if there is none."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=5) as answer:
             return answer.read()
@@ -68,7 +68,7 @@ def answers(url: str, **headers: str) -> bytes:
 
 
 class Server:
-    """An MLflow server. Several nodes, even on one machine, may not share a SQLite file."""
+    """An MLflow server. Several nodes must not share a SQLite file, even on one machine."""
 
     def __init__(self, folder: Path, artifacts: str | None = None):
         self.folder, self.artifacts = folder, artifacts or str(folder / "artifacts")
@@ -91,7 +91,7 @@ class Server:
 
 
 class Run:
-    """A run with one name, over all of its processes."""
+    """A run with one name. After a kill, `again` starts it in another process."""
 
     process: Any = None  # the last driver
 
@@ -114,7 +114,7 @@ class Run:
             "HF_HUB_OFFLINE": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
             "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10", "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.5",
             "PIPELINE_NOTICE_EVERY_S": "0.5", "PYTHONUNBUFFERED": "1",
-            "RAY_prestart_worker_first_driver": "0",  # unused processes
+            "RAY_prestart_worker_first_driver": "0",  # starts no unused processes
             **self.env,
         }  # fmt: skip
         env.pop("RAY_ADDRESS", None)
@@ -148,7 +148,7 @@ class Run:
             if ended:
                 time.sleep(0.5)  # wait for the last lines
             if ended and not self.says(pattern):
-                raise RuntimeError(f"the driver ended before it said {pattern!r}")
+                raise RuntimeError(f"the driver ended before it printed {pattern!r}")
             return self.says(pattern)
 
         until(there, f"{pattern!r} in {self.log}", every=0.02)
@@ -186,15 +186,17 @@ class Baselines:
             finally:
                 run.stop()
             if status != 0:
-                said = "".join(run.lines[-20:])
-                raise RuntimeError(f"the run that nobody touched failed: {run.log}\n{said}")
+                last = "".join(run.lines[-20:])
+                raise RuntimeError(f"the undisturbed run failed: {run.log}\n{last}")
             self.made[stage, workers] = run
             seconds = time.monotonic() - started
-            print(f"{stage:<4} untouched, {workers} worker{'s' * (workers > 1)}  {seconds:.0f} s", flush=True)
+            print(
+                f"{stage:<4} undisturbed, {workers} worker{'s' * (workers > 1)}  {seconds:.0f} s", flush=True
+            )
         return self.made[stage, workers]
 
     def start(self, stage: str, name: str, workers: int) -> Run:
-        """Returns a run that is ready to start. `ahead` is ppo with a rollout worker, one update ahead."""
+        """Returns a run that is ready to start. `ahead` is ppo with a rollout worker that samples one update ahead."""
         ahead = SMALL["ahead"] if stage == "ahead" else []
         stage = "ppo" if ahead else stage
         overrides = [*SMALL["ppo" if stage == "ppo" else "trl"], f"scaling.num_workers={workers}", *ahead]
@@ -203,9 +205,6 @@ class Baselines:
         if stage == "ppo":
             overrides.append(f"reward={self.of('rm', 1).result()['adapter']}")
         return Run(stage, name, self.folder, self.server, overrides)
-
-
-# ------------------------------------------------------------------------------------------------ the comparison
 
 
 def differences(client: Any, a: dict[str, Any], b: dict[str, Any]) -> list[str]:

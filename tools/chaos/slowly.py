@@ -1,7 +1,7 @@
-"""Runs the command line with a pause after every step, to give time for faults: python slowly.py STAGE JOB.yaml [...]
+"""Runs the command line with a pause after each step, which gives time for faults: python slowly.py STAGE JOB.yaml [...]
 
-The pause happens when every rank queries notices of preemption. The pause changes no number, and every step prints its line.
-If CHAOS_ROWS names a folder, the workers of a TRL stage write each step's rows there.
+The pause happens when every rank asks for notices of preemption. It changes no result, and each step prints its line. If
+CHAOS_ROWS names a folder, the workers of TRL's stages write the rows of each step there.
 """
 
 import importlib
@@ -34,10 +34,10 @@ def slow(stage: str, seconds: float, folder: str | None) -> Any:
 
 
 def record_rows(worker: Any, folder: str) -> None:
-    """Makes every step append {attempt, step, world, rows} to its worker's file."""
+    """Makes each step append {attempt, step, world, rows} to the file of its worker."""
     import ray.train.collective
 
-    from pipeline.data.feed import ExactBatches
+    from pipeline.stages.exact_batches import ExactBatches
 
     training_step = ExactBatches.training_step
     attempt = ray.train.collective.broadcast_from_rank_zero(time.time())

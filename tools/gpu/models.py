@@ -1,7 +1,6 @@
 """Random models in the shapes of Llama 3, a PPO trainer on them, and measurements of time and memory.
 
-SMALL=1 keeps the architecture and makes everything else tiny, so that the code runs on a CPU within seconds. PRETEND=1 is
-SMALL=1 on a pretended GPU (tools/gpu/pretend).
+PRETEND=1 uses tiny sizes on a pretended GPU (tools/gpu/pretend), so that the code runs on a CPU within seconds.
 """
 
 from __future__ import annotations
@@ -19,21 +18,20 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.episodes import Prompts
+from pipeline.ppo.sampler import Roles, Sampler
 from pipeline.ppo.trainer import PPOTrainer
 from pipeline.scoring.rewards import AdapterReward
 from tools.gpu.record import Skipped
 
 PRETEND = bool(os.environ.get("PRETEND"))
-SMALL = PRETEND or bool(os.environ.get("SMALL"))
-CUDA = PRETEND or (torch.cuda.is_available() and not SMALL)
-MEASURES = CUDA and not PRETEND  # whether seconds and bytes come from a real GPU
-DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
+DEVICE = torch.device("cuda", 0)
 PRECISIONS = ("fp32", "bf16", "nf4")
 GIB = 2**30
 PAD, FIRST = 3, 5  # prompts contain no ids below FIRST
-VOCABULARY = 1024 if SMALL else 128256
+VOCABULARY = 1024 if PRETEND else 128256
 TINY = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
-# Sizes of one layer. Each experiment sets the number of layers.
+# sizes of one layer
 LAYER = {
     "8b": dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8),
     "70b": dict(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8),
@@ -50,32 +48,32 @@ ROLES: dict[str, dict[str, Any]] = {
 
 
 def small(full: int, tiny: int) -> int:
-    """Returns the size `full` on a GPU, `tiny` in the rehearsal."""
-    return tiny if SMALL else full
+    """Returns the size `full` on a real GPU, or `tiny` on a pretended one."""
+    return tiny if PRETEND else full
 
 
 def config(shape: str = "8b", layers: int | None = None) -> LlamaConfig:
-    """Returns the configuration of a model, with all its layers or `layers` of them."""
+    """Returns the configuration of a model with all of its layers, or with `layers` of them."""
     return LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=VOCABULARY,
         max_position_embeddings=8192,
         tie_word_embeddings=False,
-        num_hidden_layers=2 if SMALL else layers or LAYERS[shape],
+        num_hidden_layers=2 if PRETEND else layers or LAYERS[shape],
         pad_token_id=PAD,
         eos_token_id=VOCABULARY - 1,
         attn_implementation="sdpa",
-        **(TINY if SMALL else LAYER[shape]),
+        **(TINY if PRETEND else LAYER[shape]),
     )
 
 
 def base(shape: str = "8b", precision: str = "bf16", layers: int | None = None, device: Any = None) -> Any:
-    """Returns a random causal language model. It is made on the device, so that no copy passes through the CPU."""
+    """Returns a random causal language model, which is made on the device and not copied there."""
     torch.manual_seed(0)
     device, dtype = device or DEVICE, torch.float32 if precision == "fp32" else torch.bfloat16
     made = config(shape, layers)
     if precision == "nf4":
-        model = _quantised(made, dtype, device)
+        model = _quantized(made, dtype, device)
     else:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(made, dtype=dtype)
@@ -85,8 +83,8 @@ def base(shape: str = "8b", precision: str = "bf16", layers: int | None = None, 
     return model.eval()
 
 
-def _quantised(made: LlamaConfig, dtype: torch.dtype, device: Any) -> Any:
-    """Returns the model in NF4 like `load_base`, but quantizes random matrices one by one, so that 70B fits on one GPU."""
+def _quantized(made: LlamaConfig, dtype: torch.dtype, device: Any) -> Any:
+    """Returns the model in NF4, like `load_base`. Quantizes random matrices one by one, so that 70B fits on one GPU."""
     need("bitsandbytes")
     import bitsandbytes as bnb
     from transformers.integrations import replace_with_bnb_linear
@@ -97,13 +95,13 @@ def _quantised(made: LlamaConfig, dtype: torch.dtype, device: Any) -> Any:
         model = AutoModelForCausalLM.from_config(made, dtype=dtype)
     model = replace_with_bnb_linear(model, KEPT_OUT_OF_NF4, _nf4(dtype))
     for module in model.modules():
-        quantised = isinstance(module, bnb.nn.Linear4bit)
+        quantized = isinstance(module, bnb.nn.Linear4bit)
         for name, parameter in module.named_parameters(recurse=False):
-            shape = (module.out_features, module.in_features) if quantised else parameter.shape
+            shape = (module.out_features, module.in_features) if quantized else parameter.shape
             new = torch.ones(shape, dtype=dtype, device=device)
             if len(shape) > 1:  # a norm's weight has one dimension
                 new.normal_(std=made.initializer_range)
-            if quantised:
+            if quantized:
                 kind = dict(quant_type="nf4", compress_statistics=True, module=module)
                 module.weight = bnb.nn.Params4bit(new, requires_grad=False, **kind).to(device)
             else:
@@ -125,7 +123,8 @@ def shared_base(
     """Returns one base with all or some of PPO's four roles.
 
     Args:
-        spread: standard deviation of the adapters' B. peft's B is 0, and an adapter that changes nothing would hide faults.
+        spread: standard deviation of the adapters' B matrices. peft sets B to 0, and an adapter that changes nothing would
+            hide faults.
     """
     autocast = None if precision == "fp32" else torch.bfloat16
     shared = SharedBase(base(shape, precision, layers, device), autocast=autocast)
@@ -178,10 +177,7 @@ def trainer(
     ends = range(VOCABULARY - (1 if full_length else max(4, VOCABULARY // 256)), VOCABULARY)
     ids = {"pad_token_id": PAD, "eos_token_id": VOCABULARY - 1, "generation_eos": ends}
     tokenizer = SimpleNamespace(**ids, chat_template=None, get_added_vocab=dict)
-    return PPOTrainer(shared, tokenizer, args, rows, [AdapterReward(shared)])
-
-
-# ------------------------------------------------------------------------------------------------ measuring
+    return PPOTrainer(Sampler(Roles(shared, [AdapterReward(shared)]), tokenizer, args), Prompts(rows))
 
 
 def need(*packages: str) -> None:
@@ -190,40 +186,27 @@ def need(*packages: str) -> None:
         raise Skipped(f"{', '.join(missing)}: not installed")
 
 
-def synchronize() -> None:
-    if CUDA:
-        torch.cuda.synchronize()
-
-
 def timed(work: Callable[[], object], rounds: int = 3, warm_up: int = 1) -> float:
     """Returns the mean seconds of a call, after warmup calls."""
     for _ in range(warm_up):
         work()
-    synchronize()
+    torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(rounds):
         work()
-    synchronize()
+    torch.cuda.synchronize()
     return (time.perf_counter() - start) / rounds
 
 
 def fresh() -> None:
     """Frees unused memory and resets the peak."""
     gc.collect()
-    if CUDA:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def allocated() -> float:
-    """Returns the peak memory of tensors since `fresh` in GiB, or 0 on a CPU."""
-    return torch.cuda.max_memory_allocated() / GIB if CUDA else 0.0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
 
 
 def occupied() -> float:
-    """Returns this process's peak GPU memory since `fresh` in GiB (torch's blocks and CUDA's context), or 0 on a CPU."""
-    if not CUDA:
-        return 0.0
+    """Returns this process's peak GPU memory since `fresh` in GiB: torch's blocks and CUDA's context."""
     free, total = torch.cuda.mem_get_info()
     context = total - free - torch.cuda.memory_reserved()  # no other process uses this GPU
     return (context + torch.cuda.max_memory_reserved()) / GIB

@@ -1,4 +1,4 @@
-"""The results of one experiment: metrics, checks and outcome. Plain data, so that processes can exchange it."""
+"""The results of one experiment, as plain data that one process can send to another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Skipped(Exception):
-    """Raised if the experiment does not apply to this machine. The message gives the reason."""
+    """Raised if this machine cannot run the experiment. The message gives the reason."""
 
 
 @dataclass
@@ -21,21 +21,21 @@ class Check:
 
 @dataclass
 class Record:
-    """The record of an experiment, filled in while it runs."""
+    """What an experiment measured and checked so far."""
 
     name: str
     rows: list[dict[str, Any]] = field(default_factory=list)  # metrics, as rows of a table
     checks: list[Check] = field(default_factory=list)
     skipped: str = ""  # reason
-    error: str = ""
+    error: str = ""  # traceback
     seconds: float = 0.0
 
-    def row(self, **figures: Any) -> None:
+    def row(self, **metrics: Any) -> None:
         """Adds a row to the experiment's table."""
-        self.rows.append(figures)
+        self.rows.append(metrics)
 
     def check(self, what: str, found: Any, holds: Any) -> None:
-        """Adds a check. The experiment continues even if the check fails."""
+        """Adds a check. The experiment continues if the check fails."""
         self.checks.append(Check(what, show(found), bool(holds)))
 
     @property
@@ -52,12 +52,6 @@ class Record:
             return self.skipped or self.error.strip().splitlines()[-1][:160]
         return "; ".join(f"{check.what} ({check.found})" for check in self.checks if not check.holds)
 
-    def summary(self) -> dict[str, Any]:
-        """Returns the record's line in the table of all experiments."""
-        hold = f"{sum(check.holds for check in self.checks)} of {len(self.checks)}" if self.checks else ""
-        times = {"experiment": self.name, "outcome": self.outcome, "seconds": round(self.seconds, 1)}
-        return {**times, "checks": hold, "why": self.reason}
-
 
 def show(value: Any) -> str:
     """Returns a number with four digits, or any other value as text."""
@@ -68,25 +62,27 @@ def show(value: Any) -> str:
     return str(value)
 
 
-def markdown(about: dict[str, Any], records: list[Record]) -> str:
-    """Returns the page of a run: the machine, a line per experiment, and each experiment's metrics and checks."""
-    lines = [f"# {about['device']}", "", ", ".join(f"{key} {value}" for key, value in about.items()), ""]
-    lines += table([one.summary() for one in records])
+def markdown(machine: dict[str, Any], records: list[Record]) -> str:
+    """Returns the page of a run: the machine, a line per experiment, and each experiment's checks and metrics."""
+    lines = [f"# {machine['device']}", "", show(machine), ""]
+    lines += table(
+        [
+            {"experiment": one.name, "outcome": one.outcome, "seconds": round(one.seconds), "why": one.reason}
+            for one in records
+        ]
+    )
+    words = {True: "holds", False: "**does not hold**"}
     for one in records:
-        if one.skipped:
-            continue
-        lines += ["", f"## {one.name}", ""]
-        words = {True: "holds", False: "**does not hold**"}
-        lines += [f"- {words[check.holds]}: {check.what} ({check.found})" for check in one.checks]
-        if one.rows:
-            lines += ["", *table(one.rows)]
-        if one.error:
-            lines += ["", "```", one.error.strip(), "```"]
+        if not one.skipped:
+            lines += ["", f"## {one.name}", ""]
+            lines += [f"- {words[check.holds]}: {check.what} ({check.found})" for check in one.checks]
+            lines += ["", *table(one.rows)] if one.rows else []
+            lines += ["", "```", one.error.strip(), "```"] if one.error else []
     return "\n".join(lines) + "\n"
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Returns a Markdown table of rows with any keys."""
+    """Returns a Markdown table. Rows may have different keys."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[show(row.get(key, "")).replace("|", "\\|").replace("\n", " ") for key in keys] for row in rows]
     return [" | ".join(["", *line, ""]).strip() for line in (keys, ["---"] * len(keys), *cells)]

@@ -1,4 +1,4 @@
-"""Experiments on time and memory of training steps at 8B and 70B with full-length rows, compared with `plan`."""
+"""Experiments on time and memory of training steps of Llama 3 8B and 70B with full-length rows, compared with `plan`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from pipeline.planning import plan
 from pipeline.settle.places import places_of
 from pipeline.settle.settle import sections_of
 from tools.gpu import models
-from tools.gpu.models import CUDA, DEVICE, MEASURES, PRETEND, small
+from tools.gpu.models import DEVICE, PRETEND, small
 from tools.gpu.record import Record, Skipped
 
 TOLERANCE = 0.15  # relative difference of measured and planned peak
-# PPO at 8B in bf16 on an H200, with the lengths of jobs/llama3-8b
-SAMPLES_A_SECOND = 1.0
+# completions per second of PPO on an H200, with 8B in bf16 and the lengths of jobs/llama3-8b
+COMPLETIONS_A_SECOND = 1.0
 PHASES = ("rollout", "score", "values", "update")
 
 
@@ -40,72 +40,72 @@ def planned_peak(stage: str, shape: str, precision: str, length: int, trainer: d
             lora=models.LORA,
             data=Data(max_length=length),
             trainer=trainer,
-            scaling={"use_gpu": CUDA},
+            scaling={"use_gpu": True},
             **inputs,
         )
-        return plan.make(sections_of(job, places_of(job)), {"reward": models.REWARD_LORA}).peak / plan.GIB
+        return (
+            plan.make_plan(sections_of(job, places_of(job)), {"reward": models.REWARD_LORA}).peak / plan.GIB
+        )
 
 
 def compare(record: Record, planned: float, above_only: bool = False) -> None:
-    """Compares the peak since `models.fresh` with the plan's. On a CPU, only computes the plan."""
+    """Compares the peak since `models.fresh` with the planned peak."""
     measured = models.occupied()
     record.row(planned_GiB=planned, measured_GiB=measured)
-    if not CUDA:
-        record.check(
-            "the plan of this step has a peak; peaks are compared on a GPU only", planned, planned > 0
-        )
-        return
-    if PRETEND:  # the plan of a tiny model is only context and workspaces, which are pretended
+    if PRETEND:  # most of the plan of a tiny model is CUDA's context and workspaces
         record.check("the peak is below the planned one", measured, measured < planned)
         return
     off = measured / planned - 1
     said = f"{measured:.1f} GiB, planned {planned:.1f}: {off:+.0%}"
-    where = f"at most {TOLERANCE:.0%} above" if above_only else f"within {TOLERANCE:.0%} of"
-    record.check(f"the peak is {where} the planned one", said, (off if above_only else abs(off)) <= TOLERANCE)
+    limit = f"at most {TOLERANCE:.0%} above" if above_only else f"within {TOLERANCE:.0%} of"
+    record.check(f"the peak is {limit} the planned one", said, (off if above_only else abs(off)) <= TOLERANCE)
 
 
 def ppo(record: Record, precision: str) -> None:
-    """Runs a worker's PPO update of jobs/llama3-8b at 8B: 128 completions of 512 tokens for prompts of 512 tokens."""
+    """Runs a PPO update of one worker of jobs/llama3-8b: 128 completions of 512 tokens for prompts of 512 tokens."""
     settings = dict(num_ppo_epochs=2, local_rollout_forward_batch_size=small(128, 4))
-    _ppo(record, "8b", precision, small(128, 4), small(512, 12), small(512, 8), **settings)
-    samples = record.rows[0]["completions_s"]
-    if precision == "bf16" and CUDA and "H200" in torch.cuda.get_device_name():
-        what = f"at least {SAMPLES_A_SECOND} completions/s; 1.4 to 1.7 are expected"
-        record.check(what, samples, samples >= SAMPLES_A_SECOND)
+    speed = _ppo(record, "8b", precision, small(128, 4), small(512, 12), small(512, 8), **settings)
+    if precision == "bf16" and "H200" in torch.cuda.get_device_name():
+        what = f"at least {COMPLETIONS_A_SECOND} completions/s; 1.4 to 1.7 are expected"
+        record.check(what, speed, speed >= COMPLETIONS_A_SECOND)
 
 
 def ppo_70b(record: Record) -> None:
-    """Measures memory and time of a PPO update with four roles on a 70B base in NF4, on one GPU."""
-    if CUDA and torch.cuda.get_device_properties(0).total_memory < 75 * models.GIB:
+    """Runs a PPO update with four roles on a 70B base in NF4."""
+    if torch.cuda.get_device_properties(0).total_memory < 75 * models.GIB:
         raise Skipped("needs a GPU of 80 GB or more")
     _ppo(record, "70b", "nf4", small(16, 4), small(300, 12), small(96, 8), per_device_train_batch_size=1)
 
 
 def _ppo(
     record: Record, shape: str, precision: str, episodes: int, prompt: int, completion: int, **settings: Any
-) -> None:
-    """Runs one update with full-length rows. Records its phases as rows, and compares its peak with the plan's."""
+) -> float:
+    """Runs one update with full-length rows, records its phases, and compares its peak with the plan.
+
+    Returns the completions per second.
+    """
     settings |= {"full_length": True, "gradient_checkpointing": True}
     start = time.perf_counter()
     shared = models.shared_base(shape, precision)
-    models.synchronize()
+    torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     trainer = models.trainer(shared, episodes, (prompt, prompt), completion, **settings)
     models.fresh()
     metrics = trainer.run_update()
     planned = planned_peak("ppo", shape, precision, prompt, vars(trainer.args))
-    samples = metrics["train_samples_per_second"]
-    tokens = samples * (prompt + completion)
-    record.row(completions_s=samples, tokens_s=tokens, mfu=metrics.get("mfu", ""), build_s=seconds)
+    speed = metrics["train_samples_per_second"]
+    tokens = speed * (prompt + completion)
+    record.row(completions_s=speed, tokens_s=tokens, mfu=metrics.get("mfu", ""), build_s=seconds)
     for phase in PHASES:
         record.row(phase=phase, seconds=metrics[f"time/{phase}"], GiB=metrics[f"memory/{phase}"])
     drift = metrics["val/sampler_drift"]
     record.check("sampler's and trainer's log-probs differ by less than 0.1 nats", drift, drift < 0.1)
     compare(record, planned)
+    return speed
 
 
 def reward_model(record: Record, precision: str) -> None:
-    """Runs a reward model's step at 8B on four pairs of 512 tokens, with transformers and peft, like TRL's trainer."""
+    """Runs training steps of a reward model on four pairs of 512 tokens, with transformers and peft like TRL's trainer."""
     pairs, length = small(4, 2), small(512, 12)
 
     def loss(model: Any, ids: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def reward_model(record: Record, precision: str) -> None:
 
 
 def supervised(record: Record, precision: str) -> None:
-    """Runs an SFT step at 8B on two rows of 1024 tokens, with transformers and peft. TRL's loss needs more memory."""
+    """Runs SFT steps on two rows of 1024 tokens, with transformers and peft. TRL's loss needs more memory."""
 
     def loss(model: Any, ids: Tensor) -> Tensor:
         return model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -133,10 +133,15 @@ def _step(
     loss: Callable[[Any, Tensor], Tensor],
     rows: int,
     length: int,
-    sides: int = 1,
-    further: Sequence[Any] = (),
+    sequences: int = 1,
+    head: Sequence[Any] = (),
 ) -> None:
-    """Runs AdamW steps on one batch with `sides` sequences per row. Checks that the loss falls and the peak equals the plan's."""
+    """Runs AdamW steps on one batch. Checks that the loss falls, and compares the peak with the plan.
+
+    Args:
+        sequences: number of sequences per row.
+        head: parameters that are no part of the model.
+    """
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(models.base(precision=precision), LoraConfig(task_type="CAUSAL_LM", **models.LORA))
@@ -146,8 +151,8 @@ def _step(
     learning = [p for p in model.parameters() if p.requires_grad]
     for parameter in learning:
         parameter.data = parameter.data.float()  # the pipeline's stages do the same
-    optimizer = torch.optim.AdamW([*learning, *further], lr=1e-3)
-    ids = torch.tensor(models.prompts(sides * rows, length, length), device=DEVICE)
+    optimizer = torch.optim.AdamW([*learning, *head], lr=1e-3)
+    ids = torch.tensor(models.prompts(sequences * rows, length, length), device=DEVICE)
     losses: list[float] = []
 
     def step() -> None:
@@ -160,34 +165,35 @@ def _step(
 
     models.fresh()
     seconds = models.timed(step, rounds=3)
-    record.row(seconds=seconds, tokens_s=sides * rows * length / seconds, rows=rows, length=length)
+    record.row(seconds=seconds, tokens_s=sequences * rows * length / seconds, rows=rows, length=length)
     found = f"{losses[0]:.3f} to {losses[-1]:.3f}"
-    record.check("the loss falls on a batch that is seen four times", found, losses[-1] < losses[0])
+    record.check("the loss falls in four steps on one batch", found, losses[-1] < losses[0])
     trainer = dict(per_device_train_batch_size=rows, gradient_checkpointing=True, bf16=True)
     # TRL's SFT loss keeps more of the logits than this loss.
     compare(record, planned_peak(stage, "8b", precision, length, trainer), above_only=stage == "sft")
 
 
 def installed_pipeline(record: Record) -> None:
-    """Runs the demo's sft by command line on this device, if Ray, TRL and MLflow are installed."""
-    if not MEASURES:
-        raise Skipped("on a CPU this is `make sft`, which has tests of its own")
+    """Runs the demo's sft by command line on this GPU, if Ray, TRL and MLflow are installed."""
+    if PRETEND:
+        raise Skipped("tests/gpu/test_runs.py runs the commands on a pretended GPU")
     models.need("ray", "trl", "mlflow")
     with tempfile.TemporaryDirectory() as folder:
         settings = "scaling.use_gpu=true gate={} trainer.max_steps=2 trainer.eval_on_start=false trainer.eval_strategy=no"
-        where = [f"run.storage_path={folder}", "run.name=gpu", "run.report=false"]
-        _succeeds(record, "exit status 0", "pipeline", "sft", "jobs/demo/sft.yaml", *settings.split(), *where)
+        run = [f"run.storage_path={folder}", "run.name=gpu", "run.report=false"]
+        _check_succeeds(record, "pipeline", "sft", "jobs/demo/sft.yaml", *settings.split(), *run)
         result = json.loads(Path(folder, "gpu/result.json").read_text())
         numbers = {key: value for key, value in result["metrics"].items() if isinstance(value, int | float)}
         record.row(**numbers)
 
 
 def installed_vllm(record: Record) -> None:
-    """Runs the tests of the vLLM engine on this device, if vLLM and pytest are installed."""
+    """Runs the tests of the vLLM engine on this GPU, if vLLM and pytest are installed."""
     models.need("vllm", "pytest")
-    _succeeds(record, "its tests pass", "pytest", "-rs", "tests/writing/test_vllm.py")
+    _check_succeeds(record, "pytest", "-rs", "tests/writing/test_vllm.py")
 
 
-def _succeeds(record: Record, what: str, *module: str) -> None:
+def _check_succeeds(record: Record, *module: str) -> None:
     done = subprocess.run([sys.executable, "-m", *module], capture_output=True, text=True, timeout=600)
-    record.check(what, (done.stderr or done.stdout)[-300:] if done.returncode else 0, done.returncode == 0)
+    found = (done.stderr or done.stdout)[-300:] if done.returncode else 0
+    record.check(f"python -m {module[0]} ends with status 0", found, done.returncode == 0)

@@ -1,9 +1,9 @@
-"""Plants every fault of known_faults.py in turn, and reports whether the self-checks name it.
+"""Plants each fault of known_faults.py, one after the other, and prints whether the self-checks name it.
 
     make faults
     make faults ARGS="--run dpo --say"
 
-The exit status is 1 if fewer than 95 % are named, or if a check fails in a sound run.
+The exit status is 1 if the self-checks name fewer than 95% of the faults, or if a self-check fails in a sound run.
 """
 
 import argparse
@@ -18,12 +18,12 @@ import torch  # noqa: E402
 from faulty_runs import RUNS, messages  # noqa: E402
 from known_faults import FAULTS  # noqa: E402
 
-GOAL = 0.95
+GOAL = 0.95  # fraction of faults that the self-checks must name
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make faults", description=__doc__.splitlines()[0])
-    parser.add_argument("--run", choices=RUNS, help="one kind of run only")
+    parser.add_argument("--run", choices=RUNS, help="only faults of this kind of run")
     parser.add_argument("--say", action="store_true", help="print the messages")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -33,7 +33,7 @@ def main() -> int:
     for run in runs:
         said = messages(run)
         alarms += bool(said)
-        print(f"{run:<5} {'FALSE ALARM' if said else 'quiet':<12} nothing planted", *said, flush=True)
+        print(f"{run:<5} {'FALSE ALARM' if said else 'quiet':<12} no fault", *said, flush=True)
     for fault in chosen:
         said = messages(fault.run, *fault.settings.split(), fault=fault)
         named += fault.is_named(said)

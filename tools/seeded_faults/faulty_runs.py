@@ -1,7 +1,7 @@
-"""Runs of each kind, with their messages: failed checks, and the error that ends the run.
+"""Runs a stage with a planted fault, and collects the messages of failed self-checks.
 
-The runs use real models, rows and trainers of the demo in this process: two updates of PPO, one step of sft, rm, dpo and kto,
-and the reload of what they save. The initial adapters of dpo, kto and ppo are trained here for a few steps, once.
+The runs use the demo's model and rows and the real trainers, in this process: two updates of PPO, one step of the other stages,
+and the reload of the saved adapter. The adapters with which dpo, kto and ppo start are trained once, for a few steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def folder() -> Path:
 
 @functools.cache
 def adapters() -> dict[str, str]:
-    """Returns the folders of policies and a reward that sound code has trained for some steps."""
+    """Returns the folders of two policies and a reward model that were trained without a fault."""
 
     def trained(stage: str, rate: str, *settings: str) -> str:
         return alone.train(stage, folder(), *TRAINED, f"trainer.learning_rate={rate}", *settings)["adapter"]
@@ -68,7 +68,7 @@ def messages(run: str, *settings: str, fault: Fault | None = None) -> list[str]:
 
 
 def _worker(rank, name, settings, inputs, results):
-    """Runs as one of two PPO workers. Both have the fault."""
+    """Runs as one of two PPO workers, which both have the fault."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{results[0]}-group", rank=rank, world_size=2)
     said = []
@@ -80,7 +80,7 @@ def _worker(rank, name, settings, inputs, results):
                 fault.plant(patch)
         ppo_stage.train(worker)
     Path(results[rank]).write_text("\0".join(said))
-    os._exit(0)  # the other worker may wait for this one in a collective
+    os._exit(0)  # does not wait for the other worker, which may hang in a collective
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
-"""Known bugs, each a change of a few lines to one function of the pipeline.
+"""Known bugs, each of which changes a few lines of one function of the pipeline.
 
-One of the messages must match the regular expression `cause`, which describes the fault. Other failures do not count.
+A fault is named if a message of its run matches the regular expression `cause`. Other failures do not count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from pipeline.data import encode, kl_pairs, tasks
+from pipeline.data import encode, tasks
 from pipeline.data.template import ChatTemplate
 from pipeline.models import adapter_files, adapters, base
 from pipeline.models.adapters import SharedBase
@@ -26,12 +26,12 @@ from pipeline.ppo import trainer as ppo
 from pipeline.ppo.trainer import PPOTrainer
 from pipeline.run import roles
 from pipeline.scoring import forward, rewards
-from pipeline.stages import trl_trainer
+from pipeline.stages import kl_pairs, trl_trainer
 from pipeline.writing import decoder, rows
 from pipeline.writing.rows import Sampling
 
 Place = tuple[Any, str]  # owner and name of a function
-Change = Callable[..., Any]  # takes the original function and its arguments, and replaces it
+Change = Callable[..., Any]  # replaces a function; takes the original function and its arguments
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Fault:
     cause: str
     at: Place | Sequence[Place]  # the functions that `change` replaces
     change: Change
-    settings: str = ""
+    settings: str = ""  # keys of the run
     quick: bool = False  # `make test` also plants this fault
-    unnamed: str = ""  # the reason, if no check can name the fault
+    unnamed: str = ""  # why no check can name the fault, if this is so
 
     def is_named(self, said: list[str]) -> bool:
         return bool(self.cause) and any(re.search(self.cause, line, re.DOTALL) for line in said)
@@ -57,11 +57,8 @@ class Fault:
         patch.setattr(owner, name, lambda *args, **keys: self.change(original, *args, **keys))
 
 
-# ------------------------------------------------------------------------------------------- kinds of changes
-
-
 def afterwards(change: Change) -> Change:
-    """Runs the original, and then change(its result, *its arguments)."""
+    """Runs the original function, and then calls change(result, *arguments)."""
 
     def call(original, *args, **keys):
         found = original(*args, **keys)
@@ -72,17 +69,17 @@ def afterwards(change: Change) -> Change:
 
 
 def of_columns(change: Callable[[dict[str, Any]], Any]) -> Change:
-    """Changes the columns of every tokenized row in place."""
+    """Changes the columns of each tokenized row in place."""
     return lambda original, writer, columns: (change(columns), original(writer, columns))[1]
 
 
 def before_training(change: Callable[[Any], Any]) -> Change:
-    """Runs change(trainer) before the stage's training."""
+    """Calls change(trainer) before the stage's training."""
     return lambda original, worker, trainer: (change(trainer), original(worker, trainer))[1]
 
 
 def of_batches(change: Callable[[dict[str, Any]], Any]) -> Change:
-    """Changes every batch of the stage's trainer in place."""
+    """Changes each batch of the stage's trainer in place."""
 
     def replace_collator(trainer):
         collator = trainer.data_collator
@@ -98,7 +95,7 @@ def of_batches(change: Callable[[dict[str, Any]], Any]) -> Change:
 
 
 def at_the_start(change: Callable[[Any], Any]) -> Change:
-    """Runs change(trainer) when the stage's training starts, before the checks."""
+    """Calls change(trainer) when training starts, before the self-checks."""
 
     def add_callback(trainer):
         class Changed(TrainerCallback):
@@ -108,9 +105,6 @@ def at_the_start(change: Callable[[Any], Any]) -> Change:
         trainer.add_callback(Changed())
 
     return before_training(add_callback)
-
-
-# -------------------------------------------------------------------------------------- changes of several lines
 
 
 def reference_is_other(original, worker, shared, args):
@@ -171,12 +165,12 @@ def nucleus(logits: torch.Tensor, p: float = 0.8) -> torch.Tensor:
 
 
 def of_all(logits: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns tokens, and their log-probs under the full distribution at temperature 1."""
+    """Returns the tokens, and their log-probs under the full distribution at temperature 1."""
     return token, logits.log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
 
 
 def padding_is_attended(_, self):
-    # Joins the prompts at one position: each ends after its padding, where the longest one ends.
+    # All prompts end at the same position, after their padding.
     if not self.rows[0].tokens:
         self.cache.lengths[: len(self.rows)] = self.longest
 
@@ -231,7 +225,7 @@ def lacks_a_layer(original, self, role):
 
 
 def with_attribute(name: str, value: Any) -> Change:
-    """Runs the original on a trainer with another rank or another number of workers."""
+    """Sets an attribute of the trainer while the original function runs."""
 
     def call(original, self, *args):
         before = getattr(self, name)
@@ -250,7 +244,7 @@ def second_begin(columns):
 
 
 def header_is_trained(original, *args):
-    """The template does not mark its completions."""
+    """Acts like a template that does not mark completions."""
     if original.__name__ == "load_tokenizer":
         tokenizer = original(*args)
         tokenizer.chat_template = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", tokenizer.chat_template)
@@ -261,7 +255,7 @@ def header_is_trained(original, *args):
 
 
 def last_label_is_masked(batch):
-    """Acts like a collator that masks labels equal to pad. Here pad is the end token, so each row loses its last label."""
+    """Acts like a collator that masks labels equal to the pad token, which here is EOS. Each row loses its last label."""
     for row in batch["labels"]:
         trained = (row != -100).nonzero()
         if len(trained):
@@ -305,7 +299,7 @@ def sides_are_swapped(columns):
 
 
 def without(part: str) -> Callable[[nn.Module], None]:
-    """Sets the parameters of a model whose names contain this part to zero."""
+    """Sets all parameters to zero whose names contain `part`."""
 
     def call(model):
         for name, parameter in model.named_parameters():
@@ -320,8 +314,6 @@ def own_completions(original, self):
         own = batch[: len(batch) // 2]
         yield own + own
 
-
-# ------------------------------------------------------------------------------------------------ the faults
 
 ADD_POLICY, SWITCH, ADD = (roles, "add_policy"), (SharedBase, "_switch"), (SharedBase, "add")
 INIT, VALUES = (PPOTrainer, "__init__"), (PPOTrainer, "values")
@@ -344,11 +336,9 @@ DIFFER = "advantages of .* differ"
 STARTS, ALONE = "policy starts as the reference", "loss .* from the rows alone"
 LOGPROBS = "log-prob .* from the rows alone"
 BOTH = "same tokens on both sides"
-UNKNOWABLE = (
-    "tokens cannot tell which of two completions somebody preferred: `validate` shows the first pairs"
-)
+UNKNOWABLE = "no check can know which of two completions a person preferred; `validate` shows the first pairs"
 
-# One row per fault: name, run, pattern of the message; place, change (`call`: the original); settings.
+# In `change`, `call` is the original function.
 FAULTS = [
     # roles and adapters
     Fault("the reference is the bare base", "ppo", COPY, ADD_POLICY,
@@ -358,17 +348,17 @@ FAULTS = [
           lambda call, self, role: setattr(self, "role", role), quick=True),
     Fault("adapters are off outside of training", "ppo", "policy writes as when it was trained", SWITCH,
           lambda call, self, role: call(self, role if torch.is_grad_enabled() else None)),
-    Fault("LoRA's scaling is lost on loading", "ppo", "as when it was trained.*scaling", (SharedBase, "_inject"),
+    Fault("loading loses LoRA's scaling", "ppo", "as when it was trained.*scaling", (SharedBase, "_inject"),
           lambda call, self, role, config, on: (setattr(config, "lora_alpha", 1), call(self, role, config, on))),
     Fault("an adapter is loaded onto another base", "ppo", "as when it was trained.*[Aa]nother base", (base, "load_base"),
           afterwards(lambda model, *_: model.model.layers[0].mlp.down_proj.weight.data.mul_(1.5))),
-    Fault("the reward's head is lost on loading", "ppo", f"{OF_FILE}|reward scores as when", (SharedBase, "load"),
+    Fault("loading loses the reward's head", "ppo", f"{OF_FILE}|reward scores as when", (SharedBase, "load"),
           afterwards(head_is_lost)),
     Fault("the critic's head is frozen", "ppo", f"{NO_LEARNER}|only one side", (SharedBase, "set_trainable"),
           afterwards(lambda _, self, role, on: self.heads.requires_grad_(False))),
     Fault("heads are rounded to bf16", "ppo", OF_FILE, ADD, afterwards(heads_are_rounded)),
     Fault("adapters are bf16", "ppo", "only adapters and heads learn.*are not fp32", ADD, afterwards(adapters_are_bf16)),
-    Fault("the base learns, too", "ppo", NO_LEARNER, INIT,
+    Fault("the base learns", "ppo", NO_LEARNER, INIT,
           afterwards(lambda _, self, *args: self.shared.base.get_input_embeddings().weight.requires_grad_(True))),
     Fault("the optimizer lost the policy's parameters", "ppo",
           r"[1-9]\d* are in the optimizer or in the roles, but|not the optimizer's", INIT, afterwards(optimizer_lost_the_policy),
@@ -388,12 +378,12 @@ FAULTS = [
     Fault("no token ends a completion", "ppo", "sampling goes on after", FROM_ARGS,
           lambda call, *args: replace(call(*args), eos=())),
     # the sampler
-    Fault("the sampler has no temperature", "ppo", AGREE, DRAW,
+    Fault("the sampler ignores the temperature", "ppo", AGREE, DRAW,
           lambda call, logits, noise, temperature, *rest: call(logits, noise, torch.ones_like(temperature), *rest),
           "trainer.temperature=0.7"),
-    Fault("top-p is on, log-probs are of the whole distribution", "ppo", WHOLE, DRAW,
+    Fault("top-p is on, but log-probs are those of the full distribution", "ppo", WHOLE, DRAW,
           lambda call, logits, *rest: of_all(logits, call(nucleus(logits), *rest)[0]), MANY),
-    Fault("top-p is on, log-probs are of what it leaves", "ppo", AGREE, DRAW,
+    Fault("top-p is on, and log-probs are those of the truncated distribution", "ppo", AGREE, DRAW,
           lambda call, logits, *rest: call(nucleus(logits), *rest)),
     Fault("completions are greedy", "ppo", WHOLE, DRAW,
           lambda call, logits, *rest: of_all(logits, logits.argmax(-1)), quick=True),
@@ -403,42 +393,42 @@ FAULTS = [
           lambda call, self, role, *rest: call(self, "reference", *rest), quick=True),
     Fault("the sampler attends to padding", "ppo", AGREE, (decoder.SlotDecoder, "_look_at_rows"),
           afterwards(padding_is_attended)),
-    Fault("the minimum length holds in sampling only", "ppo", f"{AGREE}|minimum length", (SharedBase, "logprobs"),
+    Fault("the minimum length applies only to sampling", "ppo", f"{AGREE}|minimum length", (SharedBase, "logprobs"),
           lambda call, self, role, ids, starts, mask, temperature=1.0, barred=(), steps=0, *rest:
               call(self, role, ids, starts, mask, temperature, (), 0, *rest), "trainer.min_new_tokens=8"),
     # log-probs, values, scores
-    Fault("log-probs are read one place late", "ppo", "log-probs are those of the model's own forward", (forward, "states"),
+    Fault("log-probs are those of the next token", "ppo", "log-probs are those of the model's own forward", (forward, "states"),
           logprobs_are_late, quick=True),
-    Fault("values are read after the action", "ppo", BEFORE, VALUES, values_are_late, quick=True),
-    Fault("a head's values are read after the action", "ppo", BEFORE, VALUES, values_are_late, "trainer.critic=head"),
+    Fault("values are those after the action", "ppo", BEFORE, VALUES, values_are_late, quick=True),
+    Fault("values of a head are those after the action", "ppo", BEFORE, VALUES, values_are_late, "trainer.critic=head"),
     Fault("the critic reads the bare base", "ppo", BEFORE, VALUES,
           lambda call, self, part, states=None: call(self, part, forward.states(self.shared, None, part)),
           "trainer.critic=head"),
     Fault("completions in one row see each other", "ppo", AGREE, PACKED, rows_see_each_other, SHARED, quick=True),
-    Fault("positions go on from completion to completion", "ppo", AGREE, PACKED, positions_go_on, SHARED),
+    Fault("positions continue from one completion to the next", "ppo", AGREE, PACKED, positions_go_on, SHARED),
     Fault("the reward is read at the end of the padding", "ppo", LAST, COLLATE, padded),
     Fault("the reward is read before the end token", "ppo", f"{LAST}|reward scores as when", COLLATE,
           lambda call, prompts, completions, device: call(prompts, [tokens[:-1] for tokens in completions], device)),
-    Fault("rewards are not normalised as the reward model says", "ppo", LAST, (ppo, "combined"),
+    Fault("scores are not normalized", "ppo", LAST, (ppo, "weighted_sum"),
           lambda call, rewards, raw, normalize: call(rewards, raw, False), quick=True),
     # rewards, advantages
-    Fault("the score is paid one place early", "ppo", PAID, TOKEN_REWARDS, score_one_place_early),
-    Fault("the score is paid on every token", "ppo", PAID, TOKEN_REWARDS,
+    Fault("the score is added one token too early", "ppo", PAID, TOKEN_REWARDS, score_one_place_early),
+    Fault("the score is added to each token", "ppo", PAID, TOKEN_REWARDS,
           lambda call, scores, kl, mask, coefficient: call(scores * 0, kl, mask, coefficient) + scores[:, None] * mask),
-    Fault("the KL is rewarded instead of paid for", "ppo", "KL's sign", (losses, "kl_estimate"),
+    Fault("the KL penalty is added instead of subtracted", "ppo", "KL's sign", (losses, "kl_estimate"),
           lambda call, a, b, estimator: call(b, a, estimator), quick=True),
-    Fault("the KL is paid for twice", "ppo", SIGN, TOKEN_REWARDS,
+    Fault("the KL penalty counts twice", "ppo", SIGN, TOKEN_REWARDS,
           lambda call, scores, kl, mask, coefficient: call(scores, kl, mask, 2 * coefficient)),
-    Fault("GAE runs over the padding", "ppo", DIFFER, GAE, gae_over_padding),
+    Fault("GAE includes the padding", "ppo", DIFFER, GAE, gae_over_padding),
     Fault("GAE ignores lambda", "ppo", DIFFER, GAE,
           lambda call, rewards, values, mask, gamma, lam, last: call(rewards, values, mask, gamma, 1.0, last)),
     Fault("the value after the end is not 0", "ppo", "value after the end|what follows the last action", GAE,
           lambda call, *args: call(*args[:-1], torch.full_like(args[-1], 0.7))),
-    Fault("rewards lose their mean in whitening", "ppo", "token rewards of", WHITEN,
+    Fault("whitening removes the mean of rewards", "ppo", "token rewards of", WHITEN,
           lambda call, x, mask, shift_mean=True, **keys: call(x, mask, True, **keys), "trainer.whiten_rewards=true"),
     Fault("rloo's baseline contains the completion itself", "ppo", DIFFER, (losses, "estimate_advantages"),
           lambda call, *args: call(*args) / 2, "trainer.advantage_estimator=rloo trainer.num_generations=2"),
-    Fault("groups are made of other prompts' completions", "ppo", "another prompt than the seed gives", (rollouts, "collate"),
+    Fault("a group has completions of different prompts", "ppo", "another prompt than the seed gives", (rollouts, "collate"),
           lambda call, prompts, completions, indices, *rest:
               call(prompts, completions, [*indices[::2], *indices[1::2]], *rest),
           "trainer.advantage_estimator=grpo trainer.num_generations=2", quick=True),
@@ -454,16 +444,16 @@ FAULTS = [
           lacks_a_layer),
     # two workers
     Fault("whitening is per worker", "pair", "whitening over other rows", WHITEN, lambda call, x, mask, **keys: call(x, mask)),
-    Fault("both workers have the same episodes", "pair", "on several", (PPOTrainer, "rollout"), with_attribute("rank", 0)),
+    Fault("both workers sample the same episodes", "pair", "on several", (PPOTrainer, "rollout"), with_attribute("rank", 0)),
     Fault("gradients are not summed over the workers", "pair", "not summed over all of them", (PPOTrainer, "sync"),
           with_attribute("workers", 1)),
     # demonstrations
-    Fault("the loss is over prompts, too", "sft", "prompt is trained", FIT,
+    Fault("the loss includes prompts", "sft", "prompt is trained", FIT,
           lambda call, encoder, ids, trained: call(encoder, ids, [True] * len(ids)), quick=True),
     Fault("the end token is not trained", "sft", "completions end with a trained EOS", FIT,
           lambda call, encoder, ids, trained: call(encoder, ids, [*trained[:-1], False]), quick=True),
     Fault("rows begin with two begin tokens", "sft", "at most one BOS per row", WRITE, of_columns(second_begin), quick=True),
-    Fault("the template's header is trained", "sft", "the loss starts after the generation prompt", [LOAD_TOKENIZER, FIT],
+    Fault("the header of a completion is trained", "sft", "the loss starts after the generation prompt", [LOAD_TOKENIZER, FIT],
           header_is_trained),
     Fault("labels are shifted twice", "sft", "labels are the rows' tokens|not the token that stands there", RUN,
           of_batches(lambda batch: batch.update(labels=batch["labels"].roll(-1, 1)))),
@@ -475,7 +465,7 @@ FAULTS = [
     Fault("sft's optimizer lost the adapter", "sft", "are not in the optimizer", RUN,
           before_training(optimizer_lost_the_adapter), quick=True),
     Fault("sft's adapter is bf16", "sft", "are not fp32", RUN, at_the_start(adapter_is_bf16)),
-    Fault("the saved adapter has another scaling", "sft", "does not reload as it was", (adapter_files, "write"), other_scaling),
+    Fault("the saved adapter has another scaling", "sft", "does not reload as it was", (adapter_files, "write_adapter"), other_scaling),
     # reward models
     Fault("the head is frozen and random", "rm", "of the adapter are frozen", RUN,
           before_training(lambda trainer: trainer.model.get_submodule("base_model.model.score").requires_grad_(False)),
@@ -494,7 +484,7 @@ FAULTS = [
     Fault("kto's reference is the bare base", "kto", STARTS, RUN, before_training(lambda t: without(".ref.")(t.model))),
     Fault("dpo's log-probs include the prompt", "dpo", LOGPROBS, RUN,
           of_batches(lambda batch: batch.update(completion_mask=batch["attention_mask"].clone())), quick=True),
-    Fault("kto's loss is over the prompts, too", "kto", LOGPROBS, RUN,
+    Fault("kto's loss includes prompts", "kto", LOGPROBS, RUN,
           of_batches(lambda batch: batch.update(completion_mask=batch["attention_mask"].clone()))),
     Fault("dpo's policy is a new adapter on the bare base", "dpo", "policy equals the adapter in its file",
           (adapters, "set_peft_model_state_dict"), lambda call, *_: None, quick=True),
@@ -504,6 +494,6 @@ FAULTS = [
           of_batches(lambda batch: batch.update(label=~batch["label"])), quick=True),
     Fault("kto's KL term is over the rows' own completions", "kto", "paired with their own completion",
           (kl_pairs.PairedBatchSampler, "__iter__"), own_completions, quick=True),
-    Fault("kto's KL term is read with other prompts", "kto", "other tokens than those of their pair", (kl_pairs, "paired"),
+    Fault("kto's KL term uses other prompts", "kto", "other tokens than those of their pair", (kl_pairs, "paired"),
           lambda call, row, other: {**other, **call(other, row)}),
 ]  # fmt: skip

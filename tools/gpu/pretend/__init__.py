@@ -3,11 +3,11 @@
     with pretend.cuda():
         model.to("cuda")
 
-In the block torch finds GPUs, so code takes its CUDA branch, and autocast and autograd use CUDA's dispatch keys. Errors have
-CUDA's words: two devices in one operation, `numpy()` of a GPU tensor, a host read during capture, a graph in a dropped pool.
-`host_reads` counts operations that make the host wait.
+In the block torch finds GPUs, so code takes its branches for CUDA, and autocast and autograd use CUDA's dispatch keys. Wrong
+code gets CUDA's errors: two devices in one operation, `numpy()` of a GPU tensor, a host read during the capture of a graph, a
+graph in a pool that is gone. `host_reads` counts operations that make the host wait.
 
-Numbers are real, but come from the CPU's kernels. CUDA's kernels, their speed and memory fragments are not simulated.
+Results are computed by the CPU's kernels. CUDA's kernels, speed and memory fragments are not simulated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from tools.gpu.pretend import autocast, nccl, tensors
 from tools.gpu.pretend.device import (
     CONTEXT,
     GIB,
-    Event,
     Gpu,
     Graph,
     Stream,
@@ -87,9 +86,7 @@ def _replaced() -> list[tuple[Any, dict[str, Any]]]:
             torch.Tensor,
             {
                 "to": tensors.to,
-                "cuda": lambda self, device=None, non_blocking=False, **_: tensors.to(
-                    self, machine.device(device), non_blocking=non_blocking
-                ),
+                "cuda": tensors.cuda,
                 "data": property(tensors.get_data, tensors.set_data),
                 "pin_memory": tensors.pin_memory,
                 "is_pinned": tensors.is_pinned,
@@ -188,11 +185,6 @@ def _cuda_names() -> dict[str, Any]:
         "max_memory_allocated": lambda of=None: memory(of).peak,
         "max_memory_reserved": lambda of=None: memory(of).reserved_peak,
         "reset_peak_memory_stats": lambda of=None: memory(of).reset_peak(),
-        "memory_stats": lambda of=None: {
-            "num_alloc_retries": 0,
-            "allocated_bytes.all.current": memory(of).allocated,
-            "allocated_bytes.all.peak": memory(of).peak,
-        },
         "mem_get_info": free,
         "get_device_name": lambda of=None: properties(of).name,
         "get_device_capability": lambda of=None: (9, 0),
@@ -208,7 +200,6 @@ def _cuda_names() -> dict[str, Any]:
         "initial_seed": lambda: machine.gpu().random.seed,
         "CUDAGraph": Graph,
         "Stream": Stream,
-        "Event": Event,
         "graph_pool_handle": graph_pool_handle,
         "current_stream": current_stream,
         "default_stream": current_stream,
@@ -230,7 +221,7 @@ def _accelerator_names() -> dict[str, Any]:
 
 
 def _maker(plain: Callable[..., Any], copies: bool) -> Callable[..., Any]:
-    """Returns a replacement for torch.tensor or torch.as_tensor, which make the tensor on the CPU and copy it.
+    """Returns a replacement for torch.tensor or torch.as_tensor, which makes the tensor on the CPU and copies it.
 
     Args:
         copies: whether to copy a tensor that already has the right device and dtype.
@@ -238,9 +229,8 @@ def _maker(plain: Callable[..., Any], copies: bool) -> Callable[..., Any]:
 
     def make(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
         if isinstance(data, torch.Tensor):
-            made = tensors.to(
-                data.detach() if copies else data, **_given(device=device, dtype=kwargs.get("dtype"))
-            )
+            source = data.detach() if copies else data
+            made = tensors.to(source, device=device, dtype=kwargs.get("dtype"))
             return made.clone() if copies and made.data_ptr() == data.data_ptr() else made
         if isinstance(data, list | tuple) and any(isinstance(x, GpuTensor) for x in data):
             data = [x.item() if isinstance(x, torch.Tensor) else x for x in data]
@@ -251,10 +241,6 @@ def _maker(plain: Callable[..., Any], copies: bool) -> Callable[..., Any]:
         return tensors.to(made.detach(), where).requires_grad_(made.requires_grad)
 
     return make
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if value is not None}
 
 
 class _IsGenerator(type(torch.Generator)):  # type: ignore[misc]
@@ -313,9 +299,8 @@ class _Opened:
         return self.file.get_tensor(name).to(self.device)
 
 
-_loaded: dict[
-    int, tuple[Any, torch.device]
-] = {}  # address of a storage -> storage, GPU; only while torch.load runs
+# address of a storage -> storage, GPU; filled while torch.load runs
+_loaded: dict[int, tuple[Any, torch.device]] = {}
 
 
 def _restored(storage: Any, location: str) -> Any:
@@ -327,7 +312,7 @@ def _restored(storage: Any, location: str) -> Any:
 
 
 def _loader(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a replacement for torch.load. Tensors go to the device of `map_location`, or to the device that saved them."""
+    """Returns a replacement for torch.load. Tensors go to the device of `map_location`, or to that of the file."""
 
     def load(*args: Any, **kwargs: Any) -> Any:
         _loaded.clear()

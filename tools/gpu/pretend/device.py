@@ -1,4 +1,4 @@
-"""The state of a pretended GPU: memory in use, random numbers, host reads, streams and graphs."""
+"""The state of a pretended GPU: memory in use, random numbers, counts of host reads, streams and graphs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ BLOCK = 512  # bytes; torch's allocator rounds each tensor up to a multiple
 CONTEXT = GIB // 2  # bytes of GPU memory for CUDA's context
 PHILOX_STEP = 4  # torch increases a generator's offset by this for each random kernel
 
-# Operations that made the host wait, by name: item, tolist, a copy, ...
+# counts of operations that made the host wait for a GPU, by name: item, tolist, copy to the host, ...
 host_reads: Counter[str] = Counter()
 
 
 def tree_map(change: Callable[[Any], Any], tree: Any) -> Any:
-    """Returns lists, tuples and dicts with each leaf changed. torch's function takes five times as long."""
+    """Applies `change` to each leaf of lists, tuples and dicts. torch's own function takes five times as long."""
     if tree.__class__ in (list, tuple):
         return tree.__class__([tree_map(change, x) for x in tree])
     if tree.__class__ is dict:
@@ -39,7 +39,7 @@ def tree_leaves(tree: Any) -> list[Any]:
 class Memory:
     """Counts the bytes of a GPU's live tensors. Tensors that share a storage count once.
 
-    Unlike torch's allocator, there are no fragments: `reserved` is the maximum in use since `empty_cache`.
+    Unlike torch's allocator, it has no fragments: `reserved` is the maximum in use since `empty_cache`.
     """
 
     def __init__(self, total: int) -> None:
@@ -86,7 +86,7 @@ class Memory:
         self.references[key] = weakref.ref(tensor, drop)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Returns whether a tensor of the program still uses this tensor's storage."""
+        """Returns whether the program still has a tensor with this storage."""
         return tensor.untyped_storage().data_ptr() in self.bytes_of or not tensor.numel()
 
     def empty_cache(self) -> None:
@@ -97,7 +97,7 @@ class Memory:
 
 
 class Random:
-    """A GPU's generator: a seed and an offset, like Philox. Its numbers differ from CUDA's."""
+    """A GPU's random generator, with a seed and an offset like Philox. Its numbers differ from CUDA's."""
 
     def __init__(self) -> None:
         self.seed, self.offset = 0, 0
@@ -148,7 +148,7 @@ class Machine:
         return getattr(self.thread, "graph", None)
 
     def device(self, of: Any = None) -> torch.device:
-        """Returns a device with its index. If `of` has no index, this is the current GPU's."""
+        """Returns a device with its index, which is by default the index of the current GPU."""
         device = torch.device("cuda", of) if isinstance(of, int) else torch.device(of or "cuda")
         if device.type != "cuda":
             return device
@@ -177,46 +177,13 @@ def waits(what: str) -> None:
 class Stream:
     """A stream. All operations run immediately, so there is nothing to wait for."""
 
-    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+    def __init__(self, device: Any = None, **_: Any) -> None:
         self.device = machine.device(device)
 
     def wait_stream(self, other: Stream) -> None: ...
 
-    def wait_event(self, event: Event) -> None: ...
-
-    def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
-
-    def query(self) -> bool:
-        return True
-
     def synchronize(self) -> None:
         waits("synchronize")
-
-
-class Event:
-    """A point in a stream that the host can wait for."""
-
-    def __init__(self, **_: Any) -> None: ...
-
-    def place(self, tensor: torch.Tensor, memory: Memory) -> Slot | Fixed:
-        """Returns where a replay finds a plain tensor."""
-        if id(tensor) in self.made:
-            return Slot(self.made[id(tensor)][0])
-        return Fixed(tensor, memory)
-
-    def record(self, stream: Stream | None = None) -> None: ...
-
-    def wait(self, stream: Stream | None = None) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        waits("synchronize")
-
-    def elapsed_time(self, end: Event) -> float:
-        return 1.0
 
 
 DEFAULT_STREAM = Stream.__new__(Stream)
@@ -244,10 +211,10 @@ class Slot:
 
 
 class Fixed:
-    """Refers to a tensor from before the recording. A replay uses its memory, even if another tensor owns it by then."""
+    """Refers to a tensor from before the capture. A replay uses its memory, even if another tensor owns that memory then."""
 
     def __init__(self, tensor: torch.Tensor, memory: Memory) -> None:
-        # a second tensor on the same memory, so that the recording does not keep the first alive
+        # a second tensor on the same memory, so that the graph does not keep the first tensor alive
         self.tensor, self.memory = tensor.detach(), memory
 
     def read(self) -> torch.Tensor:
@@ -259,12 +226,14 @@ class Fixed:
 
 
 class Graph:
-    """Records operations without running them, and replays them on the same tensors. Replaces torch.cuda.CUDAGraph."""
+    """Replaces torch.cuda.CUDAGraph: captures operations, and replays them on the same tensors."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.operations: list[tuple[Callable[..., Any], Any, Any, list[int]]] = []
         self.results: dict[int, weakref.ref[torch.Tensor]] = {}
-        self.made: dict[int, tuple[int, torch.Tensor]] = {}  # while recording: id of a tensor -> slot, tensor
+        self.made: dict[
+            int, tuple[int, torch.Tensor]
+        ] = {}  # during the capture: id of a tensor -> slot, tensor
         self.storages: set[int] = set()
         self.pool_id: Any = None
         self.ready = False
@@ -274,7 +243,7 @@ class Graph:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream.")
         pool = pool or graph_pool_handle()
         if pool in machine.pools and machine.pools[pool] <= 0:
-            # torch frees a pool with its last graph, but keeps its name forever.
+            # torch frees a pool together with its last graph, and then accepts the pool's name no more.
             raise RuntimeError(
                 "it->second->use_count > 0 INTERNAL ASSERT FAILED at c10/cuda/CUDACachingAllocator.cpp"
             )
@@ -285,7 +254,7 @@ class Graph:
     def capture_end(self) -> None:
         machine.thread.graph = None
         self.ready = True
-        # Nothing was computed, so the memory is undefined until a replay.
+        # On a real GPU, a capture computes nothing, so the memory is undefined until a replay.
         for number, tensor in self.made.values():
             self.results[number] = weakref.ref(tensor)
             if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() in self.storages:
@@ -293,13 +262,13 @@ class Graph:
         self.made = {}
 
     def place(self, tensor: torch.Tensor, memory: Memory) -> Slot | Fixed:
-        """Returns where a replay finds a plain tensor."""
+        """Returns a reference with which a replay finds a plain tensor."""
         if id(tensor) in self.made:
             return Slot(self.made[id(tensor)][0])
         return Fixed(tensor, memory)
 
     def record(self, func: Any, args: Any, kwargs: Any, spec: Any, run: Callable[[], Any]) -> Any:
-        """Records an operation on plain tensors. Returns tensors of the right shape with undefined values.
+        """Captures an operation on plain tensors. Returns tensors of the right shape with undefined values.
 
         Args:
             spec: (args, kwargs) with the `place` of each GPU tensor.

@@ -6,6 +6,7 @@ A `GpuTensor` has CUDA's dispatch keys, so that autocast and autograd treat it l
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -20,7 +21,6 @@ CPU = torch.device("cpu")
 _make_subclass = torch.Tensor._make_subclass
 _plain_to = torch.Tensor.to
 _plain_data = torch.Tensor.data
-_plain_pin = torch.Tensor.pin_memory
 
 COPIES = {aten._to_copy.default, aten.copy_.default}  # operations that accept tensors on several devices
 READS = {  # operations whose result the host must know: a number, or the size of a tensor
@@ -40,7 +40,7 @@ PUT = {aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.de
 
 
 class GpuTensor(torch.Tensor):
-    """A tensor of a pretended GPU. `_t` is the plain tensor with its numbers."""
+    """A tensor of a pretended GPU. `_t` is the plain tensor with its values."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     _t: torch.Tensor
@@ -81,9 +81,6 @@ class GpuTensor(torch.Tensor):
 
     def pin_memory(self, *_: Any) -> Any:
         raise RuntimeError(f"cannot pin 'torch.cuda.{self.dtype}' only dense CPU tensors can be pinned")
-
-    def cuda(self, device: Any = None, non_blocking: bool = False, **_: Any) -> Any:
-        return self.to(machine.device(device), non_blocking=non_blocking)
 
     def cpu(self, **_: Any) -> Any:
         return self.to(CPU)
@@ -158,7 +155,7 @@ def get_data(self: torch.Tensor) -> Any:
 
 
 def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
-    """Gives a tensor the data of another one, possibly on another device. The object stays, as `Module.to` requires."""
+    """Sets Tensor.data, also from another device. The tensor stays the same object, as `Module.to` requires."""
     if isinstance(self, GpuTensor) and isinstance(value, GpuTensor):
         _plain_data.__set__(self, value)
         self._t, self._device = value._t, value._device
@@ -168,13 +165,10 @@ def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
             new: Any = wrap(value._t, value.device, kind, self.requires_grad)
         else:
             new = _make_subclass(kind, value, self.requires_grad)
-        grad, kept = (
-            self.grad,
-            {key: one for key, one in vars(self).items() if key not in ("_t", "_device", "_is_param")},
-        )
-        vars(new).update(kept)
+        grad, ours = self.grad, ("_t", "_device", "_is_param")
+        vars(new).update({key: one for key, one in vars(self).items() if key not in ours})
         torch.utils.swap_tensors(self, new)
-        if grad is not None:  # torch would move the gradient only when `Module.to` gives it other data
+        if grad is not None:  # otherwise the gradient would stay on its device
             self.grad = grad.to(value.device)
     else:
         _plain_data.__set__(self, value)
@@ -219,6 +213,11 @@ def _moved(
     return wrap(plain, device) if device.type == "cuda" else plain
 
 
+def cuda(self: torch.Tensor, device: Any = None, non_blocking: bool = False, **_: Any) -> torch.Tensor:
+    """Replaces Tensor.cuda."""
+    return to(self, machine.device(device), non_blocking=non_blocking)
+
+
 class _Move(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -259,7 +258,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     given = kwargs.get("device")
     if given is not None and torch.device(given).type != "cuda":
-        given = None  # autograd passes the C++ device, which is the CPU
+        given = None  # autograd passes the device that C++ knows, which is the CPU
     device = given and machine.device(given)
     if func.namespace == "c10d" and func._schema.name != "c10d::barrier":  # barrier creates its own tensor
         nccl.check(tensors)
@@ -269,7 +268,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     elif device is None:
         made = func(*args, **kwargs)
         if not tensors and isinstance(made, torch.Tensor) and torch._C._current_graph_task_id() != -1:
-            # Autograd makes zeros for an output without a gradient. They belong on the output's GPU.
+            # These are autograd's zeros for an output without a gradient. On CUDA they are on the output's GPU.
             made._of_any_device = True
         return made
     assert device is not None
@@ -291,10 +290,11 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 
     if graph := machine.graph:
         memory = machine.gpu(device).memory
-        spec = tree_map(
-            lambda x: graph.place(x._t, memory) if isinstance(x, GpuTensor) else x, (args, kwargs)
-        )
-        out = graph.record(func, plain_args, plain_kwargs, spec, compute)
+
+        def place(x: Any) -> Any:
+            return graph.place(x._t, memory) if isinstance(x, GpuTensor) else x
+
+        out = graph.record(func, plain_args, plain_kwargs, tree_map(place, (args, kwargs)), compute)
     else:
         out = compute()
     same = {id(x._t): x for x in ours}
@@ -320,14 +320,13 @@ def _check(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], ours:
     if func in INDEXED or func in PUT:
         _check_index(func, args)
         return
-    devices = dict.fromkeys(x.device for x in ours)
-    devices |= dict.fromkeys(
-        x.device
-        for x in tensors
-        if not isinstance(x, GpuTensor) and x.dim() and not hasattr(x, "_of_any_device")
-    )
-    if func.namespace == "c10d":  # gloo accepts tensors of any device, NCCL only of its own GPU
+    if func.namespace == "c10d":  # nccl.check has checked these
         return
+    of_cpu = [
+        x for x in tensors if not isinstance(x, GpuTensor) and x.dim()
+    ]  # CUDA accepts numbers of the CPU
+    devices = dict.fromkeys(x.device for x in ours)
+    devices |= dict.fromkeys(x.device for x in of_cpu if not hasattr(x, "_of_any_device"))
     if len(devices) > 1:
         first, second, *_ = devices
         raise RuntimeError(
@@ -346,14 +345,8 @@ def _check_index(func: Any, args: Any) -> None:
             f"indices should be either on cpu or on the same device as the indexed tensor ({self.device})"
         )
     values = args[2] if func in PUT else None
-    if values is not None:
-        if values.dim() and values.device != self.device:
-            raise RuntimeError(f"expected values on {self.device}, found {values.device}")
-        if values.dtype != self.dtype:
-            raise RuntimeError(
-                "Index put requires the source and destination dtypes match, "
-                f"got {self.dtype} for the destination and {values.dtype} for the source."
-            )
+    if values is not None and values.dim() and values.device != self.device:
+        raise RuntimeError(f"expected values on {self.device}, found {values.device}")
     if self.device.type != "cuda":
         return
     if any(x.device.type == "cpu" for x in indices):
@@ -364,11 +357,8 @@ def _check_index(func: Any, args: Any) -> None:
 
 
 def _require(func: Any, args: Any, kwargs: Any, device: torch.device) -> None:
-    """Raises torch's error if a new tensor does not fit on the GPU, before memory of the CPU is allocated."""
-    sizes = args[0] if args and isinstance(args[0], list | tuple | torch.Size) else ()
-    numel = 1
-    for size in sizes:
-        numel *= int(size)
+    """Raises torch's error if a new tensor does not fit on the GPU, before the CPU allocates its memory."""
+    numel = math.prod(args[0]) if args and isinstance(args[0], list | tuple | torch.Size) else 1
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
     machine.gpu(device).memory.require(numel * dtype.itemsize)
 

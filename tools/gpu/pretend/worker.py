@@ -1,11 +1,10 @@
-"""Makes the processes of Ray's workers pretend."""
+"""Makes worker processes of Ray pretend to have GPUs."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 
 from tools.gpu import pretend
-from tools.gpu.pretend import branches  # noqa: F401  (must precede the modules of pipeline/, whose statements it records)
 
 GPUS = 2  # number of GPUs of the machine
 for_good = ExitStack()
