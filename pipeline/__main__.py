@@ -138,7 +138,9 @@ def dispatch(verb: str, path: str, overrides: list[str]) -> int:
         from pipeline import report
         from pipeline.run.launch import launch
 
-        report.of_run(launch(job, code.RECIPE))
+        result = launch(job, code.RECIPE)
+        if job.run.report:
+            report.of_run(result)
     else:
         code.run(job)
     return 0

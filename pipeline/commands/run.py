@@ -59,7 +59,8 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
             except (KeyboardInterrupt, SystemExit) as stop:
                 stop.add_note(f"run.name={name}")
                 raise
-            report.of_run(result)
+            if jobs[stage].run.report:
+                report.of_run(result)
             gc.collect()  # frees the models of a stage in this process
             if result.get("registered_model") and not result["alias"]:
                 raise Failure(

@@ -37,9 +37,9 @@ def write_page(runs: list[Run], folder: str, result: dict[str, Any] | None = Non
 
 
 def of_run(result: dict[str, Any]) -> None:
-    """Stores the report of a finished run in its folder and in MLflow, if run.report is true and there is none yet."""
+    """Stores the report of a finished run in its folder and in MLflow, if there is none yet."""
     folder = result["folder"]
-    if not result["job"]["run"]["report"] or storage.exists(storage.join(folder, REPORT)):
+    if storage.exists(storage.join(folder, REPORT)):
         return
     with console.waiting("drawing the report"):
         drawn = of_several([folder], folder, result=result)

@@ -148,25 +148,22 @@ def open_run(job: Job, earlier: Earlier) -> Iterator[tuple[Work, dict[str, Any],
     left = resume.unfinished(earlier)
     for warning in find_warnings(job):
         print(f"warning: {warning}", flush=True)
-    with prepared(job, resume.pinned_inputs(left, tracking.run)) as (work, rows, report):
+    with contextlib.ExitStack() as stack:
+        pinned = resume.pinned_inputs(left, tracking.run)
+        work, rows, report = stack.enter_context(prepared(job, pinned))
         if report:
             print(report.render(samples=False), flush=True)
             counts = {name: split.kept for name, split in report.splits.items()}
             for line in judging.estimate_costs(work, rows, counts):
                 terminal.say(line)
         continues = bool(left) and resume.same_content(left, work.run, work.base["digest"], work.digests)
-        with resume.owned(work.folder, earlier.files, work.run.overwrite) as lease:
-            checkpoints.newest(work.folder)  # moves damaged checkpoints away before a worker starts
-            resume.record(work.run, work.versions, work.base["digest"], work.digests)
-            work = replace(work, lease=lease, started=started)
-            with _mlflow_run(work, new_run=not continues) as run_id:
-                work = replace(work, run_id=run_id)
-                with failure_recorded(work):
-                    try:
-                        yield work, rows, report
-                    except (KeyboardInterrupt, SystemExit) as stop:  # the command line says how to continue
-                        stop.add_note(f"run.name={job.run.name}")
-                        raise
+        lease = stack.enter_context(resume.owned(work.folder, earlier.files, work.run.overwrite))
+        checkpoints.newest(work.folder)  # moves damaged checkpoints away before a worker starts
+        resume.record(work.run, work.versions, work.base["digest"], work.digests)
+        run_id = stack.enter_context(_mlflow_run(work, new_run=not continues))
+        work = replace(work, lease=lease, started=started, run_id=run_id)
+        stack.enter_context(failure_recorded(work))
+        yield work, rows, report
 
 
 def _mlflow_run(work: Work, new_run: bool) -> contextlib.AbstractContextManager[str | None]:
@@ -209,11 +206,17 @@ def write_result(work: Work, report: Any, entries: dict[str, Any]) -> dict[str, 
 
 @contextlib.contextmanager
 def failure_recorded(work: Work) -> Iterator[None]:
-    """Writes failed.json, which the report shows, if the block raises an error. Ctrl-C is no error."""
+    """Writes failed.json, which the report shows, if the block raises an error.
+
+    An interruption is no error. It gets a note with the name of the run, from which the command line says how to continue.
+    """
     path = storage.join(work.folder, run_folder.FAILED)
     storage.remove(path)  # left by the attempt that this run continues
     try:
         yield
+    except (KeyboardInterrupt, SystemExit) as stop:
+        stop.add_note(f"run.name={work.run.name}")
+        raise
     except Exception as error:
         if any(isinstance(one, LeaseLost) for one in causes(error)):
             raise  # another process has the folder now

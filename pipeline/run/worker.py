@@ -326,8 +326,8 @@ class Worker(ModelHost):
         peak = max(peak_memory(self.device), int(metrics.get("memory/peak", 0.0) * 2**30))
         gpu = torch.cuda.get_device_name(self.device) if self.device.startswith("cuda") else None
         usage = {"gpu": gpu, "workers": self.world, **outcome.usage}
-        said = {"metrics": metrics, "samples": outcome.samples, "peak_memory_bytes": peak, "usage": usage}
-        said |= outcome.end
+        entries = {"metrics": metrics, "samples": outcome.samples, "peak_memory_bytes": peak, "usage": usage}
+        entries |= outcome.end
         final, checked = os.path.join(self.scratch, "final"), dict[str, Any]()
         if self.rank == 0:
             shutil.rmtree(final, ignore_errors=True)
@@ -346,11 +346,11 @@ class Worker(ModelHost):
                 step = outcome.end["kept"]["step"] if outcome.end else self.step
                 self.metrics.log(held_out, step, final=True)
                 self.metrics.close()  # before the run is finished
-            for name, content in {**outcome.tables, OUTCOME: said}.items():
+            for name, content in {**outcome.tables, OUTCOME: entries}.items():
                 with open(os.path.join(final, name), "w", encoding="utf-8") as file:
                     json.dump(content, file)
         self._commit(final if self.rank == 0 else None, "final", checked)
-        return said
+        return entries
 
     def _lineage(self, outcome: Outcome) -> dict[str, Any]:
         from pipeline.models.template import text_as_chat

@@ -9,8 +9,8 @@ from typing import Any
 from pipeline.errors import InputError
 from pipeline.job import Job, Model
 from pipeline.job.identity import identity_of
-from pipeline.settle import inputs as checks
 from pipeline.settle.identity import gate_of, tracking_of
+from pipeline.settle.inputs import check_inputs, makes_adapter, pin_inputs, room_for_prompts
 from pipeline.settle.placement import Places
 from pipeline.settle.places import places_of
 from pipeline.settle.work import Input, Sections, Work
@@ -25,7 +25,7 @@ def settle(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> Work:
     from pipeline.models.base import base_identity, check_base
     from pipeline.models.compatibility import check_lora
 
-    job, versions = checks.pin_inputs(job, pinned)
+    job, versions = pin_inputs(job, pinned)
     places, model = places_of(job, note=True), job.model
     files = check_base(model)
     if model.fsdp and files.config.get("quantization_config"):
@@ -34,16 +34,15 @@ def settle(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> Work:
             "model.fsdp",
         )
     base = base_identity(model.name_or_path, model.revision)
-    job = replace(
-        job, model=replace(model, revision=base["revision"])
-    )  # so that all workers load the same commit
+    # All workers load the same commit of the base.
+    job = replace(job, model=replace(model, revision=base["revision"]))
     work = work_of(job, places, base=base)
-    room = checks.room_for_prompts(work.writes, work.data.max_length, base["context_length"])
-    inputs = checks.check_inputs(work, versions, files)
+    room = room_for_prompts(work.writes, work.data.max_length, base["context_length"])
+    inputs = check_inputs(work, versions, files)
     weights = {f"reward.{index}": weight for index, (_, weight) in enumerate(job.rewards)}
     inputs = {name: replace(one, weight=weights.get(name, 1.0)) for name, one in inputs.items()}
     adapters = {name: one for name, one in inputs.items() if one.kind == "adapter"}
-    if checks.makes_adapter(work.stage, work.args, adapters):
+    if makes_adapter(work.stage, work.args, adapters):
         check_lora(files, work.lora, work.stage.learns == "reward")
     elif unused := [key for key in job.overridden if key.partition(".")[0] == "lora"]:
         print(

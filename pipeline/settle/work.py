@@ -83,9 +83,8 @@ class Work(Sections):
     # maximum tokens of a row: context minus completion; None if the base has no maximum
     room: int | None = None
     inputs: dict[str, Input] = field(default_factory=dict)  # name -> input: policy, baseline, reward.0, ...
-    digests: dict[str, str] = field(
-        default_factory=dict
-    )  # {dataset, data.transform or Python reward: digest}
+    # {dataset, data.transform or Python reward: digest}
+    digests: dict[str, str] = field(default_factory=dict)
     fingerprints: dict[str, str] = field(default_factory=dict)  # {tokenized dataset: fingerprint}
     # {version of a policy: number of training rows that it wrote}
     rows_from: dict[str, int] = field(default_factory=dict)

@@ -95,10 +95,8 @@ def metrics_of(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[
     """
     chosen, rejected, judged, agreeing = (array("d") for _ in range(4))
     lengths = array("l"), array("l")
-    by_place: tuple[list[bool], list[bool]] = (
-        [],
-        [],
-    )  # whether the chosen completion wins when it is shown first, and when it is not
+    # Whether the chosen completion wins when it is shown first, and when it is shown last.
+    by_place: tuple[list[bool], list[bool]] = ([], [])
     by_subset: dict[str, list[bool]] = defaultdict(list)
     for pair in pairs:
         good, bad = pair["scores"]
@@ -128,9 +126,7 @@ def metrics_of(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[
         "eval_rm_ece": ece,
         "eval_rm_ties": mean([margin == 0 for margin in margins]),
     }
-    if all(
-        by_place
-    ):  # each position counts the same, for any number of draws that showed the chosen one first
+    if all(by_place):  # each position counts the same, for any number of draws in each
         metrics["eval_rm_shown_first"] = 0.5 + (mean(by_place[0]) - mean(by_place[1])) / 2
     if agreeing:
         metrics["eval_rm_order_agreement"] = mean(agreeing)

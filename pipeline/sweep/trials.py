@@ -94,7 +94,9 @@ def run_trial(name: str, job: Job, handle: SweepHandle, folder: str | None) -> N
     try:
         recipe = importlib.import_module(f"pipeline.stages.{job.stage}").RECIPE
         with registry.nested_under(handle.run_id):
-            report.of_run(launch(job, recipe, handle))
+            result = launch(job, recipe, handle)
+            if job.run.report:
+                report.of_run(result)
     except Exception as error:
         failure = without_secrets(summary(error))
         print(f"failed: {failure}", flush=True)

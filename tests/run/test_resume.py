@@ -15,12 +15,12 @@ from running import NO_EVAL, stage
 
 pytestmark = pytest.mark.usefixtures("embedded_ray")
 TRL = [
-    "trainer.max_steps=7", "data.batch_size=8", "trainer.per_device_train_batch_size=4", "trainer.save_strategy=steps",
+    "trainer.max_steps=5", "data.batch_size=8", "trainer.per_device_train_batch_size=4", "trainer.save_strategy=steps",
     "trainer.save_steps=2", "trainer.logging_steps=3",  # so that no log line is at a checkpoint
     "mlflow.registered_model=null", *NO_EVAL,
 ]  # fmt: skip
 PPO = [
-    "trainer.total_episodes=40", "trainer.batch_size=8", "trainer.response_length=12", "trainer.save_steps=2",
+    "trainer.total_episodes=32", "trainer.batch_size=8", "trainer.response_length=12", "trainer.save_steps=2",
     "trainer.kl_controller=adaptive", "trainer.kl_horizon=100", "trainer.normalize_values=true", "data.eval=null",
     "judge=null", "policy=base", "reward=python:bad_rewards:length", "mlflow.registered_model=null",
 ]  # fmt: skip

@@ -117,8 +117,6 @@ ON_HEAD, DORA = {"r": 2, "target_modules": ["q_proj", "lm_head"]}, {"r": 2, "use
         ("export", ON_HEAD, ["reward=null"], r"policy: it adapts lm_head, which this base ties to its embeddings"),
         ("generate", ON_HEAD, ["reward=null", "data.train=x.jsonl"], None),
         ("dpo", ON_EMBEDDINGS, [], r"policy: it adapts embed_tokens, which this base ties to its lm head"),
-        ("export", ON_EMBEDDINGS, ["reward=null"], r"policy: it adapts embed_tokens, which this base ties"),
-        ("generate", ON_EMBEDDINGS, ["reward=null", "data.train=x.jsonl"], None),
         ("dpo", {"r": 2, "lora_bias": True}, [], r"policy: it adds a bias to \w+, which has none in this base"),
         ("generate", RANKS, ["reward=null", "data.train=x.jsonl", "rollout.engine=vllm"], r"policy: it has rank_pattern, which vLLM ignores"),
         ("dpo", DORA, ["model.fsdp=true"], r"policy: it is a DoRA adapter.*model\.fsdp=false"),

@@ -34,7 +34,7 @@ def config_of(family, vocabulary, eos):
 
 
 # PPO of the slow families runs quickly on a toy (tests/ppo/test_trainer.py).
-QUICK, SLOW = ("gpt2", "gpt_neox", "llama-nf4", "llama-bf16"), ("qwen3", "mistral", "gemma")
+QUICK, SLOW = ("gpt2", "llama-nf4"), ("gpt_neox", "llama-bf16", "qwen3", "mistral", "gemma")
 
 
 @pytest.fixture(params=[*QUICK, *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW)])

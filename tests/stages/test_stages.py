@@ -84,12 +84,6 @@ def test_versions_record_their_origin(runs, storage):
     for key in ("base_digest", "tokenizer", "chat_template"):
         assert version.tags[key] == sft.tags[key] != ""
     assert "eval_kl" in version.tags and "eval_runtime" not in sft.tags
-    tags = {
-        k: v for k, v in version.tags.items() if not k.startswith(("eval_", "parents", "data", "measured"))
-    }
-    assert len(tags) <= 8 and max(map(len, tags.values())) < 40
-    link = f"[rlhf-sft v{sft.version}](#/models/rlhf-sft/versions/{sft.version})"
-    assert f"- policy: {link}" in version.description
     assert "- KL: **" in version.description and "ray 2.60.0" in version.description
 
 
