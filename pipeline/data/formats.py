@@ -327,7 +327,7 @@ def agreed(repeated: Text, given: Text, key: str) -> Text:
         return repeated
     ends = [show(turns[-1]["content"]) for turns in both]
     found = f"{ends[0]}, but `chosen` and `rejected` begin with {ends[1]}"
-    expected = f"the prompt in `{key}` again, or completions without a prompt"
+    expected = "completions that repeat this prompt, or completions without a prompt"
     raise RowError("prompts_differ", key, found, expected)
 
 
