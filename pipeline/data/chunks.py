@@ -64,7 +64,7 @@ def plan_chunks(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) ->
     try:
         with open_bytes(file.path) as stream:
             head = stream.read(BLOCK // 4)
-    except OSError as error:  # the system opens a folder, but cannot read it
+    except OSError as error:  # some systems open a folder, but cannot read it
         raise unreadable(file.path, error) from error
     zipped = head[:2] == b"\x1f\x8b" or name.endswith(".gz")
     if zipped:

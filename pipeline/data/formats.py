@@ -327,12 +327,12 @@ def agreed(repeated: Text, given: Text, key: str) -> Text:
         return repeated
     ends = [show(turns[-1]["content"]) for turns in both]
     found = f"{ends[0]}, but `chosen` and `rejected` begin with {ends[1]}"
-    expected = f"the same prompt there as in `{key}`, or completions without a prompt"
+    expected = "completions that repeat this prompt, or completions without a prompt"
     raise RowError("prompts_differ", key, found, expected)
 
 
 def as_list(value: Any, key: str) -> list[Any]:
-    """Returns a list, also from its JSON text. Returns any other text as the only element."""
+    """Returns a list, or the list in a JSON text. Any other text becomes the only element of a list."""
     found = list_in(value, key)
     check_values(found, key)
     if isinstance(found, str):

@@ -147,9 +147,11 @@ def dialogue(value: Any) -> Any:
         return split_turns(value) if is_transcript(value) else value
     if not isinstance(value, list) or not value:
         return value
-    if all(isinstance(item, str) for item in value):  # LIMA
+    if all(isinstance(item, str) for item in value):  # the format of the dataset LIMA
         return [{"role": ("user", "assistant")[at % 2], "content": one} for at, one in enumerate(value)]
-    if all(isinstance(item, dict) and {"input", "output"} <= item.keys() for item in value):  # Capybara
+    if all(
+        isinstance(item, dict) and {"input", "output"} <= item.keys() for item in value
+    ):  # the format of the dataset Capybara
         sides = {"input": "user", "output": "assistant"}
         return [{"role": role, "content": item[name]} for item in value for name, role in sides.items()]
     return value
@@ -212,7 +214,7 @@ def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
         if turns[-1]["role"] == "assistant" and not turns[-1]["content"].strip():
             turns.pop()  # the final "\n\nAssistant:", which the template's generation prompt adds
     if not turns or turns[-1]["role"] == "assistant":
-        expected = "a prompt that ends on a `user` turn"
+        expected = "a prompt that ends with a `user` turn"
         raise RowError("wrong_role", key, "a last turn by `assistant`", expected)
     check_prompt(turns, key)
     return with_system(turns, system)
@@ -276,7 +278,7 @@ def check_last(turns: Turns, key: str) -> None:
     """Raises RowError unless a conversation ends with an assistant turn that has tool calls, or words other than thoughts."""
     last = turns[-1]
     if last["role"] != "assistant":
-        expected = "a conversation that ends on `assistant`"
+        expected = "a conversation that ends with an `assistant` turn"
         raise RowError("wrong_role", key, f"a last turn by `{last['role']}`", expected)
     if not text_after_thoughts(last["content"]) and not last.get(
         "tool_calls"

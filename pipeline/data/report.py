@@ -1,4 +1,4 @@
-"""Reports how many rows were read, dropped and why, their lengths, and samples. Rejects unusable datasets."""
+"""Reports how many rows were read and dropped, why, how long they are, and samples. Rejects unusable datasets."""
 
 import itertools
 import json
@@ -77,7 +77,7 @@ class Split:
     judges: dict[str, int] = field(default_factory=dict)  # judge:FILE@DIGEST that scored rows -> rows
     # column of labels -> {"VALUE = MEANING": rows}, such as {"winner": {"a = first": 268, "tie": 51}}
     label_values: dict[str, dict[str, int]] = field(default_factory=dict)
-    prompt_tokens: dict[str, int] = field(default_factory=dict)  # p5 p50 p95 max
+    prompt_tokens: dict[str, int] = field(default_factory=dict)  # percentiles: p5 p50 p95 max
     completion_tokens: dict[str, int] = field(default_factory=dict)
     text_rows: int = 0  # rows whose prompt is plain text
     chat_rows: int = 0  # rows whose prompt is messages
@@ -177,7 +177,7 @@ class Report:
         return "; ".join([", ".join(parts), *columns[:1], *self._not_read()])
 
     def _not_read(self) -> list[str]:
-        """Returns one text about the files of folders that are not read, or none."""
+        """Returns a list with one text about the files of folders that are not read, or an empty list."""
         named = [f"{path} ({why})" for path, why in self.not_read.items()]
         more = [f"{len(named) - MAX_FILES:,} more"] if len(named) > MAX_FILES else []
         return [f"not read: {', '.join(named[:MAX_FILES] + more)}"] if named else []

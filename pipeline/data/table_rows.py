@@ -140,7 +140,10 @@ def _rows(batch: Any) -> Iterator[Any]:
     try:
         for row in batch.to_pylist(maps_as_pydicts="lossy"):
             yield {name: decoded(value) if name in texts else tidy(value) for name, value in row.items()}
-    except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date before the year 1
+    except (
+        ValueError,
+        OverflowError,
+    ) as error:  # such as text that is not UTF-8, or a date before the year 1
         if batch.num_rows > 1:
             for index in range(batch.num_rows):
                 yield from _rows(batch.slice(index, 1))

@@ -57,7 +57,7 @@ class Options:
 
 
 def run_chunks(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:
-    """Runs the work on chunks by number, for Ray Data. `shared` references the data that read.run_tasks sends once."""
+    """Runs the work on the chunks with these numbers, for Ray Data. `shared` references what read.run_tasks sends once."""
     chunks, work = _fetched(shared)
     for index in map(int, batch["id"]):
         yield {"index": [index], "result": [pickle.dumps(work(chunks[index], index))]}
@@ -264,7 +264,7 @@ class PartWriter:
         self.rows, self.tokens = [], 0
 
     def close(self) -> tuple[str, int]:
-        """Closes the file. Returns (its name, its number of rows)."""
+        """Closes the file. Returns its name and number of rows."""
         if self.rows:
             self.write()
         self.writer.close()

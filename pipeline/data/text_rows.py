@@ -182,5 +182,5 @@ def repeated_column(names: list[str]) -> RowError | None:
     if len(names) == len(set(names)):
         return None
     twice = next(name for name in names if names.count(name) > 1)
-    found = f"two columns of the name {show(twice)}"
+    found = f"two columns with the name {show(twice)}"
     return RowError("repeated_key", "", found, "each name once in the header")

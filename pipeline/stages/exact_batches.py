@@ -97,7 +97,7 @@ class CountedCollator:
 
 
 class ExactBatches(Trainer):
-    """Makes a transformers or TRL trainer use exact batches. In the list of bases, this class comes before the trainer.
+    """Makes a transformers or TRL trainer use exact batches. List this class before the trainer among the bases.
 
     Losses equal the losses of one worker with `world` times the per-device batch. For losses per token (sft),
     `num_items_in_batch` ensures this. For losses per row (rm, dpo, kto), each rank's mean is weighted by its share of the rows.

@@ -111,7 +111,7 @@ class PairedBatches(ExactBatches):
 
         self.model.train()  # an evaluation may have turned dropout off, and `training_step` comes later
         sums = torch.zeros(3, dtype=torch.float64, device=self.accelerator.device)
-        reference = "ref" if "ref" in self.model.peft_config else None  # None means the bare base
+        reference = "ref" if "ref" in self.model.peft_config else None  # None disables all adapters
         kwargs = self.args.gradient_checkpointing_kwargs
         with (
             torch.no_grad(),

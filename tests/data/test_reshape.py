@@ -1,6 +1,6 @@
 """Tests how a job changes rows: data.transform, data.columns, and the completion that a label or two scores choose.
 
-A label's meaning is known or requested, never guessed. An error in a function or a mapping ends the run first.
+The meaning of a label is never guessed. A wrong function or mapping ends the run before training.
 """
 
 import importlib

@@ -138,7 +138,7 @@ def test_columns_that_differ_from_json(tmp_path, format):
         arrow(path, pa.table({"prompt": words}), "file")
         twice = pa.table([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
         ((_, error),) = read_rows(arrow(tmp_path / "twice.arrow", twice, "stream"))
-        assert 'two columns of the name "prompt"' in error.found
+        assert 'two columns with the name "prompt"' in error.found
     (_, first), (number, error), (_, last) = read_rows(path)
     assert (first, last, number) == ({"prompt": "a"}, {"prompt": "c"}, 2)
     assert (error.kind, error.field) == ("not_utf8", "prompt") and "byte 0xff" in error.found

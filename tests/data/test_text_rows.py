@@ -66,7 +66,7 @@ LINES, TABLE = b'{"a": 1}\n' * 9, b"a,b\n" + b"1,2\n" * 9
         ("a.csv", b'a,b\n1,2\n"3,4\n5,6\n', "not_csv", 3, "a quote that is not closed"),
         ("a.csv", b'a,b\n1,2\n"x"y,4\n5,6\n', "not_csv", 3, "expected after"),
         ("a.csv", b"a,b\n1,2\n3,\xe9\n5,6\n", "not_utf8", 3, "byte 0xe9"),
-        ("a.csv", b"a,b,a\n1,2,3\n", "repeated_key", 1, 'two columns of the name "a"'),
+        ("a.csv", b"a,b,a\n1,2,3\n", "repeated_key", 1, 'two columns with the name "a"'),
     ],
 )  # fmt: skip
 def test_damaged_files(tmp_path, name, content, kind, line, found):
