@@ -151,8 +151,9 @@ def check_adapter_fits_base(base: Base, folder: str | Path, scores: bool, refere
         expected = f"expected one that {stages} trained, e.g. models:/rlhf-{example}@champion"
         raise InputError(f"{reference} is {kind}; {expected}")
     if any(map(is_head, found)) != scores:
-        problem = "lacks the scalar head that" if scores else "contains a scalar head, unknown to"
-        raise InputError(f"{path}: {problem} {SETTINGS}{' promises' * scores}; {FIX}")
+        lacks = "lacks the" if scores else "contains a"
+        says = "mentions" if scores else "does not mention"
+        raise InputError(f"{path}: {lacks} scalar head that {SETTINGS} {says}; {FIX}")
     modules = [*ranks(found)]
     if not modules:
         raise InputError(f"{path}: contains no LoRA tensors; {FIX}")

@@ -287,10 +287,10 @@ def check_ends(model: torch.nn.Module, tokenizer: Any, ends: set[int]) -> None:
         if others:
             token = tokenizer.convert_ids_to_tokens(end)
             raise InputError(
-                f"the lm head has the same row for {token!r}, the end of the training rows, as for {len(others)} other tokens: "
-                "it was never trained, it stays frozen, and no completion would end. Use a base whose end token was trained "
-                "(an instruct version), or name such a token as eos_token in tokenizer_config.json (model.chat_template: the "
-                "token after an answer)",
+                f"the lm head has the same row for {token!r}, the end of the training rows, as for {len(others)} other tokens. "
+                "So this token was never trained, and no completion would end, because the lm head stays frozen. Use a base whose "
+                "end token was trained (an instruct version), or end the rows with such a token (eos_token in "
+                "tokenizer_config.json, or model.chat_template)",
                 KEY,
             )
 

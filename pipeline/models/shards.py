@@ -115,7 +115,7 @@ def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
     if missing:
         raise InputError(
             f"the safetensors of {where!r} lack {len(missing)} tensors, for example {min(missing)!r}. Fetch the model again; if "
-            "they are pickles or have other names, which transformers translates, set model.fsdp=false",
+            "they are pickles, or transformers renames their tensors, set model.fsdp=false",
             key="model.name_or_path",
         )
 
@@ -124,7 +124,7 @@ def _read(stored: Any, parameter: nn.Parameter, name: str) -> None:
     """Copies this rank's rows from a slice of safetensors into a parameter. FSDP2 splits rows like torch.chunk."""
     if tuple(stored.get_shape()) != tuple(parameter.shape):
         raise InputError(
-            f"{name} has shape {tuple(stored.get_shape())} and config.json promises {tuple(parameter.shape)}; fetch or save the "
+            f"{name} has shape {tuple(stored.get_shape())} but config.json says {tuple(parameter.shape)}; fetch or save the "
             "model again",
             key="model.name_or_path",
         )

@@ -59,7 +59,7 @@ class VllmDecoder(Decoder):
     def add(self, role: str, folder: str) -> None:
         if (rank := adapter_files.largest_rank(folder)) > self.max_rank:
             raise InputError(
-                f"its rank is {rank}, and vLLM was started for ranks up to {self.max_rank}; start the server again"
+                f"the adapter has rank {rank}, but vLLM was started for ranks up to {self.max_rank}; restart the server"
             )
         self._register(role, role, next(self.numbers), folder)
         self.llm.llm_engine.add_lora(self.adapters[role])
@@ -149,7 +149,7 @@ class VllmDecoder(Decoder):
             del self.requests[output.request_id]
             row.ended = written.finish_reason == "stop"
             if not row.done:
-                row.error = RuntimeError(f"vLLM ended it ({written.finish_reason})")
+                row.error = RuntimeError(f"vLLM ended the row ({written.finish_reason})")
 
     def reset(self) -> None:
         """Removes all rows and raises RuntimeError, because vLLM does not recover from an error in its process."""
@@ -234,7 +234,9 @@ def accepted_rank(rank: int) -> int:
 
     ranks = [r for r in sorted(get_args(MaxLoRARanks)) if r >= rank]
     if not ranks:
-        raise ValueError(f"rollout.engine: lora.r is {rank}; vLLM takes up to {max(get_args(MaxLoRARanks))}")
+        raise ValueError(
+            f"rollout.engine: lora.r is {rank}; vLLM supports up to {max(get_args(MaxLoRARanks))}"
+        )
     return ranks[0]
 
 

@@ -82,8 +82,8 @@ FOUND_BEFORE_LOADING = {
     "other outputs": ("policy", TENSORS, lambda t: t.update({B: zeros(64, 4)}), r"lora_B\.weight has shape \(64, 4\), .*another base"),
     "more modules": ("policy", SETTINGS, {"target_modules": ["q_proj"]}, "tensors and target_modules of .* differ"),
     "fewer modules": ("policy", TENSORS, lambda t: (t.pop(A), t.pop(B)), r"target_modules of .* differ, for example in model\.layers\.0\.self_attn\.q_proj"),
-    "an unknown head": ("policy", TENSORS, lambda t: t.update({HEAD: zeros(1, 128)}), "contains a scalar head, unknown to"),
-    "a lost head": ("reward", TENSORS, lambda t: t.pop(HEAD), r"lacks the scalar head that adapter_config\.json promises"),
+    "an unknown head": ("policy", TENSORS, lambda t: t.update({HEAD: zeros(1, 128)}), "contains a scalar head that .* does not mention"),
+    "a lost head": ("reward", TENSORS, lambda t: t.pop(HEAD), r"lacks the scalar head that adapter_config\.json mentions"),
     "a reward as policy": ("policy", SETTINGS, {"task_type": "SEQ_CLS"}, "is a reward adapter .*expected one that `sft`"),
     "a policy as reward": ("reward", SETTINGS, {"task_type": "CAUSAL_LM"}, "is an adapter without a scalar head, so it cannot score; expected one that `rm`"),
 }  # fmt: skip

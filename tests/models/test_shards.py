@@ -176,7 +176,7 @@ def test_a_base_that_cannot_be_sharded_is_an_error(tmp_path, one_rank):
         tmp_path / "model.safetensors",
         {"format": "pt"},
     )
-    with pytest.raises(InputError, match=r"lack \d+ tensors, for example .*other names.*model\.fsdp=false"):
+    with pytest.raises(InputError, match=r"lack \d+ tensors, for example .*renames.*model\.fsdp=false"):
         load_shards(job_model(tmp_path))
     toy.base("gemma").save_pretrained(tmp_path / "gemma")
     with pytest.raises(InputError, match=r"has buffers that no file contains.*model\.fsdp=false"):

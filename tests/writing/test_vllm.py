@@ -147,7 +147,7 @@ def of_vllm():
 
 
 def test_a_rank_above_the_maximum_of_vllm_is_an_error():
-    with pytest.raises(ValueError, match=r"lora\.r is 513; vLLM takes up to 512"):
+    with pytest.raises(ValueError, match=r"lora\.r is 513; vLLM supports up to 512"):
         accepted_rank(513)
 
 

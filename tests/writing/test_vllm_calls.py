@@ -84,7 +84,7 @@ def llm(monkeypatch):
 def test_rows_become_requests_that_join_and_leave(llm):
     decoder = vllm.VllmDecoder(llm, max_rank=8, max_rows=4)
     decoder.add("a", "/rank/8")
-    with pytest.raises(InputError, match="its rank is 9, and vLLM was started for ranks up to 8"):
+    with pytest.raises(InputError, match="the adapter has rank 9, but vLLM was started for ranks up to 8"):
         decoder.add("b", "/rank/9")
     ends = Row([0], 0, HOW, "a", top=1)
     long, gone, wrong = (Row(prompt, 0, HOW) for prompt in ([5], [50], []))
