@@ -211,7 +211,7 @@ def everything(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".txt"}
 
 
-@pytest.mark.parametrize("step", [3, None], ids=["mid", "end"])
+@pytest.mark.parametrize("step", [3, pytest.param(None, marks=pytest.mark.slow)], ids=["mid", "end"])
 def test_a_run_without_its_lease_commits_no_checkpoint_and_registers_nothing(
     step, tmp_path, monkeypatch, capsys
 ):
