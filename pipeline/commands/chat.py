@@ -85,7 +85,7 @@ class Chat:
 
     def answer(self, text: str) -> None:
         """Prints the completion to `text` while it is sampled, and its reward. Adds both messages to the conversation."""
-        from pipeline.scoring.rewards import Samples, weighted
+        from pipeline.scoring.rewards import Samples, weighted_scores
         from pipeline.writing.rows import Row
 
         self.turns.append({"role": "user", "content": text})
@@ -111,7 +111,7 @@ class Chat:
         if self.rewards and row.tokens:
             given = [{"prompt": [*self.system, *self.turns]}]
             samples = Samples([prompt], [row.tokens], [row.ended], given, self.host.tokenizer)
-            notes.append(f"reward {weighted(self.rewards, samples, normalize=False)[0][0]:.2f}")
+            notes.append(f"reward {weighted_scores(self.rewards, samples, normalize=False)[0]:.2f}")
         if row.tokens and not row.ended:
             notes.append(f"truncated at trainer.response_length={self.sampling.max_new_tokens}")
         print(f"   ({', '.join(notes)})\n" if notes else "", flush=True)

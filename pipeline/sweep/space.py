@@ -136,7 +136,9 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
         cache = job.data.cache_dir or storage.join(home, "data")
         trial = replace(
             job,
-            run=replace(job.run, name=name_of_trial(varied_values), storage_path=base.folder, overwrite=False),
+            run=replace(
+                job.run, name=name_of_trial(varied_values), storage_path=base.folder, overwrite=False
+            ),
             scaling=scaling,  # Tune runs trials at the same time, so none may run in the process of the sweep
             mlflow=replace(job.mlflow, registered_model=None),
             data=replace(job.data, cache_dir=cache),

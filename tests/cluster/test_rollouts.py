@@ -91,11 +91,10 @@ def test_rollout_workers_on_other_hosts_come_and_go(cluster):
     assert "".join(run.process.lines).count("another worker takes its place") >= 2
 
     updates = UPDATES - 5
-    adapter, counted = weights[0].stat().st_size, expected["metrics"]["rollout/bytes"]
+    adapter = weights[0].stat().st_size
     print(
         f"\nadapter {adapter} bytes; an update: {sent[0] / updates:.0f} from the trainer's host, "
-        f"{sum(sent[1:]) / updates:.0f} from the two others; rollout/bytes {counted:.0f}"
+        f"{sum(sent[1:]) / updates:.0f} from the two others"
     )
     # Two workers fetch each version. The base, which is ten times as large, is not sent again.
     assert adapter < sent[0] / updates < 4 * adapter
-    assert counted < 4 * adapter
