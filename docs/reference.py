@@ -84,11 +84,9 @@ def configuration() -> str:
     for stages, known in shared_keys(ours).items():
         pages.append(table(f"## trainer of {', '.join(stages)}", known, "", STAGE[stages[0]].trainer))
     for stages, known in shared_keys(TRL).items():
-        classes = (
-            ["transformers.TrainingArguments"]
-            if stages == (*TRL,)
-            else [STAGE[one].trainer for one in stages]
-        )
+        classes = [STAGE[one].trainer for one in stages]
+        if stages == (*TRL,):
+            classes = ["transformers.TrainingArguments"]
         defaults = {key: one["default"] for key, one in known.items() if one.get("default") is not None}
         names = [f"`{key}`" + (f" (`{show(defaults[key])}`)" if key in defaults else "") for key in known]
         intro = f"Keys of {', '.join(map(link, classes))}, with defaults other than null:"
@@ -99,12 +97,11 @@ def configuration() -> str:
 def shared_keys(stages: Iterable[str]) -> dict[tuple[str, ...], dict[str, Any]]:
     """Groups the keys of `trainer` by the stages that have the key with the same schema. Returns {stages: {key: schema}}."""
     groups: dict[tuple[str, ...], dict[str, Any]] = {}
-    for key, one in (
-        (key, one) for stage in stages for key, one in schema.keys(STAGE[stage].trainer).items()
-    ):
-        group = tuple(stage for stage in stages if schema.keys(STAGE[stage].trainer).get(key) == one)
-        if "not" not in one:
-            groups.setdefault(group, {})[key] = one
+    for stage in stages:
+        for key, one in schema.keys(STAGE[stage].trainer).items():
+            group = tuple(name for name in stages if schema.keys(STAGE[name].trainer).get(key) == one)
+            if "not" not in one:
+                groups.setdefault(group, {})[key] = one
     return groups
 
 
@@ -131,15 +128,9 @@ def table(title: str, keys: Mapping[str, Mapping[str, Any]], intro: str, dotted:
         for key, one in keys.items()
         if "not" not in one
     ]
-    return "\n".join(
-        [
-            title,
-            "",
-            *([intro, ""] if intro else []),
-            *markdown(("key", "value and default", "meaning")[:columns], rows),
-            "",
-        ]
-    )
+    lines = [title, "", *([intro, ""] if intro else [])]
+    lines += markdown(("key", "value and default", "meaning")[:columns], rows)
+    return "\n".join([*lines, ""])
 
 
 def value_of(one: Mapping[str, Any]) -> str:
@@ -168,12 +159,9 @@ def type_of(one: Mapping[str, Any]) -> str:
 def meaning(text: str) -> str:
     """Returns the first sentences of a description, up to 110 characters, and the sentence about the default or null."""
     text = re.sub(r"\bNone\b", "null", " ".join(text.split()))
-    text = re.sub(
-        r" \[[a-zA-Z][^\]]*\]$", "", text
-    )  # removes the symbol that a paper uses, which only `help` prints
-    ends = [match.end() for match in re.finditer(r"(?<!e\.g)(?<!i\.e)(?<!Dr)[.](?= [A-Z`(])", text)] + [
-        len(text)
-    ]
+    text = re.sub(r" \[[a-zA-Z][^\]]*\]$", "", text)  # the symbol in a paper, which only `help` prints
+    stops = re.finditer(r"(?<!e\.g)(?<!i\.e)(?<!Dr)[.](?= [A-Z`(])", text)
+    ends = [*(stop.end() for stop in stops), len(text)]
     end = max([end for end in ends if end <= 110], default=ends[0])
     default = re.search(r" (By default,?|null:|-1:|0:) .*?\.(?= [A-Z`(\[]|$)", text[end:])
     return text[:end] + (default[0] if default else "")
@@ -189,12 +177,8 @@ def metrics() -> str:
         units.setdefault(unit, []).extend(f"`{name}`" for name in row.name.split())
     lines = [METRICS]
     for title, units in groups.items():
-        lines += [
-            title,
-            "",
-            *(filled(f"- {unit}: {', '.join(names)}", "  ") for unit, names in units.items()),
-            "",
-        ]
+        items = [filled(f"- {unit}: {', '.join(names)}", "  ") for unit, names in units.items()]
+        lines += [title, "", *items, ""]
     return "\n".join(lines)
 
 
@@ -213,10 +197,9 @@ def cli() -> str:
     rows = []
     for name, sub in subparsers.choices.items():  # type: ignore[union-attr, attr-defined]
         arguments = [str(action.metavar) for action in sub._actions if action.dest in ("job", "overrides")]
-        usual = arguments == ["JOB.yaml", "section.key=value"]
-        rows.append(
-            (" ".join(f"`{one}`" for one in (name, *arguments[: 0 if usual else None])), SUMMARIES[name])
-        )
+        if arguments == ["JOB.yaml", "section.key=value"]:  # the usual arguments, which the page names once
+            arguments = []
+        rows.append((" ".join(f"`{one}`" for one in (name, *arguments)), SUMMARIES[name]))
     return "\n".join([CLI, *markdown(("subcommand", "what it does"), rows), ""])
 
 

@@ -215,7 +215,7 @@ def stopped(how: str, verb: str, status: int, stop: BaseException) -> int:
 def command() -> None:
     """Runs the console command `rlhf`. Like `python -m pipeline`, it imports Python functions from the current folder."""
     sys.path.append("")
-    sys.exit(process.run(main))
+    sys.exit(process.run_main(main))
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """Distributes complete scopes. With the pinned versions, pytest-xdist's own `--dist loadgroup` does not."""
+    """Distributes complete scopes. With the pinned versions, pytest-xdist's own `--dist loadgroup` splits them."""
     from xdist.scheduler import LoadScopeScheduling
 
     config.option.loadscopereorder = False  # keeps the order of scopes

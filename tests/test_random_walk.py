@@ -1,4 +1,4 @@
-"""Random tests of rows, job files and models: for any input, a command must end with status 0 or 2.
+"""Tests with random rows, job files and models that a command ends with exit status 0 or 2 for any input.
 
 Each of the 2,000 seeded cases mutates valid input a few times. A case passes if it ends within 20 seconds, with one message if
 the status is 2, without a traceback, and with an unchanged registry.
@@ -77,7 +77,7 @@ def places(value, path=()):
 
 
 def mutated(draw, value):
-    """Returns `value` (a row, a JSON file, a job) with something changed, removed or added."""
+    """Returns a copy of a row, a JSON file or a job with one to three random changes."""
     value = copy.deepcopy(value)
     for _ in range(draw(st.integers(1, 3))):
         every = places(value)
@@ -101,7 +101,7 @@ def mutated(draw, value):
 
 
 def as_text(value):
-    """Returns JSON as a careless program writes it: NaN and Infinity, half surrogates, numbers of any size."""
+    """Returns JSON that may have NaN, half surrogate pairs, and numbers of any size."""
     return json.dumps(value).replace("Infinity", "1e400")
 
 
@@ -124,7 +124,7 @@ def rarely(draw, one_in):
 
 
 def wrong_rows(draw, kind, folder, inputs):
-    """Returns a command whose rows are partly mutated."""
+    """Returns a command that reads rows with random changes."""
     lines = (ROOT / f"jobs/demo/data/{FILES[kind]}.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines[: draw(st.integers(2, 6))]]
     for index in draw(st.lists(st.integers(0, len(rows) - 1), max_size=3)):
@@ -209,11 +209,11 @@ def wrong_model(draw, kind, folder, inputs):
     return ["validate", f"jobs/demo/{kind}.yaml", *inputs, f"{key}={copied}"]
 
 
-# ------------------------------------------------------------------------------------------------------ the walk
+# ------------------------------------------------------------------------------------------------------ commands
 
 
 class Late(BaseException):
-    """Raised after twenty seconds."""
+    """Ends a command that takes longer than SECONDS."""
 
 
 def alarm(*_):
@@ -229,7 +229,7 @@ def registered(store):
 
 
 def verdict(arguments, runs):
-    """Runs a command. Returns (exit status, error of its end or None, output)."""
+    """Runs a command. Returns its exit status, what is wrong with how it ended (or None), and its output."""
     out, err = io.StringIO(), io.StringIO()
     before = registered(runs / "mlflow.db")
     signal.signal(signal.SIGALRM, alarm)
@@ -240,7 +240,7 @@ def verdict(arguments, runs):
             status = main(arguments)
     except Late:
         escaped = f"did not end within {SECONDS} s"
-    except BaseException as error:  # the test looks for escaping exceptions
+    except BaseException as error:  # no exception may escape
         escaped = f"{type(error).__name__} escaped: {str(error)[:300]}"
     finally:
         signal.alarm(0)
@@ -258,7 +258,7 @@ def verdict(arguments, runs):
 
 
 def check(cases, make, runs):
-    """Runs `cases` cases. All must end with status 0 or 2, and both must occur."""
+    """Runs random cases, which must end with status 0 or 2. Both statuses must occur often."""
     failures, ended = [], {0: 0, 2: 0}
 
     @seed(SEED)
@@ -281,7 +281,7 @@ def check(cases, make, runs):
 
 
 def loaded(cases, seed):
-    """Returns the accepted jobs among jobs with random keys and values. Others must raise an InputError on one line."""
+    """Loads jobs with random keys and values. Returns the accepted ones. The others must raise an InputError on one line."""
     dice, accepted = random.Random(seed), []
     for _ in range(cases):
         kind = dice.choice(JOBS)

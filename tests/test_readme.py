@@ -18,7 +18,7 @@ from running import ROOT, copy_repository
 from sockets import on_loopback, sockets
 
 from pipeline import metrics
-from pipeline.data.shapes import DEMONSTRATIONS, PREFERENCES, PROMPTS
+from pipeline.data.formats import DEMONSTRATIONS, PREFERENCES, PROMPTS
 from pipeline.job import judge, load_job, schema
 from pipeline.job.schema import keys_of
 from pipeline.job.stages import INPUTS
@@ -287,13 +287,3 @@ def test_every_command_is_covered():
     )
     for command in COMMANDS:
         assert command.startswith(special) or target(command) in SHORT, command
-
-
-def test_the_aws_command_has_the_parameters_without_a_default():
-    """cloud/test_clusterfile.py creates the stack in a mock of AWS."""
-    [command] = [command for command in COMMANDS if command.startswith("aws cloudformation")]
-    file = ROOT / shlex.split(command)[shlex.split(command).index("--template-file") + 1]
-    parameters = re.search(r"^Parameters:\n(.*?)^\w", file.read_text(), re.M | re.S)[1]
-    every = re.split(r"^  (?=\w)", parameters, flags=re.M)[1:]
-    asked = [one.split(":")[0] for one in every if "Default:" not in one]
-    assert asked == re.findall(r"(\w+)=", command.partition("--parameter-overrides")[2])

@@ -43,7 +43,7 @@ PARAMETERS = [
     (f"{FUNCTION}._register_sigint_handler", "self controller", "pipeline/run/fit.py"),
     ("ray._private.state.state.get_max_resources_from_cluster_config", "", "pipeline/settle/placement.py"),
     ("ray.cluster_utils.Cluster", "initialize_head head_node_args", "tools/chaos/faults.py"),
-    ("transformers.trainer_utils.seed_worker", "num_workers rank", "pipeline/data/feed.py"),
+    ("transformers.trainer_utils.seed_worker", "num_workers rank", "pipeline/stages/exact_batches.py"),
 ]
 
 
@@ -155,7 +155,7 @@ def test_the_reward_trainer_still_puts_the_chosen_first():
 
 
 def test_a_prepared_loader_still_keeps_its_last_batch():
-    """pipeline/data/feed.py, get_train_dataloader, sets `_drop_last`. Otherwise the last batch of an epoch has no metrics."""
+    """ExactBatches sets `_drop_last` of a prepared loader. Otherwise the last batch of an epoch has no metrics."""
     from accelerate.data_loader import prepare_data_loader
     from torch.utils.data import DataLoader
 

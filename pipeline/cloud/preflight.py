@@ -1,6 +1,6 @@
-"""Checks on the submitter's machine, before anything is uploaded, started or paid for.
+"""Checks a job against a cluster, on the submitter's machine and before the upload.
 
-look() asks the head over HTTP, in two seconds. The checks raise InputError for the first mistake, and nothing is submitted.
+`query_cluster` asks the head over HTTP. Each check raises InputError for the first mistake, and then nothing is submitted.
 """
 
 import glob
@@ -25,21 +25,18 @@ from pipeline.settle import placement
 from pipeline.settle.placement import Bundle, Places
 from pipeline.system import console, storage
 
-# Bytes of the largest upload, which Ray keeps in the head's memory
-LIMIT = 100 * 2**20
+UPLOAD_LIMIT = 100 * 2**20  # bytes; Ray keeps the upload in the head's memory
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Ray cluster as its head describes it over HTTP."""
+    """What a Ray cluster's head reports over HTTP."""
 
     nodes: list[NodeType]  # alive
     types: dict[str, NodeType] = field(default_factory=dict)  # node types that the autoscaler may add
     max_workers: int = 0
-    # The address of the cluster's own MLflow as its nodes see it. Jobs inherit it from them, and its password.
-    tracking_uri: str | None = None
-    # Something else than `make up` may add nodes of types that are not known here.
-    unknown_types: bool = False
+    tracking_uri: str | None = None  # address of the cluster's MLflow server, as the nodes see it
+    unknown_types: bool = False  # whether an autoscaler with unknown node types may add nodes
 
     @property
     def several(self) -> bool:
@@ -51,10 +48,11 @@ class Cluster:
 # ------------------------------------------------------------------------------------------------ the cluster
 
 
-def look(get: Callable[[str], Any], address: str) -> Cluster:
-    """Returns the cluster behind `address`; `get(path)` is an authorized GET that returns parsed JSON.
+def query_cluster(get: Callable[[str], Any], address: str) -> Cluster:
+    """Returns the cluster at `address`. Raises InputError if its version of Ray or Python differs from this environment.
 
-    Raises InputError if its Ray or Python has another version.
+    Args:
+        get: sends an authorized GET for a path, and returns the parsed JSON.
     """
     import ray
 
@@ -72,10 +70,10 @@ def look(get: Callable[[str], Any], address: str) -> Cluster:
     nodes = [NodeType(node["resources_total"] or {}, labels=node["labels"] or {}) for node in alive]
     heads = ((node["node_ip"], node["labels"] or {}) for node in alive if node["is_head_node"])
     head, labels = next(heads, ("HEAD", {}))
-    # HTTP does not tell what an autoscaler may add. The head's label names the file that it was started from.
+    # The API does not list the types that an autoscaler may add. The head's label names the cluster file.
     types, most = clusterfile.types_of(labels.get("cluster-file", ""))
     mlflow = f"http://{head}:{labels['mlflow-port']}" if "mlflow-port" in labels else None
-    # KubeRay, `ray up` and the like name the group of each node that they start.
+    # KubeRay and `ray up` give this label to each node that they start.
     return Cluster(nodes, types, most, mlflow, unknown_types=not types and "ray.io/node-group" in labels)
 
 
@@ -86,7 +84,7 @@ def check_storage(path: str, tracking_uri: str | None, cluster: Cluster) -> None
     """Raises InputError if nodes would not share the storage path or the MLflow server."""
     why = ""
     if not storage.is_remote(path) and not os.path.isabs(path):
-        why = "would lie in the job's copy of this folder on the head, which is deleted with the job"
+        why = "is inside the job's copy of this folder on the head, which Ray deletes with the job"
     elif not storage.is_remote(path) and cluster.several and _on_local_disk(path):
         why = "is on this machine's own disk, but the cluster has or may get several nodes"
     if why:
@@ -101,32 +99,25 @@ def check_storage(path: str, tracking_uri: str | None, cluster: Cluster) -> None
 
 
 def _on_local_disk(path: str) -> bool:
-    """Returns True if a path exists on the working directory's disk, which nodes do not share."""
+    """Returns True if a path is on the same disk as the working directory."""
     return os.path.exists(path) and os.stat(path).st_dev == os.stat(".").st_dev
 
 
 def check_resources(places: Places, cluster: Cluster) -> None:
-    """Raises InputError if no node of the cluster, present or future, can hold a worker: Ray would wait forever."""
+    """Raises InputError if neither live nodes nor nodes that may start have enough resources for all workers."""
     for section, who, count, _, need in places.groups:
-        room = _room(need, cluster)
-        if room >= count:
+        possible = _possible_workers(need, cluster)
+        if possible >= count or cluster.unknown_types:
             continue
         wanted = [f"{amount:g} {name}" for name, amount in sorted(need.resources.items())]
         wanted += [f"{key}: {value}" for key, value in need.selector.items()]
         more = [f"{kind.max_workers} x {name} ({_shown(kind)})" for name, kind in cluster.types.items()]
-        grows = f"may start {', '.join(more)}" if more else "CLUSTER=FILE names the file of an autoscaler"
-        change = places.fewer(room) if section == "scaling" else ""
+        grows = f"may start {', '.join(more)}" if more else "set CLUSTER=FILE for its autoscaler's file"
+        change = places.fewer(possible) if section == "scaling" else ""
         lower = f"lower {section}.num_workers or {section}.resources_per_worker"
         advice = f"set {change}" if change else lower
-        if cluster.unknown_types:
-            print(
-                f"warning: {section}.num_workers: no node that is up has resources for {count} {who}s with {', '.join(wanted)} each. "
-                "This cluster may have an autoscaler; if that starts no such nodes, the run ends after run.placement_timeout_s",
-                flush=True,
-            )
-            continue
         raise InputError(
-            f"{count} {who}s with {', '.join(wanted)} each, but the cluster has resources for {room} (nodes: "
+            f"{count} {who}s with {', '.join(wanted)} each, but the cluster has resources for {possible} (nodes: "
             f"{'; '.join(map(_shown, cluster.nodes))}; {grows}); {advice}, change {section}.use_gpu or "
             f"{section}.label_selector, or add nodes",
             key=f"{section}.num_workers",
@@ -134,10 +125,10 @@ def check_resources(places: Places, cluster: Cluster) -> None:
         )
 
 
-def _room(need: Bundle, cluster: Cluster) -> int:
-    """Returns how many workers with `need` fit onto the live nodes or onto all nodes that may start, whichever is more.
+def _possible_workers(need: Bundle, cluster: Cluster) -> int:
+    """Returns how many workers fit on the live nodes, or on all nodes that may start if these are more.
 
-    The two are not added, because live nodes count towards the types' `max_workers`.
+    Live nodes count towards `max_workers`, so the two numbers are not added.
     """
     future, left = 0, cluster.max_workers
     fitting = ((need.fits(kind.resources, kind.labels), kind.max_workers) for kind in cluster.types.values())
@@ -152,9 +143,9 @@ def _shown(node: NodeType) -> str:
 
 
 def check_memory(workload: Workload, cluster: Cluster) -> None:
-    """Raises InputError if Ray may place a job on GPUs with less memory than `plan` counts for one worker.
+    """Raises InputError if Ray may place a worker on a GPU with less memory than `plan` estimates.
 
-    There is no check for GPUs that `plan` does not know, or for a base whose config.json cannot be read from here.
+    Skips GPUs that `plan` does not know, and a base whose config.json this machine cannot read.
     """
     nodes = [*cluster.nodes, *cluster.types.values()]
     for section, who, _, _, need in workload.places.groups:
@@ -162,21 +153,21 @@ def check_memory(workload: Workload, cluster: Cluster) -> None:
         gpus = {name: memory for name in sorted(offered) if (memory := plan.memory_of(name))}
         if not gpus or not need.resources.get("GPU"):
             continue
-        with console.waiting(f"counting the memory of a {who}"):
+        with console.waiting(f"estimating the memory of a {who}"):
             planned = workload.planned(section)
         if planned is None:
-            return  # the cluster has this folder or version, and checks it
+            return  # only the cluster has the base, and checks it
         small = {name: memory for name, memory in gpus.items() if memory * plan.GIB < planned.peak}
         if not small:
             continue
         listed = " or ".join(f"{name} with {memory:g}" for name, memory in small.items())
-        advice = f"make it smaller: make plan JOB={workload.source}"
+        advice = f"reduce its memory; run make plan JOB={workload.source}"
         if enough := sorted({*gpus} - {*small}) or plan.fitting(planned):
-            # without spaces: Ray takes them as part of the name
+            # without spaces, which Ray would take as part of a name
             selector = need.selector | {placement.GPU_LABEL: f"in({','.join(enough)})"}
             text = yaml.safe_dump(selector, default_flow_style=True, sort_keys=False, width=1000).strip()
             key = f"{section}.label_selector"
-            advice = f'set "{key}={text}" (a cluster without such nodes needs them), or {advice}'
+            advice = f'set "{key}={text}" if the cluster has such nodes, or {advice}'
         needs = f"a {who} needs {planned.peak / plan.GIB:.0f} GiB, but Ray may place it on {listed}"
         raise InputError(f"{needs}; {advice}", key=f"{section}.label_selector")
 
@@ -185,8 +176,8 @@ def check_memory(workload: Workload, cluster: Cluster) -> None:
 
 
 def upload_files(folder: str = ".") -> dict[str, int]:
-    """Returns {path below `folder`: bytes} of what Ray uploads. Raises InputError above 100 MiB, with the five largest."""
-    # The function that the upload uses (ray 2.60, private). Remove when Ray lists what it would upload.
+    """Returns {path: bytes} of the files that Ray uploads. Raises InputError above 100 MiB and names the five largest."""
+    # Ray's own function for the upload (2.60, private). Remove when Ray can list the files.
     from ray._private.runtime_env.packaging import _dir_travel
 
     root, sizes = Path(folder).absolute(), {}
@@ -197,26 +188,26 @@ def upload_files(folder: str = ".") -> dict[str, int]:
 
     _dir_travel(root, [], note, include_gitignore=True, logger=logging.getLogger(__name__))
     total = sum(sizes.values())
-    if total > LIMIT:
+    if total > UPLOAD_LIMIT:
         largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:5]
         listing = "\n".join(f"  {sizes[name] / 2**20:8.1f} MiB  {name}" for name in largest)
         raise InputError(
-            f"the working directory {root} is {total / 2**20:.0f} MiB, and an upload may have {LIMIT / 2**20:.0f}; add files "
+            f"the working directory {root} is {total / 2**20:.0f} MiB, and an upload may have {UPLOAD_LIMIT / 2**20:.0f}; add files "
             f"that a job does not need to .rayignore, or put data into a bucket. The largest:\n{listing}"
         )
     return sizes
 
 
 def check_paths(paths: Iterable[tuple[str, str]], cluster: Cluster, files: dict[str, int]) -> None:
-    """Raises InputError for paths that exist only on this machine. Nodes get data, models and templates with the upload."""
+    """Raises InputError for paths that exist only on this machine and are not part of the upload."""
     for key, path in paths:
-        if not cluster.several and os.path.isabs(path):  # its node may be this machine; the job looks there
+        if not cluster.several and os.path.isabs(path):  # the only node may be this machine
             continue
         if os.path.isabs(path) and os.path.relpath(path).startswith(".."):
             if _on_local_disk(path):
                 why = f"{path!r} is on this machine's own disk, which the nodes do not have"
                 raise InputError(f"{why}; move it below {os.getcwd()}, or into a bucket", key=key)
-            continue  # a folder that the nodes mount; the job checks it before it starts a worker
+            continue  # possibly a folder that the nodes mount
         found = [path, *glob.glob(path, recursive=True), *glob.glob(f"{path}/**", recursive=True)]
         names = [os.path.relpath(one) for one in found if os.path.isfile(one)]
         if missing := [name for name in names if name not in files]:

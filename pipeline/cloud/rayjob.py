@@ -1,9 +1,9 @@
-"""Converts job files to a RayJob of KubeRay, a manifest that starts a cluster for them and then ends it.
+"""Makes a RayJob of KubeRay from a folder of jobs or a job file: a manifest that starts a cluster, runs the jobs, and ends it.
 
     python -m pipeline.cloud.rayjob jobs/velo run.storage_path=/mnt/runs mlflow.tracking_uri=http://mlflow:5000 > velo.yaml
 
-docs/clusters.md, "Kubernetes", has its arguments and environment variables. jobs/cloud/kubernetes.yaml has what the manifests
-need once: claims, accounts, secret, MLflow.
+docs/clusters.md, "Kubernetes", explains the environment variables. jobs/cloud/kubernetes.yaml has what a namespace needs once:
+claims, accounts, a secret, and MLflow.
 """
 
 import copy
@@ -30,84 +30,64 @@ from pipeline.system import storage
 CLAIM = "rlhf-runs"
 SERVICE_PORT = 8000  # of the Service that KubeRay makes for a RayService
 MODELS = "/models"  # where pods mount the claim rlhf-models
-# The operator lets the head's account start and end the cluster's pods. The workers' account may not.
+# Service accounts. KubeRay allows the head's account to start and end pods, which no worker may do.
 ACCOUNTS = {"ray-head": "rlhf-head", "ray-worker": "rlhf-worker", "ray-job-submitter": "rlhf-worker"}
 # {section of the job: environment variable that selects the Kubernetes nodes of its pods}
 NODE_SELECTORS = {"scaling": "NODE_SELECTOR", "rollout": "ROLLOUT_NODE_SELECTOR"}
-VARIABLES = (
-    "IMAGE", "GPU", *NODE_SELECTORS.values(), "NODE_GPUS", "QUEUE", "PRIORITY_CLASS", "SCHEDULE",
-)  # fmt: skip
-NAME = {"RayJob": 47, "RayService": 47, "RayCronJob": 36}  # characters of a name that the operator accepts
+VARIABLES = ("IMAGE", "GPU", *NODE_SELECTORS.values(), "NODE_GPUS")
+MAX_NAME_LENGTH = 47  # characters of a name that KubeRay accepts
 TEMPLATE = yaml.safe_load(Path(__file__).with_name("rayjob-template.yaml").read_text(encoding="utf-8"))
 
 
-def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
-    """Returns the RayJob, RayCronJob or RayService of a folder of jobs or of job files.
+def manifest(path: str, overrides: list[str]) -> dict[str, Any]:
+    """Returns the RayJob of a folder or a job file, or the RayService of a serve job.
 
     Raises InputError for storage that pods do not share, and for variables that are missing or contradict a job.
     """
-    jobs, whole = load(paths, overrides), Path(paths[0]).is_dir()
+    jobs = load(path, overrides)
     first, claims = jobs[0], claims_of(jobs)
     warn_of_paths(jobs)
-    schedule, queue = os.environ.get("SCHEDULE"), os.environ.get("QUEUE")
-    kind = "RayService" if first.port is not None else "RayCronJob" if schedule else "RayJob"
-    name = re.sub(r"[^a-z0-9-]+", "-", (profile_of(first.source) if whole else run_of(first)).lower())
-    name = re.sub("^(?![a-z])", "rlhf-", name.strip("-"))  # Kubernetes wants a letter first
-    metadata: dict[str, Any] = {"name": name[: NAME[kind]].rstrip("-")}
+    name = profile_of(first.source) if Path(path).is_dir() else run_name(first)
+    name = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
+    name = re.sub("^(?![a-z])", "rlhf-", name)  # Kubernetes requires a letter first
     cluster = {"rayVersion": version("ray"), **copy.deepcopy(TEMPLATE["cluster"])}
     cluster["headGroupSpec"]["template"] = pod("ray-head", {"cpu": "4", "memory": "16Gi"}, claims)
     cluster["workerGroupSpecs"] = worker_groups([one.places for one in jobs], claims)
-    grows = any(group["replicas"] < group["maxReplicas"] for group in cluster["workerGroupSpecs"])
-    cluster |= TEMPLATE["autoscaler"] if grows else {}
-    if queue and (grows or schedule):
-        why = "Kueue takes no cluster that grows, and KubeRay gives no queue to the jobs of a schedule"
-        raise InputError(f"{why}; set scaling.num_workers to one number, or unset SCHEDULE", key="QUEUE")
-    if queue:
-        metadata["labels"] = {"kueue.x-k8s.io/queue-name": queue}
+    if any(group["replicas"] < group["maxReplicas"] for group in cluster["workerGroupSpecs"]):
+        cluster |= TEMPLATE["autoscaler"]
     spec: dict[str, Any]
-    if kind == "RayService":
-        spec = {"serveConfigV2": serve_config(first, overrides), "rayClusterConfig": cluster}
+    if first.port is not None:
+        kind, spec = "RayService", {"serveConfigV2": serve_config(first, overrides)}
+        spec["rayClusterConfig"] = cluster
     else:
-        spec = copy.deepcopy(TEMPLATE["job"])
-        spec["entrypoint"] = entrypoint(paths, jobs, overrides)
+        kind, spec = "RayJob", copy.deepcopy(TEMPLATE["job"])
+        spec["entrypoint"] = entrypoint(path, jobs, overrides)
         submitter = pod("ray-job-submitter", {"cpu": "500m", "memory": "1Gi"}, {})
         spec["submitterPodTemplate"]["spec"] |= submitter["spec"]
-        spec |= {"suspend": bool(queue), "rayClusterSpec": cluster}
-    if kind == "RayCronJob":
-        spec = {"schedule": schedule, "jobTemplate": spec}
+        spec["rayClusterSpec"] = cluster
+    metadata = {"name": name[:MAX_NAME_LENGTH].rstrip("-")}
     return {"apiVersion": "ray.io/v1", "kind": kind, "metadata": metadata, "spec": spec}
 
 
-def load(paths: list[str], overrides: list[str]) -> list[Workload]:
-    """Returns the jobs of a folder or of files.
-
-    Raises InputError if one manifest cannot hold them, or if their storage would lie inside one pod.
-    """
-    whole = Path(paths[0]).is_dir()
-    read = (
-        [*rlhf.load(paths[0], overrides).values()] if whole else [load_job(one, overrides) for one in paths]
-    )
+def load(path: str, overrides: list[str]) -> list[Workload]:
+    """Returns the jobs of a folder or of a file. Raises InputError for a port or storage that pods do not share."""
+    whole = Path(path).is_dir()
+    read = [*rlhf.load(path, overrides).values()] if whole else [load_job(path, overrides)]
     jobs = [workload_of(job) for job in read]
-    ports = {job.port for job in jobs} - {None}  # of applications of Ray Serve
-    serves, schedule = bool(ports), os.environ.get("SCHEDULE")
-    if ((serves or whole) and len(paths) > 1) or (serves and schedule):
-        advice = "use one folder, one serve.yaml without SCHEDULE, or job files of other stages"
-        raise InputError(f"{shlex.join(paths)}: not one manifest; {advice}")
-    if wrong := ports - {SERVICE_PORT}:
-        why = f"found {wrong.pop()}, but the operator asks and opens port {SERVICE_PORT} only"
-        raise InputError(f"{why}; set serve.port={SERVICE_PORT}", key="serve.port")
-    if schedule and (given := [job.name for job in jobs if job.name]):
-        why = "the schedule's second job would find this run finished, and train nothing"
-        raise InputError(f"{why} ({given[0]}); remove run.name, or unset SCHEDULE", key="run.name")
-    for path in {job.storage_path for job in jobs}:
-        if not storage.is_remote(path) and not os.path.isabs(path):
+    for job in jobs:
+        if job.port not in (None, SERVICE_PORT):
+            why = f"found {job.port}, but KubeRay checks and opens only port {SERVICE_PORT}"
+            raise InputError(f"{why}; set serve.port={SERVICE_PORT}", key="serve.port")
+        if not storage.is_remote(job.storage_path) and not os.path.isabs(job.storage_path):
             advice = f"use s3://BUCKET/runs, or /mnt/runs for the claim {CLAIM}"
-            raise InputError(f"{path!r} would lie inside one pod; {advice}", key="run.storage_path")
+            raise InputError(
+                f"{job.storage_path!r} would be inside a single pod; {advice}", key="run.storage_path"
+            )
     return jobs
 
 
 def warn_of_paths(jobs: list[Workload]) -> None:
-    """Prints a warning for each local path of a job that no pod has."""
+    """Prints a warning for each local path of a job that pods do not have."""
     there = ("jobs", "pipeline", jobs[0].storage_path, MODELS)  # the first two: what the Dockerfile copies
     for key, path in dict.fromkeys(one for job in jobs for one in job.paths):
         if not any(Path(os.path.normpath(path)).is_relative_to(folder) for folder in there):
@@ -120,27 +100,22 @@ def profile_of(job_file: str) -> str:
     return Path(job_file).parent.name or "rlhf"
 
 
-def run_of(job: Workload) -> str:
-    """Returns the name of a job's run, by which the operator's next try, or `kubectl replace --force`, resumes it."""
+def run_name(job: Workload) -> str:
+    """Returns the name of a job's run. The next try of the operator, or `kubectl replace --force`, resumes the run."""
     return job.name or f"{profile_of(job.source)}-{job.stage}"
 
 
-def entrypoint(paths: list[str], jobs: list[Workload], overrides: list[str]) -> str:
-    """Returns the command of the driver: `run` for a folder, else one stage after another."""
-    unnamed = [] if os.environ.get("SCHEDULE") else [job for job in jobs if not job.name]
-    start = ["python", "-m", "pipeline"]
-    if Path(paths[0]).is_dir():
-        names = [f"{job.stage}.run.name={run_of(job)}" for job in unnamed]
-        return shlex.join([*start, "run", paths[0], *overrides, *names])
-    commands = []
-    for path, job in zip(paths, jobs, strict=True):
-        names = [f"run.name={run_of(job)}"] if job in unnamed else []
-        commands.append(shlex.join([*start, job.stage, path, *overrides, *names]))
-    return commands[0] if len(commands) == 1 else shlex.join(["bash", "-c", " && ".join(commands)])
+def entrypoint(path: str, jobs: list[Workload], overrides: list[str]) -> str:
+    """Returns the driver's command: `run` for a folder, or the stage of a job file."""
+    if Path(path).is_dir():
+        verb, names = "run", [] if rlhf.common_name(overrides) else [f"run.name={profile_of(jobs[0].source)}"]
+    else:
+        verb, names = jobs[0].stage, [] if jobs[0].name else [f"run.name={run_name(jobs[0])}"]
+    return shlex.join(["python", "-m", "pipeline", verb, path, *overrides, *names])
 
 
 def serve_config(job: Workload, overrides: list[str]) -> str:
-    """Returns the configuration of Ray Serve, whose proxy runs on each node."""
+    """Returns the configuration of Ray Serve."""
     config = copy.deepcopy(TEMPLATE["serve"])
     config["http_options"]["port"] = job.port
     config["applications"][0] |= {
@@ -151,7 +126,7 @@ def serve_config(job: Workload, overrides: list[str]) -> str:
 
 
 def worker_groups(jobs: list[Places], claims: dict[str, str]) -> list[dict[str, Any]]:
-    """Returns the groups of pods for the workers of all jobs. Equal workers are one group, as large as the largest job needs."""
+    """Returns the pod groups for the workers of all jobs. Jobs with equal workers share a group, sized for the largest job."""
     found: dict[str, list[tuple[Group, str]]] = {}
     for places in jobs:
         strategy = places.scaling.get("placement_strategy") or "PACK"
@@ -167,30 +142,27 @@ def worker_groups(jobs: list[Places], claims: dict[str, str]) -> list[dict[str, 
 
 
 def group(workers: Group, strategies: set[str], claims: dict[str, str]) -> dict[str, Any]:
-    """Returns a group of pods with labels that satisfy the label_selector of `section`.
+    """Returns a group of pods whose labels satisfy the label_selector of the workers.
 
-    Workers of a fixed number share pods, so that they exchange gradients within a node.
+    If the number of workers is fixed, several workers share a pod, so that they exchange gradients within a node.
     """
     each, section, count = workers.each, workers.section, workers.most
     gpus = math.ceil(each.resources.get("GPU", 0))
-    node = os.environ.get("NODE_GPUS") or "8"
-    if not re.fullmatch("[1-9][0-9]*", node):
-        raise InputError(f"found {node}, expected a number above 0", key="NODE_GPUS")
-    room = int(node) // gpus if gpus else 1
+    fitting = int(os.environ.get("NODE_GPUS") or 8) // gpus if gpus else 1  # workers on a node
     alone = section == "rollout" or workers.fewest < count or strategies & {"SPREAD", "STRICT_SPREAD"}
-    shared = 1 if alone else max(n for n in range(1, max(room, 1) + 1) if count % n == 0)
+    shared = 1 if alone else max(n for n in range(1, max(fitting, 1) + 1) if count % n == 0)
     if "STRICT_PACK" in strategies and section == "scaling":
         shared = count
-        if gpus and count > room:
-            raise InputError(f"found {room * gpus}, but {count} workers have to share one node", "NODE_GPUS")
+        if gpus and count > fitting:
+            raise InputError(
+                f"found {fitting * gpus}, but {count} workers have to share one node", "NODE_GPUS"
+            )
     cpus = 8 if gpus else math.ceil(each.resources.get("CPU", 1))
     requests = {"cpu": str(cpus * shared), "memory": f"{(64 if gpus else 8) * shared}Gi"}
     requests |= {"nvidia.com/gpu": str(gpus * shared)} if gpus else {}
-    labels, nodes = labels_of(each, section), os.environ.get(NODE_SELECTORS[section])
-    if nodes and not re.fullmatch("[^=,]+=[^=,]*(,[^=,]+=[^=,]*)*", nodes):
-        raise InputError(f"found {nodes!r}, expected NAME=VALUE,...", key=NODE_SELECTORS[section])
+    labels, nodes = labels_of(each, section), node_selector(section)
     if placement.GPU_LABEL in labels and not nodes:
-        why = f"missing; Ray believes the label {labels[placement.GPU_LABEL]}, so name the nodes that have this GPU"
+        why = f"missing; Ray trusts the label {labels[placement.GPU_LABEL]}, so select the nodes that have this GPU"
         example = "cloud.google.com/gke-accelerator=nvidia-h100-80gb"
         raise InputError(f"{why}, e.g. {example}", key=NODE_SELECTORS[section])
     return {
@@ -198,18 +170,27 @@ def group(workers: Group, strategies: set[str], claims: dict[str, str]) -> dict[
         "replicas": workers.fewest // shared,
         "minReplicas": workers.fewest // shared,
         "maxReplicas": count // shared,
-        # No CPUs in GPU pods, so that tasks without a GPU do not start one.
+        # Without CPUs in GPU pods, tasks that need no GPU do not start such a pod.
         "rayStartParams": {"num-cpus": "0"} if gpus else {},
         **({"labels": labels} if labels else {}),
         "template": pod("ray-worker", requests, claims, nodes),
     }
 
 
+def node_selector(section: str) -> dict[str, str]:
+    """Returns the labels of the Kubernetes nodes for a section's pods."""
+    text = os.environ.get(NODE_SELECTORS[section])
+    try:
+        return dict(one.split("=") for one in text.split(",")) if text else {}
+    except ValueError as error:
+        raise InputError(f"found {text!r}, expected NAME=VALUE,...", key=NODE_SELECTORS[section]) from error
+
+
 def labels_of(each: Bundle, section: str) -> dict[str, str]:
-    """Returns the labels that worker pods need for a worker's selector; without them, Ray places no worker."""
+    """Returns the labels that a pod needs so that Ray places the workers there."""
     labels = {}
     for key, value in each.selector.items():
-        if placement.matches({key: value}, {}):  # it only excludes values, so no label is needed
+        if placement.matches({key: value}, {}):  # the selector only excludes values
             continue
         names = re.sub(r"^in\((.*)\)$", r"\1", value).split(",")
         if key == placement.GPU_LABEL and os.environ.get("GPU"):
@@ -225,21 +206,24 @@ def labels_of(each: Bundle, section: str) -> dict[str, str]:
 
 
 def claims_of(jobs: list[Workload]) -> dict[str, str]:
-    """Returns {claim: where pods mount it} of the shared folders that the jobs need."""
+    """Returns {claim: mount path} of the shared folders that the jobs need."""
     path = jobs[0].storage_path
     claims = {} if storage.is_remote(path) else {CLAIM: path}
     return claims | ({"rlhf-models": MODELS} if any(job.downloads for job in jobs) else {})
 
 
 def pod(
-    container: str, resources: dict[str, str], claims: dict[str, str], nodes: str | None = None
+    container: str,
+    resources: dict[str, str],
+    claims: dict[str, str],
+    nodes: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Returns a pod of the template that mounts the claims, for nodes with labels NAME=VALUE,..."""
+    """Returns a pod that mounts the claims, for nodes with these labels."""
     made = copy.deepcopy(TEMPLATE["pod"])
     spec, (main,) = made["spec"], made["spec"]["containers"]
     image = os.environ.get("IMAGE", "")
     if not image or "OWNER" in image:
-        why = f"found {image!r}, expected an image that you pushed: make image REGISTRY=..."
+        why = f"found {image!r}, expected an image that you pushed; run make image REGISTRY=..."
         raise InputError(why, key="IMAGE")
     spec["serviceAccountName"] = ACCOUNTS[container]
     main |= {"name": container, "image": image}
@@ -252,18 +236,16 @@ def pod(
     if "nvidia.com/gpu" in resources:
         spec["tolerations"] = copy.deepcopy(TEMPLATE["tolerations"])
     if nodes:
-        spec["nodeSelector"] = dict(one.split("=") for one in nodes.split(","))
-    if name := os.environ.get("PRIORITY_CLASS"):
-        spec["priorityClassName"] = name
+        spec["nodeSelector"] = nodes
     return made
 
 
 def main(arguments: list[str]) -> int:
     try:
         paths = [one for one in arguments if "=" not in one]
-        if not paths:
-            raise InputError("expected a folder of jobs or job files, as jobs/velo run.storage_path=...")
-        made = manifest(paths, [one for one in arguments if "=" in one])
+        if len(paths) != 1:
+            raise InputError("expected one folder of jobs or job file, as jobs/velo run.storage_path=...")
+        made = manifest(paths[0], [one for one in arguments if "=" in one])
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

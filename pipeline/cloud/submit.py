@@ -1,11 +1,10 @@
-"""Jobs on a cluster, from outside: with RAY_ADDRESS=http(s)://HEAD:8265 every stage is submitted instead of run here.
+"""Submits jobs to a Ray cluster: with RAY_ADDRESS=http(s)://HEAD:8265, each stage runs there instead of on this machine.
 
     RAY_ADDRESS=http://HEAD:8265 make sft PROFILE=llama3-8b ARGS="run.storage_path=s3://BUCKET/runs"
     python -m pipeline.cloud.submit logs|stop|jobs [NAME]        # later, from any machine
 
-Uploads the working directory (without what .rayignore names) and a package that is installed elsewhere, runs
-`python -m pipeline STAGE JOB` on the head, shows its log and ends with its exit status. The job belongs to the cluster: it
-continues if this process, its connection or its machine ends. Secrets are forwarded by name and never printed.
+Uploads the working directory except what .rayignore names, runs `python -m pipeline STAGE JOB` on the head, shows the job's log,
+and exits with the job's status. The job continues if this process or its connection ends.
 """
 
 import asyncio
@@ -32,27 +31,26 @@ from pipeline.run import session
 from pipeline.system import process, terminal
 from pipeline.system.credentials import FORWARDED_MODULE, without_credentials
 
-# Stages whose run.name is the name of the submission.
+# Stages that submit their run.name as the name of the job
 RUNS = tuple(name for name, facts in STAGE.items() if facts.runs_in != "here")
 VERBS = (*RUNS, "sweep", "validate", "run")
-# Forwarded to the job if they are set here. Not AWS_*: nodes have their own role, with fewer rights than a person.
+# Variables that a job gets if they are set here. AWS_* are not included, because nodes have their own role.
 FORWARDED = """HF_TOKEN HF_ENDPOINT HF_HUB_OFFLINE MLFLOW_TRACKING_URI MLFLOW_TRACKING_USERNAME MLFLOW_TRACKING_PASSWORD
     MLFLOW_TRACKING_TOKEN MLFLOW_TRACKING_INSECURE_TLS WANDB_API_KEY WANDB_BASE_URL WANDB_ENTITY WANDB_MODE
     RLHF_SERVE_TOKENS""".split()
-# Ray's loggers, which report every ignore file three times.
+# Loggers of Ray that report each ignore file three times
 CHATTY = ("ray._private.runtime_env", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")
-# Time without an answer after which this process stops following a job, which may continue
-GONE_SECONDS = 600
+SILENT_SECONDS = 600  # time without a response after which this process stops following a job
 
 
 def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
-    """Checks, submits and follows a job. Returns its exit status."""
-    name, workloads = load(verb, path, overrides)
+    """Checks a job, submits it, and shows its log. Returns the job's exit status."""
+    name, workloads = load_workloads(verb, path, overrides)
     if verb in RUNS and workloads[0].name is None:
         overrides = [*overrides, f"run.name={name}"]
     api = Api(os.environ["RAY_ADDRESS"])
     with api.first_contact():
-        cluster = preflight.look(api.get, api.address)
+        cluster = preflight.query_cluster(api.get, api.address)
     files = preflight.upload_files()
     for one in workloads:
         preflight.check_storage(one.storage_path, one.tracking_uri, cluster)
@@ -60,7 +58,7 @@ def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
         preflight.check_resources(one.places, cluster)
         preflight.check_memory(one, cluster)
     submission = next_attempt(api, name)
-    variables = forwarded(keys_of_judges(file for one in workloads for file in one.judges))
+    variables = forwarded_variables(judge_key_variables(file for one in workloads for file in one.judges))
     verbosity = [flag for flag, level in terminal.FLAGS.items() if level == terminal.screen.level][:1]
     size = sum(files.values()) / 2**20
     print(f"submitting {submission} to {api.address}: {len(files)} files, {size:.1f} MiB", flush=True)
@@ -76,7 +74,7 @@ def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
                 metadata={"run": name, "verb": verb, "job": path},
             )
         except RuntimeError as error:
-            if "already exists" in str(error):  # another process has submitted the name meanwhile
+            if "already exists" in str(error):  # another process has just submitted this name
                 next_attempt(api, name)
             raise
     return follow(api, submission)
@@ -84,13 +82,13 @@ def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
 
 @contextlib.contextmanager
 def runtime_env(variables: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """Returns Ray's runtime environment of a job: what is uploaded, settings, and the forwarded variables.
+    """Yields Ray's runtime environment for a job: files to upload, settings, and forwarded variables.
 
-    The variables travel as a module: Ray writes `env_vars` to its logs, and shows them to everyone who lists jobs.
+    The variables are uploaded as a Python module, because Ray writes `env_vars` to its logs and its list of jobs.
     """
     environment: dict[str, Any] = {"working_dir": ".", "env_vars": session.ENVIRONMENT, "py_modules": []}
     package = Path(pipeline.__file__).parent
-    if package.parent != Path.cwd():  # not a clone
+    if package.parent != Path.cwd():  # the package is installed, not a clone
         environment["py_modules"].append(str(package))
     with tempfile.TemporaryDirectory() as folder:
         if variables:
@@ -103,21 +101,21 @@ def runtime_env(variables: dict[str, str]) -> Iterator[dict[str, Any]]:
 
 
 def check_registry(command: str, references: Iterable[str], tracking_uri: str | None) -> None:
-    """Raises InputError if a command that runs here needs registered models, but no MLflow server is named."""
+    """Raises InputError if a command on this machine needs registered models but no MLflow server is set."""
     named = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     if named or not any(InputURI.parse(reference).is_registered for reference in references):
         return
     raise InputError(
-        f"found {os.environ['RAY_ADDRESS']}, but this command runs on this machine, and its registry has none of the cluster's "
-        "models. Leave `make ui` running in another terminal and run MLFLOW_TRACKING_URI=http://127.0.0.1:5000 "
+        f"found {os.environ['RAY_ADDRESS']}, but this command runs on this machine, whose registry has no models of the cluster. "
+        "Leave `make ui` running in another terminal and run MLFLOW_TRACKING_URI=http://127.0.0.1:5000 "
         f"MLFLOW_TRACKING_USERNAME=admin MLFLOW_TRACKING_PASSWORD=$(cat ~/.ray/auth_token) {command}; "
         "for models of this machine, unset RAY_ADDRESS",
         key="RAY_ADDRESS",
     )
 
 
-def load(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Workload]]:
-    """Returns (name of the submission, the jobs that it will run), checked as they would be here."""
+def load_workloads(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Workload]]:
+    """Returns (name of the submission, its jobs), checked like jobs of this machine."""
     if verb == "run":
         from pipeline.commands import run as rlhf
 
@@ -134,13 +132,13 @@ def load(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Workload
     return name or default, [workload_of(job) for job in jobs]
 
 
-def keys_of_judges(files: Iterable[str]) -> set[str]:
-    """Returns the variables of the environment that hold the keys of judges."""
+def judge_key_variables(files: Iterable[str]) -> set[str]:
+    """Returns the names of the environment variables with the API keys of judges."""
     return {variable for file in files if (variable := judge.read(file).api_key_variable)}
 
 
-def forwarded(also: Iterable[str] = ()) -> dict[str, str]:
-    """Returns the variables of FORWARDED, `also` and $FORWARD that are set here, for the environment of the job."""
+def forwarded_variables(also: Iterable[str] = ()) -> dict[str, str]:
+    """Returns {name: value} for the job: the variables of FORWARDED, `also` and $FORWARD that are set here."""
     known = {*FORWARDED, *also}
     names = {*known, *os.environ.get("FORWARD", "").replace(",", " ").split()}
     if unset := sorted(name for name in names - known if not os.environ.get(name)):
@@ -149,14 +147,14 @@ def forwarded(also: Iterable[str] = ()) -> dict[str, str]:
 
 
 def next_attempt(api: "Api", name: str) -> str:
-    """Returns the submission id for a run name, NAME or NAME.2, ...: Ray takes each id once, and a run may be repeated.
+    """Returns NAME, or NAME.2, NAME.3, ... if the cluster knows the name, because Ray accepts each submission id once.
 
     Raises InputError if a submission of that name is still running.
     """
     earlier = [job for job in api.jobs() if (job.metadata or {}).get("run") == name]
     if running := [job for job in earlier if not job.status.is_terminal()]:
         state = f"{running[0].status.value.lower()} on this cluster already ({running[0].submission_id})"
-        advice = f"follow it: make logs NAME={name}, end it: make stop NAME={name}, or choose another name"
+        advice = f"to follow it, run make logs NAME={name}; to end it, run make stop NAME={name}; or set another run.name"
         raise InputError(f"{name!r} is {state}; {advice}", key="run.name")
     return f"{name}.{len(earlier) + 1}" if earlier else name
 
@@ -165,12 +163,12 @@ def next_attempt(api: "Api", name: str) -> str:
 
 
 def is_dashboard(address: str) -> bool:
-    """Returns True for the address of a cluster that takes jobs: http://HEAD:8265, or another scheme, such as anyscale://."""
+    """Returns True if jobs can be submitted to the address: http://HEAD:8265, or another scheme such as anyscale://."""
     return "://" in address and not address.startswith("ray://")
 
 
 def check_address(address: str) -> None:
-    """Raises InputError if nothing listens at the HOST:PORT of a cluster to join: Ray itself would wait for minutes."""
+    """Raises InputError if no process listens at HOST:PORT, because Ray would wait for minutes."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -178,14 +176,14 @@ def check_address(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
     except (OSError, ValueError, OverflowError) as error:
         raise InputError(
-            f"nothing answers at {address!r} ({in_brief(error)}); expected http://HEAD:8265 to submit jobs to a cluster, auto or "
-            "HOST:6379 on one of its nodes, or nothing",
+            f"nothing answers at {address!r} ({in_brief(error)}); expected http://HEAD:8265 to submit jobs to a cluster, or auto or "
+            "HOST:6379 on a node of the cluster",
             key="RAY_ADDRESS",
         ) from error
 
 
 def token() -> str | None:
-    """Returns the cluster's token, from the places where Ray looks for it."""
+    """Returns the cluster's token from the places that Ray also reads."""
     if value := os.environ.get("RAY_AUTH_TOKEN"):
         return value.strip()
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
@@ -193,7 +191,7 @@ def token() -> str | None:
 
 
 class Api:
-    """The head's Jobs API."""
+    """The Jobs API of a cluster's head."""
 
     def __init__(self, address: str):
         from ray.dashboard.modules.dashboard_sdk import parse_cluster_info
@@ -202,7 +200,7 @@ class Api:
         headers = {"Authorization": f"Bearer {secret}"} if secret else {}
         try:
             info = parse_cluster_info(address.rstrip("/"), headers=headers)
-        except Exception as error:  # of any type: the module with the scheme's name belongs to another vendor
+        except Exception as error:  # of any type, because a vendor's module resolves the scheme
             why = f"{address!r} is unknown to Ray ({in_brief(error)})"
             raise InputError(why, key="RAY_ADDRESS") from error
         self.address = info.address
@@ -210,26 +208,23 @@ class Api:
 
     @contextlib.contextmanager
     def first_contact(self) -> Iterator[None]:
-        """Makes requests in the block raise InputError for a wrong address.
-
-        It must end before anything is submitted: any other error in it counts as a wrong address, too.
-        """
+        """Turns every error in the block into an InputError about the address."""
         try:
             yield
         except InputError:
             raise
-        except Exception as error:  # any error: another program may listen there
+        except Exception as error:  # of any type, because another program may listen there
             message = (
                 f"no dashboard of a Ray cluster answers at {self.address!r} ({in_brief(error)}); expected http://HEAD:8265 of a "
-                "cluster that is up (make status), with the tunnel to it open (make dashboard)"
+                "running cluster (make status) with an open tunnel (make dashboard)"
             )
             raise InputError(message, key="RAY_ADDRESS") from error
 
     def get(self, path: str) -> Any:
-        """Returns the parsed JSON of an authorized GET. Raises InputError for a wrong token."""
+        """Sends an authorized GET. Returns the parsed JSON. Raises InputError for a wrong token."""
         import requests
 
-        seconds = (3, 10)  # to connect, and to answer
+        seconds = (3, 10)  # time limits to connect and to answer
         answer = requests.get(self.address + path, timeout=seconds, **self.access)
         if answer.status_code in (401, 403):
             advice = "copy its ~/.ray/auth_token to the same place here, or export RAY_AUTH_TOKEN"
@@ -245,14 +240,14 @@ class Api:
         return JobSubmissionClient(self.address, **self.access)
 
     def jobs(self) -> list[Any]:
-        """Returns all submissions that the cluster remembers, as Ray's JobDetails, the oldest first."""
+        """Returns the cluster's submissions as Ray's JobDetails, oldest first."""
         with self.first_contact():
             self.get("/api/version")
             listed = [job for job in self.client().list_jobs() if job.submission_id]
             return sorted(listed, key=lambda job: job.start_time or 0)
 
     def submit(self, **job: Any) -> None:
-        """Uploads and submits. Retries for a minute, because a head that has just started has no agent to run jobs."""
+        """Uploads and submits a job. Retries for a minute, because a head that has just started cannot run jobs yet."""
         deadline = time.monotonic() + 60
         while True:
             try:
@@ -268,31 +263,30 @@ class Api:
 
 
 def follow(api: Api, submission: str) -> int:
-    """Shows the log of a submission until it ends. Returns its exit status. Ctrl-C leaves the job running.
+    """Shows the log of a submission until it ends. Returns the job's exit status. Ctrl-C leaves the job running.
 
-    After a lost connection it does not repeat what it has shown. The job's state decides, even if its log cannot be read.
+    After a lost connection, the log continues where it stopped. The job's state counts even if its log cannot be read.
     """
     import aiohttp
 
     errors = (OSError, RuntimeError, aiohttp.ClientError)
-    shown, named = 0, False  # characters; the log has an error with a name
-    silent_since, cut = None, ""  # time of the first missing answer; reason why the log cannot be read
+    shown = 0  # number of characters
+    silent_since, problem = None, ""  # time of the first missing response; why the log cannot be read
 
     async def tail(client: Any) -> None:
-        nonlocal shown, named, cut
+        nonlocal shown, problem
         seen = 0
         async for text in client.tail_job_logs(submission):
             seen += len(text)
-            named |= "error: " in text
             if seen > shown:
                 print(text[max(0, len(text) - (seen - shown)) :], end="", flush=True)
-                shown, cut = seen, ""
+                shown, problem = seen, ""
 
-    def lost(error: Exception) -> None:
-        nonlocal cut
-        if not cut:
+    def report(error: Exception) -> None:
+        nonlocal problem
+        if not problem:
             print(f"\nthe connection was lost ({in_brief(error)}); {submission} continues", file=sys.stderr)
-        cut = in_brief(error)
+        problem = in_brief(error)
 
     try:
         while True:
@@ -300,47 +294,47 @@ def follow(api: Api, submission: str) -> int:
                 client = api.client()
                 try:
                     asyncio.run(tail(client))
-                    cut = ""
+                    problem = ""
                 except errors as error:
-                    lost(error)
+                    report(error)
                 details = client.get_job_info(submission)
                 silent_since = None
                 if details.status.is_terminal():
                     break
             except errors as error:
-                if "does not exist" in str(error):  # the head is new and does not know the job
+                if "does not exist" in str(error):  # a new head does not know the job
                     raise
-                lost(error)
+                report(error)
                 silent_since = silent_since or time.monotonic()
-                if time.monotonic() - silent_since > GONE_SECONDS:
+                if time.monotonic() - silent_since > SILENT_SECONDS:
                     raise
             time.sleep(1)
     except KeyboardInterrupt:
-        how = f"Follow it: make logs NAME={submission}   end it: make stop NAME={submission}"
-        print(f"\n{submission} continues without this terminal. {how}", file=sys.stderr)
+        advice = f"To follow it, run make logs NAME={submission}; to end it, run make stop NAME={submission}"
+        print(f"\n{submission} continues without this terminal. {advice}", file=sys.stderr)
         return 130
-    if cut:
-        print(f"the end of its log is missing ({cut}); try make logs NAME={submission}", file=sys.stderr)
+    if problem:
+        print(f"the end of the log is missing ({problem}); run make logs NAME={submission}", file=sys.stderr)
     status, code = details.status.value, details.driver_exit_code
     if status == "SUCCEEDED":
         return 0
-    if status == "FAILED" and (code == 1 or (code == 2 and named)):  # a library that dies may end with 2, too
-        return int(code)  # the job's log has the reason
+    if status == "FAILED" and code in (1, 2):
+        return int(code)  # the log has the reason
     print(f"{submission} {status.lower()}: {details.message}", file=sys.stderr)
-    return 1  # it was stopped, or never started
+    return 1
 
 
 # ----------------------------------------------------------------------------------------- logs, stop and jobs
 
 
 def main(arguments: list[str]) -> int:
-    """Runs `logs`, `stop` or `jobs`. NAME is a run or a submission. Without NAME, `logs` shows the newest job."""
+    """Runs `logs`, `stop` or `jobs`. NAME is the name of a run or a submission. By default, `logs` shows the newest job."""
     try:
         verb, name = (*arguments, "", "")[:2]
         if verb not in ("logs", "stop", "jobs") or len(arguments) > 2 or (verb == "stop" and not name):
             raise InputError(f"expected logs [NAME], stop NAME or jobs, found {shlex.join(arguments)!r}")
         if not (address := os.environ.get("RAY_ADDRESS")):
-            raise InputError("missing, expected http://HEAD:8265 of a cluster that is up", key="RAY_ADDRESS")
+            raise InputError("missing; expected http://HEAD:8265 of a running cluster", key="RAY_ADDRESS")
         api = Api(address)
         jobs = api.jobs()
         if verb == "jobs":
@@ -352,7 +346,7 @@ def main(arguments: list[str]) -> int:
         matching = [known[0] for known in names if not name or name in known]
         if not matching:
             newest = ", ".join(known[0] for known in names[-10:]) or "none"
-            raise InputError(f"NAME: no job {name!r} on {api.address}; the newest there: {newest}")
+            raise InputError(f"NAME: no job {name!r} on {api.address}; the newest jobs are {newest}")
         if verb == "logs":
             return follow(api, matching[-1])
         was_running = api.client().stop_job(matching[-1])
@@ -367,4 +361,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(process.run(lambda: main(sys.argv[1:])))
+    sys.exit(process.run_main(lambda: main(sys.argv[1:])))

@@ -1,4 +1,4 @@
-"""A job, settled once into what a cluster has to know about it. The checks and the manifests take these values."""
+"""The facts about a job that the checks of a cluster and the manifests of KubeRay need."""
 
 import os
 from collections.abc import Callable
@@ -17,32 +17,32 @@ from pipeline.system import storage
 
 @dataclass(frozen=True)
 class Workload:
-    """A job as a cluster sees it."""
+    """A job's requirements of a cluster."""
 
     stage: str
     source: str  # the job file
     name: str | None  # run.name
     storage_path: str
     tracking_uri: str | None  # mlflow.tracking_uri
-    port: int | None  # None unless it is an application of Ray Serve
+    port: int | None  # serve.port of a server
     places: Places
-    paths: list[tuple[str, str]]  # (key, path) on a file system: job file, rows, base, template, adapters
-    judges: list[str]  # files that define its judges
-    downloads: bool  # its base is not a folder
-    planned: Callable[[str], plan.Plan | None]  # section -> the memory that each of its workers needs
+    paths: list[tuple[str, str]]  # (key, local path) of the job file, rows, base, template and adapters
+    judges: list[str]  # files that define the job's judges
+    downloads: bool  # whether the base comes from the Hub
+    planned: Callable[[str], plan.Plan | None]  # section -> memory of each of its workers
 
 
 def workload_of(job: Job) -> Workload:
-    """Returns what a cluster has to know about a job."""
+    """Returns a job's requirements of a cluster."""
     places = places_of(job, elsewhere=True)
 
     def planned(section: str) -> plan.Plan | None:
-        """Returns the plan of a worker, or None if the base's config.json cannot be read from here."""
+        """Returns the plan of a section's workers, or None if this machine cannot read the base's config.json."""
         try:
             config_of(job.model)
         except InputError:
             return None
-        return plan.make(sections_of(job, places), learns=section == "scaling")
+        return plan.make_plan(sections_of(job, places), learns=section == "scaling")
 
     named = {
         "model.name_or_path": job.model.name_or_path,

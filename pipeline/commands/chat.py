@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeline.data.encode import Encoder, Example
-from pipeline.data.shapes import Record, kind_of
+from pipeline.data.formats import Record, kind_of
 from pipeline.data.values import RowError
 from pipeline.errors import InputError, visible
 from pipeline.job import Job

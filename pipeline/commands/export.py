@@ -24,14 +24,14 @@ from pipeline.errors import Failure, InputError
 from pipeline.job import Job, lora
 from pipeline.job.identity import identity_of
 from pipeline.job.job import Export
-from pipeline.models import adapter_files, transformers4
+from pipeline.models import adapter_files
 from pipeline.run.launch import finished, open_run, write_result
 from pipeline.run.model_host import ModelHost
 from pipeline.run.resume import find_earlier
 from pipeline.settle.identity import named
 from pipeline.settle.work import Work
 from pipeline.system import console, storage
-from pipeline.system.hub import ADAPTER, announcement, base_config
+from pipeline.system.hub import ADAPTER, announcement
 
 # Prompts for the comparison of a merged model with its adapter
 PROBES = (
@@ -89,7 +89,7 @@ def write(host: ModelHost, name: str, folder: str) -> dict[str, float]:
     """
     differences, partial = None, f"{folder}.partial"
     try:
-        transformers4.save_tokenizer(host.tokenizer, partial)
+        host.tokenizer.save_pretrained(partial)
         if host.args.merge:
             expected = expectations(host, name)
             save_merged(host, name, partial)
@@ -115,10 +115,10 @@ def vllm_command(base: str, folder: str, name: str) -> str:
 
     The head of a reward adapter needs vLLM 0.31 or newer.
     """
-    adapter = adapter_files.settings(folder)
+    adapter = adapter_files.read_settings(folder)
     if ignored := lora.ignored_by_vllm(adapter):
         return f"vLLM would ignore its {ignored}; merge it instead (trainer.merge=true)"
-    rank = max(8, 1 << (adapter_files.rank(folder) - 1).bit_length())  # a power of two, at least 8
+    rank = max(8, 1 << (adapter_files.largest_rank(folder) - 1).bit_length())  # a power of two, at least 8
     words = ["vllm", "serve", base, "--tokenizer", folder, "--enable-lora", "--max-lora-rank", str(rank)]
     words += ["--lora-modules", f"{name}={folder}"]
     if name == "reward":
@@ -147,7 +147,6 @@ def save_merged(host: ModelHost, name: str, folder: str) -> None:
         )
     logging.disable_progress_bar()  # of save_pretrained
     merged.save_pretrained(folder)
-    transformers4.add_old_names(folder, base_config(model.name_or_path, model.revision))
 
 
 def merge(base: Any, adapter: str, dtype: str) -> Any:

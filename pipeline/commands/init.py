@@ -26,14 +26,15 @@ import yaml
 from pipeline.commands import shipped
 from pipeline.data import chunks, guess, preview
 from pipeline.data.encode import Encoder, Example
-from pipeline.data.files import HELD_OUT, files_of, find, is_held_out
+from pipeline.data.files import HELD_OUT, files_of, find_files, is_held_out
 from pipeline.data.files import NAME as DATA_SET
-from pipeline.data.reshape import Preprocess, listed
-from pipeline.data.shapes import Kind, Record, kind_of
-from pipeline.data.tasks import checked, held_out
+from pipeline.data.formats import Kind, Record, kind_of
+from pipeline.data.labels import listed
+from pipeline.data.reshape import Preprocess
+from pipeline.data.tasks import held_out, parse_or_error
 from pipeline.data.values import RowError, some
 from pipeline.errors import InputError, show
-from pipeline.job import Job, load_job
+from pipeline.job import Data, Job, load_job
 from pipeline.job.job import OF_ROWS
 from pipeline.models.base import context_length
 from pipeline.models.template import text_as_chat
@@ -166,9 +167,9 @@ def check_readable(request: Request, sources: list[Source]) -> None:
         raise InputError(found, key="data.columns")
     if not any(chosen(sources, stage) for stage in TAKES):
         kind = kind_of("sft")
-        if preview.fits(rows[0], kind) and isinstance(wrong := checked(rows[0], kind), RowError):
+        if preview.fits(rows[0], kind) and isinstance(wrong := parse_or_error(rows[0], kind), RowError):
             raise InputError(f"{path}: {wrong.field}: found {wrong.found}; expected {wrong.expected}")
-        raise InputError(guess.misfit(rows, "sft", path))
+        raise InputError(guess.explain_misfit(rows, kind, path))
 
 
 def write(folder: Path, jobs: dict[str, str]) -> None:
@@ -224,7 +225,7 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
                     return
         return
     aside = dict[str, str]()
-    files = [file.path for file in find(path, "data", aside)]
+    files = [file.path for file in find_files(path, "data", aside)]
     # A number in a folder above all files does not number shards.
     shared = os.path.dirname(files[0])
     while shared and not all(file.startswith(f"{shared}/") for file in files):
@@ -243,8 +244,9 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
 def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> Source:
     """Finds the stages that can read the first rows of a path, with the keys of `data` that were typed, or guessed ones."""
     heads, made = [], Preprocess(transform=own.get("transform"), group_by=own.get("group_by"))
-    for file in find(path, "data.train")[: preview.FILES]:
-        head, errors = preview.first_rows(file, kind_of("sft", made))
+    as_typed, kinds = kind_of("sft").with_preprocess(made), {stage: kind_of(stage) for stage in TAKES}
+    for file in find_files(path, "data.train")[: preview.FILES]:
+        head, errors = preview.first_rows(file, as_typed)
         heads.append(head)
         if not head:
             raise InputError(str(errors[0]) if errors else f"{file.path}: it has no rows")
@@ -260,9 +262,11 @@ def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> Source:
     for stage in ("ppo",) if named_prompts else TAKES:
         asked = [keys["columns"] for keys in stages.values() if "prompt" in keys.get("columns", ())]
         prompts = [{"prompt": columns["prompt"]} for columns in asked]
-        guesses = (columns_for(stage, own.get("columns")), guess.guessed(rows, stage), *prompts)
+        guesses = (columns_for(stage, own.get("columns")), guess.guess_columns(rows, kinds[stage]), *prompts)
         fit = (
-            one for one in guesses if one is not None and all(guess.reads(head, one, stage) for head in heads)
+            one
+            for one in guesses
+            if one is not None and all(guess.reads(head, one, kinds[stage]) for head in heads)
         )
         if (found := next((one for one in fit if not contradicts(one, own.get("columns"))), None)) is None:
             continue
@@ -435,7 +439,7 @@ def set_lengths(folder: Path, jobs: dict[str, str]) -> None:
     records: dict[str, list[tuple[Kind, Record]]] = {}
     for stage, job in loaded.items():
         try:
-            records[stage] = [*first_records(job)]
+            records[stage] = [*first_records(stage, job.data)]
         except InputError as error:
             print(f"warning: {stage}: {error}")
     messages = any(not isinstance(one.prompt, str) for found in records.values() for _, one in found)
@@ -446,35 +450,41 @@ def set_lengths(folder: Path, jobs: dict[str, str]) -> None:
     sizes: dict[str, tuple[int, int]] = {}  # {stage: tokens of prompts and of completions}
     for stage, found in records.items():
         try:
-            sizes[stage] = longest(loaded[stage], tokenizer, found, context)
+            sizes[stage] = longest(stage, loaded[stage].data, tokenizer, found, context)
         except InputError as error:
             print(f"warning: {stage}: {error}")
-    learner = next((stage for stage in ("sft", "dpo", "kto") if stage in sizes), None)
-    if learner and "ppo" not in jobs:  # generate completes the prompts of these rows
-        sizes["ppo"] = (sizes[learner][0], 0)
-    completions = max((sizes[stage][1] for stage in ("sft", "rm", "kto") if stage in sizes), default=0)
     for name, text in jobs.items():
-        job = yaml.safe_load(text)
-        stage, room, known = (
-            ROWS_OF.get(name, name),
-            context,
-            job.get("data", {}).get("max_length") or context,
-        )
-        if stage == "ppo":  # completions are not part of data.max_length
-            answer = -(-completions // 16) * 16 or job["trainer"]["response_length"]
-            answer = min(answer, context // 2)
-            text = with_key(text, "trainer.response_length", answer, "tokens of a completion")
-            room -= answer
-        if stage in sizes:
-            prompt, completion = sizes[stage]
-            if name in ("generate", "evaluate"):  # also for the conversations that sft learns from
-                prompt = max(prompt, sizes.get("sft", (0,))[0])
-            known = -(-(prompt + completion) // 64) * 64
-        if name not in ("serve", "export"):
-            fits = "99 % of the first rows fit" if stage in sizes else "as in the profile"
-            fits = fits if known <= room else "the model's context; longer rows exist"
-            text = with_key(text, "data.max_length", min(known, room), f"tokens; {fits}")
-        jobs[name] = text
+        jobs[name] = with_lengths(name, text, sizes, context)
+
+
+def with_lengths(name: str, text: str, sizes: dict[str, tuple[int, int]], context: int) -> str:
+    """Returns the text of a job with lengths for its rows, or with those of the profile if its rows were not measured.
+
+    Args:
+        sizes: {stage: tokens of prompts and of completions}.
+        context: tokens that the base can read.
+    """
+    job, stage = yaml.safe_load(text), ROWS_OF.get(name, name)
+    learner = next((one for one in ("sft", "dpo", "kto") if one in sizes), None)
+    if learner and stage == "ppo" and stage not in sizes:  # generate completes the prompts of these rows
+        sizes = {**sizes, "ppo": (sizes[learner][0], 0)}
+    if stage == "ppo":  # completions are not part of data.max_length
+        completions = max((sizes[one][1] for one in ("sft", "rm", "kto") if one in sizes), default=0)
+        answer = -(-completions // 16) * 16 or job["trainer"]["response_length"]
+        answer = min(answer, context // 2)
+        text = with_key(text, "trainer.response_length", answer, "tokens of a completion")
+        context -= answer
+    if name in ("serve", "export"):
+        return text
+    wanted, fits = job["data"].get("max_length") or context, "as in the profile"
+    if stage in sizes:
+        prompt, completion = sizes[stage]
+        if name in ("generate", "evaluate"):  # also for the conversations that sft learns from
+            prompt = max(prompt, sizes.get("sft", (0,))[0])
+        wanted, fits = -(-(prompt + completion) // 64) * 64, "99 % of the first rows fit"
+    if wanted > context:
+        wanted, fits = context, "the model's context; longer rows exist"
+    return with_key(text, "data.max_length", wanted, f"tokens; {fits}")
 
 
 def load(folder: Path, stage: str) -> Job:
@@ -482,10 +492,12 @@ def load(folder: Path, stage: str) -> Job:
     return load_job(folder / f"{stage}.yaml", ["reward=models:/any/1"] if stage == "ppo" else [], stage)
 
 
-def longest(job: Job, tokenizer: Any, records: list[tuple[Kind, Record]], context: int) -> tuple[int, int]:
+def longest(
+    stage: str, data: Data, tokenizer: Any, records: list[tuple[Kind, Record]], context: int
+) -> tuple[int, int]:
     """Returns how many tokens cover 99 % of the prompts, and how many cover 99 % of the completions."""
-    ends, special = eos_ids(tokenizer), job.data.parse_special_tokens
-    as_chat = text_as_chat(tokenizer, job.data.apply_chat_template)
+    ends, special = eos_ids(tokenizer), data.parse_special_tokens
+    as_chat = text_as_chat(tokenizer, data.apply_chat_template)
     examples, errors = list[Any](), list[RowError]()
     for kind, found in itertools.groupby(records, key=itemgetter(0)):
         encoder = Encoder(tokenizer, kind, context, "truncate", as_chat, ends, special)
@@ -494,11 +506,9 @@ def longest(job: Job, tokenizer: Any, records: list[tuple[Kind, Record]], contex
             errors += [outcome] if isinstance(outcome, RowError) else []
     if not examples:
         why = f": {errors[0].expected}" if errors else ""
-        raise InputError(f"none of the first rows of {show(job.data.train)} can be read{why}")
+        raise InputError(f"none of the first rows of {show(data.train)} can be read{why}")
     if (total := len(examples) + len(errors)) < 20 * len(errors):
-        print(
-            f"warning: {job.stage} leaves out {len(errors)} of the first {total} rows: {errors[0].expected}"
-        )
+        print(f"warning: {stage} leaves out {len(errors)} of the first {total} rows: {errors[0].expected}")
     at = int(0.99 * (len(examples) - 1))
     return (
         sorted(example.prompt_tokens for example in examples)[at],
@@ -506,17 +516,17 @@ def longest(job: Job, tokenizer: Any, records: list[tuple[Kind, Record]], contex
     )
 
 
-def first_records(job: Job) -> Iterator[tuple[Kind, Record]]:
+def first_records(stage: str, data: Data) -> Iterator[tuple[Kind, Record]]:
     """Yields the first readable rows of each file of data.train."""
-    files = find(job.data.train, "data.train")
-    asked = {"train": preview.preprocessing(job.stage, job.data)["train"]}
-    preprocess = preview.resolve_labels(asked, {"train": files}, job.stage)["train"]
+    files = find_files(data.train, "data.train")
+    asked = {"train": preview.source_kinds(stage, data)["train"]}
+    kinds = preview.resolve_labels(asked, {"train": files})["train"]
     for file in files:
-        kind = kind_of(job.stage, preprocess[file.source])
-        chunk = chunks.plan(file, "train", kind)[0]
-        for _, row, _ in itertools.islice(chunks.rows(chunk), preview.ROWS):
+        kind = kinds[file.source]
+        chunk = chunks.plan_chunks(file, "train", kind)[0]
+        for _, row, _ in itertools.islice(chunks.chunk_rows(chunk), preview.ROWS):
             for made in kind.rows(row):
-                record = checked(made, kind) if isinstance(made, dict) else None
+                record = parse_or_error(made, kind) if isinstance(made, dict) else None
                 if isinstance(record, Record):
                     yield kind, record
 
@@ -525,11 +535,11 @@ def add_prompts(folder: Path, sources: list[Source], jobs: dict[str, str]) -> No
     """Writes files of prompts for generate and evaluate, if no file of the user has such rows, and sets them in `jobs`."""
     if "generate" in jobs and not chosen(sources, "ppo"):  # conversations, which end with an answer
         learner = load(folder, next(stage for stage in ("sft", "dpo", "kto") if stage in jobs))
-        prompts = [{"prompt": record.prompt} for _, record in first_records(learner)]
+        prompts = [{"prompt": record.prompt} for _, record in first_records(learner.stage, learner.data)]
         jobs["generate"] = with_prompts(jobs["generate"], "train", folder / "prompts.jsonl", prompts)
     if "evaluate" in jobs and not any(source.for_eval for source in chosen(sources, "ppo")):
         ppo, path = load(folder, "ppo"), folder / "eval_prompts.jsonl"
-        by_content = {record.prompt_content(): record.row for _, record in first_records(ppo)}
+        by_content = {record.prompt_content(): record.row for _, record in first_records("ppo", ppo.data)}
         away = [json.loads(row) for content, row in by_content.items() if held_out(content, ppo.data)]
         for row in away:
             row.pop("system", None)  # the prompt has it

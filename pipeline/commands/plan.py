@@ -18,10 +18,10 @@ from pipeline.errors import Failure, InputError, about, summary
 from pipeline.input_uri import InputURI
 from pipeline.job import Job
 from pipeline.models import adapter_files
-from pipeline.models.gpus import of_this_machine
+from pipeline.models.gpus import list_local_gpus
 from pipeline.planning import plan
 from pipeline.planning.plan import GIB, GPUS, Plan
-from pipeline.planning.rows import Rows, look
+from pipeline.planning.rows import Rows, estimate_rows
 from pipeline.planning.shape import config_of
 from pipeline.registry import lineage
 from pipeline.settle import placement
@@ -34,20 +34,20 @@ from pipeline.settle.work import Sections
 from pipeline.system import console, prices
 from pipeline.text import table
 
-FOR_RAY = 1.5 * GIB  # bytes of Ray's own processes on this machine
-EPOCH = 10_000  # rows, if neither the job nor its data has a length
+RAY_BYTES = 1.5 * GIB  # memory of Ray's processes on this machine
+EPOCH_ROWS = 10_000  # assumed rows of an epoch, if neither the job nor its data has a length
 
 
 def run(job: Job) -> dict[str, Any]:
     if job.facts.runs_in == "here":
         raise InputError(f"found {job.stage}, which has no workers; plan is for jobs that do", key="stage")
-    gpus = [] if placement.on_cluster() or not job.scaling.get("use_gpu") else of_this_machine()
+    gpus = [] if placement.on_cluster() or not job.scaling.get("use_gpu") else list_local_gpus()
     work = sections_of(job, places_of(job, elsewhere=not gpus))
     places = work.places
     folders, notes = folders_of_adapters(job.inputs, tracking_of(job).uri, partial(pin_inputs, job))
     check_shapes(work, folders)
-    loras = {name.split(".")[0]: adapter_files.described(at) for name, at in folders.items()}
-    planned = plan.make(work, loras)
+    loras = {name.split(".")[0]: adapter_files.describe_adapter(at) for name, at in folders.items()}
+    planned = plan.make_plan(work, loras)
     print(f"\n== plan  {job.source}  {job.model.name_or_path}\n")
     size = f"{planned.shape.parameters / 1e9:.3g} B parameters, frozen; {planned.trainable / 1e6:.3g} M learn"
     print(f"   {size}. Memory of one worker, rows at their longest:")
@@ -66,7 +66,7 @@ def run(job: Job) -> dict[str, Any]:
     memory = on_gpus(planned, named(places)) if places.on_gpu else on_this_machine(planned, places)
     check_fit(planned, places, loras, min((size for _, size in gpus), default=memory), len(gpus) or None)
     if places.rollout:
-        print(of_rollout_workers(places.rollout, plan.make(work, loras, learns=False)))
+        print(of_rollout_workers(places.rollout, plan.make_plan(work, loras, learns=False)))
     return {"peak_bytes": planned.peak, "items": [vars(item) for item in planned.items]}
 
 
@@ -91,7 +91,7 @@ def check_fit(
             raise Failure(f"{lacks[0]}; lower scaling.resources_per_worker")
         changes, count = [change], int(change.split("=")[1])
         workers = places.workers._replace(fewest=count, most=count)
-        planned = plan.make(replace(planned.work, places=replace(places, workers=workers)), loras)
+        planned = plan.make_plan(replace(planned.work, places=replace(places, workers=workers)), loras)
     if planned.peak > memory:
         lacks.append(f"a worker needs {planned.peak / GIB:.1f} GiB and has {memory / GIB:.1f}")
         smaller, planned = plan.fit_into(planned.work, memory, loras)
@@ -109,12 +109,12 @@ def check_fit(
 def named(places: Places) -> list[str]:
     """Returns the names of the GPUs that the workers may get. Raises InputError if the table of `plan` has none of them."""
     wanted = places.scaling.get("accelerator_type")
-    names = plan.called(wanted) if wanted else list(GPUS)
+    names = plan.gpus_called(wanted) if wanted else list(GPUS)
     for bundle in places.bundles:
         names = allowed(bundle.selector, names)
     if not names:
         key = "accelerator_type" if wanted else "label_selector"
-        if wanted and plan.called(wanted):
+        if wanted and plan.gpus_called(wanted):
             excluded = f"which scaling.label_selector={places.scaling['label_selector']} excludes; change that, or set it to {{}}"
             raise InputError(f"found {wanted!r}, {excluded}", key=f"scaling.{key}")
         raise InputError(f"found {places.scaling[key]!r}; plan knows {', '.join(GPUS)}", key=f"scaling.{key}")
@@ -147,7 +147,7 @@ def folders_of_adapters(
         _, inputs = pin()
         models = {name: at for name, at in inputs.items() if InputURI.parse(at).is_model}
         folders = {name: registry.fetch(at, uri) for name, at in models.items()}
-    except Exception as error:  # the store's driver and the network raise errors of any type
+    except Exception as error:  # MLflow's store and the network raise errors of any type
         return {}, [f"{guess} ({error if isinstance(error, InputError) else f'{uri}: {summary(error)}'})"]
     return {name: at for name, at in folders.items() if lineage.is_adapter(at)}, []
 
@@ -166,9 +166,8 @@ def check_shapes(work: Sections, folders: dict[str, str]) -> None:
     base = check_base(work.model, weights=weights)
     for name, folder in folders.items():
         with about(work.keys[name]):
-            adapter_files.check_adapter_fits_base(
-                base, folder, scores=name == "judge" or name.startswith("reward")
-            )
+            scores = name == "judge" or name.startswith("reward")
+            adapter_files.check_adapter_fits_base(base, folder, scores, reference=folder)
     if makes_adapter(work.stage, work.args, folders):
         check_lora(base, work.lora, work.stage.learns == "reward")
 
@@ -177,7 +176,7 @@ def on_this_machine(planned: Plan, places: Places) -> float:
     """Prints whether all workers and Ray fit into this machine's memory. Returns the bytes that each worker has."""
     workers = places.workers.most
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    ray = 0 if places.in_process else FOR_RAY
+    ray = 0 if places.in_process else RAY_BYTES
     memory = (total - ray) / workers
     needed = workers * planned.peak + ray
     print(
@@ -205,14 +204,17 @@ def on_gpus(planned: Plan, names: list[str]) -> float:
     for name in names:
         fits, needs = "no", ""
         if name in fitting:
-            hours = plan.hours(planned, name, rows)
-            fits, needs = "yes", f"{hours:>6.1f} h  ${hours * workers * prices.read().gpus[name]:>5.0f}"
+            hours = plan.estimate_hours(planned, name, rows)
+            fits, needs = (
+                "yes",
+                f"{hours:>6.1f} h  ${hours * workers * prices.read_prices().gpus[name]:>5.0f}",
+            )
         lines.append((name, f"{GPUS[name].memory:.0f}", fits, needs))
     print(table(("GPU", "GiB", "fits", f"the run on {workers}: about"), lines, "<><<"))
     gathered = "; gathering the base's shards is not counted" * planned.in_shards
     print(
         f"   Assumed: {plan.UTILIZATION:.0%} of the datasheet's speed, and list prices of "
-        f"{prices.read().date}{gathered}"
+        f"{prices.read_prices().date}{gathered}"
     )
     return GIB * max(GPUS[name].memory for name in names)
 
@@ -221,19 +223,21 @@ def rows_of(planned: Plan) -> tuple[Rows, str]:
     """Returns the number and lengths of an epoch's rows, and a text that says whether they were read or assumed."""
     work = planned.work
     with console.waiting("reading some of the rows"):
-        rows, how = look(work, room_for_prompts(work.writes, work.data.max_length, planned.shape.context))
+        rows, how = estimate_rows(
+            work, room_for_prompts(work.writes, work.data.max_length, planned.shape.context)
+        )
     if rows is not None:
         return rows, how
     longest, given = planned.tokens[0], work.trainer
     sets_length = given.get("total_episodes") or (given.get("max_steps") or 0) > 0
-    epoch = "" if sets_length else f"{EPOCH:,} rows an epoch and "
-    return Rows(EPOCH, longest), f"{epoch}full-length rows of {longest:,} tokens assumed ({how})"
+    epoch = "" if sets_length else f"{EPOCH_ROWS:,} rows an epoch and "
+    return Rows(EPOCH_ROWS, longest), f"{epoch}full-length rows of {longest:,} tokens assumed ({how})"
 
 
 def of_rollout_workers(group: Group, planned: Plan) -> str:
     """Returns a text about the memory of a rollout worker, the GPUs that have this memory, and the cost of all workers.
 
-    Raises Failure if no GPU that rollout.label_selector allows has the memory.
+    Raises Failure if a rollout worker fits on no GPU that rollout.label_selector allows.
     """
     count, need = group.most, f"A rollout worker needs {planned.peak / GIB:.1f} GiB"
     if planned.device == "cpu":
@@ -247,5 +251,5 @@ def of_rollout_workers(group: Group, planned: Plan) -> str:
             f"lower trainer.local_rollout_forward_batch_size{f', or allow larger ones: {larger}' if larger else ''}"
         )
     gpus = count * group.each.resources["GPU"]
-    dollars = gpus * min(prices.read().gpus[name] for name in fits)
+    dollars = gpus * min(prices.read_prices().gpus[name] for name in fits)
     return f"   {need} and fits on {', '.join(fits)}.\n   All {count}: from ${dollars:.2f} an hour on demand."

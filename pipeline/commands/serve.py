@@ -24,7 +24,7 @@ from pipeline.errors import Failure, InputError
 from pipeline.job import Job, Serve, load_job
 from pipeline.run.model_host import load_model_host
 from pipeline.run.session import session
-from pipeline.serving import LOOPBACK, REQUEST_S
+from pipeline.serving import LOOPBACK
 from pipeline.settle import placement
 from pipeline.settle.identity import named
 from pipeline.settle.work import Work
@@ -53,25 +53,20 @@ def serving(work: Work, name: str = "serve") -> Iterator[Work]:
     """
     from ray import serve
 
-    from pipeline.serving import feedback, proxy
+    from pipeline.serving import feedback
     from pipeline.serving.app import application
 
     section = with_port(work.serve)
     work = replace(work, serve=section)
-    if not os.environ.get("RAY_ADDRESS"):  # on a cluster, the recorder checks the folder on the head
-        feedback.FeedbackStore(
-            feedback.folder_of(section, work.run.storage_path), log_prompts=False, max_bytes=0
-        ).close()
+    if section.log_prompts and not os.environ.get("RAY_ADDRESS"):  # on a cluster, the folder is on the head
+        folder = feedback.feedback_folder(section, work.run.storage_path)
+        feedback.FeedbackStore(folder, max_bytes=section.max_feedback_bytes, encoders={}).close()
     with session(work.places, work.run.storage_path, work.uri):
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         placement.wait_for_one(work.places)
         # serve.timeout_s ends a request first, with a message.
-        limits = {"request_timeout_s": section.timeout_s + 5, "keep_alive_timeout_s": REQUEST_S}
-        serve.start(
-            http_options={"host": section.host, "port": section.port, **limits},
-            logging_config={"log_level": "WARNING", "enable_access_log": False},
-            controller_options={"runtime_env": {"env_vars": proxy.ENVIRONMENT}},
-        )
+        options = {"host": section.host, "port": section.port, "request_timeout_s": section.timeout_s + 5}
+        serve.start(http_options=options, logging_config={"log_level": "WARNING", "enable_access_log": False})
         try:
             with console.waiting("loading the models"):
                 serve.run(application(work, token_digests(section.host)), name=name, route_prefix="/")
@@ -115,12 +110,12 @@ def token_digests(host: str) -> list[str]:
     if not tokens and host not in LOOPBACK:
         raise InputError(
             f"found {host}, which other machines can reach, and no tokens; run export {TOKENS}=$(openssl rand -hex 32), "
-            "or leave it at 127.0.0.1",
+            "or use serve.host=127.0.0.1",
             key="serve.host",
         )
     if any(len(token) < MIN_TOKEN_LENGTH for token in tokens):
         raise InputError(
-            f"found a token of less than {MIN_TOKEN_LENGTH} characters; export {TOKENS}=$(openssl rand -hex 32)",
+            f"found a token of less than {MIN_TOKEN_LENGTH} characters; run export {TOKENS}=$(openssl rand -hex 32)",
             key=TOKENS,
         )
     return [hashlib.sha256(token.encode()).hexdigest() for token in tokens]
@@ -138,7 +133,7 @@ def with_port(serve: Serve) -> Serve:
             one.bind((serve.host, serve.port))
         except OSError as error:
             raise InputError(
-                f"{serve.host}:{serve.port} cannot be listened on ({error.strerror}); serve.port=0 takes any free one",
+                f"the server cannot listen on {serve.host}:{serve.port} ({error.strerror}); set serve.port=0 for any free port",
                 key="serve.port",
             ) from error
         return replace(serve, port=one.getsockname()[1])

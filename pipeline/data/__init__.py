@@ -1,14 +1,15 @@
-"""Reads rows from files, validates, templates and tokenizes them once, and feeds the Arrow blocks to a trainer.
+"""Reads the rows of a job, checks them, and tokenizes them once, into Arrow tables.
 
 A row passes through the files in this order:
 
-    files, chunks            the files of a job -> chunks that tasks read
-    text_rows, table_rows    a chunk of JSON Lines, a JSON array, CSV, Parquet or Arrow -> decoded rows with their numbers
-    preview, reshape         a decoded row -> a row changed by the job's function, column names and label rule
-    shapes, messages         a row of any accepted format -> a Record
-    template, encode         Record -> text -> token ids
-    tasks, counts            a task: one chunk -> one Arrow file of token rows, and counts
-    report                   the counts of all tasks -> the report, or an error
-    read                     the driver: starts the tasks, or takes the parts from the cache
-    feed                     token tables -> a trainer
+    files, chunks            the files of a job are cut into chunks, one for each task
+    text_rows, table_rows    a chunk of JSON Lines, a JSON array, CSV, Parquet or Arrow becomes decoded, numbered rows
+    preview                  the first rows of each file are checked before any row is tokenized
+    reshape, labels          a row gets the job's changes: function, column names, and the meaning of its label
+    formats, messages        a row of any supported format becomes a Record
+    template, encode         a Record becomes text, then token ids
+    tasks, counts            a task writes one Arrow file of token rows, and counts them
+    report                   the counts of all tasks become a report, or an error
+    read                     the driver starts the tasks, or takes their files from the cache
+    mixture                  weighted sources become the rows of an epoch
 """

@@ -17,13 +17,13 @@ ANSWERS = dict(pairwise="selected", choices="choices", rating="rating", textarea
 
 
 class Answered(dict[str, Any]):
-    """A row in which the columns `questions` hold the answers of annotators."""
+    """A row with the answers of annotators in the columns `questions`."""
 
     questions: frozenset[str] = frozenset()
 
 
 def flat(row: Any, labels: Iterable[str] = ()) -> Any:
-    """Returns a record as a row, or any other row unchanged. A record without an answer to `labels` gets null there."""
+    """Converts a record to a row, and returns other rows unchanged. Without answers, the columns `labels` are null."""
     answers, known = defaultdict[str, list[Any]](list), row if isinstance(row, dict) else {}
     fields, others = dict[str, Any](), set[str]()
     if isinstance(known.get("data"), dict) and isinstance(known.get("annotations"), list):

@@ -1,8 +1,8 @@
 """Cuts files into the chunks that tasks read, and reads the rows of one chunk. Does not use Ray.
 
-A chunk is a byte range of an uncompressed JSON Lines file, aligned to line ends by its reader, or a range of rows of a Parquet
-or Arrow file. A file that cannot be cut is one chunk: .gz, a JSON array, or CSV, because its rows may contain line ends. Rows
-are streamed, so memory never holds more than one range.
+A chunk is a byte range of an uncompressed JSON Lines file, or a range of rows of a Parquet or Arrow file. Compressed files, JSON
+arrays and CSV files are one chunk each, because the rows of a CSV file may contain line ends. The rows of a chunk are read one
+after another, so memory never holds more than one chunk.
 """
 
 import codecs
@@ -15,15 +15,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pipeline.data.files import File, open_bytes, unreadable
-from pipeline.data.shapes import Kind
+from pipeline.data.formats import Kind
 from pipeline.data.table_rows import pieces, table_rows
-from pipeline.data.text_rows import BLOCK, REST, Row, text_rows
-from pipeline.data.values import RowError, fields_of, show
+from pipeline.data.text_rows import BLOCK, Row, text_rows
+from pipeline.data.values import RowError, fields_of
 from pipeline.errors import InputError, visible
 from pipeline.system import storage
 
-GROUP = 10_000  # maximum number of rows that data.group_by joins
-CHUNK = 4 << 20  # bytes of a range. A worker needs about 50 times this memory
+CHUNK = 4 << 20  # bytes of a chunk. A worker needs about 50 times as much memory
 
 
 Format = Literal["lines", "array", "csv", "tsv", "parquet", "arrow"]
@@ -32,7 +31,7 @@ NAMED: dict[str, Format] = {
 }  # fmt: skip
 UNITS: dict[str, Literal["element", "row"]] = {"array": "element", "parquet": "row", "arrow": "row"}
 MAGIC: dict[bytes, Format] = {b"PAR1": "parquet", b"ARRO": "arrow"}
-# pattern of the first bytes of an unsupported file -> its format, and what to do
+# pattern for the first bytes of an unsupported file -> its format, and what to do
 FOREIGN = {
     b"PK\x03\x04": "an Excel workbook or another zip archive; save its sheet as CSV UTF-8, or unpack it",
     b"\xd0\xcf\x11\xe0": "a workbook of an old Excel; save its sheet as CSV UTF-8",
@@ -45,7 +44,7 @@ FOREIGN = {
 
 @dataclass(frozen=True)
 class Chunk:
-    """The part of a file that one task reads: bytes [start, stop) of lines, rows [start, stop) of a table, or all of the file."""
+    """The part of a file that one task reads: bytes [start, stop) of JSON Lines, rows [start, stop) of a table, or everything."""
 
     path: str
     split: str  # train or eval
@@ -55,10 +54,10 @@ class Chunk:
     zipped: bool = False
     size: int = 0  # approximate bytes in the file
     source: int = 0  # index of the file's source in the job's sources for this split
-    group_by: str | None = None  # column with the same value in all rows of a group; such a file is one chunk
+    group_by: str | None = None  # column with the same value in all rows of a group
 
 
-def plan(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) -> list[Chunk]:
+def plan_chunks(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) -> list[Chunk]:
     """Returns the chunks of a file, in order. Reads only its first bytes, and the metadata of tables."""
     path, group_by = storage.absolute(file.path), kind.preprocess.group_by
     name = path.lower()
@@ -79,7 +78,7 @@ def plan(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) -> list[C
             raise InputError(f"data: {visible(file.path, lines=False)} is {found}")
     text: Format = "array" if start.lstrip()[:1] == b"[" else "lines"
     format = NAMED.get(os.path.splitext(name.removesuffix(".gz"))[1]) or MAGIC.get(head[:4]) or text
-    parts = [(0, -1, file.size)]  # start, stop, bytes; a group must not be split between two chunks
+    parts = [(0, -1, file.size)]  # start, stop, bytes. With data.group_by, a file is one chunk.
     if format in ("parquet", "arrow") and not group_by:
         parts = pieces(path, format, file.size, chunk_bytes)
     elif format == "lines" and not zipped:
@@ -95,10 +94,10 @@ def plan(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) -> list[C
 # ---- rows of a chunk -------------------------------------------------------------------------------------------
 
 
-def rows(chunk: Chunk) -> Iterator[Row]:
-    """Returns the rows of a chunk with their numbers *in the chunk*. With Preprocess.group_by, a group is a list of rows.
+def chunk_rows(chunk: Chunk) -> Iterator[Row]:
+    """Returns the rows of a chunk with their numbers *in the chunk*. With data.group_by, returns lists of rows.
 
-    Blank lines are skipped, but counted. A RowError replaces each row that cannot be decoded.
+    Blank lines count as lines, but are no rows. A RowError replaces each row that cannot be decoded.
     """
     if chunk.format in ("parquet", "arrow"):
         found = table_rows(chunk.path, chunk.format, chunk.start, chunk.stop)
@@ -115,12 +114,8 @@ def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
         return (row[1][column],) if has_value else row[0]  # a row without a value is its own group
 
     for _, same in itertools.groupby(numbered, value):
-        numbers, group, raws = zip(*itertools.islice(same, GROUP + 1), strict=True)
+        numbers, group, raws = zip(*same, strict=True)
         row: Any = list(group)
-        if len(row) > GROUP:
-            found = f"more than {GROUP:,} rows in succession with {show(row[0][column])}"
-            yield numbers[-1], RowError("too_large", column, found, "groups of fewer rows", rest=REST), b""
-            return
         if not isinstance(row[0], dict):
             row = row[0]
         elif column not in row[0]:
@@ -130,7 +125,7 @@ def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
 
 
 def lines_before(chunk: Chunk) -> int:
-    """Returns how many lines or rows of the file precede the chunk. Only errors need this number."""
+    """Returns how many lines or rows of the file come before the chunk. Only errors need this number."""
     if chunk.start == 0 or chunk.format != "lines":
         return chunk.start
     count, left = 1, chunk.start - 1
@@ -141,7 +136,7 @@ def lines_before(chunk: Chunk) -> int:
 
 
 def locate(errors: list[RowError], chunk: Chunk) -> None:
-    """Sets file, unit and line of errors, whose `line` so far is the number in the chunk."""
+    """Sets the file and unit of errors, and changes `line` from the number in the chunk to the number in the file."""
     file, before = storage.relative(chunk.path), lines_before(chunk)
     for error in errors:
         error.file, error.line, error.unit = file, error.line + before, UNITS.get(chunk.format, "line")

@@ -1,4 +1,4 @@
-"""Counts of rows made by the tasks. `totals` adds up the counts of all tasks, of a split, or of a source."""
+"""Counts the rows of a task. `totals` adds up the counts of all tasks, of a split, or of a source."""
 
 import hashlib
 from collections import Counter, defaultdict
@@ -10,7 +10,7 @@ from pipeline.data.chunks import Chunk
 from pipeline.data.values import Dropped, Reason, RowError
 
 FIRST = 10  # number of reasons for bad rows that a message lists
-# name -> number of 64-bit numbers per row to compare: the hash of its bytes; Record.digests
+# {name: how many 64-bit numbers a row has}: `rows` has a hash of the row's bytes, `records` has Record.digests
 WIDTH = {"rows": 1, "records": 2}
 
 
@@ -18,8 +18,8 @@ WIDTH = {"rows": 1, "records": 2}
 class RowsDigest:
     """The digest of a sequence of rows. It depends on the rows and their order, but not on how they are cut into chunks.
 
-    It is a polynomial in the SHA-256 hashes of the rows, h0 * B^(n-1) + ... + h(n-1) modulo a prime. So the digests of two
-    adjacent runs of rows combine to the digest of both. It distinguishes versions of a dataset, but does not prevent forgery.
+    The digest is a polynomial in the SHA-256 hashes of the rows: h0 * B^(n-1) + ... + h(n-1), modulo a prime. Therefore, the
+    digests of two consecutive sequences combine to the digest of both. An attacker could find other rows with the same digest.
     """
 
     count: int = 0
@@ -59,7 +59,7 @@ class Counts:
         self.tally[split, label, detail] += number
 
     def leave_out(self, split: str, number: int, why: RowError | Dropped) -> None:
-        """Counts a dropped row: a bad row, or one that the job drops, for example because it is too long."""
+        """Counts a dropped row: a bad one, or for example one that is too long."""
         error = why if isinstance(why, RowError) else why.error
         self.add(split, "dropped", why.kind if isinstance(why, RowError) else why.reason)
         if error is None:
@@ -87,7 +87,7 @@ def totals(
 
 
 def of_split(name: str, counts: Iterable[Counts]) -> list[Counts]:
-    """Returns the counts of those chunks that were read for `train` or `eval`."""
+    """Returns the counts of the chunks in files of `train` or `eval`."""
     return [one for one in counts if one.chunk.split == name]
 
 
@@ -121,7 +121,7 @@ def duplicates(counts: Sequence[Counts]) -> int:
 
 
 def overlap(counts: Sequence[Counts]) -> tuple[int, int] | None:
-    """Counts the eval rows whose prompt is also in `train`, and those whose completions are there too.
+    """Counts the eval rows with a prompt that is also in `train`, and those with the same prompt and completions.
 
     Returns None if there are no eval rows.
     """
@@ -138,11 +138,12 @@ def overlap(counts: Sequence[Counts]) -> tuple[int, int] | None:
 
 
 def count(number: int, what: str = "row") -> str:
+    """Returns a number and its unit, such as `1 row` and `2,000 rows`."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def most_frequent(counts: Mapping[str, int], most: int) -> dict[str, int]:
-    """Returns the `most` entries with the most rows, the largest first. The entry `others` adds up all other rows."""
+    """Returns the `most` largest counts, the largest first. The entry `others` is the sum of all other counts."""
     named = [item for item in counts.items() if item[0] != "others"]
     kept = dict(sorted(named, key=lambda item: (-item[1], item[0]))[:most])
     others = sum(counts.values()) - sum(kept.values())
@@ -150,7 +151,7 @@ def most_frequent(counts: Mapping[str, int], most: int) -> dict[str, int]:
 
 
 def versions_in_words(versions: Mapping[str, int], kept: int) -> str:
-    """Returns `300 rows from models:/demo-ppo/3, 12 without a version`, of `kept` rows."""
+    """Describes which versions wrote `kept` rows: `300 rows from models:/demo-ppo/3, 12 without a version`."""
     named = [f"{count(rows)} from {version}" for version, rows in most_frequent(versions, 8).items()]
     rest = kept - sum(versions.values())
     return ", ".join([*named, *([f"{rest:,} without a version"] if rest else [])])

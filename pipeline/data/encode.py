@@ -1,10 +1,10 @@
 """Converts records to token ids: chat template, begin and end tokens, special tokens, lengths. Does not import torch.
 
-Each text is tokenized once, together with its prompt, like the model sees it. The completion begins after the longest common
-prefix of the prompt's tokens and the tokens of prompt plus completion. A token across this border belongs to the completion, as
-in TRL. Demonstrations have several completions. Their trained tokens are found in the rendered *text* (template.py) and mapped
-to tokens by character offsets. Special tokens in a row's text stay text (models/control_tokens.py). Completions are compared as
-tokens. An empty completion or a pair of equal completions is rejected.
+A completion is tokenized together with its prompt, as the model reads them. It begins after the longest common prefix of the
+prompt's tokens and the tokens of prompt plus completion. A token across this border belongs to the completion, as in TRL.
+A demonstration may have several completions. template.py finds them in the rendered *text*, and character offsets map them to
+tokens. Special tokens in a row's text stay text (models/control_tokens.py). Rows are rejected if a completion has no tokens, or
+if both completions of a pair have the same tokens.
 """
 
 import json
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pipeline.data.formats import Kind, Record
 from pipeline.data.messages import SIDES, THOUGHTS, Text, Turns, as_turns, shared_length, thoughts
-from pipeline.data.shapes import Kind, Record
 from pipeline.data.template import ChatTemplate, Span, holds, without_tokens
 from pipeline.data.values import Dropped, RowError, show
 from pipeline.models.control_tokens import ControlTokens, Escaping, texts_of
@@ -26,13 +26,13 @@ Rendered = tuple[str, Escaping | None]  # a text, and the escaping of the row's 
 
 @dataclass
 class Example:
-    """One training row: its columns, and the lengths that the report counts."""
+    """One token row: its columns, and the lengths that the report counts."""
 
     columns: dict[str, Any]
     prompt_tokens: int
     completion_tokens: int
     truncated: bool = False
-    ended: bool = True  # whether an end token is among the trained ones
+    ended: bool = True  # whether an end token is trained
 
 
 Outcome = Example | Dropped | RowError
@@ -64,7 +64,7 @@ class Encoder:
         self.max_length, self.overlong, self.apply_template = max_length, overlong, apply_template
         self.control = ControlTokens(tokenizer, as_text=not parse_special_tokens)
         self.eos, self.ends, self.bos = tokenizer.eos_token_id, frozenset(ends), tokenizer.bos_token_id
-        # A completion with only these ids is empty. Control tokens count as content only if rows may contain them.
+        # A completion with only these ids is empty. Control tokens are content only if rows may contain them.
         empty = self.control.names if self.control.as_text else [tokenizer.bos_token, tokenizer.pad_token]
         self.silent = self.ends | set(tokenizer.convert_tokens_to_ids([name for name in empty if name]))
         self.adds_bos = self.bos is not None and tokenizer("a").input_ids[:1] == [self.bos]
@@ -73,7 +73,7 @@ class Encoder:
         self.backend.no_padding()
 
     def encode(self, records: Sequence[Record]) -> list[list[Outcome]]:
-        """Returns for each record its examples, one per pair of completions, or the error."""
+        """Returns for each record one example per pair of completions, or the record's error."""
         marks_tokens = "labels" in self.kind.columns
         rendered: list[Any] = []
         for record in records:
@@ -103,7 +103,7 @@ class Encoder:
         return list(dict.fromkeys(name for text in texts for name in self.control.tokens_in(text)))
 
     def unread(self, record: Record) -> tuple[str, ...]:
-        """Returns the columns that the model does not see, because no code reads them or no chat template writes them."""
+        """Returns the columns that the model does not see: no code reads them, or the chat template leaves them out."""
         chat = self.apply_template or not isinstance(record.prompt, str)
         variables = self.chat.variables if chat else ()
         hidden = ["tools"] if record.tools and "tools" not in variables else []
@@ -111,7 +111,7 @@ class Encoder:
         return (*record.unread, *hidden)
 
     def unlearned_end(self) -> tuple[str, str] | None:
-        """Returns (how the chat template ends a completion, which token stops generation) if these differ, or None."""
+        """Returns (the template's end of a completion, the tokens that stop generation) if the end has no such token, or None."""
         prompt = {"role": "user", "content": "Who is there?"}
         completion = {"role": "assistant", "content": "Hello."}
         try:
@@ -128,7 +128,7 @@ class Encoder:
     # ---- text -> ids -------------------------------------------------------------------------------------------
 
     def encodings(self, texts: list[Rendered], batch: Any) -> list[Any]:
-        """Returns the encodings of all texts by `batch`, a method of the backend. Escaped texts are encoded one by one."""
+        """Encodes texts with `batch`, a method of the tokenizer's backend. Encodes escaped texts one by one."""
         encodings = iter(
             batch([text for text, escaping in texts if escaping is None], add_special_tokens=False)
         )
@@ -151,7 +151,7 @@ class Encoder:
         return ids[start:] if start else ids
 
     def ended(self, ids: list[int]) -> list[int]:
-        """Returns the ids up to the last end token if only white space follows it, else with the end token added."""
+        """Returns ids that end with an end token. Removes white space after an end token, or adds an end token."""
         for at in range(len(ids) - 1, max(len(ids) - 4, -1), -1):
             if ids[at] in self.ends:
                 if at + 1 == len(ids) or not self.tokenizer.decode(ids[at + 1 :]).strip():
@@ -176,7 +176,7 @@ class Encoder:
             else:
                 chat = self.chat.of_row(record.tools, record.template_kwargs)
                 both = [chat.whole(prompt, list(completion)) for completion in completions]  # type: ignore[arg-type]
-                wholes = [both[0][0] if both else chat.asking(prompt), *(whole for _, whole in both)]
+                wholes = [both[0][0] if both else chat.render_prompt(prompt), *(whole for _, whole in both)]
                 self._note_unseen(record, chat, prompt, wholes[0], True)
             texts.append([(whole, escaping) for whole in wholes])
         return texts
@@ -204,7 +204,7 @@ class Encoder:
                 # Truncate at the start, because the question is at the end.
                 begin = prompt[:1] if prompt[0] == self.bos else []
                 prompt = begin + prompt[length - self.max_length + len(begin) :]
-            elif "row" in self.kind.columns and len(prompt) >= self.max_length:  # such a task scores all rows
+            elif "row" in self.kind.columns and len(prompt) >= self.max_length:  # scoring must not lose a row
                 kept = self.max_length - 1
                 prompt, sides = prompt[:kept], [prompt[kept:] + side for side in sides]
             if sides and len(prompt) >= self.max_length:
@@ -250,22 +250,23 @@ class Encoder:
         whole, spans = chat.spans(turns, 0 if record.all_turns else len(prompt), record.untrained)  # type: ignore[arg-type]
         if not holds(whole, prompt[-1]["content"].strip()):
             # Raises RowError if the template drops or changes the last turn of the prompt.
-            chat.asking(prompt)
+            chat.render_prompt(prompt)
         self._note_unseen(record, chat, turns, whole, False)
         return (whole, escaping), spans, len(turns) - 1 not in record.untrained
 
     @staticmethod
     def _note_unseen(record: Record, chat: ChatTemplate, turns: Turns, text: str, asks: bool) -> None:
-        """Counts the row if the chat template drops thoughts of earlier turns, as Qwen3's does, or other keys of messages.
+        """Adds to `record.unread` what the chat template leaves out: thoughts of earlier turns, as Qwen3's does, or other keys.
 
         Args:
-            text: the rendered turns, with a generation prompt if `asks`.
+            text: the rendered turns.
+            asks: whether the text ends with a generation prompt.
         """
         unseen = (
             [] if all(holds(text, thoughts(turn)) for turn in turns) else ["thoughts before the last turn"]
         )
         keys = {key for turn in turns for key in turn} - {"role", "content", "tool_calls", *THOUGHTS}
-        for key in sorted(keys):  # the template contains the key's name, perhaps in the name of a tool
+        for key in sorted(keys):  # its name occurs in the template, perhaps for another purpose
             without = [{name: one for name, one in turn.items() if name != key} for turn in turns]
             if chat.render(without, asks) == text:
                 unseen.append(f"messages[].{key}")
@@ -344,13 +345,13 @@ class Encoder:
         return escaped(prompt, escaping), tuple(escaped(one, escaping) for one in completions), escaping
 
     def over_length(self, length: int) -> RowError | Dropped:
-        """Returns the outcome of a row that is too long and may not, or cannot, be truncated."""
+        """Returns the outcome for a row that is too long and is not truncated."""
         expected = f"at most {self.max_length} tokens (data.max_length or the context)"
         error = RowError("overlong", "", f"{length} tokens", expected)
         return error if self.overlong == "error" else Dropped("overlong", error)
 
     def prompt_too_long(self) -> Dropped:
-        """Returns the outcome of a row whose prompt leaves no token for the completion."""
+        """Returns the outcome for a row whose prompt leaves no token for the completion."""
         found = f"no token of the completion among the first {self.max_length}"
         error = RowError("prompt_too_long", "", found, "a shorter prompt, or a larger data.max_length")
         return Dropped("prompt_too_long", error)

@@ -1,12 +1,12 @@
-"""Finds the files of rows that a job names: paths, globs, folders, URIs, and splits of datasets (datasets library).
+"""Finds the files of rows that a job names: paths, globs, folders, URIs, and splits of Hub datasets.
 
     path/to/folder, path/to/folder/test               written by save_to_disk, with or without splits
     path/to/folder/test, path/to/folder:config/test   a clone or snapshot of a Hub dataset, whose README lists its files
     hf://datasets/NAME[@revision][:config][/split]    the dataset on the Hub
 
-Without a split, data.train means `train`. The datasets library reads the README and finds the files. It runs no code of a
-dataset and downloads nothing; files are read where they are. A dataset on the Hub is pinned to the current commit of its
-revision. With HF_HUB_OFFLINE=1 it comes from this machine's cache (`hf download`).
+Without a split, data.train means `train`. The datasets library reads the README and finds the files. No code of a dataset runs.
+Nothing is downloaded, because rows are read directly from the Hub, at the current commit of the revision. With HF_HUB_OFFLINE=1,
+a dataset comes from this machine's cache (`hf download`).
 """
 
 import difflib
@@ -31,8 +31,8 @@ SUFFIXES = (
     ".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz",
     ".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet", ".pq", ".arrow",
 )  # fmt: skip
-# Words in names of files and folders whose rows are not for training, also before "set", as in `testset`. The datasets library
-# knows all but the last three.
+# A file or folder with one of these words in its name has rows for evaluation. "set" may follow the word, as in `testset`. The
+# datasets library knows all words but the last three.
 HELD_OUT = "test testing validation valid val eval evaluation dev holdout heldout validate".split()
 BY_NAME = "left out by its name"  # reason why a file of a folder is not read
 # names of files without rows in a folder, which need no warning
@@ -51,8 +51,8 @@ class File:
 Paths = tuple[list[str], str]  # files of a dataset's split, and its commit on the Hub
 
 
-def find(spec: Any, key: str, aside: dict[str, str] | None = None) -> list[File]:
-    """Returns the files of the sources that a job names (config.job.sources_of). `key` names the setting in errors.
+def find_files(spec: Any, key: str, aside: dict[str, str] | None = None) -> list[File]:
+    """Returns the files of the sources that a job names. `key` is the setting that errors name.
 
     Adds the files of folders that are not read to `aside`, {path: why}. If the key is `data`, adds only files without rows.
     """
@@ -73,7 +73,7 @@ def reach(item: str, key: str) -> None:
 
 
 def matching(item: str, key: str, aside: dict[str, str]) -> list[File]:
-    """Returns the files of one path, glob, folder or URI, and adds to `aside`. Raises InputError if there are none."""
+    """Returns the files of one path, glob, folder or URI, and adds to `aside`. Raises InputError if it finds no file."""
     if found := files_of(item, key):
         files = []
         for path in found[0]:
@@ -87,7 +87,7 @@ def matching(item: str, key: str, aside: dict[str, str]) -> list[File]:
     infos = list[Any]()
     if info.type.name == "Directory":
         infos, others = in_folder(fs, inner, key)
-        problem = f"the folder {item!r} holds no data file; expected files named *{', *'.join(SUFFIXES)}"
+        problem = f"the folder {item!r} has no data file; expected files named *{', *'.join(SUFFIXES)}"
         aside |= {as_file(item, one).path: why for one, why in others.items()}
         if held := [as_file(item, one).path for one, why in others.items() if why == BY_NAME]:
             what = f"the names of all files in {item!r} say that they are for evaluation"
@@ -104,8 +104,6 @@ def matching(item: str, key: str, aside: dict[str, str]) -> list[File]:
         close = difflib.get_close_matches(os.path.basename(inner), names, 1, 0.7)
         hint = f"; did you mean {os.path.join(os.path.dirname(item), close[0])!r}?" if close else ""
         problem = f"there is no file {item!r}{hint}; expected a path, a glob, a folder, or s3:// gs:// hf://"
-        if info.type.name == "Unknown":  # a pipe cannot be read several times, but rows are
-            problem = f"{item!r} is a pipe or a device; write what it gives into a file, and name that file"
     if not infos:
         raise InputError(problem, key=key)
     return [as_file(item, one) for one in infos]
@@ -128,7 +126,7 @@ def in_folder(fs: Any, inner: str, key: str) -> tuple[list[Any], dict[Any, str]]
 
 
 def is_held_out(name: str) -> bool:
-    """Returns True if a word in a path means that its rows are not for training, as in `data/test-00000-of-00001.parquet`."""
+    """Returns True if a word in a path means that its rows are for evaluation, as in `data/test-00000-of-00001.parquet`."""
     joined = re.sub(r"(hold|held)[^a-z/]+out", r"\1out", name.lower())
     return any(word.removesuffix("set") in HELD_OUT for word in re.split(r"[^a-z]+", joined))
 
@@ -138,12 +136,10 @@ def below(fs: Any, inner: str, pattern: bool = False) -> list[Any]:
     from fsspec.implementations.arrow import ArrowFSWrapper
 
     wrapped = ArrowFSWrapper(fs)
-    paths = sorted(wrapped.glob(inner) if pattern else wrapped.find(inner), reverse=True)
+    paths = wrapped.glob(inner) if pattern else wrapped.find(inner)
     start = min(map(inner.find, [char for char in "*?[" if char in inner])) - 1 if pattern else len(inner)
     paths = [path for path in paths if "/." not in path[start:]]
-    # A link to a parent folder lists each file again, until the operating system stops it.
-    once = {(os.path.realpath(os.path.dirname(path)), os.path.basename(path)): path for path in paths}
-    infos = fs.get_file_info([*once.values()])
+    infos = fs.get_file_info(paths)
     return sorted((info for info in infos if info.is_file), key=lambda info: info.path)
 
 
@@ -172,7 +168,7 @@ def unreadable(path: str, error: OSError) -> InputError:
 
 @contextmanager
 def readable(item: str, key: str) -> Iterator[None]:
-    """Raises InputError for an error of pyarrow, the datasets library or the client of a cloud in the block."""
+    """Turns errors of pyarrow, the datasets library and the clients of clouds into InputError."""
     try:
         yield
     except InputError:
@@ -212,7 +208,10 @@ def files_of(item: str, key: str) -> Paths | None:
 def _in_folder(
     folder: str, config: str, split: str, item: str, key: str, named: bool = False
 ) -> Paths | None:
-    """Returns the files of a local folder. `named` is True if `item` has the syntax of a dataset, so that it needs no README."""
+    """Returns the files of a local folder, or None if it is no dataset.
+
+    `named` is True if `item` has the syntax of a dataset. Otherwise, only a README makes a folder a dataset.
+    """
     if (saved := None if config else _saved(folder, split, item, key)) or not (named or _has_card(folder)):
         return saved
     return _declared(folder, config, split, item, key), ""
@@ -263,16 +262,16 @@ def _split(splits: Sequence[str], split: str, item: str, key: str) -> str:
 def _declared(
     path: str, config: str, split: str, item: str, key: str, revision: str | None = None
 ) -> list[str]:
-    """Returns a split's files, which the datasets library finds in the README of a folder or Hub id, or by their names."""
+    """Returns the files of a split, which the datasets library finds in a README, or by the names of the files."""
     import datasets
 
     with tempfile.TemporaryDirectory() as scratch:
         builder = datasets.load_dataset_builder(path, config or None, revision=revision, cache_dir=scratch)
     format = type(builder).__module__.split(".")[-1]
     if format not in FORMATS:
-        found = f"{item!r} holds files of the kind {format!r}"
+        found = f"{item!r} has files in the format {format!r}"
         raise InputError(f"{found}; expected {', '.join(FORMATS)}", key=key)
-    # settings of a README that locate rows and name columns
+    # These settings of a README say where the rows are in a file, or what the columns are called.
     if given := [name for name in ("field", "column_names", "names") if getattr(builder.config, name, None)]:
         raise InputError(f"the README of {item!r} sets `{given[0]}`; name the files themselves", key=key)
     files = {str(name): list(paths) for name, paths in builder.config.data_files.items()}
@@ -280,7 +279,7 @@ def _declared(
 
 
 def _on_hub(item: str, key: str) -> Paths | None:
-    """Returns the files of a dataset on the Hub or in the local cache, or None if `item` names a path in a repository."""
+    """Returns the files of a dataset on the Hub or in the local cache, or None if `item` names another path in its repository."""
     match = NAME.fullmatch(item)
     if match is None or any(sign in item for sign in "*?["):
         return None

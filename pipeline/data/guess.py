@@ -1,6 +1,6 @@
-"""Guesses which columns of a file the fields of a stage may be, from their names and from their values.
+"""Guesses which columns of a file hold the fields that a stage needs, from the columns' names and values.
 
-A guess is only shown, as the data.columns to set, and only if rows can be read with it.
+Messages suggest a guess as the data.columns to set. A run never uses one by itself. Only guesses that can read most rows count.
 """
 
 import contextlib
@@ -13,12 +13,31 @@ from typing import Any
 
 import yaml
 
-from pipeline.data import reshape
 from pipeline.data.annotations import Answered
-from pipeline.data.messages import ROLES, offered
-from pipeline.data.reshape import Preprocess, listed, value_at
-from pipeline.data.shapes import BAD, GOOD, are_clear, are_mostly, is_good, kind_of, parse, shape_of
-from pipeline.data.shapes import LABELS as VERDICTS
+from pipeline.data.formats import Kind, field_names, format_of, kind_of, parse_row
+from pipeline.data.labels import (
+    BAD,
+    GOOD,
+    LABEL_FIELDS,
+    MAX_VALUES,
+    Rule,
+    are_clear,
+    are_labels,
+    are_mostly_ratings,
+    are_verdicts,
+    choose_sides,
+    comparable,
+    derive_rule,
+    filled,
+    is_blank,
+    is_good,
+    is_unrated,
+    listed,
+    numbers,
+    unpacked_label,
+)
+from pipeline.data.messages import ROLES, tool_schemas
+from pipeline.data.reshape import Preprocess, value_at
 from pipeline.data.values import Dropped, RowError, setting, some
 from pipeline.errors import InputError, visible
 from pipeline.job.stages import STAGE
@@ -36,74 +55,59 @@ NAMES = {
         "messages": "conversations conversation dialogue dialog chat turns data",
     }.items()
 }
-CONTEXTS = ("context", "passage", "document")  # texts that a question is about
+CONTEXTS = ("context", "passage", "document")  # columns with the text that a question is about
+Rows = Sequence[dict[str, Any]]
 LOOKED = 50  # number of rows to read to test a guess
 # words that distinguish the names of a pair's two columns
 PAIRED = (("1", "2"), ("0", "1"), ("a", "b"), ("first", "second"), ("left", "right"))
-STEM = r"[\W_]*(\d+|(?<![a-z])([a-z]|first|second|left|right)(?![a-z]))"  # where twins differ
+STEM = r"[\W_]*(\d+|(?<![a-z])([a-z]|first|second|left|right)(?![a-z]))"  # where the names of a pair's columns differ
 PREFERENCES = "label preference winner choice choose better preferred annotator vote judge verdict".split()
-# In these columns a larger number is better, unlike in ranks and lengths.
+# In columns with these words, a larger number is better. In columns of ranks and lengths it is not.
 SCORES = "score rating reward votes likes points winner".split()
 RATING_WORDS = {word.removesuffix("s") for word in (*NAMES["label"], *"grade quality score stars".split())}
 
 
-def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str, key: str = "data") -> str:
-    """Returns the message for a file in which no row has a format of the stage. `key` names its source, or all sources."""
+def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
+    """Returns the message for a file without any row in a format of the stage. `key` is the job's section about the rows."""
     names = dict.fromkeys(name for row in rows[:LOOKED] for name in some(row))
     found = visible(", ".join(names), lines=False)
-    numbers = f"rows 1-{len(rows):,} match" if len(rows) > 1 else "row 1 matches"
-    head = f"{visible(file, lines=False)}: {numbers} no format of `{stage}`; the columns are {found[:300] or 'none'}"
-    kind = kind_of(stage)
-    if rows and shape_of(rows[0], kind):
+    which = f"rows 1-{len(rows):,} match" if len(rows) > 1 else "row 1 matches"
+    head = f"{visible(file, lines=False)}: {which} no format of `{kind.stage}`; the columns are {found[:300] or 'none'}"
+    if rows and format_of(rows[0], kind):
         try:
-            parse(rows[0], kind)
+            parse_row(rows[0], kind)
         except RowError as error:
             return str(replace(error, file=file, line=1))
-    if (problem := foreign(rows)) or (stage in ("sft", "kto") and (problem := doubt(rows))):
+    if _are_messages(_columns(rows[:LOOKED])):
+        advice = "make conversations of them: data.group_by=COLUMN and data.transform"
+        return f"{head}; each row is one message; {advice}"
+    if kind.stage in ("sft", "kto") and (problem := doubt(rows)):
         return f"{head}; {problem}"
-    guess = guessed(rows, stage)
-    if guess:
+    if guess := guess_columns(rows, kind):
         return f"{head}; set {as_setting(guess, rows, key)}"
     for name, value in rows[0].items() if len(rows) == 1 else ():
         inner = value[0] if isinstance(value, list) and value else None
         if isinstance(inner, dict) and not {"role", "from"} & inner.keys():
             return f"{head}; if the rows are in `{name}`, run jq -c '.{name}[]' FILE > NEW"
     others = fitting(rows)
-    if others and not others.startswith("ppo with"):  # a text that may also hold the completion
+    if others and not others.startswith("ppo with"):  # that one text may also contain the completion
         return f"{head}; such rows fit {others}"
-    known = [needs for needs in kind.shapes.values() if needs[0] == "prompt" and "pos_answers" not in needs]
-    shapes = [known[0], ("prompt", "first", "second", "label")][: 1 + ("chosen" in known[0])]
-    blanks = ["{" + ", ".join(f"{name}: COLUMN" for name in shape) + "}" for shape in shapes]
+    needs = [*map(field_names, kind.formats)]
+    known = next(names for names in needs if names[0] == "prompt" and "pos_answers" not in names)
+    ways = [known, ("prompt", "first", "second", "label")][: 1 + ("chosen" in known)]
+    blanks = ["{" + ", ".join(f"{name}: COLUMN" for name in names) + "}" for names in ways]
     named = " or ".join(setting(f"{key}.columns", blank) for blank in blanks)
     return (
-        f"{head}; expected one of {' | '.join(kind.shapes)}: name the columns, {named}, or make such rows, "
+        f"{head}; expected one of {' | '.join(kind.formats)}: name the columns, {named}, or make such rows, "
         f"{key}.transform=python:MODULE:FUNCTION"
     )
 
 
-def foreign(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns what to do with an annotation tool's rows in an unsupported form, or ""."""
-    if rows and {"annotation_id", "lead_time"} <= rows[0].keys():
-        return "they look like Label Studio's JSON_MIN or CSV; export them as JSON"
-    for name in sorted(_questions(rows[:LOOKED])):
-        if any(isinstance(one, dict) and "rank" in one for row in rows for one in _flat(row.get(name))):
-            return (
-                f"`{name}` is a ranking in Argilla's format; turn it into chosen and rejected: data.transform"
-            )
-    if _are_messages(_columns(rows[:LOOKED])):
-        return "each row is one message; make conversations of them: data.group_by=COLUMN and data.transform"
-    return ""
-
-
-def _flat(value: Any) -> list[Any]:
-    return [inner for one in value for inner in _flat(one)] if isinstance(value, list) else [value]
-
-
-def fitting(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns in words which stages rows fit, as they are or with which data.columns, or "" if they fit none."""
+def fitting(rows: Rows) -> str:
+    """Returns in words which stages can read the rows, and with which data.columns, or "" if no stage can."""
     fits: dict[str, list[str]] = {}
     for stage, facts in STAGE.items():
-        if rows and facts.learns and (guess := guessed(rows, stage)) is not None:
+        if rows and facts.learns and (guess := guess_columns(rows, kind_of(stage))) is not None:
             fits.setdefault(f"with {as_setting(guess, rows)}" if guess else "as they are", []).append(stage)
     words = {
         how: " and ".join(filter(None, (", ".join(names[:-1]), names[-1]))) for how, names in fits.items()
@@ -111,8 +115,8 @@ def fitting(rows: Sequence[dict[str, Any]]) -> str:
     return "; ".join(f"{stages} {how}" for how, stages in words.items())
 
 
-def as_setting(guess: dict[str, Any], rows: Sequence[dict[str, Any]], key: str = "data") -> str:
-    """Returns the guess as a setting for a command line, or for the job file if `key` names one source."""
+def as_setting(guess: dict[str, Any], rows: Rows, key: str = "data") -> str:
+    """Returns how to set the guessed columns, and data.label if the meaning of the labels is unclear."""
     shown = setting(f"{key}.columns", _flow(guess))
     if is_clear(guess, rows):
         return shown
@@ -127,7 +131,7 @@ def _flow(mapping: Mapping[str, Any]) -> str:
     return str(flow).strip()
 
 
-def is_clear(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
+def is_clear(guess: dict[str, Any], rows: Rows) -> bool:
     """Returns True if the values show what the labels mean, or if the guess has no labels."""
     if "label" not in guess and ("first" not in guess or "first_score" in guess):
         return True
@@ -135,29 +139,29 @@ def is_clear(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
     if "first" not in guess:  # a different name may mean that the label is about something else
         return are_clear(labels) and bool(_called("label", listed(guess["label"])))
     with contextlib.suppress(InputError):
-        return bool(reshape.derived(labels, guess))
+        return bool(derive_rule(labels, guess))
     return False
 
 
 def meaning(guess: dict[str, Any]) -> str:
-    """Returns the data.label to fill in."""
+    """Returns the data.label to complete."""
     return "{first: VALUE, second: VALUE}" if "first" in guess else "{good: VALUE, bad: VALUE}"
 
 
-def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None:
+def guess_columns(rows: Rows, kind: Kind) -> dict[str, Any] | None:
     """Returns {field: column} for reading most rows, {} if they need no mapping, or None if no guess fits."""
     rows = rows[:LOOKED]
-    columns, rated = _columns(rows), _ratings(rows)
+    columns, rated, stage = _columns(rows), _ratings(rows), kind.stage
     if stage in ("sft", "kto") and doubt(rows):
         return None
-    guess = next((guess for guess in _candidates(columns, rated, stage) if reads(rows, guess, stage)), None)
+    guess = next((guess for guess in _candidates(columns, rated, stage) if reads(rows, guess, kind)), None)
     if guess is None:
         return None
-    fields = _used(guess).union(*kind_of(stage).shapes.values())  # `answer` is no label
+    fields = _used(guess) | kind.format_fields  # `answer` is no label
     free = {name: values for name, values in columns.items() if name not in fields}
     if stage == "sft":  # sft uses a label to drop bad completions
         labels = _labels(free, rated)
-        if labels and labels[0] not in VERDICTS:
+        if labels and labels[0] not in LABEL_FIELDS:
             guess |= {"label": _with_twins(labels[0], free)}
     if stage in ("sft", "ppo") and "tools" not in rows[0]:
         tools = [name for name, values in free.items() if any(map(_is_tools, values))]
@@ -165,12 +169,12 @@ def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None
     return guess
 
 
-def beside(rows: Sequence[dict[str, Any]], given: Mapping[str, Any], used: set[str], section: str) -> str:
-    """Returns which column that sft does not read may say what is good, and what to set, or "".
+def beside(rows: Rows, given: Mapping[str, Any], used: set[str], section: str) -> str:
+    """Returns a question about an unread column that may say which completions are good, or "" if there is none.
 
     Args:
-        given: the columns of the job.
-        used: these columns, and the fields that sft reads.
+        given: the job's data.columns.
+        used: the columns and fields that sft reads.
         section: the section of the job that describes the rows.
     """
     if problem := doubt(rows, used):
@@ -184,20 +188,20 @@ def beside(rows: Sequence[dict[str, Any]], given: Mapping[str, Any], used: set[s
     )
 
 
-def doubt(rows: Sequence[dict[str, Any]], used: Collection[str] = ()) -> str:
-    """Returns what makes it unclear which completions are good, and what to set, or "".
+def doubt(rows: Rows, used: Collection[str] = ()) -> str:
+    """Returns a question if it is unclear which completions are good, or "".
 
-    The cause is a column whose name means that its rows are bad, such as thumbs_down, or several texts that may be the
+    This is so if the name of a column means that its rows are bad, such as thumbs_down, or if several texts may be the
     completion. Columns in `used` do not count.
     """
     columns = {name: one for name, one in _columns(rows[:LOOKED]).items() if name not in used}
     texts, asked = _texts(columns), _questions(rows[:LOOKED])
-    if VERDICTS & columns.keys() or any(True for _ in _pairs(columns, texts)):
+    if LABEL_FIELDS & columns.keys() or any(True for _ in _pairs(columns, texts)):
         return ""
     for name, values in columns.items():
         bad = {*BAD} & {word.removesuffix("s") for word in re.findall(r"[a-z]{3,}", name.lower())}
-        if bad and are_mostly(_filled(values)):
-            meanings = {is_good(one): one for one in reversed(_filled(values))}
+        if bad and are_mostly_ratings(filled(values)):
+            meanings = {is_good(one): one for one in reversed(filled(values))}
             said = {"good": meanings.get(False, 0), "bad": meanings.get(True, 1)}
             both = setting("data.columns", _flow({"label": name})), setting("data.label", _flow(said))
             return (
@@ -205,39 +209,39 @@ def doubt(rows: Sequence[dict[str, Any]], used: Collection[str] = ()) -> str:
             )
     written = sorted(asked.intersection(texts))
     several = [*dict.fromkeys([*written, *_called("completion", texts)])]
-    if len(several) > 1 and (written or not (used or shape_of(rows[0], kind_of("sft")))):
+    if len(several) > 1 and (written or not (used or format_of(rows[0], kind_of("sft")))):
         named = setting("data.columns", _flow({"prompt": "COLUMN", "completion": several[0]}))
         shown = " and ".join(f"`{name}`" for name in several)
         return f"{shown} may each be the completion to learn; for the first, set {named}"
     return ""
 
 
-def reads(rows: Sequence[dict[str, Any]], guess: dict[str, Any], stage: str) -> bool:
-    """Returns True if these data.columns can read at least half of the rows, not counting ties and unlabeled rows."""
+def reads(rows: Rows, guess: dict[str, Any], kind: Kind) -> bool:
+    """Returns True if at least half of the rows can be read with these columns. Ties and unlabeled rows do not count."""
     rows = rows[:LOOKED]
-    labels = tuple(map(reshape.comparable, labels_of(guess, rows)))  # each label may mean anything
-    rule = reshape.Rule(labels) if "first" in guess else reshape.Rule(good=labels if "label" in guess else ())
-    kind = kind_of(stage, Preprocess(guess, rule))
-    if not kind.shapes:
+    labels = tuple(map(comparable, labels_of(guess, rows)))  # any value is accepted
+    rule = Rule(labels) if "first" in guess else Rule(good=labels if "label" in guess else ())
+    kind = kind.with_preprocess(Preprocess(guess, rule))
+    if not kind.formats:
         return False
-    read, dropped = 0, 0  # a dropped row is no error, but does not confirm the columns
+    read, dropped = 0, 0
     for made in itertools.chain.from_iterable(map(kind.rows, rows)):
         dropped += isinstance(made, Dropped)
         with contextlib.suppress(RowError):
             if isinstance(made, dict):
-                parse(made, kind)
+                parse_row(made, kind)
                 read += 1
     return read > 0 and 2 * read >= len(rows) - dropped
 
 
-def labels_of(guess: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
-    """Returns the labels of rows, including those in lists, without blanks, nested lists and objects."""
+def labels_of(guess: Mapping[str, Any], rows: Rows) -> list[Any]:
+    """Returns the labels of rows, also from lists of labels, without blanks, nested lists and objects."""
     found = []
     for row in rows:
         for name in listed(guess.get("label", "label")):
             with contextlib.suppress(KeyError):
-                found += listed(reshape.unpacked_label(value_at(row, name)))
-    blank = reshape.is_blank if "first" in guess else reshape.is_unrated
+                found += listed(unpacked_label(value_at(row, name)))
+    blank = is_blank if "first" in guess else is_unrated
     return [value for value in found if not blank(value) and not isinstance(value, list | dict)]
 
 
@@ -246,8 +250,8 @@ def labels_of(guess: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> list[
 Values = list[Any]  # a column's values in the first rows, without nulls
 
 
-def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, Values]:
-    """Returns the columns, and the fields of columns that hold one object (`question.full_text`) or two (`summaries.0.text`)."""
+def _columns(rows: Rows) -> dict[str, Values]:
+    """Returns the values of each column, and of fields in columns of objects (`question.full_text`, `summaries.0.text`)."""
     columns: dict[str, Values] = {}
     for row in rows:
         for name in some(row):
@@ -263,48 +267,43 @@ def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, Values]:
 
 def _is_tools(value: Any) -> bool:
     with contextlib.suppress(RowError):  # the text is a list of something else
-        return all("function" in tool for tool in offered(value) or [{}])
+        return all("function" in tool for tool in tool_schemas(value) or [{}])
     return False
-
-
-def _filled(values: Values) -> Values:
-    """Returns the values and the elements of lists, without blanks."""
-    return [one for value in values for one in listed(value) if not reshape.is_unrated(one)]
 
 
 def _texts(columns: Mapping[str, Values]) -> list[str]:
     """Returns the columns with texts or with lists that are not labels."""
 
     def is_text(values: Values) -> bool:
-        lists = any(isinstance(value, list) for value in values) and not _is_label(values)
+        lists = any(isinstance(value, list) for value in values) and not are_labels(values)
         return lists or any(isinstance(value, str) and " " in value.strip() for value in values)
 
     return [name for name, values in columns.items() if is_text(values) and not any(map(_is_tools, values))]
 
 
-def _questions(rows: Sequence[dict[str, Any]]) -> set[str]:
-    """Returns the columns that hold the answers of annotators."""
+def _questions(rows: Rows) -> set[str]:
+    """Returns the columns with the answers of annotators."""
     return {name for row in rows if isinstance(row, Answered) for name in row.questions}
 
 
-def _ratings(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns the columns that rate completions, for any name: words such as emoji, and ratings by annotators."""
-    columns, asked = {name: _filled(values) for name, values in _columns(rows).items()}, _questions(rows)
+def _ratings(rows: Rows) -> list[str]:
+    """Returns the columns whose values rate completions, such as emoji, and the columns with the ratings of annotators."""
+    columns, asked = {name: filled(values) for name, values in _columns(rows).items()}, _questions(rows)
 
     def rates(name: str, values: Values) -> bool:
-        if name in asked and _numbers(values):
+        if name in asked and numbers(values):
             return True
-        words = all(isinstance(reshape.comparable(one), str) for one in values)
-        return words and _is_label(values) and are_mostly(values) and False in map(is_good, values)
+        words = all(isinstance(comparable(one), str) for one in values)
+        return words and are_labels(values) and are_mostly_ratings(values) and False in map(is_good, values)
 
     return [name for name, values in columns.items() if rates(name, values)]
 
 
 def _labels(free: Mapping[str, Values], rated: Sequence[str]) -> list[str]:
-    """Returns the columns next to a demonstration that say whether it is good, the most likely first."""
-    filled = {name: _filled(values) for name, values in free.items()}
-    labels = [name for name in _called("label", free) if not filled[name] or are_mostly(filled[name])]
-    scales = [name for name in free if _numbers(filled[name]) and _is_label(free[name])]
+    """Returns the columns that say whether a demonstration is good, the most likely first."""
+    rows = {name: filled(values) for name, values in free.items()}
+    labels = [name for name in _called("label", free) if not rows[name] or are_mostly_ratings(rows[name])]
+    scales = [name for name in free if numbers(rows[name]) and are_labels(free[name])]
     labels += sorted(filter(_rating_words, scales), key=lambda name: name.lower() not in NAMES["label"])
     return labels + [name for name in rated if name in free]
 
@@ -316,37 +315,17 @@ def _rating_words(name: str) -> set[str]:
 
 
 def _with_twins(name: str, columns: Mapping[str, Values]) -> str | list[str]:
-    """Returns a label, or the labels of several annotators: rating_anna and rating_ben, but not rating."""
+    """Returns a label's column, or the columns of several annotators, such as rating_anna and rating_ben, but not rating."""
     words = _rating_words(name)
 
     def is_twin(other: str) -> bool:
-        filled = _filled(columns[other])
-        few = len({str(reshape.comparable(value)) for value in filled}) <= reshape.SEVERAL
+        values = filled(columns[other])
+        few = len({str(comparable(value)) for value in values}) <= MAX_VALUES
         named = _rating_words(other) == words and other.lower().removesuffix("s") not in words
-        return named and few and bool(not filled or _numbers(filled) or are_mostly(filled))
+        return named and few and bool(not values or numbers(values) or are_mostly_ratings(values))
 
     twins = [*filter(is_twin, columns)]
     return twins if words and name in twins and len(twins) > 1 else name
-
-
-def _repeats(values: Values) -> bool:
-    """Returns True for few repeated values, as for a verdict (`A is better`), but not for completions."""
-    filled = [str(value) for value in values if not reshape.is_blank(value)]
-    return len(filled) >= 6 and 1 < len({*filled}) <= min(10, len(filled) / 3)
-
-
-def _numbers(values: Values) -> list[float]:
-    """Returns the values as numbers, or [] if one of them is not a number."""
-    numbers = [*map(reshape.comparable, values)]
-    return numbers if all(isinstance(number, float) for number in numbers) else []
-
-
-def _is_label(values: Values) -> bool:
-    """Returns True for few distinct values of at most two words. A list holds the labels of several annotators."""
-    values = [one for value in values for one in listed(value)]
-    different = {str(reshape.comparable(value)) for value in values if not isinstance(value, list | dict)}
-    least = 2 if len(values) > 1 else 1  # a constant column is not a label if there are several rows
-    return least <= len(different) <= reshape.SEVERAL and all(len(value.split()) < 3 for value in different)
 
 
 # ---- candidates ------------------------------------------------------------------------------------------------------
@@ -371,7 +350,7 @@ def _candidates(columns: dict[str, Values], rated: list[str], stage: str) -> Ite
                     yield _unlike({**prompt, **pair})
     if stage in ("sft", "kto", "score") and not pairs:  # these would misread one completion of a pair
         labels = [*_called("label", columns), *_labels(columns, rated)]
-        labels = [name for name in labels if name in rated or _is_label(columns[name])]
+        labels = [name for name in labels if name in rated or are_labels(columns[name])]
         for label in [{"label": _with_twins(name, columns)} for name in labels] if stage == "kto" else [{}]:
             for guess in ({}, *_demonstrations(columns, prompts)):
                 if not _used(label) & _used(guess):
@@ -386,7 +365,7 @@ def _prompts(texts: list[str]) -> Iterator[dict[str, str]]:
 
 
 def _are_messages(columns: Mapping[str, Values]) -> bool:
-    """Returns True if each row is one message of a conversation: a text, and who said it."""
+    """Returns True if each row is one message of a conversation: a text, and the role that wrote it."""
     roles = ({ROLES.get(str(one).lower(), "") for one in values} for values in columns.values())
     return any({"user", "assistant"} <= one <= {*ROLES.values()} for one in roles) and not _called(
         "completion", columns
@@ -397,18 +376,18 @@ def _demonstrations(columns: dict[str, Values], prompts: list[dict[str, str]]) -
     # A column with a twin, such as reply_1 with reply_2, may be the worse completion.
     stems = {name: re.sub(STEM, "", name.lower()) for name in columns}
     columns = {name: columns[name] for name in columns if [*stems.values()].count(stems[name]) == 1}
-    for name, (value, *_) in columns.items():  # several texts are a conversation only if the name says so
+    for name, (value, *_) in columns.items():  # a list of texts is a conversation only if its name says so
         if name in NAMES["messages"] or not (isinstance(value, list) and value and isinstance(value[0], str)):
             yield {"messages": name}
     for name in dict.fromkeys([*_called("completion", _texts(columns)), *_called("completion", columns)]):
-        if name != "completion" and _repeats(columns[name]):
+        if name != "completion" and are_verdicts(columns[name]):
             continue
         for prompt in (one for one in prompts if name not in one.values()):
             yield {**prompt, "output" if "instruction" in prompt else "completion": name}
 
 
 def _pairs(columns: dict[str, Values], texts: list[str]) -> Iterator[dict[str, Any]]:
-    """Yields mappings for both completions: by names that say which is better, or with labels or scores."""
+    """Yields mappings for both completions, if names, labels or scores say which one is better."""
     for chosen, rejected in itertools.product(_called("chosen", texts), _called("rejected", texts)):
         if chosen != rejected:
             yield {"chosen": chosen, "rejected": rejected}
@@ -416,15 +395,11 @@ def _pairs(columns: dict[str, Values], texts: list[str]) -> Iterator[dict[str, A
     def named(words: list[str]) -> list[str]:
         return [name for name in columns if any(word in name.lower() for word in words)]
 
-    def sides(name: str) -> set[str | None]:
-        filled = (one for value in columns[name] for one in listed(value) if not reshape.is_blank(one))
-        return {reshape.side_of(reshape.comparable(one)) for one in filled}
-
-    labels = [name for name in named(PREFERENCES) if _is_label(columns[name]) or _repeats(columns[name])]
+    labels = [name for name in named(PREFERENCES) if are_labels(columns[name]) or are_verdicts(columns[name])]
     votes = [name for name in labels if re.search(r"\d$", name)]
-    spoken = [name for name in columns if {"first", "second"} <= sides(name) <= {"first", "second", "tie"}]
+    spoken = [name for name, values in columns.items() if choose_sides(values)]
     labels += [name for name in spoken if name not in labels]
-    scores = [name for name in named(SCORES) if _numbers(columns[name])]
+    scores = [name for name in named(SCORES) if numbers(columns[name])]
     for low, high in PAIRED:
         for first, second in _siblings(texts, low, high):
             for one, two in _siblings(scores, low, high):
@@ -444,7 +419,7 @@ def _siblings(names: list[str], low: str, high: str) -> Iterator[tuple[str, str]
 
 
 def _called(field: str, columns: Iterable[str]) -> list[str]:
-    """Returns the columns that may be a field: by a name in other datasets, by a word of the name, or by the spelling."""
+    """Returns the columns that may be a field, because of their name, a word in it, or a similar spelling."""
     names = [name for name in columns if not name.startswith("system")]
     words = {name: re.split(r"[^a-z0-9]+", name.lower()) for name in names}
     exact = [alias for alias in NAMES[field] if alias in names]
@@ -455,7 +430,7 @@ def _called(field: str, columns: Iterable[str]) -> list[str]:
 
 
 def _unlike(guess: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the guess without fields whose column has the same name."""
+    """Returns the guess without the fields whose columns have their names already."""
     return {field: column for field, column in guess.items() if field != column}
 
 

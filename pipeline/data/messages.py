@@ -30,10 +30,9 @@ ROLES = {
 
 SIDES = ("chosen", "rejected")
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of a part whose content is text
-# Keys for the thoughts of a reasoning model. transformers passes the first one to a template as `reasoning_content` and
-# `thinking`.
+# Keys of the thoughts of a reasoning model. A template gets the first one as `reasoning_content` and as `thinking`.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-# If the conversation continues, templates keep only the text after this marker.
+# Templates keep only the text after this marker in all turns except the last one.
 END_OF_THOUGHTS = re.compile(r"</(?:think|thinking|thought|thoughts|reasoning)>|\[/THINK\]")
 UNSEEN = ("Zs", "Zl", "Zp", "Cc", "Cf")  # Unicode categories: white space, control and format characters
 WEIGHTS = ("weight", "train", "loss")  # keys of a message that say whether it is trained
@@ -58,8 +57,8 @@ def thoughts(turn: Message) -> str:
     return next((turn[key].strip() for key in THOUGHTS if isinstance(turn.get(key), str)), "")
 
 
-def answer(content: str) -> str:
-    """Returns the text of a turn after its thoughts, without invisible characters such as a zero-width space."""
+def text_after_thoughts(content: str) -> str:
+    """Returns the text of a turn after its thoughts, or "" if only invisible characters follow, such as a zero-width space."""
     said = END_OF_THOUGHTS.split(content)[-1]
     return said.strip() if any(unicodedata.category(char) not in UNSEEN for char in said) else ""
 
@@ -86,8 +85,8 @@ def text(value: Any, key: str) -> str:
     return value
 
 
-def filled(value: Any, key: str, kind: str) -> str:
-    """Returns a text. Raises RowError of this `kind` if it is empty."""
+def nonempty_text(value: Any, key: str, kind: str) -> str:
+    """Returns a text. Raises RowError with the given `kind` if the text is empty."""
     if not text(value, key).strip():
         raise RowError(kind, key, show(value), "a text that is not empty")
     return str(value)
@@ -102,7 +101,7 @@ def messages(value: Any, key: str, system: Any = None) -> Turns:
     return with_system([message(item, f"{key}[{i}]") for i, item in enumerate(value)], system)
 
 
-# Python's text of messages, with keys in single quotes, as written by `to_csv` of pandas and datasets; and of any list
+# Patterns for lists in Python's notation, which `to_csv` of pandas and datasets writes: of messages, and of anything
 _BEGIN = r"(?:array\()?[\[(\s]*"
 # dictionaries, or objects such as ChatCompletionMessage(content='yo', role='assistant')
 _DICTIONARY = r"\{\s*(?=')(?=.*'(?:role|from)'\s*:)(?=.*'(?:content|value)'\s*:)"
@@ -112,7 +111,10 @@ _LIST = rf"{_BEGIN}(?<=[\[(])\s*['\"{{].*[\])]\Z"
 
 
 def list_in(value: Any, key: str, of_messages: bool = False) -> Any:
-    """Returns the list in a JSON text, or the value itself. Raises RowError for Python's text of a list (`of_messages`)."""
+    """Returns the list in a JSON text, or the value itself.
+
+    Raises RowError for a list in Python's notation. With `of_messages`, other lists in this notation are texts.
+    """
     if not isinstance(value, str):
         return value
     made = decoded(value) if (stripped := value.strip())[:1] in ("[", "{") else value
@@ -140,7 +142,7 @@ def unpacked(field: str, value: Any) -> Any:
 
 
 def dialogue(value: Any) -> Any:
-    """Converts a transcript, [{input, output}] or alternating texts to a list of messages; returns other values."""
+    """Converts a transcript, [{input, output}] or alternating texts to a list of messages. Returns other values unchanged."""
     if isinstance(value, str):
         return split_turns(value) if is_transcript(value) else value
     if not isinstance(value, list) or not value:
@@ -175,7 +177,7 @@ def message(item: Any, key: str) -> Message:
     if isinstance(content, list):
         content = "".join(part_text(part, f"{key}.{what}[{i}]") for i, part in enumerate(content))
     given = [name for name in THOUGHTS if isinstance(item.get(name), str) and item[name].strip()]
-    if len({item[name].strip() for name in given}) > 1:  # the template gets only one of them
+    if len({item[name].strip() for name in given}) > 1:  # the template would get only one of them
         found = f"`{given[0]}` and `{given[1]}` that differ"
         raise RowError("thoughts_differ", key, found, "the thoughts of a message in one key")
     turn: Message = {"role": ROLES[role.lower()], "content": text(content, f"{key}.{what}")}
@@ -189,7 +191,7 @@ def part_text(part: Any, key: str) -> str:
     if not isinstance(part, dict):
         return text(part, key)
     if (kind := part.get("type") or "text") not in TEXT_PARTS:
-        expected = "parts of type text, not images or audio; thoughts belong into `reasoning_content`"
+        expected = "parts of type text, not images or audio; thoughts belong in `reasoning_content`"
         raise RowError("wrong_type", key, f"a part of type {show(kind)}", expected)
     for name in ("text", "value", "content"):
         if (value := part.get(name)) is not None:
@@ -203,7 +205,7 @@ def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
     if isinstance(value, list):
         turns = messages(value, key)
     else:
-        prompt = filled(value, key, "empty_prompt")
+        prompt = nonempty_text(value, key, "empty_prompt")
         if not is_transcript(prompt):
             return with_system(as_turns(prompt), system) if system else prompt
         turns = split_turns(prompt)
@@ -244,12 +246,12 @@ def completion_text(value: Any, key: str, prompt: Text) -> Text:
         if isinstance(prompt, str) and further:
             raise RowError("wrong_type", key, f"`{further[0]}` with a text prompt", "a prompt of messages")
         return plain(turns) if isinstance(prompt, str) else turns
-    completion = filled(value, key, "empty_completion")
+    completion = nonempty_text(value, key, "empty_completion")
     return completion if isinstance(prompt, str) else assistant_turn(completion)
 
 
 def with_system(turns: Turns, system: Any) -> Turns:
-    """Puts a row's `system` prompt, if any, in front of a conversation. Raises RowError if the conversation has another one."""
+    """Adds a row's `system` prompt, if any, to a conversation. Raises RowError if the conversation has a different one."""
     if not system:
         return turns
     first = {"role": "system", "content": text(system, "system")}
@@ -276,7 +278,9 @@ def check_last(turns: Turns, key: str) -> None:
     if last["role"] != "assistant":
         expected = "a conversation that ends on `assistant`"
         raise RowError("wrong_role", key, f"a last turn by `{last['role']}`", expected)
-    if not answer(last["content"]) and not last.get("tool_calls"):  # would teach the policy to end at once
+    if not text_after_thoughts(last["content"]) and not last.get(
+        "tool_calls"
+    ):  # would teach the policy to end at once
         expected = "a turn that is not empty; before the last one, `weight: 0` excludes a turn from training"
         raise RowError("empty_completion", key, show(last["content"]), expected)
 
@@ -306,7 +310,7 @@ def repeats_prompt(value: Any) -> bool:
 
 
 def split_turns(value: str) -> Turns:
-    r"""Returns the transcript "\n\nHuman: a\n\nAssistant: b" as messages, without the one space after each colon."""
+    r"""Returns the transcript "\n\nHuman: a\n\nAssistant: b" as messages, without the space after each colon."""
     parts = _TURN.split(value)[1:]
     roles = {"Human": "user", "Assistant": "assistant"}
     return [
@@ -321,7 +325,7 @@ def split_transcripts(row: dict[str, Any], system: Any = None) -> tuple[Text, tu
     if any(isinstance(side, list) for side in both):
         sides = [messages(side, key) for side, key in zip(both, SIDES, strict=True)]
     else:
-        texts = [filled(side, key, "empty_completion") for side, key in zip(both, SIDES, strict=True)]
+        texts = [nonempty_text(side, key, "empty_completion") for side, key in zip(both, SIDES, strict=True)]
         if not all(map(is_transcript, texts)):
             prompt, completions = split_texts(*texts)
             if not system:
@@ -356,13 +360,11 @@ def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
-# ---- tools: the functions that a row offers, and the calls in its messages, in OpenAI's format -----------------------
+# ---- tools: the functions that a completion may call, and the calls in messages, in OpenAI's format ------------------
 
 
 def tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
-    """Returns OpenAI's tool calls as chat templates expect them: [{type, function: {name, arguments}}]. arguments is an
-    object.
-    """
+    """Returns OpenAI's tool calls as chat templates expect them: [{type, function: {name, arguments: OBJECT}}]."""
     calls = []
     for index, item in enumerate(value if isinstance(value, list) else [value] if value else []):
         place = f"{key}[{index}]"
@@ -378,10 +380,10 @@ def tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
     return calls
 
 
-def offered(value: Any) -> list[dict[str, Any]] | None:
-    """Returns the functions that a row offers, from a list of JSON schemas or its JSON text, or None for other values.
+def tool_schemas(value: Any) -> list[dict[str, Any]] | None:
+    """Returns the functions that a completion may call, as JSON schemas, or None if the value is not a list of schemas.
 
-    A bare schema, {name, description, parameters}, is wrapped in OpenAI's {type, function}.
+    OpenAI's {type, function} is put around a bare schema: {name, description, parameters}.
     """
     value = list_in(value, "tools")
     if not value or not isinstance(value, list) or not all(isinstance(item, dict) for item in value):

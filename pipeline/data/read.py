@@ -1,8 +1,9 @@
 """Reads, validates, templates and tokenizes a job's rows once, into Arrow files in a cache folder, its parts.
 
-A task for each chunk of a file streams its rows and writes its part (tasks.py). The driver receives only small counts, so its
-memory does not grow with the data. It makes the report from the counts (report.py), rejects unusable data, and loads the parts
-as tables. A later run with the same files, tokenizer, template and options reuses the parts.
+Each chunk of a file has a task, which reads its rows one after another and writes a part: an Arrow file of token rows (tasks.py).
+The driver receives only counts, so its memory does not grow with the data. The driver makes the report from the counts
+(report.py), rejects unusable data, and loads the parts as tables. A later run with the same files, tokenizer, template and
+options reuses the parts.
 """
 
 import contextlib
@@ -17,14 +18,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.data.chunks import Chunk, plan
+from pipeline.data.chunks import Chunk, plan_chunks
 from pipeline.data.counts import Counts, RowsDigest, of_split, totals
-from pipeline.data.feed import Mixture, mix
-from pipeline.data.files import File, find
-from pipeline.data.preview import preprocessing, resolve_labels
+from pipeline.data.files import File, find_files
+from pipeline.data.formats import kind_of
+from pipeline.data.mixture import Mixture, mix_sources
+from pipeline.data.preview import resolve_labels, source_kinds
 from pipeline.data.report import Report, check_rows_are_usable, report_of
-from pipeline.data.shapes import kind_of
-from pipeline.data.tasks import Options, columns_of, hash_rows, run_chunks, tokenize
+from pipeline.data.tasks import Options, columns_of, hash_rows, run_chunks, tokenize_chunk
 from pipeline.data.template import DATE
 from pipeline.errors import InputError
 from pipeline.job.job import sources_of
@@ -36,17 +37,17 @@ SMALL = 64 << 20  # maximum bytes of files to tokenize without Ray. Larger files
 
 @dataclass
 class Prepared:
-    """The tokenized rows in file order, as Arrow tables or as Ray Data's materialized datasets, and the report on them."""
+    """The tokenized rows in file order, as Arrow tables or as materialized datasets of Ray Data, and the report on the rows."""
 
     train: Any
     eval: Any
     report: Report
-    digests: dict[str, str]  # split -> sha256 of its rows
+    digests: dict[str, str]  # split -> SHA-256 digest of its rows
     fingerprints: dict[str, str]  # split -> name of the token table, the same on all workers
     mixture: Mixture | None = None  # sources of `train` if they have weights
 
 
-def prepare(
+def prepare_rows(
     stage: str,
     data: Any,
     tokenizer: Any,
@@ -58,14 +59,14 @@ def prepare(
     """Returns the job's train and eval rows as token tables.
 
     Args:
-        stage: the job's stage, or `pairs` for held-out pairs (shapes.kind_of).
+        stage: the job's stage, or `pairs` or `benchmarks` for the rows of these keys.
         data: the job's `data` section.
-        context_length: tokens that the model can read, or None if its configuration does not say.
-        packing: whether to pack rows; kinds of rows that cannot be packed ignore it.
-        ray_for_rows: starts Ray, for a job that runs in this process: files above SMALL bytes are tokenized on it, others here,
-            and the tables are pyarrow's. None: Ray is there already, and the tables are Ray Data's.
+        context_length: tokens that the model can read, or None if this is unknown.
+        packing: whether to pack rows, if they are demonstrations.
+        ray_for_rows: for a job that runs in this process, starts Ray to tokenize files above SMALL bytes. The tables are
+            pyarrow's. For a job on Ray it is None, and the tables are Ray Data's.
 
-    Raises InputError if files are missing, rows cannot be used (all counted, the first named by file:line), or none is left.
+    Raises InputError if files are missing, if rows cannot be used, or if no row is left.
     """
     begin = time.monotonic()
     aside = dict[str, str]()
@@ -81,15 +82,15 @@ def prepare(
             chunk
             for name, listing in files.items()
             for file in listing
-            for chunk in plan(file, name, options.kind_in(name, file.source))
+            for chunk in plan_chunks(file, name, options.kind_in(name, file.source))
         ]
         storage.require_writable(folder, "data.cache_dir", "./cache")
         on_ray = not ray_for_rows or sum(file.size for some in files.values() for file in some) > SMALL
         with ray_for_rows() if on_ray and ray_for_rows else contextlib.nullcontext():
-            repeated = repeated_rows(run(hash_rows, chunks, on_ray), chunks) if data.deduplicate else {}
+            repeated = repeated_rows(run_tasks(hash_rows, chunks, on_ray), chunks) if data.deduplicate else {}
             shared = {"tokenizer": tokenizer, "options": options, "folder": folder, "repeated": repeated}
-            work = functools.partial(tokenize, **shared)
-            counts = run(work, chunks, on_ray)
+            work = functools.partial(tokenize_chunk, **shared)
+            counts = run_tasks(work, chunks, on_ray)
         check_rows_are_usable(counts, options)
         manifest = {"key": key, **manifest_of(counts, tokenizer, options)}
         storage.write_json(storage.join(folder, "manifest.json"), manifest)
@@ -120,19 +121,19 @@ def plan_reading(
     packing: bool = False,
     aside: Any = None,
 ) -> tuple[dict[str, list[File]], Options]:
-    """Returns the files of each split and the options for their rows, as far as the first rows show, without Ray.
+    """Returns the files of each split, and the options for their rows according to the first rows. Does not use Ray.
 
     Adds the files of folders that a split does not read to `aside`, {path: why}.
     Raises InputError if files or columns are missing, rows fit another stage, or keys contradict the model.
     """
     options = options_of(stage, data, tokenizer, context_length, packing)
     splits = [(key, spec) for key in ("train", "eval") if (spec := getattr(data, key))]
-    files = {key: find(spec, f"data.{key}", aside) for key, spec in splits}
-    return files, replace(options, preprocess=resolve_labels(options.preprocess, files, stage))
+    files = {key: find_files(spec, f"data.{key}", aside) for key, spec in splits}
+    return files, replace(options, kinds=resolve_labels(options.kinds, files))
 
 
 def describe_sources(report: Report, data: Any, files: dict[str, list[File]]) -> Mixture | None:
-    """Adds to the report what the job says of each source, and its rows drawn per epoch. Returns the mixture of data.train."""
+    """Adds each source's settings and rows per epoch to the report. Returns the mixture of data.train."""
     for name, counts in report.sources.items():
         origin = "eval" if "eval" in files and name == "eval" else "train"
         sources = sources_of(getattr(data, origin))
@@ -142,7 +143,9 @@ def describe_sources(report: Report, data: Any, files: dict[str, list[File]]) ->
             one.revision = next(file.revision for file in files[origin] if file.source == one.source)
     sizes = {one.source: one.rows for one in report.sources.get("train", ())}
     sources = sources_of(data.train)
-    mixture = mix(sources, [sizes.get(index, 0) for index in range(len(sources))], data.stopping_strategy)
+    mixture = mix_sources(
+        sources, [sizes.get(index, 0) for index in range(len(sources))], data.stopping_strategy
+    )
     if mixture:
         for one in report.sources["train"]:
             one.drawn = mixture.draws[one.source]
@@ -154,13 +157,13 @@ def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None
     from pipeline.models.template import text_as_chat
     from pipeline.models.tokenizer import eos_ids
 
-    max_length = data.max_length or context_length
+    kind, max_length = kind_of(stage), data.max_length or context_length
     if not max_length:
         raise InputError(
             "the model's configuration states no context; set data.max_length=1024", key="data.max_length"
         )
     return Options(
-        stage,
+        kind,
         max_length,
         data.overlong,
         data.on_error,
@@ -168,9 +171,9 @@ def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None
         tuple(eos_ids(tokenizer)),
         data.eval_fraction,
         data.seed,
-        packing and "labels" in kind_of(stage).columns,
+        packing and "labels" in kind.columns,
         data.parse_special_tokens,
-        preprocessing(stage, data),
+        source_kinds(stage, data),
         data.deduplicate,
     )
 
@@ -188,7 +191,7 @@ def manifest_of(counts: list[Counts], tokenizer: Any, options: Options) -> dict[
 
 
 def content_digest(name: str, counts: list[Counts], options: Options) -> str:
-    """Returns a digest of a split's rows and their order, for any chunks. For a hold-out it includes fraction and seed."""
+    """Returns a digest of a split's rows in their order. With data.eval_fraction, fraction and seed are part of it."""
     whole = RowsDigest()
     for one in of_split("train" if options.eval_fraction else name, counts):
         whole.extend(one.digest)
@@ -213,7 +216,7 @@ def repeated_rows(hashes: list[bytes], chunks: list[Chunk]) -> dict[int, Any]:
     return repeated
 
 
-def run(work: Callable[[Chunk, int], Any], chunks: list[Chunk], on_ray: bool) -> list[Any]:
+def run_tasks(work: Callable[[Chunk, int], Any], chunks: list[Chunk], on_ray: bool) -> list[Any]:
     """Returns work(chunk, number) for all chunks, in their order: from Ray Data tasks, or from this process."""
     if not on_ray:
         return [work(chunk, index) for index, chunk in enumerate(chunks)]
@@ -235,19 +238,19 @@ def set_up_ray_data() -> None:
     context.execution_options.preserve_order = True
     context.print_on_execution_start = False
     context.enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.WARNING)  # without one line for each execution
-    # This logger would warn that progress bars are off
+    logging.getLogger("ray.data").setLevel(logging.WARNING)  # it would print a line for each execution
+    # This logger would warn that there are no progress bars.
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
 
 
-# ---- the cache: parts, and the manifest that, written last, makes their folder usable -------------------------------
+# ---- the cache: a folder of parts. Its manifest is written last, and makes the folder usable -------------------------
 
 
 def cache_key(files: dict[str, list[File]], tokenizer: Any, options: Options) -> str:
-    """Returns a digest of all that the parts depend on.
+    """Returns a digest of everything that the parts depend on.
 
-    It has a file's path, size and time of change, not its content, because reading all files is what the cache avoids. A copy
-    of a file is tokenized again.
+    For a file, these are path, size and time of change. The cache avoids reading all files, so their content is not part of the
+    key, and a copy of a file is tokenized again.
     """
     from pipeline.models.tokenizer import template_digest, tokenizer_digest
 
@@ -256,7 +259,7 @@ def cache_key(files: dict[str, list[File]], tokenizer: Any, options: Options) ->
         for name, listing in files.items()
     }
     digests = tokenizer_digest(tokenizer), template_digest(tokenizer)
-    parts = [VERSION, DATE, listed, *digests, sorted(vars(options).items())]
+    parts = [VERSION, DATE, listed, *digests, options.cache_parts()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -266,7 +269,7 @@ def read_manifest(folder: str) -> dict[str, Any] | None:
         manifest: dict[str, Any] = storage.read_json(storage.join(folder, "manifest.json"))
         for name, _ in itertools.chain.from_iterable(manifest["parts"].values()):
             _opened(storage.join(folder, name))  # reads the end of the file: raises if it is cut short
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the cache can always be made again
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the parts are made again
         return None
     return manifest
 
@@ -300,3 +303,17 @@ def _opened(path: str) -> Any:
 
     fs, inner = storage.filesystem(path)
     return pa.ipc.open_file(fs.open_input_file(inner) if storage.is_remote(path) else pa.memory_map(inner))
+
+
+def to_hf(shard: Any, fingerprint: str) -> Any:
+    """Returns an Arrow table, or a dataset of Ray Data, as a datasets.Dataset that shares the same memory.
+
+    `fingerprint` names the table. Without it, the datasets library would hash, and so copy, the full table.
+    """
+    import datasets
+    import pyarrow as pa
+
+    if not isinstance(shard, pa.Table):
+        shard = pa.concat_tables(list(shard.iter_batches(batch_size=None, batch_format="pyarrow")))
+    table = shard.replace_schema_metadata(None)
+    return datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint=fingerprint)

@@ -1,4 +1,4 @@
-"""Reports the counts of rows, reasons, token lengths and samples. Rejects unusable datasets."""
+"""Reports how many rows were read, dropped and why, their lengths, and samples. Rejects unusable datasets."""
 
 import itertools
 import json
@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from operator import itemgetter
 from typing import Any
 
-from pipeline.data import reshape
 from pipeline.data.chunks import locate
 from pipeline.data.counts import (
     Counts,
@@ -20,19 +19,21 @@ from pipeline.data.counts import (
     totals,
     versions_in_words,
 )
+from pipeline.data.formats import kind_of
+from pipeline.data.labels import RARE
 from pipeline.data.messages import THOUGHTS
-from pipeline.data.shapes import kind_of
 from pipeline.data.tasks import SAMPLES, Options, encoder_of
 from pipeline.data.values import RowError, show
 from pipeline.errors import InputError, visible
 from pipeline.models.template import is_plain, text_as_chat
 
 PERCENTILES = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "max": 1.0}
-# kind of a row's error -> what is wrong with the row, unless the kind itself says it
+# kind of error -> its description in the report. Other kinds describe themselves.
 ERROR_NAMES = {
     "not_json": "not JSON",
     "not_utf8": "not UTF-8",
     "not_csv": "not CSV",
+    "overlong": "too long",
     "label": "labelled as bad",
     "ragged": "with another number of values than the header",
     "missing_field": "wrong or missing field",
@@ -48,7 +49,7 @@ ERROR_NAMES = {
 }
 MAX_FILES = 8  # maximum number of unread files that are named
 MANY = 0.05  # if a larger fraction of the rows is dropped, the headline gives the reasons
-MAX_LABELS = 8  # maximum number of a label's values that are shown one by one
+MAX_LABELS = 8  # maximum number of label values that are listed
 # {split: name of its rows in the headline}
 ROWS_OF = {
     "train": "training rows",
@@ -60,17 +61,17 @@ ROWS_OF = {
 
 @dataclass
 class Split:
-    """Counts of the rows of `train` or `eval`, or of one of its sources.
+    """Counts the rows of `train` or `eval`, or of one of its sources.
 
-    `read` counts JSON rows, `kept` the token rows made from them (several for pos/neg answers).
+    `read` counts rows in files, `kept` the token rows made from them. A row with several answers makes several token rows.
     """
 
     read: int = 0
     kept: int = 0
     tokens: int = 0
     truncated: int = 0
-    rows: int = 0  # rows of the token table: the kept rows, or packs of them
-    desirable: int | None = None  # kept rows that are labeled as good, or None without labels
+    rows: int = 0  # rows of the token table, each of them with one kept row or, if packed, with several
+    desirable: int | None = None  # kept rows with a good label, or None if the rows have no labels
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> rows
     versions: dict[str, int] = field(default_factory=dict)  # models:/NAME/NUMBER that generated rows -> rows
     judges: dict[str, int] = field(default_factory=dict)  # judge:FILE@DIGEST that scored rows -> rows
@@ -93,7 +94,7 @@ class Split:
 
 @dataclass
 class Report:
-    """The outcome of preparing the data of one job; `to_dict()` is plain JSON, `render()` a text for a terminal."""
+    """Describes the rows of one job. `to_dict()` returns plain JSON, `render()` a text for a terminal."""
 
     stage: str
     max_length: int
@@ -113,7 +114,7 @@ class Report:
     seconds: float = 0.0
 
     def row_format(self) -> str | None:
-        """Returns the format of the rows for a model: chat, text, or both. Returns None if there are no rows."""
+        """Returns the form in which a model gets the rows: chat, text, or both. Returns None if there are no rows."""
         rows = {"chat": 0, "text": 0}
         for split in self.splits.values():
             rows["chat"] += split.chat_rows
@@ -121,7 +122,7 @@ class Report:
         return "both" if all(rows.values()) else next((name for name in rows if rows[name]), None)
 
     def labels(self) -> tuple[int, int]:
-        """Returns (desirable, undesirable) rows of an epoch. A weighted source counts the average of its draws."""
+        """Returns the desirable and undesirable rows of an epoch, on average over the draws of a weighted source."""
         desirable = drawn = 0.0
         for one in self.sources["train"]:
             share = 1 if one.drawn is None else one.drawn / max(1, one.rows)
@@ -269,7 +270,7 @@ def line(title: str, text: str) -> str:
 
 def report_of(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Report:
     """Makes the report from the counts of all chunks, in the order of the chunks."""
-    report = Report(options.stage, options.max_length, text_as_chat=options.apply_template)
+    report = Report(options.kind.stage, options.max_length, text_as_chat=options.apply_template)
     for name in ("train", "eval"):
         if with_split := [one for one in counts if any(split == name for split, *_ in one.tally)]:
             report.splits[name] = split_of(name, with_split)
@@ -319,7 +320,7 @@ def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Iterato
     completions, total = options.kind.completions, totals(counts)
     yield from (str(one.unread) for one in counts if one.unread)
     if completions == "learned" and total["margins"]:
-        yield f"{options.stage} does not use the column `margin`: only rm does"
+        yield f"{options.kind.stage} does not use the column `margin`: only rm does"
     if special := total["special_tokens"]:
         way, other, value = "ordinary text", "control tokens", "true"
         if options.apply_template:
@@ -355,7 +356,7 @@ def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Iterato
 def check_rows_are_usable(counts: Sequence[Counts], options: Options) -> None:
     """Raises InputError for bad rows, unless data.on_error skips them, and for a dataset without usable rows.
 
-    A file without rows counts as a bad row in its first chunk.
+    A file without rows counts as one bad row.
     """
     read = Counter[str]()
     for one in counts:
@@ -394,8 +395,8 @@ def check_rows_are_usable(counts: Sequence[Counts], options: Options) -> None:
 
 
 def unclear_labels(total: Mapping[str, Counter[str]]) -> bool:
-    """Returns True if too many labels have no known meaning, so that the rule is probably wrong."""
-    return total["bad"]["unclear_label"] > reshape.RARE * total["read"].total()
+    """Returns True if so many labels have no known meaning that the rule is probably wrong."""
+    return total["bad"]["unclear_label"] > RARE * total["read"].total()
 
 
 def complaint(counts: Sequence[Counts]) -> str:
@@ -421,7 +422,7 @@ def in_words(kinds: Counter[str]) -> str:
 
 
 def name_of(kind: str) -> str:
-    """Returns in a few words what is wrong with a row, from the kind of its error."""
+    """Describes the kind of a row's error in a few words."""
     return ERROR_NAMES.get(kind, kind.replace("_", " "))
 
 

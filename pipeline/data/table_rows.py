@@ -1,8 +1,8 @@
-"""Reads the rows of Parquet and Arrow files, a few at a time, as JSON would have them.
+"""Reads the rows of Parquet and Arrow files, a few at a time, and converts them to what JSON Lines would have.
 
-In such a file, a struct's missing field is null. It is dropped, as in JSON. NaN, which pandas writes for a missing value,
-becomes null. Dates, bytes and decimals keep their Python types. If the stage reads their column, messages.text rejects them. No
-code in a file is run: columns with Python types keep their stored values.
+A field that a struct lacks is null in these files; it is dropped. NaN, which pandas writes for a missing value, becomes null.
+Dates, bytes and decimals keep their Python types, and messages.text rejects them if the stage reads their column. No code in
+a file is run.
 """
 
 import contextlib
@@ -19,16 +19,16 @@ from pipeline.errors import in_brief
 from pipeline.system import storage
 
 ROWS = 256  # rows read at a time
-BYTES = 4 << 20  # maximum bytes of a batch of rows; a row may hold an image
-BUFFER = 1 << 20  # bytes per column; without a buffer, memory would hold the full row group
+BYTES = 4 << 20  # maximum bytes of a batch of rows; a row may contain an image
+BUFFER = 1 << 20  # bytes per column; without a buffer, pyarrow reads the full row group
 
 Piece = tuple[int, int, int]  # rows [start, stop), or -1 to the end; bytes
 
 
 def pieces(path: str, format: str, size: int, chunk_bytes: int) -> list[Piece]:
-    """Returns the pieces of a file of `size` bytes that tasks read: one piece if damage must be found by reading it.
+    """Returns the pieces of a file of `size` bytes that tasks read. A damaged file may be one piece.
 
-    A piece has whole row groups of Parquet, or record batches of Arrow, of at least `chunk_bytes`. The last may be smaller.
+    A piece has complete row groups of Parquet, or record batches of Arrow. All pieces but the last have at least `chunk_bytes`.
     """
     whole = [(0, -1, size)]
     if format == "arrow" and storage.is_remote(path):
@@ -54,7 +54,7 @@ def table_rows(path: str, format: str, start: int, stop: int) -> Iterator[Row]:
     try:
         with _opened(path) as file:
             for size, _, read in _groups(file, format):
-                # One group at a time, so that an error has the row of the damage.
+                # One group at a time, so that an error names the row where the damage begins.
                 for batch in read() if start <= at and (stop < 0 or at < stop) else ():
                     if error := repeated_column(batch.schema.names):
                         yield 1, error, b""
@@ -79,7 +79,7 @@ def _damage() -> tuple[type[Exception], ...]:
 
 
 def _opened(path: str) -> Any:
-    """Opens the file for random access. A local file is memory-mapped, which does not count as memory of the process."""
+    """Opens a file for random access. A local file is memory-mapped, so that it takes no memory of the process."""
     import pyarrow.fs as pafs
 
     if storage.is_remote(path):
@@ -128,11 +128,11 @@ def _record_batches(file: Any) -> Iterator[Any]:
         yield from pa.ipc.open_stream(file)
 
 
-# ---- a row as JSON would have it -------------------------------------------------------------------------------
+# ---- rows as JSON would have them ------------------------------------------------------------------------------
 
 
 def _rows(batch: Any) -> Iterator[Any]:
-    """Yields the rows of a batch, with a RowError in place of a row that Python cannot hold."""
+    """Yields the rows of a batch, with a RowError in place of a row that Python cannot represent."""
     import pyarrow as pa
 
     columns = zip(batch.schema.names, batch.schema.types, strict=True)
@@ -155,7 +155,7 @@ def _rows(batch: Any) -> Iterator[Any]:
 
 
 def tidy(value: Any) -> Any:
-    """Returns a value as JSON would have it: without the nulls of structs, and with null for NaN."""
+    """Returns a value without the null fields of structs, and with null for NaN."""
     if isinstance(value, dict):
         return {str(key): tidy(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -1,6 +1,6 @@
-"""Runs one task: reads the rows of a chunk, writes the good ones as a part of token rows, and counts all of them.
+"""Runs one task: reads the rows of a chunk, writes the token rows into a part, and counts everything.
 
-The driver receives only `Counts`, which do not grow with the chunk.
+The driver receives only `Counts`, whose size does not depend on the size of the chunk.
 """
 
 import functools
@@ -13,17 +13,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.data.chunks import Chunk, locate, rows
+from pipeline.data.chunks import Chunk, chunk_rows, locate
 from pipeline.data.counts import Counts
 from pipeline.data.encode import Encoder, Example
-from pipeline.data.reshape import NOTHING, Preprocess
-from pipeline.data.shapes import Kind, Record, digest, kind_of, parse
+from pipeline.data.formats import Kind, Record, digest, parse_row
 from pipeline.data.values import Dropped, RowError
 from pipeline.system import storage
 
 BATCH = 256  # rows tokenized together
 BATCH_BYTES = 16 << 20  # maximum bytes of a batch of rows; a row may be a book
-SAMPLES = 3  # number of token rows that are shown as text
+SAMPLES = 3  # number of token rows that the report shows as text
 Read = Record | RowError | Dropped  # a row before it is tokenized
 
 
@@ -31,7 +30,7 @@ Read = Record | RowError | Dropped  # a row before it is tokenized
 class Options:
     """The settings of a task. All of them are part of the cache key."""
 
-    stage: str
+    kind: Kind  # the kind of all rows, without the job's changes
     max_length: int
     overlong: str
     on_error: str
@@ -41,23 +40,24 @@ class Options:
     seed: int
     packing: bool
     parse_special_tokens: bool = False
-    # split -> the preprocessing of each source; without an entry, raw rows stay unchanged
-    preprocess: Mapping[str, Sequence[Preprocess]] = field(default_factory=dict)
+    # split -> the kind of rows in each source
+    kinds: Mapping[str, Sequence[Kind]] = field(default_factory=dict)
     deduplicate: bool = False
-
-    @property
-    def kind(self) -> Kind:
-        """Returns the kind of all rows, before the job's preprocessing."""
-        return kind_of(self.stage)
 
     def kind_in(self, split: str, source: int) -> Kind:
         """Returns the kind of the rows of a source."""
-        sources = self.preprocess.get(split, ())
-        return kind_of(self.stage, sources[source] if sources else NOTHING)
+        sources = self.kinds.get(split, ())
+        return sources[source] if sources else self.kind
+
+    def cache_parts(self) -> list[tuple[str, Any]]:
+        """Returns the settings for the cache key. A kind is its stage and preprocessing, because its functions have no digest."""
+        preprocess = {split: [one.preprocess for one in kinds] for split, kinds in self.kinds.items()}
+        own = {name: value for name, value in vars(self).items() if name not in ("kind", "kinds")}
+        return sorted((own | {"stage": self.kind.stage, "preprocess": preprocess}).items())
 
 
 def run_chunks(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:
-    """Runs the work on chunks by number, for Ray Data. `shared` references the data that read.run sends once."""
+    """Runs the work on chunks by number, for Ray Data. `shared` references the data that read.run_tasks sends once."""
     chunks, work = _fetched(shared)
     for index in map(int, batch["id"]):
         yield {"index": [index], "result": [pickle.dumps(work(chunks[index], index))]}
@@ -73,14 +73,14 @@ def _fetched(reference: Any) -> Any:
 
 def hash_rows(chunk: Chunk, index: int) -> bytes:
     """Returns 8 bytes for each row of a chunk, equal for rows with equal bytes."""
-    return b"".join(row_hash(raw) for _, _, raw in rows(chunk))
+    return b"".join(row_hash(raw) for _, _, raw in chunk_rows(chunk))
 
 
 def row_hash(raw: bytes) -> bytes:
     return hashlib.blake2b(raw, digest_size=8).digest()
 
 
-def tokenize(
+def tokenize_chunk(
     chunk: Chunk,
     index: int,
     tokenizer: Any,
@@ -88,13 +88,16 @@ def tokenize(
     folder: str,
     repeated: Mapping[int, Iterable[int]] | None = None,
 ) -> Counts:
-    """Makes the parts of chunk number `index` in `folder`, one per split, without `repeated` rows if data.deduplicate is set."""
+    """Writes the parts of chunk number `index` to `folder`, one per split.
+
+    `repeated` has the places of the rows that data.deduplicate drops: {number of the chunk: places}.
+    """
     left_out = set((repeated or {}).get(index, ()))
     task = Task(chunk, index, encoder_of(tokenizer, options, chunk), options, folder)
     counts, kind = task.counts, task.encoder.kind
     batch: list[tuple[int, Read]] = []
     size = 0
-    for place, (number, row, raw) in enumerate(rows(chunk)):
+    for place, (number, row, raw) in enumerate(chunk_rows(chunk)):
         if place in left_out and not isinstance(row, RowError):
             counts.add(chunk.split, "read")
             counts.add(chunk.split, "dropped", "duplicate")
@@ -104,7 +107,7 @@ def tokenize(
             counts.keys["rows"] += row_hash(raw)
         for made in kind.rows(row, task.note_label):
             done = isinstance(made, RowError | Dropped)
-            batch.append((number, made if done else checked(made, kind)))
+            batch.append((number, made if done else parse_or_error(made, kind)))
         size += len(raw)
         if len(batch) >= BATCH or size >= BATCH_BYTES:
             task.flush(batch)
@@ -113,7 +116,7 @@ def tokenize(
     for name, writer in task.writers.items():
         counts.parts[name] = writer.close()
         counts.add(name, "rows", number=counts.parts[name][1])
-    # The lines before the chunk are counted only now, to locate the reported rows in the file.
+    # Finding the line of an error means counting the lines before the chunk, so it is done once, at the end.
     if named := {id(error): error for error in (*counts.errors.values(), counts.unread) if error}:
         locate([*named.values()], chunk)
     return counts
@@ -131,10 +134,10 @@ def encoder_of(tokenizer: Any, options: Options, chunk: Chunk | None = None) -> 
     )
 
 
-def checked(row: Any, kind: Kind) -> Record | RowError:
+def parse_or_error(row: Any, kind: Kind) -> Record | RowError:
     """Returns a row as a Record, or its error."""
     try:
-        return parse(row, kind)
+        return parse_row(row, kind)
     except RowError as error:
         return error
 
@@ -277,7 +280,7 @@ def columns_of(options: Options) -> tuple[str, ...]:
 def schema(options: Options) -> Any:
     import pyarrow as pa
 
-    types = {"label": pa.bool_(), "margin": pa.float32(), "row": pa.string()}  # other columns hold token ids
+    types = {"label": pa.bool_(), "margin": pa.float32(), "row": pa.string()}  # other columns have token ids
     return pa.schema([(name, types.get(name, pa.list_(pa.int32()))) for name in columns_of(options)])
 
 

@@ -1,16 +1,16 @@
 """Renders messages with a chat template, and finds the completions in the text.
 
-A completion spans from the end of `messages[:i]` with generation prompt to the end of `messages[:i+1]`, or is the template's
-own `{% generation %}` block. Some templates render an earlier completion differently from the last one (Qwen3 removes its
-thoughts). Its span is then the part of the text that changes with its content. A row is rejected if the template drops a
-completion, changes its words, or does not render the last one after its generation prompt.
+Completion i is the text between `messages[:i]` with a generation prompt and `messages[:i+1]`, or the template's own
+`{% generation %}` block. Some templates render an earlier completion differently from the last one: Qwen3's removes its thoughts.
+Then the completion is the part of the text that changes with the message's content. A row is rejected if the template drops
+a completion, changes its words, or does not render the last completion after the generation prompt.
 """
 
 import copy
 from collections.abc import Collection
 from typing import Any
 
-from pipeline.data.messages import THOUGHTS, Turns, answer, check_last, thoughts
+from pipeline.data.messages import THOUGHTS, Turns, check_last, text_after_thoughts, thoughts
 from pipeline.data.values import RowError, show
 from pipeline.errors import visible
 from pipeline.models.template import DATE, GENERATION
@@ -27,7 +27,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.text = tokenizer.get_chat_template() if tokenizer.chat_template else None
         self.marks_completions = self.text is not None and GENERATION.search(self.text) is not None
-        # the tools and template variables of the row that is rendered
+        # the tools and template variables of the row to render
         self.tools: list[dict[str, Any]] | None = None
         self.settings: dict[str, Any] = {"date_string": DATE}
         self.variables, self.message_keys = names_in(self.text) if self.text else (frozenset(), frozenset())
@@ -61,13 +61,13 @@ class ChatTemplate:
     def whole(self, prompt: Turns, completion: Turns) -> tuple[str, str]:
         """Returns (text of the prompt, text of prompt and completion). The second begins with the first."""
         turns = [*prompt, *completion]
-        head, whole = self.asking(prompt), self.render(turns, False)
+        head, whole = self.render_prompt(prompt), self.render(turns, False)
         if not whole.startswith(head):
             raise not_behind_prompt(len(prompt), head)
         self.check_rendered(turns, whole, len(head))
         return head, whole
 
-    def asking(self, prompt: Turns) -> str:
+    def render_prompt(self, prompt: Turns) -> str:
         """Returns the text of a prompt, up to the start of the completion."""
         head = self.render(prompt, True)
         self.check_rendered(prompt, head)
@@ -82,12 +82,12 @@ class ChatTemplate:
                     raise unusable(index, template, "one that writes tool calls")
         systems = [index for index, turn in enumerate(turns) if turn["role"] == "system"]
         if left_out := [i for i in systems[1:] if not holds(text, turns[i]["content"].strip())]:
-            raise unusable(left_out[0], "leaves out this further system prompt", "one system prompt")
+            raise unusable(left_out[0], "leaves out this system prompt", "one system prompt")
         content, role = turns[-1]["content"].strip(), turns[-1]["role"]
         reads = role == "assistant" and "thinking" in self.message_keys
         if reads and not holds(text, thoughts(turns[-1]), start):
             template = "leaves out the thoughts of this turn, or does not write them in the completion"
-            raise unusable(len(turns) - 1, template, "one that does")
+            raise unusable(len(turns) - 1, template, "one that writes them there")
         if holds(text, content, start):
             return
         other = [*turns[:-1], {**turns[-1], "content": f"not {content} at all"}]
@@ -108,11 +108,13 @@ class ChatTemplate:
             spans = [span for i, span in zip(completions, spans, strict=True) if i not in untrained]
         elif not spans or len(trained) < len(completions):
             spans = [self._span(whole, turns, i) for i in trained]
-        one_each = len(spans) == len(trained)  # False if the template's blocks do not match the completions
+        one_each = len(spans) == len(trained)  # otherwise the template's blocks are no completions
         for at, i in enumerate(trained):
             content, text = turns[i]["content"].strip(), whole[slice(*spans[at])] if one_each else whole
             # The template may drop the thoughts of earlier completions.
-            if i + 1 < len(turns) and not any(holds(text, one) for one in (content, answer(content))):
+            if i + 1 < len(turns) and not any(
+                holds(text, one) for one in (content, text_after_thoughts(content))
+            ):
                 raise distorted(i, content)
         last = one_each and trained[-1] + 1 == len(turns)
         self.check_rendered(turns, whole, spans[-1][0] if last else 0)
@@ -179,9 +181,9 @@ def names_in(template: str) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def holds(text: str, content: str, start: int = 0) -> bool:
-    """Returns True if `text` contains `content` with its end after `start`, ignoring white space.
+    """Returns True if `text` contains `content`, ignoring white space, and the content ends after `start`.
 
-    It may begin before `start`, because some generation prompts end with the "<think>" that the completion begins with.
+    The content may begin before `start`, because some generation prompts end with the "<think>" of the completion.
     """
     if text.find(content, max(0, start - len(content) + 1)) >= 0:
         return True
@@ -201,15 +203,13 @@ def unusable(index: int, template: str, expected: str) -> RowError:
 
 
 def not_behind_prompt(index: int, head: str) -> RowError:
-    template = f"asks for a completion with {show(head[-30:])} but writes this one without that"
-    return unusable(
-        index, template, "a completion that begins as the template asks for it, or another template"
-    )
+    template = f"ends a prompt with {show(head[-30:])}, but writes this completion without it"
+    return unusable(index, template, "a completion that begins with it, or another template")
 
 
 def distorted(index: int, content: str) -> RowError:
     template = f"cuts or changes the words of {show(content)}"
-    return unusable(index, template, "one that writes them as they are")
+    return unusable(index, template, "one that writes them unchanged")
 
 
 def without_tokens(part: str, name: str = "") -> RowError:

@@ -1,11 +1,10 @@
-"""Reads rows of JSON Lines, of a JSON array, and of CSV or TSV, gzipped or not. Memory holds one row, not the file.
+"""Reads rows of JSON Lines, of a JSON array, and of CSV or TSV, gzipped or not, one row at a time.
 
 A RowError replaces an unreadable row.
 
-We do not use ijson (3.6.0 was no faster). It stops at a NaN or an integer over 64 bits without naming the row, replaces lone
-surrogates (half of a UTF-16 pair), and loses a row's bytes, which identify duplicates. We do not use pyarrow's CSV reader.
-It guesses types (a prompt `42` becomes a number in some blocks), and its line numbers are wrong after a row of several
-lines.
+Why not ijson: version 3.6.0 was no faster. It stops at a NaN or an integer over 64 bits without naming the row, replaces lone
+surrogates (half of a UTF-16 pair), and loses a row's bytes, which identify duplicates. Why not pyarrow's CSV reader: it guesses
+types (a prompt `42` becomes a number in some blocks), and its line numbers are wrong after a row of several lines.
 """
 
 import codecs
@@ -22,8 +21,8 @@ from pipeline.data.files import open_bytes
 from pipeline.data.values import RowError, fields_of, read_json, read_value, show, too_deep
 
 BLOCK = 1 << 20  # bytes to read at a time
-ROW = 64 << 20  # maximum characters of an array's element and of a CSV field
-# in an array: white space, optionally one sign, white space
+ROW = 64 << 20  # maximum characters of a CSV field
+# between the elements of an array: white space, perhaps one sign, white space
 NEXT = re.compile(r"[ \t\r\n]*([\[,\]]?)[ \t\r\n]*")
 DELIMITERS = {"csv": ",;\t|", "tsv": "\t|"}  # delimiters of each format, the most likely first
 REST = "all that follows"
@@ -50,7 +49,7 @@ def text_rows(path: str, format: str, zipped: bool, start: int, stop: int) -> It
 
 
 def json_rows(stream: Any, start: int, stop: int) -> Iterator[Row]:
-    """Yields the decoded rows of lines. Empty lines are skipped, but counted."""
+    """Yields the decoded rows of JSON Lines. Empty lines are skipped, but counted."""
     at, number = start, 0
     if start:  # the previous range reads the line across the border
         stream.seek(start - 1)
@@ -117,13 +116,11 @@ def elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
         try:
             value, end = read_value(text, begin)
         except json.JSONDecodeError as error:
-            # An error well inside the text is real. One near the end may only mean that more must be read.
+            # An error far from the end of the text is real. Near the end, the rest of the element may be missing.
             if final or (error.pos < len(text) - 4096 and not error.msg.startswith("Unterminated")):
                 raise
-            if len(text) - at > ROW:
-                raise json.JSONDecodeError(f"no end within {ROW >> 20} MiB", text, begin) from None
             data = stream.read1(block)
-            final, block = not data, min(block * 2, ROW >> 2)
+            final, block = not data, min(block * 2, ROW)
             text, at = text[at:] + decoder.decode(data, final=final), 0
             continue
         yield value, text[begin:end].encode("utf-8", "surrogatepass")
@@ -136,16 +133,13 @@ def elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
 def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
     """Yields the rows below the header as {column: text}, each with the number of its first line.
 
-    An unusable header is a RowError in line 1 and ends the file. Blank lines are skipped, but counted.
+    Blank lines are skipped, but counted. After an unusable header, a RowError is the only row.
     """
     csv.field_size_limit(ROW)  # applies to the process; the default is 128 KiB
     head = stream.peek(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip(b"\r\n").partition(b"\n")[0]
-    # Excel reads the delimiter from this line before the header.
-    given = re.fullmatch(rb"sep=(.)\r?", head)
     text = head.decode(errors="replace")
     # Names may contain `|`, so it is a delimiter only if there is no other.
-    likely = max(delimiters, key=lambda one: (one in text and one != "|", text.count(one)))
-    delimiter = given[1].decode() if given else likely
+    delimiter = max(delimiters, key=lambda one: (one in text and one != "|", text.count(one)))
     lines = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     names: list[str] = []
@@ -167,9 +161,9 @@ def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
             expected = "UTF-8 text: run iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
             wrong = RowError("not_utf8", "", f"byte 0x{ord(error.object[error.start]) & 0xFF:02x}", expected)
         else:
-            if not fields or (in_header and given and fields == ["sep=", ""]):
+            if not fields:
                 continue
-            if in_header:  # pandas leaves the name of its index column empty
+            if in_header:  # pandas writes an index column without a name
                 names = [name or f"Unnamed: {index}" for index, name in enumerate(fields)]
                 wrong = repeated_column(names)
             elif len(fields) != len(names):

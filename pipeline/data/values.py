@@ -1,7 +1,4 @@
-"""The values of a row of any kind: decoding JSON, forbidden values, and values in error messages.
-
-Numbers are finite and text is Unicode.
-"""
+"""Decodes JSON, rejects values that no row may have, and shows values in error messages."""
 
 import datetime
 import decimal
@@ -22,10 +19,10 @@ Reason = tuple[str, str, str]  # kind, field without numbers, expected
 
 @dataclass(eq=False)
 class RowError(Exception):
-    """One bad row. `line` counts from 1. In a JSON array it is the number of the element, in a table the number of the
-    row (`unit`).
+    """Says what is wrong with a row.
 
-    `kind` is a key of report.ERROR_NAMES; `field` is a path (`messages[0].role`), or empty if the error is not in one field.
+    `kind` names the error in the report. `field` is a path (`messages[0].role`), or "" if the error is not in one field. `line`
+    counts from 1, in `unit`: lines of a file, elements of a JSON array, or rows of a table.
     """
 
     kind: str
@@ -35,7 +32,7 @@ class RowError(Exception):
     file: str = ""
     line: int = 0
     unit: Literal["line", "element", "row"] = "line"
-    # The part of the file, in words, that is not read because of this error. "" means that reading continues.
+    # which part of the file is not read because of this error, or "" if reading continues
     rest: str = ""
 
     def reason(self) -> Reason:
@@ -51,14 +48,14 @@ class RowError(Exception):
         rest = f"; not read: {self.rest}" if self.rest else ""
         return f"{self.where()}: {name}found {self.found}; expected {self.expected}{rest}"
 
-    # An exception is pickled with its args, which a dataclass does not set.
+    # Pickle would call RowError with `args`, which a dataclass does not set.
     def __reduce__(self) -> tuple[Any, ...]:
         return RowError, astuple(self)
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """A row that is dropped without being wrong: `overlong`, `prompt_too_long`, or `equal_after_truncation`."""
+    """A row that is dropped although it is correct, for example because it is too long or has no label."""
 
     reason: str
     error: RowError | None = field(default=None, compare=False)  # the report shows this error with its line
@@ -128,17 +125,17 @@ def too_deep() -> RowError:
 
 
 def some(keys: Iterable[str]) -> list[str]:
-    """Returns the first 50 short keys, to compare with a misspelled key."""
+    """Returns the short keys among the first 50, for a message."""
     return [key for key in itertools.islice(keys, 50) if len(key) <= 60]
 
 
 def fields_of(keys: Iterable[str]) -> str:
-    """Returns the first fields of a row in words."""
+    """Returns the names of a row's first fields, for a message."""
     return "fields " + visible(", ".join(some(keys)[:8]), lines=False) if keys else "no fields"
 
 
 def nearest(name: str, keys: Iterable[str]) -> str:
-    """Returns the question whether `name` is a misspelling of one of the keys, or ""."""
+    """Asks whether a similar key is a misspelling of `name`. Returns "" if no key is similar."""
     close = difflib.get_close_matches(name, some(keys), 1)
     return f" (is `{visible(close[0], lines=False)}` meant to be `{name}`?)" if close else ""
 

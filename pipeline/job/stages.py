@@ -59,7 +59,7 @@ class Stage:
     trainer: str
     summary: str  # One line for --help.
     inputs: Mapping[str, bool] = field(default_factory=dict)  # {model that it takes: whether it is required}
-    rows: str | None = None  # The kind of its rows, a key of data.shapes.KIND, or None if it reads no rows.
+    rows: str | None = None  # The kind of its rows, a key of data.formats.KINDS, or None if it reads no rows.
     learns: str | None = None  # The role whose adapter it trains: policy or reward.
     # Whether the frozen adapter that training starts from is the reference, unless the job names one.
     keeps_reference: bool = False

@@ -1,6 +1,6 @@
-"""Reads and writes the folder of an adapter in peft's format, and compares it with a base.
+"""Reads and writes the folder of an adapter in peft's format, and compares an adapter with a base.
 
-This module checks only the settings that this pipeline reads. peft checks the others when it loads the adapter.
+The checks cover only the settings that this pipeline reads. peft checks the other settings when it loads the adapter.
 """
 
 from __future__ import annotations
@@ -8,18 +8,17 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import re
 from copy import copy
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import InputError, in_brief
+from pipeline.errors import InputError
 from pipeline.job.lora import is_named
 from pipeline.models.compatibility import Base, Shapes, shapes_in
 from pipeline.system.hub import HEAD_NAMES, SETTINGS, TENSORS, json_object
 
-PREFIX = "base_model.model."  # peft's prefix of every name in an adapter file
-HEAD = f"{PREFIX}score.weight"  # name of the scalar head in files written here
+PREFIX = "base_model.model."  # peft's prefix of every tensor name in an adapter file
+HEAD = f"{PREFIX}score.weight"  # name of the scalar head in the files that this pipeline writes
 FIX = "save the adapter again, or name another adapter"
 # Settings of adapters that change the base.
 CHANGES_BASE = (
@@ -32,12 +31,11 @@ CHANGES_BASE = (
 )
 # Prefixes of `init_lora_weights` (peft 0.21) that also change the base. Such an adapter is relative to the changed base.
 RELATIVE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-OF_A = ("A.weight", "embedding_A")  # endings of the names of matrices A, after `.lora_`
-MAX_ALPHA = 1e6  # maximum lora_alpha, as in a job
+MATRIX_A = ("A.weight", "embedding_A")  # endings of the names of matrices A, after `.lora_`
 
 
 def is_head(key: str) -> bool:
-    """Returns whether a tensor of an adapter file is a scalar head, under any of the names that models give it."""
+    """Returns whether a tensor of an adapter file is a scalar head, whose name depends on the model's class."""
     return key.removeprefix(PREFIX).split(".")[0] in HEAD_NAMES
 
 
@@ -46,15 +44,15 @@ def in_base(key: str) -> str | None:
 
     peft saves such weights of the base next to an adapter of the embeddings, and with `save_embedding_layers=True`.
     """
-    of_adapter = ".lora_" in key or is_head(key)
-    return None if of_adapter else key.removeprefix(PREFIX).replace(".base_layer.", ".")
+    adapted = ".lora_" in key or is_head(key)
+    return None if adapted else key.removeprefix(PREFIX).replace(".base_layer.", ".")
 
 
-def write(folder: str | Path, config: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+def write_adapter(folder: str | Path, config: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     """Writes adapter_config.json and adapter_model.safetensors. Returns SHA-256 and bytes of the tensors in memory.
 
     Args:
-        config: the adapter's peft.LoraConfig, with task type and base; not changed.
+        config: the adapter's peft.LoraConfig, with task type and base. This function does not change it.
         tensors: the tensors of the adapter and its head, with their names in peft's files.
     """
     from peft.utils.other import get_pattern_key
@@ -69,18 +67,18 @@ def write(folder: str | Path, config: Any, tensors: dict[str, Any]) -> dict[str,
     config.inference_mode, config.init_lora_weights = True, True  # the tensors need no other initialization
     modules = ranks({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for pattern in ("rank_pattern", "alpha_pattern"):
-        # the first matching name counts, but peft would sort them
+        # The first matching pattern counts, but peft would sort the patterns when it saves them.
         given = getattr(config, pattern) or {}
         found = {module: get_pattern_key(given, module) for module in modules}
         setattr(config, pattern, {module: given[key] for module, key in found.items() if key in given})
     for key, value in vars(config).items():
-        if isinstance(value, set):  # a set's order differs between processes
+        if isinstance(value, set):  # the order of a set differs between processes
             setattr(config, key, sorted(value))
     config.save_pretrained(str(folder))
     return {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
 
 
-def settings(folder: str | Path) -> dict[str, Any]:
+def read_settings(folder: str | Path) -> dict[str, Any]:
     """Returns the content of a LoRA adapter's adapter_config.json.
 
     Raises InputError if the file is missing or damaged, if the adapter is not LoRA, or if it changes the shared base.
@@ -93,75 +91,19 @@ def settings(folder: str | Path) -> dict[str, Any]:
         value = config.get(key)
         if value and value != "none" and not (key == "modules_to_save" and set(value) <= set(HEAD_NAMES)):
             raise InputError(
-                f"{path}: {key}: found {value!r:.80}, which changes what all roles share; merge it into its base by peft's "
+                f"{path}: {key}: found {value!r:.80}, which changes the base that all roles share; merge it into its base by peft's "
                 "merge_and_unload(), and name the result as model.name_or_path"
             )
     start = str(config.get("init_lora_weights")).lower()
     if start.startswith(RELATIVE):
         raise InputError(
-            f"{path}: init_lora_weights: found {start!r:.80}, which changes the base and so makes an adapter for that other base; "
+            f"{path}: init_lora_weights: found {start!r:.80}, which changes the base, so the adapter fits only the changed base; "
             "convert it by peft's save_pretrained(path_initial_model_for_weight_conversion=ITS_START), or merge it into its own base"
         )
     return config
 
 
-def ranks(found: Shapes) -> dict[str, int]:
-    """Returns {module: rank} of an adapter's matrices."""
-    parts = ((key.removeprefix(PREFIX).partition(".lora_"), shape) for key, shape in found.items())
-    return {module: shape[0] for (module, _, part), shape in parts if part in OF_A}
-
-
-def exact(folder: str | Path) -> dict[str, Any]:
-    """Returns an adapter's settings with the modules of its tensors instead of patterns, and without initialization.
-
-    peft would match the file's patterns with `re`, which may never end, and allocate any rank. Raises InputError if a rank
-    differs from the tensors', or an alpha is invalid.
-    """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    where, given, rank_of = Path(folder) / SETTINGS, settings(folder), ranks(shapes(folder))
-    if not rank_of:
-        raise InputError(f"{Path(folder) / TENSORS}: holds no tensors of LoRA; {FIX}")
-    modules = pa.array(rank_of, pa.string())
-    made: dict[str, Any] = {"target_modules": set(rank_of), "init_lora_weights": False}
-    made |= dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern"))
-    for key, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
-        made[key] = given.get(key, 8)
-        value_of = dict.fromkeys(rank_of, made[key])
-        try:
-            for name, value in reversed((given.get(pattern) or {}).items()):  # the first match counts
-                matches = pc.match_substring_regex(modules, rf"^(.*\.)?({name})$")  # RE2: in linear time
-                value_of |= dict.fromkeys(modules.filter(matches).to_pylist(), value)
-        except (AttributeError, ValueError) as error:
-            raise InputError(f"{where}: {pattern}: {in_brief(error)}; {FIX}") from error
-        for module, value in value_of.items():
-            number = isinstance(value, (int, float)) and 0 < value <= MAX_ALPHA
-            if not number or (key == "r" and value != rank_of[module]):
-                expected = (
-                    f"{rank_of[module]} as its tensors" if key == "r" else f"above 0, up to {MAX_ALPHA:.0f}"
-                )
-                found = f"found {value!r:.80} for {module}, expected {expected}"
-                raise InputError(f"{where}: {key}: {found}; {FIX}")
-        if key == "r":  # peft does not accept 8.0
-            value_of = rank_of
-        made[key] = next(iter(value_of.values()))
-        made[pattern] = {re.escape(name): value for name, value in value_of.items() if value != made[key]}
-    return made
-
-
-def rank(folder: str | Path) -> int:
-    """Returns the largest rank of an adapter's matrices."""
-    return max(ranks(shapes(folder)).values())
-
-
-def described(folder: str | Path) -> dict[str, Any]:
-    """Returns an adapter's `settings`, and as `parameters` the number of its parameters, including its head."""
-    own = (shape for key, shape in shapes(folder).items() if not in_base(key))
-    return settings(folder) | {"parameters": sum(map(math.prod, own))}
-
-
-def shapes(folder: str | Path) -> Shapes:
+def read_shapes(folder: str | Path) -> Shapes:
     """Returns the shapes of an adapter's tensors. Raises InputError if its file is missing or damaged."""
     path = Path(folder) / TENSORS
     if not os.path.lexists(path):
@@ -172,41 +114,73 @@ def shapes(folder: str | Path) -> Shapes:
     return shapes_in(path, FIX)
 
 
-def check_adapter_fits_base(base: Base, folder: str | Path, scores: bool) -> None:
-    """Raises InputError if an adapter's files are damaged, or if it was trained on another base.
+def ranks(found: Shapes) -> dict[str, int]:
+    """Returns {module: rank} of an adapter's matrices."""
+    parts = ((key.removeprefix(PREFIX).partition(".lora_"), shape) for key, shape in found.items())
+    return {module: shape[0] for (module, _, part), shape in parts if part in MATRIX_A}
+
+
+def largest_rank(folder: str | Path) -> int:
+    """Returns the largest rank of an adapter's matrices."""
+    return max(ranks(read_shapes(folder)).values())
+
+
+def describe_adapter(folder: str | Path) -> dict[str, Any]:
+    """Returns an adapter's settings, and as `parameters` the number of its parameters, including its head."""
+    own = (shape for key, shape in read_shapes(folder).items() if not in_base(key))
+    return read_settings(folder) | {"parameters": sum(map(math.prod, own))}
+
+
+def check_adapter_fits_base(base: Base, folder: str | Path, scores: bool, reference: str) -> None:
+    """Raises InputError if an adapter's files are damaged, if it was trained on another base, or if it has the wrong head.
 
     Args:
-        scores: whether it must have a scalar head. If False, it must not have one.
+        scores: whether the adapter must have a scalar head. If False, it must not have one.
+        reference: the adapter's name in messages.
     """
-    named, path, found = [*exact(folder)["target_modules"]], Path(folder) / TENSORS, shapes(folder)
+    given, path, found = read_settings(folder), Path(folder) / TENSORS, read_shapes(folder)
+    promises_head = given.get("task_type") == "SEQ_CLS"
+    if promises_head != scores:  # the scores of a new head would be random
+        kind, stages, example = (
+            "a reward adapter (it has a scalar head)",
+            "`sft`, `dpo`, `kto` or `ppo`",
+            "sft",
+        )
+        if scores:
+            kind, stages, example = "an adapter without a scalar head, so it cannot score", "`rm`", "rm"
+        expected = f"expected one that {stages} trained, e.g. models:/rlhf-{example}@champion"
+        raise InputError(f"{reference} is {kind}; {expected}")
     if any(map(is_head, found)) != scores:
-        problem = "lacks the scalar head that" if scores else "holds a scalar head, unknown to"
+        problem = "lacks the scalar head that" if scores else "contains a scalar head, unknown to"
         raise InputError(f"{path}: {problem} {SETTINGS}{' promises' * scores}; {FIX}")
+    modules = [*ranks(found)]
+    if not modules:
+        raise InputError(f"{path}: contains no LoRA tensors; {FIX}")
     for key, shape in found.items():
         module, is_lora, part = key.removeprefix(PREFIX).partition(".lora_")
         adapted = base.shape_of(module) if is_lora else None
-        if adapted is not None and not {*(shape[-1:] if part in OF_A else shape[:1])} <= {*adapted}:
+        if adapted is not None and not {*(shape[-1:] if part in MATRIX_A else shape[:1])} <= {*adapted}:
             raise InputError(
                 f"{path}: {key} has shape {shape}, and the weight that it adapts has {adapted}: the adapter was trained on "
                 "another base"
             )
-    given = settings(folder)
     promised = given.get("target_modules")
     if isinstance(promised, list):
         every = not (given.get("exclude_modules") or given.get("layers_to_transform"))
-        for module in [*named, *(base.modules if every else [])]:
-            if scores and module == "lm_head":  # a scorer has no lm head
+        for module in [*modules, *(base.modules if every else [])]:
+            if scores and module == "lm_head":  # a reward model has no lm head
                 continue
-            if is_named(promised, module) != is_named(named, module):
+            if is_named(promised, module) != is_named(modules, module):
                 why = f"tensors and target_modules of {SETTINGS} differ, for example in {module}"
                 raise InputError(f"{path}: {why}; {FIX}")
 
 
-def learned(folder: str | Path, start: str | Path | None) -> bool:
+def was_trained(folder: str | Path, start: str | Path | None) -> bool:
     """Returns whether training changed an adapter.
 
     Args:
-        start: its initial folder. None means that it was new, with B = 0 (https://arxiv.org/abs/2106.09685, section 4.1).
+        start: the adapter's folder before training. None means that it was new, with B A = 0
+            (https://arxiv.org/abs/2106.09685, section 4.1).
     """
     import torch
     from safetensors.torch import load_file
@@ -223,12 +197,12 @@ def learned(folder: str | Path, start: str | Path | None) -> bool:
 def _acts(name: str, tensor: Any, tensors: dict[str, Any]) -> bool:
     """Returns whether a tensor is a matrix A whose product B A is nonzero beyond rounding, or a nonzero bias.
 
-    Initially B is 0, or A (embeddings), or neither (`init_lora_weights: orthogonal`).
+    Initially B is 0. In adapters of embeddings A is 0, and with `init_lora_weights: orthogonal` only the product is 0.
     """
     module, _, part = name.partition(".lora_")
-    if part not in OF_A:
+    if part not in MATRIX_A:
         return part == "B.bias" and bool(tensor.any())
     a, b = tensor.double(), tensors[f"{module}.lora_{part.replace('A', 'B')}"].double()
-    # the squared norm of B A, which is as large as the weight
+    # The squared norm of B A, computed without B A itself, which is as large as the weight.
     squared = ((b.T @ b) * (a @ a.T)).sum()
     return bool(squared > 1e-12 * a.square().sum() * b.square().sum())

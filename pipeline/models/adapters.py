@@ -1,14 +1,14 @@
 """One frozen base with several adapters.
 
-`SharedBase` holds a causal language model that is never modified, and named roles (`policy`, `reference`, `reward`, `critic`).
-A role is a LoRA adapter, with a scalar head in fp32 if it needs one, or only such a head on another role's hidden states. So
-PPO's four models need the weights of one. `with shared.use(role)` selects a role for the block. Methods that compute take a
-role and select it themselves.
+`SharedBase` has a causal language model, which never changes, and named roles (`policy`, `reference`, `reward`, `critic`). A
+role is a LoRA adapter, with a scalar head in fp32 if it needs one. Some roles are only a head on another role's hidden states.
+So PPO's four models need the memory of one base. `with shared.use(role)` selects a role for the block. Methods that compute
+take a role and select it themselves.
 
-This avoids two traps. First, peft's `set_adapter` turns off `requires_grad` of every other adapter, so an optimizer would lose
-the policy while the critic runs. `use` only switches the active adapter of the tuner layers. Second, gradient checkpointing
-runs a layer's forward again during `backward`, with the adapter that is active *then*. The checkpoint's context restores the
-role of its forward.
+This module avoids two traps. First, peft's `set_adapter` turns off `requires_grad` of every other adapter, so an optimizer
+would lose the policy while the critic runs. `use` only switches the active adapter of the tuner layers. Second, gradient
+checkpointing runs a layer's forward again during `backward`, with the adapter that is active *then*. The checkpoint's context
+restores the role of its forward.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipeline.errors import Failure, InputError, SelfCheckFailed, in_brief
+from pipeline.errors import Failure, InputError, in_brief
 from pipeline.models import adapter_files
 from pipeline.models.adapter_files import HEAD, is_head
 from pipeline.models.base import freeze
@@ -52,9 +52,9 @@ class SharedBase(nn.Module):
     Raises InputError if the base changes its logits after the lm head in an unknown way.
 
     Args:
-        base_model: frozen here, with every dropout set to 0.
-        autocast: dtype of the matrix products of all forwards (sampling, old, reference and new log-probs), or None.
-            Adapters, heads, log-softmax and losses are always fp32.
+        base_model: a causal language model. The constructor freezes it and sets every dropout to 0.
+        autocast: dtype of the matrix products of all forwards, or None for the dtype of the base. Adapters, heads, log-softmax
+            and losses are always fp32.
     """
 
     def __init__(self, base_model: nn.Module, autocast: torch.dtype | None = None) -> None:
@@ -65,13 +65,14 @@ class SharedBase(nn.Module):
         self.trainable: dict[str, bool] = {}
         self.autocast = autocast
         self.gradient_checkpointing = False
-        self._stored: dict[str, str] = {}  # role -> adapter name; two frozen roles may share an adapter
-        self._folders: dict[str, str] = {}  # folder -> the frozen adapter loaded from it
+        self._stored: dict[
+            str, str
+        ] = {}  # role -> name of its adapter; a head has the adapter of another role
         self._parameters_by_key: dict[str, dict[str, nn.Parameter]] = {}
         self._layers: list[BaseTunerLayer] = []
         self.role: str | None = None  # role in use; None means the bare base
-        self._rows: MixedBatch | None = None  # the adapter of each row of a batch, in `use_each`
-        self._mixing: list[Any] = []  # hooks on the layers of mixed roles
+        self._rows: MixedBatch | None = None  # the adapter of each row of the batch, within `use_each`
+        self._mixing: list[Any] = []  # hooks that pass `_rows` to the layers
         config = base_model.config.get_text_config()
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
@@ -79,7 +80,7 @@ class SharedBase(nn.Module):
         self._scale = (getattr(config, "logit_scale", None) or 1.0) / (
             getattr(config, "logits_scaling", None) or 1.0
         )
-        # whether this rank has only its shard of the base (shards.py)
+        # Whether this rank has only its shard of the base (shards.py).
         self.sharded = any(isinstance(parameter, DTensor) for parameter in base_model.parameters())
         freeze(self.base)
         if self.device.type != "meta":
@@ -109,27 +110,22 @@ class SharedBase(nn.Module):
         head: bool = False,
         trainable: bool = False,
     ) -> None:
-        """Adds a role from one of lora, folder, copy_of and head_on. After an error, no role is added.
+        """Adds a role from one of lora, folder, copy_of and head_on. Adds nothing if it raises an error.
 
-        A new adapter changes nothing until it is trained (peft's B is 0). Frozen roles of the same folder share one adapter in
-        memory.
+        A new adapter does not change the outputs until it is trained, because peft initializes B with 0.
 
         Args:
             lora: the fields of peft.LoraConfig for a new adapter.
-            folder: the folder of a saved adapter. Its head, if any, is always loaded.
+            folder: the folder of a saved adapter. If it has a head, the head is loaded too.
             copy_of: the role to copy.
-            head_on: a role whose adapter this role uses without owning it. This role only adds a head.
-            head: whether the role has a scalar head: from the folder, from the copied role, or a new one of zeros, so that a
-                new critic predicts 0 and not noise as large as the reward.
-            trainable: whether its parameters get gradients.
+            head_on: a role whose adapter this role uses but does not own. This role only adds a head.
+            head: whether the role has a scalar head. The head comes from the folder or the copied role. A new head is 0, so
+                that a new critic predicts 0 and not noise as large as the reward.
+            trainable: whether the role's parameters get gradients.
 
         Raises:
             InputError: if the adapter does not fit this base.
         """
-        key = str(Path(folder).resolve()) if folder is not None and not trainable else ""
-        if key in self._folders and (not head or self._folders[key] in self.heads):
-            self._stored[role] = self._folders[key]
-            return
         try:
             if head_on is not None:
                 self._stored[role], head = self._stored[head_on], True
@@ -149,26 +145,23 @@ class SharedBase(nn.Module):
             if role in self._stored:
                 self.remove(role)
             raise
-        if key:
-            self._folders[key] = role
         if head and role not in self.heads:
             self._new_head(role)
         self.set_trainable(role, trainable)
 
     def _inject(self, role: str, config: Any, trainable: bool) -> None:
         """Adds the adapter's layers, newly initialized, to the base."""
-        config.lora_dropout = 0.0  # dropout makes the first ratio differ from 1 and the KL from 0
+        config.lora_dropout = 0.0  # with dropout, PPO's first ratio would not be 1 and the first KL not 0
         config.modules_to_save, config.inference_mode = None, False
         self.configs[role], self._stored[role] = config, role
-        with unchanged(self.base):
-            inject_adapter_in_model(config, self.base, role)
+        inject_adapter_in_model(config, self.base, role)
         fuse(self.base)
-        for handle in self._mixing:  # `use_each` adds hooks to all layers again, including the new ones
+        for handle in self._mixing:  # the next `use_each` adds hooks to all layers, including the new ones
             handle.remove()
         self._mixing = []
         for parameter in self._adapter(role).values():
             parameter.data = parameter.data.float()
-        for name in self.configs:  # injecting changes requires_grad of the other adapters
+        for name in self.configs:  # peft has changed requires_grad of the other adapters
             for parameter in self._adapter(name).values():
                 parameter.requires_grad_(self.trainable.get(name, trainable))
         self.base.eval()
@@ -194,7 +187,7 @@ class SharedBase(nn.Module):
         return role in self.heads and self._stored[role] != role
 
     def parameters_of(self, role: str) -> list[nn.Parameter]:
-        """Returns the adapter and head parameters that a role owns, in a fixed order."""
+        """Returns the parameters that a role owns, of its adapter and its head, in a fixed order."""
         return list(self._named(role).values())
 
     def _named(self, role: str) -> dict[str, nn.Parameter]:
@@ -205,8 +198,8 @@ class SharedBase(nn.Module):
         return named
 
     def _head_of(self, role: str) -> Any:
-        """Returns the scalar head of the role, or of the adapter that frozen roles share, or None."""
-        return next((self.heads[name] for name in (role, self._stored[role]) if name in self.heads), None)
+        """Returns the role's scalar head, or None."""
+        return self.heads[role] if role in self.heads else None  # noqa: SIM401  (a ModuleDict has no get)
 
     def _adapter(self, stored: str) -> dict[str, nn.Parameter]:
         """Returns the parameters of one adapter without its head, by their names in peft's files."""
@@ -216,14 +209,15 @@ class SharedBase(nn.Module):
         for name, parameter in self.base.named_parameters():
             if "lora_" in name and (f".{stored}." in name or name.endswith(f".{stored}")):
                 key = f"{name}.".replace(f".{stored}.", ".").removesuffix(".")
-                if "lora_magnitude_vector" in key:  # DoRA: a module in memory, a plain tensor in the file
+                # DoRA's vector is a module in memory, but a plain tensor in the file.
+                if "lora_magnitude_vector" in key:
                     key = key.removesuffix(".weight")
                 parameters[adapter_files.PREFIX + key] = parameter
         return parameters
 
     @contextmanager
     def use(self, role: str | None) -> Iterator[SharedBase]:
-        """Makes forwards of the base use this role's adapter, or none for the role None, within the block."""
+        """Within the block, forwards of the base use this role's adapter, or no adapter if the role is None."""
         previous = self.role
         if role == previous:
             yield self
@@ -236,9 +230,9 @@ class SharedBase(nn.Module):
 
     @contextmanager
     def use_each(self, roles: Sequence[str | None]) -> Iterator[SharedBase]:
-        """In the block, row i of a forward's batch uses the adapter of `roles[i]`. Without gradients.
+        """Within the block, row i of a batch uses the adapter of `roles[i]`. The forwards must not need gradients.
 
-        The base multiplies the full batch, and each adapter its rows.
+        The base multiplies the full batch. Each adapter multiplies only its rows.
         """
         names = [None if role is None else self._stored[role] for role in roles]
         if len(set(names)) == 1:
@@ -264,7 +258,7 @@ class SharedBase(nn.Module):
             self._switch(previous)
 
     def _mix(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Passes each row's adapter to a layer: as row indices if the layer is fused, or as peft's names."""
+        """Passes each row's adapter to a layer: as row indices to a fused layer, or as adapter names to peft's layers."""
         if self._rows is None:
             return None
         mixed = isinstance(layer, FusedLinear) and layer.mixes(self._rows)
@@ -279,48 +273,47 @@ class SharedBase(nn.Module):
             return
         for module in self.base.modules():
             if isinstance(module, BaseTunerLayer):
-                module._active_adapter = []  # otherwise peft warns that it chooses another adapter
+                module._active_adapter = []  # otherwise peft activates another adapter and warns about it
                 module.delete_adapter(stored)
         for known in (self.configs, self.trainable, self._parameters_by_key, self.heads):
             if stored in known:
                 del known[stored]
-        self._folders = {folder: name for folder, name in self._folders.items() if name != stored}
         self._layers_changed()
 
     def _switch(self, role: str | None) -> None:
         stored = None if role is None else self._stored[role]
         self.role = role
         for layer in self._layers:
-            # Private, because layer.set_adapter and enable_adapters rewrite requires_grad, and peft 0.21 has no public way
-            # (https://github.com/huggingface/peft/issues/2759). Remove when peft has one; see tests/models/test_adapters.py.
+            # Private attributes, because layer.set_adapter and enable_adapters change requires_grad. Remove when peft can switch
+            # adapters without this effect (https://github.com/huggingface/peft/issues/2759).
             layer._disable_adapters = stored is None
             if stored is not None:
                 layer._active_adapter = [stored]
 
     @torch.no_grad()
     def average(self, dst: str, src: str, decay: float) -> None:
-        """Sets dst = decay * dst + (1 - decay) * src for each tensor of A and B, not for their product."""
+        """Sets dst = decay * dst + (1 - decay) * src, separately for the matrices A and B."""
         for target, source in zip(self.parameters_of(dst), self.parameters_of(src), strict=True):
             target.lerp_(source.to(target.device), 1.0 - decay)
 
     # ----------------------------------------------------------------------------------------------- files
 
     def save(self, role: str, folder: str | Path) -> dict[str, Any]:
-        """Writes an adapter in peft's format, with the head as `score`. Returns its tensors' digest (adapter_files.write)."""
+        """Writes an adapter in peft's format, with the head as `score`. Returns the result of adapter_files.write_adapter."""
         config = LoraConfig(**self.configs[self._stored[role]].to_dict())
         config.task_type = "CAUSAL_LM"
         if self._head_of(role) is not None:
             config.task_type, config.modules_to_save = "SEQ_CLS", ["score"]
         name = config.base_model_name_or_path or self.base.config.name_or_path
         config.base_model_name_or_path = name or None
-        return adapter_files.write(folder, config, self.tensors_of(role))
+        return adapter_files.write_adapter(folder, config, self.tensors_of(role))
 
     def tensors_of(self, role: str) -> dict[str, Tensor]:
         """Returns the role's adapter and head by their names in peft's files, on the CPU."""
         return {key: parameter.data.contiguous().cpu() for key, parameter in self._named(role).items()}
 
     def fill(self, role: str, tensors: Mapping[str, Tensor]) -> None:
-        """Copies the result of `tensors_of` for this role, or for the same role on an equal base, into an existing role."""
+        """Copies tensors into an existing role. They come from `tensors_of`, here or in a process with the same roles."""
         for key, parameter in self._named(role).items():
             parameter.data.copy_(tensors[key])
 
@@ -329,12 +322,12 @@ class SharedBase(nn.Module):
 
         Raises InputError unless names and shapes match exactly, and all numbers are finite.
         """
-        adapter_files.shapes(folder)
+        adapter_files.read_shapes(folder)
         path = Path(folder) / TENSORS
         found = tensors_in(folder, self.base)
         tensors = {HEAD if is_head(key) else key: tensor for key, tensor in found.items()}
         if HEAD in tensors and self._head_of(role) is None:
-            self._new_head(self._stored[role])
+            self._new_head(role)
         expected, found = (
             {key: tuple(tensor.shape) for key, tensor in each.items()}
             for each in (self._named(role), tensors)
@@ -347,14 +340,14 @@ class SharedBase(nn.Module):
                 "was trained on"
             )
         if damaged := [key for key, tensor in tensors.items() if not tensor.isfinite().all()]:
-            raise InputError(f"{path}: {damaged[0]} holds NaN or infinity: its training diverged")
+            raise InputError(f"{path}: {damaged[0]} contains NaN or infinity: its training diverged")
         self.fill(role, tensors)
 
     # ------------------------------------------------------------------------------------------- computing
 
     def body(self, **inputs: Any) -> Any:
         """Runs the transformer below the lm head with the role in use. Takes the inputs of transformers' base model."""
-        # Train mode is on only with gradients. transformers then checkpoints and drops the KV cache. Nothing else changes,
+        # transformers checkpoints only in train mode, in which it also drops the KV cache. Train mode has no other effect,
         # because every dropout is 0.
         training = self.gradient_checkpointing and torch.is_grad_enabled()
         if self.base.training != training:
@@ -363,14 +356,14 @@ class SharedBase(nn.Module):
             return self.base.base_model(**inputs)
 
     def hidden(self, role: str | None, input_ids: Tensor) -> Tensor:
-        """Returns (B, T, H) last hidden states of rows. Padding is on the right, where causal attention never sees it."""
+        """Returns (B, T, H) last hidden states of rows. Rows are padded on the right, which causal attention never sees."""
         with self.use(role):
             return self.body(input_ids=input_ids, use_cache=False).last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns (..., V) fp32 logits of hidden states (..., H) with the role in use. Sampling and training both call this.
 
-        An adapter on the lm head computes like its other layers: its logits are rounded to their dtype.
+        If the role has an adapter on the lm head, autocast may round the logits.
         """
         head = self.base.get_output_embeddings()
         if type(head) is nn.Linear:
@@ -390,20 +383,20 @@ class SharedBase(nn.Module):
             inputs["attention_mask"] = self._mask(batch.allowed)
         with self.use(role):
             hidden = self.body(**inputs).last_hidden_state
-        # Indexing would add a shared prompt's gradients in backward in an order that depends on threads.
+        # With plain indexing, the order in which backward adds a shared prompt's gradients would depend on threads.
         return nn.functional.embedding(batch.at, hidden.reshape(-1, hidden.shape[-1]))
 
     def _mask(self, allowed: Tensor) -> Tensor:
-        """Returns the (P, 1, T, T) attention mask that the base's attention expects, from `Batch.allowed`."""
+        """Returns `Batch.allowed` as the (P, 1, T, T) mask that the base's attention expects."""
         if self._attention != "sdpa":
             allowed = torch.where(allowed, 0.0, torch.finfo(self.base.dtype).min).to(self.base.dtype)
         return allowed.unsqueeze(1)
 
     @cached_property
     def can_pack(self) -> bool:
-        """Returns True if completions packed behind their prompt (packing.py) have the same hidden states as alone.
+        """Returns whether completions that share a row with their prompt (packing.py) have the same hidden states as alone.
 
-        They do not with a sliding window, which counts positions within a row. On other bases, two short completions are tried.
+        A sliding window counts positions within a row, so such bases cannot pack. Other bases are tested on two completions.
         """
         config = self.base.config.get_text_config()
         windows = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
@@ -417,7 +410,7 @@ class SharedBase(nn.Module):
                 together = self.states(None, packed(ids, two, two, 2, [[0, 1]]))
             except torch.OutOfMemoryError:
                 raise
-            except (TypeError, ValueError, RuntimeError):  # the base's forward takes no mask or positions
+            except (TypeError, ValueError, RuntimeError):  # the base accepts no such mask or positions
                 return False
             apart = self.states(None, alone(ids, two, two, 2))
         rounding = 1e-5 if self.autocast is None and self.base.dtype == torch.float32 else 3e-2
@@ -439,20 +432,20 @@ class SharedBase(nn.Module):
         entropy: bool = False,
         states: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns log-probs (B, R) of actions, and their entropies (B, R) or None, in fp32 nats; 0 off the mask.
+        """Returns log-probs (B, R) of actions, and their entropies (B, R) or None, in fp32 nats. Both are 0 outside the mask.
 
-        Action t of row b is `input_ids[b, starts[b] + t]`; the logits one position earlier score it. Only the positions of
-        actions go through the lm head, in chunks whose logits are not kept for backward: (B, T, V) never exists.
+        Action t of row b is the token `input_ids[b, starts[b] + t]`. The logits one position earlier give its log-prob. Only
+        these positions go through the lm head, in chunks, so a tensor of all logits (B, T, V) never exists.
 
         Args:
-            role: None: the bare base.
+            role: the role, or None for the bare base.
             input_ids: (B, T), padded on the right.
             starts: (B,) position of each row's first action.
-            mask: (B, R), on at actions.
+            mask: (B, R), nonzero at actions.
             temperature: divides the logits.
             barred: token ids of probability 0 in the first `barred_steps` actions, as in sampling with a minimum length.
             entropy: whether to compute the entropy of each action's distribution.
-            states: (B, R + 1, H) of the role, as `states` returns them. None: computed here.
+            states: (B, R + 1, H) hidden states from `states`, or None to compute them.
         """
         if states is None:
             states = self.states(role, alone(input_ids, starts, mask.bool().sum(-1), mask.shape[1]))
@@ -486,7 +479,7 @@ class SharedBase(nn.Module):
     # ------------------------------------------------------------------------------------------- internals
 
     def enable_gradient_checkpointing(self) -> None:
-        """Keeps only each layer's input, and recomputes its activations in backward, in the role of the forward."""
+        """Stores only each layer's input, and recomputes its activations in backward, with the role of the forward."""
         self.base.gradient_checkpointing_enable(
             {"use_reentrant": False, "context_fn": self.checkpoint_contexts}
         )
@@ -495,8 +488,8 @@ class SharedBase(nn.Module):
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         """Returns the contexts of a checkpointed forward and of the recomputation."""
-        # Called during the forward, whose role is the one to restore
-        # (https://github.com/huggingface/peft/issues/2832). Remove when peft keeps the active adapter itself.
+        # torch calls this during the forward, so `self.role` is the role to restore in backward. Remove when peft restores the
+        # active adapter itself (https://github.com/huggingface/peft/issues/2832).
         return nullcontext(), self.use(self.role)
 
     def _precision(self) -> AbstractContextManager:
@@ -504,12 +497,12 @@ class SharedBase(nn.Module):
 
     @torch.no_grad()
     def _check_logits(self) -> None:
-        """Raises InputError unless `logits` equals the model's own logits, which some families scale or cap."""
+        """Raises InputError if the model changes its logits in a way that `logits` does not know."""
         ids = torch.arange(4, device=self.device).unsqueeze(0)
         with self._precision():
             expected = self.base(input_ids=ids).logits.float()
         ours = self.logits(self.body(input_ids=ids, use_cache=False).last_hidden_state)
-        # In half precision, all logits have errors of one size, because they are sums of terms of one size.
+        # The tolerance is relative to the largest logit, because in half precision all logits have errors of similar size.
         if not (expected - ours).abs().max() <= 1e-2 * max(1.0, float(expected.abs().max())):
             raise InputError(
                 f"{type(self.base).__name__} changes its logits after the lm head in an unknown way; expected a plain, a "
@@ -519,17 +512,18 @@ class SharedBase(nn.Module):
 
 
 def saved_config(folder: str | Path) -> LoraConfig:
-    """Returns the configuration with which to load an adapter: `adapter_files.exact`."""
-    exact = adapter_files.exact(folder)
+    """Returns the configuration with which to load an adapter: the file's, for exactly the modules of its tensors."""
     config = PeftConfig.from_pretrained(str(folder))
-    vars(config).update(exact)
+    config.target_modules = set(adapter_files.ranks(adapter_files.read_shapes(folder)))
+    config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
+    config.init_lora_weights = False  # all weights come from the file
     return config
 
 
 def tensors_in(folder: str | Path, base: nn.Module) -> dict[str, Tensor]:
-    """Returns the tensors of an adapter's file, without the base's own weights, which peft adds to adapters of embeddings.
+    """Returns the tensors of an adapter's file without copies of base weights, which peft saves with adapters of embeddings.
 
-    Raises InputError if these weights differ from the weights of `base`, which may be a PeftModel.
+    Raises InputError if such a copy differs from the weight of `base`, which may be a PeftModel.
     """
     path = Path(folder) / TENSORS
     tensors = load_file(path)
@@ -554,11 +548,11 @@ def tensors_in(folder: str | Path, base: nn.Module) -> dict[str, Tensor]:
 
 
 def as_peft_model(base: Any, folder: str | Path, name: str = "default", trainable: bool = False) -> Any:
-    """Returns a base as a PeftModel with the adapter in a folder, which is added if the base is a PeftModel already.
+    """Adds the adapter in a folder to a base or PeftModel. Returns the PeftModel.
 
-    Not by peft's from_pretrained, which would copy the file's weights of the base into the base.
+    Does not use peft's from_pretrained, which would overwrite weights of the base with the copies in the file.
     """
-    with errors_of_peft(str(Path(folder) / SETTINGS)), unchanged(base):
+    with errors_of_peft(str(Path(folder) / SETTINGS)):
         tensors, config = tensors_in(folder, base), saved_config(folder)
         config.inference_mode = not trainable
         if isinstance(base, PeftModel):
@@ -570,32 +564,8 @@ def as_peft_model(base: Any, folder: str | Path, name: str = "default", trainabl
 
 
 @contextmanager
-def unchanged(base: nn.Module) -> Iterator[None]:
-    """Raises SelfCheckFailed if the block, which adds an adapter, changes the weights of the base that all roles share.
-
-    Compares where each weight is, its version, and 64 of its numbers, because `weight.data -= x` counts no version.
-    """
-
-    def state() -> list[tuple[int, int, str]]:
-        found = []
-        for name, weight in base.named_parameters():
-            if "lora_" not in name and "modules_to_save" not in name and weight.device.type != "meta":
-                local = weight.to_local() if isinstance(weight, DTensor) else weight
-                some = local.detach().flatten()[:: local.numel() // 64 | 1]  # odd: of all columns
-                found.append((local.data_ptr(), local._version, str(some.tolist())))
-        return found
-
-    before = state()
-    yield
-    if state() != before:
-        raise SelfCheckFailed(
-            "an adapter changed the weights of the base, which all models share; start again without it"
-        )
-
-
-@contextmanager
 def errors_of_peft(where: str) -> Iterator[None]:
-    """Turns errors that peft raises over an adapter's settings, which come from `where`, into an InputError."""
+    """Turns errors that peft raises about an adapter's settings into an InputError. `where` names their file or key."""
     try:
         yield
     except (torch.OutOfMemoryError, InputError, Failure):

@@ -1,7 +1,6 @@
-"""The frozen base model: its identity (`base_identity`, no torch import), and loading it (`load_base`).
+"""The frozen base model: identifies it (`base_identity`, no torch import) and loads it (`load_base`).
 
-A base is a folder or a Hugging Face Hub id. It is loaded once, frozen, with every dropout off, and never modified. All trained
-weights are in adapters on it.
+A base is a folder or a Hugging Face Hub id. `load_base` freezes it and turns off every dropout. Only adapters are trained.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ if TYPE_CHECKING:
     from pipeline.job.job import Model
 
 WHOLE_FILE_BYTES = 1 << 30  # weight files up to 1 GiB are hashed in full
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # in larger files, the header and 64 pieces of 64 KiB are hashed
-# keys of config.json that the digest excludes
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of larger files, the header and 64 pieces of 64 KiB are hashed
+# Keys of config.json that the digest excludes.
 VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
-# names of the number of positions in config.json
+# Keys of config.json that name the number of positions.
 CONTEXT_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx", "max_sequence_length",
 )  # fmt: skip
-# Rows of an lm head count as equal below this distance, relative to their norm. Trained rows have a distance of about 1.
+# Two rows of an lm head count as equal below this distance, relative to their norm. Trained rows are about 1 apart.
 MIN_DISTANCE = 0.01
 KEPT_OUT_OF_NF4 = ["lm_head", "embed_out", *HEAD_NAMES]  # layers on the last hidden state stay unquantized
 
@@ -42,8 +41,8 @@ KEPT_OUT_OF_NF4 = ["lm_head", "embed_out", *HEAD_NAMES]  # layers on the last hi
 def base_identity(name_or_path: str, revision: str | None = None) -> dict[str, Any]:
     """Returns a base's identity: `name_or_path`, `revision`, `digest`, `context_length` (tokens, or None), `architecture`.
 
-    The digest of a Hub id is its commit. The digest of a folder is a sha256 over configuration and weights. In files over 1 GiB
-    it covers the header and 64 evenly spaced pieces.
+    The digest of a Hub id is its commit. The digest of a folder is a SHA-256 of its configuration and weights. Of weight files
+    over 1 GiB, the digest covers the header and 64 evenly spaced pieces.
     """
     config = base_config(name_or_path, revision)
     folder = local(name_or_path)
@@ -56,7 +55,7 @@ def base_identity(name_or_path: str, revision: str | None = None) -> dict[str, A
     else:
         path = base_file(name_or_path, "config.json", revision)
         assert path is not None
-        revision = path.parent.name  # the Hub cache keeps files under snapshots/<commit>/
+        revision = path.parent.name  # the Hub's cache stores files in snapshots/<commit>/
         digest = f"commit:{revision}"
     architectures = config.get("architectures") or [config.get("model_type", "unknown")]
     return {
@@ -93,15 +92,15 @@ def _file_digest(path: Path) -> bytes:
 
 
 def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.device | None = None) -> Any:
-    """Loads the base of a job: frozen, in eval mode, every dropout 0, from safetensors unless `allow_pickle`.
+    """Loads the base of a job, in eval mode, frozen, and with every dropout 0.
 
-    Raises InputError if the base is missing or damaged, or has no such model class.
+    Raises InputError if the base is missing or damaged, or if transformers has no class for it.
 
     Args:
         model: the job's `model` section. `load_in_4bit` gives NF4 with double quantization, also on a CPU.
-        scorer_tokenizer: if given, the model is an AutoModelForSequenceClassification of one label, with this tokenizer's
-            `pad_token_id` and an (untrained) head that computes in fp32. None means an AutoModelForCausalLM.
-        device: where to load and quantize it. None means the CPU, which takes half an hour to quantize 70B.
+        scorer_tokenizer: for a reward model, its tokenizer. The model is then an AutoModelForSequenceClassification of one
+            label, with an untrained head that computes in fp32. None means an AutoModelForCausalLM.
+        device: the device on which the base is loaded and quantized. None means the CPU, which takes half an hour for 70B.
     """
     import torch
 
@@ -117,7 +116,7 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
         "use_safetensors": None if model.allow_pickle else True,
         "trust_remote_code": model.trust_remote_code,
         "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # such weights are rejected below
+        "ignore_mismatched_sizes": True,  # the check below rejects such weights
         "tqdm_class": Bar,
         "device_map": None if device is None else {"": device},
     }
@@ -128,13 +127,13 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
     where = source(model.name_or_path)
     with without_load_report(), loading_shown(), unreadable(model):
         loaded, info = auto.from_pretrained(where, **options)
-    # transformers only warns about these weights, and initializes them at random.
-    wrong = {f"{key} (of another shape than config.json promises)" for key, *_ in info["mismatched_keys"]}
+    # transformers only warns about these weights, and initializes them randomly.
+    wrong = {f"{key} (another shape)" for key, *_ in info["mismatched_keys"]}
     wrong |= {key for key in info["missing_keys"] if not (scorer and key.startswith(HEAD_NAMES))}
     if wrong:
         raise InputError(
-            f"the weight files of {where!r} lack or misshape {len(wrong)} of its tensors, for example {min(wrong)}; fetch or "
-            "save the model again",
+            f"the weight files of {where!r} do not match config.json: {len(wrong)} tensors are missing or have another shape, for "
+            f"example {min(wrong)}; fetch or save the model again",
             KEY,
         )
     freeze(loaded)
@@ -147,17 +146,17 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
 
 
 def check_base(model: Model, scorer: bool = False, weights: bool = True) -> Base:
-    """Returns a base as its files describe it. Raises InputError if a file is missing or damaged.
+    """Returns what the files of a base say about it. Raises InputError if a file is missing or damaged.
 
     Args:
-        scorer: whether the base is a reward model, which must have a scalar head.
-        weights: whether to read its weights, or only config.json.
+        scorer: whether the base is a full reward model, which must have a scalar head.
+        weights: whether to read the weight files. If False, only config.json is read.
     """
     config = base_config(model.name_or_path, model.revision)
     base = Base(model, config, check_weights(model) if weights else {})
     heads = [shape for name, shape in base.shapes.items() if name.startswith(HEAD_NAMES)]
     if scorer and base.shapes and not any(head[:1] == (1,) for head in heads):
-        raise InputError(  # transformers would make a random head
+        raise InputError(  # transformers would initialize a random head
             f"the weight files of {model.name_or_path!r} have no head of one score, such as score.weight of shape (1, hidden size); "
             "use a trained reward model",
             KEY,
@@ -177,7 +176,7 @@ def configured(model: Model, scorer_tokenizer: Any) -> tuple[Any, Any]:
         config = AutoConfig.from_pretrained(
             source(model.name_or_path), revision=model.revision, trust_remote_code=model.trust_remote_code
         )
-    # Attention reads its dropout from the configuration, not from a module.
+    # Attention reads its dropout from the configuration, so freeze() cannot turn it off.
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         for key, value in part.to_dict().items():
             if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, float):
@@ -191,7 +190,7 @@ def configured(model: Model, scorer_tokenizer: Any) -> tuple[Any, Any]:
 
 @contextmanager
 def unreadable(model: Model) -> Iterator[None]:
-    """Turns any error of transformers about a model's files or kind of attention into an InputError."""
+    """Turns errors that transformers raises about a model's files or its attention into an InputError."""
     import torch
 
     try:
@@ -200,16 +199,18 @@ def unreadable(model: Model) -> Iterator[None]:
         raise
     except Exception as error:
         attention = model.attn_implementation not in (None, "eager", "sdpa")
-        remedy = "fix its files, or fetch the model again; Python code of its own needs model.trust_remote_code=true"
+        remedy = (
+            "fix its files, or fetch the model again; custom Python code needs model.trust_remote_code=true"
+        )
         raise InputError(
-            f"transformers cannot make a model of {model.name_or_path!r} ({in_brief(error)}); "
+            f"transformers cannot load {model.name_or_path!r} ({in_brief(error)}); "
             + ("remove the key, or set model.attn_implementation=sdpa" if attention else remedy),
             key="model.attn_implementation" if attention else KEY,
         ) from error
 
 
 def freeze(model: torch.nn.Module) -> None:
-    """Sets eval mode, no gradients, and every dropout module to 0 (so that train() does not turn it on again)."""
+    """Turns off gradients and dropout. The rate of each dropout becomes 0, so that train() does not turn it on again."""
     import torch
 
     model.eval()
@@ -220,15 +221,15 @@ def freeze(model: torch.nn.Module) -> None:
 
 
 def check_finite(model: torch.nn.Module) -> None:
-    """Raises InputError if a weight of the base holds NaN or infinity."""
+    """Raises InputError if a weight of the base contains NaN or infinity."""
     import torch
 
     for name, weight in model.named_parameters():
-        local = weight.to_local() if hasattr(weight, "to_local") else weight  # the local part of a shard
-        # aminmax reads as fast as memory; isfinite is 20 times slower on a CPU
+        local = weight.to_local() if hasattr(weight, "to_local") else weight  # of a shard, the local part
+        # aminmax is as fast as reading the memory. On a CPU, isfinite on each weight takes 20 times as long.
         known = local.is_floating_point() and local.numel() and local.device.type != "meta"
         if known and not torch.stack(torch.aminmax(local)).isfinite().all():
-            raise InputError(f"{name} holds NaN or infinity; fetch or save the model again", KEY)
+            raise InputError(f"{name} contains NaN or infinity; fetch or save the model again", KEY)
 
 
 def _nf4(dtype: torch.dtype) -> Any:
@@ -244,10 +245,10 @@ def _nf4(dtype: torch.dtype) -> Any:
 
 
 def _one_nf4_path(model: torch.nn.Module) -> None:
-    """Keeps bitsandbytes 0.50 from repacking NF4 weights at the first inference on a CPU with avx512_bf16.
+    """Prevents bitsandbytes 0.50 from repacking NF4 weights at the first inference on a CPU with avx512_bf16.
 
-    The packed form rounds differently from the form used in training, and is never unpacked. The flag is private
-    (https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804). Remove when both forms round in the same way.
+    The packed form rounds differently from the form used in training, and is never unpacked. The flag is private. Remove when
+    both forms round in the same way (https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804).
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -270,7 +271,7 @@ def without_load_report() -> Iterator[None]:
 def check_ends(model: torch.nn.Module, tokenizer: Any, ends: set[int]) -> None:
     """Raises InputError if the frozen lm head has the same row for an end token as for other tokens.
 
-    Their logits would always be equal. Pre-training moves all tokens that it never sees in the same way.
+    The logits of these tokens would always be equal. This happens to tokens that never occurred in pre-training.
 
     Args:
         ends: ids of the tokens that end training rows.
@@ -306,12 +307,12 @@ def fp32_head(model: torch.nn.Module) -> None:
     """Makes the scalar head of a sequence-classification model compute in fp32, under autocast and on any body."""
     head = score_head(model).float()
     kind = type(head)
-    # Changes the class instead of this module's forward, because peft trains a copy of the module.
+    # Changes the class and not this module's forward, because peft trains a copy of the module.
     head.__class__ = type(kind.__name__, (_InFp32, kind), {})
 
 
 class _InFp32:
-    """Mixin for a scalar head, whose scores bf16 would round: 15.13 to 15.125."""
+    """Makes a scalar head compute in fp32, because bf16 would round its scores, for example 15.13 to 15.125."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         import torch

@@ -1,7 +1,7 @@
 """Checks a base's weights and a `lora` section against each other before a run starts (no torch import).
 
-The checks read only the headers of safetensors files, which takes milliseconds for any architecture. If a worker later finds
-deeper contradictions, transformers, peft or `base.load_base` reject the model.
+The checks read only the headers of safetensors files, which takes milliseconds. transformers, peft and `base.load_base` find
+other contradictions when a worker loads the model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Base:
 
     model: Model
     config: dict[str, Any]
-    shapes: Shapes  # empty if its weights are not local, or not safetensors
+    shapes: Shapes  # empty if the weights are not local, or not safetensors
 
     @property
     def plain_names(self) -> bool:
@@ -47,28 +47,28 @@ class Base:
         """Returns the names of the modules that peft can adapt, or [] if the files do not show them."""
         names = [name.removesuffix(".weight") for name, shape in self.shapes.items() if len(shape) > 1]
         names = [name for name in names if not name.startswith(HEAD_NAMES)]
-        # An lm head has no tensor if it is tied to the embedding.
+        # An lm head that is tied to the embedding has no tensor.
         return [*dict.fromkeys([*names, "lm_head"])] if names and self.plain_names else []
 
     @property
     def tied(self) -> bool:
-        """Returns whether the lm head is the embedding: from config.json, or else if the files have no head."""
+        """Returns whether the lm head is tied to the embedding. If config.json lacks the key, a missing lm head means yes."""
         heads = [name for name in self.shapes if name.removesuffix(".weight").endswith(LM_HEADS)]
         return bool(self.config.get("tie_word_embeddings", self.shapes and not heads))
 
     def shape_of(self, module: str, part: str = "weight") -> tuple[int, ...] | None:
-        """Returns the shape of a module's weight or bias, or None if the files have no such name."""
-        # Some files of GPT-2 lack the `transformer.` before each name.
+        """Returns the shape of a module's weight or bias, or None if the files have no such tensor."""
+        # In some files of GPT-2, the names lack the prefix `transformer.`.
         names = (f"{module}.{part}", f"{module.partition('.')[2]}.{part}")
         return next((self.shapes[name] for name in names if name in self.shapes and self.plain_names), None)
 
 
 def shapes_in(file: Path, fix: str = "fetch or save the model again") -> Shapes:
-    """Returns the shapes in a safetensors file. Raises InputError, which ends with `fix`, if the file is damaged."""
+    """Returns the shapes in a safetensors file. Raises InputError if the file is damaged; the message ends with `fix`."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        # Opening checks header, offsets, sizes and the file's length.
+        # safe_open checks the header, the offsets, the sizes and the length of the file.
         with safe_open(file, framework="numpy") as tensors:
             return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
@@ -76,9 +76,9 @@ def shapes_in(file: Path, fix: str = "fetch or save the model again") -> Shapes:
 
 
 def check_weights(model: Model) -> Shapes:
-    """Returns the shapes of a base's tensors. Returns {} for pickles, and for Hub weights that are split into several files.
+    """Returns the shapes of a base's tensors, or {} for pickles and for Hub weights that are split into several files.
 
-    Raises InputError if a file is damaged or missing, or the weights are pickles without `allow_pickle`.
+    Raises InputError if a file is damaged or missing, or if the weights are pickles and `allow_pickle` is off.
     """
     with about(KEY):
         return {
@@ -92,7 +92,7 @@ def safetensors_files(model: Model, fetch: bool) -> list[Path]:
     """Returns the weight files of a base in the order in which transformers reads them, or [] for pickles.
 
     Args:
-        fetch: whether to fetch Hub weights that are split into several files. Otherwise they also give [].
+        fetch: whether to fetch Hub weights that are split into several files. If False, the result for them is [].
     """
     name, revision = model.name_or_path, model.revision
     if single := base_file(name, SINGLE, revision):  # takes precedence over an index
@@ -112,23 +112,24 @@ def safetensors_files(model: Model, fetch: bool) -> list[Path]:
 
 
 def check_lora(base: Base, lora: dict[str, Any], scores: bool = False) -> None:
-    """Raises InputError if a new adapter does not fit the base, or could not be merged into it after training.
+    """Raises InputError if a new adapter does not fit the base, or could not be merged into the base after training.
+
+    peft would ignore some of the names and patterns that match nothing.
 
     Args:
-        lora: the job's `lora` section. peft ignores some names, patterns and layers that match nothing.
+        lora: the job's `lora` section.
         scores: whether the adapter is a reward model's.
     """
     modules, wanted = base.modules, lora.get("target_modules")
     endings = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
     for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern") if modules else ():
-        for name in lora_section.listed(given := lora.get(key)):
+        given = lora.get(key)
+        for name in lora_section.listed(given):
             try:
-                matches = name == "all-linear" or any(
-                    lora_section.matches(name, given, module) for module in modules
-                )
+                found = any(lora_section.matches(name, given, module) for module in modules)
             except re.error as error:
                 raise InputError(f"{name!r} is no regular expression ({error})", f"lora.{key}") from error
-            if not matches:
+            if not found and name != "all-linear":
                 raise InputError(
                     f"{name!r} matches no module of this base; expected some of {endings}", f"lora.{key}"
                 )
@@ -142,23 +143,16 @@ def check_lora(base: Base, lora: dict[str, Any], scores: bool = False) -> None:
     if not adapted and (modules or wanted == []):
         why = f"found {show(wanted)}, so no module would be adapted; expected some of {endings or 'its modules'}"
         raise InputError(why, "lora.target_modules")
-    lists = "|".join(lora_section.listed(lora.get("layers_pattern"))) or "[^.]*"
-    found = (re.search(rf"(?:^|\.)(?:{lists})\.(?P<index>\d+)\.", name) for name in adapted)
-    layers = sorted({int(one["index"]) for one in found if one})
-    for index in lora_section.listed(lora.get("layers_to_transform")) if modules else ():
-        if index not in layers:
-            has = f"layers {layers[0]} to {layers[-1]}" if layers else "no layers of that name"
-            raise InputError(f"found {index}, and these modules have {has}", "lora.layers_to_transform")
     if problem := unmergeable(base, adapted, bool(lora.get("lora_bias")), scores):
         raise problem
 
 
 def unmergeable(base: Base, adapted: Iterable[str], bias: bool, scores: bool) -> InputError | None:
-    """Returns the error that an adapter on these modules cannot be merged into its base, or None if it can.
+    """Returns an error if an adapter on these modules cannot be merged into its base, or None if it can.
 
     Args:
-        bias: whether it has biases (`lora_bias`).
-        scores: whether it is a reward model's, without an lm head.
+        bias: whether the adapter has biases (`lora_bias`).
+        scores: whether the adapter is a reward model's, which has no lm head.
     """
     for module in adapted:
         name = module.rpartition(".")[2]

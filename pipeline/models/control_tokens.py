@@ -1,11 +1,11 @@
-"""Makes special tokens take effect if the chat template writes them, but stay plain text in a row's content.
+"""Encodes the special tokens that a chat template writes as tokens, but those in a row's content as plain text.
 
     control = ControlTokens(tokenizer)
     escaping = control.escaping([content])            # None if no content contains a control token
-    rendered = template(escaping.escape(content))     # with a mark inside each control token of the content
-    ids = escaping.encode(rendered).ids               # the text is cut at the marks, so no such token is found
+    rendered = template(escaping.escape(content))     # puts a mark inside each control token of the content
+    ids = escaping.encode(rendered).ids               # cuts the text at the marks, so the tokenizer finds no such token
 
-In rows that contain control tokens as text, tokens end at each mark, so the tokenizer makes one merge less there.
+No token spans a mark, so the tokenizer may split the text around a control token differently than without the mark.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ControlTokens:
     """Finds the control tokens of a tokenizer in a text, and escapes them.
 
     Args:
-        as_text: whether control tokens in content are text. If False, they take effect everywhere.
+        as_text: whether control tokens in content are plain text. If False, they are encoded as control tokens.
     """
 
     def __init__(self, tokenizer: Any, as_text: bool = True):
@@ -36,11 +36,11 @@ class ControlTokens:
         template = str(tokenizer.chat_template)
         self.names = [token.content for token in added if _controls(token, ends, template)]
         longest_first = sorted(self.names, key=len, reverse=True)
-        # looks ahead to find overlapping occurrences
+        # The lookahead finds overlapping occurrences.
         self.pattern = re.compile(f"(?=({'|'.join(map(re.escape, longest_first)) or '(?!)'}))")
 
     def tokens_in(self, text: str) -> list[str]:
-        """Returns the names of the control tokens in a text, each once."""
+        """Returns the distinct control tokens in a text."""
         return list(dict.fromkeys(match[1] for match in self.pattern.finditer(text)))
 
     def escaping(self, contents: Sequence[str]) -> Escaping | None:
@@ -52,14 +52,14 @@ class ControlTokens:
 
 
 class Encoded(NamedTuple):
-    """Token ids with their (start, stop) in the text, like tokenizers' Encoding."""
+    """Token ids, with the (start, stop) of each token in the text. The attributes are named as in tokenizers' Encoding."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]
 
 
 class Escaping:
-    """A private-use character that marks the control tokens in the contents of one row."""
+    """Marks the control tokens in the contents of one row with a private-use character."""
 
     def __init__(self, control: ControlTokens, mark: str):
         self.control, self.mark = control, mark
@@ -80,11 +80,11 @@ class Escaping:
         backend = self.control.tokenizer.backend_tokenizer
         first, *others = rendered.split(self.mark)
         begin = backend.encode(first, add_special_tokens=add_special_tokens)
-        # Tokens that the tokenizer adds after a text, such as BERT's [SEP], come last.
+        # Tokens that the tokenizer adds after a text, such as BERT's [SEP], must come after the last piece.
         stop = 1 + max((i for i, added in enumerate(begin.special_tokens_mask) if not added), default=-1)
         ids, offsets, start = begin.ids[:stop], begin.offsets[:stop], len(first)
         for piece in others:
-            # Each piece begins with a line break instead of the mark, because some tokenizers put a space before a text.
+            # The piece gets a line break in place of the mark, because some tokenizers put a space before a text.
             encoding = backend.encode(f"\n{piece}", add_special_tokens=False)
             for token, (left, right) in zip(encoding.ids, encoding.offsets, strict=True):
                 if right > 1:
@@ -95,7 +95,7 @@ class Escaping:
 
 
 def text_ids(control: ControlTokens, text: str) -> list[int]:
-    """Returns the token ids of `tokenizer(text)`, but with control tokens as plain text."""
+    """Returns the token ids of a text. They equal `tokenizer(text)`, except that control tokens are plain text."""
     escaping = control.escaping([text])
     if escaping is None:
         return list(control.tokenizer(text).input_ids)
@@ -107,7 +107,7 @@ def texts_of(messages: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def chat_ids(control: ControlTokens, messages: Sequence[dict[str, Any]]) -> list[int]:
-    """Returns the token ids of `apply_chat_template(messages)`, but with the messages' control tokens as plain text."""
+    """Returns the token ids of rendered messages. Control tokens in the messages are plain text."""
     escaping = control.escaping(texts_of(messages))
     if escaping is None:
         return list(control.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
@@ -116,10 +116,10 @@ def chat_ids(control: ControlTokens, messages: Sequence[dict[str, Any]]) -> list
 
 
 def _controls(token: Any, ends: list[str], template: str) -> bool:
-    """Returns whether an added token is a control token: marked as special, or at the start or end of a turn.
+    """Returns whether an added token is a control token, which is marked as special, or begins or ends a turn.
 
-    DeepSeek's `<｜User｜>` is not marked as special. `<think>` and `<tool_call>`, which a completion may contain, are not control
-    tokens. A token of a single character cannot be cut.
+    For example, DeepSeek's `<｜User｜>` begins a turn but is not marked as special. `<think>` and `<tool_call>` are not control
+    tokens, because a completion may contain them. A token of a single character cannot be cut, so it is not one either.
     """
     name = token.content
     marks_turns = TURN.search(name) is not None and name in template

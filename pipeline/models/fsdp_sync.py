@@ -1,14 +1,14 @@
 """Keeps the number of forwards equal on all ranks that share one sharded base (models/shards.py).
 
-A forward of a sharded base gathers each layer from all ranks, and so does its backward. Ranks that run different numbers of
-forwards would wait for each other forever. For example, one rank's completions may end earlier, another may have fewer
-micro-batches, and only rank 0 checks the saved adapter. Therefore, before each forward, the ranks all-reduce (MAX) a code of
-their next step: nothing, a forward with gradients (with its role), or a forward without gradients. A rank with another code
-joins with a forward of one token, until all codes are equal. `catch_up` is called before any other collective. It returns when
-no rank has a forward left to run.
+A forward of a sharded base gathers each layer from all ranks, and so does its backward. If one rank ran fewer forwards, the
+other ranks would wait forever. The number differs if a rank's completions end earlier, if a rank has fewer micro-batches, or
+when rank 0 alone checks the saved adapter. Therefore, before each forward, the ranks all-reduce (MAX) a code of their next
+step: nothing, a forward with gradients (and its role), or a forward without gradients. A rank whose code is smaller joins with
+a forward of one token, until all codes are equal. Each rank calls `catch_up` before any other collective. It returns when no
+rank has a forward left to run.
 
-A rank that joins another rank's forward with gradients runs the matching backward immediately. So if ranks have unequal work,
-as in ppo, each runs the backward of a forward before its next forward. TRL's ranks have equal batches.
+A rank that joins a forward with gradients runs the matching backward immediately. So a rank with more work, as in ppo, must run
+the backward of a forward before its next forward. TRL gives all ranks the same number of batches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-NOTHING, WITHOUT_GRADIENTS = 0, 1 << 20  # between them: 1 + number of the forward's role
+NOTHING, WITHOUT_GRADIENTS = 0, 1 << 20  # codes; a forward with gradients has 1 + the index of its role
 
 
 class Lockstep:
@@ -33,10 +33,10 @@ class Lockstep:
 
     def __init__(self, body: nn.Module) -> None:
         self.body = body
-        # A SharedBase, with the same roles on all ranks. None means that the base has one adapter, which is always in use.
+        # A SharedBase, which has the same roles on all ranks. None means that one adapter is always in use.
         self.shared: Any = None
-        # The group is on the CPU for any device, because agreement must not wait for a GPU. It has no short timeout, because a
-        # rank may wait for another one that waits for rollout workers. The process that starts the ranks notices if one dies.
+        # The group uses the CPU, because the ranks must agree without waiting for a GPU. Its timeout is long, because another
+        # rank may wait for rollout workers. The process that starts the ranks notices if one dies.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
         self.joining = False
         body.register_forward_pre_hook(self._before, prepend=True)  # runs before FSDP gathers anything
@@ -55,7 +55,7 @@ class Lockstep:
         return [None, *(self.shared.roles if self.shared else ())]
 
     def _agree(self, mine: int) -> int:
-        """Returns the largest code of any rank, so that forwards without gradients come first.
+        """Returns the largest code of any rank. So forwards without gradients come first.
 
         Raises:
             RuntimeError: on every rank, if two ranks are about to train different roles.
@@ -70,12 +70,12 @@ class Lockstep:
         return int(largest)
 
     def catch_up(self) -> None:
-        """Joins the other ranks' forwards until none is left. Every rank calls it."""
+        """Joins the other ranks' forwards until none is left. Every rank must call it."""
         while wanted := self._agree(NOTHING):
             self._join(wanted)
 
     def _join(self, wanted: int) -> None:
-        """Runs a forward of one token. With gradients also runs its backward, which adds zeros to them."""
+        """Runs a forward of one token. If the forward has gradients, also runs its backward, which adds zeros to them."""
         learns = wanted != WITHOUT_GRADIENTS
         role = self.shared.use(self._roles[wanted - 1]) if self.shared and learns else nullcontext()
         ids = torch.zeros(1, 1, dtype=torch.long, device=next(self.body.parameters()).device)
@@ -89,11 +89,11 @@ class Lockstep:
             self.joining = False
 
 
-# One per process, because a run has one base. shards.py sets it. None means that the base is not sharded.
+# The Lockstep of this process's base, which shards.py sets. None means that the base is not sharded.
 current: Lockstep | None = None
 
 
 def catch_up() -> None:
-    """Runs the forwards of a sharded base for which other ranks wait. Every rank calls this before a collective."""
+    """Runs the forwards of a sharded base for which other ranks wait. Every rank must call this before a collective."""
     if current is not None:
         current.catch_up()

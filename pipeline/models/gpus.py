@@ -1,16 +1,16 @@
-"""Finds the GPUs of this machine, and their peak speed of matrix products from their datasheets."""
+"""Lists the GPUs of this machine, and knows the peak speed of matrix products from their datasheets."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-# Dense bf16 matrix products in TFLOP/s (SXM version, if there are several), by a word in torch's name of the device.
+# Dense bf16 matrix products in TFLOP/s, by a word of torch's device name. If a GPU has several versions, this is the SXM's.
 PEAK_TFLOPS = {"L4": 121, "A10G": 70, "A100": 312, "L40S": 362, "H100": 989, "H200": 989}
 
 
-def of_this_machine() -> list[tuple[str, float]]:
-    """Returns name and bytes of each GPU that torch can use."""
+def list_local_gpus() -> list[tuple[str, float]]:
+    """Returns name and bytes of memory of each GPU that torch can use."""
     import torch
 
     found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
@@ -18,10 +18,10 @@ def of_this_machine() -> list[tuple[str, float]]:
 
 
 def peak_flops(device: Any) -> float | None:
-    """Returns the datasheet's FLOP/s of bf16 products for a torch.device, or None for a CPU or an unknown GPU."""
+    """Returns the FLOP/s of bf16 products in the datasheet of a torch.device, or None for a CPU or an unknown GPU."""
     if device.type != "cuda":
         return None
     import torch
 
-    words = re.split(r"[^A-Za-z0-9]+", torch.cuda.get_device_name(device))  # NVIDIA A100-SXM4-80GB
+    words = re.split(r"[^A-Za-z0-9]+", torch.cuda.get_device_name(device))  # e.g. NVIDIA A100-SXM4-80GB
     return next((1e12 * PEAK_TFLOPS[word] for word in words if word in PEAK_TFLOPS), None)

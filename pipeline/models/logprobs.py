@@ -1,4 +1,4 @@
-"""Log-probs and entropies of actions from hidden states, through the lm head in chunks: (B, T, V) never exists."""
+"""Computes log-probs and entropies of actions from hidden states. Applies the lm head in chunks, not to all tokens at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-LOGIT_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}  # logits computed at once: 16 MiB and 256 MiB of fp32
+LOGIT_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}  # logits of a chunk, which are 16 MiB and 256 MiB of fp32
 
 
 def per_action(
@@ -23,26 +23,27 @@ def per_action(
     barred: tuple[int, ...],
     want_entropy: bool = False,
 ) -> Tensor:
-    """Returns (1, N) fp32 log-probs of actions, or (2, N) with the entropies of their distributions, in the role in use.
+    """Returns (1, N) fp32 log-probs of actions, or (2, N) with the entropies, computed with the role in use.
 
-    Only one chunk's logits exist at a time, for both results, and none are kept for backward.
+    Only one chunk's logits exist at a time. None are kept for backward.
 
     Args:
         shared: the SharedBase.
         hidden: (N, H) hidden states, each one position before its action.
         targets: (N,) token ids of the actions.
-        early: (N,) bool, on for actions in which `barred` token ids have probability 0.
+        early: (N,) bool, True for actions in which the token ids `barred` have probability 0.
+        want_entropy: whether to compute the entropies.
     """
     head = shared.base.get_output_embeddings()
     size = max(1, LOGIT_CHUNK[hidden.device.type] // shared.vocab_size)
-    # Without actions, the result is empty but still part of the graph.
+    # Without actions, the result is empty but still part of autograd's graph.
     chunks = [hidden.new_zeros(1 + want_entropy, 0).float() + hidden.sum() * 0.0] if len(hidden) == 0 else []
     for start in range(0, len(hidden), size):
         part = slice(start, start + size)
         run = partial(_from_logits, shared, targets[part], early[part], temperature, barred, want_entropy)
         if not torch.is_grad_enabled():
             chunks.append(run(hidden[part]))
-        elif isinstance(head, BaseTunerLayer):  # an adapter on the lm head also gets gradients
+        elif isinstance(head, BaseTunerLayer):  # an adapter on the lm head needs gradients, too
             contexts = shared.checkpoint_contexts
             chunks.append(checkpoint(run, hidden[part], use_reentrant=False, context_fn=contexts))
         else:
@@ -51,18 +52,17 @@ def per_action(
 
 
 def bar(logits: Tensor, rows: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Returns logits (N, V) with `tokens` at -inf in the rows where `rows` (N,) is on."""
+    """Returns logits (N, V) in which `tokens` are -inf in the rows selected by `rows` (N,) bool."""
     barred = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
     barred[list(tokens)] = True
     return logits.masked_fill(rows.unsqueeze(-1) & barred, float("-inf"))
 
 
 class _RowWise(torch.autograd.Function):
-    """y (K, N) = run(x) for hidden states x (N, H), where y[:, n] depends only on x[n] and `run` trains no parameters.
+    """Computes y (K, N) = run(x) for hidden states x (N, H). y[:, n] must depend only on x[n], and `run` trains no parameters.
 
-    The gradient of sum(y[k]) then holds the derivative of every y[k, n]. All K gradients are computed in the forward, while the
-    chunk's logits are in memory. Backward needs K x (N, H) instead of (N, V). This takes 1 + K products with the lm head;
-    recomputing the logits would take one more.
+    Under these conditions, the gradient of sum(y[k]) consists of the derivatives of every y[k, n]. The forward computes all K
+    gradients while the chunk's logits are in memory. So backward needs K tensors (N, H) instead of the logits (N, V).
     """
 
     @staticmethod
@@ -91,7 +91,7 @@ def _from_logits(
 ) -> Tensor:
     """Returns (1, N) fp32 log-probs of `targets` for hidden states (N, H), or (2, N) with the entropies."""
     logits = shared.logits(hidden)
-    if temperature != 1.0:  # saves a pass over the largest tensor
+    if temperature != 1.0:  # a division by 1 would be another pass over the largest tensor
         logits = logits / temperature
     if barred:
         logits = bar(logits, early, barred)
@@ -100,6 +100,6 @@ def _from_logits(
     if not want_entropy:
         return logprobs.unsqueeze(0)
     of_all = logits - normalizer.unsqueeze(-1)
-    # A barred token has probability 0, and 0 * -inf would be NaN.
+    # The product for a barred token would be 0 * -inf, which is NaN.
     entropies = -(of_all.exp() * of_all.masked_fill(of_all == float("-inf"), 0.0)).sum(-1)
     return torch.stack([logprobs, entropies])

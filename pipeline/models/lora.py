@@ -1,13 +1,12 @@
-"""peft's LoRA layer as one fused operation, for the training forward and backward of every role.
+"""Computes peft's LoRA layer as one fused operation, in forward and backward.
 
 With x (..., K), the frozen W (N, K), A (r, K), B (N, r) and the scaling s, a LoRA layer is y = x W' + s (x A') B'. peft
-computes base product, A, B, scaling and sum one after the other. The last three each write a tensor of the layer's full width,
-which the next one reads again, also in backward. Here the adapter's part is added to the base's product in place (BLAS: C += s
-A B), in forward and backward. Results differ from peft's only by the order of additions and rounding. As in peft, x and x A'
-are kept for backward.
+computes base product, A, B, scaling and sum one after the other. The last three each write a tensor of the layer's full width.
+The fused layer adds the adapter's part to the base's product in place (BLAS: C += s A B). Its results differ from peft's only
+by the order of additions and rounding. Like peft, it stores x and x A' for backward.
 
-Autocast casts the operands to its dtype. peft casts x twice, to the adapter's fp32 and back. The adapter's parameters stay
-fp32, and their gradients are not rounded. In `cast_once` they are cast only once.
+Under autocast, peft casts x to the adapter's fp32 and back. The fused layer casts A and B to autocast's dtype, within
+`cast_once` only once. The parameters stay fp32, and their gradients are not rounded.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from pipeline.models.precision import mm_fp32
 
 
 def fuse(model: nn.Module) -> None:
-    """Turns the plain LoRA layers of a model into fused layers, in place. Modules, parameters and names stay.
+    """Turns the plain LoRA layers of a model into fused layers, in place. Parameters and names stay the same.
 
-    Sets `__class__`, because peft 0.21 chooses the classes of its layers itself, and its hook for other classes,
+    Sets `__class__`, because peft 0.21 chooses the classes of its layers itself. Its hook for other classes,
     LoraConfig._register_custom_module, is private. Remove when peft accepts a layer class, or has a fused layer.
     """
     for layer in model.modules():
@@ -39,9 +38,9 @@ _kept: dict[tuple[int, torch.dtype], Tensor] | None = None
 
 @contextmanager
 def cast_once() -> Iterator[None]:
-    """Within the block, casts each adapter to autocast's dtype once instead of in every forward and backward.
+    """Within the block, each adapter is cast to autocast's dtype once and not in every forward and backward.
 
-    No adapter may change in the block, which is a rollout or the micro-batches of one optimizer step.
+    No adapter may change within the block. PPO uses it for a rollout, and for the micro-batches of an optimizer step.
     """
     global _kept
     outer, _kept = _kept, {} if _kept is None else _kept
@@ -63,15 +62,15 @@ def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
 class MixedBatch(NamedTuple):
     """A batch whose rows have different adapters."""
 
-    rows_of: dict[str, Tensor]  # adapter -> the indices of its rows
+    rows_of: dict[str, Tensor]  # adapter -> indices of its rows
     names: list[str]  # each row's adapter, or "__base__"
 
 
 class FusedLinear(Linear):
-    """Fuses peft's `lora.Linear` while one plain adapter is active on a frozen base.
+    """Replaces the forward of peft's `lora.Linear` while one plain adapter is active on a frozen base.
 
-    In all other cases peft's forward runs: a trained base, a half-precision base without autocast (which leaves the adapter's
-    products in fp32), dropout, DoRA, merged adapters, several active adapters. Quantized layers have other classes.
+    peft's own forward runs in all other cases: a trained base, a half-precision base without autocast, dropout, DoRA, merged
+    adapters, several active adapters. Quantized layers have other classes.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -84,7 +83,7 @@ class FusedLinear(Linear):
         base, name = self.get_base_layer(), self.active_adapters[0]
         A, B = self.lora_A[name].weight, self.lora_B[name].weight
         operands = (x, base.weight, A, B, self.scaling[name], autocast or x.dtype)
-        # Without gradients, a call through autograd would take as long as a small product.
+        # Without gradients, autograd is not called, because the call takes as long as a small product.
         y = _Product.apply(*operands) if torch.is_grad_enabled() else _product(*operands)[0]
         return y if base.bias is None else y + base.bias.to(y.dtype)
 
@@ -130,7 +129,7 @@ def _product(
 
 
 class _Product(torch.autograd.Function):
-    """`_product` with W frozen. Gradients have the dtypes of x, A and B."""
+    """Computes `_product` with a frozen W. The gradients have the dtypes of x, A and B."""
 
     @staticmethod
     def forward(
@@ -146,7 +145,7 @@ class _Product(torch.autograd.Function):
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None, None]:
         rows, low, W, A, B = ctx.saved_tensors
-        # The first layer's x needs no gradient. A and B of a frozen role need none either.
+        # The first layer's x needs no gradient, nor do A and B of a frozen role.
         for_x, _, for_A, for_B, _, _ = ctx.needs_input_grad
         flat = grad.reshape(-1, grad.shape[-1])
         low_grad = (flat @ _cast(B, ctx.dtype)).mul_(ctx.scale)

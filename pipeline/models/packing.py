@@ -1,8 +1,8 @@
-"""Groups rows for shared forwards: rows of similar length in one batch, and completions to one prompt in one row.
+"""Groups rows for forwards: puts rows of similar length into one batch, and completions to one prompt into one row.
 
-A row of several completions computes their prompt once. It is [prompt, completion, completion, ...]. In each completion,
-positions continue from the prompt, and a token attends only to the prompt and its own completion. Its hidden states equal those
-in [prompt, completion], up to rounding.
+A packed row is [prompt, completion, completion, ...], so the prompt is computed once. In each completion, positions continue
+from the prompt, and a token attends only to the prompt and to its own completion. So its hidden states are those of the row
+[prompt, completion], up to rounding.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# A forward with this many tokens keeps the hardware busy. With more, padding costs more than another forward, as measured on a
-# CPU. On a GPU, a layer's launches take about 1 ms, in which a layer of 8B multiplies about 1,000 tokens.
+# A forward with this many tokens keeps the hardware busy, so padding costs more than another forward (measured on a CPU). On a
+# GPU, launching a layer's kernels takes about 1 ms, in which a layer of 8B multiplies about 1,000 tokens.
 BUSY_TOKENS = {"cpu": 256, "cuda": 2048}
 
 
@@ -24,14 +24,14 @@ class Batch:
 
     input_ids: Tensor  # (P, T)
     # (B, R + 1) indices into the P * T hidden states: the position before each action, then the position of the last action.
-    # The last index repeats for a completion with fewer than R actions.
+    # If a completion has fewer than R actions, its last index repeats.
     at: Tensor
-    position_ids: Tensor | None = None  # (P, T); by default, each row counts from 0
-    # (P, T, T) bool: the tokens that a token attends to; by default, all before it
+    position_ids: Tensor | None = None  # (P, T), or None if each row counts from 0
+    # (P, T, T) bool, the tokens that a token attends to, or None for all earlier tokens.
     allowed: Tensor | None = None
 
     def ends(self) -> Batch:
-        """Returns the same batch with only the states after the last actions."""
+        """Returns the same batch, but only with the states after the last actions."""
         return replace(self, at=self.at[:, -1:])
 
 
@@ -39,8 +39,8 @@ def alone(input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int) -> Ba
     """Puts each completion in a separate row.
 
     Args:
-        input_ids: (B, T) prompt and completion, whose lengths (B,) are `starts` and `counts`.
-        actions: R, at least the longest completion.
+        input_ids: (B, T) prompts with their completions. Their lengths are `starts` (B,) and `counts` (B,).
+        actions: R, at least the length of the longest completion.
     """
     steps = torch.arange(actions + 1, device=input_ids.device).minimum(counts.unsqueeze(-1))
     rows = torch.arange(len(input_ids), device=input_ids.device) * input_ids.shape[1]
@@ -50,14 +50,14 @@ def alone(input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int) -> Ba
 def packed(
     input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int, packs: Sequence[Sequence[int]]
 ) -> Batch:
-    """Puts the completions of each pack in one row, like `alone`.
+    """Puts the completions of each pack in one row. Takes the arguments of `alone`.
 
     Args:
-        packs: indices of completions to one prompt. Each completion is in one pack.
+        packs: for each row, the indices of its completions, which have the same prompt.
     """
     device = input_ids.device
     ids, prompt_of, count_of = input_ids.tolist(), starts.tolist(), counts.tolist()
-    rows, positions, parts = [], [], []  # parts: 0 on the prompt, otherwise the completion's number
+    rows, positions, parts = [], [], []  # a token's part is 0 in the prompt, and i in the i-th completion
     at = torch.zeros(len(ids), actions + 1, dtype=torch.long)
     width = max(prompt_of[pack[0]] + sum(count_of[i] for i in pack) for pack in packs)
     for number, pack in enumerate(packs):
@@ -90,36 +90,36 @@ def packs_that_pay(
     completions: int | None = None,
     tokens: int | None = None,
 ) -> list[list[int]]:
-    """Packs completions into rows as long as a shared row costs less. Returns the indices of each row's completions.
+    """Packs completions into rows while this saves computation. Returns the indices of each row's completions.
 
-    A row of T tokens costs about T * (12 W**2 + 2 T W) multiplications per layer, for products with a layer's weights and
-    attention. A pack also computes attention between completions that do not see each other.
+    A row of T tokens costs about T * (12 W**2 + 2 T W) multiplications per layer, for the products with the weights and for
+    attention. A pack also computes the masked attention between its completions.
 
     Args:
         prompts: the number of each completion's prompt.
         starts, counts: tokens of each prompt and each completion.
         width: W, the size of the hidden states.
-        completions, tokens: limits of a pack of several completions, or None.
+        completions, tokens: limits of a pack, or None. A single completion may exceed them.
     """
 
     def cost(tokens: int) -> int:
         return tokens * (6 * width + tokens)
 
     packs: dict[int, list[list[int]]] = {}
-    held: dict[int, int] = {}  # prompt -> tokens of its newest pack
+    newest: dict[int, int] = {}  # prompt -> tokens of its newest pack
     for i, prompt in enumerate(prompts):
-        by_itself, longer = starts[i] + counts[i], held.get(prompt, 0) + counts[i]
+        by_itself, longer = starts[i] + counts[i], newest.get(prompt, 0) + counts[i]
         if (
             prompt in packs
-            and cost(longer) < cost(held[prompt]) + cost(by_itself)
+            and cost(longer) < cost(newest[prompt]) + cost(by_itself)
             and (completions is None or len(packs[prompt][-1]) < completions)
             and (tokens is None or longer <= tokens)
         ):
             packs[prompt][-1].append(i)
-            held[prompt] = longer
+            newest[prompt] = longer
         else:
             packs.setdefault(prompt, []).append([i])
-            held[prompt] = by_itself
+            newest[prompt] = by_itself
     return [pack for of_prompt in packs.values() for pack in of_prompt]
 
 
@@ -130,23 +130,23 @@ def micro_batches(
     device: str = "cpu",
     completions: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Returns batches of rows of similar length, as indices into `lengths`, shortest first.
+    """Returns batches of rows of similar length, as indices into `lengths`, shortest rows first.
 
-    A batch with the device's BUSY_TOKENS also ends if the next, longer row would turn over 1/8 of it into padding.
+    A batch that has the device's BUSY_TOKENS ends before a longer row that would make more than 1/8 of the batch padding.
 
     Args:
         lengths: tokens of each row.
         rows: maximum completions of a batch, or None.
-        tokens: maximum tokens of a batch including padding, or None. A longer row is a batch by itself.
+        tokens: maximum tokens of a batch, including padding, or None. A longer row is a batch by itself.
         device: type of the device that computes.
-        completions: number in each row, if rows are packs. None means one.
+        completions: completions in each row, or None if each row has one.
     """
     held = completions or [1] * len(lengths)
     batches: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         batch = batches[-1] if batches else []
         used = sum(lengths[j] for j in batch)
-        padded = (len(batch) + 1) * lengths[i]  # the length with this row, which is the longest
+        padded = (len(batch) + 1) * lengths[i]  # this row would be the longest of the batch
         full = rows is not None and sum(held[j] for j in batch) + held[i] > rows
         full |= tokens is not None and padded > tokens
         sparse = used >= BUSY_TOKENS[device] and padded - used - lengths[i] > padded / 8

@@ -1,7 +1,7 @@
-"""The precision of a base, and matrix products of half-precision operands with fp32 results.
+"""Multiplies half-precision matrices with fp32 results, and names the precision of a base.
 
-torch sums the product of two bf16 matrices in fp32, but rounds it to bf16, 8 bits. A logit of 10, and its log-prob, is then off
-by up to 0.03.
+torch computes the product of two bf16 matrices in fp32, but rounds the result to bf16, which has 8 bits. The error of a logit
+of 10, and of its log-prob, is then up to 0.03.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def precision_of(base: Any, autocast: bool) -> str:
-    """Returns `quantized`, `half` (products or weights) or `fp32`. Outputs at two of these differ beyond rounding."""
+    """Returns `quantized`, `half` (half-precision products or weights) or `fp32`. The outputs of a model differ between them."""
     if getattr(base, "is_quantized", False):
         return "quantized"
     return "half" if autocast or base.dtype != torch.float32 else "fp32"
@@ -27,8 +27,8 @@ def mm_fp32(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
     if a.device.type == "cuda":
         return torch.mm(a, b, out_dtype=torch.float32)
-    # torch has `out_dtype` only on CUDA. The second product is the rounding error of the first. It is so small that rounding
-    # hardly changes it.
+    # torch has `out_dtype` only on CUDA. The second product computes the rounding error of the first. This error is so small
+    # that rounding hardly changes it.
     rounded = a @ b
     return rounded.float().add_(rounded.addmm_(a, b, beta=-1))
 
@@ -49,7 +49,7 @@ def linear_fp32(x: Tensor, layer: nn.Linear, dtype: torch.dtype | None) -> Tenso
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """y = x W' by `mm_fp32`, with W frozen, and the gradient that autograd cannot derive."""
+    """Computes y = x W' by `mm_fp32` with a frozen W. autograd cannot derive the gradient of `mm_fp32`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, W: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,11 +1,11 @@
 """Loads a frozen base in shards over the workers of a run (FSDP2): `model.fsdp`. No rank ever holds the full base.
 
 `load_shards` builds the base without memory (meta device), gives each rank its slices of the embedding and of every decoder
-layer, and fills them from safetensors. The lm head is complete on every rank, because every decoding step multiplies by it. It
-has 1.5 % of the weights of a 70B Llama. Adapters are added afterwards, without FSDP. They are complete on every rank, and their
-gradients are averaged as without shards.
+layer, and fills them from safetensors. Every rank has the full lm head, because every decoding step multiplies by it. In a 70B
+Llama, the lm head is 1.5 % of the weights. Adapters are added afterwards, without FSDP. Every rank has the full adapters, and
+their gradients are averaged as without shards.
 
-Every forward and backward gathers one layer at a time from all ranks. fsdp_sync.py keeps the number of forwards equal.
+Every forward and backward gathers one layer at a time from all ranks. fsdp_sync.py makes all ranks run the same forwards.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from pipeline.system.hub import HEAD_NAMES, base_file, source
 def load_shards(
     model: Any, scorer_tokenizer: Any = None, device: str | torch.device = "cpu"
 ) -> PreTrainedModel:
-    """Returns the model of models.base.load_base in shards: each of the process group's N ranks has 1/N of its body.
+    """Loads the same model as base.load_base, but each of the N ranks of the process group has only 1/N of its body.
 
-    Every rank calls it with the same arguments (see load_base), except for its device.
+    Every rank must call it. Takes the arguments of load_base, which only differ between ranks in the device.
 
     Raises InputError if the base has no layers to shard, or if its files lack a weight or have wrong shapes.
     """
@@ -55,8 +55,8 @@ def load_shards(
         )
     for layer in layers:
         fully_shard(layer, mesh=mesh)
-    # Shards the body, not the ForCausalLM, because SharedBase.body calls the body, and hooks run only for a called module.
-    # The backward may come much later, so it is resharded after each forward. FSDP2's default keeps the outermost module.
+    # Shards the body and not the ForCausalLM, because SharedBase.body calls the body, and FSDP's hooks run only in a called
+    # module. By default, FSDP2 does not reshard the outermost module after a forward, but the backward may come much later.
     fully_shard(base.base_model, mesh=mesh, reshard_after_forward=True)
     _allocate(base, device)
     _fill(base, safetensors_files(model, fetch=True), model.name_or_path)
@@ -65,7 +65,7 @@ def load_shards(
     if scorer_tokenizer is not None:
         fp32_head(base)
     elif base_file(model.name_or_path, "generation_config.json", model.revision) is not None:
-        with unreadable(model):  # this file may name more tokens that end a completion
+        with unreadable(model):  # this file may name additional tokens that end a completion
             where = source(model.name_or_path)
             base.generation_config = GenerationConfig.from_pretrained(where, revision=model.revision)
     fsdp_sync.current = fsdp_sync.Lockstep(base.base_model)
@@ -73,13 +73,13 @@ def load_shards(
 
 
 def _allocate(base: nn.Module, device: torch.device) -> None:
-    """Gives the shards memory, and computes the buffers that no file holds (rotary frequencies)."""
+    """Allocates memory for the shards, and computes the buffers that are in no file (rotary frequencies)."""
     base.to_empty(device=device)
     for name, module in base.named_modules():
         computed = dict(module.named_buffers(recurse=False))
         if computed and not hasattr(module, "config"):
             raise InputError(
-                f"{type(base).__name__}: {name} has buffers that no file holds, such as {min(computed)!r}, and they cannot be "
+                f"{type(base).__name__}: {name} has buffers that no file contains, such as {min(computed)!r}, and they cannot be "
                 "computed from its configuration; set model.fsdp=false",
                 key="model.fsdp",
             )
@@ -92,10 +92,10 @@ def _allocate(base: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
-    """Reads this rank's rows of each parameter. safetensors maps the files, so other rows are not copied."""
+    """Reads this rank's rows of each parameter. safetensors maps the files, so the other rows are not copied."""
     head, embedding, twins = base.get_output_embeddings(), base.get_input_embeddings(), dict[str, str]()
     if head is not None and base.config.get_text_config().tie_word_embeddings:
-        # The files have one tensor for both. Here they are two tensors, because both are frozen.
+        # The files have one tensor for the tied pair. In memory, each of the two has its own, because both are frozen.
         pair = [name for name, p in base.named_parameters() if p is head.weight or p is embedding.weight]
         twins = dict(zip(pair, pair[::-1], strict=True))
     missing = []
@@ -110,7 +110,7 @@ def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
             elif not name.startswith(HEAD_NAMES):
                 missing.append(name)
             else:
-                # A scorer's new head is random, but equal on all ranks, because each stage sets the same seed.
+                # A reward model's new head is random, but equal on all ranks, because each stage sets the same seed.
                 base._init_weights(score_head(base))
     if missing:
         raise InputError(
@@ -121,7 +121,7 @@ def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
 
 
 def _read(stored: Any, parameter: nn.Parameter, name: str) -> None:
-    """Copies this rank's rows of a tensor, a slice of safetensors. FSDP2 splits rows like torch.chunk."""
+    """Copies this rank's rows from a slice of safetensors into a parameter. FSDP2 splits rows like torch.chunk."""
     if tuple(stored.get_shape()) != tuple(parameter.shape):
         raise InputError(
             f"{name} has shape {tuple(stored.get_shape())} and config.json promises {tuple(parameter.shape)}; fetch or save the "

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import os
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import InputError, in_brief
-from pipeline.system import deadline
 
 PLAIN = Path(__file__).with_name("plain.jinja")
-# Templates of Llama 3.1 and later write today's date into the prompt, which would change digests every day.
+# The templates of Llama 3.1 and later write today's date into the prompt, so prompts would differ from day to day.
 DATE = "26 Jul 2024"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks the completions in a template
-MOST = 1_000_000  # maximum characters that a template may write for a probe
 BOS_LINE = "{{- bos_token }}\n"
 PROBES = [
     [{"role": role, "content": "Hello." if role != "user" else "Who is there?"} for role in roles]
@@ -27,14 +24,14 @@ PROBES = [
 
 
 def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
-    """Sets the tokenizer's `chat_template`. Raises InputError if it cannot be read, or renders none of the PROBES.
+    """Sets the tokenizer's `chat_template`. Raises InputError if it cannot be read, or if it cannot render any of the PROBES.
 
-    Also sets the attribute `text_as_chat`: whether prompts of plain text become user messages of the template. They do not if
-    the template is only the fallback for a tokenizer without one.
+    Also sets the attribute `text_as_chat`, which says whether a prompt of plain text becomes a user message. It is False if the
+    tokenizer has no template and the job sets none.
 
     Args:
-        chat_template: a Jinja file, or "plain" (built in). None means the tokenizer's own, or else "plain".
-        where: the base, for messages.
+        chat_template: a Jinja file, or "plain" (built in). None means the tokenizer's own template, or else "plain".
+        where: the base's name in messages.
     """
     plain, own = _plain(tokenizer), tokenizer.chat_template
     if isinstance(own, dict):  # several named templates
@@ -70,7 +67,7 @@ def _plain(tokenizer: Any) -> str:
 
 def _read(path: str) -> str:
     file, expected = Path(os.path.expanduser(path)), "expected a Jinja file in UTF-8, 'plain', or null"
-    if not file.is_file():  # reading a pipe would not end
+    if not file.is_file():
         raise InputError(f"there is no file {path!r}; {expected}", key="model.chat_template")
     try:
         return file.read_text(encoding="utf-8")
@@ -81,7 +78,7 @@ def _read(path: str) -> str:
 
 
 def is_plain(tokenizer: Any) -> bool:
-    """Returns whether the template is the built-in one."""
+    """Returns whether the tokenizer has the built-in template."""
     return tokenizer.chat_template == _plain(tokenizer)
 
 
@@ -89,8 +86,8 @@ def text_as_chat(tokenizer: Any, apply_chat_template: bool | None) -> bool:
     """Returns whether a prompt of plain text becomes a user message of the chat template.
 
     Args:
-        apply_chat_template: the job's `data.apply_chat_template`. None means yes, unless the template is only the fallback
-            for a base without one, and the policy was not trained with it either.
+        apply_chat_template: the job's `data.apply_chat_template`. None means `text_as_chat` of the tokenizer, which set_template
+            or the policy's lineage has set.
     """
     if apply_chat_template is not None:
         return apply_chat_template
@@ -98,18 +95,15 @@ def text_as_chat(tokenizer: Any, apply_chat_template: bool | None) -> bool:
 
 
 def _error(tokenizer: Any) -> Exception | None:
-    """Returns the first error of the tokenizer's template, or None if it renders one of the PROBES, or rejects one itself."""
+    """Returns an error if the tokenizer's template can render none of the PROBES, or None. A template may reject some itself."""
     from jinja2 import TemplateError
 
     errors: list[Exception] = []
     for turns in PROBES:
         options = {"tokenize": False, "add_generation_prompt": turns[-1]["role"] == "user"}
         try:
-            text = deadline.call_with_deadline(partial(tokenizer.apply_chat_template, turns, **options))
-            many = ValueError(f"{len(text):,} characters for a conversation of a few words")
-            return many if len(text) > MOST else None
-        except TimeoutError as error:
-            return error
+            tokenizer.apply_chat_template(turns, **options)
+            return None
         except Exception as error:
             if type(error) is TemplateError:  # the template's own `raise_exception`
                 return None
@@ -118,9 +112,9 @@ def _error(tokenizer: Any) -> Exception | None:
 
 
 def user_header_and_generation_prompt(tokenizer: Any) -> tuple[str, str]:
-    """Returns a chat template's text before a question, and its text that requests a completion, both stripped.
+    """Returns the text that a chat template writes before a question, and the text that requests a completion, both stripped.
 
-    Both are "" if there is no template, if it rejects a lone question, or if it writes nothing there.
+    Both are "" if there is no template, or if it rejects a conversation of one question.
     """
     question = [{"role": "user", "content": "?"}]
     try:

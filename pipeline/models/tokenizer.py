@@ -1,8 +1,8 @@
 """Loads the tokenizer of a base, with its chat template, pad token and end-of-sequence tokens (no torch import).
 
-Two rules hold for every tokenizer that `load_tokenizer` returns. It has an end-of-sequence token. Its pad token never ends a
-completion, so that the end is learned, and libraries that look for the "rightmost non-pad token" find the last token. No
-embedding is ever resized: every id in use has a row in the base.
+Every tokenizer that `load_tokenizer` returns has an end-of-sequence token, and a pad token that never ends a completion. So
+losses include the end of a completion, and libraries that look for the "rightmost non-pad token" find the last token. No
+embedding is ever resized, because every id in use has a row in the base.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pipeline.system.hub import KEY, base_config, base_file, base_json, source
 END_OF_TURN = (
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|eot|>", "<|return|>",
 )  # fmt: skip
-MIN_ENDED = 0.1  # below this fraction of completions that end by themselves, a policy probably cannot end
+MIN_ENDED = 0.1  # if fewer completions end by themselves, the policy probably has not learned to end
 LLAMA_PAD = "<|finetune_right_pad_id|>"
 RESERVED = re.compile(r"reserved|unused|placeholder|dummy|control_\d|extra_id|extra_\d", re.IGNORECASE)
 
-# Bytes that no UTF-8 text contains, as written by byte-level BPE and SentencePiece's byte fallback. No text is encoded to these
-# tokens. The rarest, ÿ, comes first, because other readers of a saved tokenizer may take this character for the pad token.
+# Tokens of bytes that no UTF-8 text contains, in byte-level BPE and in SentencePiece's byte fallback. No text is encoded to them.
+# The first is ÿ, a rare character, because other programs that load a saved tokenizer may take its first one for the pad token.
 NEVER_PRODUCED = tuple(
     spelling
     for byte in (0xFF, 0xFE, 0xFD, 0xFC, 0xFB, 0xFA, 0xF9, 0xF8, 0xF7, 0xF6, 0xF5, 0xC1, 0xC0)
@@ -41,15 +41,15 @@ def load_tokenizer(
     chat_template: str | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """Returns the tokenizer of a base, with a chat template and the rules above. It can be pickled.
+    """Returns the tokenizer of a base, with a chat template, a pad token and an end-of-sequence token. It can be pickled.
 
     It has two attributes that transformers does not know: `text_as_chat` (see template.set_template), and `generation_eos`, the
     ids in the base's generation_config.json that end a completion.
 
-    Raises InputError if the base, its tokenizer or the template is missing or damaged, or no token can pad or end.
+    Raises InputError if the base, its tokenizer or the template is missing or damaged, or if no token can pad or end.
 
     Args:
-        chat_template: a Jinja file, or "plain". None means the tokenizer's own, or else "plain".
+        chat_template: a Jinja file, or "plain". None means the tokenizer's own template, or else "plain".
     """
     config = base_config(name_or_path, revision)
     generation = base_json(name_or_path, "generation_config.json", revision) or {}
@@ -74,11 +74,11 @@ def load_tokenizer(
 
 
 def _read(name_or_path: str, revision: str | None, trust_remote_code: bool) -> Any:
-    """Returns the tokenizer as transformers loads it. Loads a plain fast one directly, which takes a second and no torch."""
+    """Returns the tokenizer as transformers loads it. Loads a plain fast tokenizer without AutoTokenizer, which imports torch."""
     settings = base_json(name_or_path, "tokenizer_config.json", revision) or {}
     options: dict[str, Any] = {"revision": revision}
     if settings.get("pad_token") in NEVER_PRODUCED:
-        # This pipeline saved the token. As a special token, it would also match this character in a text.
+        # This pipeline chose and saved the token. If it became special, it would also match this character in a text.
         options["pad_token"] = None
     plain = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
     try:
@@ -89,10 +89,10 @@ def _read(name_or_path: str, revision: str | None, trust_remote_code: bool) -> A
 
             options["trust_remote_code"] = trust_remote_code
         tokenizer = Loader.from_pretrained(source(name_or_path), **options)
-        tokenizer(SOME_TEXT)  # fails if a part's settings are wrong
-    except (InputError, KeyboardInterrupt, SystemExit, MemoryError):  # SystemExit comes from a signal
+        tokenizer(SOME_TEXT)  # raises an error if a component has wrong settings
+    except (InputError, KeyboardInterrupt, SystemExit, MemoryError):  # a signal raises SystemExit
         raise
-    except BaseException as error:  # tokenizers panics (PanicException, not an Exception) on a damaged file
+    except BaseException as error:  # a damaged file raises tokenizers' PanicException, which is no Exception
         raise InputError(
             f"no tokenizer can be read from {name_or_path!r} ({in_brief(error)}); expected tokenizer.json "
             "and tokenizer_config.json next to the model: fetch or save them again",
@@ -110,7 +110,7 @@ def _read(name_or_path: str, revision: str | None, trust_remote_code: bool) -> A
 def _check_ids(tokenizer: Any, rows: int | None, where: str) -> None:
     """Raises InputError if a token in use has no row in the embedding.
 
-    Special tokens of a larger model are harmless unless the template uses them, or they are bos or eos.
+    Special tokens without a row are harmless unless the template uses them, or they are bos or eos.
     """
     added = tokenizer.get_added_vocab()
     used = {token for token in added if token in tokenizer.chat_template}
@@ -136,7 +136,7 @@ def eos_ids(tokenizer: Any, generation_config: Any = None) -> list[int]:
     """Returns the sorted ids of all tokens that end a completion: eos of tokenizer and generation config, end of turn.
 
     Args:
-        generation_config: the model's, or its dict. The generation_config.json in the tokenizer's folder always counts.
+        generation_config: the model's configuration or its dict, in addition to the tokenizer's `generation_eos`.
     """
     if generation_config is not None and not isinstance(generation_config, dict):
         generation_config = generation_config.to_dict()
@@ -145,11 +145,11 @@ def eos_ids(tokenizer: Any, generation_config: Any = None) -> list[int]:
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
     added = tokenizer.get_added_vocab()
     ids |= {added[token] for token in END_OF_TURN if token in added and token in template}
-    return sorted(i for i in ids if i >= 0)  # some configurations use -1 for none
+    return sorted(i for i in ids if i >= 0)  # in some configurations, -1 means that there is none
 
 
 def warn_of_endless(ended: float, completions: str) -> None:
-    """Prints a warning if less than MIN_ENDED of the completions ended by themselves."""
+    """Prints a warning if fewer than MIN_ENDED of the completions ended by themselves."""
     if ended < MIN_ENDED:
         print(
             f"warning: {ended:.0%} of {completions} ended by themselves, the others were truncated at trainer.response_length; "
@@ -159,15 +159,17 @@ def warn_of_endless(ended: float, completions: str) -> None:
 
 
 def _as_list(value: Any) -> list[int]:
-    """Returns the ids of an `eos_token_id` with one, several, or no ids."""
+    """Returns the ids of an `eos_token_id`, which may be one id, a list or None."""
     return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)]
 
 
 def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> str:
-    """Returns the token to pad with. It does not end a completion, and has a row in the embedding.
+    """Returns the pad token: the first candidate that does not end a completion and has a row in the embedding.
 
-    The candidates in order: the tokenizer's own; Llama 3.1's; another token made for padding; a reserved one; unk; any other
-    special token that the template does not use; a byte that UTF-8 never contains. Raises InputError if none fits.
+    The candidates are, in this order: the tokenizer's own pad token, Llama 3.1's, another special token with "pad" in its name,
+    a reserved token, unk, a special token that the template does not use, and a byte that UTF-8 never contains.
+
+    Raises InputError if no candidate fits.
     """
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     special = sorted(tokenizer.get_added_vocab(), key=vocabulary.__getitem__)
@@ -197,16 +199,16 @@ def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> 
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Returns a sha256 of the settings that determine token ids. It does not change by saving, loading and pickling."""
+    """Returns a SHA-256 of the settings that determine token ids. Saving, loading and pickling do not change it."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    backend.pop("padding")  # padding and truncation are state of the last call
+    backend.pop("padding")  # padding and truncation depend on the last call
     backend.pop("truncation")
     specials = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
     return _digest(json.dumps([backend, specials], sort_keys=True))
 
 
 def template_digest(tokenizer: Any) -> str:
-    """Returns a sha256 of the chat template's text."""
+    """Returns a SHA-256 of the chat template's text."""
     return _digest(json.dumps(tokenizer.chat_template))
 
 

@@ -1,1 +1,1 @@
-"""Computes the requirements of a job from shapes."""
+"""Estimates memory, hours and dollars of a job from the shapes of its model."""

@@ -1,8 +1,7 @@
-"""Estimates what a job needs: the memory of one worker, item by item, and on a GPU the time and the cost.
+"""Estimates what a job needs: the memory of one worker, item by item, and the hours on a GPU.
 
-Sizes are counted on the job's model (shape.py), not derived from the formulas of one architecture. Tensors that a library
-decides (those of TRL's losses over the vocabulary) get a factor fitted to measured peaks. Tests compare the sum with the
-peaks of real runs.
+Sizes are counted on the job's model (shape.py), not derived from the formulas of one architecture. The tensors of TRL's losses
+have a factor that was fitted to measured peaks. Tests compare the sum with the peaks of real runs.
 """
 
 import math
@@ -20,7 +19,7 @@ from pipeline.planning.rows import Rows
 from pipeline.planning.shape import Shape
 from pipeline.settle.inputs import room_for_prompts
 from pipeline.settle.work import Sections
-from pipeline.writing.memory import MOST_ROWS, SAMPLING_BYTES, WORKSPACE
+from pipeline.writing.memory import MAX_VLLM_ROWS, SAMPLING_BYTES, VLLM_WORKSPACE
 
 GIB = 2**30
 
@@ -45,31 +44,35 @@ GPUS = {
         Gpu("H200", 139, PEAK_TFLOPS["H200"], 4800),
     )
 }
-# Share of the memory that a plan may fill. On a CPU, plans are within 15 % of measured peaks; no GPU has been measured.
+# Share of the free memory that a run may need without recomputation. On a CPU, plans are within 15 % of measured peaks. Plans
+# have not been compared with a GPU.
 MAX_FILL = 0.9
-# Assumed share of the datasheet's speed, of matrix products as of reading memory; the plan prints it.
+# Assumed share of a GPU's peak speed, for matrix products and for reading memory. The plan prints it.
 UTILIZATION = 0.35
-RUNTIME = {"cpu": 0.75 * GIB, "cuda": 0.9 * GIB}  # Python, torch, Ray; or CUDA's context and workspaces
-# Allocated memory divided by memory in use. glibc's allocator cannot place an aligned block into a hole of exactly its size,
-# and ends up with twice the memory in use. MALLOC_MMAP_THRESHOLD_=65536 returns each block and takes a quarter more time.
+RUNTIME = {
+    "cpu": 0.75 * GIB,
+    "cuda": 0.9 * GIB,
+}  # memory of Python, torch and Ray, or of CUDA's context and workspaces
+# Allocated memory divided by memory in use. glibc's allocator cannot place an aligned block into a hole of exactly its size, and
+# allocates twice the memory in use. MALLOC_MMAP_THRESHOLD_=65536 would avoid this, but takes a quarter more time.
 SLACK = {"cpu": 2.0, "cuda": 1.1}
-# Layers of a sharded base in memory at once: the current one, the next one, and the pieces that the next one is joined from.
-# Not measured on a GPU.
+# Layers of a sharded base in memory at once: the current layer, the next layer, and the shards from which the next layer is
+# joined. Not measured on a GPU.
 GATHERED = 3
-# TRL's losses of sft, dpo and kto compute logits in tiles of this many tokens and vocabulary entries.
+# Tokens and vocabulary entries of a tile, in which TRL's losses of sft, dpo and kto compute logits.
 LOGIT_TILE = (4096, 32768)
-# Bytes for each entry of a tile, measured on a CPU with a vocabulary of 128,256 and up to 8,192 tokens. On a GPU, a kernel reads
-# the fp32 tile in place, so nothing is added; this is from its source, not measured.
+# Bytes for each entry of a tile, measured on a CPU with a vocabulary of 128,256 and up to 8,192 tokens. For GPUs, the value is
+# from the kernel's source, which reads the fp32 tile in place.
 LOGIT_BYTES = {"cpu": 33, "cuda": 4}
 
 
 @dataclass(frozen=True)
 class Item:
-    """An item in a worker's memory. `phase` is always, rollout, score or update; the largest of the last three counts."""
+    """An item in a worker's memory. Items of different phases are not in memory at the same time."""
 
     what: str
     size: float  # bytes
-    phase: str = "always"
+    phase: str = "always"  # always, rollout, score or update
 
 
 @dataclass(frozen=True)
@@ -78,13 +81,13 @@ class MemorySettings:
 
     rows: int  # rows of one forward and backward
     width: int  # tokens of a row
-    bf16: bool  # matrix products in bf16
+    bf16: bool  # whether matrix products are in bf16
     checkpointing: bool
-    sequences: int  # per row of the batch: a pair has two
+    sequences: int  # sequences in a row of the batch; a preference pair has two
     rollout_rows: int = 0
     prompt: int = 0
     completion: int = 0
-    scored: int = 0  # tokens of PPO's forwards without gradients
+    scored: int = 0  # tokens of one of PPO's forwards without gradients
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,8 @@ class Plan:
     items: list[Item]
     device: str  # cpu, cuda
     asked: MemorySettings
-    tokens: tuple[int, int]  # longest prompt and completion; of TRL's stages: longest row and 0
-    in_shards: bool  # each worker has a shard of the base
+    tokens: tuple[int, int]  # longest prompt and completion; in TRL's stages, longest row and 0
+    in_shards: bool  # whether each worker has only a shard of the base
 
     @property
     def peak(self) -> float:
@@ -107,15 +110,15 @@ class Plan:
 
     @property
     def checkpoint(self) -> float:
-        """Bytes on disk: trained parameters, Adam's two moments, the best parameters if the run keeps them; not the base."""
+        """Returns the bytes of a checkpoint: trained parameters, Adam's moments, and the best parameters if they are kept."""
         # TRL's trainer also saves the reference's adapter.
         reference = self.work.stage.trl and _has_reference(self.work)
         kept = 4.0 * reference + 4.0 * self.work.options.load_best_model_at_end
         return (4.0 + _moments(self.work.trainer) + kept) * self.trainable
 
 
-def settings(work: Sections, context: int) -> MemorySettings:
-    """Returns the settings for rows of the maximum length, for a model with `context` tokens."""
+def memory_settings(work: Sections, context: int) -> MemorySettings:
+    """Returns the settings for rows of the maximum length, if the model has a context of `context` tokens."""
     stage, args, workers, longest = work.stage, work.args, work.places.workers.fewest, work.data.max_length
     if stage.trl:
         return MemorySettings(
@@ -137,23 +140,23 @@ def settings(work: Sections, context: int) -> MemorySettings:
     if args.max_tokens_per_micro_batch:
         rows = max(1, args.max_tokens_per_micro_batch // width)
     if work.rollout.engine == "vllm":
-        decoded = min(args.decoded(workers), MOST_ROWS)
+        decoded = min(args.decoded(workers), MAX_VLLM_ROWS)
     scored = args.max_tokens_per_micro_batch or FORWARD_TOKENS["cuda" if work.places.on_gpu else "cpu"]
     scored = max(width, min(scored, args.batch_size * width))
-    checkpointing = args.gradient_checkpointing is not False  # None means only if necessary
+    checkpointing = args.gradient_checkpointing is not False  # None means that the run decides
     rows = min(rows, args.batch_size)
     return MemorySettings(rows, width, work.bf16, checkpointing, 1, decoded, prompt, completion, scored)
 
 
-Loras = Mapping[str, dict[str, Any]]  # {input, such as `policy`: adapter_files.described() of its adapter}
+Loras = Mapping[str, dict[str, Any]]  # {input, such as `policy`: describe_adapter() of its adapter}
 
 
-def make(work: Sections, loras: Loras | None = None, learns: bool = True) -> Plan:
-    """Returns the plan of work for workers. If it does not train, the plan only covers memory.
+def make_plan(work: Sections, loras: Loras | None = None, learns: bool = True) -> Plan:
+    """Returns the plan of one worker.
 
     Args:
-        loras: descriptions of the adapters that the job starts from, by input (`policy`, `reward`). A missing one is
-            assumed to be the job's `lora`.
+        loras: descriptions of the adapters that the job starts from, by input (`policy`, `reward`). Other adapters are assumed
+            to have the settings of the job's `lora`.
         learns: False for a rollout worker of a ppo job, which samples and scores, and has no critic.
     """
     stage, args, rollout, model = work.stage, work.args, work.rollout, work.frozen
@@ -166,11 +169,11 @@ def make(work: Sections, loras: Loras | None = None, learns: bool = True) -> Pla
         shape = Shape(model, work.lora, "reward" in (stage.learns, *stage.inputs))
         lora_of = {role: (loras or {}).get(starts.get(role, role), work.lora) for role in roles}
         size = {role: 4.0 * (lora.get("parameters") or shape.adapter(lora)) for role, lora in lora_of.items()}
-    except ValueError as error:  # peft's: no such modules, or settings that exclude each other
+    except ValueError as error:  # peft found no such modules, or settings that exclude each other
         why = f"peft rejects it for {model.name_or_path}: {str(error).splitlines()[0]}"
         raise InputError(why, key="lora") from error
     room_for_prompts(work.writes, work.data.max_length, shape.context)
-    asked, workers = settings(work, shape.context), work.places.workers.fewest
+    asked, workers = memory_settings(work, shape.context), work.places.workers.fewest
     trainable = sum(size[role] for role in learning)
     in_shards = learns and model.fsdp and workers > 1  # a rollout worker has the full base
     if in_shards:
@@ -212,8 +215,10 @@ def make(work: Sections, loras: Loras | None = None, learns: bool = True) -> Pla
 
 
 def _rollout_items(shape: Shape, asked: MemorySettings, device: str, vllm: bool, gpus: int) -> list[Item]:
-    """Returns the memory that sampling needs in addition to the base. vLLM has a base and a KV cache of its own, split over
-    `gpus`; transformers needs the KV cache, the logits of the next token, and the activations of the prompts' forward.
+    """Returns the memory that sampling needs in addition to the base.
+
+    Args:
+        gpus: the number of GPUs over which vLLM splits its base and its KV cache.
     """
     from pipeline.writing.decoder import PREFILL_TOKENS
 
@@ -221,8 +226,8 @@ def _rollout_items(shape: Shape, asked: MemorySettings, device: str, vllm: bool,
     cache, size = f"KV cache: {rows} rows of {width} tokens", rows * width * shape.cache(asked.bf16)
     if vllm:
         return [
-            Item("vLLM: a base of its own in bfloat16", 2.0 * shape.parameters / gpus),
-            Item("vLLM: work space", WORKSPACE),
+            Item("vLLM: a second copy of the base in bfloat16", 2.0 * shape.parameters / gpus),
+            Item("vLLM: work space", VLLM_WORKSPACE),
             Item(f"vLLM: {cache}", size / gpus),
         ]
     tokens = rows * asked.prompt
@@ -240,7 +245,7 @@ def _rollout_items(shape: Shape, asked: MemorySettings, device: str, vllm: bool,
 
 
 def _roles(work: Sections) -> tuple[list[str], list[str]]:
-    """Returns (adapters in memory, those that learn)."""
+    """Returns the roles with adapters in memory, and the roles among them that learn."""
     stage, named = work.stage, work.named
     if stage.learns is None:
         models = [name for name, at in named.items() if at != "base" and InputURI.parse(at).is_model]
@@ -254,78 +259,82 @@ def _roles(work: Sections) -> tuple[list[str], list[str]]:
     ]
     roles += [f"reward_{i}" if i else "reward" for i in range(len(rewards))]
     roles += ["teacher"] * (named.get("teacher") not in (None, "base"))
-    critic = ["critic"] * work.args.has_critic_adapter  # a head weighs nothing
+    critic = ["critic"] * work.args.has_critic_adapter  # a critic that is only a head needs almost no memory
     return roles + critic, learning + critic
 
 
 def _moments(trainer: dict[str, Any]) -> float:
-    """Returns the bytes of Adam's two moments of a parameter."""
+    """Returns the bytes of Adam's two moments for one parameter."""
     return 2.0 if "8bit" in str(trainer.get("optim")) else 8.0
 
 
 def _has_reference(work: Sections) -> bool:
-    """Returns whether the reference is an adapter. Otherwise, the reference is the base, which takes no additional memory."""
+    """Returns whether the reference is an adapter. If not, the reference is the base, which needs no additional memory."""
     start = work.named.get("reference") or work.named.get("policy")
     return work.stage.keeps_reference and start not in (None, "base")
 
 
 def _logits(stage: Stage, shape: Shape, tokens: int, device: str) -> float:
-    if stage.learns == "reward":  # a scalar head
+    if stage.learns == "reward":  # a reward model has no logits
         return 0.0
     if not stage.trl:
         from pipeline.models.logprobs import LOGIT_CHUNK
 
-        return 4.0 * 4 * LOGIT_CHUNK[device]  # a chunk's logits, their soft-max, and the gradients of both
+        return 4.0 * 4 * LOGIT_CHUNK[device]  # logits of a chunk, their softmax, and the gradients of both
     tile = min(tokens, LOGIT_TILE[0]) * min(shape.vocabulary, LOGIT_TILE[1])
-    hidden = 8.0 * tokens * shape.hidden  # the scored positions, and the gradient of their hidden states
+    hidden = 8.0 * tokens * shape.hidden  # hidden states of the scored positions, and their gradients
     return float(tile * LOGIT_BYTES[device]) + hidden
 
 
-# ------------------------------------------------------------------------------------------------ what follows
+# ------------------------------------------------------------------------------------------------ GPUs and hours
 
 
-def called(label: str) -> list[str]:
-    """Returns the GPUs that this accelerator type may mean, [] if unknown. Ray calls both sizes of the A100 "A100"."""
+def gpus_called(label: str) -> list[str]:
+    """Returns the GPUs that an accelerator type may mean, or [] if it is unknown. Ray calls both sizes of the A100 "A100"."""
     return [name for name in GPUS if label in (name, name.partition("-")[0])]
 
 
 def memory_of(label: str) -> float | None:
-    """Returns the GiB of one GPU of this accelerator type, or None if unknown; the smaller one of two sizes."""
-    return min((GPUS[name].memory for name in called(label)), default=None)
+    """Returns the GiB of a GPU of this accelerator type, or None if it is unknown. Of two sizes, returns the smaller one."""
+    return min((GPUS[name].memory for name in gpus_called(label)), default=None)
 
 
 def fitting(plan: Plan) -> list[str]:
-    """Returns the GPUs that the job fits on, smallest first."""
+    """Returns the GPUs on which the job fits, smallest first."""
     return [name for name, gpu in GPUS.items() if plan.peak <= gpu.memory * GIB]
 
 
 def fit_into(work: Sections, memory: float, loras: Loras | None = None) -> tuple[list[str], Plan]:
-    """Returns (overrides, plan) of the mildest changes that fit a worker into `memory` bytes, or of all if none do."""
+    """Returns the mildest overrides with which a worker fits into `memory` bytes, and their plan.
+
+    If no overrides suffice, returns all of them.
+    """
     made: dict[str, Any] = {}
     for key, value in _changes(work, loras):
         made[key] = value
-        if key == "model.load_in_4bit":  # shards cannot have 4 bits
+        if key == "model.load_in_4bit":  # a base in shards cannot be quantized
             made["model.fsdp"] = False
-        if make(_with(work, made), loras).peak <= memory:
+        if make_plan(_with(work, made), loras).peak <= memory:
             break
     made = {key: value for key, value in made.items() if _with(work, {key: value}) != work}
-    # A later change may make an earlier, milder one unnecessary
+    # A later change may make an earlier change unnecessary.
     for key in [key for key in made if key != "model.fsdp"]:
         fewer = {k: v for k, v in made.items() if k != key}
-        if make(_with(work, fewer), loras).peak <= memory:
+        if make_plan(_with(work, fewer), loras).peak <= memory:
             made = fewer
-    return [f"{key}={str(value).lower()}" for key, value in made.items()], make(_with(work, made), loras)
+    overrides = [f"{key}={str(value).lower()}" for key, value in made.items()]
+    return overrides, make_plan(_with(work, made), loras)
 
 
 def _changes(work: Sections, loras: Loras | None = None) -> list[tuple[str, Any]]:
-    """Returns overrides that make the work smaller, mildest first. Only nf4, the last, changes the result."""
-    asked, stage, workers = settings(work, 1 << 20), work.stage, work.places.workers.fewest
-    # Divisors, so that the batch stays divisible.
+    """Returns overrides that reduce the memory, mildest first. The last one, nf4, changes the result."""
+    asked, stage, workers = memory_settings(work, 1 << 20), work.stage, work.places.workers.fewest
+    # Only divisors, so that the batch stays divisible.
     fewer = [n for n in range(asked.rows - 1, stage.fewest_rows - 1, -1) if asked.rows % n == 0]
     changes: list[tuple[str, Any]] = []
     now = work.args.planned_rows(workers) if stage.online else asked.rollout_rows
     changes += [("trainer.local_rollout_forward_batch_size", now >> i) for i in (1, 2, 3, 4) if now >> i]
-    if stage.online:  # a PPOConfig
+    if stage.online:
         training = asked.rows * asked.width  # tokens of a micro-batch
         if work.args.max_tokens_per_micro_batch is None and training < asked.scored:
             changes.append(("trainer.max_tokens_per_micro_batch", training))
@@ -336,7 +345,7 @@ def _changes(work: Sections, loras: Loras | None = None) -> list[tuple[str, Any]
     if work.places.on_gpu:
         changes += [("trainer.bf16", True), ("model.dtype", "bfloat16")]
     dora = any(one.get("use_dora") for one in (work.lora, *(loras or {}).values()))
-    vllm = work.rollout.engine == "vllm"  # each of its processes also loads the full base
+    vllm = work.rollout.engine == "vllm"  # vLLM loads the full base
     if workers > 1 and not ("model.fsdp" in stage.unused or work.model.load_in_4bit or dora or vllm):
         changes.append(("model.fsdp", True))
     changes.append(("model.load_in_4bit", True))
@@ -344,7 +353,7 @@ def _changes(work: Sections, loras: Loras | None = None) -> list[tuple[str, Any]
 
 
 def _with(work: Sections, changes: dict[str, Any]) -> Sections:
-    """Returns the work of a job with other values under `trainer` and `model`."""
+    """Returns the work of a job with other values in the sections `trainer` and `model`."""
     for key, value in changes.items():
         section, name = key.split(".")
         if section == "trainer":
@@ -357,34 +366,35 @@ def _with(work: Sections, changes: dict[str, Any]) -> Sections:
     return work
 
 
-def hours(plan: Plan, name: str, rows: Rows) -> float:
-    """Returns the hours of a run on GPUs of one kind: its matrix products, and what its decoding steps read, at UTILIZATION.
+def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
+    """Returns the hours of a run on GPUs of one kind, if matrix products and decoding steps reach UTILIZATION.
 
-    Completions are assumed to have their maximum length. Both engines replay CUDA graphs, so a decoding step takes the time to
-    read the weights and the cache, half full on average. The time to gather a base in shards is not counted.
+    Completions are assumed to have their maximum length. A decoding step is assumed to take as long as reading the weights and
+    the KV cache, which is half full on average. The time to gather a base in shards is not counted.
 
     Args:
+        name: a key of GPUS.
         rows: training rows of an epoch, and their mean length.
     """
     gpu, work, asked, stage = GPUS[name], plan.work, plan.asked, plan.work.stage
     workers, (longest, completion) = work.places.workers.most, plan.tokens
     row, read = min(rows.tokens, longest), 0.0
-    if stage.online:  # a PPOConfig
+    if stage.online:
         args = work.args
         episodes = args.total_updates(rows.count) * args.batch_size
         tokens = episodes * (row + completion)
         models = 1 + args.has_critic_adapter
         learning = 2 if args.gradient_checkpointing is False else 3  # a backward takes as long as a forward
-        # The reward and the reference; old log-probs and values; the epochs.
+        # Forwards of reward and reference, of old log-probs and values, and of the epochs with their backwards.
         passes = 2 + models * (1 + args.num_ppo_epochs * learning)
         at_once = args.decoded(workers)
         filled = at_once * (row + completion / 2) * plan.shape.cache(asked.bf16)
         read = math.ceil(episodes / at_once) * completion * (plan.shape.moved + filled)
     else:
-        # The reference and the further forwards learn nothing.
+        # The reference and the stage's further forwards have no backward.
         passes = (3 if asked.checkpointing else 2) + stage.keeps_reference + stage.further_forwards
         steps = work.trainer.get("max_steps", 0)
-        if steps and steps > 0:  # without packing, rows may be short
+        if steps and steps > 0:  # only packed rows always have the maximum length
             width = longest if work.trainer.get("packing") else row
             tokens = steps * (work.data.batch_size or 8 * workers) * width
         else:
@@ -395,19 +405,10 @@ def hours(plan: Plan, name: str, rows: Rows) -> float:
     return seconds / UTILIZATION / workers / 3600
 
 
-def is_needed(work: Sections, memory: float, loras: Loras | None = None) -> tuple[bool, str]:
-    """Returns (whether to recompute, why) for a worker with `memory` free bytes, before anything is loaded."""
-    peak = make(_with(work, {"trainer.gradient_checkpointing": False}), loras).peak
-    needed = peak > MAX_FILL * memory
-    why = f"keeping all needs {peak / GIB:.1f} GiB, and {memory / GIB:.1f} GiB are free"
-    kept = "recomputed" if needed else "kept"
-    return needed, f"activations are {kept} (gradient_checkpointing: null): {why}"
-
-
 def recomputes(worker: Any) -> bool:
-    """Returns whether the workers recompute activations: the job's setting, or the plan's choice if it is null.
+    """Returns whether the workers recompute activations, from `trainer.gradient_checkpointing`, or from the plan if it is null.
 
-    Returns the same on all ranks; rank 0 prints why. Call it before the base is loaded.
+    All ranks return the same. Rank 0 prints the plan's reason. Must be called before the base is loaded.
     """
     import torch
 
@@ -419,9 +420,12 @@ def recomputes(worker: Any) -> bool:
     if given is not None:
         return bool(given)
     adapters = [name for name, one in work.inputs.items() if one.kind == "adapter"]
-    loras = {name.split(".")[0]: adapter_files.described(worker.input(name)) for name in adapters}
-    mine = is_needed(work, free_bytes(torch.device(worker.device)), loras)
-    needed, why = max(worker.gather(mine))  # of the worker with the least memory
+    loras = {name.split(".")[0]: adapter_files.describe_adapter(worker.input(name)) for name in adapters}
+    peak = make_plan(_with(work, {"trainer.gradient_checkpointing": False}), loras).peak
+    memory = free_bytes(torch.device(worker.device))
+    why = f"keeping all needs {peak / GIB:.1f} GiB, and {memory / GIB:.1f} GiB are free"
+    needed, why = max(worker.gather((peak > MAX_FILL * memory, why)))  # True if any worker needs it
     if worker.rank == 0:
-        print(why, flush=True)
+        kept = "recomputed" if needed else "kept"
+        print(f"activations are {kept} (gradient_checkpointing: null): {why}", flush=True)
     return needed

@@ -1,22 +1,22 @@
-"""Estimates how many rows a job's data has and how long they are, from a few of its chunks, without Ray."""
+"""Estimates the number and length of a job's training rows from a few chunks of its data, without Ray."""
 
 import tempfile
 from dataclasses import dataclass, replace
 
-from pipeline.data.chunks import Chunk, plan
-from pipeline.data.feed import mix
+from pipeline.data.chunks import Chunk, plan_chunks
+from pipeline.data.mixture import mix_sources
 from pipeline.data.read import plan_reading
 from pipeline.data.report import split_of
-from pipeline.data.tasks import tokenize
+from pipeline.data.tasks import tokenize_chunk
 from pipeline.errors import InputError
 from pipeline.job.job import sources_of
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.settle.work import Sections
 from pipeline.system import storage
 
-CHUNKS = 8  # chunks of a large dataset that are tokenized, spread evenly
-CHUNK = 256 << 10  # bytes
-MAX_UNSPLITTABLE = 32 << 20  # bytes of a file that has to be read as one (zipped, a JSON array, CSV)
+CHUNKS = 8  # number of chunks of a large dataset that are tokenized, spread evenly
+CHUNK = 256 << 10  # bytes of a chunk
+MAX_UNSPLITTABLE = 32 << 20  # maximum bytes of a file that cannot be split (zipped, a JSON array, CSV)
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class Rows:
     """The training rows of an epoch."""
 
     count: int
-    tokens: float  # mean of a row; of a pair, of prompt and chosen completion
+    tokens: float  # mean tokens of a row; for preference pairs, of prompt and chosen completion
 
 
-def look(work: Sections, context: int | None) -> tuple[Rows | None, str]:
-    """Returns (rows of data.train, a description), or (None, why they are unknown).
+def estimate_rows(work: Sections, context: int | None) -> tuple[Rows | None, str]:
+    """Returns the rows of data.train and a description, or None and the reason why they are unknown.
 
     Args:
-        context: tokens that the base has for a row (inputs.room_for_prompts).
+        context: maximum tokens of a row (inputs.room_for_prompts).
     """
     if any(storage.is_remote(source.path) for source in sources_of(work.data.train)):
         return None, "data.train is not on this machine"
@@ -43,7 +43,7 @@ def look(work: Sections, context: int | None) -> tuple[Rows | None, str]:
         files, options = plan_reading(work.run.stage, replace(work.data, eval=None), tokenizer, context)
         sources: list[list[Chunk]] = [[] for _ in sources_of(work.data.train)]
         for file in files["train"]:
-            for chunk in plan(file, "train", options.kind_in("train", file.source), CHUNK):
+            for chunk in plan_chunks(file, "train", options.kind_in("train", file.source), CHUNK):
                 sources[chunk.source].append(chunk)
         seen = [some[:: max(1, -(-len(some) * len(sources) // CHUNKS))] for some in sources]
         if any(chunk.size > MAX_UNSPLITTABLE for some in seen for chunk in some):
@@ -51,7 +51,9 @@ def look(work: Sections, context: int | None) -> tuple[Rows | None, str]:
         parts = []
         with tempfile.TemporaryDirectory() as folder:
             for some in seen:
-                tallies = [tokenize(chunk, i, tokenizer, options, folder) for i, chunk in enumerate(some)]
+                tallies = [
+                    tokenize_chunk(chunk, i, tokenizer, options, folder) for i, chunk in enumerate(some)
+                ]
                 parts.append(split_of("train", tallies))
         sizes, estimated = [], False
         for part, some, whole in zip(parts, seen, sources, strict=True):
@@ -60,7 +62,7 @@ def look(work: Sections, context: int | None) -> tuple[Rows | None, str]:
             estimated |= share < 1
         if not sum(sizes):
             return None, "none of its first rows can be used; `validate` shows why"
-        mixture = mix(sources_of(work.data.train), sizes, work.data.stopping_strategy)
+        mixture = mix_sources(sources_of(work.data.train), sizes, work.data.stopping_strategy)
         drawn = mixture.draws if mixture else sizes
     except InputError as error:
         return None, str(error)

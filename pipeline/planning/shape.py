@@ -1,7 +1,7 @@
-"""Counts the size of a job's model in parameters and in bytes per token, on fake tensors: no weights are loaded.
+"""Counts the parameters of a job's model, and its bytes per token, without loading weights.
 
-It builds the model with one and with two layers, runs both on fake tensors, and counts what autograd would save for the
-backward pass. The increase with the second layer is multiplied by the number of layers.
+Builds the model with one layer and with two layers, runs both on fake tensors, and counts what autograd would save for the
+backward pass. The difference between the two is the size of a layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipeline.job import Model
 from pipeline.system.hub import base_config
 from pipeline.writing.memory import kv_bytes
 
-# The config.json of gated models, so that a plan needs neither their license nor a network
+# Parts of config.json of gated models, for which a plan then needs neither access nor a network.
 _LLAMA_3 = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -35,11 +35,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     for size, shape in (("8B", _8B), ("70B", _70B))
     for kind in ("", "-Instruct")
 }
-NF4_BYTES = 0.516  # half a byte, and 8-bit constants for each 64 weights, quantized again
+NF4_BYTES = (
+    0.516  # bytes of an nf4 weight: half a byte, and its part of the constants with double quantization
+)
 
 
 def config_of(model: Model) -> tuple[dict[str, Any], str | None]:
-    """Returns (the base's config.json, None), or for a base of SHAPES (numbers from here, why it cannot be read)."""
+    """Returns the base's config.json, and None. If it cannot be read, returns its values in SHAPES, and the reason."""
     try:
         return base_config(model.name_or_path, model.revision), None
     except InputError as error:
@@ -49,24 +51,24 @@ def config_of(model: Model) -> tuple[dict[str, Any], str | None]:
 
 
 class Shape:
-    """A base with adapters: parameters, bytes of weights, parameters of adapters, bytes per token of activations.
+    """The sizes of a base with adapters: parameters, bytes of weights, bytes per token of activations.
 
     Args:
-        model: with the dtype of the frozen base.
-        lora: of a new adapter.
-        head: whether an adapter has a scalar head, as a reward model's has, and a critic that starts from it.
+        model: the `model` section, with the dtype of the frozen base.
+        lora: the settings of a new adapter.
+        head: whether an adapter has a scalar head, like a reward model, and a critic that starts from a reward model.
     """
 
     def __init__(self, model: Model, lora: dict[str, Any], head: bool = False) -> None:
         import logging
 
-        # At import, bitsandbytes recommends a package
+        # Hides a recommendation that bitsandbytes logs when it is imported.
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
         from transformers import AutoConfig
 
         from pipeline.models.base import context_length
 
-        raw, self.unread = config_of(model)  # `unread`: why the shape comes from SHAPES
+        raw, self.unread = config_of(model)  # `unread` is the reason why config.json cannot be read, or None
         self.context = context_length(raw) or 2048
         self.model = _Model(json.dumps(raw, sort_keys=True), model.dtype, head)
         self.lora = json.dumps(lora, sort_keys=True)
@@ -76,28 +78,28 @@ class Shape:
         one, two = (_count(self.model, self.lora, layers) for layers in (1, 2))
         whole = {key: one[key] + (self.layers - 1) * (two[key] - one[key]) for key in one}
         self.parameters = whole["parameters"]
-        # Bytes of one layer, in the dtype of the base
+        # Bytes of one layer, in the dtype of the base.
         self.layer = (two["parameters"] - one["parameters"]) * self.dtype_bytes
         self.embedding = self.vocabulary * self.hidden * self.dtype_bytes
         quantized = whole["linear"] if model.load_in_4bit else 0
         self.weights = (self.parameters - quantized) * self.dtype_bytes + quantized * NF4_BYTES
-        # Bytes that a decoding step moves. bitsandbytes copies each nf4 weight into the compute dtype for the matrix product
-        # (functional.dequantize_4bit): it is also written, and read again. Only its kernel for a single token makes no copy.
+        # Bytes that a decoding step moves. For a matrix product, bitsandbytes writes and reads a copy of each nf4 weight in the
+        # compute dtype (functional.dequantize_4bit). Only its kernel for a single row makes no copy.
         self.moved = self.weights + 2.0 * quantized * self.dtype_bytes
 
     def sharded(self, workers: int, lm_head: bool) -> float:
-        """Returns the bytes of the base on each worker with `model.fsdp`: its shard of the body, and the full lm head if any."""
+        """Returns the bytes of the base on each worker with `model.fsdp`: a shard of the body, and the lm head if any."""
         body = self.weights - self.embedding * (not self.text.tie_word_embeddings)
         return body / workers + self.embedding * lm_head
 
     def adapter(self, lora: dict[str, Any]) -> int:
-        """Returns the parameters of an adapter with these peft settings, its head included."""
+        """Returns the number of parameters of an adapter with these peft settings, including its head."""
         settings = json.dumps(lora, sort_keys=True)
         one, two = (_count(self.model, settings, layers)["adapter"] for layers in (1, 2))
         return one + (self.layers - 1) * (two - one)
 
     def activations(self, rows: int, width: int, bf16: bool, checkpointing: bool) -> float:
-        """Returns the bytes that the forward pass of one role saves for backward, plus one layer's temporary tensors."""
+        """Returns the bytes that a forward of one role saves for backward, plus one layer's temporary tensors."""
         one, two = (saved(self.model, self.lora, layers, rows, width, bf16) for layers in (1, 2))
         layer, rest = two - one, max(0.0, 2 * one - two)
         passing = rows * width * self.forward(bf16)
@@ -106,16 +108,16 @@ class Shape:
         return rest + layer + rows * width * self.hidden * self._width(bf16) * self.layers + passing
 
     def forward(self, bf16: bool) -> float:
-        """Returns the bytes per token of a layer's largest temporary tensors: three times the MLP's intermediate width."""
+        """Returns the bytes per token of a layer's temporary tensors, which are three of the MLP's intermediate width."""
         return 3.0 * (getattr(self.text, "intermediate_size", None) or 4 * self.hidden) * self._width(bf16)
 
     def cache(self, bf16: bool) -> float:
-        """Returns the bytes per token of keys and values of all layers."""
+        """Returns the bytes of one token's keys and values in all layers."""
         return kv_bytes(self.text, self._width(bf16))
 
     @property
     def keeps_other_state(self) -> bool:
-        """Returns True if a layer keeps another state than keys and values, so that all prompts are read in one forward."""
+        """Returns whether a layer has another state than keys and values. Then the decoder reads all prompts in one forward."""
         kinds = getattr(self.text, "layer_types", None) or ()
         return any(kind not in ("full_attention", "sliding_attention", "chunked_attention") for kind in kinds)
 
@@ -125,7 +127,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class _Model:
-    """What the following counts depend on. They are cached for each model, not for each job."""
+    """The part of a job on which the counts below depend. Jobs with the same model share cached counts."""
 
     config: str  # config.json
     dtype: str
@@ -134,9 +136,9 @@ class _Model:
 
 @cache
 def _count(model: _Model, lora: str, layers: int) -> dict[str, int]:
-    """Returns the parameters of a model of `layers` layers: all of the base, those in its linear layers, its adapter's.
+    """Returns the number of parameters of a model of `layers` layers: of the base, of its linear layers, and of its adapter.
 
-    The lm head is none of the linear layers.
+    The linear layers do not include the lm head.
     """
     import torch
 
@@ -167,8 +169,8 @@ def saved(model: _Model, lora: str, layers: int, rows: int, width: int, bf16: bo
     with _fake(model, lora, layers, bf16) as shared:
         parameters = {p.untyped_storage()._cdata for p in shared.parameters()}
         ids = torch.zeros(rows, width, dtype=torch.long)
-        # transformers (5.23) reads the values of position_ids to detect packed rows. Fake tensors have no values, so it would
-        # add a mask. Remove this when transformers detects fake tensors, or has an argument to turn this off.
+        # transformers (5.23) reads the values of position_ids to detect packed rows. Fake tensors have no values, so transformers
+        # would add a mask. Remove this patch when transformers supports fake tensors here.
         unpacked = patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_, **__: None)
         with unpacked, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             hidden = shared.hidden("policy", ids)
@@ -198,7 +200,7 @@ def _fake(model: _Model, lora: str, layers: int, bf16: bool = False) -> Iterator
         shared = SharedBase(base, autocast=torch.bfloat16 if bf16 else None)
         shared.add("policy", lora=json.loads(lora), head=model.head, trainable=True)
     with FakeTensorMode():
-        # Fake tensors on the CPU, where autocast works, replace meta tensors. Tied weights stay tied.
+        # Replaces meta tensors by fake tensors on the CPU, where autocast works. Tied weights stay tied.
         moved: dict[int, Any] = {}
         for module in shared.modules():
             for name, p in module._parameters.items():

@@ -6,7 +6,7 @@ with tags that name its origin. Before registration the files are downloaded aga
 """
 
 from pipeline.registry.champion import Champion, Gate, conditions, evaluate_gate, measured_on
-from pipeline.registry.curves import Curves, MetricLog, MLflowRun, check_trackers
+from pipeline.registry.curves import Curves, MLflowRun, check_trackers, open_curves
 from pipeline.registry.runs import (
     end_finished,
     end_interrupted,

@@ -1,6 +1,5 @@
 """Sends the metrics of a run to MLflow, and to TensorBoard and W&B if `mlflow.report_to` names them, while training continues."""
 
-import contextlib
 import importlib.util
 import itertools
 import os
@@ -166,86 +165,36 @@ TRACKERS: dict[str, Callable[[Tracking, str], Tracker]] = {
 }
 
 
-class MetricLog:
-    """Sends the metrics of one run to a tracker from a thread, so that training neither waits for a server nor fails with it.
+class Queue:
+    """The points of one run that wait for one tracker. A point leaves the queue when the tracker has recorded it."""
 
-    Values are sent in order, about once a second, up to 1000 per call. The first failure prints a warning; retries slow down.
-    A restarted worker repeats the steps after its checkpoint: values that the run already has are not recorded twice.
-
-    MLflow's own asynchronous logging (mlflow 3.17, AsyncLoggingQueue) drops a batch whose call failed, and sends in any order.
-    Replace this class when MLflow retries (tests/test_upstream.py notices).
-    """
-
-    # Time between two calls, and between two tries while the server does not answer
-    INTERVAL_S, MAX_INTERVAL_S = 1.0, 60.0
-    CLOSE_TIMEOUT_S = 120.0  # time that `close` waits for a server that does not answer
-    MAX_PENDING = 500_000  # values that wait for a server, about 100 MB; the oldest are dropped beyond that
-
-    FIRST_CALL = threading.Lock()  # first calls import libraries, which two threads must not do at once
+    BATCH = 1000  # most points of one call
 
     def __init__(self, tracker: Tracker):
-        self.tracker = tracker
+        self.tracker, self.failed = tracker, False
+        self.pending: deque[Point] = deque()
         self.known: dict[str, dict[int, float]] = {}  # metric -> its recorded {step: value}
-        self.pending: deque[Point] = deque(maxlen=self.MAX_PENDING)
-        self.queued = self.sent = 0  # number of values; the thread counts only values that it has sent
-        self.final: dict[str, float] = {}
-        self.failures, self.closing, self.abandoned = 0, threading.Event(), False
-        self.thread = threading.Thread(target=self._send_all, name="metrics", daemon=True)
-        self.thread.start()
 
-    def log(self, metrics: dict[str, float], step: int, final: bool = False) -> None:
-        """Queues the numbers of `metrics`. A `final` value is recorded even if the step has another value."""
-        now = int(time.time() * 1000)
-        numbers = {metric_key(k): float(v) for k, v in metrics.items() if isinstance(v, int | float)}
-        self.queued += len(numbers)
-        self.final |= numbers if final else {}
-        self.pending.extend(Point(key, value, now, step, final) for key, value in numbers.items())
+    def send(self, final: dict[str, float] | None = None) -> bool:
+        """Sends what is pending, and ends the recording if there are `final` results. Returns False if a call fails."""
+        try:
+            while batch := list(itertools.islice(self.pending, self.BATCH)):
+                self._record(batch)
+                for _ in batch:
+                    self.pending.popleft()
+            if final is not None:
+                self.tracker.close(final)
+        except Exception as error:  # a logging error must not end a long run
+            if not self.failed:
+                why = f"{self.tracker.name} does not answer ({summary(error)})"
+                print(f"warning: {why}; training continues, its metrics are sent later", flush=True)
+            self.failed = True
+            return False
+        self.failed = False
+        return True
 
-    def close(self, timeout: float | None = None) -> None:
-        """Sends the rest. Waits at most `timeout` seconds (default CLOSE_TIMEOUT_S) for an unreachable server."""
-        self.closing.set()
-        self.thread.join(self.CLOSE_TIMEOUT_S if timeout is None else timeout)
-        if self.queued > self.sent and not self.abandoned:
-            print(
-                f"warning: {self.queued - self.sent} metric values were not recorded: {self.tracker.name} was unreachable. The "
-                "checkpoints hold the curve: if the run continues, the same command sends what is missing",
-                flush=True,
-            )
-        self.abandoned = True
-
-    def _send_all(self) -> None:
-        batch: list[Point] = []
-        lock: Any = self.FIRST_CALL
-        while not self.abandoned:
-            if self.failures and self.closing.is_set():
-                time.sleep(self.INTERVAL_S)
-            else:
-                self.closing.wait(min(self.INTERVAL_S * 2**self.failures, self.MAX_INTERVAL_S))
-            closing = self.closing.is_set()  # if so, `pending` holds the last values
-            while self.pending and len(batch) < 1000:
-                batch.append(self.pending.popleft())
-            try:
-                if batch:
-                    with lock:
-                        self._send(batch)
-                    lock = contextlib.nullcontext()
-                elif closing:
-                    self.tracker.close(self.final)
-                    return
-            except Exception as error:  # a logging error must not end a long run
-                if not self.failures:
-                    print(
-                        f"warning: {self.tracker.name} does not answer ({summary(error)}); training continues, its metrics are "
-                        "sent later",
-                        flush=True,
-                    )
-                self.failures = min(self.failures + 1, 10)
-                continue
-            self.failures = 0
-            self.sent += len(batch)
-            batch = []
-
-    def _send(self, batch: list[Point]) -> None:
+    def _record(self, batch: list[Point]) -> None:
+        """Records the points that the tracker does not have yet: a restarted worker repeats the steps after its checkpoint."""
         new: dict[str, dict[int, float]] = defaultdict(dict)
         points = []
         for point in batch:
@@ -262,19 +211,62 @@ class MetricLog:
 
 
 class Curves:
-    """Sends the metrics of one run to all trackers, each from a separate thread."""
+    """Sends the metrics of one run to all trackers from a thread. Training neither waits for a server nor fails with it.
 
-    def __init__(self, tracking: Tracking, run_id: str):
-        others = [TRACKERS[name](tracking, run_id) for name in dict.fromkeys(tracking.also)]
-        self.logs = [MetricLog(tracker) for tracker in (MLflowRun(tracking.uri, run_id), *others)]
+    A tracker gets its points in order, about once a second. If it does not answer, the next round tries again.
+
+    MLflow's own asynchronous logging (mlflow 3.17, AsyncLoggingQueue) drops a batch whose call failed, and sends in any order.
+    Replace this class when MLflow retries (tests/test_upstream.py notices).
+    """
+
+    INTERVAL_S = 1.0  # time between two rounds
+    CLOSE_TIMEOUT_S = 120.0  # time that `close` waits for a server that does not answer
+
+    def __init__(self, *trackers: Tracker):
+        self.queues = [Queue(tracker) for tracker in trackers]
+        self.final: dict[str, float] = {}
+        self.closing, self.abandoned = threading.Event(), False
+        self.thread = threading.Thread(target=self._send_rounds, name="metrics", daemon=True)
+        self.thread.start()
 
     def log(self, metrics: dict[str, float], step: int, final: bool = False) -> None:
-        for log in self.logs:
-            log.log(metrics, step, final)
+        """Queues the numbers of `metrics`. A `final` value is recorded even if the step has another value."""
+        now = int(time.time() * 1000)
+        numbers = {metric_key(k): float(v) for k, v in metrics.items() if isinstance(v, int | float)}
+        self.final |= numbers if final else {}
+        for queue in self.queues:
+            queue.pending.extend(Point(key, value, now, step, final) for key, value in numbers.items())
 
-    def close(self, timeout: float | None = None) -> None:
-        for log in self.logs:
-            log.close(timeout)
+    def close(self, timeout: float = CLOSE_TIMEOUT_S) -> None:
+        """Sends the rest. Waits at most `timeout` seconds for an unreachable server. A second call does nothing."""
+        if self.abandoned:
+            return
+        self.closing.set()
+        self.thread.join(timeout)
+        self.abandoned = True
+        for queue in self.queues:
+            if queue.pending:
+                print(
+                    f"warning: {len(queue.pending)} metric values were not recorded: {queue.tracker.name} was unreachable. "
+                    "The checkpoints hold the curve: if the run continues, the same command sends what is missing",
+                    flush=True,
+                )
+
+    def _send_rounds(self) -> None:
+        left = self.queues
+        while left and not self.abandoned:
+            if self.closing.wait(self.INTERVAL_S):  # then the queues have their last points
+                left = [queue for queue in left if not queue.send(self.final)]
+                time.sleep(self.INTERVAL_S if left else 0)
+            else:
+                for queue in left:
+                    queue.send()
+
+
+def open_curves(tracking: Tracking, run_id: str) -> Curves:
+    """Returns the curves of a run, which MLflow and the trackers of mlflow.report_to get."""
+    others = [TRACKERS[name](tracking, run_id) for name in dict.fromkeys(tracking.also)]
+    return Curves(MLflowRun(tracking.uri, run_id), *others)
 
 
 def check_trackers(also: list[str]) -> None:

@@ -90,7 +90,7 @@ def check_base_name(folder: str, base: dict[str, Any], reference: str) -> None:
     """Raises InputError if an adapter without lineage.json names another base than the job's, on the hub or in a folder here."""
     from pipeline.models.base import base_identity
 
-    trained_on = str(adapter_files.settings(folder).get("base_model_name_or_path") or "")
+    trained_on = str(adapter_files.read_settings(folder).get("base_model_name_or_path") or "")
     name = base["name_or_path"]
     other, fix = False, ""
     if hub.is_reference(trained_on) and base["digest"].startswith("commit:"):
@@ -103,18 +103,6 @@ def check_base_name(folder: str, base: dict[str, Any], reference: str) -> None:
             f"{reference} was trained on base {trained_on}, but model.name_or_path is {name}. An adapter works on its own base "
             f"only: use model.name_or_path={trained_on}{fix}"
         )
-
-
-def check_head(folder: str, scores: bool, reference: str) -> None:
-    """Raises InputError for a policy with a scalar head, and for a reward without one, whose scores would be random."""
-    head = adapter_files.settings(folder).get("task_type") == "SEQ_CLS"
-    if head == scores:
-        return
-    found, stages, example = "a reward adapter (it has a scalar head)", "`sft`, `dpo`, `kto` or `ppo`", "sft"
-    if scores:
-        found, stages, example = "an adapter without a scalar head, so it cannot score", "`rm`", "rm"
-    expected = f"expected one that {stages} trained, e.g. models:/rlhf-{example}@champion"
-    raise InputError(f"{reference} is {found}; {expected}")
 
 
 def folder_digests(folder: str) -> dict[str, dict[str, Any]]:

@@ -23,8 +23,9 @@ MAX_PANELS_WITHOUT_HEADINGS = 8
 
 def render(runs: list[Run]) -> str:
     """Returns the page as text."""
-    stages = list(dict.fromkeys(run.stage for run in runs))
-    by_stage = [[run for run in runs if run.stage == stage] for stage in stages]
+    by_stage: dict[str, list[Run]] = {}
+    for run in runs:
+        by_stage.setdefault(run.stage, []).append(run)
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("pipeline.report", "."),
         autoescape=True,
@@ -36,10 +37,10 @@ def render(runs: list[Run]) -> str:
     environment.globals.update(headline=headline, evaluations=evaluations)
     sampled = [run for run in runs if run.result.get("samples")]
     return environment.get_template("page.jinja").render(
-        title=runs[0].name if len(runs) == 1 else " → ".join(stages),
+        title=runs[0].name if len(runs) == 1 else " → ".join(by_stage),
         runs=[{"run": run, "anchor": f"r{i}", "groups": groups(run, f"r{i}")} for i, run in enumerate(runs)],
         first=sampled[-1] if sampled else None,  # the run whose samples come before everything else
-        compared=[comparison(same) for same in by_stage if len(same) > 1],
+        compared=[comparison(same) for same in by_stage.values() if len(same) > 1],
     )
 
 

@@ -52,7 +52,7 @@ def publish(work: Work, result: dict[str, Any]) -> registry.Version | None:
     start = work.inputs.get("policy")
     with storage.local_copy(adapter) as folder:
         unchanged = None
-        if not adapter_files.learned(folder, start.folder if start else None):
+        if not adapter_files.was_trained(folder, start.folder if start else None):
             why = "The learning rate was 0 at every step, as in a run that ends within its warm-up, or no gradient reached the adapter"
             if result["metrics"].get("grad_norm/policy") == 0:
                 why = "No gradient reached it: every advantage was 0, as if all completions of a prompt get the same score"
@@ -137,7 +137,7 @@ def open_run(job: Job, earlier: Earlier) -> Iterator[tuple[Work, dict[str, Any],
     During the block, no other process may write into the run's folder. Raises InputError if the job, its data or an input is
     wrong, or if the run cannot resume.
     """
-    prices.read()  # a wrong file must be an error before the work
+    prices.read_prices()  # reports a wrong price file before the work starts
     started, tracking = time.monotonic(), tracking_of(job)
     check_paths(job)
     print_header(f"{job.stage}  run {job.run.name}  {job.source}")
@@ -157,7 +157,7 @@ def open_run(job: Job, earlier: Earlier) -> Iterator[tuple[Work, dict[str, Any],
             print(f"warning: {other_base}", flush=True)
         continues = bool(left) and resume.same_content(left, work.run, work.base["digest"], work.digests)
         with resume.owned(work.folder, earlier.files, work.run.overwrite) as lease:
-            checkpoints.newest(work.folder)  # moves damaged ones away before any worker starts
+            checkpoints.newest(work.folder)  # moves damaged checkpoints away before a worker starts
             resume.record(work.run, work.versions, work.base["digest"], work.digests)
             work = replace(work, lease=lease, started=started)
             with _mlflow_run(work, new_run=not continues) as run_id:
@@ -203,7 +203,7 @@ def write_result(work: Work, report: Any, entries: dict[str, Any]) -> dict[str, 
         "job": run.settings,
     }
     storage.write_json(storage.join(run.folder, run_folder.RESULT), result)
-    # Only now, because an interrupted run resumes from its parts
+    # Not earlier, because an interrupted run resumes from its parts.
     storage.remove(storage.join(run.folder, run_folder.PARTS))
     return result
 
@@ -217,7 +217,7 @@ def failure_recorded(work: Work) -> Iterator[None]:
         yield
     except Exception as error:
         if any(isinstance(one, LeaseLost) for one in causes(error)):
-            raise  # the folder is another process's
+            raise  # another process has the folder now
         failure = {
             "error": without_secrets(summary(error)),
             "traceback": without_secrets("".join(traceback.format_exception(error)))[-8000:],
@@ -262,12 +262,12 @@ def train_in_workers(work: Work, rows: dict[str, Any], train: Train, companion: 
 
 
 def cost_of(places: Places, usage: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Returns the cost of the GPUs that the workers and the rollout workers of a run had; see prices.of_run."""
+    """Returns the cost of the GPUs that the workers and the rollout workers of a run had; see prices.cost_of_run."""
     gpus = 0.0
     if usage["gpu"]:
         gpus = usage["workers"] * places.workers.each.resources.get("GPU", 0)
         gpus += places.rollout.most * places.rollout.each.resources.get("GPU", 0) if places.rollout else 0
-    return prices.of_run({**usage, "gpus": gpus}, seconds, not placement.on_cluster())
+    return prices.cost_of_run({**usage, "gpus": gpus}, seconds, not placement.on_cluster())
 
 
 def described(version: registry.Version | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline import run_folder
-from pipeline.data.feed import to_hf
+from pipeline.data.read import to_hf
 from pipeline.errors import Failure, InputError
 from pipeline.job import Job
 from pipeline.job.identity import identity_of
@@ -223,7 +223,7 @@ def join(work: Work, count: int, recipe: RowRecipe, path: str) -> dict[str, Any]
                 counts.update(recipe.count(record))
                 seen += 1
                 yield from (json.dumps(line, ensure_ascii=False) for line in recipe.lines(record))
-        if seen != count:  # for example, parts of another version of the pipeline
+        if seen != count:  # another version of the pipeline may have written the parts
             raise InputError(
                 f"{work.folder}/{run_folder.PARTS} holds {seen} rows of {count}; set run.overwrite=true to start over",
                 key="run.name",

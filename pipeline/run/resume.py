@@ -26,7 +26,7 @@ from pipeline.registry.store import flatten
 from pipeline.run import checkpoints
 from pipeline.system import lease, storage
 
-# {file: owner of a folder of run.storage_path that contains it}
+# {file: what a folder with this file belongs to}
 OWNERS = {run_folder.JOB: "a run", run_folder.RESULT: "a run", run_folder.SWEEP: "a sweep"}
 # Sections that do not affect the results of a job.
 ELSEWHERE = ("run", "mlflow", "scaling", "source")
@@ -97,7 +97,7 @@ def owned(folder: str, seen: dict[str, str], overwrite: bool) -> Iterator[lease.
             raise InputError(
                 f"another process has run {folder} meanwhile; run the same command again", key="run.name"
             )
-        if overwrite:  # only now: a mistake in the job must not delete the old run
+        if overwrite:  # not earlier, because a mistake in the job must not delete the old run
             for name in storage.names(folder).keys() - {lease.FOLDER}:
                 storage.remove(storage.join(folder, name))
         yield mine

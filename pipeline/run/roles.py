@@ -190,7 +190,7 @@ def vllm(
         rows: completions of an update that this process samples.
         scratch: folder in which adapters are passed to vLLM, or None for a temporary one.
     """
-    options = vllm_options(host.work.model, host.work.rollout, min(rows, memory.MOST_ROWS))
+    options = vllm_options(host.work.model, host.work.rollout, min(rows, memory.MAX_VLLM_ROWS))
     if shared.device.type == "cuda":
         cache = memory.kv_bytes(shared.base.config.get_text_config(), shared.base.dtype.itemsize)
         named = shared.base.named_parameters()
@@ -223,7 +223,7 @@ def vllm_options(model: Model, rollout: RolloutConfig, rows: int) -> dict[str, A
     """
     options: dict[str, Any] = {
         "max_num_seqs": rows,
-        "max_num_batched_tokens": max(memory.BATCHED_TOKENS, rows),
+        "max_num_batched_tokens": max(memory.MAX_VLLM_TOKENS, rows),
         "revision": model.revision,
         "dtype": model.dtype,
         "trust_remote_code": model.trust_remote_code,
@@ -257,7 +257,9 @@ def save_policy(worker: ModelHost, shared: SharedBase, folder: str) -> dict[str,
     digest = shared.save("policy", folder)
     pad = worker.tokenizer.pad_token_id
     precision = precision_in_use(shared)
-    probes.write(folder, shared.vocab_size, pad, lambda ids: shared.mean_logprob("policy", ids), precision)
+    probes.write_probes(
+        folder, shared.vocab_size, pad, lambda ids: shared.mean_logprob("policy", ids), precision
+    )
     return digest
 
 

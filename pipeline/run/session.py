@@ -151,7 +151,7 @@ def check_shared_storage(storage_path: str, uri: str) -> None:
 
 # ------------------------------------------------------------------------------------------ an embedded Ray
 
-TOKEN = secrets.token_hex(32)  # of all sessions of this process
+TOKEN = secrets.token_hex(32)  # all sessions of this process share it
 
 
 def secured() -> dict[str, str]:

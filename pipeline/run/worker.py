@@ -20,7 +20,6 @@ from typing import Any
 from pipeline import registry, text
 from pipeline.errors import Failure, InputError
 from pipeline.metrics import line_of
-from pipeline.models import transformers4
 from pipeline.registry import lineage
 from pipeline.run import checkpoints, memory
 from pipeline.run.model_host import ModelHost
@@ -71,7 +70,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
             if isinstance(error, (InputError, Failure)):
                 # Ray Train 2.60 would log a traceback, which tells a user less than the messages of these errors.
                 logging.getLogger("ray.train.v2._internal.util").disabled = True
-            worker.close(patience=5.0)
+            worker.close(timeout=5.0)
             raise
         worker.close()
         return result
@@ -185,7 +184,9 @@ class Worker(ModelHost):
         self.printed = self.shown = 0.0  # times of the last printed line and of the last live line
         self.step = self.total = 0  # the last logged step; the last step of the run
         self.report = self._report if work.sweep else None
-        self.metrics = registry.Curves(work.tracking, work.run_id) if self.rank == 0 and work.run_id else None
+        self.metrics = (
+            registry.open_curves(work.tracking, work.run_id) if self.rank == 0 and work.run_id else None
+        )
         self.notice = PreemptionNotice()
         if self.local_rank == 0:  # workers that were killed have left files
             shutil.rmtree(self.scratch, ignore_errors=True)
@@ -203,7 +204,7 @@ class Worker(ModelHost):
         """Returns all tokenized rows of `train`, `eval` or `pairs` as a datasets.Dataset, or None if the job has none."""
         import ray.train
 
-        from pipeline.data.feed import to_hf
+        from pipeline.data.read import to_hf
 
         fingerprint = self.work.fingerprints.get(name)
         return to_hf(ray.train.get_dataset_shard(name), fingerprint) if fingerprint else None
@@ -313,7 +314,7 @@ class Worker(ModelHost):
         Returns the entries of result.json about the training, and `usage`, from which the driver computes the cost.
 
         Args:
-            save: writes adapter and head into a folder, and returns the digest of the tensors, as adapter_files.write does.
+            save: writes adapter and head into a folder, and returns their digest, as adapter_files.write_adapter does.
                 Called on rank 0. None means that nothing was trained.
             outputs: returns outputs on a few rows, of the adapter in a folder, or for None of the adapter in memory. Called
                 on rank 0.
@@ -336,7 +337,7 @@ class Worker(ModelHost):
                 adapter = os.path.join(final, "adapter")
                 os.makedirs(adapter)
                 checked[f"adapter/{hub.TENSORS}"] = save(adapter)
-                transformers4.save_tokenizer(self.tokenizer, adapter)
+                self.tokenizer.save_pretrained(adapter)
                 lineage.write(adapter, self._lineage(outcome))
                 print("checking that the adapter reloads as it was saved", flush=True)
                 require_reload(outputs(None), outputs(adapter), adapter)
@@ -367,9 +368,9 @@ class Worker(ModelHost):
         parents = {name: version for name, version in work.versions.items() if name != "judge"}
         return lineage.describe(work.run.stage, work.base, self.tokenizer, parents, work.digests, **facts)
 
-    def close(self, patience: float | None = None) -> None:
+    def close(self, timeout: float = registry.Curves.CLOSE_TIMEOUT_S) -> None:
         if self.metrics:
-            self.metrics.close(patience)
+            self.metrics.close(timeout)
         if self.local_rank == 0:
             shutil.rmtree(self.scratch, ignore_errors=True)
 

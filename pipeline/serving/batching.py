@@ -1,7 +1,7 @@
 """Continuous batching: each step writes one token of every completion, for all requests and policies together.
 
-A row joins at any step and leaves when it ends. One thread owns the decoder. It passes waiting rows to the decoder, delivers
-new tokens, and between steps runs requests of other threads (`run`): scores and new versions.
+A row is one completion. It joins the batch at any step and leaves when it ends. One thread owns the decoder: it adds waiting
+rows, delivers new tokens, and between two steps calls functions of other threads, such as scoring and loading a version.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from pipeline.errors import SelfCheckFailed
 from pipeline.serving.protocol import Refused
 from pipeline.writing.rows import Decoder, Row
 
-ENDED = "the batcher has ended"  # it was closed, or its decoder cannot continue
+ENDED = "the batcher has ended"  # error of requests after `close`, or after the decoder failed
 
 
 class Token(NamedTuple):
     """One token of a row."""
 
     id: int
-    logprob: float  # in nats; if the row reports alternatives, at temperature 1
-    top: list[tuple[int, float]]  # requested number of most likely ids, with their log-probs
-    last: bool  # whether it ends the row
+    logprob: float  # at temperature 1 if the row reports alternatives
+    top: list[tuple[int, float]]  # the most likely token ids, with their log-probs
+    last: bool  # whether the token ends the row
 
 
 @dataclass(eq=False)
 class ServedRow(Row):
-    """A row with a receiver.
+    """A row whose tokens are delivered to a client.
 
     Args:
         deliver: called in the batcher's thread with each token, or with the error that ended the row.
@@ -42,7 +42,7 @@ class ServedRow(Row):
     delivered: int = field(default=0, init=False)
 
     def deliver_new(self) -> None:
-        """Delivers the tokens, and the error, since the last call."""
+        """Delivers the tokens, or the error, since the last call."""
         while self.delivered < len(self.tokens) and not self.cancelled:
             i = self.delivered
             self.delivered += 1
@@ -57,16 +57,16 @@ class ServedRow(Row):
 
 
 class Batcher:
-    """Writes submitted rows, in a separate thread.
+    """Decodes submitted rows in a separate thread.
 
     Args:
         queue: maximum number of waiting rows.
-        prompt_tokens: maximum padded tokens of prompts that join at once, because other rows wait meanwhile.
+        prompt_tokens: maximum number of padded prompt tokens that join in one step. Other rows wait meanwhile.
     """
 
     def __init__(self, decoder: Decoder, queue: int, prompt_tokens: int = 1 << 30) -> None:
         self.decoder, self.queue, self.prompt_tokens = decoder, queue, prompt_tokens
-        self.rows: list[ServedRow] = []  # rows in progress
+        self.rows: list[ServedRow] = []  # rows that the decoder writes
         self.waiting: deque[ServedRow] = deque()
         self.requested: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self.condition = threading.Condition()
@@ -77,7 +77,7 @@ class Batcher:
     # ------------------------------------------------------------------------------------ from other threads
 
     def submit(self, rows: Sequence[ServedRow]) -> None:
-        """Accepts all rows of one request, or none. Raises Refused, 429, if the queue is full."""
+        """Accepts all rows of one request. Raises Refused (429) if the queue has no space for all of them."""
         with self.condition:
             self._forget_cancelled()
             if len(self.waiting) + len(rows) > self.queue:
@@ -86,7 +86,7 @@ class Batcher:
             self._wake()
 
     def run(self, function: Callable[[], Any]) -> Future[Any]:
-        """Calls `function` between two steps. Returns a future of its result."""
+        """Calls `function` in the batcher's thread, between two steps. Returns a future of the result."""
         future: Future[Any] = Future()
         with self.condition:
             self.requested.append((function, future))
@@ -105,25 +105,25 @@ class Batcher:
         return self.thread.is_alive()
 
     def roles(self) -> set[str | None]:
-        """Returns the roles of all rows in progress or waiting."""
+        """Returns the roles of all unfinished rows."""
         with self.condition:
             return {row.role for row in (*self.rows, *self.waiting)}
 
     def _wake(self) -> None:
-        """Wakes the thread. If the batcher is closed, gives an error to everything that waits."""
+        """Wakes the thread. If the batcher is closed, all waiting rows and calls get an error."""
         while self.closed and self.waiting:
             self.waiting.popleft().fail(RuntimeError(ENDED))
         while self.closed and self.requested:
             _, future = self.requested.popleft()
-            if future.set_running_or_notify_cancel():  # False if its client has disconnected
+            if future.set_running_or_notify_cancel():  # False if the client has disconnected
                 future.set_exception(RuntimeError(ENDED))
         self.condition.notify()
 
     def _forget_cancelled(self) -> None:
-        """Removes canceled rows from the queue, so that they do not count."""
+        """Removes canceled rows from the queue, so that they take no space in it."""
         self.waiting = deque(row for row in self.waiting if not row.cancelled)
 
-    # ----------------------------------------------------------------------------------------- in its thread
+    # ----------------------------------------------------------------------------------------- in the thread
 
     def _work(self) -> None:
         while True:
@@ -137,21 +137,21 @@ class Batcher:
             ruined: SelfCheckFailed | None = None
             for function, future in requested:
                 if not future.set_running_or_notify_cancel():
-                    continue  # its client has disconnected
+                    continue  # the client has disconnected
                 try:
                     future.set_result(function())
-                except BaseException as error:  # the caller handles it; the thread also serves others
+                except BaseException as error:  # the thread has to continue for other requests
                     future.set_exception(error)
                     ruined = error if isinstance(error, SelfCheckFailed) else ruined
             try:
-                if ruined:  # a new version has changed the base
+                if ruined:  # loading a version has changed the base
                     raise ruined
                 if joining := self._joining():
                     self.decoder.join(joining)
                     self._deliver()
                 self.decoder.step()
                 self._deliver()
-            except Exception as error:  # such as out of memory: the rows are lost, but the replica continues
+            except Exception as error:  # for example out of memory: its rows are lost, the replica continues
                 lost, self.rows = self.rows, []
                 for row in lost:
                     row.fail(error)
@@ -159,12 +159,12 @@ class Batcher:
                     if not ruined:
                         self.decoder.reset()
                         continue
-                with self.condition:  # the decoder cannot continue
+                with self.condition:  # the decoder cannot be used any more
                     self.closed = True
                     self._wake()
 
     def _joining(self) -> list[ServedRow]:
-        """Moves the rows that can join from `waiting` to `rows`, first come first served. Returns them."""
+        """Moves the first waiting rows for which the decoder has space to `rows`, and returns them."""
         joining: list[ServedRow] = []
         width = 0
         with self.condition:

@@ -1,4 +1,4 @@
-"""The counters of a replica, and a page with all replicas' metrics for Prometheus."""
+"""The metrics of a replica, and a page for Prometheus with the metrics of all replicas."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
 
-SILENT_S = 30.0  # a replica counts as lost after this long without a report
+REPORT_TIMEOUT_S = 30.0  # a replica counts as lost after this time without a report
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
-    """The counters of one replica."""
+    """The metrics of one replica."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()  # the replica sends this to the recorder
+        self.registry = registry = CollectorRegistry()  # its metrics go to the recorder
         counter = partial(Counter, namespace="rlhf", registry=registry)
         gauge = partial(Gauge, namespace="rlhf", registry=registry)
         histogram = partial(Histogram, namespace="rlhf", registry=registry, buckets=SECONDS)
@@ -28,25 +28,25 @@ class Metrics:
         self.first_token = histogram("first_token_seconds", "Until the first token")
         self.seconds = histogram("answer_seconds", "Until the last token")
         self.running = gauge("running_rows", "Completions that are being written")
-        self.waiting = gauge("waiting_rows", "Completions that wait for a place in the batch")
+        self.waiting = gauge("waiting_rows", "Completions that wait to join the batch")
         self.versions = gauge("versions", "1 for the version behind each model id", models)
 
 
-class Page:
+class MetricsPage:
     """The newest metrics of each replica."""
 
     def __init__(self) -> None:
-        self.newest: dict[str, tuple[float, list[Metric]]] = {}  # replica -> (time of arrival, metrics)
+        self.newest: dict[str, tuple[float, list[Metric]]] = {}  # replica -> (time of the report, metrics)
 
-    def take(self, replica: str, metrics: list[Metric]) -> None:
+    def update(self, replica: str, metrics: list[Metric]) -> None:
         self.newest[replica] = (time.monotonic(), metrics)
 
     def collect(self) -> list[Metric]:
-        """Returns all metrics for prometheus_client, each sample with its replica."""
+        """Returns all metrics for prometheus_client, and labels each sample with its replica."""
         merged: dict[str, Metric] = {}
         now = time.monotonic()
         for replica, (sent, metrics) in self.newest.items():
-            for one in metrics if now - sent < SILENT_S else ():
+            for one in metrics if now - sent < REPORT_TIMEOUT_S else ():
                 metric = merged.setdefault(one.name, Metric(one.name, one.documentation, one.type))
                 for sample in one.samples:
                     metric.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)

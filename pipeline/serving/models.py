@@ -1,15 +1,13 @@
-"""Holds a replica's models: one base, its decoder, and a version for each model id.
+"""The models of a replica: one base, its decoder, and a version for each model id.
 
-If an id is an alias, its version changes when the alias moves.
+If a model id names an alias of the registry, the replica loads the new version when the alias moves.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -42,22 +40,21 @@ CACHE_FRACTION = {"cuda": 0.5, "cpu": 0.25}  # fraction of the free memory for t
 
 @dataclass(frozen=True, eq=False)
 class Served:
-    """A loaded version. A policy has a role in the batch. The bare base has the role None."""
+    """A loaded version: a policy with its role in the batch, or a reward. The bare base has the role None."""
 
     version: str
     role: str | None = None
     reward: Reward | None = None
-    scoring: deque[Any] = field(default_factory=deque)  # waiting requests to /score
 
 
 class Models:
-    """Holds the versions that answer for each model id.
+    """The version behind each model id.
 
-    At first, these are the versions that the driver pinned when it checked the job. `follow` replaces them when the registry
-    changes. If a version cannot be loaded, the previous one stays.
+    Starts with the versions that the driver pinned when it checked the job. `follow_aliases` replaces them when an alias moves.
+    If a version cannot be loaded, the previous version keeps answering.
 
     Args:
-        shared: may be None if no reward needs the base.
+        shared: the base. May be None if no reward needs it.
     """
 
     def __init__(self, host: ModelHost, shared: SharedBase | None, batcher: Batcher) -> None:
@@ -66,15 +63,12 @@ class Models:
         self.uri = host.work.uri
         self.policies: dict[str, Served] = {}  # model id -> policy
         self.rewards: dict[str, Served] = {}
-        self.remove: dict[str, Callable[[str], None]] = {}  # role -> function that removes it
-        self.refused: dict[
-            str, Any
-        ] = {}  # input -> the last version with wrong files, and their sizes and times
+        self.remove: dict[str, Callable[[str], None]] = {}  # role -> function that removes the role
         self.unused: set[str] = set()  # roles without a model id at the last poll
         self.loaded = 0
         for key, version in pinned(host.work).items():
             found = host.work.inputs.get(key)
-            self._serve(key, version, found and self._with_template(key, found))
+            self._serve(key, version, found and self._with_same_template(key, found))
 
     @property
     def versions(self) -> dict[str, str]:
@@ -85,10 +79,10 @@ class Models:
     def _checked(self, key: str, version: str) -> Input:
         """Returns a version that fits the base and the other policies. Raises InputError if it does not."""
         work = self.host.work
-        return self._with_template(key, check_inputs(work, {key: version}, self.files)[key])
+        return self._with_same_template(key, check_inputs(work, {key: version}, self.files)[key])
 
-    def _with_template(self, key: str, found: Input) -> Input:
-        """Returns an input. Raises InputError if a policy was trained with another chat template than the other policies."""
+    def _with_same_template(self, key: str, found: Input) -> Input:
+        """Returns an input. Raises InputError if its chat template differs from the template of the other policies."""
         if not key.startswith("policies.") or self.host.work.model.chat_template is not None:
             return found
         template = found.facts.get("chat_template")
@@ -101,7 +95,7 @@ class Models:
         return found
 
     def _serve(self, key: str, version: str, found: Input | None) -> None:
-        """Loads a version, unless another model id has it already, and uses it for answers."""
+        """Loads a version, unless it is loaded already, and makes it answer for its model id."""
         kind, _, name = key.partition(".")
         models = self.policies if kind == "policies" else self.rewards
         served = next((one for one in models.values() if one.version == version), None)
@@ -121,62 +115,47 @@ class Models:
 
     # ------------------------------------------------------------------------------------------- following
 
-    def watch(self, alias_poll_interval_s: float) -> None:
-        """Follows the registry, and prints its messages. Does not return."""
-        said: dict[str, str] = {}
+    def watch_aliases(self, poll_interval_s: float) -> None:
+        """Follows the aliases, and prints what changes. Never returns."""
+        printed: dict[str, str] = {}
         while True:
-            time.sleep(alias_poll_interval_s)
+            time.sleep(poll_interval_s)
             try:
-                found = self.follow()
+                found = self.follow_aliases()
             except Exception as error:
                 found = {type(error).__name__: f"the aliases cannot be followed: {in_brief(error)}"}
             for cause, line in found.items():
-                if cause not in said:  # do not repeat a problem that persists
+                if cause not in printed:  # print a problem once, even if it persists
                     print(line, flush=True)
-            said = found
+            printed = found
 
-    def follow(self) -> dict[str, str]:
-        """Checks the registry once, loads the versions that aliases have moved to, and frees versions that nothing uses.
-        Returns what to report, by cause, because the text of an error may differ from poll to poll.
+    def follow_aliases(self) -> dict[str, str]:
+        """Checks each alias once, loads the versions that aliases have moved to, and frees unused versions.
+
+        Returns {cause: line to print}. The cause of a problem stays the same at each poll, although an error's text may differ.
         """
-        said = {}
+        found = {}
         for key, reference in self.host.work.serve.inputs.items():
             name = key.partition(".")[2]
-            before, what = self.versions[name], f"{reference} cannot be followed"
+            before, problem = self.versions[name], f"{reference} cannot be followed"
             if not InputURI.parse(reference).alias:
                 continue
             try:
                 version = registry.pin(reference, self.uri)
-                what = f"{version} cannot be served"
-                if version != before and self._replace(key, version):
-                    said[f"{name} {version}"] = f"{name}: {version}"
+                problem = f"{version} cannot be served"
+                if version != before:
+                    checked = self._checked(key, version)  # outside the batch, which does not wait
+                    self.batcher.run(partial(self._serve, key, version, checked)).result()
+                    found[f"{name} {version}"] = f"{name}: {version}"
             except Exception as error:
-                said[f"{name} {what} {type(error)}"] = f"{what} ({in_brief(error)}); {before} stays"
+                found[f"{name} {problem} {type(error)}"] = f"{problem} ({in_brief(error)}); {before} stays"
         self.batcher.run(self._remove_unused).result()
-        return said
-
-    def _replace(self, key: str, version: str) -> bool:
-        """Switches to another version. Returns False if its files were refused before and have not changed.
-
-        Only wrong files are remembered. Other errors may be temporary, such as no connection or no memory.
-        """
-        folder = registry.fetch(version, self.uri)
-        files = {one.name: (one.stat().st_size, one.stat().st_mtime_ns) for one in os.scandir(folder)}
-        if self.refused.get(key) == (version, files):
-            return False
-        try:
-            # checked here, so that the batch does not wait
-            found = self._checked(key, version)
-            self.batcher.run(partial(self._serve, key, version, found)).result()
-        except InputError:
-            self.refused[key] = (version, files)
-            raise
-        return True
+        return found
 
     def _remove_unused(self) -> None:
-        """Removes roles without a model id for two polls and without unfinished completions.
+        """Removes each role that had no model id at two polls in a row and has no unfinished completion.
 
-        By then, every request with such a role has joined the batch.
+        At the second poll, every request that uses the role has joined the batch.
         """
         named = {one.role for one in (*self.policies.values(), *self.rewards.values())}
         unused = self.remove.keys() - named - self.batcher.roles()
@@ -186,17 +165,17 @@ class Models:
 
 
 def pinned(work: Work) -> dict[str, str]:
-    """Returns {policies.ID or rewards.ID: version}, pinned by the driver."""
+    """Returns {policies.ID or rewards.ID: version that the driver pinned}."""
     return {key: work.versions.get(key, BASE) for key in work.serve.inputs}
 
 
 # ------------------------------------------------------------------------------------------------- the decoder
 
 
-def start(host: ModelHost) -> tuple[SharedBase | None, Batcher]:
-    """Returns this process's base, or None, and the batcher. Both have no roles yet.
+def start_decoder(host: ModelHost) -> tuple[SharedBase | None, Batcher]:
+    """Loads the base and starts the batcher. Both have no roles yet.
 
-    vLLM has a copy of the base. Then the replica needs the base only for reward models.
+    vLLM loads the base in its own process. Then this process loads the base only for reward models, and otherwise returns None.
     """
     work = host.work
     if work.rollout.engine == "vllm":
@@ -211,8 +190,8 @@ def start(host: ModelHost) -> tuple[SharedBase | None, Batcher]:
         host.args.local_rollout_forward_batch_size,
         host.tokenizer.pad_token_id,
         max_positions=work.serve.cache_tokens or fits,
-        look=1,  # clients get each token immediately
-        graphs=False,  # rows join and leave too often
+        look=1,  # so that clients get each token immediately
+        graphs=False,  # because rows join and leave too often
     )
     decoder.check()
     return shared, Batcher(decoder, work.serve.max_queue, PREFILL_TOKENS[device.type])
@@ -220,7 +199,7 @@ def start(host: ModelHost) -> tuple[SharedBase | None, Batcher]:
 
 def _vllm(host: ModelHost) -> Batcher:
     work, rows = host.work, host.args.local_rollout_forward_batch_size
-    # One adapter more than policies, because the old version still finishes its completions after an alias has moved.
+    # One adapter more than policies: after an alias has moved, the old version still completes its rows.
     options: dict[str, Any] = {
         "max_loras": min(len(work.serve.policies) + 1, MAX_ADAPTERS),
         "max_logprobs": TOP_LOGPROBS,
@@ -231,17 +210,17 @@ def _vllm(host: ModelHost) -> Batcher:
         share = work.rollout.gpu_memory_utilization or round(free / total - FREE_GPU_FRACTION, 2)
         options["gpu_memory_utilization"] = share
     inputs = [name for name in host.work.inputs if name.startswith("policies.")]
-    rank = accepted_rank(max((adapter_files.rank(host.input(name)) for name in inputs), default=1))
+    rank = accepted_rank(max((adapter_files.largest_rank(host.input(name)) for name in inputs), default=1))
     llm = start_llm(work.model.name_or_path, host.device, roles.longest_row(host), rank, **options)
     return Batcher(VllmDecoder(llm, rank, rows), work.serve.max_queue)
 
 
-def ends(host: ModelHost) -> list[int]:
-    """Returns the ids of the base's vocabulary that end a completion, like `load_base`."""
+def end_token_ids(host: ModelHost) -> list[int]:
+    """Returns the token ids that end a completion, like `load_base`, but without loading the base."""
     model = host.work.model
     config = base_config(model.name_or_path, model.revision)
     text = config.get("text_config") or config
     generation = base_json(model.name_or_path, "generation_config.json", model.revision)
-    if generation is None:  # transformers then derives it from config.json
+    if generation is None:  # transformers then uses config.json
         generation = {"eos_token_id": text.get("eos_token_id")}
     return [i for i in eos_ids(host.tokenizer, generation) if i < text.get("vocab_size", i + 1)]

@@ -1,4 +1,4 @@
-"""Reads requests, OpenAI's completions and `/v1/feedback`, and rejects invalid ones."""
+"""Reads requests of OpenAI's API and `/v1/feedback`, and rejects invalid ones."""
 
 from __future__ import annotations
 
@@ -9,25 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import from_json
 
 TOP_LOGPROBS = 20  # maximum number of alternatives to a token, as at OpenAI
-Text = Annotated[str, Field(max_length=1 << 16)]
 TokenId = Annotated[int, Field(ge=0)]
 Request = TypeVar("Request", bound=BaseModel)
-Asked = TypeVar("Asked", bound="Sampled")
-
-# HTTP status of a refused request -> its default `code`, a word for programs
-CODES = {
-    400: "invalid_value",
-    401: "invalid_api_key",
-    404: "not_found",
-    408: "timeout",
-    409: "already_given",
-    413: "too_large",
-    429: "rate_limit_exceeded",
-    500: "internal_error",
-    503: "unavailable",
-    504: "timeout",
-    507: "full",
-}
+Completion = TypeVar("Completion", bound="SampledRequest")
 
 
 class Refused(Exception):
@@ -36,12 +20,12 @@ class Refused(Exception):
     Args:
         status: the HTTP status.
         param: the wrong key of the request.
-        code: a word for programs. None means the status's word.
+        code: OpenAI's name for the error, if OpenAI has one.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(status, message, param, code)  # exceptions are pickled with their args
-        self.status, self.message, self.param, self.code = status, message, param, code or CODES.get(status)
+        self.status, self.message, self.param, self.code = status, message, param, code
 
     def __str__(self) -> str:
         return self.message
@@ -51,8 +35,8 @@ class Refused(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def unknown(what: str, name: str, known: Iterable[str]) -> Refused:
-    """Returns the answer to an unknown model id."""
+def unknown_model(what: str, name: str, known: Iterable[str]) -> Refused:
+    """Returns the error for an unknown model id."""
     expected = ", ".join(known)
     expected = f"; expected one of {expected}" if expected else "; none is served here"
     return Refused(404, f"no {what} {name[:80]!r}{expected}", "model", "model_not_found")
@@ -60,26 +44,25 @@ def unknown(what: str, name: str, known: Iterable[str]) -> Refused:
 
 class StreamOptions(BaseModel):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
 
 
-class Sampled(BaseModel):
-    """The keys of both kinds of completions. `read` rejects all other keys by name, unless they are NEUTRAL."""
+class SampledRequest(BaseModel):
+    """The keys of both completion endpoints. `parse_request` rejects all other keys except NEUTRAL ones."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    model: Text
+    model: str
     n: int = Field(1, ge=1)
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
+    temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
-    stop: Text | list[Text] | None = None
+    stop: str | list[str] | None = None
     seed: int | None = Field(None, ge=0, lt=1 << 64)
     stream_options: StreamOptions | None = None
-    user: Text | None = None  # changes nothing
+    user: str | None = None  # has no effect
 
     @model_validator(mode="after")
-    def _stops(self) -> Sampled:
+    def _stops(self) -> SampledRequest:
         if len(self.stops) > 4 or any(not text for text in self.stops):
             raise ValueError("stop: expected up to 4 texts, none of them empty")
         return self
@@ -89,16 +72,16 @@ class Sampled(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
-    def most_tokens(self) -> int | None:
+    def token_limit(self) -> int | None:
         return self.max_tokens
 
     @property
     def top(self) -> int | None:
-        """Returns the number of alternatives to a token in the answer, or None without log-probs."""
+        """Returns the number of alternatives for each token, or None if the client wants no log-probs."""
         return None
 
 
-class ChatRequest(Sampled):
+class ChatRequest(SampledRequest):
     """The keys of OpenAI's chat completions."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
@@ -115,7 +98,7 @@ class ChatRequest(Sampled):
         return self
 
     @property
-    def most_tokens(self) -> int | None:
+    def token_limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -123,8 +106,8 @@ class ChatRequest(Sampled):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class CompletionRequest(Sampled):
-    """A request to complete prompts without the chat template. Evaluation tools send the prompts as ids."""
+class CompletionRequest(SampledRequest):
+    """The keys of OpenAI's legacy completions, which use no chat template. Evaluation tools send prompts as token ids."""
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = Field(min_length=1)
     stream: Literal[False] = False
@@ -135,7 +118,7 @@ class CompletionRequest(Sampled):
         return [self.prompt] if alone else self.prompt  # type: ignore[return-value, list-item]
 
 
-# {unsupported key that clients often send: its values that change nothing}. Other values are rejected.
+# {unsupported key that clients often send: values without an effect}. Other values are rejected.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -155,16 +138,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class Feedback(BaseModel):
-    """Feedback on an answer: a `label`, a comparison of two choices (`chosen`, `rejected`), or a better text (`edit`)."""
+    """Feedback on an answer: a label, a comparison of two choices, or a better text."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    id: Annotated[str, Field(max_length=128)]  # id of the answer, chatcmpl-...
-    choice: int = Field(0, ge=0)  # the choice that `label` or `edit` is about
+    id: str  # id of the answer, such as chatcmpl-...
+    choice: int = Field(0, ge=0)  # index of the choice that `label` or `edit` is about
     label: bool | None = None
     chosen: int | None = Field(None, ge=0)
     rejected: int | None = Field(None, ge=0)
-    edit: Annotated[str, Field(min_length=1, max_length=1 << 20)] | None = None
+    edit: str | None = Field(None, min_length=1)
 
     @model_validator(mode="after")
     def _one(self) -> Feedback:
@@ -180,20 +163,20 @@ class Feedback(BaseModel):
         return "labels" if self.label is not None else "edits" if self.edit is not None else "comparisons"
 
 
-def decoded(body: bytes) -> Any:
-    """Returns the JSON value of a body. Raises Refused."""
+def parse_json(body: bytes) -> Any:
+    """Returns the JSON value of a request's body. Raises Refused."""
     try:
-        return from_json(body, allow_inf_nan=False)
+        return from_json(body)
     except ValueError as error:
-        raise Refused(400, f"the request is not JSON ({error})", code="invalid_json") from error
+        raise Refused(400, f"the request is not JSON ({error})") from error
 
 
-def read(kind: type[Request], value: Any) -> Request:
-    """Returns the value as a request of a kind. Raises Refused, naming the first field that is wrong."""
+def parse_request(kind: type[Request], value: Any) -> Request:
+    """Returns the value as a request of a kind. Raises Refused for the first wrong field."""
     if not isinstance(value, dict):
-        raise Refused(400, f"found a {type(value).__name__}, expected an object", code="invalid_json")
-    # Many clients send all keys that they know, with null for unset ones.
-    neutral = NEUTRAL if issubclass(kind, Sampled) else {}
+        raise Refused(400, f"found a {type(value).__name__}, expected an object")
+    # Many clients send every key that they know, with null for unset keys.
+    neutral = NEUTRAL if issubclass(kind, SampledRequest) else {}
     given = {k: v for k, v in value.items() if v is not None and v not in neutral.get(k, ())}
     try:
         return kind.model_validate(given)

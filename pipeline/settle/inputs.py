@@ -110,13 +110,13 @@ def check_paths(job: Job) -> None:
         with about(key):
             import_function(source)
     if job.facts.rows:
-        preview.preprocessing(job.stage, job.data)
+        preview.source_kinds(job.stage, job.data)
     buckets: dict[str, tuple[str, str]] = {}
     for key, path in job.paths:
         if storage.is_remote(path) and not path.startswith(HUB):
             buckets.setdefault("/".join(path.split("/")[:3]), (path, key))
         else:
-            files.find(path, key)
+            files.find_files(path, key)
     for path, key in buckets.values():  # several files may be in one bucket
         files.reach(path, key)
     if job.data.cache_dir and storage.is_remote(job.data.cache_dir):
@@ -202,10 +202,9 @@ def check_inputs(work: Work, versions: Mapping[str, str], files: Base) -> dict[s
             facts = lineage.read(folder, reference)
         lineage.check_base(facts, work.base, key, reference)
         with about(key):
-            lineage.check_head(folder, scores, reference)
             if "base" not in facts:
                 lineage.check_base_name(folder, work.base, reference)
-            adapter_files.check_adapter_fits_base(files, folder, scores)
+            adapter_files.check_adapter_fits_base(files, folder, scores, reference)
             _check_supported(work, name, folder, files, scores)
         inputs[name] = Input(reference, "adapter", folder, facts)
     return inputs
@@ -230,8 +229,8 @@ def _check_judge(work: Work, name: str, given: judge.Definition) -> None:
 
 def _check_supported(work: Work, name: str, folder: str, base: Base, scores: bool) -> None:
     """Raises InputError if the stage cannot use an adapter as its input `name`, or could not merge the result."""
-    stage, adapter = work.stage, adapter_files.settings(folder)
-    modules = adapter_files.ranks(adapter_files.shapes(folder))
+    stage, adapter = work.stage, adapter_files.read_settings(folder)
+    modules = adapter_files.ranks(adapter_files.read_shapes(folder))
     dora, problem = adapter.get("use_dora"), None
     on_head = lora.adapts_lm_head(list(modules))
     merged = stage.runs_in == "here" or (stage.learns and name == "policy")

@@ -23,16 +23,11 @@ def tokenize(work: Work, start_ray: Callable[[], Any] | None = None) -> tuple[Wo
 
     print("reading and tokenizing the rows", flush=True)
     given, context = work.data, work.base["context_length"]
-    sets: dict[str, Any] = {}
+    sets: dict[str, tuple[Any, str]] = {}  # {name: (tokenized rows, their split)}
     report: Any = None
     mixture: Any = None
     cache = given.cache_dir or storage.join(work.run.storage_path, "data")
-    prepare = partial(
-        read.prepare,
-        tokenizer=work.tokenizer,
-        cache_root=cache,
-        ray_for_rows=start_ray,
-    )
+    prepare = partial(read.prepare_rows, tokenizer=work.tokenizer, cache_root=cache, ray_for_rows=start_ray)
     if given.train or given.eval:
         packing = bool(work.trainer.get("packing"))
         data = prepare(work.run.stage, given, context_length=work.room, packing=packing)
@@ -55,6 +50,7 @@ def tokenize(work: Work, start_ray: Callable[[], Any] | None = None) -> tuple[Wo
                 into[name] = of.pop("eval")
         sets[name] = (scored, "eval")
     rows = {name: getattr(tokenized, split) for name, (tokenized, split) in sets.items()}
+    # Checks that need the rows
     if work.stage.scores:
         check_columns(work, rows)
     check_row_format(given, work.inputs.get("policy"), report.row_format())
@@ -62,17 +58,19 @@ def tokenize(work: Work, start_ray: Callable[[], Any] | None = None) -> tuple[Wo
         check_labels(work.trainer, *report.labels())
     if given.train and work.stage.online:
         check_updates(work.args, len(mixture) if mixture else report.splits["train"].kept)
+    # Facts about the rows that workers and the registry need
     digests = {name: tokenized.digests[split] for name, (tokenized, split) in sets.items()}
     if through := transforms(given):
         digests["transform"] = functions.digest_functions(through.values())
+    train = report.splits.get("train")
     work = replace(
         work,
         digests=digests | digests_of_functions(work),
         fingerprints={name: tokenized.fingerprints[split] for name, (tokenized, split) in sets.items()},
         mixture=mixture,
         row_format=report.row_format(),
-        rows_from=report.splits["train"].versions if "train" in report.splits else {},
-        judged_by=report.splits["train"].judges if "train" in report.splits else {},
+        rows_from=train.versions if train else {},
+        judged_by=train.judges if train else {},
     )
     return work, rows, report
 

@@ -20,7 +20,7 @@ class SweepHandle:
 
     rungs: Any  # actor that every trial reports its evaluations to (pipeline/sweep/trials.py)
     run_id: str  # id of the MLflow run that is the parent of the trials' runs
-    lease: Lease  # of the sweep's folder
+    lease: Lease  # the lease of the sweep's folder
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Work(Sections):
     """All values that are decided before the first worker starts. They are small and can be pickled."""
 
     tracking: Tracking
-    gate: Gate  # for the version that the run registers or promotes
+    gate: Gate  # conditions for the version that the run registers or promotes
     base: dict[str, Any] = field(default_factory=dict)  # models.base.base_identity
     tokenizer: Any = None
     # maximum tokens of a row: context minus completion; None if the base has no maximum
@@ -91,11 +91,11 @@ class Work(Sections):
     rows_from: dict[str, int] = field(default_factory=dict)
     judged_by: dict[str, int] = field(default_factory=dict)  # {judge: number of training rows that it scored}
     row_format: str | None = None  # format of the rows: chat, text, both
-    mixture: Any = None  # data.feed.Mixture: sources of the training rows if they have weights
+    mixture: Any = None  # data.mixture.Mixture: sources of the training rows if they have weights
     started: float = 0.0  # time.monotonic() at the start of the command, on the driver
     run_id: str | None = None  # MLflow's id of the run, or None to log nothing
     sweep: SweepHandle | None = None  # None if the run is no trial
-    # of the run's folder, where no other process may write; open_run sets it
+    # the lease of the run's folder, where no other process may write; open_run sets it
     lease: Lease = field(default_factory=Lease)
 
     @property

@@ -1,6 +1,6 @@
 """Benchmarks of reward models from files: RewardBench 2, RM-Bench, and your own best-of-k rows.
 
-A row of data.benchmarks has one prompt and several completions, the correct ones first (data.shapes.parse_benchmark). Each
+A row of data.benchmarks has one prompt and several completions, the correct ones first (data.formats.benchmark). Each
 completion is scored alone; the benchmark's rule then compares the scores of a row.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.data.shapes import STYLED
+from pipeline.data.formats import STYLED
 from pipeline.run.parts import in_parts
 from pipeline.run.worker import Worker
 from pipeline.stages.pairs import metric_name, scores_of

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pipeline.data.encode import Encoder, Example
-from pipeline.data.shapes import kind_of, parse
+from pipeline.data.formats import kind_of, parse_row
 from pipeline.models.adapters import SharedBase
 from pipeline.models.template import text_as_chat
 from pipeline.ppo.config import PLANNED_ROWS
@@ -254,7 +254,7 @@ class Comparison:
             if row.get("completion"):
                 names = ("prompt", "completion", "tools", "chat_template_kwargs")
                 reference = {name: row.get(name) for name in names}
-                [[example]] = encoder.encode([parse(reference, encoder.kind)])
+                [[example]] = encoder.encode([parse_row(reference, encoder.kind)])
                 if isinstance(example, Example):
                     found[index] = example.columns["prompt_ids"], example.columns["chosen_ids"]
         return found

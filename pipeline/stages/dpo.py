@@ -15,8 +15,8 @@ from pipeline.run.worker import Worker
 def train(worker: Worker) -> dict[str, Any]:
     from trl import DPOConfig, DPOTrainer
 
-    from pipeline.data.feed import ExactBatches
     from pipeline.stages import trl_trainer
+    from pipeline.stages.exact_batches import ExactBatches
 
     class Trainer(trl_trainer.TokenizedRows, ExactBatches, DPOTrainer):
         """TRL's trainer, with each pair exactly once per epoch over all workers."""

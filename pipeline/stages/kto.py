@@ -14,8 +14,8 @@ from pipeline.run.worker import Worker
 def train(worker: Worker) -> dict[str, Any]:
     from trl import KTOConfig, KTOTrainer
 
-    from pipeline.data.kl_pairs import PairedBatches
     from pipeline.stages import trl_trainer
+    from pipeline.stages.kl_pairs import PairedBatches
 
     class Trainer(trl_trainer.TokenizedRows, PairedBatches, KTOTrainer):
         """TRL's trainer, with each row exactly once per epoch over all workers."""

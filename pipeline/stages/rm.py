@@ -22,8 +22,8 @@ def train(worker: Worker) -> dict[str, Any]:
     from transformers import set_seed
     from trl import RewardConfig, RewardTrainer
 
-    from pipeline.data.feed import ExactBatches
     from pipeline.stages import trl_trainer
+    from pipeline.stages.exact_batches import ExactBatches
 
     class Trainer(ExactBatches, RewardTrainer):
         """TRL's trainer, with each pair exactly once per epoch over all workers."""

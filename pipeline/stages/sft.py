@@ -27,10 +27,10 @@ def train(worker: Worker) -> dict[str, Any]:
     import torch
     from trl import SFTConfig, SFTTrainer
 
-    from pipeline.data.feed import ExactBatches
     from pipeline.models.base import check_ends
     from pipeline.models.tokenizer import eos_ids
     from pipeline.stages import trl_trainer
+    from pipeline.stages.exact_batches import ExactBatches
 
     class Trainer(ExactBatches, SFTTrainer):
         """TRL's trainer, with each row exactly once per epoch over all workers, and the metric `eos_accuracy`."""

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from pipeline.checks import CheckResult, same_tensors
-from pipeline.data.kl_pairs import paired
 from pipeline.models.adapter_files import is_head
 from pipeline.models.adapters import tensors_in
 from pipeline.models.precision import precision_of
 from pipeline.models.template import GENERATION, user_header_and_generation_prompt
 from pipeline.models.tokenizer import eos_ids
 from pipeline.run.worker import Worker
+from pipeline.stages.kl_pairs import paired
 
 CHECKED_ROWS = 64  # number of rows whose tokens are checked
 FORWARD_ROWS = 4  # number of these rows that go through the model
@@ -303,7 +303,7 @@ def preference_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
                     alone = completion_logprob(model, row["prompt_ids"], completion)
                     logprobs.setdefault(side, []).append(alone)
         for side, some in logprobs.items():
-            by_trainer = sum(metrics[f"logps/{side}"])  # from one batch
+            by_trainer = sum(metrics[f"logps/{side}"])
             if role == "reference":  # TRL has beta times the log-ratio
                 by_trainer -= sum(metrics[f"rewards/{side}"]) / trainer.beta
             numbers.append((f"the {role}'s log-prob of the {side}", by_trainer, sum(some) / len(some)))

@@ -324,7 +324,7 @@ def save(trainer: Any, folder: str) -> dict[str, Any]:
 
     model = trainer.accelerator.unwrap_model(trainer.model)
     tensors = get_peft_model_state_dict(model, adapter_name="default", save_embedding_layers=False)
-    digest = adapter_files.write(folder, model.peft_config["default"], tensors)
+    digest = adapter_files.write_adapter(folder, model.peft_config["default"], tensors)
 
     def output(ids: list[int]) -> float:
         """Returns the score of a reward model, or else the mean log-prob of the tokens after the first."""
@@ -336,7 +336,7 @@ def save(trainer: Any, folder: str) -> dict[str, Any]:
 
     vocab_size = model.config.get_text_config().vocab_size
     precision = trl_checks.precision_in_use(trainer, model)
-    probes.write(folder, vocab_size, trainer.processing_class.pad_token_id, output, precision)
+    probes.write_probes(folder, vocab_size, trainer.processing_class.pad_token_id, output, precision)
     return digest
 
 

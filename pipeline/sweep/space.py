@@ -45,7 +45,7 @@ COMPARABLE = {
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """`sweep.*` on the command line; the names are Ray Tune's."""
+    """The keys `sweep.*` on the command line, with names of Ray Tune."""
 
     max_trials: Annotated[int, Ge(1), Le(10_000)] = 64
     """The most trials that a sweep may have."""
@@ -139,7 +139,7 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
             run=replace(
                 job.run, name=name_of_trial(varied_values), storage_path=base.folder, overwrite=False
             ),
-            scaling=scaling,  # Tune runs trials at the same time, so none may run in the process of the sweep
+            scaling=scaling,  # trials run at the same time, so none may run in the process of the sweep
             mlflow=replace(job.mlflow, registered_model=None),
             data=replace(job.data, cache_dir=cache),
             gate={},

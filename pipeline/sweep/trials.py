@@ -1,26 +1,20 @@
-"""Runs the trials of a sweep on Ray Tune, as many at a time as fit.
+"""Runs the trials of a sweep on Ray, as many at the same time as there are resources for.
 
-    with printing(rungs, keep):             # prints what the trials report, and calls keep(state) after each report
-        run_trials(sweep, handle, places)   # returns when every trial has ended
+    run_trials(sweep, handle, places, keep)     # returns when every trial has ended
 
-Tune starts a driver process for each trial, and restarts a driver that died. A trial resumes from its own folder. So after
-the sweep's own driver was killed, a new Tuner gets the trials that have not ended. (Tuner.restore would load pickles, which
-only the same version of Ray reads.)
+A Ray task is the driver of each trial, and Ray starts it again if its process dies. A trial resumes from its own folder. So
+after the sweep's own driver was killed, the same command runs the trials that have not ended.
 """
 
-import contextlib
 import importlib
-import logging
-import os
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 from pipeline import registry, report
 from pipeline.errors import in_brief, summary
-from pipeline.job import libraries
+from pipeline.job import Job, libraries
 from pipeline.run import session
 from pipeline.run.launch import launch
 from pipeline.run.worker import name_output
@@ -29,135 +23,91 @@ from pipeline.settle.placement import Places
 from pipeline.settle.work import SweepHandle
 from pipeline.sweep import table
 from pipeline.sweep.space import Sweep, SweepSettings
-from pipeline.system import storage
 from pipeline.system.credentials import without_secrets
 from pipeline.system.lease import hold
 
 INTERVAL_S = 2.0  # time between two queries for new reports
-TUNE = "tune"  # folder that Ray Tune writes; the sweep removes it
-ENVIRONMENT = {
-    "RAY_AIR_NEW_OUTPUT": "0",  # prints a banner even with RunConfig.verbose=0
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # no CSV, JSON and TensorBoard files
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # otherwise Ctrl-C ends the sweep as if it were finished
-    "TUNE_WARN_INSUFFICENT_RESOURCE_THRESHOLD_S": "1000000000",  # drivers need no resources
-}
 
 
-def run_trials(sweep: Sweep, handle: SweepHandle, places: Places) -> dict[str, str]:
-    """Runs the unfinished trials. Returns {trial: error} of the trials whose driver died too often.
+def run_trials(
+    sweep: Sweep, handle: SweepHandle, places: Places, keep: Callable[[dict[str, Any]], Any]
+) -> dict[str, str]:
+    """Runs the unfinished trials, and prints what they report.
+
+    Returns {trial: error} of the trials whose driver died too often.
 
     Args:
         places: the resources of one trial.
+        keep: writes sweep.json, in case the driver of the sweep is killed.
     """
-    os.environ.update(ENVIRONMENT)
-    from ray import tune
-
-    waiting = [trial.name for trial in sweep.trials if table.result_of(trial) is None]
-    if not waiting:
-        return {}
-    room = sweep.settings.max_concurrent_trials or placement.side_by_side(places)
-    logging.getLogger("ray.tune").setLevel(logging.ERROR)
-    tuner = tune.Tuner(
-        # A driver takes no CPU from the workers. It runs on the head node, which outlives spot nodes.
-        tune.with_resources(_trainable(sweep, handle), {"node:__internal_head__": 0.001}),
-        param_space={"trial": tune.grid_search(waiting)},
-        tune_config=tune.TuneConfig(max_concurrent_trials=room),
-        run_config=tune.RunConfig(
-            name=TUNE,
-            storage_path=sweep.folder,
-            failure_config=tune.FailureConfig(max_failures=sweep.job.run.max_failures),
-            callbacks=[_silent()],
-            verbose=0,
-        ),
-    )
-    count, at_a_time = f"{len(waiting)} of {len(sweep.trials)}", min(room, len(waiting))
-    print(f"running {count} trials, {at_a_time} at a time", flush=True)
-    ended = tuner.fit()
-    storage.remove(storage.join(sweep.folder, TUNE))
-    return {one.config["trial"]: in_brief(one.error) for one in ended if one.error and one.config}
-
-
-def _silent() -> Any:
-    """Returns a callback that replaces Tune's, which prints a line for each trial even with verbose=0 (ray 2.60)."""
-    from ray.tune.progress_reporter import TrialProgressCallback
-
-    class Silent(TrialProgressCallback):
-        def on_trial_result(self, *_: Any, **__: Any) -> None: ...
-        def on_trial_error(self, *_: Any, **__: Any) -> None: ...
-        def on_trial_complete(self, *_: Any, **__: Any) -> None: ...
-
-    return Silent()
-
-
-def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
-    """Returns the function that Tune calls for each trial. It executes an ordinary run, whose error ends only this trial."""
-    jobs = {trial.name: trial.job for trial in sweep.trials}
-    own = session.session_folder()
-
-    def trial(config: dict[str, Any]) -> None:
-        import ray
-
-        session.belong_to(own)
-        hold(handle.lease)  # because this process may outlive the sweep's driver by seconds
-        name, failure = config["trial"], None
-        job = jobs[name]
-        libraries.trust_the_parent()
-        name_output(f"{job.stage} {name}")
-        ray.get(handle.rungs.begin.remote(name))
-        try:
-            recipe = importlib.import_module(f"pipeline.stages.{job.stage}").RECIPE
-            with registry.nested_under(handle.run_id):
-                report.of_run(launch(job, recipe, handle))
-        except Exception as error:
-            failure = without_secrets(summary(error))
-            print(f"failed: {failure}", flush=True)
-        ray.get(handle.rungs.end.remote(name, failure))
-
-    return trial
-
-
-@contextlib.contextmanager
-def printing(rungs: Any, keep: Callable[[dict[str, Any]], Any]) -> Iterator[None]:
-    """Prints the trials' reports during the block, and keeps sweep.json up to date in case the driver is killed."""
     import ray
 
-    ended, printed = threading.Event(), 0
-
-    def print_new() -> None:
-        nonlocal printed
-        with contextlib.suppress(ray.exceptions.RayError):  # Ray ends before this thread
-            state = ray.get(rungs.state.remote())
-            if not (new := state["lines"][printed:]):
-                return
+    waiting = [trial for trial in sweep.trials if table.result_of(trial) is None]
+    room = sweep.settings.max_concurrent_trials or placement.side_by_side(places)
+    start = ray.remote(
+        num_cpus=0,  # all CPUs are for the workers of the trial
+        resources={"node:__internal_head__": 0.001},  # the head node outlives spot nodes
+        max_retries=sweep.job.run.max_failures,
+        max_calls=1,  # each trial gets a new process
+    )(run_trial)
+    count, at_a_time = f"{len(waiting)} of {len(sweep.trials)}", min(room, len(waiting))
+    print(f"running {count} trials, {at_a_time} at a time", flush=True)
+    running: dict[Any, str] = {}
+    died, printed = dict[str, str](), 0
+    while waiting or running:
+        while waiting and len(running) < room:
+            trial = waiting.pop(0)
+            running[start.remote(trial.name, trial.job, handle, session.session_folder())] = trial.name
+        ended, _ = ray.wait([*running], timeout=INTERVAL_S)
+        for one in ended:
+            name = running.pop(one)
+            try:
+                ray.get(one)
+            except ray.exceptions.RayError as error:
+                died[name] = in_brief(error)
+        state = ray.get(handle.rungs.state.remote())
+        if new := state["lines"][printed:]:
             printed += len(new)
             try:
                 keep(state)
             except OSError as error:  # the next report, or the end, writes it again
                 new.append(f"warning: sweep.json was not written ({in_brief(error)})")
             print("\n".join(new), flush=True)
+    return died
 
-    def print_until_the_end() -> None:
-        while not ended.wait(INTERVAL_S):
-            print_new()
-        print_new()  # the last reports
 
-    thread = threading.Thread(target=print_until_the_end, name="sweep", daemon=True)
-    thread.start()
+def run_trial(name: str, job: Job, handle: SweepHandle, folder: str | None) -> None:
+    """Executes a trial, which is an ordinary run, in this process. An error ends only this trial.
+
+    Args:
+        folder: the session folder of the sweep's driver.
+    """
+    import ray
+
+    session.belong_to(folder)
+    hold(handle.lease)  # because this process may outlive the sweep's driver by seconds
+    libraries.trust_the_parent()
+    name_output(f"{job.stage} {name}")
+    ray.get(handle.rungs.begin.remote(name))
+    failure = None
     try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+        recipe = importlib.import_module(f"pipeline.stages.{job.stage}").RECIPE
+        with registry.nested_under(handle.run_id):
+            report.of_run(launch(job, recipe, handle))
+    except Exception as error:
+        failure = without_secrets(summary(error))
+        print(f"failed: {failure}", flush=True)
+    ray.get(handle.rungs.end.remote(name, failure))
 
 
 # ------------------------------------------------------------------------------------------- which trials stop
 
 
 class Rungs:
-    """A Ray actor that gets every evaluation and decides with Ray Tune's ASHA which trials stop early.
+    """A Ray actor that gets every evaluation and decides which trials stop early, with the ASHA scheduler of Ray Tune.
 
-    Tune would stop a trial by ending its process (ray 2.60). The resources of the trial's workers would stay reserved, and the
-    run would leave no result. Here the trial itself stops early, with an adapter and a result.json.
+    Tune itself would stop a trial by ending its process, which would leave no result (ray 2.60). Here the trial stops like a run
+    that stops early, with an adapter and a result.json.
 
     Args:
         metric: the metric that trials are compared by.

@@ -21,9 +21,9 @@ NOISE = (
     "has constructor arguments in the object store and max_restarts > 0",
     # Ray Train prints the metrics of each checkpoint, which the stage has printed already.
     "Reporting training result ",
-    # bitsandbytes misses an optional package with faster CPU kernels.
+    # bitsandbytes does not find an optional package with faster CPU kernels.
     "Failed to load CPU gemm_4bit_forward from kernels-community",
-    # Ray Serve ends its controller, and then reports that it has ended.
+    # Ray Serve itself ends its controller, and then reports the end as a failure.
     "Task ServeController.graceful_shutdown failed",
     # Ray Serve logs this for each request to a replica on a lost node. Another replica answers the request.
     "Failed to get queue length from Replica",

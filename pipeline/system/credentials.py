@@ -1,4 +1,4 @@
-"""Credentials stay in the environment: nothing that is printed or written contains them.
+"""Removes credentials from everything that is printed or written.
 
 >>> without_credentials("http://me:pass@host:5000/x?token=abc")
 'http://host:5000/x?token=***'
@@ -15,10 +15,10 @@ _USERINFO = re.compile(
     (?:
         [^/\s"'<>@:]*:          # user:
         (?!\d{1,5}[/?#,;)\]])  # not the port of host:8080/x@y
-        [^\s"'<>@]*@            # password@, with a raw slash too: AWS secrets have them
+        [^\s"'<>@]*@            # password@, possibly with the raw slash of an AWS secret
         (?:[^/\s"'<>@]*@)*      # a raw @ in the password
     |
-        (?<=http://)[^/\s"'<>?\#:@]+@ | (?<=https://)[^/\s"'<>?\#:@]+@  # token@; abfss://CONTAINER@account is no secret
+        (?<=http://)[^/\s"'<>?\#:@]+@ | (?<=https://)[^/\s"'<>?\#:@]+@  # token@, but not abfss://CONTAINER@account
     )""",
     re.VERBOSE | re.IGNORECASE,
 )
@@ -27,18 +27,18 @@ _PARAMETER = re.compile(
     [^&;\s"'<>]+""",
     re.VERBOSE | re.IGNORECASE,
 )
-# Tokens and keys of the services that the pipeline uses, and private keys.
+# Tokens and keys of the services that the pipeline uses, and private keys
 SECRET = re.compile(
     r"\bhf_[A-Za-z0-9]{16,}|\b(AKIA|ASIA)[A-Z0-9]{16}\b|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bsk-[\w-]{20,}"
     r"|\bdapi[0-9a-f]{32}|\bxox[abp]-[\w-]{10,}|-----BEGIN [A-Z ]*PRIVATE KEY"
 )
 _PORT = re.compile(r"\d{1,5}([/?#,;]|$)")
-# Names of variables that hold a secret; HF_TOKEN_PATH and TOKENIZERS_PARALLELISM do not.
+# Names of variables with a secret, unlike HF_TOKEN_PATH and TOKENIZERS_PARALLELISM
 _SECRET_NAME = re.compile(
     r"(TOKEN|PASSWORD|PASSWD|SECRET|API_?KEY|ACCESS_KEY|CONNECTION_STRING)$", re.IGNORECASE
 )
-FORWARDED_MODULE = "rlhf_forwarded"  # its VARIABLES are the ones that a job's submitter forwards
-_MIN_LENGTH = 8  # characters of a secret: a shorter value may be an ordinary word of the text
+FORWARDED_MODULE = "rlhf_forwarded"  # module whose VARIABLES the submitter of a job forwards
+_MIN_LENGTH = 8  # characters of a secret; a shorter value may be an ordinary word
 
 
 def take_forwarded() -> None:
@@ -48,14 +48,14 @@ def take_forwarded() -> None:
 
 
 def without_credentials(text: str) -> str:
-    """Returns a text without users, passwords and tokens in URIs, and without the environment's secrets."""
+    """Returns a text without the credentials of its URIs, and without values of secret environment variables."""
     for secret, shown in _secrets(tuple(os.environ.items())):
         text = text.replace(secret, shown)
     return _PARAMETER.sub(r"\1***", _USERINFO.sub("", text))
 
 
 def without_secrets(text: str) -> str:
-    """Returns a text for people: without credentials, and without what looks like a token, as in an error of a user's code."""
+    """Returns a text without credentials, and without words that look like a token."""
     return SECRET.sub("***", without_credentials(text))
 
 
@@ -65,17 +65,17 @@ def has_credentials(text: str) -> bool:
 
 
 def user_and_password(uri: str) -> tuple[str, str]:
-    """Returns user and password of `scheme://user:password@host`, decoded, or empty texts if the URI has none."""
+    """Returns the decoded user and password of a URI, or empty texts."""
     match = _USERINFO.search(uri)
     user, _, password = match[0][:-1].partition(":") if match else ("", "", "")
     return unquote(user), unquote(password)
 
 
-@functools.lru_cache(maxsize=1)  # the environment changes rarely, and every printed line needs this
+@functools.lru_cache(maxsize=1)  # every printed line calls it
 def _secrets(environment: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
-    """Returns (secret, replacement): values of secret variables, and users, passwords and tokens of URIs in other variables.
+    """Returns (secret, replacement) for the values of secret variables and for the credentials of variables that are URIs.
 
-    A variable is one URI, so everything before its last @ is no host, even if a password has unusual characters.
+    In such a variable, everything before the last @ is credentials, whatever characters a password has.
     """
     replacements: dict[str, str] = {}
     for name, value in environment:

@@ -21,7 +21,7 @@ HEAD_NAMES = ("score", "classifier", "classification_head")  # transformers' nam
 
 SCHEME = "hf://"
 REFERENCE = re.compile(rf"(?:{SCHEME})?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
-# The files of an adapter that a job reads. The tokenizer comes from its base, and a pickle is never read.
+# The files of an adapter that a job reads. The tokenizer comes from the base, and pickles are never read.
 ADAPTER = (SETTINGS, TENSORS, "lineage.json", "chat_template.jinja")
 KEY = "model.name_or_path"
 
@@ -29,7 +29,7 @@ KEY = "model.name_or_path"
 
 
 def local(name_or_path: str) -> Path:
-    """Returns a base's name as a path with `~` expanded. Test it with os.path.isdir: Path.is_dir can raise on some names."""
+    """Returns a base's name as a path with `~` expanded. Test it with os.path.isdir, because Path.is_dir raises on some names."""
     return Path(os.path.expanduser(name_or_path))
 
 
@@ -70,7 +70,7 @@ def base_file(name_or_path: str, filename: str, revision: str | None = None) -> 
         if isinstance(error, errors.EntryNotFoundError):
             away = isinstance(error, errors.LocalEntryNotFoundError)
             cached = away and try_to_load_from_cache(name_or_path, "config.json", revision=revision)
-            # Offline, a cached model that lacks an optional file also raises LocalEntryNotFoundError.
+            # Offline, the error is the same for an uncached model and for an optional file that a cached model lacks.
             if not away or (filename != "config.json" and isinstance(cached, str)):
                 return None
         where = f"{name_or_path!r}" + (f" (revision {revision!r})" if revision else "")
@@ -83,7 +83,7 @@ def base_file(name_or_path: str, filename: str, revision: str | None = None) -> 
 
 @cache
 def _hub_answers() -> bool:
-    """Returns whether the Hub can be reached. Tests once, because without a network hf_hub_download retries for 23 s per file."""
+    """Returns whether the Hub can be reached, because without a network hf_hub_download retries for 23 s per file."""
     from huggingface_hub import constants, errors, get_session
 
     try:
@@ -94,7 +94,7 @@ def _hub_answers() -> bool:
 
 
 def base_json(name_or_path: str, filename: str, revision: str | None = None) -> dict[str, Any] | None:
-    """Returns the content of one JSON file of a base, or None if it has no such file. Raises InputError if it is damaged."""
+    """Returns the content of a base's JSON file, or None if there is no such file. Raises InputError if the file is damaged."""
     path = base_file(name_or_path, filename, revision)
     if path is None:
         return None
@@ -103,26 +103,20 @@ def base_json(name_or_path: str, filename: str, revision: str | None = None) -> 
 
 
 def json_object(path: str | Path, fix: str = "fetch or save it again") -> dict[str, Any]:
-    """Returns the content of a JSON file. Raises InputError, which ends with `fix`, if the file is not a JSON object."""
-    return json_in(path, dict, fix)  # type: ignore[no-any-return]
-
-
-def json_in(path: str | Path, kind: type, fix: str) -> Any:
-    """Returns the content of a JSON file. Raises InputError, which ends with `fix`, if its type is not `kind`."""
+    """Returns the content of a JSON file. Raises InputError if it is not a JSON object; the message ends with `fix`."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); {fix}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({in_brief(error)}); {fix}") from error
-    if not isinstance(content, kind):
-        expected = "object" if kind is dict else "list"
-        raise InputError(f"{path}: found {type(content).__name__}, expected a JSON {expected}; {fix}")
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: found {type(content).__name__}, expected a JSON object; {fix}")
     return content
 
 
 def base_config(name_or_path: str, revision: str | None = None) -> dict[str, Any]:
-    """Returns the base's config.json. Raises InputError if there is none, as in an adapter's folder."""
+    """Returns the base's config.json. Raises InputError if the base has none, for example because it is an adapter."""
     config = base_json(name_or_path, "config.json", revision)
     if config is not None:
         return config
@@ -136,7 +130,7 @@ def base_config(name_or_path: str, revision: str | None = None) -> dict[str, Any
 
 
 def announcement(name_or_path: str, revision: str | None = None) -> str:
-    """Returns the line that announces the loading of a base, with its size, or its download."""
+    """Returns the line that announces that a base is loaded or downloaded."""
     from tqdm import tqdm
 
     config = base_file(name_or_path, "config.json", revision)
@@ -148,21 +142,21 @@ def announcement(name_or_path: str, revision: str | None = None) -> str:
 def weight_files(folder: Path) -> list[Path]:
     """Returns the weight files of a model folder: safetensors, or pickles if there are none."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    return [file for file in files if file.is_file()]  # reading a pipe would not end
+    return [file for file in files if file.is_file()]
 
 
 # ----------------------------------------------------------------------------------------------- pinned references
 
 
 def is_reference(name: str) -> bool:
-    """Returns whether a name is a Hub repository: it has the form of one, and no local file or folder has this name."""
+    """Returns whether a name means a Hub repository: it has the form of a repository's name, and is no local file or folder."""
     if name.startswith(SCHEME):
         return True
     return bool(REFERENCE.fullmatch(name)) and not name.startswith(".") and not os.path.lexists(name)
 
 
 def split(name: str) -> tuple[str, str | None]:
-    """Splits `org/name@REVISION` into repository and revision (or None). Raises InputError if the rest is malformed."""
+    """Splits `org/name@REVISION` into repository and revision (or None). Raises InputError if the name is malformed."""
     if not is_reference(name):
         return name, None
     found = REFERENCE.fullmatch(name)
@@ -174,7 +168,7 @@ def split(name: str) -> tuple[str, str | None]:
 def pin(name: str) -> str:
     """Returns `hf://org/name@<commit>` with the current commit of a reference, so that a run's inputs stay the same.
 
-    Raises InputError if the Hub refuses the repository or revision, or if it holds no model.
+    Raises InputError if the Hub refuses the repository or revision, or if the repository has no model.
     """
     repo, revision = split(name)
     if os.path.isdir(repo):
@@ -185,15 +179,15 @@ def pin(name: str) -> str:
     found = base_file(repo, SETTINGS, revision) or base_file(repo, "config.json", revision)
     if found is None:
         raise InputError(
-            f"{name} holds neither {SETTINGS} nor config.json; expected a repository with an adapter or a model"
+            f"{name} contains neither {SETTINGS} nor config.json; expected a repository with an adapter or a model"
         )
-    return f"{SCHEME}{repo}@{found.parent.name}"  # the Hub's cache keeps files under snapshots/<commit>/
+    return f"{SCHEME}{repo}@{found.parent.name}"  # the Hub's cache stores files in snapshots/<commit>/
 
 
 def fetch(reference: str) -> str:
     """Returns the local folder of a pinned adapter, or the reference itself if it is a full model.
 
-    Raises InputError if the Hub refuses its files, or if its only weights are pickled.
+    Raises InputError if the Hub refuses a file.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -202,10 +196,6 @@ def fetch(reference: str) -> str:
     if settings is None:
         return reference
     for file in ADAPTER:
-        cached = try_to_load_from_cache(repo, file, revision=commit)  # None means not requested yet
-        if cached is None and base_file(repo, file, commit) is None and file == TENSORS:
-            raise InputError(
-                f"{reference} has no {TENSORS}. Adapters are read from safetensors only (a pickled adapter_model.bin can run "
-                "any code); ask its owner to save it with safe_serialization=True"
-            )
+        if try_to_load_from_cache(repo, file, revision=commit) is None:  # not requested yet
+            base_file(repo, file, commit)
     return str(settings.parent)

@@ -1,15 +1,15 @@
-"""The lease of a run's folder: one process at a time may write there, on a file system and in a bucket.
+"""The lease of a run's folder: only one process at a time may write there, on a file system or in a bucket.
 
     with held(folder) as lease:     # waits until the lease of a killed process expires
         ...
-    hold(lease)                     # in a worker: other processes of this machine see that it lives
+    hold(lease)                     # in a worker: shows other processes of this machine that the attempt is alive
     lease.require()                 # before each commit, in any process: raises LeaseLost if it must not write
 
-Attempt N creates `lease/N.json`, which succeeds for one process only, and renews it until it ends. The newest attempt owns the
-folder: a process that lost its connection finds a later one, and stops. The files stay as the history of the folder.
+Attempt N creates `lease/N.json`, which succeeds for only one process, and renews the file until it ends. The newest attempt owns
+the folder. A process that lost its connection finds a later attempt, and stops. The files remain as the history of the folder.
 
-No clocks are compared: a lease has expired if it was not renewed while another process watched it for its duration. There is
-no wait for a killed owner whose processes all ran on this machine, because the system knows which processes live.
+No clocks are compared: a lease has expired if nobody renewed it while another process watched it for its duration. If all
+processes of a killed attempt ran on this machine, nobody waits, because the system knows which processes live.
 """
 
 import contextlib
@@ -30,16 +30,20 @@ from typing import Any
 from pipeline.errors import InputError, LeaseLost
 from pipeline.system import storage, terminal
 
-FOLDER = "lease"  # in the folder that it is the lease of
-SECONDS = float(os.environ.get("PIPELINE_LEASE_S", "60"))  # duration; it is renewed four times in it
-POLL_S = 1.0  # time between two looks at a lease that may expire
-HELD = ".held"  # the file on which all processes of an attempt on a machine hold a shared lock, in its scratch folder
-ABANDONED_S = 3600  # age of a scratch folder that no process holds; a younger one may be about to be held
+FOLDER = "lease"  # subfolder with the lease's files
+SECONDS = float(
+    os.environ.get("PIPELINE_LEASE_S", "60")
+)  # duration of a lease, in which it is renewed four times
+POLL_S = 1.0  # seconds between two reads of a lease that may expire
+HELD = ".held"  # file in the scratch folder, on which all processes of an attempt hold a shared lock
+ABANDONED_S = (
+    3600  # seconds after which an unlocked scratch folder is deleted; a younger one may get its lock soon
+)
 
 
 @dataclass(frozen=True)
 class Lease:
-    """The right of one attempt to write into a folder. Workers get a copy."""
+    """The right of one attempt to write into a folder. Workers get a copy of it."""
 
     folder: str = ""
     attempt: int = 0
@@ -55,19 +59,19 @@ class Lease:
         return storage.scratch("runs", self.id)
 
     def require(self) -> None:
-        """Raises LeaseLost if the folder has a later attempt, or was deleted."""
+        """Raises LeaseLost if a later attempt owns the folder, or if the folder was deleted."""
         mine, later = _read(self.file), _file(self.folder, self.attempt + 1)
         if mine.get("id") == self.id and not mine.get("ended") and not storage.exists(later):
             return
         others = [one for one in (_read(later), mine) if one.get("id", self.id) != self.id]
-        now = _who(others[0]) if others else "nobody: it was deleted"
+        state = f"belongs to {_who(others[0])}" if others else "was deleted"
         raise LeaseLost(
-            f"{self.folder} belongs to {now}; this process, attempt {self.attempt}, stops and writes nothing more there"
+            f"{self.folder} {state}; this process, attempt {self.attempt}, stops and writes nothing more there"
         )
 
 
 def hold(lease: Lease) -> int:
-    """Lets other processes of this machine see, until this one ends, that the attempt lives. Returns the open file."""
+    """Shows other processes of this machine that the attempt is alive, until this process ends. Returns the open file."""
     os.makedirs(lease.scratch, exist_ok=True)
     handle = os.open(os.path.join(lease.scratch, HELD), os.O_RDWR | os.O_CREAT)
     fcntl.flock(handle, fcntl.LOCK_SH)
@@ -75,7 +79,7 @@ def hold(lease: Lease) -> int:
 
 
 def remove_abandoned() -> None:
-    """Deletes scratch folders of killed attempts, which have no process on this machine."""
+    """Deletes the scratch folders of attempts that have no process on this machine any more."""
     for path in glob.glob(os.path.join(glob.escape(storage.scratch("runs")), "*", HELD)):
         with contextlib.suppress(OSError), open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -85,9 +89,9 @@ def remove_abandoned() -> None:
 
 @contextlib.contextmanager
 def held(folder: str) -> Iterator[Lease]:
-    """Holds the lease of a folder for the block. Waits until that of a killed process expires.
+    """Holds the lease of a folder during the block. Waits until the lease of a killed process expires.
 
-    Raises InputError if another process holds it, and lives.
+    Raises InputError if a live process holds the lease.
     """
     lease, record, handle = _acquire(folder)
     ended = threading.Event()
@@ -98,7 +102,7 @@ def held(folder: str) -> Iterator[Lease]:
     finally:
         ended.set()
         renewal.join(SECONDS)
-        # For example of a full disk: the user has to see the failure itself
+        # An error here, such as a full disk, must not hide the error of the block
         with contextlib.suppress(Exception):
             lease.require()
             storage.write_json(lease.file, record | {"ended": _time()})
@@ -107,7 +111,7 @@ def held(folder: str) -> Iterator[Lease]:
 
 
 def _acquire(folder: str) -> tuple[Lease, dict[str, Any], int]:
-    """Returns the lease of the next attempt, its record, and the file that it holds."""
+    """Returns the lease of the next attempt, the content of its file, and the locked file."""
     while True:
         names = storage.names(storage.join(folder, FOLDER))
         last = max((int(name[:6]) for name in names if re.fullmatch(r"\d{6}\.json", name)), default=0)
@@ -118,21 +122,21 @@ def _acquire(folder: str) -> tuple[Lease, dict[str, Any], int]:
         handle = hold(lease)
         record = {"attempt": lease.attempt, "id": lease.id, "host": socket.gethostname(), "pid": os.getpid()}
         record |= {"since": _time(), "seconds": SECONDS, "cluster": bool(os.environ.get("RAY_ADDRESS"))}
-        # A client that got no answer asks again, and finds its own file.
+        # A bucket's client repeats a request without an answer, and may then find its own file.
         if storage.create(lease.file, record | _expiry()) or _read(lease.file).get("id") == lease.id:
             if last and not before.get("ended"):
                 taken = f"{_time()}: taken over by attempt {lease.attempt}"
                 storage.write_json(_file(folder, last), before | {"ended": taken})
             return lease, record, handle
-        os.close(handle)  # another process was faster
+        os.close(handle)  # another process has created the file
 
 
 def _wait_until_expired(folder: str, file: str, left: dict[str, Any]) -> None:
-    """Waits until no process can renew the lease `file`, which had the content `left`. Raises InputError if one renews it."""
+    """Waits until a lease has expired, whose file had the content `left`. Raises InputError if a process renews the lease."""
     import psutil
 
     path, running, patience = storage.scratch("runs", str(left.get("id")), HELD), "another process is", 0.0
-    if os.path.exists(path) and not left.get("cluster"):  # it ran on this machine, and nowhere else
+    if os.path.exists(path) and not left.get("cluster"):  # all its processes ran on this machine
         if not psutil.pid_exists(left["pid"]):
             running, patience = "workers of a killed process (ps lists them as ray::RayTrainWorker) are", 60.0
         what = "the workers of a killed process to exit"
@@ -141,13 +145,13 @@ def _wait_until_expired(folder: str, file: str, left: dict[str, Any]) -> None:
     elif _expires(file, left):
         return
     raise InputError(
-        f"{running} running {folder} right now ({_who(left)}); wait for it, end it, or choose another run.name",
+        f"{running} running {folder} right now ({_who(left)}); wait, end the process, or set another run.name",
         "run.name",
     )
 
 
 def _expires(file: str, left: dict[str, Any]) -> bool:
-    """Watches a lease for its duration, or until it ends. Returns False if its holder has renewed it meanwhile."""
+    """Watches a lease for its duration. Returns False if a process renews the lease meanwhile."""
     seconds = left.get("seconds", SECONDS)
     terminal.say(f"waiting {seconds:.0f} s for a lease to expire: {_who(left)} may still write there")
     until = time.monotonic() + seconds
@@ -163,12 +167,10 @@ def _renew(lease: Lease, record: dict[str, Any], ended: threading.Event) -> None
         try:
             lease.require()
             storage.write_json(lease.file, record | _expiry())
-        except LeaseLost as lost:  # the next commit fails
+        except LeaseLost as lost:  # the next commit will fail
             terminal.say(f"warning: {lost}")
             return
-        except (
-            Exception
-        ):  # the storage may answer the next time, and no other process may have waited meanwhile
+        except Exception:  # the storage may answer again before the lease expires
             continue
 
 
@@ -177,7 +179,7 @@ def _file(folder: str, attempt: int) -> str:
 
 
 def _read(file: str) -> dict[str, Any]:
-    """Returns what an attempt wrote; {} if its file is missing, or is being created."""
+    """Returns the content of an attempt's file, or {} if the file is missing or incomplete."""
     try:
         return storage.read_json(file)
     except (FileNotFoundError, ValueError):
@@ -190,7 +192,7 @@ def _who(record: dict[str, Any]) -> str:
 
 
 def _expiry() -> dict[str, str]:
-    """Returns when a lease was renewed and will expire, by this machine's clock: for people, and so that it changes."""
+    """Returns the times of renewal and expiry by this machine's clock. Other processes only check whether they change."""
     return {"renewed": _time(), "expires": _time(SECONDS)}
 
 

@@ -1,4 +1,4 @@
-"""Prices of machines: prices.yaml, overridden by the user's file. All code that prints dollars reads prices here."""
+"""Reads the prices of machines from prices.yaml and from the user's own file, and computes the cost of a run."""
 
 import functools
 import os
@@ -17,10 +17,10 @@ class Prices:
     date: str
     machine: float | None  # dollars an hour of this machine, or None if unknown
     gpus: dict[str, float]  # label, for example A100-80G -> dollars an hour of one GPU
-    instances: dict[str, float]  # a cloud's name of a machine -> dollars an hour
+    instances: dict[str, float]  # instance type of a cloud -> dollars an hour
 
     def of(self, device: str) -> float | None:
-        """Returns the price in dollars for torch's name of a GPU, or None. For example, NVIDIA A100-SXM4-80GB is A100-80G."""
+        """Returns the dollars an hour of a GPU, by torch's name such as NVIDIA A100-SXM4-80GB, or None if it is unknown."""
         words = set(re.split(r"[^A-Za-z0-9]+", device.replace("GB", "G")))
         return next((dollars for label, dollars in self.gpus.items() if set(label.split("-")) <= words), None)
 
@@ -31,7 +31,7 @@ def own_file() -> Path:
 
 
 @functools.cache
-def read() -> Prices:
+def read_prices() -> Prices:
     """Returns the prices. Raises InputError if the user's file is wrong."""
     prices = yaml.safe_load(Path(__file__).with_name("prices.yaml").read_text(encoding="utf-8"))
     file, known = own_file(), {*prices}
@@ -56,14 +56,14 @@ def read() -> Prices:
         ) from error
 
 
-def of_run(usage: dict[str, Any], seconds: float, local: bool) -> dict[str, Any]:
+def cost_of_run(usage: dict[str, Any], seconds: float, local: bool) -> dict[str, Any]:
     """Returns `cost` of a result.json: GPU hours, dollars if known, tokens, and dollars per 1,000 sampled completions.
 
     Args:
-        usage: gpu (torch's name of it), gpus, and what the stage counted: tokens, completions.
-        local: the run was on this machine, so the price of `machine` counts, if there is one.
+        usage: `gpu` (torch's name), `gpus` (their number), and the `tokens` and `completions` that the stage counted.
+        local: whether the run was on this machine. If so, the price of `machine` takes precedence over prices of GPUs.
     """
-    prices, hours, dollars = read(), seconds / 3600, None
+    prices, hours, dollars = read_prices(), seconds / 3600, None
     each = prices.of(usage["gpu"]) if usage["gpus"] else None
     if local and prices.machine is not None:
         dollars = hours * prices.machine
@@ -86,7 +86,7 @@ def in_dollars(amount: float) -> str:
 
 
 def in_words(cost: dict[str, Any]) -> str:
-    """Returns the cost of a run on one line: nothing if it counted nothing and used no GPU."""
+    """Returns the cost of a run on one line. The line is empty if there is nothing to report."""
     parts = [f"{cost['gpu_hours']:.3g} GPU hours"] if cost["gpu_hours"] else []
     if cost["dollars"] is not None:
         parts.append(f"{in_dollars(cost['dollars'])} at prices of {cost['prices']}")

@@ -1,10 +1,10 @@
-"""The process of a command: its terminal, its signals, its exit status.
+"""The process of a command: its terminal, its signals, and its exit status.
 
-sys.exit(process.run(main))
+    sys.exit(process.run_main(main))
 
-Ctrl-C is a KeyboardInterrupt, as always in Python; SIGTERM and SIGHUP are a SystemExit. The exit status is 128 + the signal's
-number, as in a shell. The first signal counts: while it is handled, others change nothing for PATIENCE_S. After that, the next
-one ends the process immediately.
+Ctrl-C raises KeyboardInterrupt, as always in Python. SIGTERM and SIGHUP raise SystemExit. The exit status is 128 plus the number
+of the signal, as in a shell. While the first signal is being handled, other signals have no effect for PATIENCE_S. After that
+time, the next signal ends the process immediately.
 """
 
 import atexit
@@ -15,70 +15,52 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pipeline.errors import Failure
 from pipeline.system import deadline, terminal
 
-_exit = os._exit
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PATIENCE_S = 20.0  # time that a run has to end in order
-received: signal.Signals | None = None  # SIGTERM or SIGHUP; ray.get() loses the code of a SystemExit
+PATIENCE_S = 20.0  # seconds that a run has for its cleanup
+received: signal.Signals | None = None  # SIGTERM or SIGHUP, because ray.get() loses the code of a SystemExit
 _is_command = False
 _since: float | None = None  # time.monotonic() of the signal that is being handled
 
 
-def run(main: Callable[[], int]) -> int:
+def run_main(main: Callable[[], int]) -> int:
     """Runs `main` as the work of this process, and returns its exit status."""
     global _is_command
     _is_command = True
-    for name in ("_exit", "abort", "execv", "execve"):  # os.execl and others call these
-        _forbid(name)
-    # The last function at the exit, after which Python restores the default handlers
+    # Runs last at exit, when Python restores the default handlers
     atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in SIGNALS])
     terminal.wrap_streams()
-    # At import, bitsandbytes warns that an optional package is missing
+    # bitsandbytes warns about a missing optional package
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     sys.unraisablehook = _deliver_again
     listen()
     status = main()
-    # A signal while the libraries shut down must not change the status
-    listen(lambda *_: _exit(status))
-    if deadline.abandoned:  # otherwise, the exit would wait for such a thread, for minutes
+    # A signal during the shutdown of libraries must not change the status
+    listen(lambda *_: os._exit(status))
+    if deadline.abandoned:  # otherwise, the exit would wait for an abandoned thread for minutes
         sys.stdout.flush()
         sys.stderr.flush()
-        _exit(status)
+        os._exit(status)
     return status
 
 
-def _forbid(name: str) -> None:
-    """Makes os.`name` raise Failure in this process, whose run it would end with any status, also 0. Children end as ever."""
-    real, command, library = getattr(os, name), os.getpid(), os.execl.__code__.co_filename
-
-    def end(*arguments: Any) -> Any:
-        if os.getpid() != command:
-            return real(*arguments)
-        at = [frame for frame in traceback.extract_stack()[:-1] if frame.filename != library][-1]
-        raise Failure(f"{at.filename}:{at.lineno} called os.{name}, which no run may do")
-
-    setattr(os, name, end)
-
-
 def resume() -> None:
-    """Makes the next signal count again, because the process continues after this one."""
+    """Makes the next signal count again, for a process that continues after a signal."""
     global _since
     _since = None
 
 
 def _on_signal(number: int, _: Any) -> None:
-    """Ends the work of this process, unless another signal is being handled. If that takes too long, ends the process."""
+    """Raises the exception of the first signal. Ends the process if another signal comes after PATIENCE_S."""
     global received, _since
     now = time.monotonic()
     if _is_command and _since is not None:
         if now - _since > PATIENCE_S:
-            _exit(128 + number)
+            os._exit(128 + number)
         return
     _since = now
     if number == signal.SIGINT:
@@ -88,14 +70,14 @@ def _on_signal(number: int, _: Any) -> None:
 
 
 def listen(handler: Callable[..., Any] = _on_signal) -> None:
-    """Handles SIGNALS, except those that nohup or a shell told this process to ignore. Ray replaces the handlers."""
+    """Installs handlers for SIGNALS, except for signals that nohup or a shell lets this process ignore."""
     for number in SIGNALS:
         if _is_main_thread() and signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
 
 
 def _deliver_again(swallowed: Any) -> None:
-    """Repeats a signal whose exception Python dropped in a weakref's callback or a __del__: SQLAlchemy and MLflow have many."""
+    """Repeats a signal whose exception Python dropped in a weakref callback or a __del__, as SQLAlchemy and MLflow have."""
     if issubclass(swallowed.exc_type, KeyboardInterrupt | SystemExit):
         resume()
         threading.Timer(0.1, os.kill, (os.getpid(), received or signal.SIGINT)).start()
@@ -105,7 +87,7 @@ def _deliver_again(swallowed: Any) -> None:
 
 @contextlib.contextmanager
 def signals_ignored() -> Iterator[None]:
-    """Ignores signals in the block, which cleans up within seconds."""
+    """Ignores signals during the block, which must take only seconds."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS if _is_main_thread()}
     try:
         yield

@@ -1,4 +1,4 @@
-"""Files of a run, on a local path or in a bucket (s3://, gs://, hf://): the same functions for both, through pyarrow."""
+"""Reads and writes files on a local path or in a bucket (s3://, gs://, hf://), through pyarrow."""
 
 import contextlib
 import fcntl
@@ -16,7 +16,7 @@ from pipeline.errors import InputError
 from pipeline.system import deadline
 from pipeline.system.credentials import without_credentials
 
-LOCK_POLL_S = 0.05  # time between two attempts to lock a file
+LOCK_POLL_S = 0.05  # seconds between two attempts to lock a file
 
 
 def is_remote(path: str) -> bool:
@@ -24,12 +24,12 @@ def is_remote(path: str) -> bool:
 
 
 def absolute(path: str) -> str:
-    """Returns a local path as absolute, because workers do not share the driver's directory, and a bucket URI as it is."""
+    """Makes a local path absolute, because workers run in other directories. Returns a URI unchanged."""
     return path if is_remote(path) else os.path.abspath(os.path.expanduser(path))
 
 
 def relative(path: str) -> str:
-    """Returns a path as a person reads it: from the current folder, if it lies there."""
+    """Returns a path relative to the current folder if the path is inside it."""
     return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
 
 
@@ -38,17 +38,20 @@ def join(base: str, *parts: str) -> str:
 
 
 def private(parent: str, name: str, variable: str) -> str:
-    """Returns a folder that only this user can enter, and creates it if missing; `variable` of the environment names `parent`.
+    """Creates a folder that only this user can enter, if it is missing, and returns it.
 
-    Raises InputError if another user made it, who could then exchange files in it.
+    Raises InputError if another user owns the folder, who could exchange its files.
+
+    Args:
+        variable: environment variable that sets `parent`.
     """
     folder = os.path.join(parent, name)
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         found = os.stat(folder)
-        if {os.lstat(folder).st_uid, found.st_uid} != {os.getuid()}:  # owner of a link and of its target
+        if {os.lstat(folder).st_uid, found.st_uid} != {os.getuid()}:  # owners of a link and of its target
             raise OSError(None, "it belongs to another user")
-        if found.st_mode & 0o077:  # else it may be on a read-only disk
+        if found.st_mode & 0o077:
             os.chmod(folder, 0o700)
     except OSError as error:
         why = f"cannot use {folder} ({error.strerror}); export {variable}=FOLDER, one that you own"
@@ -87,7 +90,7 @@ def filesystem(path: str) -> tuple[Any, str]:
 
 
 def reach(path: str) -> None:
-    """Contacts a bucket or a hub, with a limit: their clients retry for up to minutes, and raise their own errors."""
+    """Contacts a bucket or the Hub, with a time limit, because their clients retry for minutes."""
     if is_remote(path):
         deadline.call_with_deadline(exists, path)
 
@@ -107,18 +110,18 @@ def read_json(path: str) -> Any:
 
 
 def _opened(path: str) -> Any:
-    """Returns a file as a stream of bytes, without decompression."""
+    """Opens a file as a stream of bytes, without decompression."""
     fs, inner = filesystem(path)
     return fs.open_input_stream(inner, compression=None)
 
 
 def write_json(path: str, value: Any) -> None:
-    """Writes `value` as indented JSON. The file appears complete or not at all."""
+    """Writes `value` as indented JSON, atomically."""
     write_lines(path, [json.dumps(value, indent=2, sort_keys=False, default=str)])
 
 
 def create(path: str, value: Any) -> bool:
-    """Writes `value` as JSON into a new file. Returns False if there is one: of several processes, a single one succeeds."""
+    """Writes `value` as JSON into a new file. Returns False if the file exists. Of several processes, only one succeeds."""
     content = json.dumps(value, indent=2).encode()
     scheme, _, inner = path.partition("://")
     try:
@@ -138,7 +141,7 @@ def create(path: str, value: Any) -> bool:
         import fsspec
 
         fs, inner = fsspec.core.url_to_fs(path)
-        fs.pipe_file(inner, content, mode="create")  # other schemes look whether it exists, and then write it
+        fs.pipe_file(inner, content, mode="create")  # not atomic for every scheme
         return True
     except FileExistsError:
         return False
@@ -171,16 +174,16 @@ def _create_in_gcs(bucket: str, key: str, content: bytes) -> bool:
     return True
 
 
-# {scheme: how a bucket creates an object only if there is none}. pyarrow 25 has no conditional writes.
+# {scheme: function that creates an object only if it does not exist}. pyarrow 25 has no conditional writes.
 CREATE = {"s3": _create_in_s3, "gs": _create_in_gcs}
 
 
 def write_lines(path: str, lines: Iterable[str]) -> None:
-    """Writes lines as they come. The file appears complete or not at all."""
+    """Writes lines, atomically."""
     fs, inner = filesystem(path)
     fs.create_dir(inner.rsplit("/", 1)[0], recursive=True)
     if is_remote(path):
-        # An object store shows an upload when its stream is closed, even by an error in `lines`: so collect them first.
+        # Collects the lines first, because closing the stream after an error would upload incomplete content.
         with tempfile.TemporaryFile() as file:
             file.writelines(f"{line}\n".encode() for line in lines)
             file.seek(0)
@@ -202,7 +205,7 @@ def write_lines(path: str, lines: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def appended(path: str) -> Iterator[Any]:
-    """Yields a text file to add lines to. In a bucket they appear when the block ends."""
+    """Yields a text file for appending lines. In a bucket, the lines appear when the block ends."""
     if not is_remote(path):
         with open(filesystem(path)[1], "a", buffering=1, encoding="utf-8") as file:
             yield file
@@ -223,7 +226,7 @@ def read_lines(path: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def local_copy(folder: str) -> Iterator[str]:
-    """Yields a local folder with the files of `folder`: itself if it is local, else a copy with its name, deleted at the end."""
+    """Yields `folder` if it is local, or a temporary local copy with the same name."""
     if not is_remote(folder):
         yield absolute(folder)
         return
@@ -234,7 +237,7 @@ def local_copy(folder: str) -> Iterator[str]:
 
 
 def store_folder(folder: str, path: str) -> None:
-    """Copies the files of a folder into `path`. Each may be local or in a bucket."""
+    """Copies the files of a folder into `path`. Both may be local or in a bucket."""
     import pyarrow.fs as pafs
 
     (source, inner), (sink, copy) = filesystem(folder), filesystem(path)
@@ -253,12 +256,12 @@ def remove(path: str) -> None:
 
 
 def folders(path: str) -> list[str]:
-    """Returns the names of the folders directly in `path`; none if it does not exist."""
+    """Returns the names of the folders directly in `path`, or [] if `path` does not exist."""
     return [name for name, kind in names(path).items() if kind == "Directory"]
 
 
 def names(path: str) -> dict[str, str]:
-    """Returns {name: Directory or File} for the direct contents of `path`, or nothing if it does not exist."""
+    """Returns {name: Directory or File} for the entries directly in `path`, or {} if `path` does not exist."""
     import pyarrow.fs as pafs
 
     fs, inner = filesystem(path)
@@ -267,7 +270,7 @@ def names(path: str) -> dict[str, str]:
 
 
 def move(path: str, target: str) -> None:
-    """Moves a folder within a storage path. Object stores cannot move, so there it copies and deletes."""
+    """Moves a folder. In a bucket, copies and deletes its files."""
     if is_remote(path):
         store_folder(path, target)
         remove(path)
@@ -277,7 +280,11 @@ def move(path: str, target: str) -> None:
 
 @contextlib.contextmanager
 def locked(path: str, what: str, seconds: float = 120.0) -> Iterator[None]:
-    """Lets only one process of this machine execute the block at a time, or raises TimeoutError after `seconds`."""
+    """Locks a file during the block. Raises TimeoutError if another process of this machine keeps the lock for `seconds`.
+
+    Args:
+        what: what this process waits for, for the message.
+    """
     with open(path, "ab") as file:
         for attempt in range(int(seconds / LOCK_POLL_S) + 1):
             with contextlib.suppress(BlockingIOError):
@@ -292,25 +299,29 @@ def locked(path: str, what: str, seconds: float = 120.0) -> Iterator[None]:
 
 
 def require_writable(path: str, key: str = "run.storage_path", example: str = "./runs") -> None:
-    """Raises InputError, with the file system's reason, if a path cannot be written; `key` is its key in the job."""
+    """Raises InputError with the file system's reason if a path cannot be written.
+
+    Args:
+        key: the job's key for the path.
+    """
     try:
         reach(path)
         if not create(probe := probe_in(path), {}) or create(probe, {}):
             raise OSError("it lets a process overwrite a file that must be new")
         remove(probe)
     except Exception as error:  # pyarrow and each cloud's client raise their own types
-        advice = f"choose a folder or bucket that this user may write to, e.g. {key}={example}"
+        advice = f"set a folder or bucket that this user may write to, such as {key}={example}"
         why = without_credentials(f"{path!r} cannot be written ({error})")
         raise InputError(f"{key}: {why}; {advice}") from error
 
 
 def probe_in(folder: str) -> str:
-    """Returns the path of a file to test a folder with. Each process gets a different path."""
+    """Returns a unique path in a folder, for a test of writing."""
     return join(folder, f".probe-{uuid.uuid4().hex[:12]}")
 
 
 def files(path: str) -> dict[str, int]:
-    """Returns {name: bytes} of the files directly in `path`; none if it does not exist."""
+    """Returns {name: bytes} of the files directly in `path`, or {} if `path` does not exist."""
     import pyarrow.fs as pafs
 
     fs, inner = filesystem(path)
@@ -319,7 +330,7 @@ def files(path: str) -> dict[str, int]:
 
 
 def read_bytes(path: str, start: int = 0) -> bytes:
-    """Returns the content of a file from byte `start` on."""
+    """Returns the content of a file, from byte `start`."""
     fs, inner = filesystem(path)
     with fs.open_input_file(inner) as file:
         file.seek(start)

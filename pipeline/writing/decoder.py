@@ -1,4 +1,4 @@
-"""Decodes on the shared base itself, without a copy of any weight and without synchronization."""
+"""Decodes on the shared base, without a copy of its weights."""
 
 from __future__ import annotations
 
@@ -18,31 +18,33 @@ from pipeline.writing.graphs import Steps
 from pipeline.writing.rows import Completion, Decoder, Row, RowSettings, Sampling, draw
 from pipeline.writing.slots import SlotCache, live_first
 
-# Padded tokens in one forward of prompts. Many keep the device busy; few keep activations small compared with the KV cache.
+# Tokens in one forward of prompts, including padding. More would not make the forward faster, but needs memory for activations.
 PREFILL_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 14}
-# Decoding steps between two checks for finished rows. On a CPU a check is free, and each row that leaves shortens a step. A GPU
-# waits for the host at each check, and launches limit its steps more than rows do.
-STEPS_PER_LOOK = {"cpu": 1, "cuda": 8}
+# Decoding steps between two checks for finished rows. On a CPU, a check costs nothing, and each row that leaves makes the next
+# step shorter. A GPU waits for the host at each check, and its steps take about as long with fewer rows.
+STEPS_PER_CHECK = {"cpu": 1, "cuda": 8}
 STEPS_PER_GRAPH = 32  # decoding steps between two checks, if CUDA graphs replay them
-BUCKET = 64  # a graph attends to a multiple of this many positions
+BUCKET = 64  # the number of positions that a CUDA graph attends to is a multiple of BUCKET
 
-Drawn = tuple[Tensor, Tensor, Any]  # token ids (B,), their log-probs (B,), the alternatives' topk or None
+Drawn = tuple[
+    Tensor, Tensor, Any
+]  # token ids (B,), their log-probs (B,), and topk of the alternatives or None
 
 
 class SlotDecoder(Decoder):
-    """Decodes with one forward for all rows. Joining rows with the same prompt share its forward.
+    """Decodes all rows in one forward per step. Rows that join together with the same prompt share the prompt's forward.
 
     The KV cache is freed when the last row leaves.
 
     Args:
-        max_rows: rows decoded at the same time. None means no limit.
-        max_positions: limit of the KV cache's positions over all slots. Rows wait if they would exceed it. None means no limit.
+        max_rows: maximum rows decoded at the same time, or None.
+        max_positions: maximum positions of the KV cache over all rows, or None. Rows that would exceed it wait.
         pad: token id that pads prompts.
-        look: decoding steps between two checks for finished rows. None means that the device decides.
-        graphs: whether a GPU replays steps as CUDA graphs while all rows have one role. None means if the base supports it.
+        look: decoding steps between two checks for finished rows, or None for the default of the device.
+        graphs: whether a GPU replays steps as CUDA graphs while all rows have one role. None means yes, if the base supports it.
     """
 
-    share = True  # False shows the saving, with one forward per prompt
+    share = True  # whether equal prompts share a forward; benchmarks set False to measure the gain
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class SlotDecoder(Decoder):
         self.cache: Any = None  # a SlotCache while there are rows
         self.settings: RowSettings | None = None
         self.longest = 0  # tokens of the longest row in the cache
-        self.equal = True  # whether all rows have this many tokens
+        self.equal = True  # whether all rows have the same number of tokens
 
     def add(self, role: str, folder: str) -> None:
         self.shared.add(role, folder=folder)
@@ -86,7 +88,7 @@ class SlotDecoder(Decoder):
     def generate(
         self, role: str | None, prompts: Sequence[Sequence[int]], numbers: Sequence[int], sampling: Sampling
     ) -> list[Completion]:
-        with cast_once(), self.shared.use(role):  # switches to the role once, not at each step
+        with cast_once(), self.shared.use(role):  # selects the role once, and not at each step
             return super().generate(role, prompts, numbers, sampling)
 
     def fits(self, joining: Sequence[Row], row: Row) -> bool:
@@ -95,7 +97,7 @@ class SlotDecoder(Decoder):
             return True
         if self.max_rows is not None and count > self.max_rows:
             return False
-        if not self.masked:  # rows of one length need no mask
+        if not self.masked:  # only rows of one length need no mask
             return not self.rows and len(joining[0].prompt) == len(row.prompt)
         if self.max_positions is None:
             return True
@@ -128,7 +130,7 @@ class SlotDecoder(Decoder):
             return
         roles = [row.role for row in self.rows]
         graphs = self.graphs if len(set(roles)) == 1 and self.graphs and self.graphs.works else None
-        look = self.look or (STEPS_PER_GRAPH if graphs else STEPS_PER_LOOK[self.shared.device.type])
+        look = self.look or (STEPS_PER_GRAPH if graphs else STEPS_PER_CHECK[self.shared.device.type])
         steps = min(look, *(row.sampling.max_new_tokens - len(row.tokens) for row in self.rows))
         found = []
         with self.shared.use_each(roles):
@@ -146,16 +148,16 @@ class SlotDecoder(Decoder):
     # ------------------------------------------------------------------------------------------ forwards
 
     def _read(self, rows: Sequence[Row]) -> Tensor:
-        """Returns the (B, H) hidden states of the last tokens of B prompts, and stores the prompts in the cache."""
+        """Reads the prompts of B new rows into the cache. Returns the (B, H) hidden states of their last tokens."""
         device, first, cache = self.shared.device, len(self.rows), self.cache
-        slots_of: dict[Any, list[int]] = {}  # role and prompt -> the slots of its rows
+        slots_of: dict[Any, list[int]] = {}  # (role, prompt) -> slots of its rows
         for slot, row in enumerate(rows, first):
             slots_of.setdefault((row.role, *row.prompt) if self.share else slot, []).append(slot)
         slots = list(slots_of.values())
         distinct = [rows[each[0] - first] for each in slots]
         lengths = [len(row.prompt) for row in distinct]
         parts = micro_batches(lengths, None, PREFILL_TOKENS[device.type], device.type)
-        if cache.other_layers:  # filled once, so all prompts go through one forward
+        if cache.other_layers:  # these layers are filled once, so all prompts must go through one forward
             parts = [list(range(len(distinct)))]
         states: dict[int, Tensor] = {}
         for part in parts:
@@ -176,7 +178,7 @@ class SlotDecoder(Decoder):
         return torch.stack([states[slot] for slot in sorted(states)])
 
     def _forward(self, count: int, seen: int) -> Tensor:
-        """Returns the (B, H) hidden states after `count` rows have read their newest token, attending to `seen` positions."""
+        """Runs the newest tokens of `count` rows, which attend to `seen` positions. Returns their (B, H) hidden states."""
         cache = self.cache
         cache.seen, lengths = seen, cache.lengths[:count]
         needs_mask = not self.equal or self.graphs or (self.window and seen > self.window)
@@ -189,14 +191,14 @@ class SlotDecoder(Decoder):
         self.cache.lengths[:count] -= 1
 
     def _body(self, ids: Tensor, mask: Any, positions: Tensor) -> Tensor:
-        """Returns the (B, T, H) hidden states of tokens (B, T), and adds the tokens to the cache."""
+        """Adds tokens (B, T) to the cache. Returns their (B, T, H) hidden states."""
         inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         return self.shared.body(**inputs, past_key_values=self.cache, use_cache=True).last_hidden_state
 
     def _mask(self, lengths: Tensor, seen: int) -> Any:
-        """Returns what attention adds to the scores of each row's new token: 0 on the row's tokens within a window, else -inf.
+        """Returns the (B, 1, 1, seen) attention mask of each row's newest token: 0 for tokens to attend to, and -inf for others.
 
-        Its shape is (B, 1, 1, seen). Models with layers of both kinds get {kind of layer: such a mask}.
+        For a model with layers of both kinds, returns {kind of layer: mask}.
         """
         columns, own = self.cache.columns[:seen], lengths.unsqueeze(-1)
         full = columns <= own
@@ -211,7 +213,7 @@ class SlotDecoder(Decoder):
         return bias.masked_fill(~mask, float("-inf"))[:, None, None]
 
     def _takes_masks(self, config: Any) -> bool:
-        """Returns whether rows of different lengths can be decoded together, or only rows of one length.
+        """Returns whether rows of different lengths can be decoded together.
 
         The base's attention must add a mask to its scores, and take positions from `position_ids`.
         """
@@ -228,7 +230,7 @@ class SlotDecoder(Decoder):
     # -------------------------------------------------------------------------------------------- tokens
 
     def _draw(self, hidden: Tensor, rows: slice) -> Drawn:
-        """Draws one token for some rows from the hidden states before it."""
+        """Draws the next token of some rows from the hidden states of their last tokens."""
         assert self.settings
         noise, temperature, top_p, minimum, written = (values[rows] for values in self.settings)
         logits, drawing = self.shared.logits(hidden), self.rows[rows]
@@ -254,7 +256,7 @@ class SlotDecoder(Decoder):
         return token, logprob, alternatives
 
     def _note(self, found: list[Drawn], first: int) -> None:
-        """Passes drawn tokens to the rows from `first` on. Finished rows leave."""
+        """Appends drawn tokens to the rows from index `first` on, and removes finished rows."""
         tokens, logprobs = (torch.stack([step[i] for step in found], 1).tolist() for i in (0, 1))
         tops = [(x.indices.tolist(), x.values.tolist()) if x else None for _, _, x in found]
         for i, row in enumerate(self.rows[first:]):
@@ -270,7 +272,7 @@ class SlotDecoder(Decoder):
         self._leave()
 
     def _leave(self) -> None:
-        """Removes finished rows. The last one frees the cache."""
+        """Removes finished rows. Frees the cache when no row is left."""
         going = [not row.done for row in self.rows]
         if all(going):
             return
@@ -285,7 +287,7 @@ class SlotDecoder(Decoder):
         self._look_at_rows()
 
     def _look_at_rows(self) -> None:
-        """Records how many tokens of each row the cache holds: all except the newest."""
+        """Updates `longest` and `equal`. The cache holds all tokens of a row except the newest."""
         lengths = [len(row.prompt) + max(0, len(row.tokens) - 1) for row in self.rows]
         self.longest, self.equal = max(lengths), len(set(lengths)) == 1
 
@@ -293,10 +295,10 @@ class SlotDecoder(Decoder):
 
     @torch.no_grad()
     def check(self) -> None:
-        """Decodes three short prompts that join and leave. Raises InputError unless a forward without a cache agrees."""
+        """Decodes three short prompts that join and leave. Raises InputError if a forward without a cache disagrees."""
         shared, size = self.shared, min(self.shared.vocab_size, 97)
         limit = 1e-3 if shared.autocast is None and shared.base.dtype == torch.float32 else 0.2
-        why, worst = "its log-probs differ from those of a whole forward", 0.0
+        why, worst = "its log-probs differ from those of a forward without a cache", 0.0
         prompts = [[(7 * i + 3 * j) % size for i in range(2 + 3 * j)] for j in range(3)]
         greedy = [Sampling(most, (), temperature=0.0) for most in (1, 4, 3)]
         rows = [Row(prompt, 0, how, top=1) for prompt, how in zip(prompts, greedy, strict=True)]

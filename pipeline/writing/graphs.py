@@ -1,8 +1,8 @@
-"""Decoding steps that a GPU can replay as a CUDA graph.
+"""Replays decoding steps as CUDA graphs.
 
-Python and CUDA take about 1 ms to launch the kernels of a decoder layer's step, longer than a GPU computes on them. A graph
-launches all kernels of a step at once, but always with the same tensors, and so with the same rows and positions. The first
-step of each shape runs kernel by kernel. The next one is recorded, and later ones are replayed.
+Python and CUDA take about 1 ms to launch the kernels of one layer in a decoding step, and a GPU computes faster than that. A
+CUDA graph launches all kernels of a step at once, but always on the same tensors, so rows and positions must stay the same. The
+first step of each shape runs kernel by kernel. The second step is recorded, and later steps are replayed.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from torch import Tensor
 
 from pipeline.errors import in_brief
 
-FEWEST_REPLAYS = 4  # with fewer steps left, recording takes longer than it saves
+FEWEST_REPLAYS = 4  # if fewer steps follow, recording takes longer than the replays save
 TOLERANCE = 1e-2  # maximum relative difference between the first replay and the step that it repeats
 
 
 class Steps:
-    """Runs steps, and replays them while their shape stays the same. After a failure it replays none.
+    """Runs steps, and replays them while their shape stays the same. After a failure, all steps run kernel by kernel.
 
     Args:
-        step: returns (B, H) hidden states for (rows, positions). It reads and writes the same tensors each time.
-        take_back: undoes the change of state of a step, so that the step can run again.
+        step: returns (B, H) hidden states for (rows, positions). Each call must read and write the same tensors.
+        take_back: undoes a step's change of state, so that the step can run again.
     """
 
     def __init__(self, step: Callable[[int, int], Tensor], take_back: Callable[[int], None]) -> None:
         self.step, self.take_back = step, take_back
         self.works = True
-        self.proved = False  # whether a replay was compared with the step that it repeats
+        self.proved = False  # whether a replay was compared with its step
         self.key: Hashable = None
         self.replay: Callable[[], None] | None = None
-        self.output: Tensor = torch.empty(0)  # the tensor that a replay writes
+        self.output: Tensor = torch.empty(0)  # the hidden states that a replay writes
         self.pool: Any = None  # memory pool of all graphs
         self.stream: Any = None  # one stream for all graphs, because cuBLAS keeps a workspace for each
-        self.graph: Any = None  # the newest graph, kept because it owns the memory, and keeps the pool in use
+        self.graph: Any = None  # the newest graph, which owns the memory of its tensors
 
     def forget(self) -> None:
-        """Replays the graph no more: the tensors that it uses no longer exist."""
-        # `graph` stays, because torch records nothing more into a pool that no graph uses.
+        """Stops replaying the graph, because its tensors no longer exist."""
+        # `graph` stays, because torch cannot record into a pool after its last graph is gone.
         self.key = self.replay = None
 
     def __call__(self, key: Hashable, rows: int, seen: int, ahead: int) -> Tensor:
-        """Returns the (B, H) hidden states of a step. The next call overwrites them.
+        """Returns the (B, H) hidden states of a step. The next call may overwrite them.
 
         Args:
-            key: steps with the same key have the same shape.
-            ahead: steps that are known to follow with this shape.
+            key: identifies the shape of the step.
+            ahead: number of following steps that will have the same shape.
         """
         if key == self.key and self.replay:
             self.replay()
@@ -80,19 +80,19 @@ class Steps:
         print(f"note: decoding without CUDA graphs: {why}", flush=True)
 
     def _capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Records a step. Returns (replay, the tensor that a replay writes)."""
-        # Not `with torch.cuda.graph`, which takes a second each time to collect garbage and return free memory to the device.
+        """Records a step. Returns a function that replays it, and the tensor that each replay writes."""
+        # `with torch.cuda.graph` would take a second each time, to collect garbage and return free memory to the device.
         graph = torch.cuda.CUDAGraph()
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         self.stream = stream = self.stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # Other threads, such as Ray's, may continue to use CUDA.
+            # "thread_local" lets other threads, such as Ray's, continue to use CUDA.
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 output = step()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # ending the capture may fail too, less clearly
+                with contextlib.suppress(RuntimeError):  # capture_end may raise a less helpful error
                     graph.capture_end()
                 raise
             graph.capture_end()

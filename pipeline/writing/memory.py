@@ -1,44 +1,45 @@
-"""Memory of decoding: rows that fit into the free memory, and the share of a GPU that vLLM needs."""
+"""Computes how many rows can be decoded in the free memory, and which share of a GPU vLLM needs."""
 
+import contextlib
 import math
 import os
 from pathlib import Path
 from typing import Any
 
 GIB = 2**30
-SHARE = 0.5  # share of the free memory for decoding; the rest is for the prompts' forward and other phases
-# Bytes of a row for each token of the vocabulary: logits, probabilities, and their sums in float64.
+DECODING_SHARE = 0.5  # share of the free memory for decoding; prompts and other phases need the rest
+# Bytes of a row for each entry of the vocabulary: logits, probabilities, and their cumulative sums in float64.
 SAMPLING_BYTES = 20
 # Assumed memory of vLLM's largest activations, its CUDA graphs, and the CUDA context of its process.
-WORKSPACE = 3 * GIB
-LARGEST = 0.95  # largest share of a GPU's free memory for vLLM
-MOST_ROWS = 256  # rows that vLLM decodes at once
-BATCHED_TOKENS = 8192  # tokens of one forward of vLLM, which splits longer prompts
-CGROUP = Path("/sys/fs/cgroup")
+VLLM_WORKSPACE = 3 * GIB
+MAX_VLLM_SHARE = 0.95  # maximum share of a GPU's free memory for vLLM
+MAX_VLLM_ROWS = 256  # maximum rows that vLLM decodes at once
+MAX_VLLM_TOKENS = 8192  # maximum tokens of one forward of vLLM, which splits longer prompts
+CGROUP = Path("/sys/fs/cgroup")  # the container's limits (cgroup version 2)
 
 
 def kv_bytes(config: Any, itemsize: int) -> int:
-    """Returns the bytes of keys and values of one token in all layers of a text model with this config."""
+    """Returns the bytes of one token's keys and values in all layers of a text model with this config."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * size * itemsize
 
 
 def decoding_rows(shared: Any, most: int, longest: int) -> tuple[int, float]:
-    """Returns (rows, bytes): the completions to decode at once, up to `most`, and the memory that they may take.
+    """Returns (rows, bytes): the number of completions to decode at once, up to `most`, and the memory for them.
 
     Args:
         shared: the SharedBase.
-        longest: tokens of the longest prompt and completion together.
+        longest: maximum tokens of a prompt with its completion.
     """
     config = shared.base.config.get_text_config()
     row = kv_bytes(config, shared.base.dtype.itemsize) * longest + SAMPLING_BYTES * shared.vocab_size
-    room = SHARE * free_bytes(shared.device)
+    room = DECODING_SHARE * free_bytes(shared.device)
     return (max(1, int(room // row)) if room < most * row else most), room
 
 
 def free_bytes(device: Any) -> float:
-    """Returns the bytes that this process can still allocate on a torch.device, or infinity if the system does not report it."""
+    """Returns the bytes that this process can still allocate on a torch.device, or infinity if that is unknown."""
     if device.type == "cuda":
         import torch
 
@@ -49,37 +50,32 @@ def free_bytes(device: Any) -> float:
 
 
 def free_of_node() -> float:
-    """Returns the bytes of memory available here, within the container's limit, or infinity if Linux does not report it."""
+    """Returns the bytes of memory available here, within the container's limit, or infinity if Linux does not report them."""
     found = [math.inf]
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         lines = meminfo.read_text().splitlines()
         found += [int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable")]
-    for folder, limit, usage in (
-        (CGROUP, "memory.max", "memory.current"),
-        (CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),  # version 1
-    ):
-        try:
-            free = int((folder / limit).read_text()) - int((folder / usage).read_text())
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):  # no such file, or no limit: "max"
-            continue
+    with contextlib.suppress(OSError, ValueError):  # without a limit, the file is missing or contains "max"
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
         # Cached files count as used, but the kernel drops them if memory runs short.
-        found.append(free + float(stat.get("total_inactive_file", stat.get("inactive_file", 0))))
+        found.append(limit - used + float(stat["inactive_file"]))
     return max(0.0, min(found))
 
 
 def memory_share(total: float, free: float, weights: float, kv_bytes: float, rows: int, length: int) -> float:
-    """Returns the share of a GPU of `total` bytes that vLLM needs, in hundredths: its gpu_memory_utilization.
+    """Returns vLLM's gpu_memory_utilization: the share of a GPU of `total` bytes that vLLM needs, rounded to hundredths.
 
-    At most LARGEST of what is free, or vLLM does not start: with a cache for fewer rows, vLLM decodes in turns.
+    The share is at most MAX_VLLM_SHARE of the free memory, because vLLM does not start if more is requested. If the cache is too
+    small for all rows, vLLM decodes them in turns.
 
     Args:
-        free: bytes that the trainer, which has loaded its own base, leaves.
+        free: free bytes, after the trainer has loaded its base.
         weights: bytes of the base.
-        kv_bytes: keys and values of one token in all layers.
+        kv_bytes: bytes of one token's keys and values in all layers.
         rows: completions of one worker in an update.
-        length: tokens of the longest prompt and completion together.
+        length: maximum tokens of a prompt with its completion.
     """
-    needed = weights + kv_bytes * min(rows, MOST_ROWS) * length + WORKSPACE
-    return min(math.ceil(100 * needed / total), math.floor(100 * LARGEST * free / total)) / 100
+    needed = weights + kv_bytes * min(rows, MAX_VLLM_ROWS) * length + VLLM_WORKSPACE
+    return min(math.ceil(100 * needed / total), math.floor(100 * MAX_VLLM_SHARE * free / total)) / 100

@@ -1,12 +1,12 @@
-"""What a decoder takes and returns: how to sample, the rows to write, their completions, and the draw of a token.
+"""Defines the inputs and outputs of a decoder, and draws tokens.
 
-Sampling is pure unless a row sets `top_p`: softmax(logits / temperature), no top-k and no repetition penalty. Anything else
-samples from another distribution than the one whose log-probs enter PPO's loss, and makes the estimated KL to the
-reference negative.
+Unless a row sets `top_p`, tokens are drawn from softmax(logits / temperature), without top-k or a repetition penalty. Other
+rules would sample from a distribution whose log-probs are not the log-probs in PPO's loss, and could make the estimated KL to
+the reference negative.
 
-A completion depends on seed, number, prompt and role alone. Each row has its own stream of random numbers, from a
-counter-based generator keyed by seed and number. So batch composition, rows that ended and the number of workers do not
-change a sample; on a CPU, batches of other sizes round differently in the last bits.
+A completion depends only on seed, number, prompt and role. Each row has a separate stream of random numbers, from a
+counter-based generator with seed and number as its key. So the other rows of the batch and the number of workers do not change a
+sample. On a CPU, however, batches of different sizes round differently in the last bits.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from pipeline.models.adapters import SharedBase
 @dataclass(frozen=True)
 class Sampling:
     max_new_tokens: int
-    eos: tuple[int, ...]  # every token id that ends a completion; the same for all rows of a batch
-    min_new_tokens: int = 0  # EOS is masked for this many tokens
-    temperature: float = 1.0  # 0: greedy
-    # Keeps the most likely tokens of this total probability (https://arxiv.org/abs/1904.09751).
+    eos: tuple[int, ...]  # token ids that end a completion; all rows of a batch have the same
+    min_new_tokens: int = 0  # number of tokens before which EOS cannot be drawn
+    temperature: float = 1.0  # 0 means greedy decoding
+    # Draws only from the most likely tokens, with this total probability (https://arxiv.org/abs/1904.09751).
     top_p: float = 1.0
     seed: int = 0
 
     @classmethod
     def from_args(cls, args: Any, tokenizer: Any, shared: SharedBase) -> Sampling:
-        """Returns the sampling of a PPOConfig, or of settings with the same names."""
+        """Returns the Sampling for a PPOConfig, or for arguments with the same names."""
         ends = tuple(shared.ends(tokenizer))
         return cls(args.response_length, ends, args.min_new_tokens, args.temperature, seed=args.seed)
 
@@ -43,9 +43,9 @@ class Sampling:
 @dataclass
 class Completion:
     tokens: list[int]  # token ids, including the end-of-sequence token
-    ended: bool  # False: truncated at the length limit
-    # The sampler's log-probs, in nats. They are compared with the trainer's, but are never old log-probs, because they differ
-    # by rounding and the first ratio must be 1.
+    ended: bool  # False if the completion was truncated at the length limit
+    # The decoder's log-probs, in nats. PPO only compares them with the trainer's log-probs. They cannot be old log-probs, because
+    # the two differ by rounding, and the first ratio must be 1.
     logprobs: list[float]
 
 
@@ -54,18 +54,18 @@ class Row:
     """One completion to write. The decoder fills `tokens`, `logprobs`, `tops` and `ended`."""
 
     prompt: Sequence[int]
-    number: int  # this and the seed decide its random numbers
+    number: int  # determines the random numbers, together with the seed
     sampling: Sampling
     role: str | None = None  # None means the bare base
-    # Number of alternatives to report with each token. `logprobs` are then the model's at temperature 1. Without it, they
+    # Number of alternatives to report with each token. `logprobs` are then the model's, at temperature 1. If `top` is None, they
     # belong to the distribution that is sampled, with its temperature and masked EOS.
     top: int | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    tops: list[list[tuple[int, float]]] = field(default_factory=list)  # the most likely ids, with log-probs
+    tops: list[list[tuple[int, float]]] = field(default_factory=list)  # most likely ids, with log-probs
     ended: bool = False
-    cancelled: bool = False  # set by the row's owner; the row then leaves at the next step
-    error: Exception | None = None  # why the decoder cannot complete the row
+    cancelled: bool = False  # the caller sets it; the row then leaves at the next step
+    error: Exception | None = None  # reason why the decoder cannot complete the row
 
     @property
     def done(self) -> bool:
@@ -74,15 +74,15 @@ class Row:
 
     @property
     def positions(self) -> int:
-        """Returns the most tokens that the row can have, its prompt included."""
+        """Returns the maximum tokens of the row, including its prompt."""
         return len(self.prompt) + self.sampling.max_new_tokens
 
 
 class Decoder(ABC):
-    """Writes the completions of rows. Rows with any role join and leave at any step."""
+    """Decodes rows. Rows with different roles can join and leave at any step."""
 
-    rows: list[Row]  # being written
-    max_rows: int | None  # most rows written at the same time, if there is a limit
+    rows: list[Row]  # rows in the batch
+    max_rows: int | None  # maximum rows in the batch, or None
 
     @abstractmethod
     def add(self, role: str, folder: str) -> None:
@@ -90,38 +90,38 @@ class Decoder(ABC):
 
     @abstractmethod
     def remove(self, role: str) -> None:
-        """Frees a role that no row has."""
+        """Frees a role. No row may have it."""
 
     @abstractmethod
     def changed(self, role: str | None) -> None:
-        """Uses the changed parameters of a role for later rows."""
+        """Makes later rows use the changed parameters of a role."""
 
     @abstractmethod
     def fits(self, joining: Sequence[Row], row: Row) -> bool:
-        """Returns whether `row` can join now, together with `joining`. A row fits into an empty decoder in any case."""
+        """Returns whether `row` can join now, together with `joining`. An empty decoder accepts any row."""
 
     @abstractmethod
     def join(self, rows: Sequence[Row]) -> None:
-        """Adds rows that fit: computes the KV cache of their prompts, and possibly their first tokens."""
+        """Adds rows that fit. Computes the KV cache of their prompts, and possibly their first tokens."""
 
     @abstractmethod
     def step(self) -> None:
-        """Writes at least one token of each row. Rows that are done or cancelled leave."""
+        """Decodes at least one token of each row. Rows that are done or cancelled leave."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Drops all rows after an error. Raises RuntimeError if the decoder cannot continue."""
+        """Removes all rows after an error. Raises RuntimeError if the decoder cannot continue."""
 
     def close(self) -> None:
-        """Frees the resources that the decoder has started."""
+        """Frees the decoder's resources, such as processes."""
         return
 
     def generate(
         self, role: str | None, prompts: Sequence[Sequence[int]], numbers: Sequence[int], sampling: Sampling
     ) -> list[Completion]:
-        """Returns one completion for each prompt (token ids), in their order. `numbers` are the rows' numbers.
+        """Returns one completion for each prompt (token ids), in the same order. `numbers` are the rows' numbers.
 
-        The longest prompts join first, and others as rows end.
+        The longest prompts join first. Other prompts join when rows end.
         """
         rows = [Row(prompt, number, sampling, role) for prompt, number in zip(prompts, numbers, strict=True)]
         waiting = sorted(rows, key=lambda row: len(row.prompt))
@@ -139,10 +139,10 @@ class RowSettings(NamedTuple):
     """The sampling settings of B rows, on the device."""
 
     noise: Tensor  # (B, max_new_tokens) uniform numbers in [0, 1)
-    temperature: Tensor  # (B,); 0: greedy
+    temperature: Tensor  # (B,); 0 means greedy
     top_p: Tensor  # (B,)
-    minimum: Tensor  # (B,) tokens for which EOS is masked
-    written: Tensor  # (B,) tokens written
+    minimum: Tensor  # (B,) number of tokens before which EOS is masked
+    written: Tensor  # (B,) number of tokens decoded so far
 
     @classmethod
     def of(cls, rows: Sequence[Row], device: torch.device) -> RowSettings:
@@ -171,12 +171,12 @@ class RowSettings(NamedTuple):
 
 
 def seed_of(seed: int, number: int) -> int:
-    """Returns a seed for one completion: 32 bits of a hash of seed and number, so that streams are independent."""
+    """Returns a seed for one completion. It is a 32-bit hash of seed and number, so that streams are independent."""
     return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
 
 
 def uniforms(row: Row) -> np.ndarray:
-    """Returns a row's (max_new_tokens,) random numbers in [0, 1): a function of its seed and number alone."""
+    """Returns a row's (max_new_tokens,) random numbers in [0, 1), which depend only on its seed and number."""
     key = np.array([row.sampling.seed, row.number], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).random(row.sampling.max_new_tokens)
 
@@ -184,13 +184,13 @@ def uniforms(row: Row) -> np.ndarray:
 def draw(
     logits: Tensor, noise: Tensor, temperature: Tensor, top_p: Tensor | None, greedy: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Returns token ids (B,) and their log-probs (B,) from logits (B, V), by inverse transform sampling.
+    """Draws tokens from logits (B, V) by inverse transform sampling. Returns their ids (B,) and log-probs (B,).
 
     Args:
         noise: (B,) uniform numbers in [0, 1).
-        temperature: (B,) divides the logits; greedy rows ignore it.
+        temperature: (B,) divides the logits, except in greedy rows.
         top_p: (B,), or None if all are 1. It does not change the log-probs.
-        greedy: which rows take the most likely token.
+        greedy: for each row, whether it takes the most likely token.
     """
     if all(greedy):
         token = logits.argmax(-1)
@@ -204,7 +204,7 @@ def draw(
         likely = ordered.cumsum(-1) - ordered < top_p.unsqueeze(-1)
         kept = torch.zeros_like(probabilities).scatter(-1, index, ordered * likely)
     cumulative = kept.cumsum(-1, dtype=torch.float64)
-    # right=True: the first index *above* the noise, so that a token of probability 0 is never drawn
+    # right=True gives the first index *above* the noise, so that a token of probability 0 is never drawn.
     token = torch.searchsorted(cumulative, noise.unsqueeze(-1) * cumulative[:, -1:], right=True)
     token = token.clamp(max=logits.shape[-1] - 1).squeeze(-1)
     if any(greedy):

@@ -1,6 +1,6 @@
-"""A KV cache that rows join and leave: row i has slot i, from position 0 on.
+"""A KV cache that rows join and leave. Row i of the batch has slot i of the cache.
 
-Prompts are padded on the right, so causal attention never sees the padding. A row does not move when another one joins or
+Prompts are padded on the right, so causal attention never sees the padding. A row does not move when another row joins or
 grows. When rows leave, the last rows move into their slots.
 """
 
@@ -20,19 +20,19 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 class Slots(DynamicLayer):
     """One layer's keys and values, (slots, heads, positions, features), allocated once for a batch.
 
-    Overrides what transformers 5.23 calls in a forward. A layer with a sliding window keeps all positions: a mask hides the
-    older ones.
+    Overrides the methods that transformers 5.23 calls in a forward. A layer with a sliding window also stores all positions, and
+    a mask hides the positions outside the window.
     """
 
     def __init__(self, cache: SlotCache, sliding: bool) -> None:
         super().__init__()
-        # Not a cycle, in which the memory would wait for Python's garbage collector
+        # A weak reference, because a cycle would keep the memory until Python collects garbage.
         self.cache, self.is_sliding = weakref.proxy(cache), sliding
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         slots, positions = self.cache.slots, self.cache.positions
-        # Zeros, because attention multiplies masked values by 0.
+        # Zeros and not `empty`, because attention multiplies masked values by 0, and 0 * NaN would be NaN.
         self.keys, self.values = (
             x.new_zeros(slots, x.shape[1], positions, x.shape[3]) for x in (key_states, value_states)
         )
@@ -58,7 +58,7 @@ class Slots(DynamicLayer):
         return 0 if self.cache.joining is not None else self.cache.seen - 1
 
     def resize(self) -> None:
-        """Makes room for the slots and positions that the cache now has."""
+        """Reallocates the layer for the slots and positions that the cache now has."""
         if not self.is_initialized:
             return
         old = self.keys, self.values
@@ -68,7 +68,7 @@ class Slots(DynamicLayer):
 
 
 class SlotCache(DynamicCache):
-    """The cache of all layers. For each slot, also the tokens in it and the token to read next."""
+    """The cache of all layers. Also stores the number of tokens in each slot, and each slot's next input token."""
 
     def __init__(self, config: Any, slots: int, positions: int, device: torch.device) -> None:
         super().__init__(config=config)
@@ -82,14 +82,14 @@ class SlotCache(DynamicCache):
         self.slots, self.positions = slots, positions
         self.order = torch.arange(slots, device=device)
         self.columns = torch.arange(positions, device=device)
-        self.lengths = torch.zeros(slots, dtype=torch.long, device=device)  # tokens in each slot
-        self.newest = torch.zeros(slots, dtype=torch.long, device=device)  # the token to read next
-        self.seen = 0  # positions that are attended to
-        # While prompts are read: (slots, index of each slot's prompt in the batch).
+        self.lengths = torch.zeros(slots, dtype=torch.long, device=device)  # number of tokens in each slot
+        self.newest = torch.zeros(slots, dtype=torch.long, device=device)  # next input token of each slot
+        self.seen = 0  # number of positions that the newest tokens attend to
+        # While prompts are read: (slots, index of each slot's prompt in the batch). Otherwise None.
         self.joining: tuple[Tensor, Tensor] | None = None
 
     def size_with(self, slots: int, positions: int) -> tuple[int, int]:
-        """Returns (slots, positions) after growing, by doubling, to hold at least these."""
+        """Returns the (slots, positions) of a cache that was doubled until it holds at least these."""
         return doubled(self.slots, slots), doubled(self.positions, positions)
 
     def reserve(self, slots: int, positions: int) -> None:
@@ -104,10 +104,10 @@ class SlotCache(DynamicCache):
             layer.resize()
 
     def keep(self, order: Sequence[int], filled: int) -> None:
-        """Makes row i what row `order[i]` was. Rows that stay in place are not copied.
+        """Moves row `order[i]` to slot i. Rows that stay in place are not copied.
 
         Args:
-            filled: positions of the longest row.
+            filled: tokens of the longest row.
         """
         index = torch.tensor(order, dtype=torch.long, device=self.order.device)
         if moves := [(to, row) for to, row in enumerate(order) if to != row]:
@@ -129,7 +129,7 @@ def doubled(size: int, needed: int) -> int:
 
 
 def live_first(live: Sequence[bool]) -> list[int]:
-    """Returns the live rows in new order: a row keeps its place if it is among the first, else fills a free place."""
+    """Returns the live rows in a new order that moves few of them: the last rows fill the places of removed rows."""
     count = sum(live)
     movers = [row for row in range(count, len(live)) if live[row]]
     return [row if live[row] else movers.pop() for row in range(count)]

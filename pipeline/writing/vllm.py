@@ -1,11 +1,10 @@
-"""Decoding by vLLM, in a separate process on the same device: `rollout.engine: vllm`. Needs the extra `vllm`.
+"""Decodes in vLLM, in a separate process on the same device: `rollout.engine: vllm`. Needs the extra `vllm`.
 
-vLLM holds a second copy of the base, to which adapters are sent. This pays for large models and long completions.
+vLLM has a second copy of the base, and gets the adapters from the trainer. This pays off for large models and long completions.
 
-vLLM uses other kernels than the trainer, so its log-probs differ slightly. Old log-probs are still the trainer's (the first
-ratio stays 1), and functional.off_policy_weights corrects for the difference. Up to rounding, a completion is a function of
-seed, number, prompt and role here too. Its random numbers are not those of SlotDecoder; greedy completions are the same
-except in near-ties.
+vLLM's kernels differ from the trainer's, so its log-probs differ slightly. PPO's old log-probs always come from the trainer, and
+functional.off_policy_weights corrects for the difference. Up to rounding, a completion depends only on seed, number, prompt and
+role. vLLM draws other random numbers than SlotDecoder, but greedy completions are the same except in near-ties.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ class VllmDecoder(Decoder):
     """Decodes rows as requests to vLLM.
 
     Args:
-        llm: a vllm.LLM, as `start_llm` returns it.
-        max_rank: largest rank of an adapter that it was started for.
-        max_rows: rows in vLLM at the same time.
-        shared: has the roles whose parameters `changed` hands over. None: roles come from folders alone (`add`).
-        folder: a folder for handing adapters over; `close` removes it.
+        llm: a vllm.LLM, from `start_llm`.
+        max_rank: maximum rank of an adapter, for which vLLM was started.
+        max_rows: maximum rows in vLLM at the same time, or None.
+        shared: the SharedBase whose roles `changed` passes to vLLM, or None if all roles come from folders (`add`).
+        folder: the folder in which `changed` passes adapters to vLLM. `close` removes it.
     """
 
     def __init__(
@@ -51,14 +50,14 @@ class VllmDecoder(Decoder):
         self.shared, self.folder = shared, Path(folder)
         self.adapters: dict[str, Any] = {}  # role -> LoRARequest
         self.requests: dict[str, Row] = {}  # vLLM's request id -> row
-        self.numbers = itertools.count(1)  # ids of adapters, by which vLLM caches prompts, and of requests
+        self.numbers = itertools.count(1)  # ids of adapters and requests
 
     @property
     def rows(self) -> list[Row]:  # type: ignore[override]
         return list(self.requests.values())
 
     def add(self, role: str, folder: str) -> None:
-        if (rank := adapter_files.rank(folder)) > self.max_rank:
+        if (rank := adapter_files.largest_rank(folder)) > self.max_rank:
             raise InputError(
                 f"its rank is {rank}, and vLLM was started for ranks up to {self.max_rank}; start the server again"
             )
@@ -69,7 +68,7 @@ class VllmDecoder(Decoder):
         self.llm.llm_engine.remove_lora(self.adapters.pop(role).lora_int_id)
 
     def changed(self, role: str | None) -> None:
-        """Hands the adapter over under a new number, because vLLM caches keys and values of prompts by that number."""
+        """Passes the adapter to vLLM with a new id, because vLLM caches the keys and values of prompts by this id."""
         if role is None:
             return
         assert self.shared
@@ -96,7 +95,7 @@ class VllmDecoder(Decoder):
         )
         return [
             Completion(
-                list(written.token_ids),  # with the end-of-sequence token, like SlotDecoder
+                list(written.token_ids),  # includes the end-of-sequence token
                 written.finish_reason == "stop",
                 [
                     float(known[token].logprob)
@@ -122,7 +121,7 @@ class VllmDecoder(Decoder):
             prompt = {"prompt_token_ids": list(row.prompt)}
             try:
                 self.llm.llm_engine.add_request(name, prompt, params, lora_request=adapter)
-            except VLLMClientError as error:  # only this row fails
+            except VLLMClientError as error:  # fails only this row
                 row.error = error
                 continue
             self.requests[name] = row
@@ -134,11 +133,11 @@ class VllmDecoder(Decoder):
             for name in gone:
                 del self.requests[name]
         for output in engine.step() if self.requests else ():
-            if row := self.requests.get(output.request_id):  # None if it was aborted meanwhile
+            if row := self.requests.get(output.request_id):  # None if the row was cancelled
                 self._note(row, output)
 
     def _note(self, row: Row, output: Any) -> None:
-        """Gives new tokens to their row, and removes the row after its last token."""
+        """Appends new tokens to their row, and removes the row after its last token."""
         [written] = output.outputs
         for i, token in enumerate(written.token_ids):
             known = written.logprobs[i] if row.top is not None else {}
@@ -153,15 +152,14 @@ class VllmDecoder(Decoder):
                 row.error = RuntimeError(f"vLLM ended it ({written.finish_reason})")
 
     def reset(self) -> None:
-        """Does nothing: vLLM does not recover from an error in its process."""
+        """Removes all rows and raises RuntimeError, because vLLM does not recover from an error in its process."""
         self.requests = {}
         raise RuntimeError("vLLM has ended; start the process again")
 
     def close(self) -> None:
         """Ends vLLM's process, which frees its memory.
 
-        Uses a private attribute, because vLLM 0.30 has no public way. Remove when it has one:
-        https://github.com/vllm-project/vllm/pull/36283.
+        Uses a private attribute. Remove when vLLM has a public method (https://github.com/vllm-project/vllm/pull/36283).
         """
         self.llm.llm_engine.engine_core.shutdown()
         if self.folder.name:
@@ -169,13 +167,13 @@ class VllmDecoder(Decoder):
 
 
 def start_llm(model: str, device: torch.device | str, longest: int, rank: int, **options: Any) -> Any:
-    """Starts a vllm.LLM in a separate process. Raises ValueError if vLLM takes no adapters of this rank.
+    """Starts a vllm.LLM in a separate process. Raises ValueError if vLLM does not support adapters of this rank.
 
     Args:
-        model: folder or hub id of the base.
-        longest: tokens of the longest prompt and its completion together.
-        rank: the largest rank of its adapters; 0: it takes none.
-        options: further arguments of vllm.LLM.
+        model: folder or Hub id of the base.
+        longest: maximum tokens of a prompt with its completion.
+        rank: maximum rank of the adapters, or 0 if there are none.
+        options: other arguments of vllm.LLM.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -183,14 +181,14 @@ def start_llm(model: str, device: torch.device | str, longest: int, rank: int, *
 
     device = torch.device(device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # vLLM would count memory left over from loading a base as taken
+        torch.cuda.empty_cache()  # vLLM would count torch's cached memory as used
     with own_device(device, options.get("tensor_parallel_size", 1)):
         return LLM(
             source(model),
             enable_lora=rank > 0,
             max_lora_rank=accepted_rank(rank or 1),
             max_model_len=longest,
-            generation_config="vllm",  # ignore top-p and temperature of the model's generation config
+            generation_config="vllm",  # ignores top-p and temperature of the model's generation config
             disable_log_stats=True,
             use_tqdm_on_load=False,
             **options,
@@ -201,7 +199,7 @@ def sampling_params(sampling: Sampling, number: int, logprobs: int | None, **opt
     """Returns vllm.SamplingParams of a row.
 
     Args:
-        logprobs: alternatives to report with each token; 0: the log-prob of the sampled token alone; None: no log-probs.
+        logprobs: number of alternatives to report with each token. 0 reports only the sampled token's log-prob, None nothing.
     """
     from vllm import SamplingParams
 
@@ -209,10 +207,10 @@ def sampling_params(sampling: Sampling, number: int, logprobs: int | None, **opt
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         max_tokens=sampling.max_new_tokens,
-        # vLLM masks the model's EOS as well, which is one of our end tokens.
+        # vLLM also masks the model's EOS, which is one of `sampling.eos`.
         min_tokens=min(sampling.min_new_tokens, sampling.max_new_tokens),
         stop_token_ids=list(sampling.eos),
-        ignore_eos=True,  # stop at the ids above and at no others
+        ignore_eos=True,  # stops only at stop_token_ids
         seed=seed_of(sampling.seed, number),
         logprobs=logprobs,
         detokenize=False,
@@ -221,7 +219,7 @@ def sampling_params(sampling: Sampling, number: int, logprobs: int | None, **opt
 
 
 def largest_rank(shared: SharedBase, roles: Sequence[str | None]) -> int:
-    """Returns the rank of the roles' adapters, or 0 if there is none. Raises InputError for an adapter that vLLM cannot run."""
+    """Returns the largest rank of the roles' adapters, or 0 without one. Raises InputError if vLLM cannot run an adapter."""
     configs = [shared.configs[role] for role in roles if role]
     for config in configs:
         if ignored := lora.ignored_by_vllm(vars(config)):
@@ -232,7 +230,7 @@ def largest_rank(shared: SharedBase, roles: Sequence[str | None]) -> int:
 
 def accepted_rank(rank: int) -> int:
     """Returns the smallest maximum rank that vLLM offers for this rank. Raises ValueError if the rank is too large."""
-    from vllm.config.lora import MaxLoRARanks  # undocumented; remove when LLM takes any rank
+    from vllm.config.lora import MaxLoRARanks  # undocumented; remove when vllm.LLM accepts any rank
 
     ranks = [r for r in sorted(get_args(MaxLoRARanks)) if r >= rank]
     if not ranks:
@@ -242,7 +240,7 @@ def accepted_rank(rank: int) -> int:
 
 @contextmanager
 def own_device(device: torch.device, count: int = 1) -> Iterator[None]:
-    """Processes started within the block see only this worker's GPUs: `count` from `device` on, not all of its node."""
+    """Lets processes started within the block see only `count` GPUs of the node, from `device` on."""
     if device.type != "cuda":
         yield
         return

@@ -1,4 +1,4 @@
-"""Tests Ray's autoscaler (version 2) on a cloud without capacity for a node type, and the messages of a job that waits."""
+"""Tests the message of a job that waits for a node which the cloud cannot start, with Ray's autoscaler 2."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from ray.autoscaler.node_provider import NodeProvider
 from ray.autoscaler.tags import *
 
 class Cloud(NodeProvider):
-    '''Fakes a cloud with a running head and no capacity for other nodes.'''
+    '''A fake cloud with a running head and no capacity for other nodes.'''
     def non_terminated_nodes(self, tags): return ["head"]
     def is_running(self, node): return True
     def is_terminated(self, node): return False
@@ -57,42 +57,30 @@ placement.wait_for_one(places_of(job, elsewhere=True))
 
 @pytest.fixture
 def head(tmp_path, monkeypatch):
-    """Starts a head whose autoscaler may start gpu1_spot, and gpu1 with a lower priority."""
+    """Starts a head whose autoscaler prefers gpu1_spot to gpu1."""
     (tmp_path / "cloud.py").write_text(PROVIDER)
     gpu = {"resources": {"CPU": 8, "GPU": 1}, "node_config": {}, "min_workers": 0, "max_workers": 2}
     types = {"head": {"resources": {"CPU": 4}, "node_config": {}, "max_workers": 0}}
     types |= {"gpu1_spot": {**gpu, "priority": 10}, "gpu1": {**gpu, "priority": 1}}
     provider = {"type": "external", "module": "cloud.Cloud", "log": str(tmp_path / "launches")}
-    config = {
-        "cluster_name": "c",
-        "max_workers": 4,
-        "idle_timeout_minutes": 1,
-        "upscaling_speed": 1.0,
-        "provider": provider,
-    }
-    config |= {
-        "available_node_types": types,
-        "head_node_type": "head",
-        "file_mounts_sync_continuously": False,
-    }
+    config = {"cluster_name": "c", "max_workers": 4, "idle_timeout_minutes": 1, "upscaling_speed": 1.0}
+    config |= {"provider": provider, "available_node_types": types, "head_node_type": "head"}
+    config["file_mounts_sync_continuously"] = False
     config |= {name: {} for name in SECTIONS} | {name: [] for name in LISTS}
     (tmp_path / "cluster.yaml").write_text(json.dumps(config))
-    for name, value in {
-        "RAY_enable_autoscaler_v2": "1",
-        "RAY_CLOUD_INSTANCE_ID": "head",
-        "RAY_NODE_TYPE_NAME": "head",
-    }.items():
-        monkeypatch.setenv(name, value)
-    one = Head(f"--autoscaling-config={tmp_path / 'cluster.yaml'}", PYTHONPATH=str(tmp_path))
-    with one:
+    for name in ("RAY_CLOUD_INSTANCE_ID", "RAY_NODE_TYPE_NAME"):
+        monkeypatch.setenv(name, "head")
+    monkeypatch.setenv("RAY_enable_autoscaler_v2", "1")
+    with Head(f"--autoscaling-config={tmp_path / 'cluster.yaml'}", PYTHONPATH=str(tmp_path)) as one:
         yield one
 
 
+@pytest.mark.slow
 def test_a_wait_names_the_launch_that_failed_and_ray_tries_no_other_type(head, tmp_path, in_root):
-    """Fails if Ray ever falls back from a spot type to an on-demand type. Pages may not promise this until then."""
-    joined = {"RAY_ADDRESS": head.gcs, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+    """Fails once Ray falls back from a spot type to an on-demand type. Then the documentation may say so."""
+    environment = {"RAY_ADDRESS": head.gcs, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
     command = [sys.executable, "-c", WAITS]
-    done = subprocess.run(command, env=os.environ | joined, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=200)
     lines = done.stdout.splitlines()
     assert lines[0] == "before: ''", done.stderr[-2000:]
     why = "launches of gpu1_spot failed, and Ray tries no other type: Node Launch Exception (InsufficientInstanceCapacity): no g6"

@@ -1,9 +1,7 @@
-"""Tests Anyscale's template, which Ray's documentation renders. Runs its test script on a CPU."""
+"""Tests the template for Anyscale's gallery, which Ray's documentation also renders."""
 
 import contextlib
 import os
-import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -11,7 +9,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import nbformat
 import pytest
 import yaml
 from environments import install
@@ -23,41 +20,21 @@ from tools.chaos.runs import free_port
 HOME = ROOT / "docs/galleries"
 [ENTRY] = yaml.safe_load((HOME / "anyscale/BUILD.yaml").read_text())
 TEMPLATE = HOME / "anyscale" / ENTRY["dir"]
-NOTEBOOK = nbformat.read(TEMPLATE / "README.ipynb", as_version=4)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SHORT = "sft.gate={} rm.gate={} ppo.gate={} sft.trainer.max_steps=2 rm.trainer.max_steps=2 ppo.trainer.total_episodes=64"
 
 
-def test_the_entry_names_what_is_there():
-    """Checks the rules of Anyscale's scripts/hooks/validate-build-yaml.py, which has accepted the entry."""
-    name = ENTRY["name"]
-    assert Path(ENTRY["dir"]).name == Path(ENTRY["test"]["tests_path"]).name == name
+def test_the_entry_has_its_files_and_the_pins():
     assert (HOME / "anyscale" / ENTRY["test"]["tests_path"] / "tests.sh").exists()
-    for cloud, file in (("AWS", "aws.yaml"), ("GCP", "gce.yaml")):
-        assert ENTRY["compute_config"][cloud] == f"configs/{name}/{file}"
-        nodes = yaml.safe_load((HOME / "anyscale/configs" / name / file).read_text())
-        assert nodes["head_node"]["resources"] == {"CPU": 0} and nodes["worker_nodes"][0]["min_nodes"] == 2
+    assert all((HOME / "anyscale" / file).exists() for file in ENTRY["compute_config"].values())
     assert (TEMPLATE / "requirements.txt").read_text().splitlines() == PROJECT["dependencies"]
     ray = next(pin for pin in PROJECT["dependencies"] if pin.startswith("ray")).partition("==")[2]
     assert ENTRY["cluster_env"]["image_uri"].startswith(f"anyscale/ray:{ray}-py312-")
 
 
-def test_the_commands_of_the_notebook_are_those_of_the_readme():
-    readme = re.findall(r"^make \w+.*?(?=  #|$)", (ROOT / "README.md").read_text(), re.MULTILINE)
-    done = [subprocess.check_output([*shlex.split(one), "-n"], cwd=ROOT, text=True) for one in readme]
-    lines = "".join(done).splitlines()
-    known = {" ".join(line.split()[1:]) for line in lines if "-m pipeline" in line}
-    code = "\n".join(cell.source for cell in NOTEBOOK.cells if cell.cell_type == "code")
-    assert all(cell.source.startswith("%%bash -e\n") for cell in NOTEBOOK.cells if cell.cell_type == "code")
-    code = re.sub(r"\$\{MODEL:-(.*?)\}", r"\1", code)
-    typed = re.findall(r"python (-m pipeline .*)", code)
-    used = {re.sub(r" (\S+=\S+|\$\{.*?\})", "", line) for line in typed}
-    assert len(used) == 4 and used <= known, used - known
-
-
 @pytest.mark.slow
 def test_its_test_script_passes(tmp_path):
-    """Runs it with papermill on a separate Ray, with few steps and this environment's packages."""
+    """Runs the notebook with papermill on a separate Ray, with few steps and this environment's packages."""
     tools = install(tmp_path / "tools", "papermill==2.7.0", "nbconvert==7.17.2", "ipykernel")
     page = tmp_path / "README.md"
     convert = [tools / "jupyter-nbconvert", "--to", "markdown", TEMPLATE / "README.ipynb"]
@@ -86,9 +63,9 @@ def test_its_test_script_passes(tmp_path):
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         try:
-            said, _ = run.communicate(timeout=900)
+            output, _ = run.communicate(timeout=900)
         finally:
-            with contextlib.suppress(ProcessLookupError):  # its MLflow server
+            with contextlib.suppress(ProcessLookupError):  # the script's MLflow server may still run
                 os.killpg(run.pid, signal.SIGTERM)
-    assert run.returncode == 0, said[-4000:]
+    assert run.returncode == 0, output[-4000:]
     assert len(list((tmp_path / "rlhf/runs").glob("*/result.json"))) == 4

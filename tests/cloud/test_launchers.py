@@ -1,4 +1,4 @@
-"""Tests SkyPilot's file and the command for Hugging Face Jobs with the parsers of these tools."""
+"""Tests that SkyPilot's file and the command for Hugging Face Jobs start valid jobs."""
 
 import os
 import re
@@ -8,9 +8,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
 import yaml
-from environments import install
 from running import ROOT
 
 from pipeline.commands import run as rlhf
@@ -18,16 +16,15 @@ from pipeline.job import load_job
 
 FILE = ROOT / "jobs/cloud/sky.yaml"
 TASK = yaml.safe_load(FILE.read_text())
-PARSE = "import sky, sys; sky.Task.from_yaml(sys.argv[1]).validate_run()"
 
 
-def ran(tmp_path, **env):
-    """Returns the pipeline command that `run` ends with. All other programs of the node are fakes."""
+def started_by_sky(tmp_path, **env):
+    """Runs the `run` section of sky.yaml with fake programs. Returns the pipeline's arguments."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("mlflow", "curl"):
         (programs / name).write_text("#!/bin/sh\nexit 0\n")
-    # The stages end once `watch`, which runs in the background, has begun
+    # the fake pipeline ends after keep.py, which runs in the background, has started
     waits = f'[ "$1" != -m ] || until grep -q "keep.py watch" {tmp_path}/log; do sleep 0.1; done'
     (programs / "python").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/log\n{waits}\n')
     for program in programs.iterdir():
@@ -49,86 +46,39 @@ def ran(tmp_path, **env):
     return shlex.split(command)[2:]
 
 
-def test_the_jobs_that_sky_starts_are_valid_and_continue(tmp_path, monkeypatch):
-    command, folder, *overrides = ran(tmp_path)
+def test_sky_starts_valid_jobs_whose_runs_have_names(tmp_path, monkeypatch):
+    command, folder, *overrides = started_by_sky(tmp_path)
     assert (command, folder) == ("run", "jobs/own")
     monkeypatch.chdir(ROOT)
     jobs = rlhf.load(folder, overrides)
-    assert jobs["rm"].run.name == "rm-own", "a named run continues on the next node"
+    assert jobs["rm"].run.name == "rm-own", "the next node resumes a run by its name"
     assert all(job.scaling["use_gpu"] and job.run.storage_path == "s3://b/runs" for job in jobs.values())
 
 
-def test_sky_sets_up_a_python_that_its_image_lacks(tmp_path):
-    """Has only Python 3.10 and uv, like SkyPilot's image. `make .venv/.cloud` alone finds no supported Python."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    for name in ("uv", "make"):
-        (programs / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/log\n')
-        (programs / name).chmod(0o755)
-    node = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(tmp_path)}
-    subprocess.run(["bash", "-ec", TASK["setup"]], cwd=tmp_path, env=node, check=True, timeout=60)
-    log = (tmp_path / "log").read_text().splitlines()
-    assert log == ["uv venv --seed --python 3.11 .venv", "make .venv/.cloud"]
-    assert (TASK["resources"]["cpus"], TASK["resources"]["memory"]) == ("8+", "32+")
-    assert TASK["resources"]["autostop"]["down"] and "num_nodes" not in TASK
-
-
-def test_sky_serves_what_it_trained(tmp_path, monkeypatch):
-    command, path, *overrides = ran(tmp_path, COMMAND="serve", PROFILE="own")
+def test_sky_starts_a_valid_server(tmp_path, monkeypatch):
+    command, path, *overrides = started_by_sky(tmp_path, COMMAND="serve", PROFILE="own")
     monkeypatch.chdir(ROOT)
     job = load_job(path, overrides, "serve")
     assert command == "serve" and job.scaling["use_gpu"]
     assert Path(job.serve.feedback_path).parent == Path(*TASK["file_mounts"]), (
-        "it would be lost with the node"
+        "the feedback would be lost with the node"
     )
 
 
-@pytest.mark.slow
-def test_skypilot_reads_its_file_and_rejects_a_broken_copy(tmp_path):
-    pin = re.search(r'"skypilot\[aws\](==[\d.]+)"', FILE.read_text())[1]
-    python = install(tmp_path / "tool", f"skypilot{pin}") / "python"
-    copy = tmp_path / "sky.yaml"
-    home = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
-
-    def parse(text):
-        copy.write_text(text)
-        command = [python, "-c", PARSE, copy]
-        return subprocess.run(command, capture_output=True, text=True, env=home, cwd=ROOT, timeout=120)
-
-    assert "'BUCKET' is None" in parse(FILE.read_text()).stderr
-    good = FILE.read_text().replace("BUCKET: ", "BUCKET: s3://a-bucket")
-    done = parse(good)
-    assert done.returncode == 0, done.stderr[-2000:]
-    broken = parse(good.replace("disk_size", "disk_sise"))
-    assert broken.returncode != 0 and "did you mean 'disk_size'" in broken.stderr
-
-
-def test_hf_takes_the_command_of_the_page_and_its_job_is_valid(monkeypatch, tmp_path):
-    """Uses the `hf` of the pinned huggingface_hub. --dry-run needs no network. Runs the script next to the clone."""
-
-    def hf(command):
-        program = [Path(sys.executable).parent / "hf", *shlex.split(command)[1:]]
-        env = {**os.environ, "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "1"}
-        return subprocess.run(program, capture_output=True, text=True, timeout=120, env=env, cwd=ROOT)
-
+def test_hf_accepts_the_documented_command_and_its_job_is_valid(monkeypatch):
     page = (ROOT / "docs/clusters.md").read_text().replace("\\\n", "")
     [command] = re.findall(r"^hf jobs uv run .*$", page, re.MULTILINE)
-    done = hf(command)
+    program = [Path(sys.executable).parent / "hf", *shlex.split(command)[1:]]
+    environment = {**os.environ, "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "1"}  # --dry-run needs no network
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT)
     assert done.returncode == 0 and "flavor   l4x1" in done.stdout, done.stdout + done.stderr
-    assert re.search(r"\bl4x1\b", hf("hf jobs uv run --help").stdout), "the client checks no flavor"
-    assert "hf://buckets/ME/rlhf:/mnt/rlhf" in done.stdout and "timeout  8h" in done.stdout
-    assert hf(command.replace("--timeout 8h", "--attempts 0")).returncode != 0
     stage, path, *overrides = shlex.split(command.partition("jobs/cloud/hf_job.py ")[2])
     monkeypatch.chdir(ROOT)
     load_job(path.replace("velo", "own"), overrides, stage)
-    script = [sys.executable, ROOT / "jobs/cloud/hf_job.py", stage, "--help"]
-    assert (
-        "--quiet" in subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, timeout=120).stdout
-    )
 
 
 def test_the_script_for_hf_installs_the_pins():
-    """Reads its PEP 723 block, which uv also reads."""
+    """Parses the PEP 723 block of the script."""
     text = (ROOT / "jobs/cloud/hf_job.py").read_text()
     [block] = re.findall(r"(?m)^# /// script$\s((?:^#(?:| .*)$\s)+?)^# ///$", text)
     facts = tomllib.loads("".join(line[2:] or "\n" for line in block.splitlines(keepends=True)))

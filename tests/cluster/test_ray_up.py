@@ -1,10 +1,9 @@
-"""Tests `make up` with jobs/cloud/local.yaml on three hosts: submits sft, rm and ppo, then runs `make down`.
+"""Tests `make up` on three hosts with jobs/cloud/local.yaml, jobs on this cluster, a spot notice, and `make down`.
 
     .venv/bin/python -m pytest tests/cluster -s          # 15 minutes on two busy cores; needs root, openssh-server, rsync
 
-Real parts: `ray up` over ssh and rsync, the shipped file and its start script, Ray's autoscaler on the head, the token, MLflow
-behind its password, jobs through the tunnel of `make dashboard`, workers that share only a mount and a network, a spot notice
-from the cloud's address. Not real: the hosts share one kernel, and the environment is already installed.
+`ray up`, ssh, rsync, the start script, the autoscaler, the token and MLflow are real. The hosts share one kernel, and the
+environment is installed already.
 """
 
 import contextlib
@@ -37,13 +36,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def hosts():
-    """Makes three hosts with one shared mount and a separate home."""
+    """Starts three hosts with a shared mount and separate homes."""
     folder = Path(tempfile.mkdtemp(prefix="rlhf.")).resolve()  # short, because socket paths have a limit
     (folder / "shared").mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2g", "tmpfs", str(folder / "shared")], check=True)
     try:
         with Hosts(folder, 3, [Path(sys.prefix), ROOT, folder]) as made:
-            for host in made.hosts:  # the path that `make setup` would use
+            for host in made.hosts:  # where `make setup` would install the environment
                 (host.home / "rlhf").mkdir()
                 (host.home / "rlhf/.venv").symlink_to(sys.prefix)
             yield made
@@ -54,7 +53,7 @@ def hosts():
 
 @pytest.fixture(scope="module")
 def user(hosts):
-    """Returns the submitter: a home with the token, a copy of the repository with its cluster file filled in, its environment."""
+    """Returns the submitter's copy of the repository, with a filled-in cluster file, and the submitter's environment."""
     home = hosts.folder / "user"
     (home / ".ray").mkdir(parents=True)
     (home / ".ray/auth_token").write_text(TOKEN)
@@ -75,12 +74,12 @@ def user(hosts):
 
 
 def make(user, *arguments, status=0, **more):
-    """Runs one make target, which must end with the status. Returns its output."""
+    """Runs a target of the Makefile, and checks its exit status. Returns its output."""
     copy, environment = user
     print("\n$ make " + " ".join(arguments), flush=True)
-    found, said = Process("make", *arguments, cwd=copy, env={**environment, **more}).end(3600)
-    assert found == status, said[-4000:]
-    return said
+    found, output = Process("make", *arguments, cwd=copy, env={**environment, **more}).end(3600)
+    assert found == status, output[-4000:]
+    return output
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +99,7 @@ def cluster(user, hosts):
         os.killpg(tunnel.pid, signal.SIGKILL)
         make(user, "down", "ARGS=-y")
     left = "ps ax -o args | grep -E '[r]aylet/raylet|[g]cs_server|[m]lflow'"
-    wait(lambda: not any(hosts.ssh(host, left).stdout for host in hosts.hosts), "Ray's end", 180)
+    wait(lambda: not any(hosts.ssh(host, left).stdout for host in hosts.hosts), "the end of Ray", 180)
 
 
 def wait(condition, what, seconds):
@@ -131,7 +130,7 @@ def trainers(address):
     return {one["actor_id"]: one["node_id"] for one in actors if "RayTrainWorker" in one["class_name"]}
 
 
-def test_jobs_on_several_hosts(cluster, user, hosts):
+def test_jobs_run_on_several_hosts(cluster, user, hosts):
     runs = hosts.folder / "shared/runs"
     two = f"scaling.num_workers=2 scaling.placement_strategy=SPREAD run.storage_path={runs}"
     jobs = {
@@ -141,8 +140,8 @@ def test_jobs_on_several_hosts(cluster, user, hosts):
     }
     before = trainers(cluster)
     for stage, overrides in jobs.items():
-        said = make(user, stage, f"ARGS={overrides} run.name=far-{stage}", RAY_ADDRESS=cluster)
-        assert f"registered rlhf-{stage} v1" in said
+        output = make(user, stage, f"ARGS={overrides} run.name=far-{stage}", RAY_ADDRESS=cluster)
+        assert f"registered rlhf-{stage} v1" in output
         result = json.loads((runs / f"far-{stage}/result.json").read_text())
         assert result["tracking_uri"] == f"http://{hosts[0].ip}:5000"
         now = trainers(cluster)
@@ -154,7 +153,7 @@ def test_jobs_on_several_hosts(cluster, user, hosts):
 
 
 def test_storage_that_is_not_shared_is_refused(cluster, user):
-    """Each host has its own /tmp. The job detects this with a file before it starts a worker."""
+    """Each host has its own /tmp, which the job detects before it starts a worker."""
     alone = "ARGS=run.storage_path=/tmp/alone/runs run.name=alone"
     assert "is not shared" in make(user, "sft", alone, status=2, RAY_ADDRESS=cluster)
 
@@ -173,7 +172,7 @@ http.server.HTTPServer(('169.254.169.254', 80), Say).serve_forever()
 
 
 def test_a_spot_notice_drains_the_node(cluster, hosts):
-    """The watcher on a worker queries the address of the clouds' metadata service, where a small script answers."""
+    """A small script answers at the address of the clouds' metadata service, which the watcher of a worker queries."""
     host = hosts[2]
     subprocess.run(["ip", "-n", host.name, "addr", "add", "169.254.169.254/32", "dev", "lo"], check=True)
     command = ["ip", "netns", "exec", host.name, sys.executable, "-c", NOTICE]
@@ -181,7 +180,9 @@ def test_a_spot_notice_drains_the_node(cluster, hosts):
         try:
             log = host.home / "logs/spot.log"
             wait(lambda: "draining this node" in log.read_text(), "a notice", 60)
-            wait(lambda: host.ip not in {node["node_ip"] for node in nodes(cluster)}, "it to leave", 90)
+            wait(
+                lambda: host.ip not in {node["node_ip"] for node in nodes(cluster)}, "the end of the node", 90
+            )
         finally:
             service.kill()
     assert re.search(r"notice: 1\d\d s left", log.read_text())

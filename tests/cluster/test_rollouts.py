@@ -1,8 +1,8 @@
-"""Tests a trainer on one host with rollout workers on two hosts that come and go: bit-identical to an undisturbed run.
+"""Tests that a run whose rollout workers' hosts die and rejoin is bit-identical to an undisturbed run.
 
     .venv/bin/python -m pytest tests/cluster/test_rollouts.py -s          # 5 minutes on two busy cores; needs root
 
-Ray's processes are real. Each host has its own network, process table and /tmp, and all its processes die at once.
+The trainer is on a third host. tools/cluster/clusters.py describes the hosts.
 """
 
 import json
@@ -61,20 +61,20 @@ def cluster():
         yield made
 
 
-def test_rollout_workers_on_other_hosts_come_and_go(cluster):
+def test_hosts_of_rollout_workers_die_and_rejoin(cluster):
     _, one, other = cluster.hosts.hosts
     for host in (one, other):
         cluster.join(host, "rollouts")
-    calm = Ppo(cluster, "calm")
-    calm.reaches(3)
+    undisturbed = Ppo(cluster, "undisturbed")
+    undisturbed.reaches(3)
     before = [host.sent() for host in cluster.hosts.hosts]
-    calm.reaches(UPDATES - 2)
+    undisturbed.reaches(UPDATES - 2)
     sent = [host.sent() - was for host, was in zip(cluster.hosts.hosts, before, strict=True)]
-    expected = calm.result()
+    expected = undisturbed.result()
     cluster.leave(other)
 
-    # Training stops without a rollout worker. So after a host has died, the other one sampled the update.
-    run = Ppo(cluster, "come-and-go")
+    # At each time only one host has a rollout worker, which therefore samples the update.
+    run = Ppo(cluster, "disturbed")
     for step, leaves, joins in ((3, one, other), (6, other, one)):
         run.reaches(step)
         cluster.leave(leaves)
@@ -83,11 +83,11 @@ def test_rollout_workers_on_other_hosts_come_and_go(cluster):
 
     weights = [Path(each["adapter"], "adapter_model.safetensors") for each in (expected, result)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    figures = [
+    metrics = [
         {key: value for key, value in comparable(each["metrics"]).items() if not key.startswith("rollout/")}
         for each in (expected, result)
     ]
-    assert figures[0] == figures[1] and len(figures[0]) > 20
+    assert metrics[0] == metrics[1] and len(metrics[0]) > 20
     assert "".join(run.process.lines).count("another worker takes its place") >= 2
 
     updates = UPDATES - 5
@@ -96,5 +96,5 @@ def test_rollout_workers_on_other_hosts_come_and_go(cluster):
         f"\nadapter {adapter} bytes; an update: {sent[0] / updates:.0f} from the trainer's host, "
         f"{sum(sent[1:]) / updates:.0f} from the two others"
     )
-    # Two workers fetch each version. The base, which is ten times as large, is not sent again.
+    # Two workers fetch each version. The base is ten times as large, and is sent only once.
     assert adapter < sent[0] / updates < 4 * adapter

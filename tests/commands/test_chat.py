@@ -13,7 +13,7 @@ from pipeline.run.model_host import load_model_host
 MODELS = ["policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"]
 
 
-def test_half_a_character_waits_for_the_rest(capsys):
+def test_a_character_is_printed_when_all_of_its_tokens_are_sampled(capsys):
     tokens = tokenizer()("é – 東京 🦙", add_special_tokens=False).input_ids
     writer, shown = Writer(tokenizer()), []
     for i in range(len(tokens)):
@@ -26,7 +26,7 @@ def test_half_a_character_waits_for_the_rest(capsys):
 GREEDY = ["jobs/demo/generate.yaml", *MODELS, "trainer.temperature=0", "trainer.response_length=20"]
 
 
-def test_a_conversation_through_a_pipe(engine, storage, monkeypatch, capfd, in_root):
+def test_chat_answers_the_lines_of_a_pipe(engine, storage, monkeypatch, capfd, in_root):
     question = "What is the capital of Peru?"
     [first] = engine.sample([engine.ids(question)], 20, temperature=0.0)
     text = engine.greedy(question)
@@ -66,7 +66,7 @@ def test_a_full_context_is_reported(models, storage, monkeypatch, capsys, in_roo
     assert re.search(r"too long: \d+ tokens, but 236 fit next to a completion of trainer\.response", said)
 
 
-def test_a_reward_that_needs_a_column_of_the_rows_is_refused(models, storage, capsys, in_root):
+def test_a_reward_that_needs_a_column_of_the_rows_is_an_error(models, storage, capsys, in_root):
     given = [*MODELS, f"run.storage_path={storage}", "reward=python:pipeline.demo:gold"]
     assert main(["chat", "jobs/demo/generate.yaml", *given]) == 2
     assert "asks for `answer`, which a conversation does not have; set reward=" in capsys.readouterr().err

@@ -14,8 +14,8 @@ from running import ROOT
 from toy_models import registered
 
 from pipeline.commands import collect
+from pipeline.data.formats import KINDS, format_of, kind_of, parse_row
 from pipeline.data.messages import plain
-from pipeline.data.shapes import KIND, kind_of, parse, shape_of
 from pipeline.errors import InputError
 from pipeline.job import Collect
 
@@ -31,7 +31,7 @@ def pairs(samples: list[dict], **settings) -> list[tuple[str, ...]]:
 # ------------------------------------------------------------------------------------------------------ selection
 
 
-def test_the_best_and_the_worst():
+def test_selection_takes_the_best_and_the_worst_completion():
     samples = [sample("b", 2), sample("a", 3), sample("d", -1), sample("c", 1)]
     assert pairs(samples) == [("a", "d")]
     assert pairs(samples, select="best") == [("a",)]
@@ -72,7 +72,7 @@ def test_a_truncated_completion_is_never_the_better_one():
     assert pairs([sample("a", 3, ended=False)], select="best") == []
 
 
-def test_metrics_of_a_prompt():
+def test_the_metrics_of_one_prompt():
     samples = [sample("a", 3), sample("b", 1), sample("a", 3), sample("cc", 1, ended=False)]
     assert collect.measure(Collect(), {"samples": samples}) == {
         "score": 2, "score_best": 3, "score_worst": 1, "completion_tokens": 1.25, "share_truncated": 0.25,
@@ -94,8 +94,8 @@ def test_runs_with_one_seed_share_no_prompt_until_all_are_used():
 
 @pytest.mark.parametrize("prompt", ["Where is Peru?", [{"role": "user", "content": "Where is Peru?"}]])
 def test_training_reads_collected_rows_with_any_other_columns(prompt):
-    fields = {name for kind in KIND.values() for shape in kind.shapes.values() for name in shape}
-    fields |= {name for kind in KIND.values() for name in kind.further} | {"system", "input"}
+    fields = {name for kind in KINDS.values() for name in kind.format_fields}
+    fields |= {name for kind in KINDS.values() for name in kind.further} | {"system", "input"}
     row = dict.fromkeys(sorted(fields), "something else")
     row |= {"prompt": prompt, "completion": "old", "answer": "x", "ended": "in 1821", "text": "y"}
     made = collect.cleaned(row) | collect.origin({"policy": "models:/p/3", "reward.0": "models:/r/1"})
@@ -111,7 +111,7 @@ def test_training_reads_collected_rows_with_any_other_columns(prompt):
     assert best["version"] == pair["version"] == "models:/p/3" and pair["reward_version"] == "models:/r/1"
 
     def read(row, stage):
-        record = parse(row, kind_of(stage))
+        record = parse_row(row, kind_of(stage))
         words = [[plain(one) for one in group] for group in record.pairs]
         return record.prompt_content(), words, record.margin, record.labels
 
@@ -120,10 +120,10 @@ def test_training_reads_collected_rows_with_any_other_columns(prompt):
     assert read(pair, "dpo") == read(pair, "rm") == (asked, [["In South America.", "In Asia."]], None, ())
     assert read(pair, "kto") == (asked, [["In South America."], ["In Asia."]], None, (True, False))
     for one in (best, pair):
-        assert read(one, "ppo")[0] == asked and shape_of(one, kind_of("ppo")) == "prompt"
+        assert read(one, "ppo")[0] == asked and format_of(one, kind_of("ppo")) == "prompt"
 
 
-def test_several_rewards_are_all_named():
+def test_the_rows_name_all_rewards():
     inputs = {"policy": "models:/p/3", "reward.0": "models:/r/1", "reward.1": "python:pipeline.demo:gold"}
     assert collect.origin(inputs)["reward_version"] == ["models:/r/1", "python:pipeline.demo:gold"]
     assert collect.origin({"reward.0": "models:/r/1"}) == {"version": "base", "reward_version": "models:/r/1"}
@@ -165,7 +165,7 @@ def rounds(folder: Path, storage: Path, **popen) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-def test_rounds_follow_each_other_and_a_killed_script_repeats_no_finished_run(storage, tmp_path):
+def test_a_killed_script_of_rounds_continues_without_repeating_a_finished_run(storage, tmp_path):
     """The gate of an evaluation may fail in this test. Then the script ends in that round."""
     registered(storage)
     cut = storage / "loop-1-dpo"
@@ -231,7 +231,7 @@ def test_a_pair_that_flips_with_the_order_is_left_out_and_counted():
     )
 
 
-def test_labels_of_completions():
+def test_select_labels_makes_a_row_of_each_completion():
     samples = [sample("a", 0.8), sample("b", 0.5), sample("c", 0.9, ended=False), sample("a ", 0.1)]
     args = Collect(select="labels", good_above=0.5)
     record = {"row": {"prompt": "q", "reward_version": "judge:j.yaml@0123"}, "samples": samples}
@@ -243,5 +243,5 @@ def test_labels_of_completions():
     ]
     counts = collect.count(args, record)
     assert (counts["good"], counts["rows"]) == (1, 3)
-    read = parse(rows[0], kind_of("kto"))
+    read = parse_row(rows[0], kind_of("kto"))
     assert read.labels == (True,) and read.judges == ("judge:j.yaml@0123",)

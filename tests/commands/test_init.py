@@ -45,13 +45,13 @@ def plain_pairs(count):
 
 
 def init(*given, model=MODEL):
-    """Writes jobs with the demo's model. Returns a function that loads one by (name of its folder, stage)."""
+    """Runs `init` with the model of the demo. Returns a function that loads the job (name of the profile, stage)."""
     assert main(["init", *given, "--model", str(model)]) == 0
     return lambda name, stage: load_job(f"jobs/{name}/{stage}.yaml", [], stage)
 
 
 def next_commands(shown):
-    """Returns the subcommands that `init` prints at its end. In `make test` they are targets of make."""
+    """Returns the subcommands below `Run next:`, which are targets of make if make runs the tests."""
     return re.findall(r"(\w+) (?:JOB=)?jobs/", shown.partition("Run next:")[2])
 
 
@@ -80,13 +80,15 @@ def test_demonstrations_alone_make_a_policy_of_another_profile(here, capsys):
     assert load_job("jobs/talks/generate.yaml").policy == "models:/talks-sft@champion"
     shown = capsys.readouterr().out
     assert "set `reward` in jobs/talks/ppo.yaml" in shown  # without pairs there is no reward model
-    assert "warning: the jobs keep the lengths of the profile: " in shown  # the model is gated
+    assert "warning: the jobs keep the lengths of the profile: " in shown  # because the model is gated
     assert next_commands(shown) == ["validate", "sft", "chat", "serve", "export"]
 
 
 def test_a_folder_becomes_a_profile_with_all_jobs(here, capsys):
-    """Uses the demo's files. Evaluation files are not trained on, and lengths follow from rows and tokenizer."""
-    shutil.copytree(ROOT / "jobs/demo/data", here / "my")
+    """Uses rows of the demo. Eval files are not trained on, and lengths follow from rows and tokenizer."""
+    (here / "my").mkdir()
+    for file in (ROOT / "jobs/demo/data").glob("*.jsonl"):
+        (here / "my" / file.name).write_text("".join(file.open().readlines()[:100]))
     init("my", "--name", "velo")
     jobs = {path.stem: load_job(path) for path in (here / "jobs/velo").glob("*.yaml")}
     assert jobs.keys() == {path.stem for path in (ROOT / "jobs/own").glob("*.yaml")}
@@ -130,11 +132,11 @@ CALLS = """{%- for turn in messages %}<{{ turn.role }}>{{ turn.content }}{{ turn
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_rows_of_an_example_are_read_like_in_the_example(name, here):
+def test_rows_in_the_format_of_an_example_get_the_keys_of_the_example(name, here):
     stage, _, example = name.partition("/")
     (path,) = (ROOT / "tests/data/shapes").glob(f"{example}.*")
     model = shutil.copytree(MODEL, here / "model")
-    (model / "chat_template.jinja").write_text(CALLS)  # the model's own template writes no tool calls
+    (model / "chat_template.jinja").write_text(CALLS)  # the template of the demo ignores tool calls
     ours = init(str(path), "--name", "mine", model=model)("mine", stage).data
     theirs = load_job(ROOT / f"jobs/examples/{example}.yaml", [], stage).data
     assert ours.train == str(path) and (theirs.transform or theirs.label)
@@ -144,7 +146,7 @@ def test_rows_of_an_example_are_read_like_in_the_example(name, here):
 
 
 def test_unreadable_rows_are_reported(here, capsys):
-    """For a CSV file that is not UTF-8, `init` names the first bad line, before a run drops rows."""
+    """`init` names the first line that is not UTF-8, and the first element that is not JSON."""
     text = "".join(f"question {n},it\x93s {n},no\n" for n in range(9))
     (here / "windows.csv").write_bytes(("prompt,chosen,rejected\n1 or 2?,1,2\n" + text).encode("latin-1"))
     init("windows.csv")
@@ -157,7 +159,7 @@ def test_unreadable_rows_are_reported(here, capsys):
 
 
 def test_messages_and_a_base_without_a_chat_template_use_the_built_in_one_in_every_job(here, tmp_path):
-    """Otherwise the reward model would read plain text, another format than the policy's."""
+    """Otherwise the reward model would read plain text, and the policy conversations."""
     shutil.copytree(MODEL, here / "base")
     (here / "base/chat_template.jinja").unlink()
     turns = [{"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}]} for n in range(9)]  # fmt: skip
@@ -171,7 +173,7 @@ def test_messages_and_a_base_without_a_chat_template_use_the_built_in_one_in_eve
 
 
 def talks(count, tools=False):
-    """Returns conversations with a system prompt and a second turn. With `tools`, every second one calls a tool."""
+    """Yields conversations with a system prompt and two questions. With `tools`, every second one calls a tool."""
     for n in range(count):
         call = [{"type": "function", "function": {"name": "book", "arguments": "{}"}}]
         answer = {"content": None, "tool_calls": call} if tools and n % 2 else {"content": f"{n}!"}
@@ -182,7 +184,7 @@ def talks(count, tools=False):
 
 
 def test_columns_may_be_set(here, capsys):
-    """No guess finds these columns."""
+    """The names of these columns say nothing about their content."""
     made = [{"ask": f"Say {n}.", "x": f"{n}.", "y": "No.", "by": ["l", "r"][n % 2]} for n in range(60)]
     columns = "data.columns={prompt: ask, first: x, second: y, label: by}"
     meaning = "data.label={first: l, second: r}"
@@ -213,7 +215,7 @@ def test_a_set_column_is_not_guessed_as_another_field(here):
     assert "label: 'Which answer is better?'" in (here / "jobs/form/rm.yaml").read_text()
 
 
-def test_rows_that_the_template_refuses_are_reported(here, capsys):
+def test_rows_that_the_chat_template_rejects_are_reported(here, capsys):
     rows(here / "calls.jsonl", talks(60, tools=True))
     init("calls.jsonl")
     assert "warning: sft leaves out 30 of the first 60 rows: " in capsys.readouterr().out
@@ -231,7 +233,7 @@ def test_columns_that_may_say_which_completions_are_bad_are_asked_about(here, ca
     assert not {"sft", "kto"} & {path.stem for path in (here / "jobs/log").glob("*.yaml")}
 
 
-def test_the_project_has_these_profiles():
+def test_every_folder_of_jobs_is_in_the_list_of_shipped_folders():
     listed = subprocess.run(["git", "ls-files", "jobs"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert {line.split("/")[1] for line in listed.stdout.split() if line.count("/") > 1} == {*shipped.FOLDERS}
 
@@ -240,7 +242,7 @@ def test_the_project_has_these_profiles():
 
 
 def test_eval_files_are_not_trained_on(here, capsys):
-    """Covers a folder with shards, names in any case and files of other formats, and a dataset with an eval split."""
+    """The folder has shards, names in upper case and a file of another format. The dataset has an eval split."""
     for name in ("export_2025/part_1.JSONL", "export_2025/part_2.JSONL", "export_2024/part_1.JSONL"):
         rows(here / name, PAIRS)
     rows(here / "export_2025/pairs_valid.Json", PAIRS)

@@ -1,4 +1,4 @@
-"""Tests the package as installed: a wheel, outside the clone."""
+"""Tests the package after its installation from a wheel, outside of the clone."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ from pipeline.commands import shipped
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Returns a folder with the contents of the wheel, and nothing else of the project."""
+    """Builds the wheel. Returns a folder with its contents."""
     built, folder = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("installed")
     build = [sys.executable, *"-m pip wheel -q --no-deps --no-build-isolation -w".split(), built, ROOT]
     done = subprocess.run(build, capture_output=True, text=True)
@@ -26,7 +26,7 @@ def wheel(tmp_path_factory):
 
 
 def rlhf(wheel, cwd, *arguments):
-    """Runs the console command like pip's script: the entry point's function, with the installed package first."""
+    """Runs the console command `rlhf` with the installed package, as the script that pip installs does."""
     command = "import sys; sys.argv[0] = 'rlhf'; from pipeline.__main__ import command; command()"
     program, env = [sys.executable, "-P", "-c", command], {**os.environ, "PYTHONPATH": str(wheel)}
     return subprocess.run([*program, *arguments], cwd=cwd, env=env, capture_output=True, text=True)
@@ -43,7 +43,7 @@ def test_the_wheel_names_the_command_and_carries_profiles_and_demo(wheel):
 
 
 def test_demo_writes_its_files_to_the_current_folder_and_keeps_existing_ones(wheel, tmp_path):
-    """A wrong key prevents any training."""
+    """A wrong key makes the run end before it trains."""
     done = rlhf(wheel, tmp_path, "demo", "trainer.learning_rat=1")
     assert done.returncode == 2 and "did you mean trainer.learning_rate?" in done.stderr
     assert done.stdout == "wrote jobs/demo: job files to read and change\n"
@@ -69,7 +69,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
 
 
 def test_python_functions_of_the_current_folder_are_found(wheel, tmp_path):
-    """The module lacks the function, so that nothing is trained."""
+    """The message shows that the module was imported. It lacks the function, so that the run ends there."""
     shutil.copytree(wheel / "pipeline/jobs/demo", tmp_path / "jobs/demo")
     (tmp_path / "my_rewards.py").write_text("def f(prompts, completions, rows):\n    return [1.0]\n")
     done = rlhf(wheel, tmp_path, "score", "jobs/demo/score.yaml", "reward=python:my_rewards:g")

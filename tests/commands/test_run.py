@@ -1,21 +1,9 @@
-"""Tests the summary of `run`, and which stages an override reaches."""
+"""Tests which names and overrides the stages of `run` get. tests/test_readme.py runs the command."""
 
 import pytest
 
 from pipeline.commands import run as rlhf
 from pipeline.errors import InputError
-
-
-def test_the_summary_shows_the_results_of_the_profile():
-    """Without a judge, PPO's first metric is the reward. The next commands are for that profile."""
-    common = {"tracking_uri": "http://mlflow:5000", "folder": "s3://b/runs/x"}
-    ppo = {"stage": "ppo", "metrics": {"initial_reward": 0.25, "eval_reward": 0.5}}
-    results = [ppo | common, {"stage": "evaluate", "metrics": {"eval_win_rate": 0.75}} | common]
-    text = rlhf.closing(results, "jobs/llama3-8b", seconds=12.0, page=None)
-    assert "Done in 12 s. ppo: reward 0.25 -> 0.5; evaluate: reward win rate 0.75\n" in text
-    assert "jobs/llama3-8b/ppo.yaml" in text and 'make ppo PROFILE=llama3-8b ARGS="' in text
-    assert "http://mlflow:5000 " in text and "make ui" not in text and "demo" not in text
-    assert "python -m pipeline ppo mine/x/ppo.yaml" in rlhf.closing(results, "mine/x", seconds=1.0, page=None)
 
 
 def test_one_name_names_every_stage_that_has_no_name_of_its_own(in_root):

@@ -1,14 +1,13 @@
-"""Tests exports of Argilla and Label Studio: rows, guessed columns, and the agreement of annotators."""
+"""Tests that exports of Argilla and Label Studio become rows, and that the majority of their annotators decides."""
 
 import pytest
 from toy_data import make, write
 
 from pipeline.data import guess
 from pipeline.data.annotations import flat
-from pipeline.data.files import find
+from pipeline.data.files import find_files
+from pipeline.data.formats import kind_of
 from pipeline.data.preview import first_rows
-from pipeline.data.shapes import kind_of
-from pipeline.errors import InputError
 
 FIELDS = {"prompt": "Is it open on Sunday?", "reply_1": "Yes, from ten.", "reply_2": "No idea, call later."}
 VOTES = [["reply_1", "reply_2", "reply_1"], ["reply_2"], ["reply_1", "reply_2"], [], ["reply_2", "reply_2"]]
@@ -35,7 +34,7 @@ def json_of_argilla(votes, **more):
 
 
 def task(kind, key, votes, **more):
-    """Returns a task of Label Studio, whose last annotation was skipped."""
+    """Returns a task of Label Studio. Its last annotation was canceled."""
 
     def annotation(vote, cancelled=False):
         result = {"id": "a", "from_name": "better", "to_name": "x", "type": kind, "value": {key: vote}}
@@ -76,41 +75,31 @@ def test_a_record_is_a_row_with_the_answers_to_each_question(export):
     assert {"annotations", "data", "fields", "responses", "better.responses"}.isdisjoint(rows[0])
 
 
-@pytest.mark.parametrize(
-    ("answer", "row"),
-    [
+def test_other_answers_and_rows():
+    for answer, expected in (
         (task("rating", "rating", [4]), 4),
         (task("textarea", "text", [["Yes, on Sunday too."]]), "Yes, on Sunday too."),
         (task("number", "number", [3]), 3),
-    ],
-)
-def test_answers_of_other_kinds(answer, row):
-    assert flat(answer)["better"] == row
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
+    ):
+        assert flat(answer)["better"] == expected
+    for row in (
         7,
-        None,
         {"data": {}, "annotations": "none"},
         {"data": [], "annotations": []},
         {"fields": [], "responses": {}},
-    ],
-)
-def test_other_rows_stay_as_they_are(row):
-    assert flat(row) is row
+    ):
+        assert flat(row) is row
 
 
 @pytest.mark.parametrize("export", EXPORTS)
 def test_an_export_of_preferences_is_guessed_and_read_by_majority(tmp_path, export):
     made = [export(votes, prompt=f"Is it open on day {n}?") for n, votes in enumerate(VOTES * 4)]
     path = write(tmp_path / "export.jsonl", made)
-    (file,) = find(path, "data.train")
+    (file,) = find_files(path, "data.train")
     rows, _ = first_rows(file, kind_of("sft"))
-    assert guess.guessed(rows, "sft") is None  # sft would imitate reply_1 even if it is bad
+    assert guess.guess_columns(rows, kind_of("sft")) is None  # sft would also imitate a bad reply_1
     columns = {"first": "reply_1", "second": "reply_2", "label": "better"}
-    assert guess.guessed(rows, "rm") == columns and guess.is_clear(columns, rows)
+    assert guess.guess_columns(rows, kind_of("rm")) == columns and guess.is_clear(columns, rows)
     report = make(tmp_path, "rm", train=path, columns=columns).report
     split = report.splits["train"]
     assert (split.kept, split.dropped) == (12, {"tie": 4, "unlabeled": 4})
@@ -155,23 +144,3 @@ def test_rows_without_a_label_are_not_imitated(tmp_path, stage, name):
     assert split.dropped == {"unlabeled": 8, **bad} and split.unread == {}
     assert split.kept == (8 if stage == "kto" else 4)
     assert f"{split.kept} of 16 training rows (8 without a label)" in report.headline()
-
-
-def test_a_log_with_few_labels_is_guessed_and_a_topic_is_no_label(tmp_path):
-    made = [
-        {"question": f"Say {n}.", "answer": "As you wish.", "feedback": "up" if n == 3 else None}
-        for n in range(20)
-    ]
-    columns = guess.guessed(made, "sft")
-    assert columns == {"prompt": "question", "completion": "answer", "label": "feedback"}
-    rated = [{**UP, "prompt": f"Say {n}.", "rating": 1 + n % 5} for n in range(20)]
-    columns = guess.guessed(rated, "sft")
-    assert columns == {"label": "rating"} and not guess.is_clear(columns, rated)
-    assert guess.guessed([{**UP, "level": 1 + n % 5} for n in range(20)], "sft") == {}
-    path = write(tmp_path / "rated.jsonl", rated)
-    report = make(tmp_path, train=path, columns=columns, label={"good": 4, "bad": 2}, on_error="skip").report
-    assert report.splits["train"].kept == 8
-    with pytest.raises(InputError, match=r"set data\.label to what the labels mean"):
-        make(tmp_path, train=path, columns=columns, on_error="skip")
-    topics = [{**UP, "prompt": f"Say {n}.", "label": "sports"} for n in range(4)]
-    assert make(tmp_path, train=write(tmp_path / "topics.jsonl", topics)).report.splits["train"].kept == 4

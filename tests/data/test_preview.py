@@ -1,4 +1,4 @@
-"""Tests the settings that are derived from the first rows of the files, before any row is tokenized."""
+"""Tests the checks of the first rows of each file: label rules, columns, and labels that sft would not read."""
 
 import csv
 
@@ -6,9 +6,10 @@ import pytest
 from toy_data import make, write
 
 from pipeline.data import guess
-from pipeline.data.files import find
-from pipeline.data.preview import preprocessing, resolve_labels
-from pipeline.data.reshape import Rule
+from pipeline.data.files import find_files
+from pipeline.data.formats import kind_of
+from pipeline.data.labels import Rule
+from pipeline.data.preview import resolve_labels, source_kinds
 from pipeline.errors import InputError
 from pipeline.job import Data
 
@@ -18,9 +19,9 @@ COLUMNS = {"prompt": "q", "first": "a", "second": "b", "label": "better"}
 
 def look(tmp_path, rows, stage="rm", key="train", **options):
     path = write(tmp_path / f"{key}.jsonl", rows)
-    files = {key: find(path, f"data.{key}")}
+    files = {key: find_files(path, f"data.{key}")}
     data = Data(**{key: path}, **options)
-    return resolve_labels(preprocessing(stage, data), files, stage)[key][0]
+    return resolve_labels(source_kinds(stage, data), files)[key][0].preprocess
 
 
 def test_the_rule_of_a_label_is_found_once_for_all_rows(tmp_path):
@@ -40,14 +41,12 @@ def test_the_rule_of_a_label_is_found_once_for_all_rows(tmp_path):
     two = [{**PAIR, "better": ("left one", "right one")[i % 2]} for i in range(8)]
     with pytest.raises(InputError, match=r"\{first: left one, second: right one\}' if left one means"):
         look(tmp_path, two, columns=COLUMNS)
-    by = [*ones, {**PAIR, "better": {"by": "me"}}, {**PAIR, "better": 1, "margin": 1.0}]  # checked one by one
+    by = [
+        *ones,
+        {**PAIR, "better": {"by": "me"}},
+        {**PAIR, "better": 1, "margin": 1.0},
+    ]  # these rows are checked when they are read
     assert look(tmp_path, by, columns=COLUMNS).rule == Rule((1.0,), (2.0,), derived=True)
-
-
-def test_a_column_that_no_row_has_is_named_before_rows_are_read(tmp_path):
-    missing = r"train\.jsonl: rows 1-1 have no column 'better'; their columns are q, a, b"
-    with pytest.raises(InputError, match=rf"data\.columns\.label: .*{missing}"):
-        look(tmp_path, [PAIR], columns=COLUMNS)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +58,7 @@ def test_a_column_that_no_row_has_is_named_before_rows_are_read(tmp_path):
 )
 def test_a_column_is_one_field_and_a_field_one_column(columns, says):
     with pytest.raises(InputError, match=says):
-        preprocessing("sft", Data(train="rows.jsonl", columns=columns))
+        source_kinds("sft", Data(train="rows.jsonl", columns=columns))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +77,7 @@ def test_the_preview_applies_the_transform(tmp_path):
 
 
 def test_ratings_are_not_labels(tmp_path):
-    """Otherwise the worst of 1 to 5 would count as desirable. on_error=skip does not hide the error."""
+    """Otherwise, a 1 on a scale from 1 to 5 would be desirable. data.on_error=skip does not hide the error."""
     rows = [{"prompt": "Why?", "completion": "Because of this.", "label": i % 5 + 1} for i in range(10)]
     found = r"`label`: found 2; expected true or false, .* set data\.label=\{good: 4, bad: 2\}"
     with pytest.raises(InputError, match=found):
@@ -89,12 +88,12 @@ def test_ratings_are_not_labels(tmp_path):
 
 
 def several(tmp_path, stage, **sources):
-    """Returns the result of resolve_labels for files {name: (rows, keys of the source)}."""
+    """Returns the preprocessing of several sources: {name: (rows, keys of the source)}."""
     entries = [
         {"path": write(tmp_path / f"{name}.jsonl", rows), **said} for name, (rows, said) in sources.items()
     ]
-    data, files = Data(train=entries), {"train": find(entries, "data.train")}
-    return resolve_labels(preprocessing(stage, data), files, stage)["train"]
+    data, files = Data(train=entries), {"train": find_files(entries, "data.train")}
+    return [kind.preprocess for kind in resolve_labels(source_kinds(stage, data), files)["train"]]
 
 
 ASKED = [{"question": "Why is it so?", "response": "It just is."}] * 3
@@ -107,7 +106,7 @@ def test_each_source_has_its_own_columns_and_labels(tmp_path):
     one, other = several(tmp_path, "sft", asked=(ASKED, mapped), talks=(TALKS, {}))
     assert (one.columns, other.columns) == (mapped["columns"], {})
     ones = [{**PAIR, "better": i % 2 + 1} for i in range(6)]
-    same = [{**PAIR, "better": 1}]  # this value alone is ambiguous
+    same = [{**PAIR, "better": 1}]  # a 1 alone would be ambiguous
     two, one = several(tmp_path, "rm", x=(ones, {"columns": COLUMNS}), y=(same, {"columns": {**COLUMNS}}))
     assert two.rule == one.rule  # sources with the same columns share a rule
     said = {"columns": COLUMNS, "label": {"first": 1, "second": 0}}
@@ -132,13 +131,13 @@ def test_an_error_of_a_source_names_its_entry(tmp_path, stage, rows, said, messa
 
 @pytest.mark.parametrize("stage", ["sft", "kto"])
 @pytest.mark.parametrize("name", ["label", "rating"])
-def test_a_zero_next_to_minus_one_is_asked_about(tmp_path, stage, name):
-    """The zero may mean an unrated completion, which must not be learned as a bad one."""
+def test_a_zero_next_to_minus_one_needs_a_setting(tmp_path, stage, name):
+    """The 0 may mean that a completion is not rated. Then it must not be trained as a bad one."""
     marks = (0, 0, -1, None, [1, 0], 0, 1, "0")
     rows = [{"prompt": f"Why {i}?", "completion": "So.", name: mark} for i, mark in enumerate(marks)]
     columns = {"label": name} if name == "rating" else None
     if name == "rating":
-        assert not guess.is_clear(columns, rows) and guess.guessed(rows, stage) == columns
+        assert not guess.is_clear(columns, rows) and guess.guess_columns(rows, kind_of(stage)) == columns
     with pytest.raises(InputError, match=r"0 and -1, .* set .*data\.label='\{good: 1, bad: -1\}'"):
         look(tmp_path, rows, stage, columns=columns)
     told = {"columns": {"label": name}, "label": {"good": 1, "bad": -1}}
@@ -159,10 +158,9 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("mapped", [True, False])
-@pytest.mark.parametrize("name", BESIDE)
-def test_a_label_next_to_the_columns_that_sft_reads_is_asked_about(tmp_path, name, mapped):
-    """An earlier version only listed such a column as unread, so that sft imitated bad completions."""
+@pytest.mark.parametrize(("name", "mapped"), [(name, len(name) % 2) for name in BESIDE])
+def test_a_label_next_to_the_columns_that_sft_reads_needs_a_setting(tmp_path, name, mapped):
+    """Otherwise, sft would imitate the completions that the column calls bad."""
     marks, says = BESIDE[name]
     fields = ("question", "answer") if mapped else ("prompt", "completion")
     rows = [{fields[0]: f"Why {i}?", fields[1]: "So it is.", name: marks[i % len(marks)]} for i in range(9)]
@@ -171,13 +169,13 @@ def test_a_label_next_to_the_columns_that_sft_reads_is_asked_about(tmp_path, nam
         look(tmp_path, rows, "sft", columns=columns)
     for topics in (("rain", "sun"), (3, 4), ("ann", "bob", "no")):
         rows = [{**row, name: topics[i % len(topics)]} for i, row in enumerate(rows)]
-        if topics != (3, 4) or name in ("reaction", "verdict"):  # otherwise it is a scale
+        if topics != (3, 4) or name in ("reaction", "verdict"):  # in the other columns, 3 and 4 are a scale
             look(tmp_path, rows, "sft", columns=columns)
 
 
 @pytest.mark.parametrize("stage", ["sft", "kto"])
 @pytest.mark.parametrize("name", ["label", "reaction"])
-def test_words_that_are_not_labels_are_asked_about_and_empty_cells_are_unlabeled(tmp_path, stage, name):
+def test_words_that_are_not_labels_need_a_setting_and_empty_cells_are_unlabeled(tmp_path, stage, name):
     rows = [
         {"prompt": f"Why {i}?", "completion": "So.", name: ("up", "down", "Up ", "neutral")[i % 4]}
         for i in range(8)
@@ -207,8 +205,8 @@ def test_a_list_of_labels_may_be_json_text_as_in_csv(tmp_path):
 
 
 @pytest.mark.parametrize("printed", ["['In {0}.', 'There.']", "['In {0}.' 'There.']", '["In {0}."]'])
-def test_texts_that_are_printed_lists_are_refused_in_csv(tmp_path, printed):
-    """A single row with such text may be code. So may rows of JSON, which has its own lists."""
+def test_texts_that_are_printed_lists_are_rejected_in_csv(tmp_path, printed):
+    """If only one row has such a text, it may be code. In JSON, all such texts may be code, because JSON has lists."""
     rows = [{"prompt": f"Where is {n}?", "completion": printed.format(n)} for n in range(3)]
     path = tmp_path / "train.csv"
 
@@ -217,8 +215,8 @@ def test_texts_that_are_printed_lists_are_refused_in_csv(tmp_path, printed):
             writer = csv.DictWriter(file, ["prompt", "completion"])
             writer.writeheader()
             writer.writerows(rows)
-        files = {"train": find(str(path), "data.train")}
-        return resolve_labels(preprocessing("sft", Data(train=str(path))), files, "sft")
+        files = {"train": find_files(str(path), "data.train")}
+        return resolve_labels(source_kinds("sft", Data(train=str(path))), files)
 
     with pytest.raises(InputError, match=r"each 'completion' is the text of a list, .*to_json or to_parquet"):
         read(rows)

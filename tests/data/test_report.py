@@ -1,15 +1,14 @@
-"""Tests the report on the rows, the datasets that are rejected, and that no text of a row controls the terminal."""
+"""Tests the report on the rows, which datasets are rejected, and that the text of a row cannot control the terminal."""
 
 import json
 from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
-from toy_data import BOT, CHATML, ROWS, USER, WEATHER, make, tokenizer, write
+from toy_data import BOT, CHATML, ROWS, USER, WEATHER, make, tokenizer, use_small_chunks, write
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.commands.chat import Writer
-from pipeline.data import read
 from pipeline.data.report import Report
 from pipeline.data.tasks import sample
 from pipeline.data.values import RowError, show
@@ -24,14 +23,14 @@ SHOWN = r"\x1b]0;owned\x07\x1b[2J\r\x9b31m\x7f\x08\u202eolleh\u2066\u200f\ufeff\
 
 
 def commands(text: str) -> list[str]:
-    """Returns the characters of a text that control a terminal, or that a terminal cannot receive."""
+    """Returns the control characters in a text, and the characters that cannot be encoded."""
     unseen = [c for c in text if c not in "\n\t" and not c.isprintable()]
     return unseen + [c for c in text if "\ud800" <= c <= "\udfff"]
 
 
 def test_control_characters_are_shown_escaped(capsys):
     assert visible(EVIL) == str(InputError(EVIL)) == SHOWN and not commands(SHOWN)
-    assert visible("é 東京 🦙 👨‍👩‍👧 \t\n") == "é 東京 🦙 👨‍👩‍👧 \t\n"  # joined emoji, tabs and newlines stay
+    assert visible("é 東京 🦙 👨‍👩‍👧 \t\n") == "é 東京 🦙 👨‍👩‍👧 \t\n"  # these are no control characters
     assert visible("a\nb\tc", lines=False) == r"a\nb\tc"
     error = RowError("null", f"x{EVIL}\n", show(EVIL), "a text", file=f"{EVIL}\nerror: no", line=1)
     assert not commands(str(error)) and "\n" not in str(error)
@@ -67,7 +66,7 @@ def judged(*winners):
     return [{"prompt": f"q{i}", "x": f"a{i}", "y": f"b{i}", "winner": one} for i, one in enumerate(winners)]
 
 
-SAID = [  # stage, rows, options, texts in the report, texts that are not in it
+SAID = [  # stage, rows, options, texts that the report has, texts that it lacks
     ("sft", [TALK], {"template": APART}, ["no completion is trained with a token that generation stops on",
         "the chat template leaves it out (model.chat_template)"], []),
     ("sft", ROWS, {"max_length": 15, "overlong": "truncate"}, ["all of them are truncated (data.max_length)"], []),
@@ -79,7 +78,7 @@ SAID = [  # stage, rows, options, texts in the report, texts that are not in it
         "\n\nduplicates    1 row equal", "rows.jsonl:2: found no token of the completion among the first 20"], []),
     ("sft", LONG, {"max_length": 20, "overlong": "drop"}, ["dropped     3 too long", "rows.jsonl:2: found 54 tokens"], []),
     ("sft", [TOOLS] * 3, {}, ["not read    columns id, tools\n", "the model does not see the `tools` of 3 rows"], []),
-    ("ppo", [{"prompt": "q", "id": 1}], {}, [], ["not read"]),  # Python rewards read other columns
+    ("ppo", [{"prompt": "q", "id": 1}], {}, [], ["not read"]),  # a Python reward may read `id`
     ("ppo", [{"prompt": [{**USER, "id": 1}]}], {}, ["not read    column prompt[].id\n"], []),
     ("sft", [TALK, {"messages": [USER, {**BOT, "thinking": "x"}], "id": 7}], {}, ["not read    columns messages[].thinking (1 row), id (1 row)\n",
         "the model does not see the `messages[].thinking` of 1 row, because the chat template does not write them"], []),
@@ -89,7 +88,7 @@ SAID = [  # stage, rows, options, texts in the report, texts that are not in it
     ("rm", JOINS, {}, ["1 row of plain text without white space between prompt and completion: model.chat_template=plain"], []),
     ("rm", JOINS, {"apply_chat_template": True}, [], ["white space"]),
     ("kto", JOINS, {}, ["labels      2 desirable, 2 undesirable"], []),
-    # The report counts the meaning of labels and ratings.
+    # The report counts the labels by their meaning.
     ("dpo", judged("a", "b", "tie", "a", None), WINNER, ["  label       winner: a = first 2, b = second 1, tie 1\n"], []),
     ("dpo", judged(1, 2, 2), WINNER, ["  label       winner: 1 = first 1, 2 = second 2\n"], []),
     ("dpo", judged(0, 1, 0.25, 0), {**WINNER, "label": {"first": 0, "second": 1}}, ["  label       winner: 0 = first 2, 0.25 = first 1, 1 = second 1\n"], []),
@@ -107,7 +106,7 @@ def test_texts_of_the_report(tmp_path, stage, rows, options, said, unsaid):
 
 @pytest.mark.parametrize("stage", ["sft", "dpo", "ppo", "rm"])
 def test_an_end_of_turn_that_is_no_eos(tmp_path, stage):
-    """The template's end of turn is plain text without such a token, or a token that is not an eos."""
+    """The report warns if the template ends a turn with text that does not stop generation."""
     rows = {"sft": TALK, "ppo": {"prompt": [USER]}}
     row = rows.get(stage, {"prompt": [USER], "chosen": "yo", "rejected": "no"})
     path = write(tmp_path / "rows.jsonl", [row])
@@ -121,15 +120,15 @@ def test_an_end_of_turn_that_is_no_eos(tmp_path, stage):
     assert 1 in eos_ids(tok)
 
 
-# ---- sets that are rejected ------------------------------------------------------------------------------------------
+# ---- datasets that are rejected ------------------------------------------------------------------------------------------
 
 
 def test_bad_rows_are_named_by_line_in_all_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(read, "plan", lambda *args, plan=read.plan: plan(*args, 200))
+    use_small_chunks(monkeypatch, 200)
     rows = [*ROWS]
     rows[17] = {"prompt": "x", "completion": ""}
     rows[30] = '{"prompt": "'
-    rows[41] = {"instruction": "x", "output": "y"}  # another format is read too
+    rows[41] = {"instruction": "x", "output": "y"}  # another format is no error
     path = write(tmp_path / "rows.jsonl", rows)
     with pytest.raises(InputError) as caught:
         make(tmp_path, train=path)
@@ -175,26 +174,19 @@ def complaint(tmp_path, rows) -> tuple[str, list[str]]:
 
 
 def test_rows_with_the_same_problem_share_a_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(read, "plan", lambda *args, plan=read.plan: plan(*args, 300))  # several chunks
+    use_small_chunks(monkeypatch, 300)
     empty = [{"prompt": f"q{i}", "completion": ""} for i in range(40)]
     path, (first, same, advice) = complaint(tmp_path, empty)
     assert first == "40 of 40 rows cannot be used (40 empty completion):"
     assert same.startswith(f"  {path}:1: `completion`: found")
     assert same.endswith("(and 39 more with the same problem)") and "data.on_error=skip" in advice
-    rows = [{"prompt": f"q{i}", "completion": "" if i % 3 == 0 else " a"} for i in range(60)]
-    rows[1] = {"prompt": "q" * 500, "completion": "a"}
-    path, (first, empty, long, _) = complaint(tmp_path, rows)
-    assert first == "21 of 60 rows cannot be used (20 empty completion, 1 too long):"
-    assert empty.startswith(f"  {path}:1: `completion`: found")
-    assert empty.endswith("(and 19 more with the same problem)")
-    assert long.startswith(f"  {path}:2: found 503 tokens") and "more" not in long
     wrong = [{"messages": [*[USER] * (i % 3), {"role": "robot", "content": "b"}]} for i in range(9)]
     path, lines = complaint(tmp_path, [*wrong, TALK])
     assert f"{path}:1: `messages[0].role`" in lines[1] and "(and 8 more with" in lines[1]
 
 
 def test_every_stage_shows_a_completion_the_same_way():
-    """SentencePiece decoders drop a space at the start of a text."""
+    """A SentencePiece decoder drops the space at the start of a text, so parts must not be decoded alone."""
     backend = Tokenizer(models.WordLevel({"a": 0, "▁b": 1, "▁c": 2, "ü": 3}, unk_token="a"))
     backend.decoder = decoders.Metaspace()
     tok = PreTrainedTokenizerFast(tokenizer_object=backend)
@@ -204,7 +196,7 @@ def test_every_stage_shows_a_completion_the_same_way():
 
 
 def test_a_shared_prefix_that_cuts_a_character_is_shown_complete():
-    """If a character were cut, its byte tokens would decode only to replacement characters."""
+    """The tokens of half a character would decode to replacement characters."""
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     backend = Tokenizer(
         models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[], byte_fallback=True)
@@ -227,7 +219,7 @@ def test_rare_labels_without_a_meaning_are_skipped_and_frequent_ones_are_an_erro
     assert report.splits["train"].kept == 39
     assert report.splits["train"].dropped == {"unclear_label": 1}
     unknown = [*made, *({**row, "label": "C?"} for row in made[:9])] * 30
-    late = [*made[:20], *made[:20]] * 26 + unknown  # the first 1,000 rows have known labels only
+    late = [*made[:20], *made[:20]] * 26 + unknown  # the unknown labels come after the first 1,000 rows
     with pytest.raises(InputError, match=r"set data\.label to what the labels mean"):
         make(tmp_path, "rm", train=write(tmp_path / "late.jsonl", late), on_error="skip")
 
@@ -239,7 +231,7 @@ def test_the_headline_names_what_is_not_read_and_reasons_for_dropped_rows(tmp_pa
     write(tmp_path / "rows" / "test.jsonl", [good])
     (tmp_path / "rows" / "scores.xlsx").write_bytes(b"PK")
     folder, options = tmp_path / "rows", {"on_error": "skip"}
-    for _ in range(2):  # first from the rows, then from the cache
+    for _ in range(2):  # the second report comes from the cache
         report = make(tmp_path, train=str(folder), **options).report
         assert report.headline() == (
             "36 of 40 training rows (3 wrong or missing field), 37 duplicates; "

@@ -1,4 +1,4 @@
-"""Tests how a job changes rows: its function, its column names, and the completion that a label or two scores choose.
+"""Tests how a job changes rows: data.transform, data.columns, and the completion that a label or two scores choose.
 
 A label's meaning is known or requested, never guessed. An error in a function or a mapping ends the run first.
 """
@@ -9,11 +9,12 @@ import sys
 import pytest
 from toy_data import make, rows_of, tokenizer, write
 
-from pipeline.data.files import find
-from pipeline.data.preview import check_columns, check_there, preprocessing
+from pipeline.data.files import find_files
+from pipeline.data.formats import kind_of, parse_row
+from pipeline.data.labels import Rule, derive_rule
+from pipeline.data.preview import check_columns, check_columns_exist, source_kinds
 from pipeline.data.read import cache_key, options_of
-from pipeline.data.reshape import Preprocess, Rule, derived, vote
-from pipeline.data.shapes import kind_of, parse
+from pipeline.data.reshape import Preprocess
 from pipeline.data.values import Dropped, RowError
 from pipeline.errors import InputError
 from pipeline.job import Data
@@ -21,7 +22,7 @@ from pipeline.job import Data
 
 def made(stage, row, columns=(), **options):
     """Returns the records that a row becomes."""
-    return list(kind_of(stage, Preprocess(dict(columns), **options)).rows(row))
+    return list(kind_of(stage).with_preprocess(Preprocess(dict(columns), **options)).rows(row))
 
 
 # ---- data.columns ----------------------------------------------------------------------------------------------------
@@ -32,7 +33,7 @@ def read(row, stage, **mapped):
     (one,) = made(stage, row, mapped)
     if isinstance(one, RowError):
         raise one
-    return parse(one, kind_of(stage, Preprocess(mapped)))
+    return parse_row(one, kind_of(stage).with_preprocess(Preprocess(mapped)))
 
 
 @pytest.mark.parametrize(
@@ -82,17 +83,17 @@ def test_a_path_into_null_is_null():
         ("sft", {"prompt": "a", "messages": "b"}, r"no row of `sft` has prompt and messages"),
     ],
 )  # fmt: skip
-def test_meaningless_mappings_are_refused(stage, mapped, expected):
+def test_meaningless_mappings_are_rejected(stage, mapped, expected):
     with pytest.raises(InputError, match=expected):
         check_columns(mapped, kind_of(stage))
 
 
 def test_a_missing_column():
     rows = [{"instruction": "a", "output_1": "b"}, {"instruction": "a", "output_2": "c"}]
-    check_there({"chosen": "output_2"}, rows, "f.jsonl")
+    check_columns_exist({"chosen": "output_2"}, rows, "f.jsonl")
     missing = "rows 1-2 have no column 'output1'; their columns are instruction, output_1, output_2"
     with pytest.raises(InputError, match=rf"data\.columns\.chosen: f\.jsonl: {missing}"):
-        check_there({"chosen": "output1"}, rows, "f.jsonl")
+        check_columns_exist({"chosen": "output1"}, rows, "f.jsonl")
     found = r"`output_1`: found fields instruction, output_2.* data\.columns\.chosen names"
     with pytest.raises(RowError, match=found):
         read(rows[1], "rm", prompt="instruction", chosen="output_1", rejected="output_2")
@@ -104,8 +105,8 @@ def test_a_missing_column():
 def test_the_datasets_of_evaluate_read_their_own_fields():
     for sides in ({"first": "a", "second": "b", "label": "l"}, {"chosen": "a", "rejected": "b"}):
         data = Data(eval="p.jsonl", pairs="q.jsonl", columns={"prompt": "q", **sides})
-        assert preprocessing("evaluate", data)["eval"][0].columns == {"prompt": "q"}
-        assert preprocessing("pairs", data)["eval"][0].columns == data.columns
+        assert source_kinds("evaluate", data)["eval"][0].preprocess.columns == {"prompt": "q"}
+        assert source_kinds("pairs", data)["eval"][0].preprocess.columns == data.columns
 
 
 # ---- data.label, and scores ------------------------------------------------------------------------------------------
@@ -118,15 +119,15 @@ def test_the_datasets_of_evaluate_read_their_own_fields():
         (["1", "2", "tie"], "1", 2, "Tie"), (["model_a", "model_b", "tie (bothbad)"], "model_a", "model_b", "tie"),
         (["A", "B"], "a", "B", "tie"), (["a"], "A", "b", "draw"), (["output_1", "output_2"], "output_1", "Output 2", "both"),
         (["first", "second", "neither"], "first", "second", "same"), ([[1, 2, 1], [2, 2, 2]], 1, 2, 1.5),
-        ([*"ab" * 10, "C?"], "A", "b", "tie"),  # a rare value without a meaning
+        ([*"ab" * 10, "C?"], "A", "b", "tie"),  # the third value is rare and has no known meaning
     ],
 )  # fmt: skip
 def test_the_meaning_of_values_is_derived_if_it_is_unique(values, first, second, tie):
-    rule = derived(values, {})
-    assert (vote(first, rule), vote(second, rule), vote(tie, rule)) == ("first", "second", "tie")
+    rule = derive_rule(values, {})
+    assert (rule.vote(first), rule.vote(second), rule.vote(tie)) == ("first", "second", "tie")
     for other in ("C?", 0):
         with pytest.raises(RowError, match=r"; data\.label says what its values mean") as caught:
-            vote(other, rule)
+            rule.vote(other)
         assert caught.value.kind == "unclear_label"
 
 
@@ -134,17 +135,17 @@ def test_the_meaning_of_values_is_derived_if_it_is_unique(values, first, second,
     ("values", "typed"),
     [
         ([0, 1], "set data.label='{first: 0, second: 1}' if 0 means that the first completion is better"),
-        ([1, 1], "data.label="),  # 0 and 1, or 1 and 2?
+        ([1, 1], "data.label="),  # the other value may be 0 or 2
         ([-1, 0, 1], "{first: -1, second: 1}"),
         (["model_1"], "data.label="),  # the other value may be model_0
         (["gpt-4", "claude"], "{first: claude, second: gpt-4}"),
-        (["right"], "data.label="),  # the right-hand one, or the correct one?
+        (["right"], "data.label="),  # right may mean correct
         ([None, ""], "data.columns.label=COLUMN"),
     ],
 )
 def test_ambiguous_values_need_a_label_rule(values, typed):
     with pytest.raises(InputError) as caught:
-        derived(values, {"label": "verdict"})
+        derive_rule(values, {"label": "verdict"})
     assert typed in str(caught.value) and "'verdict'" in str(caught.value)
     assert caught.value.key == "data.label"
 
@@ -153,16 +154,16 @@ ONE_TWO = {"first": 1, "second": 2, "tie": 0}
 SIDES = [  # data.label, the row's label or scores, the chosen completion
     *((ONE_TWO, {"label": value}, end) for value, end in
       [(1, "first"), ("2", "second"), (0, "tie"), (None, "unlabeled"), (1.5, "tie"), (" ", "unlabeled"), (3, "unknown_label")]),
-    ({"first": 1, "second": 0}, {"label": 0}, "second"),  # as in SHP
+    ({"first": 1, "second": 0}, {"label": 0}, "second"),  # the dataset SHP has such labels
     ({"first": 1, "second": 0}, {"label": 0.7}, "first"),
-    ({"first": -3, "second": 3}, {"label": -1}, "first"),  # as in HelpSteer3
+    ({"first": -3, "second": 3}, {"label": -1}, "first"),  # the dataset HelpSteer3 has such labels
     ({"first": -3, "second": 3}, {"label": 0}, "tie"),
     ({"first": ["gpt-4", "gpt-3"], "second": "claude"}, {"label": "GPT-3"}, "first"),
-    # Among several votes the majority decides.
+    # The majority of several votes decides.
     *((ONE_TWO, {"label": votes}, end) for votes, end in
       [([1, 1, 2], "first"), ([2, 2, 0], "second"), ([1, 2, 0], "tie"), ([0, 0, 1], "tie"), ([1, 2], "tie"),
        ([1, None, None], "first"), ([None, None, ""], "unlabeled"), ([], "unlabeled"), (["2", 2, "1"], "second")]),
-    # A value between first and second can be a tie only if each of them is one number.
+    # A value between first and second has a meaning only if each of them is one number.
     ({"first": 1, "second": 4}, {"label": 1.2}, "first"),
     ({"first": [1, 2], "second": "b"}, {"label": 1.2}, "unknown_label"),
     ({"first": [1, 2], "second": [3, 4]}, {"label": 2.5}, "unknown_label"),
@@ -177,13 +178,13 @@ SIDES = [  # data.label, the row's label or scores, the chosen completion
 @pytest.mark.parametrize(("label", "row", "end"), SIDES)
 def test_a_label_or_the_higher_score_chooses_the_completion(label, row, end):
     row = {"prompt": "q", "first": "A", "second": "B", **row}
-    (one,) = made("rm", row, rule=Rule.of(label) if label else None)
+    (one,) = made("rm", row, rule=Rule.from_job(label) if label else None)
     if end in ("first", "second"):
         chosen, rejected = "AB" if end == "first" else "BA"
         assert one == {"prompt": "q", "chosen": chosen, "rejected": rejected}
     else:
         assert one == Dropped(end) if end in ("tie", "unlabeled") else one.kind == end
-    assert made("ppo", row) == [row]  # prompts need no chosen completion
+    assert made("ppo", row) == [row]  # ppo reads only the prompt
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,7 @@ def test_a_label_or_the_higher_score_chooses_the_completion(label, row, end):
 )  # fmt: skip
 def test_thresholds_turn_ratings_into_labels(label, value, good):
     row = {"prompt": "q", "completion": "a", "label": value}
-    (one,) = made("kto", row, rule=Rule.of(label))
+    (one,) = made("kto", row, rule=Rule.from_job(label))
     if good in ("tie", "unlabeled"):
         assert one == Dropped(good)
     else:
@@ -223,7 +224,9 @@ def test_a_transform_returns_one_row_several_or_none():
     bad = RowError("not_json", "", "x", "y")
     assert through("twice", bad) == [bad]
     (error,) = through("some", stage="rm", columns={"chosen": "completion", "rejected": "other"})
-    assert error.field == "other" and "prompt, completion" in error.found  # columns apply after the transform
+    assert (
+        error.field == "other" and "prompt, completion" in error.found
+    )  # data.columns applies after data.transform
 
 
 @pytest.mark.parametrize(
@@ -255,7 +258,7 @@ def test_rows_of_a_transform_keep_their_order_and_stay_together(tmp_path):
 
 def test_another_source_code_has_another_cache(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
-    files = {"train": find(write(tmp_path / "rows.jsonl", ROWS), "data.train")}
+    files = {"train": find_files(write(tmp_path / "rows.jsonl", ROWS), "data.train")}
     data, keys = Data(train="rows.jsonl", transform="python:mine:f"), []
     for end in ("", "", "!"):
         (tmp_path / "mine.py").write_text(f"def f(row):\n    return {{**row, 'a': row['a'] + '{end}'}}\n")
@@ -271,7 +274,7 @@ def test_another_source_code_has_another_cache(tmp_path, monkeypatch):
         ("response_0", "response_1", "better_response_id", True),
         ("response_0", "response_1", "safer_response_id", True),
         ("summaries.0.text", "summaries.1.text", "choice", True),
-        ("response_0", "response_1", "label", False),  # does 1 mean that response_0 is better?
+        ("response_0", "response_1", "label", False),  # a 1 may mean that response_0 is better
         ("human_ref_A", "human_ref_B", "choice", False),
         ("answer_1", "answer_2", "choice", False),
     ],
@@ -279,8 +282,8 @@ def test_another_source_code_has_another_cache(tmp_path, monkeypatch):
 def test_column_names_give_0_and_1_a_meaning(first, second, label, known):
     columns = {"first": first, "second": second, "label": label}
     if known:
-        rule = derived([0, 1], columns)
+        rule = derive_rule([0, 1], columns)
         assert (rule.meaning(0), rule.meaning("1")) == ("first", "second")
     else:
         with pytest.raises(InputError, match="whose meaning is ambiguous"):
-            derived([0, 1], columns)
+            derive_rule([0, 1], columns)

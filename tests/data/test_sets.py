@@ -1,4 +1,4 @@
-"""Tests datasets by name: saved folders, folders with a README, and a Hub that runs on this machine."""
+"""Tests datasets: folders of save_to_disk, folders with a README, and datasets on a Hub that runs on this machine."""
 
 import json
 import os
@@ -32,7 +32,7 @@ configs:
 
 @pytest.fixture
 def folder(tmp_path):
-    """Clones a dataset of the Hub."""
+    """Returns a folder like the clone of a Hub dataset."""
     path = tmp_path / "prefs"
     (path / "data").mkdir(parents=True)
     Dataset.from_list(ROWS[:30]).to_parquet(path / "data/train-00000-of-00001.parquet")
@@ -44,11 +44,11 @@ def folder(tmp_path):
 
 
 def found(item, key="data.train"):
-    return [os.path.basename(file.path) for file in files.find(str(item), key)]
+    return [os.path.basename(file.path) for file in files.find_files(str(item), key)]
 
 
 def found_paths(item, key="data.train"):
-    return [file.path for file in files.find(str(item), key)]
+    return [file.path for file in files.find_files(str(item), key)]
 
 
 def test_saved_folders(tmp_path):
@@ -78,7 +78,9 @@ def test_a_folder_with_a_readme(folder):
     for item in ("/test_prefs", ":default/test_prefs"):
         assert found(f"{folder}{item}", "data.eval") == ["test-00000-of-00001.parquet"]
     assert found(f"{folder}:small") == found(f"{folder}:small/train", "data.eval") == ["small.jsonl"]
-    assert found(f"{folder}/data/test*") == ["test-00000-of-00001.parquet"]  # patterns of files still work
+    assert found(f"{folder}/data/test*") == [
+        "test-00000-of-00001.parquet"
+    ]  # a glob may be below such a folder
     assert found(f"{folder}/data") == ["train-00000-of-00001.parquet"]
     assert found(f"{folder}/data", "data.eval") == ["test-00000-of-00001.parquet"]
     for item, said in [
@@ -89,11 +91,13 @@ def test_a_folder_with_a_readme(folder):
         with pytest.raises(InputError, match=said):
             found(f"{folder}{item}")
     (folder / "README.md").unlink()
-    assert len(found(folder)) == 2  # all files of the folder except data/test-00000-of-00001.parquet
-    assert found(f"{folder}:default/train") == ["train-00000-of-00001.parquet"]  # splits by file name
+    assert len(found(folder)) == 2  # all files but data/test-00000-of-00001.parquet
+    assert found(f"{folder}:default/train") == [
+        "train-00000-of-00001.parquet"
+    ]  # the names of the files say which split they are
 
 
-def test_a_readme_that_lists_data_files_is_refused(tmp_path):
+def test_a_readme_that_lists_data_files_is_rejected(tmp_path):
     (tmp_path / "small.jsonl").write_text('{"data": [{"prompt": "a"}]}')
     readme = "configs:\n- config_name: small\n  data_files: small.jsonl\n  field: data\n"
     (tmp_path / "README.md").write_text(f"---\n{readme}---\n")
@@ -106,24 +110,28 @@ def test_the_code_of_a_dataset_is_not_run(folder):
         found(folder)
 
 
-# ---- the hub: another process, because huggingface_hub reads its settings once -----------------------------------------
+# ---- the Hub, in another process because huggingface_hub reads its settings once ----------------------------------------
 
 READ = """
 import json, sys
-from toy_data import read_rows
+from pathlib import Path
+from toy_data import ROWS, make, read_rows, write
 from pipeline.data import files
 for item in json.loads(sys.argv[1]):
     try:
-        found = files.find(item, "data.train")
+        found = files.find_files(item, "data.train")
         print(json.dumps([[f.path, f.revision] for f in found] + [len(read_rows(f.path)) for f in found]))
     except Exception as error:
         print(json.dumps(f"{type(error).__name__}: {error}"))
+here = Path(sys.argv[2])
+make(here, train=write(here / "rows.jsonl", ROWS))
+assert "torch" not in sys.modules, "a task of Ray Data would take seconds more"
 """
 
 
 def in_process(items, tmp_path, **environment):
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
-    command = [sys.executable, "-c", READ, json.dumps(items)]
+    command = [sys.executable, "-c", READ, json.dumps(items), str(tmp_path)]
     environment = {"HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": paths, "HF_HUB_OFFLINE": "0", **environment}
     done = subprocess.run(
         command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120

@@ -1,4 +1,4 @@
-"""Tests rows of Parquet and Arrow files: same as from JSON for any row groups, and errors with their numbers."""
+"""Tests that rows of Parquet and Arrow files equal rows of JSON for any row groups, and that errors name their row."""
 
 import datetime
 import decimal
@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from toy_data import ROWS, USER, make, parsed, read_rows, write
 
-from pipeline.data import chunks, files, table_rows
-from pipeline.data.shapes import kind_of
+from pipeline.data import chunks, files
+from pipeline.data.formats import kind_of
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
 
@@ -34,12 +34,12 @@ def test_tables_yield_each_row_once_with_its_number(tmp_path, format, chunk_byte
     else:
         path = arrow(tmp_path / "rows.arrow", table, format)
     assert read_rows(path, chunk_bytes) == list(enumerate(ROWS, 1))
-    planned = chunks.plan(*files.find(str(path), "data.train"), "train", kind_of("sft"), 1)
+    planned = chunks.plan_chunks(*files.find_files(str(path), "data.train"), "train", kind_of("sft"), 1)
     assert len(planned) == 1 if format == "one group" else len(planned) > 3
 
 
 def test_nested_columns_equal_json(tmp_path):
-    """A struct has every key of any row. Keys that are null are dropped, because the JSON did not have them."""
+    """The structs of a column share all keys. Keys that are null are dropped, because the original rows lacked them."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"city": "here"}}}
     called = {"role": "assistant", "tool_calls": [call]}
     asked = {**USER, "tool_calls": [{"function": {"name": "g", "arguments": {"n": 1.0}}}]}
@@ -74,7 +74,7 @@ def test_values_of_other_types(tmp_path):
     ]  # fmt: skip
 
 
-def test_values_that_json_cannot_express_are_text_for_rewards_and_refused_in_fields(tmp_path):
+def test_values_that_json_cannot_express_are_text_for_rewards_and_rejected_in_fields(tmp_path):
     row = {"prompt": "q", "chosen": "a", "rejected": "b", "image": {"bytes": b"\x89PNG", "path": None}, "on": DATE,
            "price": decimal.Decimal("1.50")}  # fmt: skip
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
@@ -142,12 +142,3 @@ def test_columns_that_differ_from_json(tmp_path, format):
     (_, first), (number, error), (_, last) = read_rows(path)
     assert (first, last, number) == ({"prompt": "a"}, {"prompt": "c"}, 2)
     assert (error.kind, error.field) == ("not_utf8", "prompt") and "byte 0xff" in error.found
-
-
-def test_a_large_row_group_is_read_in_parts(tmp_path, monkeypatch):
-    rows = [{"prompt": "x" * 999, "completion": str(i)} for i in range(4000)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    monkeypatch.setattr(table_rows, "BYTES", 100_000)
-    with table_rows._opened(str(tmp_path / "rows.parquet")) as file:
-        sizes = [batch.num_rows for _, _, read in table_rows._groups(file, "parquet") for batch in read()]
-    assert sum(sizes) == 4000 and max(sizes) <= table_rows.ROWS

@@ -1,7 +1,6 @@
-"""Tests chat templates: whether they apply to plain text, which part of their text is trained, and refused rows."""
+"""Tests chat templates: whether they apply to plain text, which part is trained, and which rows are rejected."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,7 @@ from toy_data import make as prepared
 from toy_models import BASE, make
 
 from pipeline.data.encode import Example
-from pipeline.data.shapes import parse
+from pipeline.data.formats import parse_row
 from pipeline.data.tasks import sample
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
@@ -62,39 +61,6 @@ def test_a_named_template_applies_to_text(base, template, applies, expected, bar
     assert text_as_chat(tokenizer, applies) is expected
 
 
-@pytest.fixture(scope="module")
-def policies(bare, tmp_path_factory):
-    """Makes adapters: {value of text in lineage.json: folder}. None stands for a version from before that key existed."""
-    folder = tmp_path_factory.mktemp("policies")
-    made = {}
-    make(str(folder / "one"), 0, head=False)
-    for applies in (True, False, None):
-        made[applies] = str(folder / f"policy-{applies}")
-        shutil.copytree(folder / "one", made[applies])
-        facts = lineage.describe("sft", base_identity(bare), load_tokenizer(bare), {}, {})
-        lineage.write(made[applies], facts if applies is None else {**facts, "text_as_chat": applies})
-        load_tokenizer(bare).save_pretrained(made[applies])
-    return made
-
-
-GOLD = ["reward=python:pipeline.demo:gold", "judge=null"]
-OTHER_INPUTS = {
-    "generate": ["reward=null"],
-    "ppo": GOLD,
-    "evaluate": [*GOLD, "baseline=null", "data.pairs=null"],
-}
-
-
-@pytest.mark.parametrize("applies", [True, False, None])
-@pytest.mark.parametrize("stage", ["generate", "ppo", "evaluate"])
-def test_later_stages_treat_text_like_the_training(applies, stage, policies, bare):
-    given = [f"model.name_or_path={bare}", f"policy={policies[applies]}", *OTHER_INPUTS[stage]]
-    for more, expected in (([], bool(applies)), (["model.chat_template=plain"], True)):
-        job = load_job(ROOT / f"jobs/demo/{stage}.yaml", [*given, *more], stage)
-        tokenizer = settle(job).tokenizer
-        assert text_as_chat(tokenizer, job.data.apply_chat_template) is expected
-
-
 def test_the_report_says_whether_text_rows_are_chats(tmp_path):
     path = write(tmp_path / "rows.jsonl", [ROW, {**ROW, "prompt": "And this?"}])
     report = prepared(tmp_path, train=path).report
@@ -113,8 +79,8 @@ def test_the_report_says_whether_text_rows_are_chats(tmp_path):
     assert prepared(tmp_path, train=path).report.row_format() == "both"
 
 
-def test_later_stages_follow_the_lineage_on_text_rows(bare, policies, tmp_path):
-    """A policy that learned only from messages, in the built-in template, gets plain-text prompts as messages."""
+def test_later_stages_follow_the_lineage_on_text_rows(bare, tmp_path):
+    """Prompts of plain text become messages if the policy was trained only on messages."""
     tokenizer = load_tokenizer(bare)
     for rows, chat in (("chat", True), ("text", False), ("both", False)):
         work = work_of(load_job(ROOT / "jobs/demo/sft.yaml"), tokenizer, row_format=rows)
@@ -122,9 +88,11 @@ def test_later_stages_follow_the_lineage_on_text_rows(bare, policies, tmp_path):
         facts = Worker._lineage(worker, Outcome({}, {"kept": {"step": 1}}))
         assert (facts["rows"], facts["text_as_chat"]) == (rows, chat)
         folder = str(tmp_path / rows)
-        shutil.copytree(policies[None], folder)
+        make(folder, 0, head=False)
+        tokenizer.save_pretrained(folder)
         lineage.write(folder, facts | {"base": base_identity(bare)})
-        given = [f"model.name_or_path={bare}", f"policy={folder}", *GOLD]
+        rewards = ["reward=python:pipeline.demo:gold", "judge=null"]
+        given = [f"model.name_or_path={bare}", f"policy={folder}", *rewards]
         job = load_job(ROOT / "jobs/demo/ppo.yaml", given, "ppo")
         assert text_as_chat(settle(job).tokenizer, None) is chat
         policy = Input(folder, "adapter", folder, lineage.read(folder, folder))
@@ -153,21 +121,18 @@ def test_several_templates_without_a_default(tmp_path):
     assert load_tokenizer(str(base)).chat_template == template
 
 
-def test_a_template_in_the_home_folder_and_one_that_is_not_a_file(tmp_path, monkeypatch):
+def test_a_template_in_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     shutil.copy(PLAIN, tmp_path / "mine.jinja")
     job = load_job(ROOT / "jobs/demo/sft.yaml", ["model.chat_template=~/mine.jinja"], "sft")
     assert "Human" in settle(job).tokenizer.chat_template
-    os.mkfifo(tmp_path / "pipe.jinja")
-    with pytest.raises(InputError, match="there is no file"):
-        load_tokenizer(BASE, chat_template=str(tmp_path / "pipe.jinja"))
 
 
-# ---- what of the text is trained -------------------------------------------------------------------------------
+# ---- which part is trained -------------------------------------------------------------------------------------
 
 
 def test_a_template_that_rewrites_earlier_turns():
-    """As in Qwen3's template, the last completion begins with empty thoughts and earlier ones do not."""
+    """As in Qwen3's template, only the last completion begins with empty thoughts."""
     empty = "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"
     thoughts = CHATML.replace("{{ m.content | trim }}", empty + "{{ m.content | trim }}")
     tok, (example,) = encoded("sft", CONVERSATION, template=thoughts, ends=ENDS)
@@ -180,7 +145,7 @@ def test_a_template_that_rewrites_earlier_turns():
 ENDS = ("</s>", "<|im_end|>")
 LAST = {  # the trained part of the last completion, without and with thoughts
     "qwen3": ("<think>\n\n</think>\n\nbye", "<think>\ntwo\n</think>\n\nbye"),
-    "qwen3_5_think": ("\n</think>\n\nbye", "two\n</think>\n\nbye"),  # the prompt ends with <think>
+    "qwen3_5_think": ("\n</think>\n\nbye", "two\n</think>\n\nbye"),  # its generation prompt ends with <think>
     "qwen3_instruct_2507": ("bye", "<think>\ntwo\n</think>\n\nbye"),
 }
 
@@ -188,7 +153,7 @@ LAST = {  # the trained part of the last completion, without and with thoughts
 @pytest.mark.parametrize("name", LAST)
 @pytest.mark.parametrize("row", [CONVERSATION, REASONED], ids=["plain", "reasoned"])
 def test_templates_that_remove_thoughts_from_earlier_turns(name, row):
-    """Uses Qwen3's real templates on several turns. Each completion is trained exactly as written."""
+    """With Qwen3's real templates, each completion is trained exactly as the template writes it."""
     template = real_template(name)
     tok, (example,) = encoded("sft", row, template=template, ends=ENDS)
     assert isinstance(example, Example), example
@@ -238,22 +203,22 @@ def test_the_template_gets_any_key_that_it_reads(read):
         ends=ENDS,
     )
     row = {"messages": [{**USER, "mood": "", "tone": 1}, {**BOT, "mood": "sad", "tone": 2}], "id": 3}
-    record = parse(row, made.kind)
+    record = parse_row(row, made.kind)
     [[example]] = made.encode([record])
-    reads = "attr" not in read  # a filter's argument is invisible, and a missing key is empty
+    reads = "attr" not in read  # the key in a filter's argument is not found
     assert trained(made.tokenizer, example) == [("sad" if reads else "") + " tone yo<|im_end|>"] or not reads
     assert made.unread(record) == ("messages[].tone", "id") + (() if reads else ("messages[].mood",))
 
 
 def test_thoughts_of_earlier_turns_that_the_template_leaves_out_are_counted():
-    """Qwen3's template writes only the thoughts after the last question."""
+    """Qwen3's template leaves out the thoughts before the last question."""
     template = real_template("qwen3")
     made = encoder("sft", template=template, ends=ENDS)
     call = {**BOT, "thinking": "Look it up.", "tool_calls": [{"name": "f", "arguments": {}}]}
     row = {
         "messages": [USER, {**BOT, "thinking": "one"}, USER, call, {"role": "tool", "content": "x"}, THOUGHT]
     }
-    record = parse(row, made.kind)
+    record = parse_row(row, made.kind)
     [[example]] = made.encode([record])
     written = trained(made.tokenizer, example)
     assert written[0] == "yo<|im_end|>" and written[1].startswith(
@@ -263,7 +228,7 @@ def test_thoughts_of_earlier_turns_that_the_template_leaves_out_are_counted():
     assert made.unread(record) == ("thoughts before the last turn",)
     for stage, more in (("ppo", {}), ("dpo", {"chosen": [BOT], "rejected": [{**BOT, "content": "no"}]})):
         asking = encoder(stage, template=template, ends=ENDS)
-        record = parse({"prompt": [USER, {**BOT, "thinking": "one"}, USER], **more}, asking.kind)
+        record = parse_row({"prompt": [USER, {**BOT, "thinking": "one"}, USER], **more}, asking.kind)
         asking.encode([record])
         assert asking.unread(record) == ("thoughts before the last turn",)
 
@@ -278,7 +243,7 @@ FOUND = {"role": "tool", "content": "x"}
 
 
 def test_calls_with_thoughts_are_trained_alone_in_gpt_oss_template():
-    """The template drops their thoughts if a final answer follows. Tool answers and later questions are not trained."""
+    """The template drops the thoughts before a call if a final answer follows. Other roles are not trained."""
     template = real_template("gptoss")
     turns = [USER, CALL, FOUND, BOT, {"role": "user", "content": "why?"}, THOUGHT]
     tok, (example,) = encoded("sft", {"messages": turns}, template=template, max_length=2000, ends=ENDS)
@@ -294,11 +259,12 @@ def test_calls_with_thoughts_are_trained_alone_in_gpt_oss_template():
 
 
 @pytest.mark.parametrize(
-    "said", ["<think>\none\n</think>", "\u200b", "<think>one</think>\n\u200b", "[THINK]a[/THINK]"]
-)
-@pytest.mark.parametrize("name", ["lfm2_2_5", "qwen3", "qwen3_5_think", "phi3", "llama3"])
+    ("name", "said"),
+    [("qwen3", "<think>\none\n</think>"), ("lfm2_2_5", "\u200b"), ("qwen3_5_think", "<think>one</think>\n\u200b"),
+     ("phi3", "[THINK]a[/THINK]"), ("llama3", "<think>\none\n</think>")],
+)  # fmt: skip
 def test_a_turn_with_only_thoughts_is_an_empty_one(name, said):
-    """Covers templates that strip the thoughts or keep them, and any position of the turn."""
+    """This holds for templates that keep the thoughts, and for templates that drop them."""
     quiet = {"role": "assistant", "content": said}
     turns = [USER, quiet, USER, BOT]
     template = real_template(name)
@@ -320,13 +286,13 @@ def test_two_different_thoughts_of_a_message_are_an_error():
         row = {"messages": [USER, {**BOT, "reasoning_content": "Two.", "thinking": other}]}
         if wrong:
             with pytest.raises(RowError, match="`reasoning_content` and `thinking` that differ"):
-                parse(row, made.kind)
+                parse_row(row, made.kind)
         else:
-            parse(row, made.kind)
+            parse_row(row, made.kind)
 
 
 def test_a_key_counts_as_read_only_if_the_template_writes_it():
-    """The word may be part of a tool's name. Here the template writes it for tools and drops it for users."""
+    """A key may occur in the template for another purpose. Here, the template writes `name` for tools but not for users."""
     of_tools = CALLING.replace("{{ m.role }}", "{{ m.role }}{{ m.name if m.role == 'tool' }}")
     for template, written in ((CALLING, False), (of_tools, True)):
         for stage, row in (
@@ -337,7 +303,7 @@ def test_a_key_counts_as_read_only_if_the_template_writes_it():
             named = [{**turn, "name": "f"} if turn in (FOUND, USER) else turn for turn in turns]
             for given, unread in ((named, not written), ([{**USER, "name": "Ann"}, *turns[1:]], True)):
                 made = encoder(stage, template=template, ends=ENDS)
-                record = parse({key: given}, made.kind)
+                record = parse_row({key: given}, made.kind)
                 made.encode([record])
                 assert ("messages[].name" in made.unread(record)) is unread
 
@@ -347,11 +313,11 @@ def test_a_second_system_prompt_that_the_template_drops_is_an_error():
     systems = [{"role": "system", "content": words} for words in ("Be nice.", "Be brief.")]
     made = encoder("sft", template=first, ends=ENDS)
     for turns, kept in (([systems[0], USER, BOT], True), ([*systems, USER, BOT], False)):
-        [[example]] = made.encode([parse({"messages": turns}, made.kind)])
+        [[example]] = made.encode([parse_row({"messages": turns}, made.kind)])
         assert (not isinstance(example, RowError)) == kept
 
 
-def test_a_template_that_drops_the_thoughts_of_the_last_turn_is_refused():
+def test_a_template_that_drops_the_thoughts_of_the_last_turn_is_rejected():
     never = THINKING.replace("{% if m.reasoning_content", "{% if not loop.last and m.reasoning_content")
     words = "{{ m.content | trim }}"
     block = f"{{% if m.role == 'user' %}}{words}{{% else %}}{{% generation %}}{words}{{% endgeneration %}}{{% endif %}}"
@@ -371,21 +337,23 @@ def test_a_row_sets_variables_of_the_template():
     made = encoder("ppo", template=THINKING)
     given = {"enable_thinking": False, "tone": "x", "date_string": None}
     for kwargs in (given, json.dumps(given)):
-        record = parse({"prompt": [USER], "chat_template_kwargs": kwargs}, made.kind)
+        record = parse_row({"prompt": [USER], "chat_template_kwargs": kwargs}, made.kind)
         [[example]] = made.encode([record])
         assert made.tokenizer.decode(example.columns["input_ids"]).endswith("assistant\n<think></think>")
         assert made.unread(record) == ("chat_template_kwargs.tone",)
-    [[example]] = made.encode([parse({"prompt": [USER], "chat_template_kwargs": None}, made.kind)])
+    [[example]] = made.encode([parse_row({"prompt": [USER], "chat_template_kwargs": None}, made.kind)])
     assert made.tokenizer.decode(example.columns["input_ids"]).endswith("assistant\n")
-    [[error]] = made.encode([parse({"prompt": [USER], "chat_template_kwargs": {"messages": []}}, made.kind)])
+    [[error]] = made.encode(
+        [parse_row({"prompt": [USER], "chat_template_kwargs": {"messages": []}}, made.kind)]
+    )
     assert error.kind == "template" and "multiple values for keyword argument 'messages'" in error.expected
     row = {"prompt": "hi", "completion": " yo", "chat_template_kwargs": {"enable_thinking": False}}
     made = encoder("sft", template=THINKING)
-    assert made.unread(parse(row, made.kind)) == ("chat_template_kwargs.enable_thinking",), "plain text"
+    assert made.unread(parse_row(row, made.kind)) == ("chat_template_kwargs.enable_thinking",), "plain text"
 
 
 def test_a_template_whose_prompt_differs_from_its_completion():
-    """In DeepSeek R1's template the prompt ends with <think>, but completions do not contain it."""
+    """As in DeepSeek R1's template, the generation prompt ends with <think>, but completions lack it."""
     asks = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
     for stage, row in (("sft", CONVERSATION), ("dpo", {"prompt": [USER], "chosen": "a", "rejected": "b"})):
         _, (error,) = encoded(stage, row, template=asks)
@@ -429,7 +397,7 @@ A_ROW_OF = {
     [(stage, template) for stage in A_ROW_OF if stage != "ppo" for template in (DROPS, SAYS_THE_SAME)]
     + [(stage, FORGETS_THE_PROMPT) for stage in A_ROW_OF],
 )
-def test_a_template_that_drops_a_turn_is_refused(stage, template):
+def test_a_template_that_drops_a_turn_is_rejected(stage, template):
     _, (outcome,) = encoded(stage, A_ROW_OF[stage], template=template, ends=ENDS)
     kind = "empty_prompt" if template is FORGETS_THE_PROMPT else "empty_completion"
     assert isinstance(outcome, RowError) and outcome.kind == kind, outcome
@@ -447,13 +415,13 @@ ASKED = {"role": "user", "content": "Could you say that again, at greater length
 
 
 @pytest.mark.parametrize("template", [CUTS, LOWERS, CUTS_EARLIER, CUTS_QUESTIONS, BLOCKS, STRIPS])
-@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "ppo"])
-def test_a_template_that_changes_words_is_refused(stage, template):
+@pytest.mark.parametrize("stage", ["sft", "dpo", "ppo"])
+def test_a_template_that_changes_words_is_rejected(stage, template):
     turns = [USER, LONG, ASKED] if template is CUTS_EARLIER else [ASKED]
     pair = {"prompt": turns, "chosen": [LONG], "rejected": [{**LONG, "content": LONG["content"] + " No."}]}
     row = {"sft": {"messages": [*turns, LONG]}, "ppo": {"prompt": turns}}.get(stage, pair)
     _, (outcome,) = encoded(stage, row, template=template)
-    unread = stage == "ppo" and template is CUTS  # this prompt has no assistant turn
+    unread = stage == "ppo" and template is CUTS  # the prompt has no assistant turn
     unlearned = stage != "sft" and template is CUTS_EARLIER
     if template is STRIPS or unread or unlearned:
         assert isinstance(outcome, Example), outcome

@@ -1,4 +1,4 @@
-"""Tests JSON Lines, JSON arrays, CSV and TSV: each row appears once with its number, each bad row has its line."""
+"""Tests that JSON Lines, JSON arrays, CSV and TSV files give each row once with its number, and name the lines of bad rows."""
 
 import bz2
 import csv
@@ -8,7 +8,7 @@ import lzma
 import pickle
 
 import pytest
-from toy_data import ROWS, make, parsed, read_rows, rows_of
+from toy_data import ROWS, make, read_rows, rows_of
 
 from pipeline.data import text_rows
 from pipeline.data.values import RowError
@@ -39,7 +39,7 @@ def test_arrays_gzip_and_byte_order_marks(tmp_path, monkeypatch):
         "c.json": " [ ] ",
     }
     texts["c.jsonl"] = "\ufeff" + "\r\n".join(json.dumps(row) for row in rows)
-    for block in (64, text_rows.BLOCK):  # with blocks shorter than the arrays, and longer
+    for block in (64, text_rows.BLOCK):  # the arrays are longer than the first and shorter than the second
         monkeypatch.setattr(text_rows, "BLOCK", block)
         for name, text in texts.items():
             for zipped in (False, True):
@@ -58,7 +58,6 @@ LINES, TABLE = b'{"a": 1}\n' * 9, b"a,b\n" + b"1,2\n" * 9
         ("a.json", b'[{"a": 1}, {"a": 2}, {"a"', "not_json", 3, "the end of the file"),
         ("a.json", b'[{"a": 1}, {"a": "\xff"}]', "not_utf8", 1, "byte 0xff"),
         ("a.json", b"[{},,{}]", "not_json", 2, ",{}]"),
-        ("a.json", b"[{} {}]", "not_json", 2, "no comma"),
         ("a.json", b"[{}] x", "not_json", 2, "after the closing bracket"),
         ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:-12], "truncated_gzip", None, ""),
         ("a.csv.gz", gzip.compress(TABLE, mtime=0)[:-12], "truncated_gzip", None, ""),
@@ -85,36 +84,13 @@ def test_an_unterminated_array_is_decoded_only_once(tmp_path, monkeypatch):
     path = write(tmp_path / "a.json", b'[{"a": "' + b"x" * (1 << 20))
     ((_, error),) = read_rows(path)
     assert error.kind == "not_json" and sum(calls) < 5 << 20, "each block decodes all that was read before it"
-    monkeypatch.setattr(text_rows, "ROW", 100_000)
-    ((_, error),) = read_rows(path)
-    assert "no end within" in error.found and str(error).endswith("; not read: all that follows")
 
 
-# ---- values that no field that is read may hold ---------------------------------------------------------------------
-
-PAIR = '"prompt": "a", "chosen": "b", "rejected": "c"'
-VALUES = [
-    (f'{{{PAIR}, "system": NaN}}', "not_finite", "system"),
-    (f'{{{PAIR}, "system": [-Infinity]}}', "not_finite", "system[0]"),
-    (f'{{{PAIR}, "margin": 1e400}}', "not_finite", "margin"),
-    (f'{{{PAIR}, "system": {{"y": -{"9" * 5000}}}}}', "not_finite", "system.y"),
-    (f'{{{PAIR}, "system": "\\ud83d"}}', "not_utf8", "system"),
-    (f'{{{PAIR}, "\\udc00": 1}}', "not_utf8", ""),
-    (f'{{{PAIR}, "x": {"[" * 100_000}{"]" * 100_000}}}', "nested", ""),
-]
-
-
-@pytest.mark.parametrize(("text", "kind", "field"), VALUES)
-@pytest.mark.parametrize("form", ["lines", "array"])
-def test_values_that_no_row_may_hold(tmp_path, form, text, kind, field):
-    good = f'{{{PAIR}, "x": 1e308, "z": "\\u0000\\ud83d\\ude00", "": [{"7" * 300}]}}'
-    content = f"{good}\n{text}\n" if form == "lines" else f"[{good}, {text}]"
-    (_, first), (line, second) = read_rows(write(tmp_path / f"{form}.json", content), stage="rm")
-    parsed(first, "rm")
-    with pytest.raises(RowError) as caught:
-        raise second if isinstance(second, RowError) else parsed(second, "rm")
-    assert (line, caught.value.kind) == (2, kind)
-    assert caught.value.field.startswith(field) and len(str(caught.value)) < 400
+def test_numbers_of_any_length_and_deep_nesting(tmp_path):
+    deep = '{"x": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    for text in (f'{{"x": -{"9" * 5000}}}\n{deep}', f'[{{"x": -{"9" * 5000}}}, {deep}]'):
+        (_, first), (number, second) = read_rows(write(tmp_path / "rows.json", text))
+        assert first == {"x": float("-inf")} and (number, second.kind) == (2, "nested")
 
 
 # ---- CSV -------------------------------------------------------------------------------------------------------------
@@ -140,7 +116,7 @@ def test_quotes_line_ends_byte_order_marks_and_delimiters(tmp_path, name, mark):
 def test_rows_follow_a_bad_one_and_values_may_be_large(tmp_path):
     rows = read_rows(write(tmp_path / "a.csv", b'a,b\n1\n2,\xff\n"x"y,3\n4,5\n'))
     assert [number for number, _ in rows] == [2, 3, 4, 5] and rows[-1][1] == {"a": "4", "b": "5"}
-    large = "x" * 200_000  # plus an unnamed index column, as pandas writes it
+    large = "x" * 200_000  # pandas writes an index column without a name
     assert read_rows(write(tmp_path / "a.csv", f",a\n0,{large}\n")) == [(2, {"Unnamed: 0": "0", "a": large})]
 
 
@@ -171,12 +147,9 @@ def test_csv_trains_and_its_errors_name_the_line(tmp_path):
     [
         ("a|b\n1|2\n", {"a": "1", "b": "2"}),
         ("a (x|y|z),b\n1,2\n", {"a (x|y|z)": "1", "b": "2"}),
-        ("sep=;\na;b\n1,5;2\n", {"a": "1,5", "b": "2"}),
-        ("\ufeffsep=|\r\na|b\r\n1|2\r\n", {"a": "1", "b": "2"}),
-        ("sep=,\na,b\n1,2\n", {"a": "1", "b": "2"}),
     ],
 )
-def test_other_delimiters_and_excels_sep_line(tmp_path, text, row):
+def test_other_delimiters(tmp_path, text, row):
     for name in ("a.csv", *(["a.tsv"] if "|" in text and "," not in text else [])):
         assert [found for _, found in read_rows(write(tmp_path / name, text))] == [row]
 

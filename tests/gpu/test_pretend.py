@@ -54,16 +54,6 @@ def _captured(work):
     return graph
 
 
-def _dropped_pool():
-    pool = torch.cuda.graph_pool_handle()
-    for _ in range(2):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(torch.cuda.Stream()):
-            graph.capture_begin(pool=pool)
-            graph.capture_end()
-        del graph
-
-
 def _freed_before_replay():
     tensors = [torch.ones(3, device=GPU)]
     graph = _captured(lambda: tensors[0] + 1)
@@ -75,9 +65,7 @@ def _on_gpu():
     return torch.arange(6.0, device=GPU).view(2, 3)
 
 
-ERRORS = {
-    "a product with a matrix of the CPU": (lambda: _on_gpu() @ torch.ones(3, 2), "at least two devices, cuda:0 and cpu"),
-    "a sum with a tensor of another GPU": (lambda: _on_gpu() + torch.ones(3, device="cuda:1"), "two devices, cuda:0 and cuda:1"),
+ERRORS = {  # besides those of the FAULTS below
     "an index of another GPU": (lambda: _on_gpu()[torch.tensor([0], device="cuda:1")], "indices should be either"),
     "an index of a GPU into a tensor of the CPU": (lambda: torch.ones(3)[torch.tensor([0], device=GPU)], "indices should"),
     "numpy": (lambda: _on_gpu().numpy(), "can't convert cuda:0 device type tensor to numpy"),
@@ -86,12 +74,9 @@ ERRORS = {
     "a tensor that is too large": (lambda: torch.empty(1 << 40, device=GPU), "CUDA out of memory. Tried to allocate 4096"),
     "a generator of the CPU": (lambda: torch.rand(2, device=GPU, generator=torch.Generator()), "found 'cpu'"),
     "a random state of the CPU": (lambda: torch.cuda.set_rng_state(torch.get_rng_state()), "RNG state is wrong size"),
-    "a product of two dtypes": (lambda: _on_gpu() @ _on_gpu().bfloat16().t(), "same dtype"),
-    "a number read in a graph": (lambda: _captured(lambda: _on_gpu().sum().item()), "stream is capturing"),
     "a list read in a graph": (lambda: _captured(lambda: _on_gpu().tolist()), "stream is capturing"),
     "a copy from the CPU in a graph": (lambda: _captured(lambda: torch.ones(2).to(GPU)), "stream is capturing"),
     "a graph of the default stream": (lambda: torch.cuda.CUDAGraph().capture_begin(), "non-default stream"),
-    "a pool that no graph keeps": (_dropped_pool, "use_count > 0 INTERNAL ASSERT FAILED"),
     "a replay on memory that is free": (_freed_before_replay, "illegal memory access"),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Tests loading a base, and the identity that distinguishes bases."""
+"""Tests that a base is loaded frozen and complete, and that its identity distinguishes it from other bases."""
 
 import shutil
 from pathlib import Path
@@ -48,14 +48,15 @@ def copied(folders, tmp_path) -> Path:
     return Path(shutil.copytree(folders["mistral"], tmp_path / "mistral"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_families_load_frozen(folders, family, dtype):
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((family, "float32") for family in FAMILIES), ("qwen3", "bfloat16")]
+)
+def test_a_base_and_a_reward_model_are_loaded_frozen_and_without_dropout(folders, family, dtype):
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]])
     model = load_base(settings(folders[family], dtype=dtype)).train()
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
-    assert torch.equal(model(ids).logits, model(ids).logits)  # no randomness is left, even in train mode
+    assert torch.equal(model(ids).logits, model(ids).logits)  # without dropout, even in train mode
     assert all(module.p == 0 for module in model.modules() if isinstance(module, torch.nn.Dropout))
     assert not any(
         "drop" in key and value for key, value in model.config.to_dict().items() if isinstance(value, float)
@@ -74,10 +75,9 @@ def test_families_load_frozen(folders, family, dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_scorers_head_computes_in_fp32_under_autocast(folders, dtype):
-    """TRL with bf16: true also computes the head in fp32. Scores rounded to bf16 tie, and a tie counts as wrong."""
-    scorer = load_base(settings(folders["qwen3"], dtype=dtype), load_tokenizer(str(folders["qwen3"])))
+def test_the_head_of_a_reward_model_computes_in_fp32_under_autocast(folders):
+    """Scores that are rounded to bf16 would often be equal, and equal scores count as wrong."""
+    scorer = load_base(settings(folders["qwen3"], dtype="bfloat16"), load_tokenizer(str(folders["qwen3"])))
     scorer = peft.get_peft_model(scorer, peft.LoraConfig(task_type="SEQ_CLS", r=2))
     head = score_head(scorer.base_model.model).modules_to_save["default"]
     head.weight.data.fill_(0.5)
@@ -91,26 +91,27 @@ def test_a_scorers_head_computes_in_fp32_under_autocast(folders, dtype):
     assert head.weight.grad.dtype == torch.float32 and head.weight.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_nf4_on_a_cpu(folders, family):
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_a_base_can_be_quantized_on_a_cpu(folders, family):
     ids = torch.tensor([[5, 6, 7, 8]])
     model = load_base(settings(folders[family], load_in_4bit=True))
     quantized = {type(module).__name__ for module in model.modules()}
     assert "Linear4bit" in quantized
-    before = model(ids).logits  # first in eval mode without gradients, then as in training: the same weights
+    before = model(ids).logits
     assert torch.isfinite(before).all()
+    # Without gradients, bitsandbytes could have repacked the weights.
     torch.testing.assert_close(model.train()(ids).logits, before)
     scorer = load_base(settings(folders[family], load_in_4bit=True), load_tokenizer(str(folders[family])))
-    assert isinstance(score_head(scorer), torch.nn.Linear) and scorer(ids).logits.shape == (1, 1)
+    assert type(score_head(scorer)).__name__ != "Linear4bit" and scorer(ids).logits.shape == (1, 1)
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_identity_follows_the_weights(folders, copied, sampled, monkeypatch):
-    if sampled:  # files of more than a GiB are sampled
+def test_a_copy_has_the_same_digest_and_other_weights_have_another(folders, copied, sampled, monkeypatch):
+    if sampled:  # of files of more than a GiB, only samples are hashed
         monkeypatch.setattr(base_module, "WHOLE_FILE_BYTES", 1000)
         monkeypatch.setattr(base_module, "SAMPLE_BYTES", 64)
     before = base_identity(str(copied))
-    assert before["digest"] == base_identity(str(folders["mistral"]))["digest"]  # the same weights in a copy
+    assert before["digest"] == base_identity(str(folders["mistral"]))["digest"]
     assert before["context_length"] == 128 and before["architecture"] == "MistralForCausalLM"
     file = copied / "model.safetensors"
     content = bytearray(file.read_bytes())
@@ -119,20 +120,19 @@ def test_identity_follows_the_weights(folders, copied, sampled, monkeypatch):
     assert base_identity(str(copied))["digest"] != before["digest"]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral"])
-def test_a_base_whose_end_token_was_never_trained_is_refused(family, folders):
-    model, tokenizer = load_base(settings(folders[family])), load_tokenizer(str(folders[family]))
+def test_a_base_whose_end_token_was_never_trained_is_rejected(folders):
+    model, tokenizer = load_base(settings(folders["qwen3"])), load_tokenizer(str(folders["qwen3"]))
     base_module.check_ends(model, tokenizer, {tokenizer.eos_token_id})
     weight = model.get_output_embeddings().weight
     weight[7] = weight[tokenizer.eos_token_id].clone()
     weight[9] = weight[7] * 1.001
     with pytest.raises(InputError, match=r"same row for '</s>', .* as for 2 other tokens"):
         base_module.check_ends(model, tokenizer, {tokenizer.eos_token_id})
-    base_module.check_ends(model, tokenizer, {tokenizer.eos_token_id, 7, 9})  # each token ends a completion
-    base_module.check_ends(model, tokenizer, {8})
+    # Equal rows are allowed if all of their tokens end a completion.
+    base_module.check_ends(model, tokenizer, {tokenizer.eos_token_id, 7, 9})
 
 
-def test_pickled_weights_must_be_allowed(copied):
+def test_pickled_weights_are_only_loaded_with_allow_pickle(copied):
     torch.save(load_file(copied / "model.safetensors"), copied / "pytorch_model.bin")
     (copied / "model.safetensors").unlink()
     with pytest.raises(InputError, match=r"model\.allow_pickle=true"):
@@ -143,7 +143,7 @@ def test_pickled_weights_must_be_allowed(copied):
     assert base_identity(str(copied))["digest"].startswith("sha256:")
 
 
-def test_folders_that_are_not_a_base(tmp_path):
+def test_a_folder_that_is_not_a_base_is_an_error(tmp_path):
     with pytest.raises(InputError, match=r"no config\.json"):
         base_identity(str(tmp_path))
     (tmp_path / "adapter_config.json").write_text("{}")

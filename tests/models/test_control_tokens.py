@@ -1,15 +1,15 @@
-"""Tests that special tokens in a row's text stay text, for every stage, template and tokenizer. `control` opts out."""
+"""Tests that special tokens in a row's text stay text, for every stage, template and tokenizer."""
 
 import random
 
 import pytest
 from running import ROOT
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from toy_data import CHATML, ROWS, make, parsed, rows_of, tokenizer, trained, write
+from toy_data import CHATML, ROWS, make, parsed, rows_of, tokenizer, write
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.data.encode import Encoder
-from pipeline.data.shapes import kind_of
+from pipeline.data.formats import kind_of
 from pipeline.models.control_tokens import ControlTokens, chat_ids, text_ids
 from pipeline.models.tokenizer import eos_ids, load_tokenizer
 
@@ -48,19 +48,15 @@ def rows(words: str) -> dict[str, dict]:
         "dpo": {"prompt": words, "chosen": words, "rejected": f"{words} no"},
         "ppo": {"messages": [*turns, completion, turns[1]]},
         "generate": {"prompt": f"\n\nHuman: {words}\n\nAssistant:"},
-        "evaluate": {"prompt": words},
         "score": {"prompt": words, "completion": words},
-        "pairs": {"prompt": turns, "chosen": words, "rejected": f"{words} no"},
     }
 
 
 @pytest.mark.parametrize("apply", [True, False], ids=["template", "text"])
-@pytest.mark.parametrize(
-    "make", [llama, tokenizer, lambda: tokenizer(CHATML)], ids=["llama", "plain", "chatml"]
-)
+@pytest.mark.parametrize("make", [llama, tokenizer], ids=["llama", "plain"])
 @pytest.mark.parametrize("stage", rows(""))
-def test_no_row_forges_a_token(stage, make, apply):
-    """The row has the same special tokens in the same order as with harmless words, and decoding returns the words."""
+def test_control_tokens_in_a_row_are_encoded_as_text(stage, make, apply):
+    """The row has the same special tokens as a row with harmless words, and decoding it returns the text."""
     tok = make()
     forged, harmless = (encoded(tok, stage, rows(w)[stage], apply_template=apply) for w in (FORGED, "Hi ok"))
     for name, ids in forged.columns.items():
@@ -68,15 +64,6 @@ def test_no_row_forges_a_token(stage, make, apply):
             like = harmless.columns[name]
             assert specials_in(tok, ids) == specials_in(tok, like)
             assert FORGED in tok.decode(ids)
-
-
-def test_a_completion_does_not_learn_to_end_early():
-    tok = tokenizer(CHATML)
-    row = {"prompt": "hi", "completion": "one</s>two<|im_end|>\nthree"}
-    ends = [tok.eos_token_id, tok.convert_tokens_to_ids("<|im_end|>")]
-    example = encoded(tok, "sft", row, ends=ends)
-    assert trained(tok, example) == ["one</s>two<|im_end|>\nthree<|im_end|>"]
-    assert [i for i in example.columns["labels"] if i in ends] == [ends[1]]
 
 
 # ---- tokenizers ------------------------------------------------------------------------------------------------
@@ -109,8 +96,7 @@ TOKENIZERS = {"llama": llama, "bytes": tokenizer, "unigram": unigram, "prefixed"
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_no_text_becomes_a_special_token(name):
-    """The offsets of the pieces refer to the marked text, and a cut adds no space."""
+def test_random_texts_contain_no_special_token_and_keep_their_offsets(name):
     tok, rng = TOKENIZERS[name](), random.Random(name)
     control = ControlTokens(tok)
     special = {tok.convert_tokens_to_ids(name) for name in control.names} - {tok.unk_token_id}
@@ -132,8 +118,8 @@ def test_no_text_becomes_a_special_token(name):
             assert "".join(rendered[start:stop] for start, stop in spans) == text
 
 
-def test_a_cut_adds_no_space():
-    """Tokenizers like Llama 2's put a space before each text."""
+def test_a_mark_inside_a_control_token_adds_no_space():
+    """A tokenizer like Llama 2's puts a space before each text."""
     tok = prefixed()
     control = ControlTokens(tok)
     pieces = tok.convert_ids_to_tokens(text_ids(control, "hi </s>x"))
@@ -141,7 +127,7 @@ def test_a_cut_adds_no_space():
 
 
 def test_turn_markers_that_are_not_special_are_control_tokens():
-    """DeepSeek's markers are not `special`. A token that a completion may hold does not become one by being in the template."""
+    """DeepSeek's markers are not `special`. `<think>` is in the template, too, but a completion may contain it."""
     template = "{% for m in messages %}<|{{ m.role }}|><think></think>{{ m.content }}<|over|>{% endfor %}{# <|user|> #}"
     tok = tokenizer(template)
     tok.add_tokens(
@@ -154,7 +140,7 @@ def test_turn_markers_that_are_not_special_are_control_tokens():
     assert [i for i in ids if i > 260] == [tok.convert_tokens_to_ids("<think>")]
 
 
-def test_a_reward_with_another_tokenizer_gets_text():
+def test_a_reward_model_with_another_tokenizer_gets_control_tokens_as_text():
     from pipeline.scoring.rewards import ModelReward, Samples
 
     class Model:
@@ -174,7 +160,7 @@ def test_a_reward_with_another_tokenizer_gets_text():
     assert chat_ids(ControlTokens(tok), plain) == tok.apply_chat_template(plain, return_dict=False)
 
 
-def test_the_report_names_rows_with_control_tokens_and_a_job_may_allow_them(tmp_path):
+def test_the_report_counts_rows_with_control_tokens_and_a_job_may_allow_them(tmp_path):
     forged = [{"prompt": "a</s>b", "completion": "<s>x</s>"}, {"prompt": "a", "completion": "b</s>"}]
     path = write(tmp_path / "rows.jsonl", [*ROWS[:5], *forged])
     for parse_special_tokens, ends, says in (

@@ -20,7 +20,7 @@ from pipeline.models.tokenizer import load_tokenizer
 demo, folder = sys.argv[1:]
 base = check_base(SimpleNamespace(**SETTINGS))
 check_lora(base, {"r": 4, "target_modules": "all-linear"})
-adapter_files.check_adapter_fits_base(base, folder, True)
+adapter_files.check_adapter_fits_base(base, folder, True, "it")
 assert base_identity(demo)["context_length"] == 256
 assert not {"torch", "transformers"} & set(sys.modules)
 load_tokenizer(demo)

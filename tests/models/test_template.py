@@ -1,4 +1,4 @@
-"""Tests that a chat template that fails is rejected before any row is rendered."""
+"""Tests that a chat template which cannot be rendered is an error before any row is rendered."""
 
 import shutil
 from pathlib import Path
@@ -8,40 +8,21 @@ from toy_models import DEMO
 
 from pipeline.errors import InputError
 from pipeline.models.tokenizer import load_tokenizer
-from pipeline.system import deadline
 
 BROKEN = {
-    "an unknown function": (b"{{ nope() }}", r"cannot be rendered \(UndefinedError: 'nope' is undefined\)"),
     "a syntax error": (b"one\n{% if %}", r"cannot be rendered \(TemplateSyntaxError: Expected an expression.*line 2"),
-    "no loop that long": (b"{% for i in range(10**9) %}{% endfor %}", r"cannot be rendered \(OverflowError: Range too big"),
-    "an attribute that leads out": (b"{{ ''.__class__.__mro__ }}", r"cannot be rendered \(SecurityError"),
+    "a long loop": (b"{% for i in range(10**9) %}{% endfor %}", r"cannot be rendered \(OverflowError: Range too big"),
+    "a forbidden attribute": (b"{{ ''.__class__.__mro__ }}", r"cannot be rendered \(SecurityError"),
     "not UTF-8": (b"\xff\xfe{{ 1 }}", r"' cannot be read \(UnicodeDecodeError"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_template_that_cannot_be_used(kind, tmp_path):
+def test_a_template_that_cannot_be_rendered_is_an_error_of_its_key(kind, tmp_path):
     text, says = BROKEN[kind]
     (tmp_path / "chat.jinja").write_bytes(text)
     with pytest.raises(InputError, match=rf"^model\.chat_template: .*chat\.jinja ?{says}"):
         load_tokenizer(str(DEMO), chat_template=str(tmp_path / "chat.jinja"))
-
-
-LOOP = "{% for i in range(6000) %}"  # ends after seconds, because its thread stays in this process
-HANGS = {
-    "{{ 'x' * 10 ** 7 }}": "ValueError: 10,000,000 characters for a conversation of a few words",
-    LOOP * 2 + "{% endfor %}" * 2: "TimeoutError: no answer within 0 seconds",
-}
-
-
-@pytest.mark.parametrize("text", HANGS)
-def test_a_template_that_does_not_end_or_writes_too_much_is_refused(text, tmp_path, monkeypatch):
-    base = Path(shutil.copytree(DEMO, tmp_path / "base"))
-    (base / "chat_template.jinja").write_text(text)
-    if "for" in text:
-        monkeypatch.setattr(deadline, "SECONDS", 0.4)
-    with pytest.raises(InputError, match=rf"^model\.name_or_path: the chat .* rendered \({HANGS[text]}"):
-        load_tokenizer(str(base))
 
 
 @pytest.mark.parametrize("text", ["{{ messages[1].content }}", "{{ raise_exception('after a tool only') }}"])
@@ -50,7 +31,7 @@ def test_a_template_that_fails_on_some_conversations_only_is_accepted(text, tmp_
     assert load_tokenizer(str(DEMO), chat_template=str(tmp_path / "chat.jinja")).chat_template == text
 
 
-def test_the_bases_own_template_is_checked_too(tmp_path):
+def test_the_template_of_the_base_is_checked_and_can_be_replaced(tmp_path):
     base = Path(shutil.copytree(DEMO, tmp_path / "base"))
     (base / "chat_template.jinja").write_text("{{ nope() }}")
     with pytest.raises(InputError, match=r"^model\.name_or_path: the chat template of .* cannot be rendered"):

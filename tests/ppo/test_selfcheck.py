@@ -76,7 +76,7 @@ def test_outputs_are_compared_as_closely_as_the_precision_of_the_training_allows
     def output(ids):
         return trainer.shared.mean_logprob("policy", ids) + off
 
-    probes.write(str(tmp_path), toy.VOCAB, 0, output, precision)
+    probes.write_probes(str(tmp_path), toy.VOCAB, 0, output, precision)
     assert roles.behaves_as_trained(trainer, "policy", str(tmp_path)).holds is holds
 
 

@@ -1,10 +1,9 @@
-"""Tests the report page of finished, failed and interrupted runs. Uses MLflow on SQLite, and real stages at the end."""
+"""Tests the report page of finished, failed and interrupted runs. The runs are recorded in MLflow, and one is a real stage."""
 
 import json
 import math
 import re
 import shutil
-import time
 from collections import Counter
 from dataclasses import replace
 from html import unescape
@@ -48,7 +47,7 @@ SPLIT = {
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """Returns a folder for runs, with an MLflow store that is migrated once."""
+    """Returns a folder for runs that has an MLflow store."""
     folder = tmp_path_factory.mktemp("reported")
     registry.client(f"sqlite:///{folder}/mlflow.db").search_experiments()
     return folder
@@ -63,14 +62,14 @@ def begin(store, name, verb="ppo", *changed):
 
 
 def log(job, run_id, curves):
-    metrics = registry.MetricLog(registry.MLflowRun(tracking_of(job).uri, run_id))
+    metrics = registry.Curves(registry.MLflowRun(tracking_of(job).uri, run_id))
     for step in range(len(next(iter(curves.values())))):
         metrics.log({key: values[step] for key, values in curves.items()}, step + 1)
     metrics.close()
 
 
 def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True, rows_from=None):
-    """Makes a run like `launch`, without training: its MLflow run, its version, its result.json."""
+    """Makes what a finished run leaves: its MLflow run, its version and its result.json."""
     with registry.mlflow_run(tracking_of(job), {"train": "d" * 64}) as run_id:
         if curves:
             log(job, run_id, curves)
@@ -99,7 +98,7 @@ def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True, r
 
 @pytest.fixture(scope="module")
 def runs(store):
-    """Makes runs of sft, rm, ppo and evaluate that follow from each other, with their results."""
+    """Returns the results of four runs: sft, rm, ppo from both of them, and evaluate."""
     curves = {"loss": [0.6, 0.5], "eval_loss": [0.6, 0.55]}
     sft = finish(store, begin(store, "one-sft", "sft"), curves, {"eval_loss": 0.5, "initial_loss": 0.7})
     rm = finish(store, begin(store, "one-rm", "rm"), {"accuracy": [0.5, 0.9]}, {"eval_accuracy": 0.975})
@@ -193,19 +192,6 @@ def test_the_badge_shows_the_verdict_of_the_gate_or_the_state_of_the_run(runs, s
     assert replace(run, state="failed").verdict == "failed"
 
 
-@pytest.mark.parametrize(
-    ("reward", "judge", "marked"), [(2.0, 0.25, 1), (2.0, 1.0, 0), (0.0, 0.25, 0), (2.0, None, 0)]
-)
-def test_a_judge_that_falls_while_the_reward_rises_is_colored(reward, judge, marked, runs, store):
-    run = report.read_run(str(store / "one-ppo"))
-    before, after = {"completion": "a", "reward": 1.0}, {"completion": "b", "reward": reward}
-    if judge is not None:
-        before["judge"], after["judge"] = 0.5, judge
-    sample = {"prompt": "?", "before": before, "after": after}
-    html = page.render([replace(run, result=run.result | {"samples": [sample]})])
-    assert html.count('class="falls"') == marked
-
-
 def test_the_held_out_value_of_a_card_is_a_point_in_the_curve():
     """A panel with only the held-out value, such as an evaluation has, is not drawn."""
     [kl] = [one for one in panels.GROUPS["policy"][1] if "objective/kl" in one.lines]
@@ -234,7 +220,7 @@ def test_runs_of_one_stage_are_drawn_over_each_other(runs, store):
     def kl_of(*names):
         html = page_of(store, "one-ppo", *names)
         kl = re.search(r'<svg[^>]*aria-label="KL from the reference.*?</svg>', html, re.DOTALL)[0]
-        assert "var(--c0)" in kl and "#0072b2" not in kl.lower()  # colors follow the page
+        assert "var(--c0)" in kl and "#0072b2" not in kl.lower()  # colors are variables of the page
         return re.findall(r"fill: var\(--c\d\)[^<]*>(\d)</text>", kl), text_of(html)
 
     for name, *changed in (("other-ppo", "trainer.kl_coef=0.5"), ("third-ppo", "data.eval=null")):
@@ -303,7 +289,7 @@ def test_without_an_mlflow_server_the_page_has_a_note_instead_of_curves(runs, st
 
 def test_markup_in_values_is_escaped(runs, store, tmp_path):
     html = page_of(store, "one-ppo")
-    assert "&lt;script&gt;alert(&#39;x&#39;)" in html and "<b>thanks" not in html  # in the sample
+    assert "&lt;script&gt;alert(&#39;x&#39;)" in html and "<b>thanks" not in html  # of the sample
     assert "<mark>a &lt;b&gt;</mark>" in html  # the trained tokens of a row
     shutil.copytree(store / "one-rm", tmp_path / "run")
     for name, change in (
@@ -366,15 +352,15 @@ def test_a_report_that_cannot_be_drawn_does_not_fail_the_run(runs, store, capsys
     assert "try again with: python -m pipeline report" in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------------------------------------------- figures
+# -------------------------------------------------------------------------------------------- pairs and panels
 
 
 def pair(margin, longer=0):
     return {"chosen": margin, "rejected": 0.0, "chosen_tokens": 10 + longer, "rejected_tokens": 10}
 
 
-def test_the_statistics_of_pairs():
-    # ten pairs with confidence 0.9, nine of them right
+def test_accuracy_calibration_and_length_bias_of_pairs():
+    # Ten pairs have a confidence of 0.9, and nine of them are right.
     sure = [pair(math.log(9) * (-1 if i == 0 else 1), longer=2) for i in range(10)]
     summary = preferences.summary(sure)
     assert (summary["accuracy"], summary["calibration error"]) == (0.9, pytest.approx(0.0, abs=1e-9))
@@ -388,7 +374,7 @@ def test_the_statistics_of_pairs():
     assert summary["accuracy where the chosen completion is shorter"] == 0.0
 
 
-def test_a_token_pair_as_text():
+def test_a_pair_of_token_rows_becomes_prompt_and_completions():
     from pipeline.models.tokenizer import load_tokenizer
     from pipeline.stages.rm import as_text
 
@@ -397,7 +383,7 @@ def test_a_token_pair_as_text():
     asked = {"role": "user", "content": "What is the capital of Peru?"}
     chats = [[asked, {"role": "assistant", "content": text}] for text in texts]
     sides = tokenizer.apply_chat_template(chats, return_dict=False)
-    # full completions, although both begin with the same words
+    # Both completions are shown in full, although they begin with the same words.
     assert as_text(tokenizer, *sides) == (asked["content"], *texts)
     assert as_text(tokenizer, *map(tokenizer.encode, texts))[1:] == (" Lima.", " Oslo.")
 
@@ -422,16 +408,6 @@ def test_any_number_of_pairs_can_be_drawn(count):
         assert plots.svg(draw, "x", note).startswith("<svg ")
 
 
-def test_of_a_step_logged_twice_the_later_value_counts(store):
-    job = begin(store, "twice")
-    with registry.mlflow_run(tracking_of(job), {}) as run_id:
-        log(job, run_id, {"loss": [3.0, 2.0, 1.0]})
-        later = int(time.time() * 1000) + 10_000  # as a restarted worker logs the step again
-        registry.client(tracking_of(job).uri).log_metric(run_id, "loss", 2.5, timestamp=later, step=2)
-    history = registry.history(tracking_of(job).uri, run_id)
-    assert history["loss"] == [(1, 3.0), (2, 2.5), (3, 1.0)]
-
-
 def test_every_panel_can_be_drawn():
     """Draws each panel with many points, and the first panel also with one point. A panel without points is not drawn."""
     every = [panel for _, group in panels.GROUPS.values() for panel in group]
@@ -448,7 +424,7 @@ def test_every_panel_can_be_drawn():
         assert plots.curve(panel, {"": {}}) is None
 
 
-# --------------------------------------------------------------------------------------------- of real stages
+# ------------------------------------------------------------------------------------------------ a real stage
 
 
 @pytest.mark.slow  # test_stages.py draws the page of a run without its panels

@@ -244,7 +244,7 @@ def test_a_run_writes_no_secret_of_its_environment_anywhere(run):
     assert leaks(run.folder.parent, run) == []
 
 
-# tests/data/test_feed.py compares the loss of each step on toy rows.
+# tests/stages/test_exact_batches.py compares the loss of each step on toy rows.
 @pytest.mark.parametrize("run", ["sft"], indirect=True)
 def test_two_workers_learn_what_this_process_learns(run, tmp_path):
     alone = stage("sft", tmp_path, "alone", *SFT)["metrics"]
@@ -337,7 +337,7 @@ def test_a_ray_that_does_not_start_is_one_message():
             with session.embedded(num_cpus=1, object_store_memory=10**15):
                 pass
         __main__.dispatch = run
-        sys.exit(process.run(lambda: __main__.main(["sft", "job.yaml"])))
+        sys.exit(process.run_main(lambda: __main__.main(["sft", "job.yaml"])))
     """
     done = program(textwrap.dedent(text))
     assert done.returncode == 1

@@ -38,25 +38,26 @@ def test_no_self_check_fails_in_a_sound_run(run, settings):
     assert messages(run, *settings) == []
 
 
+VARIANTS = [
+    {"bf16": True},
+    {"temperature": 0.7, "min_new_tokens": 3, "missing_eos_penalty": 1.0},
+    {"advantage_estimator": "rloo", "num_generations": 4, "loss_aggregation": "sequence"},
+    {"advantage_estimator": "grpo", "num_generations": 4, "kl_in": "loss", "kl_estimator": "k3"},
+    {"advantage_estimator": "grpo", "num_generations": 4, "importance_sampling_level": "sequence"},
+    {"advantage_estimator": "remax", "entropy_coef": 0.01},
+    {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.9, "dual_clip": 3.0},
+    {"normalize_values": True, "whiten_rewards": True, "bootstrap_truncated": True},
+    {"mask_truncated_completions": True, "kl_estimator": "abs", "critic_warmup_steps": 1},
+    {"gradient_checkpointing": True, "kl_estimator": "k2", "kl_controller": "adaptive"},
+    {"critic": "head"},
+    {"critic": "head", "num_generations": 4, "bf16": True, "gradient_checkpointing": True},
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", toy.KINDS)
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"bf16": True},
-        {"temperature": 0.7, "min_new_tokens": 3, "missing_eos_penalty": 1.0},
-        {"advantage_estimator": "rloo", "num_generations": 4, "loss_aggregation": "sequence"},
-        {"advantage_estimator": "grpo", "num_generations": 4, "kl_in": "loss", "kl_estimator": "k3"},
-        {"advantage_estimator": "grpo", "num_generations": 4, "importance_sampling_level": "sequence"},
-        {"advantage_estimator": "remax", "entropy_coef": 0.01},
-        {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.9, "dual_clip": 3.0},
-        {"normalize_values": True, "whiten_rewards": True, "bootstrap_truncated": True},
-        {"mask_truncated_completions": True, "kl_estimator": "abs", "critic_warmup_steps": 1},
-        {"gradient_checkpointing": True, "kl_estimator": "k2", "kl_controller": "adaptive"},
-        {"critic": "head"},
-        {"critic": "head", "num_generations": 4, "bf16": True, "gradient_checkpointing": True},
-    ],
+    ("kind", "settings"),
+    [*((kind, {}) for kind in toy.KINDS), *(("llama", one) for one in VARIANTS), ("gemma2", VARIANTS[-1])],
     ids=str,
 )
 def test_no_self_check_fails_with_another_architecture_or_variant(kind, settings):

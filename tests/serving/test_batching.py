@@ -1,4 +1,4 @@
-"""Tests continuous batching: waiting rows, delivered tokens and errors. tests/writing tests the decoder."""
+"""Tests continuous batching: the queue, delivered tokens and errors. tests/writing tests the decoder."""
 
 import queue
 import threading
@@ -44,16 +44,16 @@ def batcher(shared):
 
 
 class Client:
-    """Collects the messages to its rows."""
+    """Collects the tokens and errors of its rows."""
 
     def __init__(self):
-        self.told, self.ended = {}, queue.SimpleQueue()
+        self.delivered, self.ended = {}, queue.SimpleQueue()
 
     def row(self, name, prompt, role=None, most=12, number=0, top=None, **settings):
-        self.told[name] = []
+        self.delivered[name] = []
 
         def deliver(token):
-            self.told[name].append(token)
+            self.delivered[name].append(token)
             if isinstance(token, BaseException) or token.last:
                 self.ended.put(name)
 
@@ -65,72 +65,70 @@ class Client:
             self.ended.get(timeout=SECONDS)
 
     def ids(self, name):
-        return [token.id for token in self.told[name]]
+        return [token.id for token in self.delivered[name]]
 
 
-def kept_busy(writer):
-    """Returns a queue. Submitted rows wait until something is put into it."""
+def keep_busy(writer):
+    """Stops the batcher's thread. Returns a queue: the thread continues when something is put into it."""
     busy, held = threading.Event(), queue.SimpleQueue()
     writer.run(lambda: (busy.set(), held.get(timeout=SECONDS)))
     assert busy.wait(SECONDS)
     return held
 
 
-def test_the_queue_is_limited_and_a_request_enters_as_a_whole_or_not_at_all(batcher):
-    """Canceled rows take no space in the queue."""
+def test_the_queue_is_limited_and_a_request_enters_completely_or_not_at_all(batcher):
     client, writer = Client(), batcher(rows=1, queue=3)
-    held = kept_busy(writer)
+    held = keep_busy(writer)
     submitted = [client.row(name, [5]) for name in "abc"]
     writer.submit(submitted)
-    for row in submitted[1:]:  # they wait behind a row that is not canceled
+    for row in submitted[1:]:  # canceled rows take no space in the queue
         row.cancelled = True
     with pytest.raises(Refused, match="the queue is full"):
         writer.submit([client.row(name, [6]) for name in "def"])
     writer.submit([client.row("g", [7])])
     held.put(None)
     client.wait(2)
-    assert [name for name in client.told if client.told[name]] == ["a", "g"]
+    assert [name for name in client.delivered if client.delivered[name]] == ["a", "g"]
 
 
-def test_rows_get_an_error_if_the_batcher_has_ended(batcher):
-    """After vLLM's process fails, waiting and later requests get the error."""
+def test_rows_and_calls_get_an_error_if_the_batcher_has_ended(batcher):
     client, writer = Client(), batcher(rows=1)
-    held = kept_busy(writer)
+    held = keep_busy(writer)
 
     def fail(rows):
-        gone.cancel()  # the client has disconnected
-        writer.requested += [(lambda: None, future) for future in (gone, asked)]
+        disconnected.cancel()
+        writer.requested += [(lambda: None, future) for future in (disconnected, call)]
         raise RuntimeError("the engine is dead")
 
     def reset():
         raise RuntimeError("it cannot continue")
 
-    gone, asked, writer.decoder.join, writer.decoder.reset = Future(), Future(), fail, reset
+    disconnected, call, writer.decoder.join, writer.decoder.reset = Future(), Future(), fail, reset
     writer.submit([client.row("written", [5]), client.row("waiting", [6])])
     held.put(None)
     client.wait(2)
     writer.thread.join(SECONDS)
     writer.submit([client.row("late", [7])])
     client.wait(1)
-    assert {name: str(told[0]) for name, told in client.told.items()} == {
+    assert {name: str(tokens[0]) for name, tokens in client.delivered.items()} == {
         "written": "the engine is dead",
         "waiting": "the batcher has ended",
         "late": "the batcher has ended",
     }
-    for future in (asked, writer.run(lambda: None)):
+    for future in (call, writer.run(lambda: None)):
         with pytest.raises(RuntimeError, match="the batcher has ended"):
             future.result(SECONDS)
     assert not writer.alive
 
 
 def test_a_batcher_ends_if_a_new_version_has_changed_the_base(batcher):
-    """Otherwise all later completions would be wrong. Ray Serve then starts another replica."""
+    """Otherwise all later completions would be wrong. Ray Serve then restarts the replica."""
 
     def add():
         raise SelfCheckFailed("adding an adapter changed the base")
 
     client, writer = Client(), batcher(rows=1)
-    held = kept_busy(writer)
+    held = keep_busy(writer)
     adding = writer.run(add)
     writer.submit([client.row("written", [6], most=10_000, eos=()), client.row("waiting", [7])])
     held.put(None)
@@ -138,33 +136,36 @@ def test_a_batcher_ends_if_a_new_version_has_changed_the_base(batcher):
         adding.result(SECONDS)
     client.wait(2)
     writer.thread.join(SECONDS)
-    assert isinstance(client.told["written"][-1], SelfCheckFailed) and not writer.alive
-    assert [str(told) for told in client.told["waiting"]] == ["the batcher has ended"]
+    assert isinstance(client.delivered["written"][-1], SelfCheckFailed) and not writer.alive
+    assert [str(error) for error in client.delivered["waiting"]] == ["the batcher has ended"]
 
 
 def test_a_call_whose_client_disconnected_is_skipped(batcher):
     writer = batcher(rows=1)
-    held = kept_busy(writer)
-    gone, asked = writer.run(lambda: 1), writer.run(lambda: 2)
-    gone.cancel()
+    held = keep_busy(writer)
+    disconnected, call = writer.run(lambda: 1), writer.run(lambda: 2)
+    disconnected.cancel()
     held.put(None)
-    assert asked.result(SECONDS) == 2 and writer.alive
+    assert call.result(SECONDS) == 2 and writer.alive
 
 
 def test_canceling_a_row_keeps_the_others(shared, batcher):
     client, writer = Client(), batcher()
     kept = client.row("kept", [5, 6, 7], "one", most=30, temperature=0.0)
     gone = client.row("gone", [8, 9], "two", most=10_000, temperature=0.0)
-    told = gone.deliver
+    deliver_token = gone.deliver
 
     def deliver(token):
-        told(token)
-        gone.cancelled = len(client.told["gone"]) == 4
+        deliver_token(token)
+        gone.cancelled = len(client.delivered["gone"]) == 4
 
     gone.deliver = deliver
     writer.submit([gone, kept])
     client.wait(1)
-    assert len(client.told["gone"]) == 4 and writer.run(lambda: len(writer.decoder.rows)).result(SECONDS) == 0
+    assert (
+        len(client.delivered["gone"]) == 4
+        and writer.run(lambda: len(writer.decoder.rows)).result(SECONDS) == 0
+    )
     [expected] = SlotDecoder(shared).generate("one", [[5, 6, 7]], [0], Sampling(30, EOS, temperature=0.0))
     assert client.ids("kept") == expected.tokens
 
@@ -174,18 +175,18 @@ def test_an_error_goes_to_its_rows_and_the_next_rows_are_decoded(batcher, monkey
     monkeypatch.setattr(decoders, "draw", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
     writer.submit([client.row("lost", [5, 6])])
     client.wait(1)
-    assert [str(told) for told in client.told["lost"]] == ["out of memory"]
+    assert [str(error) for error in client.delivered["lost"]] == ["out of memory"]
     monkeypatch.undo()
     writer.submit([client.row("written", [5, 6])])
     client.wait(1)
-    assert all(isinstance(token, Token) for token in client.told["written"]) and writer.alive
+    assert all(isinstance(token, Token) for token in client.delivered["written"]) and writer.alive
 
 
-def test_prompts_join_in_turns_of_a_limited_number_of_tokens(shared, batcher, monkeypatch):
+def test_a_limited_number_of_prompt_tokens_joins_at_once(shared, batcher, monkeypatch):
     joined, join = [], SlotDecoder.join
     monkeypatch.setattr(SlotDecoder, "join", lambda self, rows: joined.append(len(rows)) or join(self, rows))
     client, writer = Client(), batcher(prompt_tokens=20)
-    held = kept_busy(writer)
+    held = keep_busy(writer)
     writer.submit([client.row(i, [300 + i] * 9) for i in range(3)] + [client.row("long", [7] * 40)])
     held.put(None)
     client.wait(4)

@@ -1,4 +1,4 @@
-"""Tests lm_eval and inspect on a served version, as docs/serving.md shows. The tests need both tools."""
+"""Tests the commands of docs/evaluate.md for lm_eval and inspect on a served version. Needs both tools."""
 
 import json
 import os
@@ -22,13 +22,13 @@ ROWS = [
 @pytest.fixture(scope="module")
 def server(storage):
     models = registered(storage)
-    with served(storage) as it:
-        it.folder = models["toy-policy"]
-        yield it
+    with served(storage) as running:
+        running.folder = models["toy-policy"]
+        yield running
 
 
 def command(server, model):
-    """Returns the words of the command in docs/evaluate.md for this kind of model, with this server and its version."""
+    """Returns the documented command for this kind of model, changed to this server and its version."""
     page = (ROOT / "docs/evaluate.md").read_text()
     [line] = re.findall(rf"^.*?(?=lm_eval|inspect)((?:lm_eval|inspect) .*--model {model}.*)$", page, re.M)
     line = line.replace("http://127.0.0.1:8000", server.url).replace("runs/exported/policy", server.folder)
@@ -36,7 +36,7 @@ def command(server, model):
     return line.split()
 
 
-def test_lm_eval_gets_the_same_texts_from_the_server_and_from_the_folder(server, tmp_path):
+def test_lm_eval_gets_equal_completions_from_the_server_and_from_the_folder(server, tmp_path):
     pytest.importorskip("lm_eval")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     task = {
@@ -56,7 +56,7 @@ def test_lm_eval_gets_the_same_texts_from_the_server_and_from_the_folder(server,
 
 
 def _written(folder, words):
-    """Returns lm_eval's metric and the texts that it received."""
+    """Runs lm_eval. Returns its metric and the completions."""
     out = folder / words[2]
     words += ["--include_path", str(folder), "--output_path", str(out), "--log_samples"]
     words = [sys.executable, "-m", *words]
@@ -69,7 +69,7 @@ def _written(folder, words):
     return json.loads(results.read_text())["results"]["capitals"]["exact_match,none"], texts
 
 
-def test_inspect_asks_the_server(server, tmp_path):
+def test_inspect_evaluates_the_served_version(server, tmp_path):
     pytest.importorskip("inspect_ai")
     (tmp_path / "capitals.py").write_text(
         "from inspect_ai import Task, task\n"

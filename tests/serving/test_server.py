@@ -1,6 +1,5 @@
-"""Tests the endpoint on a real Ray Serve with OpenAI's client and plain HTTP: answers, moving aliases, feedback, attacks."""
+"""Tests the server on a real Ray Serve, with OpenAI's client and plain HTTP requests."""
 
-import contextlib
 import json
 import os
 import re
@@ -21,7 +20,6 @@ from toy_models import second, shared_base, tokenizer
 
 from pipeline import registry
 from pipeline.__main__ import main
-from pipeline.commands import serve as command
 from pipeline.commands.serve import TOKENS, token_digests
 from pipeline.errors import InputError
 from tools.chaos.runs import until
@@ -45,11 +43,9 @@ def messages(text=QUESTION):
 def server(storage, models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("feedback")
     settings = ("serve.log_prompts=true", "serve.alias_poll_interval_s=0.3", "serve.max_queue=64")
-    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
-        patch.setattr(command, "REQUEST_S", 4)
-        it = stack.enter_context(served(storage, *settings, f"serve.feedback_path={folder}"))
-        it.folder, it.uri = folder, it.work.uri
-        yield it
+    with served(storage, *settings, f"serve.feedback_path={folder}") as running:
+        running.folder, running.uri = folder, running.work.uri
+        yield running
 
 
 @pytest.fixture
@@ -60,7 +56,7 @@ def client(server):
 
 
 def ended(server, text=QUESTION, **settings):
-    """Returns an answer whose choices all end with EOS, for the first seed that gives one."""
+    """Returns the first answer, over increasing seeds, whose choices all end with EOS."""
     for seed in range(100):
         _, answer = chat(server.url, text, seed=seed, **settings)
         if {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}:
@@ -79,7 +75,7 @@ def telling(server):
         texts = [answer["choices"][0]["message"]["content"] for answer in answers]
         if len(texts[0]) > 12 and texts[0] != texts[1]:
             return question
-    pytest.fail("they always say the same")
+    pytest.fail("the policies answer every question in the same way")
 
 
 # ---------------------------------------------------------------------------------------------------- answers
@@ -95,11 +91,11 @@ def test_openais_client_sees_the_models(client):
     assert client.models.retrieve("toy").id == "toy"
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1e-40, 1.0])
+@pytest.mark.parametrize("temperature", [1e-40, 1.0])
 def test_answers_equal_those_of_the_engine_of_generate(client, engine, temperature):
-    """tests/commands/test_rows.py compares `generate` with this engine."""
+    """Uses the engine that tests/commands/test_rows.py compares with `generate`."""
     how = {"temperature": temperature, "seed": 5}
-    for place in ("Peru", "Chile", "Norway", "Spain"):
+    for place in ("Peru", "Norway"):
         ids = engine.ids(f"Where is {place}?")
         [expected] = engine.sample([ids], 40, **how | {"temperature": round(temperature)})
         answer = client.chat.completions.create(model="toy", messages=messages(f"Where is {place}?"), **how)
@@ -126,18 +122,18 @@ def test_a_stream_has_the_same_answer_in_pieces(client):
     assert reasons == [choice.finish_reason for choice in whole.choices]
     assert tokens == [len(choice.logprobs.content) for choice in whole.choices] and usage == whole.usage
     again = client.chat.completions.create(**asked)
-    assert [choice.message.content for choice in again.choices] == pieces, "a seed gives the same again"
+    assert [choice.message.content for choice in again.choices] == pieces, "a seed repeats its answer"
 
 
-def test_the_requests_on_the_pages_are_answered(server):
+def test_the_requests_in_the_documentation_are_answered(server):
     text = (ROOT / "docs/serving.md").read_text()
     asked = re.findall(r"^curl -s http://127\.0\.0\.1:8000(\S+) -d '(.*)'$", text, re.M)
     assert [path for path, _ in asked] == [CHAT, "/score", FEEDBACK]
     answer = ended(server)
     for path, body in asked:
         body = body.replace("rlhf-ppo", "toy").replace("chatcmpl-...", answer["id"])
-        status, _, said = ask(server.url, path, body.encode())
-        assert status == 200, (path, said)
+        status, _, found = ask(server.url, path, body.encode())
+        assert status == 200, (path, found)
 
 
 def test_a_raw_prompt_is_completed_like_a_conversation(server, engine):
@@ -148,22 +144,14 @@ def test_a_raw_prompt_is_completed_like_a_conversation(server, engine):
 
 
 def test_a_system_prompt_and_a_second_turn_are_answered_like_by_the_engine(client, engine):
-    turns = [
-        {"role": "system", "content": "You answer in one short sentence."},
-        *messages(),
-        {"role": "assistant", "content": "Lima."},
-    ]
-    ids = tokenizer().apply_chat_template(
-        [*turns, *messages("And of Chile?")], add_generation_prompt=True, return_dict=False
-    )
+    system = {"role": "system", "content": "You answer in one short sentence."}
+    first = client.chat.completions.create(model="toy", messages=[system, *messages()], temperature=0)
+    reply = {**first.choices[0].message.model_dump(), "content": "Lima."}  # with the nulls of OpenAI's client
+    turns = [system, *messages(), reply, *messages("And of Chile?")]
+    answer = client.chat.completions.create(model="toy", messages=turns, temperature=0)
+    turns[2] = {"role": "assistant", "content": "Lima."}
+    ids = tokenizer().apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
     [expected] = engine.sample([ids], 40, temperature=0.0)
-    first = client.chat.completions.create(model="toy", messages=turns[:2], temperature=0).choices[0].message
-    given = [
-        *turns[:2],
-        {**first.model_dump(), "content": "Lima."},
-        *messages("And of Chile?"),
-    ]  # including nulls
-    answer = client.chat.completions.create(model="toy", messages=given, temperature=0)
     text = tokenizer().decode(expected.tokens, skip_special_tokens=True)
     assert (answer.choices[0].message.content, answer.usage.prompt_tokens) == (text, len(ids))
 
@@ -173,6 +161,7 @@ def test_stop_texts_limits_and_the_most_likely_tokens(client, telling):
     whole = client.chat.completions.create(**settings, logprobs=True, top_logprobs=2).choices[0]
     text = whole.message.content
     assert all(len(token.top_logprobs) == 2 for token in whole.logprobs.content)
+    assert "".join(token.token for token in whole.logprobs.content).startswith(text)
     stopped = client.chat.completions.create(**settings, stop=[text[6:9], "never"]).choices[0]
     assert (stopped.message.content, stopped.finish_reason) == (text[: text.index(text[6:9])], "stop")
     cut = client.chat.completions.create(**settings, max_completion_tokens=2)
@@ -214,40 +203,25 @@ def test_a_row_a_list_and_a_pair_are_scored(server, engine):
     assert scored([]) == []
 
 
-# ------------------------------------------------------- wrong requests; test_protocol.py has the keys with an effect
+# --------------------------------------------- wrong requests; test_protocol.py has the keys of a request
 
-JSON = "^the request is not JSON "
 WRONG = [
     (CHAT, {"model": "gpt-4"}, 404, "^no policy 'gpt-4'; expected one of toy, bare$"),
     (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, 400, r"messages\[0\].role: found \"robot\"; expected one of system, "),
     (CHAT, {"messages": messages("word " * 400)}, 400, r"messages: \d+ tokens; expected at most 192"),
     (CHAT, {"n": 17}, 400, "n: found 17; expected at most 16"),
-    (CHAT, {"stop": ["a", "b", "c", "d", "e"]}, 400, "stop: expected up to 4 texts"),
-    (CHAT, {"top_logprobs": 3}, 400, "top_logprobs: goes with logprobs"),
-    (CHAT, {"chat_template_kwargs": [1]}, 400, "^chat_template_kwargs: "),
     (COMPLETE, {"prompt": [[]]}, 400, r"^prompt: found '\[\]'; expected token ids below \d+"),
     (COMPLETE, {"prompt": [10**9]}, 400, r"^prompt: found .*; expected token ids below \d+"),
-    (COMPLETE, {"prompt": [5] * 400}, 400, "^prompt: 400 tokens; expected at most 192"),
+    (COMPLETE, {"prompt": [5] * 193}, 400, "^prompt: 193 tokens; expected at most 192"),
     (COMPLETE, {"prompt": [[5]] * 65}, 400, "^prompt: found 65 prompts; expected at most 64 completions"),
-    (COMPLETE, {"prompt": "a", "stream": True}, 400, "^stream: "),
-    (COMPLETE, {"prompt": "a", "echo": True}, 400, "^echo: is not supported here; found True"),
-    (COMPLETE, {"prompt": "a", "logprobs": 1}, 400, "^logprobs: is not supported here; found 1"),
-    (COMPLETE, {"prompt": "a", "max_tokens": 0}, 400, "^max_tokens: .* greater than or equal to 1; found 0"),
     ("/score", [{"prompt": "a", "completion": "b"}, 7], 400, "request: element 2: found 7; expected a JSON object"),
     ("/score", {"prompt": "a " * 400, "completion": "b"}, 400, r"request: element 1: found \d+ tokens; expected at most"),
+    ("/score", {"promt": "a", "completion": "b"}, 400, r"\(is `promt` meant to be `prompt`\?\)"),
     ("/score", [0] * 4097, 413, "found 4097 rows; expected at most 4096"),
     ("/score?model=toy", {"prompt": "a", "completion": "b"}, 404, "^no reward model 'toy'; expected one of toy-rm$"),
-    (FEEDBACK, {"id": "../../etc/passwd", "label": True}, 404, "no answer with this id"),
-    (FEEDBACK, {"id": "x", "label": True, "edit": "y"}, 400, "^label: expected one of"),
-    (FEEDBACK, {"id": "x", "chosen": 1, "rejected": 1}, 400, "^chosen: goes with rejected"),
+    (FEEDBACK, {"id": "x", "label": True}, 404, "no answer with this id"),
     ("/v1/models/x", None, 404, "^no model 'x'; expected one of toy, bare, toy-rm$"),
-    ("/../../etc/passwd", None, 404, "not found"),
-    ("/openapi.json", None, 404, "not found"),
-    (CHAT, None, 405, "not found: GET"),
-    (CHAT, b"[]", 400, "found a list, expected an object"),
-    (CHAT, b'{"a":' * 100_000, 400, JSON),
-    (CHAT, b'{"model": "toy", "temperature": NaN}', 400, JSON),
-    (CHAT, b'{"model": "toy", "messages": [{"role": "user", "content": "x"}], "temperature": 1e400}', 400, "^temperature: "),
+    (CHAT, b'{"a":' * 100_000, 400, "^the request is not JSON "),
     (CHAT, b"x" * (2 << 20), 413, "a body of more than 1048576 bytes"),
 ]  # fmt: skip
 
@@ -261,49 +235,44 @@ def test_a_wrong_request_gets_an_explanation(server, path, sent, status, says):
     assert set(answer["error"]) == {"message", "type", "param", "code"}
 
 
-def test_a_web_page_of_another_origin_is_refused_and_a_load_balancer_is_not(server):
+def test_a_prompt_may_have_all_tokens_that_the_context_leaves(server):
+    assert ask(server.url, COMPLETE, {"model": "toy", "prompt": [5] * 192})[0] == 200
+
+
+def test_requests_of_web_pages_from_other_origins_are_refused(server):
     hosts, origins = ("evil.example", "127.0.0.1.evil.example"), ("https://evil.example", "null")
     for headers in (*({"Host": host} for host in hosts), *({"Origin": origin} for origin in origins)):
         assert ask(server.url, "/v1/models", **headers)[0] == 403
-    assert [ask(server.url, "/health", method=method)[0] for method in ("GET", "HEAD")] == [200, 200]
+    assert ask(server.url, "/health", Host="evil.example")[0] == 200, "load balancers need no token"
 
 
 def test_a_client_that_disconnects_does_not_fail_the_server(server, capfd):
-    def another():
+    def counted():
         with socket.create_connection(("127.0.0.1", server.work.serve.port)) as one:
             one.sendall(b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{")
             time.sleep(0.3)  # now the replica reads the request
         page = ask(server.url, "/metrics")[2].decode()
         return re.search(r'rlhf_requests_total{path="/score",.*status="499"}', page)
 
-    until(another, "a client that is gone")
+    until(counted, "a request with status 499")
     printed = capfd.readouterr()
     assert "failed" not in printed.out + printed.err
 
 
-def test_a_request_with_incomplete_headers_is_closed(server):
-    """This test uses Ray Serve's own proxy. tests/serving/test_proxy.py has the other cases."""
-    begun = time.monotonic()
-    with socket.create_connection(("127.0.0.1", server.work.serve.port), timeout=20) as one:
-        one.sendall(b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\n")
-        assert one.recv(1000) == b""
-    assert time.monotonic() - begun < 5
-
-
-def test_everything_listens_on_this_machine_only(server):
+def test_all_sockets_are_on_loopback(server):
     found = sockets(psutil.Process())
     assert any(name.startswith("ray::ServeReplica") for name in found.values())
     assert all(on_loopback(address) for address, _ in found), found
 
 
-# ----------------------------------------------------------------------------------------- versions in traffic
+# ----------------------------------------------------------------------------------------- moving aliases
 
 
 def test_a_moved_alias_is_followed_under_load_in_both_directions(server, storage):
     mlflow, found, failed, end = registry.client(server.uri), [], [], time.monotonic() + 4
     first, moved = "models:/toy-policy/1", "models:/toy-policy/2"
 
-    def work(_):
+    def send_requests(_):
         while time.monotonic() < end:
             status, answer = chat(server.url, max_tokens=3)
             (found if status == 200 else failed).append(answer.get("system_fingerprint", answer))
@@ -312,37 +281,28 @@ def test_a_moved_alias_is_followed_under_load_in_both_directions(server, storage
     try:
         threading.Timer(0.7, *move).start()
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(work, range(8)))
+            list(pool.map(send_requests, range(8)))
         assert not failed and found[0] == first and found[-1] == moved
     finally:
         mlflow.set_registered_model_alias("toy-policy", "champion", "1")  # rollback
-    until(lambda: chat(server.url, max_tokens=1)[1].get("system_fingerprint") == first, "the version before")
-
-
-def test_an_unusable_version_keeps_the_previous_one(server, storage, models):
-    mlflow = registry.client(server.uri)
-    broken = mlflow.create_model_version("toy-policy", f"file://{storage}/nowhere")
-    try:
-        mlflow.set_registered_model_alias("toy-policy", "champion", broken.version)
-        time.sleep(1.5)
-        assert chat(server.url, max_tokens=1)[1]["system_fingerprint"] == "models:/toy-policy/1"
-    finally:
-        mlflow.set_registered_model_alias("toy-policy", "champion", "1")
+    until(
+        lambda: chat(server.url, max_tokens=1)[1].get("system_fingerprint") == first, "the previous version"
+    )
 
 
 def test_feedback_becomes_rows_that_the_stages_read(server, storage, in_root):
-    for i in range(6):
+    for i in range(4):
         answer = ended(server, f"Question {i}. {QUESTION}", n=2)
         texts = [choice["message"]["content"] for choice in answer["choices"]]
         pair = [{"chosen": 0, "rejected": 1}] if texts[0] != texts[1] else []
-        for said in ({"label": i % 2 == 0}, {"edit": "It is Lima."}, *pair):
-            status, _, found = ask(server.url, FEEDBACK, {"id": answer["id"], **said})
+        for feedback in ({"label": i % 2 == 0}, {"edit": "It is Lima."}, *pair):
+            status, _, found = ask(server.url, FEEDBACK, {"id": answer["id"], **feedback})
             assert status == 200 and found["version"] == answer["system_fingerprint"]
     rows = {}
     for file in server.folder.glob("*.jsonl"):
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         rows[file.stem] = [row for row in lines if row["prompt"][0]["content"].startswith("Question")]
-    assert [len(rows[name]) for name in ("labels", "edits")] == [6, 6] and len(rows["comparisons"]) > 3
+    assert [len(rows[name]) for name in ("labels", "edits")] == [4, 4] and len(rows["comparisons"]) > 1
     assert {row["version"] for kind in rows.values() for row in kind} == {"models:/toy-policy/1"}
     for kind, name in (("kto", "labels"), ("rm", "comparisons"), ("dpo", "comparisons"), ("sft", "edits")):
         given = [f"data.train={server.folder}/{name}.jsonl", "data.eval=null", f"run.storage_path={storage}"]
@@ -361,12 +321,12 @@ def test_prometheus_reads_the_metrics(server):
     assert samples["rlhf_answer_seconds_count", None] >= 1
 
 
-# ------------------------------------------------------------------------------------------------ limits, deaths
+# ------------------------------------------------------------------------------------------------ a full queue, killed processes
 
 
 def test_a_full_queue_returns_429_and_accepted_requests_are_answered(server):
-    with ThreadPoolExecutor(160) as pool:
-        codes = list(pool.map(lambda _: chat(server.url, n=4)[0], range(160)))
+    with ThreadPoolExecutor(100) as pool:
+        codes = list(pool.map(lambda _: chat(server.url, n=4)[0], range(100)))
     assert set(codes) == {200, 429}, set(codes)
     assert chat(server.url, max_tokens=1)[0] == 200
 
@@ -393,18 +353,18 @@ def test_a_killed_replica_is_restarted_and_a_retry_is_answered(server):
 
 
 @pytest.mark.slow
-def test_a_killed_recorder_is_restarted_and_owns_the_folder(server):
+def test_a_killed_recorder_is_restarted_and_reads_its_folder(server):
     answer = ended(server, n=2)
     assert ask(server.url, FEEDBACK, {"id": answer["id"], "label": True})[0] == 200
     kill("recorder")
-    said = {"id": answer["id"], "label": True, "choice": 1}
-    until(lambda: ask(server.url, FEEDBACK, said)[0] == 200, "a recorder that takes feedback again")
+    second_label = {"id": answer["id"], "label": True, "choice": 1}
+    until(lambda: ask(server.url, FEEDBACK, second_label)[0] == 200, "a restarted recorder")
     assert ask(server.url, FEEDBACK, {"id": answer["id"], "label": False})[0] == 409
 
 
 @pytest.mark.slow
-def test_build_checks_for_replica_resources_in_the_cluster(storage, models):
-    """Runs in a task, like under Ray Serve. The task's node has neither the labels nor the GPUs that replicas need."""
+def test_build_needs_no_resources_of_a_replica(storage, models):
+    """Ray Serve calls `build` in a task. The node of this task has neither the labels nor the GPUs that a replica needs."""
     given = [POLICIES, REWARDS, f"run.storage_path={storage}", "scaling.use_gpu=true"]
     given += ["scaling.label_selector={for: servers}", "scaling.num_workers=64"]
 
@@ -417,10 +377,10 @@ def test_build_checks_for_replica_resources_in_the_cluster(storage, models):
     assert ray.get(deployed.remote()) == "server"
 
 
-# --------------------------------------------------------------------------------------------- before it starts
+# --------------------------------------------------------------------------------------------- before the server starts
 
 
-def test_tokens_are_required_and_never_stored_or_logged(monkeypatch, server):
+def test_requests_need_a_token_and_the_replica_has_only_digests(monkeypatch, server):
     from pipeline.serving.app import Server
     from pipeline.serving.protocol import Refused
 
@@ -440,7 +400,9 @@ def test_tokens_are_required_and_never_stored_or_logged(monkeypatch, server):
         assert refused.value.status == 401
 
 
-def test_another_host_needs_tokens_and_a_used_port_is_reported(server, storage, monkeypatch, capsys, in_root):
+def test_a_public_host_needs_tokens_and_a_used_port_is_reported(
+    server, storage, monkeypatch, capsys, in_root
+):
     monkeypatch.delenv(TOKENS, raising=False)
     open_to_all = r"serve.host: found 0\.0\.0\.0, which other machines can reach, and no tokens"
     with pytest.raises(InputError, match=open_to_all):
@@ -452,7 +414,7 @@ def test_another_host_needs_tokens_and_a_used_port_is_reported(server, storage, 
     port = server.url.rpartition(":")[2]
     given = [f"serve.port={port}", "serve.policies={toy: models:/toy-policy/1}", "serve.rewards={}"]
     assert main(["serve", "jobs/demo/serve.yaml", *given, f"run.storage_path={storage}"]) == 2
-    assert f"serve.port: 127.0.0.1:{port} cannot be listened on" in capsys.readouterr().err
+    assert f"serve.port: the server cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
 
 
 def test_an_adapter_that_cannot_share_a_batch_is_refused(tmp_path, capsys, in_root):
@@ -461,5 +423,5 @@ def test_an_adapter_that_cannot_share_a_batch_is_refused(tmp_path, capsys, in_ro
     shared.save("dora", tmp_path)
     given = [f"serve.policies={{a: {tmp_path}}}", "serve.rewards={}", f"run.storage_path={tmp_path}"]
     assert main(["serve", "jobs/demo/serve.yaml", "serve.port=0", *given]) == 2
-    said = "serve.policies.a: it is a DoRA adapter, which peft cannot batch with others"
-    assert said in capsys.readouterr().err
+    message = "serve.policies.a: it is a DoRA adapter, which peft cannot batch with others"
+    assert message in capsys.readouterr().err

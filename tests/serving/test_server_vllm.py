@@ -1,4 +1,4 @@
-"""Tests the endpoint with a real vLLM (its CPU build suffices)."""
+"""Tests the server with a real vLLM. The CPU build of vLLM suffices."""
 
 import os
 
@@ -12,7 +12,12 @@ from tools.chaos.runs import until
 pytest.importorskip("vllm", reason="needs the extra `vllm`")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("embedded_ray")]
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-TEXTS = ["7 blue of", "Why?", "Say the", "xq zz 12 capital"]  # prompts that the versions complete differently
+TEXTS = [
+    "7 blue of",
+    "Why?",
+    "Say the",
+    "xq zz 12 capital",
+]  # prompts to which the versions give different answers
 
 
 def greedy(url, model):

@@ -13,7 +13,7 @@ from datasets import Dataset
 from toy_data import evaluator
 
 from pipeline import penalties
-from pipeline.data.shapes import kind_of, parse
+from pipeline.data.formats import kind_of, parse_row
 from pipeline.stages import benchmarks, policies, probes
 from pipeline.stages.benchmarks import Scored
 from pipeline.statistics import temperature, wilson_interval
@@ -96,7 +96,7 @@ FORMATS = {
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_row_becomes_its_completions_the_correct_ones_first(name):
-    record = parse(FORMATS[name], kind_of("benchmarks"))
+    record = parse_row(FORMATS[name], kind_of("benchmarks"))
     row = json.loads(record.row)
     assert row["benchmark"] == name and row["completions"] == len(record.pairs)
     assert row["subset"] == {"reward_bench_2": "Math", "rm_bench": "chat", "best_of_k": "all"}[name]

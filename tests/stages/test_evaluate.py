@@ -22,7 +22,7 @@ from toy_models import BASE, tokenizer
 
 from pipeline import statistics
 from pipeline.__main__ import main
-from pipeline.data.shapes import parse
+from pipeline.data.formats import parse_row
 from pipeline.run.parts import in_parts
 from pipeline.run.summary import subsets_table
 from pipeline.stages import comparison as evaluation
@@ -118,7 +118,7 @@ def test_a_reference_completion_follows_the_prompt_as_the_policy_gets_it():
     ):
         made = encoder("evaluate", template=template)
         row = {"prompt": [USER], "completion": "yo", **more}
-        [[example]] = made.encode([parse(row, made.kind)])
+        [[example]] = made.encode([parse_row(row, made.kind)])
         worker = SimpleNamespace(tokenizer=made.tokenizer, work=SimpleNamespace(context=999, data=data))
         asked = SimpleNamespace(worker=worker, sampling=SimpleNamespace(eos=(made.eos,)))
         found = evaluation.Comparison._references(asked, [{"row": json.loads(example.columns["row"])}])

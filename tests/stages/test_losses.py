@@ -8,11 +8,11 @@ import torch
 import toy_ppo as toy
 from running import ROOT
 
-from pipeline.data.feed import ExactBatches
-from pipeline.data.kl_pairs import PairedBatches
 from pipeline.job import load_job, schema
 from pipeline.job.stages import STAGE
 from pipeline.stages import trl_checks, trl_trainer
+from pipeline.stages.exact_batches import ExactBatches
+from pipeline.stages.kl_pairs import PairedBatches
 from pipeline.stages.kto import sampling
 
 LOSSES = schema.keys(STAGE["dpo"].trainer)["loss_type"]["items"]["enum"]

@@ -13,8 +13,7 @@ import torch
 from running import ROOT
 from settled import work_of
 
-from pipeline.data.feed import to_hf
-from pipeline.data.read import prepare
+from pipeline.data.read import prepare_rows, to_hf
 from pipeline.job import load_job
 from pipeline.models.base import base_identity
 from pipeline.models.tokenizer import load_tokenizer
@@ -82,7 +81,7 @@ def worker(stage, folder, *settings, inputs=MappingProxyType({})):
     data = replace(job.data, train=str(rows), eval=None, overlong="truncate")
     tokenizer = load_tokenizer(model.name_or_path, model.revision, model.chat_template)
     packing = bool(job.trainer.get("packing"))
-    made = prepare(stage, data, tokenizer, 256, str(out / "cache"), packing, contextlib.nullcontext)
+    made = prepare_rows(stage, data, tokenizer, 256, str(out / "cache"), packing, contextlib.nullcontext)
     sets = {"train": to_hf(made.train, made.fingerprints["train"])}
     given = {name: Input(at, "function") for name, at in inputs.items() if at.startswith("python:")}
     given |= {n: Input(at, "adapter", at, lineage.read(at, n)) for n, at in inputs.items() if n not in given}

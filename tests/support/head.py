@@ -28,9 +28,7 @@ class Head:
         self.address, self.gcs = f"http://127.0.0.1:{self.port}", f"127.0.0.1:{gcs}"
         self.options = [f"--dashboard-port={self.port}", f"--port={gcs}", *options]
         self.environment = environment
-        self.folder = Path(
-            tempfile.mkdtemp(prefix="rh")
-        )  # short, because the length of socket paths is limited
+        self.folder = Path(tempfile.mkdtemp(prefix="rh"))  # paths of sockets have a limited length
         self.token = self.folder / "token"
 
     def __enter__(self) -> "Head":

@@ -29,12 +29,12 @@ from trl import (
     SFTTrainer,
 )
 
-from pipeline.data.kl_pairs import PairedBatches
 from pipeline.job import load_job
 from pipeline.models.adapters import SharedBase
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.planning import plan
 from pipeline.ppo.clock import Phases
+from pipeline.stages.kl_pairs import PairedBatches
 
 ROWS, WIDTH = 8, 128
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}

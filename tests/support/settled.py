@@ -10,4 +10,4 @@ def work_of(job, tokenizer=None, base=None, **more):
 
 
 def plan_of(job, loras=None, **options):
-    return plan.make(settle.sections_of(job, places_of(job)), loras, **options)
+    return plan.make_plan(settle.sections_of(job, places_of(job)), loras, **options)

@@ -1,4 +1,4 @@
-"""Rows, files and a tokenizer for the tests of pipeline/data, all small enough to read."""
+"""Makes small rows, files and a tokenizer for the tests of pipeline/data."""
 
 import contextlib
 import json
@@ -8,11 +8,10 @@ from types import SimpleNamespace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.data import chunks, files
+from pipeline.data import chunks, files, read
 from pipeline.data.encode import Encoder, Example
-from pipeline.data.feed import to_hf
-from pipeline.data.read import prepare
-from pipeline.data.shapes import kind_of, parse
+from pipeline.data.formats import kind_of, parse_row
+from pipeline.data.read import prepare_rows, to_hf
 from pipeline.job import Data
 from pipeline.job.stages import STAGE
 from pipeline.models.template import PLAIN
@@ -85,7 +84,7 @@ def tokenizer(template: str | None = None, bos: bool = True):
 
 
 def parsed(row, stage: str):
-    return parse(row, kind_of(stage))
+    return parse_row(row, kind_of(stage))
 
 
 def encoder(stage, template=None, max_length=500, overlong="error", apply=False, bos=True, ends=("</s>",)):
@@ -95,9 +94,9 @@ def encoder(stage, template=None, max_length=500, overlong="error", apply=False,
 
 
 def encoded(stage, row, **options):
-    """Returns (tokenizer, result of encoding one row)."""
+    """Returns the tokenizer, and the examples or errors of one row."""
     made = encoder(stage, **options)
-    return made.tokenizer, made.encode([parse(row, made.kind)])[0]
+    return made.tokenizer, made.encode([parse_row(row, made.kind)])[0]
 
 
 def trained(tok, example: Example) -> list[str]:
@@ -122,10 +121,16 @@ def write(path: Path, rows: list) -> str:
 
 
 def make(tmp_path, stage="sft", packing=False, context=400, template=None, on_ray=False, **options):
-    """Tokenizes the rows of a job with these data options, in this process or on Ray."""
+    """Tokenizes the rows of a job with these keys of `data`, in this process or with Ray Data."""
     here = None if on_ray else contextlib.nullcontext
     tok = tokenizer(template)
-    return prepare(stage, Data(**options), tok, context, str(tmp_path / "cache"), packing, here)
+    return prepare_rows(stage, Data(**options), tok, context, str(tmp_path / "cache"), packing, here)
+
+
+def use_small_chunks(monkeypatch, size=300):
+    """Cuts files into chunks of `size` bytes, so that small files have several."""
+    plan = read.plan_chunks
+    monkeypatch.setattr(read, "plan_chunks", lambda *args: plan(*args, size))
 
 
 def evaluator(folder, tokenizer=None, rows_per_forward=64) -> SimpleNamespace:
@@ -145,9 +150,11 @@ def rows_of(dataset) -> list[dict]:
 
 
 def read_rows(path, chunk_bytes=chunks.CHUNK, stage="sft") -> list[tuple]:
-    """Returns (line number, row) for each row of a file, read in chunks."""
+    """Returns [(number in the file, row)] of a file, read in chunks of `chunk_bytes`."""
     rows = []
-    for chunk in chunks.plan(*files.find(str(path), "data.train"), "train", kind_of(stage), chunk_bytes):
+    for chunk in chunks.plan_chunks(
+        *files.find_files(str(path), "data.train"), "train", kind_of(stage), chunk_bytes
+    ):
         before = chunks.lines_before(chunk)
-        rows += [(number + before, row) for number, row, _ in chunks.rows(chunk)]
+        rows += [(number + before, row) for number, row, _ in chunks.chunk_rows(chunk)]
     return rows

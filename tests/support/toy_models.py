@@ -82,7 +82,7 @@ def make(folder: str, seed: int, head: bool) -> None:
 
 
 class Engine:
-    """A policy and a reward model on one base, whose results commands and server must equal. Turns start with the user's."""
+    """A policy and a reward model on one base, to compare with commands and server. The first turn is the user's."""
 
     def __init__(self, folders: dict[str, str]):
         self.shared = shared_base()

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.usefixtures("in_root")
 RM, DPO, KTO = "jobs/demo/rm.yaml", "jobs/demo/dpo.yaml", "jobs/demo/kto.yaml"
 
 
-def test_a_list_is_split_at_its_own_commas():
+def test_a_list_is_split_at_commas_outside_of_brackets_and_quotes():
     text = "1e-4,[q_proj,v_proj],{a: 1, b: [2,3]},'a,b'"
     assert split(text) == ["1e-4", "[q_proj,v_proj]", "{a: 1, b: [2,3]}", "'a,b'"]
     for text in (">= 0.1", "[q_proj,v_proj]", "python:m:f", "a,,b", "[a,b"):
@@ -73,7 +73,7 @@ def test_all_wrong_combinations_are_named_together():
         assert says in str(error.value)
 
 
-def test_a_metric_that_does_not_depend_on_beta_compares_betas():
+def test_beta_can_be_varied_with_a_metric_that_does_not_depend_on_it():
     more = ["run.metric_for_best_model=eval_rewards/accuracies", "data.batch_size=16,32"]
     sweep = read_sweep(DPO, ["trainer.beta=0.1,0.3", *more])
     assert (sweep.metric, sweep.greater, len(sweep.trials)) == ("eval_rewards/accuracies", True, 4)

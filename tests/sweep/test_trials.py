@@ -20,16 +20,16 @@ def test_the_worse_trial_stops_and_every_worker_gets_the_same_decision(greater):
     good, bad = (0.6, 0.3) if greater else (0.3, 0.6)
     assert judge.report("good", 25, 100, good) is None
     assert judge.report("bad", 25, 100, bad) == STOPS
-    assert judge.report("bad", 25, 100, good) == STOPS  # another rank, or the trial after a restart
+    assert judge.report("bad", 25, 100, good) == STOPS  # as another rank or the restarted trial reports it
     assert len(judge.state()["reports"]["bad"]) == 1
 
 
-def test_nothing_stops_before_the_grace_period_at_the_end_or_when_it_is_off():
+def test_no_trial_stops_before_the_grace_period_or_at_its_end():
     judge = rungs()
     for trial, figure in (("good", 0.3), ("bad", 0.6)):
         assert judge.report(trial, 24, 100, figure) is None
         assert judge.report(trial, 100, 100, figure) is None
-    off = rungs(factor=1)
+    off = rungs(factor=1)  # no trial stops early
     assert off.report("good", 25, 100, 0.3) is None and off.report("bad", 25, 100, 0.6) is None
 
 
@@ -95,7 +95,7 @@ def test_the_table_begins_with_the_best_trial_and_ends_with_failed_ones(sweep):
     assert [line.split()[0] for line in lines[1:]] == ["8", "4", "16", "32"]
     assert lines[2].endswith("stopped: ASHA") and "5/10" in lines[2]
     assert lines[3].endswith("failed: out of memory") and lines[4].endswith("failed: ActorDiedError: gone")
-    assert table.best(sweep, rows)["trial"] == "r-8"  # not the failed trial with a better metric
+    assert table.best(sweep, rows)["trial"] == "r-8"  # r-16 has a better value, but failed
 
 
 def test_a_nan_is_not_the_best(sweep):

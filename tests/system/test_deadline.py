@@ -69,7 +69,7 @@ def test_a_process_does_not_wait_for_a_call_that_was_left_behind(nobody):
     """pyarrow's S3 waits for its requests when the interpreter ends, which would take minutes here."""
     program = (
         "import sys; from pipeline.system import deadline, process; from pipeline.__main__ import main;"
-        "deadline.SECONDS = 1; sys.exit(process.run(main))"
+        "deadline.SECONDS = 1; sys.exit(process.run_main(main))"
     )
     command = [sys.executable, "-c", program, "report", "s3://bucket/runs/one"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)

@@ -1,10 +1,10 @@
-"""Tests that files are written atomically, and that waiting for a lock has a time limit."""
+"""Tests atomic files, locks, private folders, and the messages about unusable buckets."""
 
-import errno
 import os
 import stat
 import sys
 import tempfile
+from types import SimpleNamespace
 
 import pyarrow.fs
 import pytest
@@ -17,12 +17,12 @@ OTHER = 65534  # uid of another user
 
 def broken():
     yield "one"
-    raise RuntimeError("the second line cannot be made")
+    raise RuntimeError("no second line")
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_a_file_that_cannot_be_finished_leaves_the_old_one(remote, tmp_path, monkeypatch):
-    if remote:  # an fsspec file system stands for a bucket
+def test_a_file_that_cannot_be_completed_does_not_replace_the_old_file(remote, tmp_path, monkeypatch):
+    if remote:  # a local file system acts as a bucket
         monkeypatch.setattr(storage, "is_remote", lambda path: True)
         monkeypatch.setattr(storage, "filesystem", lambda path: (pyarrow.fs.LocalFileSystem(), path))
     path = str(tmp_path / "rows.jsonl")
@@ -33,7 +33,7 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one(remote, tmp_path, mon
     assert list(storage.read_lines(path)) == ["old"]
 
 
-def test_whoever_waits_for_a_lock_says_so_and_not_for_ever(tmp_path, capsys):
+def test_a_wait_for_a_lock_is_printed_and_has_a_time_limit(tmp_path, capsys):
     path = str(tmp_path / "lock")
     with storage.locked(path, "nobody"), pytest.raises(TimeoutError, match="waited 1 s for another process"):
         with storage.locked(path, "another process", seconds=1.2):
@@ -44,51 +44,35 @@ def test_whoever_waits_for_a_lock_says_so_and_not_for_ever(tmp_path, capsys):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make folders of another user")
-@pytest.mark.parametrize("planted", ["folder", "link to his", "link to ours"])
-def test_a_folder_that_another_user_made_is_refused(planted, tmp_path):
-    """The folder's owner could exchange files of a run: an adapter between its check and its registration."""
+@pytest.mark.parametrize("planted", ["folder", "link to their folder", "their link to our folder"])
+def test_a_folder_of_another_user_is_refused(planted, tmp_path):
+    """Its owner could exchange files of a run, such as an adapter between its check and its registration."""
     if planted == "folder":
         (tmp_path / "mine").mkdir(mode=0o777)
         os.chown(tmp_path / "mine", OTHER, OTHER)
     else:
         (tmp_path / "target").mkdir()
         (tmp_path / "mine").symlink_to("target")
-        whose = tmp_path / ("target" if planted == "link to his" else "mine")
-        os.chown(whose, OTHER, OTHER, follow_symlinks=False)
+        theirs = tmp_path / ("target" if planted == "link to their folder" else "mine")
+        os.chown(theirs, OTHER, OTHER, follow_symlinks=False)
     with pytest.raises(
         InputError, match=r"TMPDIR: cannot use .*/mine \(it belongs to another user\); export TMP"
     ):
         storage.private(str(tmp_path), "mine", "TMPDIR")
 
 
-@pytest.mark.parametrize("of", ["scratch", "cache"])
-def test_only_this_user_can_enter_its_folders(of, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["scratch", "cache"])
+def test_only_this_user_can_enter_its_folders(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    name = tmp_path / ("rlhf-pipeline" if of == "cache" else f"rlhf-{os.getuid()}")
+    name = tmp_path / ("rlhf-pipeline" if kind == "cache" else f"rlhf-{os.getuid()}")
     name.mkdir(mode=0o777)
-    name.chmod(0o777)  # as an earlier version, or a loose umask, would create it
-    path = getattr(storage, of)("versions", "one")
+    name.chmod(0o777)
+    path = getattr(storage, kind)("versions", "one")
     assert path == str(name / "versions/one") and stat.S_IMODE(name.stat().st_mode) == 0o700
 
 
-def test_a_private_folder_may_be_on_a_disk_that_is_read_only(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    (tmp_path / "mine").mkdir(mode=0o700)
-    monkeypatch.setattr(os, "chmod", refuse)
-    assert storage.private(str(tmp_path), "mine", "TMPDIR") == str(tmp_path / "mine")
-
-
-@pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 100_000])
-def test_json_that_is_nested_too_deep_is_damaged_like_any_other(content, tmp_path):
-    (tmp_path / "x.json").write_text(content)
-    with pytest.raises(ValueError, match="nested too deep"):
-        storage.read_json(str(tmp_path / "x.json"))
-
-
-def test_a_bucket_that_lets_a_second_process_overwrite_a_new_file_is_refused(tmp_path, monkeypatch):
+def test_a_bucket_without_exclusive_creation_is_refused(tmp_path, monkeypatch):
     place = f"memory://{tmp_path.name}"
     storage.require_writable(place)
     monkeypatch.setitem(storage.CREATE, "memory", lambda bucket, key, content: True)
@@ -98,9 +82,37 @@ def test_a_bucket_that_lets_a_second_process_overwrite_a_new_file_is_refused(tmp
         storage.require_writable(place)
 
 
-def test_a_bucket_names_the_packages_that_it_needs(monkeypatch):
+def test_missing_packages_of_a_bucket_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "boto3", None)
     with pytest.raises(
         ImportError, match=r"s3:// needs packages \(.*boto3.*\): pip install -e '\.\[cloud\]'"
     ):
         storage.create("s3://bucket/one.json", {})
+
+
+def test_a_bucket_of_google_creates_a_file_only_once(monkeypatch):
+    """Uses a fake of Google's client, because the project has no mock of Google Cloud Storage."""
+    stored = {}
+
+    class PreconditionFailed(Exception):
+        """Google's error for an object that exists."""
+
+    class Blob(SimpleNamespace):
+        def upload_from_string(self, content, if_generation_match):
+            assert if_generation_match == 0  # only if the object does not exist
+            if self.name in stored:
+                raise PreconditionFailed
+            stored[self.name] = content
+
+    def client(project):
+        return SimpleNamespace(
+            bucket=lambda bucket: SimpleNamespace(blob=lambda key: Blob(name=(bucket, key)))
+        )
+
+    gcs = SimpleNamespace(Client=client)
+    monkeypatch.setitem(
+        sys.modules, "google.api_core.exceptions", SimpleNamespace(PreconditionFailed=PreconditionFailed)
+    )
+    monkeypatch.setitem(sys.modules, "google.cloud", SimpleNamespace(storage=gcs))
+    assert [storage.create("gs://anonymous@bucket/runs/one.json", value) for value in (1, 2)] == [True, False]
+    assert stored == {("bucket", "runs/one.json"): b"1"}

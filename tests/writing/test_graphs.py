@@ -1,6 +1,5 @@
 """Tests that replayed decoding steps give the same completions as steps that run kernel by kernel."""
 
-import weakref
 from unittest.mock import MagicMock
 
 import pytest
@@ -28,7 +27,7 @@ def tokens(completions):
 
 
 class Replayed(graphs.Steps):
-    """Acts like a CUDA graph: a replay runs the step and writes its result where the recorded step wrote it."""
+    """Simulates a CUDA graph. A replay runs the step, and writes its result into the tensor of the recorded step."""
 
     recorded = replays = 0
     wrong = 0.0  # error that a replay adds to its result
@@ -48,19 +47,16 @@ class Replayed(graphs.Steps):
 @pytest.mark.parametrize(
     ("kind", "rows"),
     [
-        ("llama", slice(None)),  # padded
-        ("gemma2", slice(0, None, 5)),  # of one length
-        ("gpt2", slice(None)),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [("llama", slice(0, None, 5)), ("gemma2", slice(None)), ("qwen3", slice(None))]
-        ),
+        ("llama", slice(None)),  # rows of different lengths
+        ("gemma2", slice(0, None, 5)),  # rows of one length
+        pytest.param("gpt2", slice(None), marks=pytest.mark.slow),
+        pytest.param("gemma2", slice(None), marks=pytest.mark.slow),
     ],
 )
 def test_replayed_steps_sample_the_same_tokens(kind, rows):
     plain = written(made(kind), rows)
-    assert len({len(one.tokens) for one in plain}) > 1 or kind in ("gemma2", "gpt2"), "no row left the batch"
-    for look in (1, 4, 9, 100):
+    assert len({len(one.tokens) for one in plain}) > 1 or kind != "llama"  # some rows left the batch early
+    for look in (4, 9, 100):
         one = made(kind, look, Replayed)
         replayed, steps = written(one, rows), one.graphs
         assert tokens(replayed) == tokens(plain)
@@ -70,7 +66,7 @@ def test_replayed_steps_sample_the_same_tokens(kind, rows):
             assert steps.recorded and steps.replays >= graphs.FEWEST_REPLAYS * steps.recorded
 
 
-def test_a_replay_with_wrong_states_is_noticed_at_once(capsys):
+def test_after_a_replay_with_wrong_states_no_step_is_replayed(capsys):
     one = made(look=9, steps=Replayed)
     one.graphs.wrong = 1.0
     assert tokens(written(one)) == tokens(written(made(look=9)))
@@ -87,32 +83,3 @@ def test_a_step_that_cannot_be_captured_runs_without_a_graph(monkeypatch, capsys
     said = capsys.readouterr().out
     assert not one.graphs.works and said.count("without CUDA graphs") == 1
     assert "(RuntimeError: operation not permitted CUDA error)" in said
-
-
-def test_a_pool_always_keeps_a_graph(monkeypatch):
-    """torch 2.13 captures nothing into a used pool after its last graph is gone."""
-    used = weakref.WeakSet()
-
-    class Graph:
-        def capture_begin(self, pool, **_):
-            assert used or not pool, "use_count > 0 INTERNAL ASSERT FAILED"
-            pool.append(1)
-            used.add(self)
-
-        def capture_end(self):
-            pass
-
-        def replay(self):
-            pass
-
-    for name in ("Stream", "current_stream", "stream"):
-        monkeypatch.setattr(torch.cuda, name, MagicMock())
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", list)
-    steps = graphs.Steps(lambda rows, seen: torch.zeros(1, 1), lambda rows: None)
-    for _ in range(3):
-        steps("a shape", 1, 0, ahead=9)
-        assert steps.replay is not None
-        steps.forget()
-        assert steps.replay is None
-    assert steps.works and len(used) == 1  # the older graphs are freed

@@ -1,4 +1,4 @@
-"""Tests rollouts by a real vLLM (its CPU build suffices): completions come from the adapter in training."""
+"""Tests rollouts by a real vLLM (its CPU build suffices)."""
 
 import contextlib
 import os
@@ -60,7 +60,7 @@ def disturb(shared, seed):
         parameter.data += 0.1 * torch.randn_like(parameter)
 
 
-def test_greedy_completions_are_those_of_the_adapters_current_weights(shared, decoder):
+def test_greedy_completions_come_from_the_current_weights_of_the_adapter(shared, decoder):
     greedy, seen = Sampling(16, EOS, temperature=0.0), []
     for seed in range(3):
         disturb(shared, seed)
@@ -72,7 +72,7 @@ def test_greedy_completions_are_those_of_the_adapters_current_weights(shared, de
     assert seen[0] != seen[1] != seen[2]
 
 
-def test_samples_depend_on_seed_and_episode(decoder):
+def test_samples_depend_on_seed_and_number(decoder):
     def sampled(seed, prompts):
         how = Sampling(12, EOS, seed=seed)
         return [r.tokens for r in decoder.generate("policy", prompts, range(12), how)]
@@ -84,8 +84,8 @@ def test_samples_depend_on_seed_and_episode(decoder):
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "min_new_tokens": 4}])
-def test_its_log_probs_are_the_trainers(shared, decoder, settings):
-    """Tests temperature, barred end tokens and several end tokens. The trainer then learns from these samples."""
+def test_the_log_probs_of_vllm_equal_those_of_the_trainer(shared, decoder, settings):
+    """Tests temperature, a minimum length and several end tokens. The trainer then learns from these samples."""
     rows = [{"input_ids": ids, "row": '{"prompt": ""}'} for ids in prompts()]
     args = PPOConfig(
         total_episodes=24, batch_size=12, response_length=12, advantage_estimator="reinforce_plus_plus",
@@ -101,7 +101,7 @@ def test_its_log_probs_are_the_trainers(shared, decoder, settings):
     assert not torch.equal(before, toy.weights(shared))
 
 
-def test_a_killed_worker_takes_its_vllm_along_and_the_run_goes_on(embedded_ray, storage, monkeypatch):
+def test_vllm_ends_with_a_killed_worker_and_the_run_continues(embedded_ray, storage, monkeypatch):
     options = [
         "rollout.engine=vllm", "trainer.total_episodes=48", "trainer.batch_size=8", "trainer.response_length=16",
         "trainer.save_steps=2", "data.eval=null", "judge=null", "policy=base", "reward=python:bad_rewards:length",
@@ -119,10 +119,8 @@ def test_a_killed_worker_takes_its_vllm_along_and_the_run_goes_on(embedded_ray, 
     assert len(curve(storage, result, "objective/scores")) == 6
 
 
-def test_a_rollout_worker_decodes_with_it_from_three_versions_and_what_it_samples_teaches(
-    embedded_ray, storage
-):
-    """Compares each chunk's log-probs with those of its policy version in the trainer (checks.sampled_by_its_version)."""
+def test_a_policy_learns_from_a_rollout_worker_with_vllm_and_staleness(embedded_ray, storage):
+    """A self-check compares each chunk's log-probs with those of its policy version in the trainer."""
     options = [
         "rollout.engine=vllm", "rollout.num_workers=1", "rollout.staleness=2", "trainer.total_episodes=640",
         "trainer.batch_size=32", "trainer.response_length=16", "trainer.save_steps=0", "data.eval=null", "judge=null",
@@ -148,17 +146,13 @@ def of_vllm():
     return processes
 
 
-def test_a_rank_that_vllm_supports():
-    assert [accepted_rank(r) for r in (1, 4, 16, 17, 512)] == [1, 8, 16, 32, 512]
+def test_a_rank_above_the_maximum_of_vllm_is_an_error():
     with pytest.raises(ValueError, match=r"lora\.r is 513; vLLM takes up to 512"):
         accepted_rank(513)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("use_dora", True), ("rank_pattern", {"q_proj": 2}), ("alpha_pattern", {"q_proj": 2})]
-)
-def test_settings_that_vllm_ignores_are_refused(key, value):
+def test_an_adapter_with_a_setting_that_vllm_ignores_is_rejected():
     shared = shared_base()
-    shared.add("policy", lora={**toy.LORA, key: value}, trainable=True)
-    with pytest.raises(InputError, match=rf"rollout\.engine: vLLM ignores {key}"):
+    shared.add("policy", lora={**toy.LORA, "use_dora": True}, trainable=True)
+    with pytest.raises(InputError, match=r"rollout\.engine: vLLM ignores use_dora"):
         largest_rank(shared, ["policy"])

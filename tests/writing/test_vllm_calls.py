@@ -1,8 +1,7 @@
-"""Tests the calls that VllmDecoder makes, with a fake vLLM. tests/writing/test_vllm.py uses the real one."""
+"""Tests the calls that VllmDecoder makes, with a simulated vLLM. tests/writing/test_vllm.py uses a real vLLM."""
 
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Literal
 
 import pytest
 import toy_ppo as toy
@@ -21,19 +20,19 @@ class Given(SimpleNamespace):
         super().__init__(args=args, **named)
 
 
-class Refused(Exception):
-    """Stands for vllm.exceptions.VLLMClientError, which is not a ValueError."""
+class ClientError(Exception):
+    """Simulates vllm.exceptions.VLLMClientError."""
 
 
 class Engine:
-    """Counts up from the last token of the prompt, one token per step."""
+    """Simulates vLLM's engine. Each new token of a row is its last token plus 1."""
 
     def __init__(self):
         self.calls, self.written = [], {}
 
     def add_request(self, name, prompt, params, lora_request=None):
         if not prompt["prompt_token_ids"]:
-            raise Refused("empty prompt")
+            raise ClientError("empty prompt")
         self.written[name] = (prompt["prompt_token_ids"][-1], params, lora_request)
 
     def abort_request(self, names):
@@ -63,23 +62,22 @@ class Engine:
 
 @pytest.fixture
 def llm(monkeypatch):
-    package, sampling, request = ModuleType("vllm"), ModuleType("vllm.sampling_params"), ModuleType("request")
-    package.SamplingParams = package.LLM = Given
-    ranks = ModuleType("vllm.config.lora")
-    ranks.MaxLoRARanks = Literal[8, 16]
-    exceptions = ModuleType("vllm.exceptions")
-    exceptions.VLLMClientError = Refused
-    sampling.RequestOutputKind = SimpleNamespace(DELTA="delta")
-    request.LoRARequest = lambda name, number, folder: Given(
-        name, number, folder, lora_name=name, lora_int_id=number
-    )
-    for name, module in {
-        "vllm": package, "vllm.sampling_params": sampling, "vllm.lora": ModuleType("vllm.lora"), "vllm.lora.request": request,
-        "vllm.exceptions": exceptions,
-        "vllm.config": ModuleType("vllm.config"), "vllm.config.lora": ranks,
-    }.items():  # fmt: skip
+    content = {
+        "vllm": {"SamplingParams": Given},
+        "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(DELTA="delta")},
+        "vllm.exceptions": {"VLLMClientError": ClientError},
+        "vllm.lora": {},
+        "vllm.lora.request": {
+            "LoRARequest": lambda name, number, folder: Given(
+                name, number, folder, lora_name=name, lora_int_id=number
+            )
+        },
+    }
+    for name, attributes in content.items():
+        module = ModuleType(name)
+        vars(module).update(attributes)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(vllm.adapter_files, "rank", lambda folder: int(folder[-1]))
+    monkeypatch.setattr(vllm.adapter_files, "largest_rank", lambda folder: int(folder[-1]))
     return SimpleNamespace(llm_engine=Engine())
 
 
@@ -88,21 +86,15 @@ def test_rows_become_requests_that_join_and_leave(llm):
     decoder.add("a", "/rank/8")
     with pytest.raises(InputError, match="its rank is 9, and vLLM was started for ranks up to 8"):
         decoder.add("b", "/rank/9")
-    ends, long, gone, wrong = (
-        Row(prompt, 0, HOW, role, top)
-        for prompt, role, top in (([0], "a", 1), ([5], None, None), ([50], None, None), ([], None, None))
-    )
+    ends = Row([0], 0, HOW, "a", top=1)
+    long, gone, wrong = (Row(prompt, 0, HOW) for prompt in ([5], [50], []))
     assert decoder.fits([ends, long, gone], wrong) and not decoder.fits([ends] * 4, wrong)
     decoder.join([ends, long, gone, wrong])
     assert str(wrong.error) == "empty prompt" and wrong.done and len(decoder.rows) == 3
     [(_, params, adapter), *_] = llm.llm_engine.written.values()
     assert (params.temperature, params.max_tokens, params.logprobs) == (0.5, 3, 1)
-    assert (
-        params.output_kind == "delta"
-        and params.stop_token_ids == [2]
-        and params.ignore_eos
-        and adapter.args == ("a", 1, "/rank/8")
-    )
+    assert params.output_kind == "delta" and params.stop_token_ids == [2] and params.ignore_eos
+    assert adapter.args == ("a", 1, "/rank/8")
     decoder.step()
     gone.cancelled = True
     while decoder.rows:
@@ -112,15 +104,6 @@ def test_rows_become_requests_that_join_and_leave(llm):
     assert (long.tokens, long.ended, gone.tokens) == ([6, 7, 8], False, [51])
     decoder.remove("a")
     assert llm.llm_engine.calls[1:] == [("abort", [51]), ("remove", 1)]
-    with pytest.raises(RuntimeError, match="vLLM has ended"):
-        decoder.reset()
-
-
-def test_a_base_in_the_home_folder_is_found(llm, tmp_path, monkeypatch):
-    (tmp_path / "base").mkdir()
-    monkeypatch.setenv("HOME", str(tmp_path))
-    started = vllm.start_llm("~/base", "cpu", 64, 4)
-    assert started.args == (str(tmp_path / "base"),) and started.max_lora_rank == 8
 
 
 def test_a_changed_role_gets_a_new_adapter_id(llm, tmp_path):
@@ -132,8 +115,7 @@ def test_a_changed_role_gets_a_new_adapter_id(llm, tmp_path):
         return [Given(outputs=[Given(token_ids=[7], logprobs=[known], finish_reason="stop")])] * len(prompts)
 
     llm.generate = generate
-    shared = toy.shared_base(critic=False)
-    decoder = vllm.VllmDecoder(llm, shared=shared, folder=tmp_path)
+    decoder = vllm.VllmDecoder(llm, shared=toy.shared_base(critic=False), folder=tmp_path)
     for number in (1, 2):
         decoder.changed("policy")
         made = decoder.generate("policy", [[5], [6]], [0, 1], HOW)

@@ -1,6 +1,7 @@
-"""Checks that the pinned vLLM has the names, arguments and shapes that pipeline/ uses. Any change fails here.
+"""Tests that the pinned vLLM has the names, arguments and outputs that pipeline/ uses.
 
-`make .bench/vllm` makes an environment with vLLM's CPU build. The tests below run there. Elsewhere, one test starts them.
+The tests run in an environment with vLLM's CPU build, which `make .bench/vllm` makes. In other environments, the first test
+starts them there.
 """
 
 import dataclasses
@@ -34,12 +35,12 @@ PROMPT = [5, 6, 7, 8]
 
 
 @pytest.mark.skipif(HERE, reason="vLLM is installed here")
-def test_the_contract_holds_in_the_environment_of_vllm():
+def test_these_tests_pass_in_the_environment_of_vllm():
     if not PYTHON.exists():
         pytest.skip("there is no .bench/vllm; run `make .bench/vllm`")
     command = [PYTHON, "-m", "pytest", __file__, "-k", "not environment"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert re.search(r"^5 passed", done.stdout, re.MULTILINE), done.stdout + done.stderr
+    assert re.search(r"^4 passed", done.stdout, re.MULTILINE), done.stdout + done.stderr
 
 
 @with_vllm
@@ -51,7 +52,7 @@ def test_the_installed_version_is_the_pinned_one():
 
 @pytest.fixture
 def started(monkeypatch):
-    """Replaces vllm.LLM and returns the arguments of each start. Its methods keep vLLM's signatures."""
+    """Replaces vllm.LLM by a mock with vLLM's signatures. Returns a list of the arguments of each start."""
     import vllm
     from vllm.v1.engine.core_client import EngineCoreClient
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -70,7 +71,7 @@ def started(monkeypatch):
 
 
 @with_vllm
-def test_every_argument_of_an_engine_exists(started, monkeypatch):
+def test_vllm_has_every_argument_that_we_pass(started, monkeypatch):
     from vllm.config.model import LogprobsMode
     from vllm.engine.arg_utils import EngineArgs
 
@@ -119,25 +120,6 @@ def decoder(tmp_path_factory):
     decoder.close()
     process.join(30)
     assert not process.is_alive()
-
-
-@with_vllm
-def test_completions_have_our_shape(decoder):
-    decoder.changed("policy")
-    for role in ("policy", None):
-        [one, other] = decoder.generate(role, [PROMPT, PROMPT[:2]], [0, 1], Sampling(6, (825, 1), seed=3))
-        for written in (one, other):
-            assert 1 <= len(written.tokens) == len(written.logprobs) <= 6
-            assert all(isinstance(token, int) for token in written.tokens)
-            assert all(logprob <= 0 for logprob in written.logprobs)
-            assert written.ended or len(written.tokens) == 6
-    # Processed log-probs include the temperature.
-    rows = [Row(PROMPT, 0, Sampling(1, (825, 1), temperature=heat), top=2) for heat in (1.0, 0.5)]
-    decoder.join(rows)
-    while decoder.rows:
-        decoder.step()
-    (whole, half) = ([logprob for _, logprob in row.tops[0]] for row in rows)
-    assert half[0] - half[1] == pytest.approx(2 * (whole[0] - whole[1]), rel=1e-3)
 
 
 @with_vllm

@@ -1,13 +1,13 @@
-"""Measures our PPO, stages and server next to other programs on this machine, and reports ratios.
+"""Compares speed and memory of our PPO and server with other programs on this machine.
 
     make bench                                  everything, at both sizes
     make bench ARGS="ppo --size demo"           one part at one size
     make bench ARGS="ppo --variant bf16-head"
-    make bench ARGS="sft dpo --rounds 1"
+    make bench ARGS="serve --rounds 1"
 
-Parts: `ppo` (our PPOTrainer compared with that of TRL 1.12, the last version that had one), `sft`, `rm`, `dpo` (the pipeline's
-command line compared with bare TRL), `serve` (64 clients of two policies on one base, compared with a plain loop over two
-models). Sizes: `demo` (the demo model) and `large` (a random Llama of 110M parameters). Variants of `ppo`: sizes.py.
+Parts: `ppo` (our PPOTrainer compared with that of TRL 1.12, the last version that had one) and `serve` (64 clients of two
+policies on one base, compared with a plain loop over two models). Sizes: `demo` (the demo model) and `large` (a random Llama of
+110M parameters). Variants of `ppo`: sizes.py.
 
 Each measurement is a separate process. A round runs all measurements of a comparison once, one after the other. After each
 round, results.json and bench.md in runs/bench have the results. Parts that were not run keep their last results.
@@ -30,12 +30,7 @@ from typing import Any
 from report import GIB, Runs, ratios, render
 from sizes import CASES, ROOT, SIZES, TRL_PPO, VARIANTS, WORK
 
-# part: its script, and the name of the program that the part is compared with
-PLAIN = {
-    **dict.fromkeys(("sft", "rm", "dpo"), ("stage.py", "bare TRL")),
-    "serve": ("serve.py", "plain loop"),
-}
-PARTS = ("ppo", *PLAIN)
+PARTS = ("ppo", "serve")
 
 Commands = dict[str, list[str]]  # name of a measurement -> script and arguments
 Rows = list[tuple[str, str | None]]  # rows of the table: our program, and the program to compare with
@@ -78,11 +73,11 @@ def comparisons(part: str, size: str, variants: list[str]) -> Iterator[tuple[str
                     commands[str(theirs)] = ["ppo_trl.py", size, case, json.dumps(asdict(theirs))]
             yield case, commands, rows
         return
-    script, plain = PLAIN[part]
-    commands = {"ours": [script, "ours", size, part]}
-    if part == "serve" and importlib.util.find_spec("vllm"):
+    commands = {"ours": ["serve.py", "ours", size]}
+    if importlib.util.find_spec("vllm"):
         commands["ours, vLLM"] = [*commands["ours"], "rollout.engine=vllm"]
-    yield "", commands | {plain: [script, "plain", size, part]}, [(name, plain) for name in commands]
+    plain = {"plain loop": ["serve.py", "plain", size]}
+    yield "", commands | plain, [(name, "plain loop") for name in commands]
 
 
 def measure(options: argparse.Namespace, what: dict[str, str], commands: Commands, rows: Rows) -> None:

@@ -11,8 +11,8 @@ Result = dict[str, Any]
 Runs = dict[str, list[Result]]  # name of a measurement -> its result in each round
 LEGEND = f"""
 Each row compares a program of ours with another one. Each round ran both, one after the other. Numbers are medians over the
-rounds; *speedup*, *ratio* and *later* are medians of the ratios and differences in each round. Units are samples of `ppo`, steps
-of `sft`, `rm` and `dpo`, and tokens of `serve`. *first s* is the time from the start of the process to the end of its first step.
+rounds; *speedup*, *ratio* and *later* are medians of the ratios and differences in each round. Units are samples of `ppo` and
+tokens of `serve`. *first s* is the time from the start of the process to the end of its first update or completion.
 
 `ppo` {", ".join(f"`{case}`: {about}" for case, about in CASES.items())}. Both programs use LoRA of rank 16 on all linear layers,
 2 epochs of 2 minibatches, temperature 1, and equal learning rate, KL coefficient, clip ranges, gamma and lambda. Ours has one

@@ -1,4 +1,4 @@
-"""What both programs of a comparison share: settings, models, rows, and a clock.
+"""What both programs of a comparison share: settings, models, prompts, and a clock.
 
 No program imports the other one, so that neither pays for the other's imports.
 """
@@ -6,7 +6,6 @@ No program imports the other one, so that neither pays for the other's imports.
 import json
 import os
 import random
-import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA, DEMO = ROOT / "jobs/demo/data", ROOT / "jobs/demo/model"
-WORK = ROOT / "runs/bench"  # random models, rows, and outputs of measurements
+WORK = ROOT / "runs/bench"  # random models, and outputs of measurements
 # TRL 1.12, the last version with a PPOTrainer. Only the process that measures this version imports it.
 TRL_PPO = ROOT / ".bench/trl"
 LORA: dict[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
@@ -59,7 +58,7 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Size:
-    """One size of model, and the amount of each kind of work at this size."""
+    """A model, and the amount of work in a measurement with it."""
 
     name: str
     shape: dict[str, int] | None  # shape of a random Llama; None means the trained demo model
@@ -69,11 +68,6 @@ class Size:
     new_tokens: int  # maximum tokens of a completion
     eos_bias: float  # added to the logit of EOS in the case `own`, so that completions end at about 40% of the limit
     updates: int  # updates of PPO; the first is a warmup
-    rows: int  # rows per step of sft; rm and dpo have half as many pairs, which are two rows each
-    words: int | None  # words per row of sft, rm and dpo; None means the demo's rows
-    steps: int  # steps of sft, rm, dpo
-    warmup: int  # first steps, which do not count
-    logging_steps: int
     serve_tokens: int  # tokens per completion of `serve`
     serve_seconds: int
 
@@ -86,22 +80,22 @@ class Size:
         return self.folder / "model" if self.shape else DEMO
 
     def prepare(self) -> None:
-        """Writes the random model and the rows, once."""
-        if (self.folder / "ready").exists():
+        """Writes the random model, unless it exists."""
+        if not self.shape or (self.folder / "ready").exists():
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if self.shape:
-            write_model(self.model, self.shape)
-        if self.words:
-            write_rows(self.folder, self.words)
-        else:
-            for name in ("demonstrations.jsonl", "preferences.jsonl"):
-                shutil.copy(DATA / name, self.folder)
+        import torch
+        from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        ends = {"eos_token_id": EOS, "bos_token_id": BOS, "pad_token_id": None}
+        config = LlamaConfig(**self.shape, max_position_embeddings=512, tie_word_embeddings=True, **ends)
+        LlamaForCausalLM(config).save_pretrained(self.model)
+        AutoTokenizer.from_pretrained(DEMO).save_pretrained(self.model)  # has fewer tokens than the model
         (self.folder / "ready").touch()
 
-    def adapter(self, seed: int, head: bool = False) -> Path:
-        """Returns the folder of an adapter with random numbers, which is made once."""
-        folder = self.folder / f"{'reward' if head else 'policy'}-{seed}"
+    def adapter(self, seed: int) -> Path:
+        """Returns the folder of a random adapter, which is made once."""
+        folder = self.folder / f"policy-{seed}"
         if not (folder / "adapter_model.safetensors").exists():
             import torch
             from transformers import AutoModelForCausalLM
@@ -110,7 +104,7 @@ class Size:
 
             shared = SharedBase(AutoModelForCausalLM.from_pretrained(self.model, dtype="float32"))
             torch.manual_seed(seed)
-            shared.add("random", lora=LORA, head=head)
+            shared.add("random", lora=LORA)
             for parameter in shared.parameters_of("random"):
                 parameter.data += 0.02 * torch.randn_like(parameter)
             shared.save("random", folder)
@@ -153,92 +147,53 @@ class Size:
         return model
 
 
-def write_model(folder: Path, shape: dict[str, int]) -> None:
-    """Writes a random Llama with the demo's tokenizer, which has fewer tokens than the model."""
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    ends = {"eos_token_id": EOS, "bos_token_id": BOS, "pad_token_id": None}
-    config = LlamaConfig(**shape, max_position_embeddings=512, tie_word_embeddings=True, **ends)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder)
-
-
-def write_rows(folder: Path, words: int) -> None:
-    """Writes demonstrations and preferences, whose sentences are random words of the demo."""
-    known = sorted(set((DATA / "demonstrations.jsonl").read_text().replace('"', " ").split()))
-    known, draw = [word for word in known if word.isalpha()], random.Random(0)
-    with (
-        (folder / "preferences.jsonl").open("w") as preferences,
-        (folder / "demonstrations.jsonl").open("w") as demonstrations,
-    ):
-        for _ in range(200):
-            keys = ("prompt", "chosen", "rejected")
-            pair = {key: " ".join(draw.choices(known, k=words // 2)) for key in keys}
-            turns = [
-                {"role": "user", "content": pair["prompt"]},
-                {"role": "assistant", "content": pair["chosen"]},
-            ]
-            preferences.write(json.dumps(pair) + "\n")
-            demonstrations.write(json.dumps({"messages": turns}) + "\n")
-
-
 def shape(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, int]:
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     return dict(zip(names, (vocabulary, hidden, intermediate, layers, heads), strict=True))
 
 
 ALL = (
-    Size(  # for the test of this bench
-        name="toy", shape=shape(1024, 64, 96, 2, 2), prompts=4, together=2,
-        prompt_tokens=8, new_tokens=6, eos_bias=4.6, updates=2, rows=4, words=10, steps=2, warmup=1,
-        logging_steps=1, serve_tokens=6, serve_seconds=3,
+    Size(  # for the test of the bench
+        name="toy", shape=shape(1024, 64, 96, 2, 2), prompts=4, together=2, prompt_tokens=8, new_tokens=6,
+        eos_bias=4.6, updates=2, serve_tokens=6, serve_seconds=3,
     ),
-    Size(  # the demo's model of 0.8 M parameters
+    Size(  # the demo's model of 0.8M parameters
         name="demo", shape=None, prompts=64, together=32, prompt_tokens=None, new_tokens=40,
-        eos_bias=0.0, updates=6, rows=16, words=None, steps=150, warmup=75,
-        logging_steps=5, serve_tokens=40, serve_seconds=30,
+        eos_bias=0.0, updates=6, serve_tokens=40, serve_seconds=30,
     ),
-    Size(  # a random Llama of 110 M parameters
-        name="large", shape=shape(32_000, 768, 2048, 12, 12), prompts=16, together=3,
-        prompt_tokens=32, new_tokens=96, eos_bias=6.6, updates=2, rows=8, words=40,
-        steps=10, warmup=2, logging_steps=1, serve_tokens=64, serve_seconds=30,
+    Size(  # a random Llama of 110M parameters
+        name="large", shape=shape(32_000, 768, 2048, 12, 12), prompts=16, together=3, prompt_tokens=32, new_tokens=96,
+        eos_bias=6.6, updates=2, serve_tokens=64, serve_seconds=30,
     ),
 )  # fmt: skip
 SIZES = {size.name: size for size in ALL}
 
 
 def write(found: dict[str, Any]) -> None:
-    """Writes the results of this process to the file that its parent requested."""
+    """Writes the results of this process to the file BENCH_OUT, which its parent reads."""
     Path(os.environ["BENCH_OUT"]).write_text(json.dumps(found))
 
 
 def since_start(at: float) -> float:
-    """Returns the seconds from the start of this process, including imports, to a time (seconds since the epoch)."""
+    """Returns the seconds between the start of this process and a time in seconds since the epoch."""
     return at - float(os.environ["BENCH_BEGIN"])
 
 
 class Clock:
-    """The end of each step, and other results of a measurement."""
+    """The time at which each update ended, and other results of a measurement."""
 
     def __init__(self) -> None:
-        self.ends: list[tuple[int, float]] = []
+        self.ends: list[float] = []
         self.facts: dict[str, Any] = {}
 
-    def step(self, number: int, at: float | None = None) -> None:
-        self.ends.append((number, at or time.time()))
+    def update_ended(self) -> None:
+        self.ends.append(time.time())
 
-    def write(self, peak: int, warmup: int = 1) -> None:
-        """Writes the seconds until the first step ended, the seconds per step after the warmup, and the peak bytes."""
-        start, begin = next(step for step in self.ends if step[0] >= warmup)
-        last, end = self.ends[-1]
-        found = {
-            "first_step": since_start(self.ends[0][1]),
-            "step": (end - begin) / (last - start),
-            "peak": peak,
-        }
-        write(found | self.facts)
+    def write(self, peak: int) -> None:
+        """Writes the seconds until the first update ended, the mean seconds of the other updates, and the peak bytes."""
+        first, *_, last = self.ends
+        mean = (last - first) / (len(self.ends) - 1)
+        write({"first_step": since_start(first), "step": mean, "peak": peak, **self.facts})
 
 
 def high_water() -> int:

@@ -22,7 +22,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from faults import FAULTS, TWO_WORKERS
 from runs import Baselines, Server, differences
 
-STAGES = ("sft", "rm", "dpo", "kto", "ppo", "ahead")  # ahead is ppo with a rollout worker, one update ahead
+STAGES = (
+    "sft",
+    "rm",
+    "dpo",
+    "kto",
+    "ppo",
+    "ahead",
+)  # `ahead` is ppo with a rollout worker that samples one update ahead
 
 
 def main() -> int:

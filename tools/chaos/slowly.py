@@ -37,7 +37,7 @@ def record_rows(worker: Any, folder: str) -> None:
     """Makes each step append {attempt, step, world, rows} to the file of its worker."""
     import ray.train.collective
 
-    from pipeline.data.feed import ExactBatches
+    from pipeline.stages.exact_batches import ExactBatches
 
     training_step = ExactBatches.training_step
     attempt = ray.train.collective.broadcast_from_rank_zero(time.time())

@@ -1,10 +1,10 @@
-"""Runs Ray and an MLflow server on the first of several hosts (hosts.py). The others join and leave.
+"""A Ray cluster and an MLflow server on several hosts of hosts.py. All hosts but the first can join and leave.
 
-    with cluster_of(3) as cluster:          # cluster.hosts[0].ip, ...; cluster.folder is a mount that all of them share
+    with cluster_of(3) as cluster:          # cluster.folder is shared by all hosts
         cluster.join(cluster.hosts[1], "rollouts")
         cluster.leave(cluster.hosts[1])
 
-Ray's processes are real. Each host has its own network, process table and /tmp, and all its processes die at once.
+Ray's processes are real. Each host has its own network, process table and /tmp. `leave` kills all its processes at once.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ PATIENCE = 400  # seconds to wait for anything
 
 
 def environment_with(**more: str) -> dict[str, str]:
-    """Returns the tests' environment without variables that name a server, but with Ray's commands and `more`."""
+    """Returns this process's environment with Ray's commands and `more`, but without addresses of servers."""
     path = f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}:/usr/sbin"
     found = os.environ | {"PATH": path} | more
     for name in {"RAY_ADDRESS", "MLFLOW_TRACKING_URI", "PYTHONPATH", "MAKEFLAGS", "MAKELEVEL"} - more.keys():
@@ -36,7 +36,7 @@ def environment_with(**more: str) -> dict[str, str]:
 
 
 class Process(subprocess.Popen):
-    """A command. Its output is shown as it comes, and also kept in `lines`."""
+    """A command whose output is printed and also kept in `lines`."""
 
     def __init__(self, *command: str, **more):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
@@ -51,14 +51,14 @@ class Process(subprocess.Popen):
             self.lines.append(line)
 
     def end(self, seconds: float = PATIENCE) -> tuple[int, str]:
-        """Waits. Returns (exit status, output)."""
+        """Waits for the end of the process. Returns (exit status, output)."""
         status = self.wait(seconds)
         self.reader.join(10)
         return status, "".join(self.lines)
 
 
 class Cluster:
-    """A cluster. `join` and `leave` are for all hosts but the first, whose label is `head`.
+    """A cluster whose first host has the label `head`.
 
     Args:
         dashboard: whether Ray's dashboard runs on port 8265 of the first host.
@@ -87,30 +87,30 @@ class Cluster:
     def _ray(self, host: Host, label: str, *more: str) -> None:
         command = ["ray", "start", f"--node-ip-address={host.ip}", f"--labels=for={label}"]
         command = host.here("env", "-C", str(ROOT), *command, "--object-store-memory=100000000", *more)
-        # Ray gives a node 30 s to start (a constant in 2.60), but a busy machine needs longer
+        # a node must start within 30 s, which a busy machine may miss
         for _ in range(3):
-            status, said = Process(*command, env=self.environment).end()
+            status, output = Process(*command, env=self.environment).end()
             if status == 0:
                 return
             self.leave(host)
-        raise RuntimeError(said)
+        raise RuntimeError(output)
 
     def join(self, host: Host, label: str) -> None:
         self._ray(host, label, f"--address={self.address}", "--num-cpus=1")
 
     def leave(self, host: Host) -> None:
-        """Ends everything on the host at once, except its process 1."""
+        """Kills all processes of the host at once, except its process 1."""
         subprocess.run(host.here("bash", "-c", "kill -9 -1"))
 
     def start(self, host: Host, *command: str) -> Process:
-        """Starts a command on a host, in the repository's folder and as a driver of the cluster."""
+        """Starts a command on a host, as a driver of the cluster and in the repository's folder."""
         environment = self.environment | {"RAY_ADDRESS": self.address}
         return Process(*host.here("env", "-C", str(ROOT), *command), env=environment)
 
 
 @contextlib.contextmanager
 def cluster_of(count: int, dashboard: bool = False, **more: str) -> Iterator[Cluster]:
-    """Makes a cluster of `count` hosts, of which only the first has joined. Removes everything at the end."""
+    """Starts a cluster with one node and `count` hosts. Removes all of them at the end."""
     folder = Path(tempfile.mkdtemp(prefix="rlhf.")).resolve()  # short, because socket paths have a limit
     try:
         with Hosts(folder, count, [Path(sys.prefix), ROOT, folder], ssh=False) as hosts:

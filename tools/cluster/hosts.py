@@ -1,10 +1,10 @@
-"""Several hosts on one machine. Each has its own address, host name, process table, /tmp, /dev/shm, home and optional sshd.
+"""Several hosts on one machine, each with its own address, host name, processes, /tmp, /dev/shm, home and optional sshd.
 
-    with Hosts(folder, 3) as hosts:         # hosts[0].ip, ...; hosts.key is the private key that logs in as root
-    hosts[0].here("ray", "status")          # a command line that runs on it, without sshd
+    with Hosts(folder, 3) as hosts:         # hosts[0].ip; hosts.key logs in as root
+    hosts[0].here("ray", "status")          # a command line for this host, without sshd
 
-The hosts are Linux namespaces (network, mount, process, UTS, IPC) around one bridge. They share all other parts of the file
-system, like machines with one network mount. Needs root, ip, unshare and the TOOLS. Removes everything at the end.
+The hosts are Linux namespaces around one network bridge. They share the other parts of the file system, like machines with a
+network mount. Needs root and TOOLS. Removes everything at the end.
 """
 
 import os
@@ -18,7 +18,7 @@ from pathlib import Path
 TOOLS = ("ip", "unshare", "nsenter", "mount")
 SSH_TOOLS = ("sshd", "ssh", "ssh-keygen", "rsync")
 SUBNET = "10.213.7"
-# Runs as process 1 of a host. /tmp becomes the host's own, but contains the folders with the code and the test.
+# Process 1 of a host. The host gets an empty /tmp, where the folders of the code and the test are mounted.
 INIT = """
 set -e
 hostname {name}
@@ -47,7 +47,7 @@ MaxStartups 100
 
 
 def missing(ssh: bool = True) -> str | None:
-    """Returns why hosts (with sshd or without) cannot be made here, or None if they can."""
+    """Returns why this machine cannot run hosts, or None if it can."""
     if os.name != "posix" or os.geteuid() != 0:
         return "needs root, to make network namespaces"
     tools = (*TOOLS, *SSH_TOOLS) if ssh else TOOLS
@@ -66,7 +66,7 @@ class Host:
     process: subprocess.Popen
 
     def here(self, *command: str) -> list[str]:
-        """Returns the command line that runs a command on this host."""
+        """Returns a command line that runs a command on this host."""
         pid = self.process.pid  # process of unshare, whose child is the host's process 1
         (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         spaces = ["--net", "--mount", "--pid", "--uts", "--ipc"]
@@ -152,11 +152,10 @@ class Hosts:
 
     def __exit__(self, *_: object) -> None:
         for host in self.hosts:
-            host.process.kill()  # unshare ends with its process 1, and so does everything on the host
+            host.process.kill()  # this ends all processes of the host
             host.process.wait()
-            subprocess.run(
-                ["ip", "link", "del", f"v{host.name}"]
-            )  # otherwise the bridge stays until the last process has ended
+            # otherwise, the bridge stays until the host's last process has ended
+            subprocess.run(["ip", "link", "del", f"v{host.name}"])
             subprocess.run(["ip", "netns", "del", host.name])
         subprocess.run(["ip", "link", "del", "rlhfbr"])
 

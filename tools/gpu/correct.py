@@ -62,7 +62,7 @@ def _saved(shared: SharedBase, role: str, folder: str) -> str:
     def output(ids: list[int]) -> float:
         return shared.score(role, ids) if role == "reward" else shared.mean_logprob(role, ids)
 
-    probes.write(at, shared.vocab_size, models.PAD, output, precision_in_use(shared))
+    probes.write_probes(at, shared.vocab_size, models.PAD, output, precision_in_use(shared))
     return at
 
 

@@ -43,7 +43,9 @@ def planned_peak(stage: str, shape: str, precision: str, length: int, trainer: d
             scaling={"use_gpu": True},
             **inputs,
         )
-        return plan.make(sections_of(job, places_of(job)), {"reward": models.REWARD_LORA}).peak / plan.GIB
+        return (
+            plan.make_plan(sections_of(job, places_of(job)), {"reward": models.REWARD_LORA}).peak / plan.GIB
+        )
 
 
 def compare(record: Record, planned: float, above_only: bool = False) -> None:

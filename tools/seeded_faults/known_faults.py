@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from pipeline.data import encode, kl_pairs, tasks
+from pipeline.data import encode, tasks
 from pipeline.data.template import ChatTemplate
 from pipeline.models import adapter_files, adapters, base
 from pipeline.models.adapters import SharedBase
@@ -26,7 +26,7 @@ from pipeline.ppo import trainer as ppo
 from pipeline.ppo.trainer import PPOTrainer
 from pipeline.run import roles
 from pipeline.scoring import forward, rewards
-from pipeline.stages import trl_trainer
+from pipeline.stages import kl_pairs, trl_trainer
 from pipeline.writing import decoder, rows
 from pipeline.writing.rows import Sampling
 
@@ -465,7 +465,7 @@ FAULTS = [
     Fault("sft's optimizer lost the adapter", "sft", "are not in the optimizer", RUN,
           before_training(optimizer_lost_the_adapter), quick=True),
     Fault("sft's adapter is bf16", "sft", "are not fp32", RUN, at_the_start(adapter_is_bf16)),
-    Fault("the saved adapter has another scaling", "sft", "does not reload as it was", (adapter_files, "write"), other_scaling),
+    Fault("the saved adapter has another scaling", "sft", "does not reload as it was", (adapter_files, "write_adapter"), other_scaling),
     # reward models
     Fault("the head is frozen and random", "rm", "of the adapter are frozen", RUN,
           before_training(lambda trainer: trainer.model.get_submodule("base_model.model.score").requires_grad_(False)),

@@ -59,7 +59,7 @@ def behaves_as_trained(trainer: Learner, role: str, folder: str) -> CheckResult:
     shared, rewards = trainer.shared, {reward.name: reward for reward in trainer.sampler.rewards}
     verb = "scores" if role in rewards else "writes"
     name = f"{role} {verb} as when it was trained"
-    stored = probes.read(folder)
+    stored = probes.read_probes(folder)
     if not stored:
         return CheckResult(
             name, f"{folder} has no {probes.FILE}: this pipeline did not train the adapter", None

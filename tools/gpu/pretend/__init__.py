@@ -86,9 +86,7 @@ def _replaced() -> list[tuple[Any, dict[str, Any]]]:
             torch.Tensor,
             {
                 "to": tensors.to,
-                "cuda": lambda self, device=None, non_blocking=False, **_: tensors.to(
-                    self, machine.device(device), non_blocking=non_blocking
-                ),
+                "cuda": tensors.cuda,
                 "data": property(tensors.get_data, tensors.set_data),
                 "pin_memory": tensors.pin_memory,
                 "is_pinned": tensors.is_pinned,
@@ -231,9 +229,8 @@ def _maker(plain: Callable[..., Any], copies: bool) -> Callable[..., Any]:
 
     def make(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
         if isinstance(data, torch.Tensor):
-            made = tensors.to(
-                data.detach() if copies else data, **_given(device=device, dtype=kwargs.get("dtype"))
-            )
+            source = data.detach() if copies else data
+            made = tensors.to(source, device=device, dtype=kwargs.get("dtype"))
             return made.clone() if copies and made.data_ptr() == data.data_ptr() else made
         if isinstance(data, list | tuple) and any(isinstance(x, GpuTensor) for x in data):
             data = [x.item() if isinstance(x, torch.Tensor) else x for x in data]
@@ -244,10 +241,6 @@ def _maker(plain: Callable[..., Any], copies: bool) -> Callable[..., Any]:
         return tensors.to(made.detach(), where).requires_grad_(made.requires_grad)
 
     return make
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if value is not None}
 
 
 class _IsGenerator(type(torch.Generator)):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""NCCL between processes with pretended GPUs: gloo sends the numbers under NCCL's conditions."""
+"""A pretended NCCL, in which gloo sends the numbers between processes with pretended GPUs."""
 
 from __future__ import annotations
 

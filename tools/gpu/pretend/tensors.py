@@ -21,7 +21,6 @@ CPU = torch.device("cpu")
 _make_subclass = torch.Tensor._make_subclass
 _plain_to = torch.Tensor.to
 _plain_data = torch.Tensor.data
-_plain_pin = torch.Tensor.pin_memory
 
 COPIES = {aten._to_copy.default, aten.copy_.default}  # operations that accept tensors on several devices
 READS = {  # operations whose result the host must know: a number, or the size of a tensor
@@ -82,9 +81,6 @@ class GpuTensor(torch.Tensor):
 
     def pin_memory(self, *_: Any) -> Any:
         raise RuntimeError(f"cannot pin 'torch.cuda.{self.dtype}' only dense CPU tensors can be pinned")
-
-    def cuda(self, device: Any = None, non_blocking: bool = False, **_: Any) -> Any:
-        return self.to(machine.device(device), non_blocking=non_blocking)
 
     def cpu(self, **_: Any) -> Any:
         return self.to(CPU)
@@ -169,11 +165,8 @@ def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
             new: Any = wrap(value._t, value.device, kind, self.requires_grad)
         else:
             new = _make_subclass(kind, value, self.requires_grad)
-        grad, kept = (
-            self.grad,
-            {key: one for key, one in vars(self).items() if key not in ("_t", "_device", "_is_param")},
-        )
-        vars(new).update(kept)
+        grad, ours = self.grad, ("_t", "_device", "_is_param")
+        vars(new).update({key: one for key, one in vars(self).items() if key not in ours})
         torch.utils.swap_tensors(self, new)
         if grad is not None:  # otherwise the gradient would stay on its device
             self.grad = grad.to(value.device)
@@ -218,6 +211,11 @@ def _moved(
     with torch.no_grad(), torch._C._DisableTorchDispatch():
         plain = unwrap(x).detach().to(dtype=dtype or x.dtype, copy=True)
     return wrap(plain, device) if device.type == "cuda" else plain
+
+
+def cuda(self: torch.Tensor, device: Any = None, non_blocking: bool = False, **_: Any) -> torch.Tensor:
+    """Replaces Tensor.cuda."""
+    return to(self, machine.device(device), non_blocking=non_blocking)
 
 
 class _Move(torch.autograd.Function):
@@ -292,10 +290,11 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 
     if graph := machine.graph:
         memory = machine.gpu(device).memory
-        spec = tree_map(
-            lambda x: graph.place(x._t, memory) if isinstance(x, GpuTensor) else x, (args, kwargs)
-        )
-        out = graph.record(func, plain_args, plain_kwargs, spec, compute)
+
+        def place(x: Any) -> Any:
+            return graph.place(x._t, memory) if isinstance(x, GpuTensor) else x
+
+        out = graph.record(func, plain_args, plain_kwargs, tree_map(place, (args, kwargs)), compute)
     else:
         out = compute()
     same = {id(x._t): x for x in ours}
@@ -321,14 +320,13 @@ def _check(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], ours:
     if func in INDEXED or func in PUT:
         _check_index(func, args)
         return
-    devices = dict.fromkeys(x.device for x in ours)
-    devices |= dict.fromkeys(
-        x.device
-        for x in tensors
-        if not isinstance(x, GpuTensor) and x.dim() and not hasattr(x, "_of_any_device")
-    )
     if func.namespace == "c10d":  # nccl.check has checked these
         return
+    of_cpu = [
+        x for x in tensors if not isinstance(x, GpuTensor) and x.dim()
+    ]  # CUDA accepts numbers of the CPU
+    devices = dict.fromkeys(x.device for x in ours)
+    devices |= dict.fromkeys(x.device for x in of_cpu if not hasattr(x, "_of_any_device"))
     if len(devices) > 1:
         first, second, *_ = devices
         raise RuntimeError(

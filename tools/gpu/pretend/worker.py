@@ -1,4 +1,4 @@
-"""Makes the processes of Ray's workers pretend."""
+"""Makes worker processes of Ray pretend to have GPUs."""
 
 from __future__ import annotations
 

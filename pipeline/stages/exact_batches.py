@@ -1,31 +1,17 @@
-"""Feeds token blocks to a trainer as a zero-copy `datasets.Dataset`, in batches that hold each row exactly once per epoch.
+"""Makes batches for TRL's trainers that have each row exactly once per epoch, for any number of workers.
 
 The stock data loader of transformers and accelerate repeats or drops rows if their number is not divisible by the workers.
 `ExactBatches`, mixed into a trainer, splits each *global* batch over the ranks instead. The rows of a step, and so its loss,
 are the same for any number of workers with the same global batch. The batches of eval rows are also the same.
-
-An epoch draws from each weighted source in proportion to its weight, exact to one row. data.stopping_strategy, with the values
-of datasets.interleave_datasets, decides when the epoch ends:
-
-- `first_exhausted`: when one source is used up. No row occurs twice in an epoch; some rows of other sources do not occur.
-- `all_exhausted`: when every source is used up. Every row occurs. Rows of the smaller sources occur several times, with
-  counts that differ by at most one within a source.
-
-Each epoch drops or repeats other rows, so that over several epochs all rows of a source are drawn equally often. The draw
-depends only on seed and epoch. It is the same for any number of workers and for a resumed run.
 """
 
-import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import InputError
-from pipeline.job.job import Source
+from pipeline.data.mixture import Mixture
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -33,71 +19,11 @@ else:
     Trainer = object  # a mixin at run time, because the trainer imports torch
 
 
-def to_hf(shard: Any, fingerprint: str) -> Any:
-    """Returns an Arrow table, or Ray's Arrow blocks (a dataset or its unsplit shard), as a datasets.Dataset without a copy.
-
-    `fingerprint` names the table for the datasets library, which would otherwise hash (and so copy) all of it.
-    """
-    import datasets
-    import pyarrow as pa
-
-    if not isinstance(shard, pa.Table):
-        shard = pa.concat_tables(list(shard.iter_batches(batch_size=None, batch_format="pyarrow")))
-    table = shard.replace_schema_metadata(None)
-    return datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint=fingerprint)
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """The sources of a token table, which has the rows of one source after another."""
-
-    sizes: tuple[int, ...]  # rows of each source
-    draws: tuple[int, ...]  # rows that an epoch draws from each
-
-    def __len__(self) -> int:
-        """Returns the number of rows of an epoch."""
-        return sum(self.draws)
-
-    def rows(self, epoch: int, seed: int) -> Any:
-        """Returns the row numbers of an epoch in the table, source by source, as a numpy array of int64."""
-        import numpy as np
-
-        parts, start = [], 0
-        for source, (size, draws) in enumerate(zip(self.sizes, self.draws, strict=True)):
-            # All epochs share one order. Each epoch continues where the previous one ended, and wraps around at the end.
-            order = np.random.default_rng([seed, source]).permutation(size)
-            parts.append(start + order[(epoch * draws + np.arange(draws)) % size])
-            start += size
-        return np.concatenate(parts)
-
-
-def mix(sources: Sequence[Source], sizes: Sequence[int], strategy: str) -> Mixture | None:
-    """Returns the mixture of sources with these sizes, in rows, or None if they have no weights.
-
-    `strategy` is data.stopping_strategy. Raises InputError if the weights leave a source without a row in an epoch.
-    """
-    weights = [Fraction(str(source.weight)) for source in sources if source.weight is not None]
-    if not weights:
-        return None
-    shares = [weight / sum(weights) for weight in weights]
-    lengths = [size / share for size, share in zip(sizes, shares, strict=True)]
-    total = math.floor(min(lengths)) if strategy == "first_exhausted" else math.ceil(max(lengths))
-    # Each share is rounded up or down. The largest remainders are rounded up.
-    draws = [math.floor(share * total) for share in shares]
-    by_remainder = sorted(range(len(shares)), key=lambda index: draws[index] - shares[index] * total)
-    for index in by_remainder[: total - sum(draws)]:
-        draws[index] += 1
-    for numbers in (sizes, draws):
-        if empty := [one.path for one, number in zip(sources, numbers, strict=True) if not number]:
-            why = f"no row of {empty[0]} is in an epoch of {total:,} rows; remove it, or change the weights"
-            raise InputError(why, key="data.train")
-    return Mixture(tuple(sizes), tuple(draws))
-
-
 class EvaluationSampler:
-    """Yields batches of consecutive rows, dealt to the ranks in turn. The batches are the same for any number of workers.
+    """Yields the batches of one rank: consecutive rows, dealt to the ranks in turn.
 
-    All ranks make the same number of steps. If no batch is left for a rank, its last batch is an empty list.
+    The batches are the same for any number of workers. All ranks make the same number of steps. If no batch is left for a rank,
+    its last batch is an empty list.
     """
 
     def __init__(self, rows: int, batch_size: int, rank: int, world: int):
@@ -113,14 +39,14 @@ class EvaluationSampler:
 
 
 class ExactBatchSampler(EvaluationSampler):
-    """Lists of row numbers for one rank. Over all ranks each row occurs once per epoch, in the same number of steps.
+    """Yields the batches of one rank, as lists of row numbers. Over all ranks, each row occurs once per epoch.
 
-    With a mixture, an epoch has the rows that are drawn for it, in an order that mixes the sources.
+    With a mixture, an epoch has the rows that are drawn for it, and its order mixes the sources. The order is the permutation by
+    seed + epoch that accelerate's SeedableRandomSampler makes.
 
-    Step i takes rows [i * batch_size * world, ...) of the epoch's order, cut into `world` runs as evenly as possible. The
-    last step has the rest: with fewer rows than workers some ranks get an empty list. (Merging those rows into the previous
-    step would make the number of steps depend on the number of workers. A run resumed with another number could then not
-    find its position.) The order is the same as in accelerate's SeedableRandomSampler: a permutation by seed + epoch.
+    Each step takes the next `batch_size * world` rows of the order, and cuts them into `world` parts as evenly as possible. The
+    last step takes the rest, so some ranks may get an empty list. If these rows were part of the previous step, the number of
+    steps would depend on the number of workers, and a run resumed on another number could not find its position.
     """
 
     def __init__(
@@ -138,7 +64,7 @@ class ExactBatchSampler(EvaluationSampler):
             yield order[places].tolist()
 
     def places(self) -> Iterator[slice]:
-        """Yields the places of the rows of each of this rank's batches in the epoch's order."""
+        """Yields the position of each of this rank's batches in the epoch's order."""
         step = self.batch_size * self.world
         for start in range(0, len(self) * step, step):
             size = min(step, self.rows - start)
@@ -153,10 +79,10 @@ class ExactBatchSampler(EvaluationSampler):
 
 
 class CountedCollator:
-    """A collator that adds how many `rows` the batch has.
+    """Collates rows, and adds the number of `rows` to the batch.
 
-    A rank without a row in the last global batch gets a dummy batch of the row `filler`, to keep in step with the others.
-    Its `rows` is 0, and no label counts.
+    A rank without a row in the last global batch gets a dummy batch with the row `filler`, because all ranks must make the same
+    steps. Its `rows` is 0, and its labels do not count.
     """
 
     def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], filler: dict[str, Any]):
@@ -171,13 +97,13 @@ class CountedCollator:
 
 
 class ExactBatches(Trainer):
-    """Mixin for a transformers or TRL trainer (before it in the bases): exact batches over several ranks.
+    """Makes a transformers or TRL trainer use exact batches. In the list of bases, this class comes before the trainer.
 
-    Losses equal the losses of one worker with `world` times the per-device batch. For token-normalized losses (sft),
-    `num_items_in_batch` ensures this. Row means (rm, dpo, kto) are weighted by their share of the rows of the global batch.
+    Losses equal the losses of one worker with `world` times the per-device batch. For losses per token (sft),
+    `num_items_in_batch` ensures this. For losses per row (rm, dpo, kto), each rank's mean is weighted by its share of the rows.
 
     Eval metrics are means over tokens (sft) or rows (rm, dpo, kto). Only min_reward and max_reward depend on
-    per_device_eval_batch_size: TRL takes them per batch.
+    per_device_eval_batch_size, because TRL computes them for each batch.
     """
 
     mixture: Mixture | None = None  # sources of train_dataset; set before training
@@ -205,7 +131,7 @@ class ExactBatches(Trainer):
         return list(next(iter(self.get_train_dataloader().batch_sampler)))
 
     def num_examples(self, dataloader: Any) -> int:
-        """Returns the number of rows of an epoch, which may differ from the rows of the table that transformers counts."""
+        """Returns the number of rows in an epoch. With a mixture, it differs from the rows of the table."""
         sampler = dataloader.batch_sampler
         return sampler.rows if isinstance(sampler, ExactBatchSampler) else super().num_examples(dataloader)
 
@@ -226,21 +152,21 @@ class ExactBatches(Trainer):
             prefetch_factor=args.dataloader_prefetch_factor,
             worker_init_fn=partial(seed_worker, num_workers=workers, rank=rank),
         )
-        # The loader acts as if there were one process, so that accelerate moves batches to the device, but does not shard them
-        # again. From pinned memory, the copy runs during the previous step.
+        # For one process, accelerate moves batches to the device, but does not shard them again. From pinned memory, a batch is
+        # copied during the previous step.
         prepared = prepare_data_loader(
             loader, self.accelerator.device, num_processes=1, process_index=0, put_on_device=True,
             non_blocking=args.dataloader_pin_memory,
         )  # fmt: skip
-        # Without a remainder, gather_for_metrics does not cut the last batch. This attribute is private in accelerate 1.15.
+        # Otherwise, gather_for_metrics would truncate the last batch. This attribute is private in accelerate 1.15.
         prepared._drop_last = True
         return prepared
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Returns the micro-batches of an optimizer step, and stores the weight of this rank's rows in each.
+        """Returns the micro-batches of an optimizer step, and stores their weights.
 
-        DDP averages means over ranks, and transformers over micro-batches, both regardless of their sizes. So each
-        micro-batch is weighted by its rows, relative to the average number of rows.
+        DDP averages losses over ranks, and transformers over micro-batches, both regardless of the numbers of rows. Therefore
+        the weight of a micro-batch is its number of rows, relative to the average number.
         """
         import torch
 
@@ -287,11 +213,11 @@ class ExactBatches(Trainer):
         return loss, *rest
 
     def _weight(self, metric: str, inputs: Any, weight: int) -> int:
-        """Returns the weight of a batch in the mean of a metric: by default its number of tokens (sft) or rows."""
+        """Returns the weight of a batch in the mean of a metric: its number of tokens (sft) or rows."""
         return weight
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
-        """Runs TRL's loop on each rank alone, then averages the metrics of all batches by weight, in their order."""
+        """Runs TRL's loop on each rank alone, then computes weighted means over the batches of all ranks, in their order."""
         from accelerate.utils import gather_object
 
         self._evaluated = []
@@ -310,7 +236,7 @@ class ExactBatches(Trainer):
 
 @contextmanager
 def each_rank_alone(trainer: Any) -> Iterator[None]:
-    """Keeps a trainer from gathering from other ranks within the block, so its metrics cover only its own batches."""
+    """Makes the gather functions of a trainer return the rank's own values, so that its metrics cover only its own batches."""
     accelerator = trainer.accelerator
     accelerator.gather = accelerator.gather_for_metrics = trainer.gather_function = lambda value, *_: value
     try:
@@ -322,10 +248,10 @@ def each_rank_alone(trainer: Any) -> Iterator[None]:
 
 @contextmanager
 def uneven_gather(accelerator: Any, count: int) -> Iterator[None]:
-    """Makes `accelerator.gather` work for ranks with different numbers of rows. This rank has `count` rows.
+    """Makes `accelerator.gather` work if ranks have different numbers of rows. This rank has `count` rows.
 
-    TRL gathers per-row tensors for its metrics. torch.distributed would hang or fail on unequal shapes. Remove this when
-    TRL pads across processes before it gathers.
+    TRL gathers tensors with one value per row for its metrics. torch.distributed would hang or fail on unequal shapes. Remove
+    this when TRL pads across processes before it gathers.
     """
     gather = accelerator.gather
 

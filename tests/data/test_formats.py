@@ -1,22 +1,21 @@
-"""Tests that all formats of rows become the same records, and that each unreadable row has its error kind and field."""
+"""Tests that rows in all formats become the same record, and that the error of a bad row names its kind and field."""
 
 import json
 
 import pytest
 from toy_data import ASIDE, BOT, NO, PREFERENCES, SYSTEM, USER, WEATHER, parsed
 
-from pipeline.data.shapes import KIND, kind_of
+from pipeline.data.formats import KINDS, kind_of
 from pipeline.data.values import RowError
 from pipeline.job.stages import STAGE
 
 ASKED = "\n\nHuman: hi\n\nAssistant:"
 SINGLE = [  # the same demonstration in each row format
     {"messages": [USER, BOT]},
-    {"messages": [{"role": "User", "content": "hi"}, {"role": "ASSISTANT", "content": "yo"}]},
     {"messages": json.dumps([USER, BOT])},
-    {"messages": [{**USER, "tool_calls": None}, {**BOT, "tool_calls": None}]},  # as Arrow stores it
+    {"messages": [{**USER, "tool_calls": None}, {**BOT, "tool_calls": None}]},  # Arrow adds null fields
     {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
-    {"conversations": [{"from": "User", "value": "hi"}, {"from": "assistant", "value": "yo"}]},
+    {"conversations": [{"from": "User", "value": "hi"}, {"from": "ASSISTANT", "value": "yo"}]},
     {"instruction": "hi", "input": "", "output": "yo"},
     {"prompt": [USER], "completion": [BOT]},
     {"prompt": [USER], "answer": "yo"},
@@ -55,7 +54,7 @@ OTHERS = [  # stage, row, prompt, completions
     ("ppo", {"instruction": "hi", "history": "[]"}, [USER], []),
     ("rm", {"prompt": "p", "pos_answers": ["a", "b"], "neg_answers": ["c", "d"]}, "p", [("a", "c"), ("b", "d")]),
     ("rm", {"chosen": "The cat sat here", "rejected": "The cat saw it"}, "The cat", [(" sat here", " saw it")]),
-    ("rm", {"prompt": "", "chosen": [USER, BOT], "rejected": [USER, NO]}, [USER], ENDS),  # as in Capybara
+    ("rm", {"prompt": "", "chosen": [USER, BOT], "rejected": [USER, NO]}, [USER], ENDS),  # the dataset Capybara has such rows
     ("rm", {"prompt": "hi", "chosen": "yo", "rejected": "no", "system": "s"}, [SYSTEM, USER], ENDS),
     ("rm", {"prompt": "hi", "pos_answers": ["yo"], "neg_answers": ["no"], "system": "s"}, [SYSTEM, USER], ENDS),
     ("rm", {"chosen": [USER, BOT], "rejected": [USER, NO], "system": "s"}, [SYSTEM, USER], ENDS),
@@ -77,16 +76,16 @@ REPEATED = [
     ("hi", [USER], [USER]),
     (" hi\n", [USER], [USER]),
     ([USER], [USER], [USER]),
-    ("hi", [*ASIDE, USER], [*ASIDE, USER]),  # the last of several questions
-    ("before", [*ASIDE, USER], [*ASIDE, USER]),  # the first question
-    ([SYSTEM, USER], [USER], [SYSTEM, USER]),  # adds instructions
+    ("hi", [*ASIDE, USER], [*ASIDE, USER]),  # `prompt` has the last of several questions
+    ("before", [*ASIDE, USER], [*ASIDE, USER]),  # `prompt` has the first question
+    ([SYSTEM, USER], [USER], [SYSTEM, USER]),  # `prompt` adds instructions
     ([USER], [SYSTEM, USER], [SYSTEM, USER]),
     (ASKED, [USER], [USER]),
     ("ho", [USER], None),
-    ([ASIDE[0]], [*ASIDE, USER], None),  # a list of messages must be the full prompt or its end
+    ([ASIDE[0]], [*ASIDE, USER], None),  # messages must be the full prompt or its end
     ([{"role": "user", "content": "ho"}], [USER], None),
     ([{"role": "system", "content": "t"}, USER], [SYSTEM, USER], None),
-    ("so", [*ASIDE, USER], None),  # the assistant said this
+    ("so", [*ASIDE, USER], None),  # `prompt` has the text of an assistant turn
 ]
 
 
@@ -117,11 +116,10 @@ TURNS = [USER, BOT, {"role": "user", "content": "and?"}, {"role": "assistant", "
     ],
     ids=["capybara", "lima", "transcript", "json", "openassistant"],
 )
-@pytest.mark.parametrize("field", ["messages", "conversations"])
-def test_conversations_in_other_formats(value, field):
-    record = parsed({field: value}, "sft")
+def test_conversations_in_other_formats(value):
+    record = parsed({"conversations": value}, "sft")
     assert [*record.prompt, *record.pairs[0][0]] == TURNS
-    assert parsed({field: value, "label": True}, "kto").pairs == [([TURNS[-1]],)]
+    assert parsed({"messages": value, "label": True}, "kto").pairs == [([TURNS[-1]],)]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +149,7 @@ def test_transcripts_split_at_paragraphs_only():
 ASK = {"role": "user", "content": "Rain in Oslo?"}
 BARE = {"name": "weather", "arguments": {"city": "Oslo"}}
 OLD = {"role": "assistant", "content": None, "function_call": {**BARE, "arguments": '{"city": "Oslo"}'}}
-CALLS = [  # the turn with the call, in every format
+CALLS = [  # the same tool call in every format
     *({"role": "assistant", "content": None, "tool_calls": calls} for calls in
       ([{"id": "c1", "type": "function", "function": BARE}], [{"function": OLD["function_call"]}], [BARE], BARE)),
     {"from": "function_call", "value": json.dumps(BARE)},
@@ -184,10 +182,8 @@ def test_a_column_of_unrelated_tools_is_not_read():
 
 @pytest.mark.parametrize(
     ("value", "label"),
-    [(True, True), (1, True), (1.0, True), ("1", True), ("True", True), ("thumbs up", True), ("up", True), ("\U0001f44d", True),
-     ("yes", True), ("passed", True), (False, False), (0, False), (-1.0, False), ("-1", False), (" false", False), ("0.0", False),
-     ("Thumbs down", False), ("\U0001f44e", False), ("No", False), ("dislike", False), ("unsafe", False), ("fail", False),
-     ("geography", None), (3, None)],
+    [(True, True), (1.0, True), ("1", True), ("thumbs up", True), ("\U0001f44d", True), ("Yes", True), (False, False), (0, False),
+     ("-1", False), (" false", False), ("Thumbs down", False), ("\U0001f44e", False), ("geography", None), (3, None)],
 )  # fmt: skip
 def test_values_that_a_label_may_have(value, label):
     """kto learns from good and bad completions, sft from good ones. sft ignores a column whose labels mean neither."""
@@ -204,51 +200,35 @@ def test_values_that_a_label_may_have(value, label):
         assert parsed(row, "sft").unread == (("label",) if label is None else ())
 
 
-# ---- what is wrong ---------------------------------------------------------------------------------------------------
+# ---- bad rows -------------------------------------------------------------------------------------------------------
 
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 ERRORS = [
     ("sft", [1], "not_object", ""),
     ("sft", {"promt": "a", "completion": "b"}, "missing_field", "prompt"),
-    ("sft", {"prompt": "a"}, "missing_field", "completion"),
     ("sft", {"prompt": "a", "completion": None}, "null", "completion"),
     ("sft", {"prompt": 7, "completion": "b"}, "wrong_type", "prompt"),
-    ("sft", {"prompt": ["hi", "yo"], "completion": "a"}, "wrong_type", "prompt[0]"),
     ("sft", {"prompt": " ", "completion": "b"}, "empty_prompt", "prompt"),
     ("sft", {"instruction": "a", "history": [["b"]], "output": "c"}, "wrong_type", "history"),
-    ("sft", {"instruction": "a", "history": "before", "output": "c"}, "wrong_type", "history"),
     ("sft", {"prompt": "a", "completion": " "}, "empty_completion", "completion"),
     ("sft", {"messages": []}, "empty_prompt", "messages"),
-    ("sft", {"messages": [BOT]}, "empty_prompt", "messages"),
     ("sft", {"messages": "hi"}, "wrong_type", "messages"),
     ("sft", {"messages": [{"role": "user", "text": "x"}]}, "missing_field", "messages[0].content"),
-    ("sft", {"messages": [{"role": "user", "content": None}, BOT]}, "null", "messages[0].content"),
     ("sft", {"messages": [{"role": "Robot", "content": "x"}]}, "wrong_role", "messages[0].role"),
     ("sft", {"messages": [USER]}, "wrong_role", "messages"),
     ("sft", {"messages": [USER, {"role": "assistant", "content": ""}]}, "empty_completion", "messages"),
     ("sft", {"messages": [{"role": "user", "content": ["a", {"type": "image_url"}]}]}, "wrong_type", "messages[0].content[1]"),
     ("sft", {"messages": [{"role": "user", "content": ["a", {"type": "text", "txt": "a"}]}]}, "missing_field", "messages[0].content[1].text"),
     ("sft", {"prompt": "a", "completion": "\ud800"}, "not_utf8", "completion"),
-    ("sft", {"prompt": "a", "completion": "b", "system": "\udfff"}, "not_utf8", "system"),
     ("sft", {"prompt": "a", "completion": "b", "\udfff": 1}, "not_utf8", ""),
-    ("sft", {"messages": r'[{"role": "user", "content": "\ud800"}]'}, "not_utf8", "messages[0].content"),
-    ("rm", {"prompt": "a", "pos_answers": r'["\ud800"]', "neg_answers": "b"}, "not_utf8", "pos_answers[0]"),
     ("sft", {"messages": [USER, {**BOT, "thinking": ["a", 10**400]}]}, "not_finite", "messages[1].thinking[1]"),
-    ("evaluate", {"prompt": "a", "completion": float("nan")}, "not_finite", "completion"),
     ("evaluate", {"prompt": "a", "completion": 0}, "wrong_type", "completion"),
-    ("evaluate", {"prompt": "a", "completion": []}, "empty_prompt", "completion"),
     ("rm", {**PAIR, "margin": float("nan")}, "not_finite", "margin"),
     ("rm", {**PAIR, "margin": 101}, "margin", "margin"),
-    ("dpo", {**PAIR, "margin": -0.5}, "margin", "margin"),
     ("rm", {**PAIR, "margin": True}, "wrong_type", "margin"),
-    ("rm", {**PAIR, "margin": "one"}, "wrong_type", "margin"),
     ("rm", {**PAIR, "rejected": " b "}, "equal_pair", "chosen"),
-    ("rm", {**PAIR, "rejected": ""}, "empty_completion", "rejected"),
-    ("rm", {**PAIR, "prompt": ""}, "empty_prompt", "prompt"),
     ("rm", {"chosen": "x y", "rejected": "z y"}, "empty_prompt", "chosen"),
     ("kto", {"prompt": "a", "completion": "b", "label": 4}, "unclear_label", "label"),
-    ("kto", {"prompt": "a", "completion": "b", "label": None}, "null", "label"),
-    ("kto", {"prompt": "a", "completion": "b"}, "missing_field", "label"),
     ("kto", {"messages": [USER, {**BOT, "weight": 0}, USER, BOT], "label": True}, "weight", "messages"),
     ("dpo", {"prompt": [USER], "chosen": [{"role": "assistant", "content": None, "tool_calls": [BARE]}],
              "rejected": [{"role": "assistant", "content": None, "tool_calls": [BARE]}]}, "equal_pair", "chosen"),
@@ -262,13 +242,10 @@ ERRORS = [
     ("sft", {"prompt": [USER], "completion": [{**BOT, "weight": 0}]}, "weight", "completion"),
     ("sft", {"messages": [USER, BOT], "kto_tag": False}, "label", "kto_tag"),
     ("sft", {"messages": [USER, {**BOT, "tool_calls": [{"function": {}}]}]}, "wrong_type", "messages[1].tool_calls[0]"),
-    ("sft", {"prompt": "a", "completion": [{**BOT, "tool_calls": [{"name": "f"}]}]}, "wrong_type", "completion"),
     ("sft", {"prompt": "a", "completion": [{**BOT, "thinking": "b"}]}, "wrong_type", "completion"),
     ("sft", {"messages": [USER, {"role": "assistant", "content": "", "thinking": "b"}]}, "empty_completion", "messages"),
     ("sft", {"prompt": [USER], "completion": "a", "chat_template_kwargs": [1]}, "wrong_type", "chat_template_kwargs"),
     ("sft", {"messages": [SYSTEM, USER, BOT], "system": "t"}, "prompts_differ", "system"),
-    ("dpo", {"prompt": [SYSTEM, USER], "chosen": "a", "rejected": "b", "system": "t"}, "prompts_differ", "system"),
-    ("rm", {"chosen": [SYSTEM, USER, BOT], "rejected": [SYSTEM, USER, NO], "system": "t"}, "prompts_differ", "system"),
 ]  # fmt: skip
 
 
@@ -281,7 +258,7 @@ def test_row_errors(stage, row, kind, field):
 
 
 def test_fields_that_nothing_reads_may_hold_anything():
-    """A Python reward gets null for NaN and "?" for half a surrogate pair."""
+    """In the row that a Python reward gets, NaN becomes null, and half a surrogate pair becomes "?"."""
     wrong = {"score": float("nan"), "more": [1, {"w": float("-inf"), "t": "a\ud800"}]}
     assert parsed({"prompt": "a", "completion": "b", **wrong}, "sft").unread == ("score", "more")
     assert parsed({"messages": [{**USER, **wrong}, BOT]}, "sft").prompt == [USER]
@@ -324,26 +301,26 @@ def test_thoughts_are_part_of_a_completion():
     assert one[:8] == two[:8] and one != two
 
 
-# ---- Python's text of a list, such as pandas and datasets write to CSV -----------------------------------------------
+# ---- lists in Python's notation, which pandas and datasets write to CSV ----------------------------------------------
 
 TWO = [USER, {"content": 'it\'s "yo"', "role": "assistant"}]
 ARRAY = "[{'content': 'hi', 'role': 'user'}\n {'content': 'yo', 'role': 'assistant'}]"
 REPRS = [
-    str(TWO), str(tuple(TWO)), str([{"from": "human", "value": "hi"}]), str([{"id": 7, **USER}]), str(BOT), ARRAY,
-    f"array({ARRAY}, dtype=object)", f" [{ARRAY}]", "[ChatCompletionMessage(content='yo', role='assistant')]",
-    "[OrderedDict([('role', 'assistant'), ('content', 'yo')])]",
+    str(TWO), str([{"from": "human", "value": "hi"}]), str([{"id": 7, **USER}]), f"array({ARRAY}, dtype=object)", f" [{ARRAY}]",
+    "[ChatCompletionMessage(content='yo', role='assistant')]", "[OrderedDict([('role', 'assistant'), ('content', 'yo')])]",
+]  # fmt: skip
+FIELDS = [
+    ("sft", "completion"), ("sft", "messages"), ("dpo", "prompt"), ("dpo", "chosen"), ("rm", "neg_answers"), ("score", "rejected"),
 ]  # fmt: skip
 LISTS = ["['a', 'b']", "('a', 'b')", "['a' 'b']", "array(['a', 'b'], dtype=object)", "[\"it's\", 'b']"]
 GIVEN = {"prompt": "hi", "chosen": "a", "rejected": "b", "completion": "c"}
 
 
-@pytest.mark.parametrize("text", REPRS)
 @pytest.mark.parametrize(
-    ("stage", "field"),
-    [("sft", "completion"), ("sft", "messages"), ("sft", "conversations"), ("dpo", "prompt"), ("dpo", "chosen"),
-     ("rm", "rejected"), ("rm", "pos_answers"), ("rm", "neg_answers"), ("ppo", "prompt"), ("score", "chosen")],
-)  # fmt: skip
-def test_pythons_text_of_messages_is_refused(text, stage, field):
+    ("text", "stage", "field"),
+    [*((text, "sft", "completion") for text in REPRS), *((str(TWO), *one) for one in FIELDS)],
+)
+def test_pythons_text_of_messages_is_rejected(text, stage, field):
     row = {field: text} if field in ("messages", "conversations") else {**GIVEN, field: text}
     row |= {"pos_answers": "a", "neg_answers": "b", field: text} if "answers" in field else {}
     with pytest.raises(RowError) as caught:
@@ -353,7 +330,7 @@ def test_pythons_text_of_messages_is_refused(text, stage, field):
 
 
 @pytest.mark.parametrize("text", LISTS)
-def test_pythons_text_of_a_list_is_refused_where_a_list_is_read(text):
+def test_pythons_text_of_a_list_is_rejected_where_a_list_is_expected(text):
     answers = {"prompt": "q", "pos_answers": "a", "neg_answers": "b"}
     rows = [
         ("rm", {**answers, "neg_answers": text}),
@@ -369,15 +346,9 @@ def test_pythons_text_of_a_list_is_refused_where_a_list_is_read(text):
         assert parsed({"prompt": "q", "completion": code}, "sft").pairs == [(code,)]
 
 
-def test_a_misspelled_field_is_named():
-    said = r"is `promt` meant to be `prompt`\?.*prompt\+completion \| prompt\+answer"
-    with pytest.raises(RowError, match=said):
-        parsed({"promt": "a", "completion": "b"}, "sft")
-
-
 def test_every_stage_with_rows_has_a_format():
     stages = {name: stage.rows for name, stage in STAGE.items() if stage.rows}
-    assert {*stages.values(), "pairs", "benchmarks"} == set(KIND)
+    assert {*stages.values(), "pairs", "benchmarks"} == set(KINDS)
     for stage in (*stages, "pairs", "benchmarks"):
         kind = kind_of(stage)
         prompts = "input_ids" in kind.columns and "labels" not in kind.columns

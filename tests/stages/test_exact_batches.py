@@ -1,4 +1,4 @@
-"""Tests that an epoch has each row exactly once for any number of workers, and that losses do not depend on it."""
+"""Tests that an epoch has each row exactly once, and that losses and metrics do not depend on the number of workers."""
 
 import json
 import os
@@ -29,8 +29,9 @@ from trl import (
     SFTTrainer,
 )
 
-from pipeline.data.feed import CountedCollator, EvaluationSampler, ExactBatches, ExactBatchSampler, to_hf
-from pipeline.data.kl_pairs import PairedBatches
+from pipeline.data.read import to_hf
+from pipeline.stages.exact_batches import CountedCollator, EvaluationSampler, ExactBatches, ExactBatchSampler
+from pipeline.stages.kl_pairs import PairedBatches
 
 TRL = {
     "sft": (SFTTrainer, SFTConfig),
@@ -65,7 +66,7 @@ def test_each_row_once_and_equal_steps(rows, size, world, seed, epoch):
     assert {*map(len, batches), len(ExactBatchSampler(rows, size, 0, world, seed))} == {len(one)}
     for step, whole in enumerate(one):
         parts = [of_rank[step] for of_rank in batches]
-        assert flat(parts) == whole  # each step has the same rows as one worker with the full batch
+        assert flat(parts) == whole  # one worker with the full batch has the same rows in this step
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
     assert sorted(flat(one)) == list(range(rows))
 
@@ -110,15 +111,15 @@ def test_arrow_blocks_are_not_copied():
     assert rows.__getitems__([]) == []
 
 
-# ---- two real workers against one ------------------------------------------------------------------------------
+# ---- two workers compared with one -----------------------------------------------------------------------------
 
-STEPS = 6  # steps on 21 or 23 rows with a global batch of 8: three per epoch, the last one partial
+STEPS = 6  # optimizer steps: two epochs of 21 or 23 rows with a global batch of 8
 
 
 def trainer(
     stage: str, rows: int, size: int, accumulate: int, folder: str, mixed: bool = True, held_out: int = 5
 ):
-    """Returns a toy TRL trainer on random rows, which also evaluates on them. If `mixed` is False, it is TRL's own trainer."""
+    """Returns a small TRL trainer that trains and evaluates on random rows. If `mixed` is False, its batches are TRL's."""
     random.seed(0)
     torch.set_num_threads(1)
 
@@ -146,7 +147,7 @@ def trainer(
         def get_train_dataloader(self):
             if mixed or stage != "kto":
                 return super().get_train_dataloader()
-            # TRL's own dataloader keeps the order of the file.
+            # TRL's dataloader keeps the order of the file.
             return in_our_order(self.train_dataset, size, self.data_collator)
 
     tok = tokenizer()
@@ -168,7 +169,7 @@ def trainer(
         bf16=False, use_cpu=True, gradient_checkpointing=False, **options,
     )  # fmt: skip
     held_out_rows = data
-    if stage == "kto" and not mixed:  # TRL's column, paired like our eval rows
+    if stage == "kto" and not mixed:  # TRL's trainer reads this column
         half = [row["completion_ids"] for row in data]
         held_out_rows = data.add_column("KL_completion_ids", half[rows // 2 :] + half[: rows // 2])
     sets = {"train_dataset": data, "eval_dataset": held_out_rows}
@@ -176,7 +177,7 @@ def trainer(
 
 
 def in_our_order(data, size: int, collator):
-    """Returns a loader with the order of our epochs, and KL pairs by TRL's rule: completions shifted by one in each batch."""
+    """Returns a loader with the order of ExactBatches, and with TRL's KL pairs: completions shifted by one in each batch."""
 
     def collate(rows):
         kl = [rows[-1]["completion_ids"]] + [row["completion_ids"] for row in rows[:-1]]
@@ -215,11 +216,11 @@ def evaluated(stage, rows, folder, mixed=True, held_out=5):
     return {name: value for name, value in figures.items() if not name.endswith(times)}
 
 
-CASES = [("sft", 21), ("rm", 23), ("dpo", 21), ("dpo", 23), ("kto", 21), ("kto", 23)]
+CASES = [("sft", 21), ("rm", 23), ("dpo", 21), ("kto", 21)]
 
 
 def losses_of_all(rank: int, folder: str, port: str) -> None:
-    """Runs in each of the two processes: 2 rows per process, 2 micro-batches per step."""
+    """Runs in each of the two processes, with 2 rows per micro-batch and 2 micro-batches per step."""
     os.environ |= {
         **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
@@ -236,7 +237,7 @@ def losses_of_all(rank: int, folder: str, port: str) -> None:
 
 @pytest.fixture(scope="module")
 def two_workers(tmp_path_factory):
-    """Runs all cases in two processes, because imports take most of the time. Returns losses by case and the run folder."""
+    """Runs all cases in the same two processes, because imports take most of the time. Returns their losses and folder."""
     folder = tmp_path_factory.mktemp("two")
     in_processes(losses_of_all, str(folder), str(random.SystemRandom().randrange(20000, 30000)))
     return dict(zip(CASES, json.loads((folder / "losses.json").read_text()), strict=True)), folder
@@ -244,22 +245,22 @@ def two_workers(tmp_path_factory):
 
 @pytest.mark.parametrize("stage,rows", CASES)
 def test_two_workers_have_the_losses_of_one(stage, rows, two_workers, tmp_path, monkeypatch):
-    """The last global batch is uneven (23 rows), or has a row for one worker only (21 rows)."""
+    """With 23 rows, the last batch is uneven. With 21 rows, only one worker has a row in the last micro-batch."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     by_case, folder = two_workers
-    # TRL's own trainer runs the full batch in one forward, so its loss is a plain mean over rows or tokens.
+    # TRL's trainer computes the full batch at once, so its loss is a plain mean over rows or tokens.
     stock = losses(stage, rows, 8, 1, tmp_path / "stock", mixed=False)
     assert len(stock) == STEPS
     assert by_case[stage, rows] == pytest.approx(stock, abs=1e-5)
     assert losses(stage, rows, 4, 2, tmp_path / "accumulated") == pytest.approx(stock, abs=1e-5)
     checkpoint = folder / f"{stage}{rows}" / "checkpoint-4"
     resumed = losses(stage, rows, 4, 2, tmp_path / "resumed", resume=str(checkpoint))
-    assert resumed[-2:] == pytest.approx(stock[-2:], abs=1e-5)  # one worker resumes where two stopped
+    assert resumed[-2:] == pytest.approx(stock[-2:], abs=1e-5)  # one worker continues the run of two
 
 
 @pytest.mark.parametrize("stage,rows", CASES)
 def test_eval_metrics_do_not_depend_on_the_number_of_workers(stage, rows, two_workers, tmp_path):
-    """A short last batch weighs less than a full one: the loss is the loss of all rows in one batch."""
+    """The metrics equal those of all rows in one batch, so a short last batch weighs less than a full one."""
     _, folder = two_workers
     figures = dict(zip(CASES, json.loads((folder / "figures.json").read_text()), strict=True))
     alone = evaluated(stage, rows, tmp_path)
@@ -269,7 +270,7 @@ def test_eval_metrics_do_not_depend_on_the_number_of_workers(stage, rows, two_wo
     if stage == "kto":  # z0 depends on the batch
         assert alone["eval_rewards/margins"] and alone["eval_kl"]
         changing += ["eval_kl", "eval_loss"]
-    if stage in ("dpo", "kto"):  # TRL averages these over the tokens of a batch, we weight them by rows
+    if stage in ("dpo", "kto"):  # TRL averages these over tokens, ExactBatches over rows
         changing += ["logits", "entropy", "token"]
     same = [name for name in at_once if not any(part in name for part in changing)]
     assert {"eval_loss" if stage != "kto" else "eval_rewards/margins"} < set(same)

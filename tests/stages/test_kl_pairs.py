@@ -1,9 +1,9 @@
-"""Tests the rows that KTO's KL term pairs: different rows of one step, the same for any number of workers."""
+"""Tests which rows KTO's KL term pairs: different rows of one step, for any number of workers."""
 
 import pytest
 import torch
 
-from pipeline.data.kl_pairs import (
+from pipeline.stages.kl_pairs import (
     PairedBatchSampler,
     PairedCollator,
     PairedEvaluationSampler,
@@ -12,7 +12,7 @@ from pipeline.data.kl_pairs import (
 
 
 def pairs(rows, size, world, step, epoch=0):
-    """Returns [(row, the row that gives its completion)] in the order of an epoch."""
+    """Returns [(row, row with the completion for its KL term)] in the order of an epoch."""
     samplers = [PairedBatchSampler(rows, size, rank, world, 7, step=step) for rank in range(world)]
     for sampler in samplers:
         sampler.set_epoch(epoch)
@@ -27,11 +27,11 @@ def pairs(rows, size, world, step, epoch=0):
 @pytest.mark.parametrize(("size", "world"), [(8, 1), (4, 1), (4, 2), (2, 2), (1, 4)])
 def test_each_row_gets_the_completion_of_another_row_in_its_step(size, world):
     found = pairs(21, size, world, step=8)
-    assert found == pairs(21, 16, 1, step=8)  # the same for any workers and micro-batches
+    assert found == pairs(21, 16, 1, step=8)  # one worker with one micro-batch has the same pairs
     for start in range(0, 21, 8):
         rows, others = zip(*found[start : start + 8], strict=True)
         assert set(rows) == set(others) and not any(map(int.__eq__, rows, others))
-        assert others == (rows[-1], *rows[:-1])  # TRL's rule
+        assert others == (rows[-1], *rows[:-1])  # TRL pairs rows in the same way
     assert sorted(row for row, _ in found) == list(range(21))
     assert found != pairs(21, size, world, step=8, epoch=1)
 

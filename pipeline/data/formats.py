@@ -1,19 +1,18 @@
-"""Row formats: for each kind its shapes (sets of fields), parser and token columns. Turns rows into Records; no tokenizer.
+"""Row formats: which fields a row of each format has, and the function that parses such a row. Uses no tokenizer.
 
-KIND is the table. config.stages.STAGE says which kind a stage reads. A row has the first shape whose fields all exist.
+KINDS is the table of all kinds of rows, each with its formats. job.stages.STAGE says which kind a stage reads. A row has the
+first format whose fields all exist in the row.
 """
 
-import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from pipeline.data import reshape, values
+from pipeline.data.labels import LABEL_FIELDS, is_good, is_unrated, majority
 from pipeline.data.messages import (
     ABOUT_TOOLS,
-    SIDES,
     THOUGHTS,
     WEIGHTS,
     Text,
@@ -25,25 +24,35 @@ from pipeline.data.messages import (
     instruction,
     list_in,
     messages,
-    offered,
     plain,
     prompt_text,
     repeats_prompt,
     split_transcripts,
     template_kwargs,
+    tool_schemas,
     unpacked,
     without_unread,
     words,
 )
-from pipeline.data.reshape import NOTHING, UNORDERED, NoteLabel, Preprocess, shapes_with
-from pipeline.data.values import RowError, as_json, check_values, decoded, fields_of, nearest, show, too_deep
+from pipeline.data.reshape import NOTHING, UNORDERED, NoteLabel, Preprocess, formats_with, renamed
+from pipeline.data.values import (
+    Dropped,
+    RowError,
+    as_json,
+    check_values,
+    decoded,
+    fields_of,
+    nearest,
+    show,
+    too_deep,
+)
 from pipeline.input_uri import InputURI
 from pipeline.job.stages import STAGE
 
 
 @dataclass
 class Record:
-    """A row in canonical form.
+    """A row after parsing.
 
     `pairs` holds the completions: one 1-tuple for a demonstration, (chosen, rejected) for each preference pair, nothing for a
     prompt. Completions are text if `prompt` is text, or else messages that begin with an assistant turn.
@@ -73,7 +82,7 @@ class Record:
         return any(not str(side)[:1].isspace() for pair in self.pairs for side in pair)
 
     def prompt_content(self) -> str:
-        """Returns the key for splitting a hold-out, which is equal for a text prompt and one message with the same content."""
+        """Returns a key for splitting off eval rows. A text prompt and a message with the same content have the same key."""
         turns = as_turns(self.prompt)
         if len(turns) == 1:
             return words(turns[0]).strip()
@@ -91,45 +100,75 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
+Row = dict[str, Any]
 Ids = list[int]
+Parser = Callable[..., Record]  # (row, each field of the format) -> Record; raises RowError
+Formats = dict[str, Parser]  # the fields of a format, joined with + -> parser
+KindParser = Callable[[Row, Parser, tuple[str, ...]], Record]  # (row, parser of its format, its fields)
+
+
+def field_names(format: str) -> tuple[str, ...]:
+    """Returns the fields of a format, such as prompt and completion for `prompt+completion`."""
+    return tuple(format.split("+"))
 
 
 @dataclass(frozen=True)
 class Kind:
     """The rows of one kind, from JSON to token ids."""
 
-    # shape -> the fields that it needs; a row has the first shape whose fields all exist
-    shapes: Mapping[str, tuple[str, ...]]
-    parse: Callable[[dict[str, Any], str], Record]  # (row, name of the shape) -> Record; raises RowError
+    formats: Formats
+    parse: KindParser
     columns: tuple[str, ...]  # columns of the token table
-    # learned: the policy learns to write the completions of the rows. scored: a reward model scores them.
+    # learned: the policy learns to write the completions of the rows. scored: a reward model scores these completions.
     # written: the rows have only prompts, and the policy writes the completions.
     completions: Literal["learned", "scored", "written"]
-    further: frozenset[str] = frozenset()  # fields that no shape needs, but the kind reads
+    further: frozenset[str] = frozenset()  # fields that no format needs, but the kind reads
     # keys of messages that the chat template reads, other than messages.READ
     message_keys: frozenset[str] = frozenset({*THOUGHTS, *ABOUT_TOOLS})
     stage: str = ""  # the stage that error messages name
     preprocess: Preprocess = NOTHING  # how the job changes a raw row
 
+    def with_preprocess(self, preprocess: Preprocess) -> "Kind":
+        """Returns the kind of rows that a job changes, with the formats that have all mapped fields."""
+        return replace(self, formats=formats_with(preprocess.columns, self.formats), preprocess=preprocess)
+
+    @property
+    def format_fields(self) -> frozenset[str]:
+        return frozenset().union(*map(field_names, self.formats))
+
     @property
     def needed(self) -> frozenset[str]:
-        """Returns the fields that shapes need."""
-        return frozenset(UNORDERED).union(*self.shapes.values())
+        """Returns the fields that formats need."""
+        return self.format_fields.union(UNORDERED)
+
+    @property
+    def reads_label(self) -> bool:
+        """Returns True if a row may have a label that says whether its completion is good."""
+        return "label" in self.further.union(self.format_fields)
 
     @property
     def has_pairs(self) -> bool:
         """Returns True if a row may have two completions, one of them preferred."""
-        return self.completions != "written" and "rejected" in self.needed
+        return self.completions != "written" and "rejected" in self.format_fields
 
     def rows(self, row: Any, note_label: NoteLabel | None = None) -> Iterator[Any]:
-        """Yields the results of a decoded row: rows, RowError or Dropped."""
-        for made in self.preprocess.rows(row, self.needed, self.has_pairs, note_label):
-            if isinstance(made, dict):
-                read = self.further.union(self.shapes.get(shape_of(made, self) or "", ()))
-                labels = {name: majority(made[name]) for name in LABELS & read & made.keys()}
-                blank = any(map(reshape.is_unrated, labels.values()))
-                made = values.Dropped("unlabeled") if blank else {**made, **labels}
-            yield made
+        """Yields what becomes of a decoded row after the job's changes: rows, RowError or Dropped."""
+        for made in self.preprocess.transformed(row):
+            try:
+                yield self._changed(made, note_label) if isinstance(made, dict) else made
+            except RowError as error:
+                yield error
+
+    def _changed(self, row: Row, note_label: NoteLabel | None) -> Row | Dropped:
+        """Returns a row with the job's columns, and with one value for each label, or Dropped."""
+        columns = self.preprocess.columns
+        row = renamed(row, columns, self.needed) if columns else row
+        made = self.preprocess.apply_label(row, self.has_pairs, note_label)
+        if isinstance(made, Dropped):
+            return made
+        read = self.further.union(field_names(format_of(made, self) or ""))
+        labels = {name: majority(made[name]) for name in LABEL_FIELDS & read & made.keys()}
+        return Dropped("unlabeled") if any(map(is_unrated, labels.values())) else {**made, **labels}
 
     def example(self, record: Record, at: int, prompt: Ids, sides: list[Ids]) -> dict[str, Any]:
         """Returns the columns of pair `at` of a record, from the token ids of the prompt and of each completion."""
@@ -147,100 +186,37 @@ class Kind:
         return {name: values[name] for name in self.columns}
 
 
-def _shapes(*names: str) -> dict[str, tuple[str, ...]]:
-    return {name: tuple(name.split("+")) for name in names}
-
-
 # ---- demonstrations: a prompt and the completion to learn ------------------------------------------------------------
 
-DEMONSTRATIONS = _shapes(
-    "messages", "conversations", "prompt+completion", "prompt+answer", "instruction+output"
-)
-# Columns that say whether a completion is good (in TRL's KTOTrainer and in LLaMA-Factory), and their values for bad.
-LABELS = {"label", "kto_tag"}
-_BAD = (
-    "bad dislike disliked down f fail failed false flagged harmful incorrect n negative no reject rejected thumbs_down toxic "
-    "undesirable unsafe wrong 👎"
-)
-BAD = (0, -1, *_BAD.split())
-_GOOD = "accept accepted approved chosen correct desirable good like liked ok pass passed positive safe t thumbs_up true up y yes 👍"
-GOOD = (1, *_GOOD.split())
+
+def conversation(row: Row, key: str) -> Record:
+    """Parses a list of messages that ends with the completion. All assistant turns are trained."""
+    turns = messages(row[key], key, system=row.get("system"))
+    check_last(turns, key)
+    check_prompt(turns[:-1], key)
+    return Record(turns[:-1], [(turns[-1:],)], all_turns=True, untrained=untrained(row[key], turns, key))
 
 
-def parse_demonstration(row: dict[str, Any], shape: str) -> Record:
-    """Returns a demonstration of one of DEMONSTRATIONS to imitate. Raises RowError if one of LABELS says that it is bad.
-
-    A label that means something else is an unread column.
-    """
-    labels = {name: is_good(row[name]) for name in sorted(LABELS & row.keys())}
-    if bad := [name for name, good in labels.items() if good is False]:
-        found = f"{show(row[bad[0]])}: a completion that is not to be imitated"
-        expected = "good completions only; data.on_error=skip trains on those alone; kto learns from both"
-        raise RowError("label", bad[0], found, expected)
-    record = demonstration(row, shape)
-    record.unread = tuple(name for name, good in labels.items() if good is None)
-    return record
-
-
-def majority(label: Any) -> Any:
-    """Returns the majority of a list of labels: true, false, or null if there is none. Returns other labels unchanged."""
-    given = reshape.unpacked_label(label)
-    votes = [is_good(one) for one in reshape.listed(given) if not reshape.is_unrated(one)]
-    if None in votes or not isinstance(given, list):
-        return label
-    more = sum(1 if good else -1 for good in votes)
-    return more > 0 if more else None
-
-
-def is_good(label: Any) -> bool | None:
-    """Returns whether a label means a good completion, or None if it is something else, such as a topic."""
-    value = label.strip().lower().replace(" ", "_") if isinstance(label, str) else label
-    with contextlib.suppress(ValueError, TypeError):
-        value = float(value)
-    if not isinstance(value, str | int | float):
-        return None
-    return True if value in GOOD else False if value in BAD else None
-
-
-def are_clear(labels: Sequence[Any]) -> bool:
-    """Returns True if each label means good or bad. Next to -1, a 0 may mean an unrated completion."""
-    return None not in map(is_good, labels) and not {0.0, -1.0} <= {*map(reshape.comparable, labels)}
-
-
-def are_mostly(labels: Sequence[Any]) -> bool:
-    """Returns True if most labels mean good or bad, or some words each of them: then others, such as neutral, are no topics."""
-    words = {is_good(one) for one in labels if isinstance(reshape.comparable(one), str)}
-    return {True, False} <= words or 2 * [*map(is_good, labels)].count(None) < len(labels)
-
-
-def demonstration(row: dict[str, Any], shape: str) -> Record:
-    """Returns a demonstration of one of DEMONSTRATIONS, with any `label`."""
-    if shape in ("messages", "conversations"):
-        turns = messages(row[shape], shape, system=row.get("system"))
-        check_last(turns, shape)
-        check_prompt(turns[:-1], shape)
-        excluded = untrained(row[shape], turns, shape)
-        return Record(turns[:-1], [(turns[-1:],)], all_turns=True, untrained=excluded)
-    key = shape.split("+")[1]
-    prompt = given_prompt(row, shape)
-    completion, excluded = completion_text(row[key], key, prompt), frozenset[int]()
-    if isinstance(row[key], list | dict) and shape != "instruction+output":
-        items = row[key] if isinstance(row[key], list) else [row[key]]
+def demonstration(row: Row, prompt_key: str, key: str) -> Record:
+    """Parses a prompt and its completion, each a text or messages."""
+    prompt = prompt_in(row, prompt_key)
+    completion, value = completion_text(row[key], key, prompt), row[key]
+    excluded = frozenset[int]()
+    if isinstance(value, list | dict):
+        items = value if isinstance(value, list) else [value]
         excluded = untrained(items, messages(items, key), key)
         if excluded and isinstance(prompt, str):
             raise RowError("wrong_type", key, "weights with a text prompt", "a prompt of messages")
-        excluded = frozenset(len(prompt) + index for index in excluded)
-    return Record(prompt, [(completion,)], untrained=excluded)
+    return Record(prompt, [(completion,)], untrained=frozenset(len(prompt) + index for index in excluded))
 
 
-def given_prompt(row: dict[str, Any], shape: str) -> Text:
-    """Returns the prompt in the first field of a shape, with the row's `system` prompt, if any."""
-    key = shape.partition("+")[0]
+def prompt_in(row: Row, key: str) -> Text:
+    """Returns the prompt in a field, with the row's `system` prompt, if any."""
     return instruction(row) if key == "instruction" else prompt_text(row[key], key, row.get("system"))
 
 
 def untrained(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[int]:
-    """Returns the assistant turns that a row excludes from training: `weight: 0` (OpenAI's format) or `train: false`.
+    """Returns the numbers of the assistant turns that a row excludes from training, with `weight: 0` or `train: false`.
 
     Raises RowError if no assistant turn is left to train.
     """
@@ -249,67 +225,93 @@ def untrained(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[
     excluded = {index + added for index in off}
     assistant = {index for index, turn in enumerate(turns) if turn["role"] == "assistant"}
     if excluded and assistant <= excluded:
-        raise RowError("weight", key, "no assistant turn that is to be trained", "one without `weight: 0`")
+        raise RowError("weight", key, "no assistant turn to train", "one without `weight: 0`")
     return frozenset(excluded & assistant)
+
+
+DEMONSTRATIONS: Formats = {
+    **dict.fromkeys(("messages", "conversations"), conversation),
+    **dict.fromkeys(("prompt+completion", "prompt+answer", "instruction+output"), demonstration),
+}
+
+
+def parse_imitated(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
+    """Parses a demonstration, unless a label calls it bad. A label with another meaning is an unread column."""
+    labels = {name: is_good(row[name]) for name in sorted(LABEL_FIELDS & row.keys())}
+    if bad := [name for name, good in labels.items() if good is False]:
+        found = f"{show(row[bad[0]])}: a completion that is not to be imitated"
+        expected = "good completions only; data.on_error=skip trains on those alone; kto learns from both"
+        raise RowError("label", bad[0], found, expected)
+    record = parser(row, *keys)
+    record.unread = tuple(name for name, good in labels.items() if good is None)
+    return record
 
 
 # ---- preferences: a prompt, a chosen and a rejected completion -------------------------------------------------------
 
-PREFERENCES = _shapes(
-    "prompt+pos_answers+neg_answers",
-    *(f"{prompt}+chosen+rejected" for prompt in ("prompt", "conversations", "messages", "instruction")),
-    "chosen+rejected",
-)
 # Maximum margin of a pair. TRL's RewardTrainer minimizes -logsigmoid(score_chosen - score_rejected - margin). Above some tens
 # the gradient no longer depends on the pair, and the scores diverge. Llama 2's margins are 1/3 to 3.
 LARGEST_MARGIN = 100.0
 
 
-def parse_preference(row: dict[str, Any], shape: str) -> Record:
-    """Parses a row of one of PREFERENCES: one pair, or one for each index of `pos_answers` and `neg_answers`."""
+def answer_lists(row: Row, prompt_key: str, *sides: str) -> Record:
+    """Parses one pair for each index of `pos_answers` and `neg_answers`."""
+    prompt = prompt_in(row, prompt_key)
+    good, bad = (
+        [completion_text(one, f"{side}[{i}]", prompt) for i, one in enumerate(as_list(row[side], side))]
+        for side in sides
+    )
+    if len(good) != len(bad):
+        found = f"{len(good)} pos_answers and {len(bad)} neg_answers"
+        raise RowError("unequal_answers", "neg_answers", found, "one pair for each index")
+    pairs = enumerate(zip(good, bad, strict=True))
+    return Record(prompt, [distinct(pair, f"pos_answers[{index}]") for index, pair in pairs])
+
+
+def pair(row: Row, prompt_key: str, *sides: str) -> Record:
+    """Parses a prompt and two completions, which may repeat the prompt."""
+    if any(repeats_prompt(row[side]) for side in sides):  # UltraFeedback: both completions repeat it
+        empty = isinstance(row[prompt_key], str) and not row[prompt_key].strip()  # contradicts nothing
+        prompt, completions = split_transcripts(row, row.get("system") if empty else None)
+        prompt = prompt if empty else agreed(prompt, prompt_in(row, prompt_key), prompt_key)
+    else:
+        prompt = prompt_in(row, prompt_key)
+        completions = tuple(completion_text(row[side], side, prompt) for side in sides)
+    return Record(prompt, [distinct(completions, "chosen")])
+
+
+def transcripts(row: Row, *sides: str) -> Record:
+    """Parses two conversations with the same prompt."""
+    prompt, completions = split_transcripts(row, row.get("system"))
+    return Record(prompt, [distinct(completions, "chosen")])
+
+
+def distinct(pair: tuple[Text, ...], key: str) -> tuple[Text, ...]:
+    """Returns a pair. Raises RowError if both completions have the same text."""
+    if plain(pair[0]) == plain(pair[1]):
+        found = f"the same text on both sides: {show(plain(pair[0]))}"
+        raise RowError("equal_pair", key, found, "two different completions")
+    return pair
+
+
+def margin_in(row: Row) -> float | None:
+    """Returns the row's margin, or None if it has none. Raises RowError if TRL could not train with it."""
     margin = decoded(row.get("margin"))  # in CSV, numbers and missing values are text
     if margin in (None, ""):
-        margin = None
-    elif isinstance(margin, bool) or not isinstance(margin, int | float):
+        return None
+    if isinstance(margin, bool) or not isinstance(margin, int | float):
         raise RowError("wrong_type", "margin", show(margin), "a number")
-    elif not 0 <= margin <= LARGEST_MARGIN:
+    if not 0 <= margin <= LARGEST_MARGIN:
         expected = f"a number from 0 to {LARGEST_MARGIN:g}; if it is negative, swap `chosen` and `rejected`"
         raise RowError("margin", "margin", show(margin), expected)
-    pairs: list[tuple[Text, ...]]
-    if shape == "prompt+pos_answers+neg_answers":
-        prompt = given_prompt(row, shape)
-        good, bad = (
-            [completion_text(one, f"{side}[{i}]", prompt) for i, one in enumerate(_as_list(row[side], side))]
-            for side in ("pos_answers", "neg_answers")
-        )
-        if len(good) != len(bad):
-            found = f"{len(good)} pos_answers and {len(bad)} neg_answers"
-            raise RowError("unequal_answers", "neg_answers", found, "one pair for each index")
-        pairs = list(zip(good, bad, strict=True))
-    elif shape == "chosen+rejected":
-        prompt, completions = split_transcripts(row, row.get("system"))
-        pairs = [completions]
-    elif any(repeats_prompt(row[side]) for side in SIDES):  # UltraFeedback: both completions repeat it
-        key = shape.partition("+")[0]
-        empty = isinstance(row[key], str) and not row[key].strip()  # an empty text contradicts nothing
-        prompt, completions = split_transcripts(row, row.get("system") if empty else None)
-        prompt, pairs = prompt if empty else agreed(prompt, given_prompt(row, shape), key), [completions]
-    else:
-        prompt = given_prompt(row, shape)
-        pairs = [tuple(completion_text(row[side], side, prompt) for side in SIDES)]
-    for index, (chosen, rejected) in enumerate(pairs):
-        if plain(chosen) == plain(rejected):
-            name = f"pos_answers[{index}]" if shape.endswith("neg_answers") else "chosen"
-            found = f"the same text on both sides: {show(plain(chosen))}"
-            raise RowError("equal_pair", name, found, "two different completions")
-    return Record(prompt, pairs, margin=margin)
+    return margin
 
 
 def agreed(repeated: Text, given: Text, key: str) -> Text:
-    """Returns the prompt of a row that has it in the field `key` (`given`) and again in both completions (`repeated`).
+    """Returns the prompt of a row that has one in the field `key` (`given`) and one in both completions (`repeated`).
 
-    If one prompt is the end of the other, returns the longer one: the field often holds one question of a conversation, or adds
-    system turns. Otherwise, both prompts must be equal.
+    If one prompt is the end of the other, returns the longer one, because the field often has only the last question, or adds
+    system turns. If the given prompt is the first of several questions, returns the repeated one. Otherwise raises RowError.
     """
 
     def stripped(turns: Turns) -> list[tuple[str, str]]:
@@ -319,7 +321,6 @@ def agreed(repeated: Text, given: Text, key: str) -> Text:
     for longer, shorter in (both[::-1], both):
         if stripped(longer[-len(shorter) :]) == stripped(shorter):
             return longer
-    # `given` is the first of several questions.
     if isinstance(given, str) and stripped(both[0])[0] in stripped(both[1]):
         return repeated
     ends = [show(turns[-1]["content"]) for turns in both]
@@ -328,28 +329,46 @@ def agreed(repeated: Text, given: Text, key: str) -> Text:
     raise RowError("prompts_differ", key, found, expected)
 
 
+def as_list(value: Any, key: str) -> list[Any]:
+    """Returns a list, also from its JSON text. Returns any other text as the only element."""
+    found = list_in(value, key)
+    check_values(found, key)
+    if isinstance(found, str):
+        return [found]
+    if not isinstance(found, list) or not found:
+        raise RowError("wrong_type", key, show(found), "a text, or a list of at least one")
+    return found
+
+
+PREFERENCES: Formats = {
+    "prompt+pos_answers+neg_answers": answer_lists,
+    **{f"{key}+chosen+rejected": pair for key in ("prompt", "conversations", "messages", "instruction")},
+    "chosen+rejected": transcripts,
+}
+
+
 # ---- rated completions: desirable or not; a pair gives one of each ---------------------------------------------------
 
-RATED = (
-    _shapes(*(f"{shape}+{label}" for label in ("label", "kto_tag") for shape in DEMONSTRATIONS)) | PREFERENCES
-)
+RATED: Formats = {
+    **{f"{one}+{name}": DEMONSTRATIONS[one] for name in ("label", "kto_tag") for one in DEMONSTRATIONS},
+    **PREFERENCES,
+}
 
 
-def parse_rated(row: dict[str, Any], shape: str) -> Record:
-    """Parses a row of one of RATED: one completion with its label, or the completions of preference pairs."""
-    if shape in PREFERENCES:
-        record = parse_preference(row, shape)
+def parse_rated(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
+    """Parses a completion and its label, in the last field, or the desirable and undesirable completions of pairs."""
+    if (name := keys[-1]) not in LABEL_FIELDS:
+        record = parser(row, *keys)
         record.labels = (True, False) * len(record.pairs)
         record.pairs = [(completion,) for pair in record.pairs for completion in pair]
         return record
-    inner, _, name = shape.rpartition("+")
     label = is_good(row[name])
     if label is None:
         raise unclear(row[name], name)
-    record = demonstration(row, inner)
+    record = parser(row, *keys[:-1])
     if record.untrained:
-        found, expected = "turns with weight 0 beside a label", f"`{name}` alone, which labels the last turn"
-        raise RowError("weight", inner, found, expected)
+        found, expected = "turns with weight 0 next to a label", f"`{name}` alone, which labels the last turn"
+        raise RowError("weight", "+".join(keys[:-1]), found, expected)
     record.all_turns, record.labels = False, (label,)
     return record
 
@@ -359,32 +378,28 @@ def unclear(label: Any, name: str) -> RowError:
     return RowError("unclear_label", name, show(label), expected)
 
 
-# ---- completions to be scored: one, or the two of a pair -------------------------------------------------------------
-
-SCORED = {**PREFERENCES, **DEMONSTRATIONS}
+# ---- completions to be scored ----------------------------------------------------------------------------------------
 
 
-def parse_scored(row: dict[str, Any], shape: str) -> Record:
+def parse_scored(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
     """Parses a demonstration or a preference, and stores the row for Python rewards."""
-    read = parse_preference if shape in PREFERENCES else demonstration
-    record = read(row, shape)
+    record = parser(row, *keys)
     record.row = as_json({**row, "prompt": record.prompt})
     return record
 
 
 # ---- benchmarks of reward models: a prompt and several completions, the correct ones first ---------------------------
 
-BENCHMARKS = _shapes("prompt+chosen+rejected")
 STYLED = 3  # number of correct and of wrong completions in a row of RM-Bench: concise, detailed, markdown
 
 
-def parse_benchmark(row: dict[str, Any], shape: str) -> Record:
+def benchmark(row: Row, prompt_key: str, *sides: str) -> Record:
     """Parses a row of RewardBench 2 or RM-Bench, or a row with lists of correct and wrong completions.
 
     Keeps the other columns, and adds `benchmark`, `subset`, and the numbers of `correct` and of all `completions`.
     """
     good, bad = (
-        [(f"{side}[{i}]", value) for i, value in enumerate(_as_list(row[side], side))] for side in SIDES
+        [(f"{side}[{i}]", value) for i, value in enumerate(as_list(row[side], side))] for side in sides
     )
     if "domain" in row:
         name, subset = "rm_bench", row["domain"]
@@ -398,47 +413,45 @@ def parse_benchmark(row: dict[str, Any], shape: str) -> Record:
             found = f"{show(number)} and {len(good)} completions in chosen"
             raise RowError("wrong_type", "num_correct", found, "the number of correct completions")
     completions, correct = good + bad, len(good)
-    prompt = given_prompt(row, shape)
+    prompt = prompt_in(row, prompt_key)
     pairs: list[tuple[Text, ...]] = [(completion_text(value, key, prompt),) for key, value in completions]
     for (key, value), (text,) in zip(completions[correct:], pairs[correct:], strict=True):
         if any(plain(text) == plain(good) for (good,) in pairs[:correct]):
             found = f"a correct completion: {show(value)}"
             raise RowError("equal_pair", key, found, "a different completion")
     facts = {"benchmark": name, "subset": subset, "correct": correct, "completions": len(pairs)}
-    read = {field for fields in BENCHMARKS.values() for field in fields}
-    others = {key: value for key, value in row.items() if key not in read}
+    others = {key: value for key, value in row.items() if key not in (prompt_key, *sides)}
     return Record(prompt, pairs, row=as_json({**others, "prompt": prompt, **facts}))
 
 
-def _as_list(value: Any, key: str) -> list[Any]:
-    values = list_in(value, key)
-    check_values(values, key)
-    if isinstance(values, str):
-        return [values]
-    if not isinstance(values, list) or not values:
-        raise RowError("wrong_type", key, show(values), "a text, or a list of at least one")
-    return values
+BENCHMARKS: Formats = {"prompt+chosen+rejected": benchmark}
 
 
 # ---- prompts, for which completions are to be written ----------------------------------------------------------------
 
-# A row with chosen and rejected gets the prompt that both share.
-PROMPTS = _shapes("prompt", "conversations", "messages", "instruction", "chosen+rejected")
+
+def lone_prompt(row: Row, key: str) -> Record:
+    """Parses a prompt. Keeps the other columns unchanged."""
+    prompt = prompt_in(row, key)
+    others = {name: value for name, value in row.items() if name != key}
+    return Record(prompt, row=as_json({"prompt": prompt, **others}))
 
 
-def parse_prompt(row: dict[str, Any], shape: str) -> Record:
-    """Returns the prompt of a row of one of PROMPTS, and its other columns unchanged."""
-    if shape == "chosen+rejected":
-        prompt, _ = split_transcripts(row, row.get("system"))
-    else:
-        prompt = given_prompt(row, shape)
-    further = {key: value for key, value in row.items() if key != shape}
-    return Record(prompt, row=as_json({"prompt": prompt, **further}))
+def shared_prompt(row: Row, *fields: str) -> Record:
+    """Returns the prompt that `chosen` and `rejected` share. Keeps all columns unchanged."""
+    prompt, _ = split_transcripts(row, row.get("system"))
+    return Record(prompt, row=as_json({"prompt": prompt, **row}))
 
 
-def parse_answered(row: dict[str, Any], shape: str) -> Record:
-    """Parses a row like `parse_prompt`, and checks its `completion`, if any, because its likelihood will be measured."""
-    record = parse_prompt(row, shape)
+PROMPTS: Formats = {
+    **dict.fromkeys(("prompt", "conversations", "messages", "instruction"), lone_prompt),
+    "chosen+rejected": shared_prompt,
+}
+
+
+def parse_answered(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
+    """Parses a prompt, and checks its `completion`, if any, because its likelihood will be measured."""
+    record = parser(row, *keys)
     if row.get("completion") not in (None, ""):
         completion_text(row["completion"], "completion", record.prompt)
     return record
@@ -452,61 +465,70 @@ _RATED = ("prompt_ids", "completion_ids", "label")
 _SCORED = (*_PAIR, "row")
 _PROMPT, _LABELS = ("input_ids", "row"), ("input_ids", "labels")
 _MARGIN = frozenset({"margin"})
+_BOTH = PREFERENCES | DEMONSTRATIONS
 
-KIND = {
-    "demonstrations": Kind(DEMONSTRATIONS, parse_demonstration, _LABELS, "learned", frozenset(LABELS)),
-    "preferences": Kind(PREFERENCES, parse_preference, _PAIR, "learned", _MARGIN),
-    "whole_preferences": Kind(PREFERENCES, parse_preference, _WHOLE_PAIR, "scored", _MARGIN),
+
+def parse_plain(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
+    return parser(row, *keys)
+
+
+KINDS = {
+    "demonstrations": Kind(DEMONSTRATIONS, parse_imitated, _LABELS, "learned", frozenset(LABEL_FIELDS)),
+    "preferences": Kind(PREFERENCES, parse_plain, _PAIR, "learned", _MARGIN),
+    "whole_preferences": Kind(PREFERENCES, parse_plain, _WHOLE_PAIR, "scored", _MARGIN),
     "labels": Kind(RATED, parse_rated, _RATED, "learned", _MARGIN),
-    "prompts": Kind(PROMPTS, parse_prompt, _PROMPT, "written"),
+    "prompts": Kind(PROMPTS, parse_plain, _PROMPT, "written"),
     "answered_prompts": Kind(PROMPTS, parse_answered, _PROMPT, "written", frozenset({"completion"})),
-    "completions": Kind(SCORED, parse_scored, _SCORED, "scored"),
+    "completions": Kind(_BOTH, parse_scored, _SCORED, "scored"),
     "pairs": Kind(PREFERENCES, parse_scored, _SCORED, "scored"),
-    "benchmarks": Kind(BENCHMARKS, parse_benchmark, _SCORED, "scored"),
+    "benchmarks": Kind(BENCHMARKS, parse_plain, _SCORED, "scored"),
 }
 
 
-def kind_of(stage: str, preprocess: Preprocess = NOTHING) -> Kind:
-    """Returns the kind of rows that a stage reads. The rows of data.pairs and data.benchmarks have separate kinds."""
+def kind_of(stage: str) -> Kind:
+    """Returns the kind of rows that a stage reads. `pairs` and `benchmarks` are the kinds of data.pairs and data.benchmarks."""
     name = STAGE[stage].rows if stage in STAGE else stage
     assert name is not None, f"{stage} reads no rows"
-    shapes = shapes_with(preprocess.columns, KIND[name].shapes)
-    return replace(KIND[name], stage=stage, shapes=shapes, preprocess=preprocess)
+    return replace(KINDS[name], stage=stage)
 
 
 # ---- row -> Record ---------------------------------------------------------------------------------------------------
 
 
-def parse(row: Any, kind: Kind) -> Record:
-    """Parses a decoded JSON row. Raises RowError without file and line, which the reader adds."""
+def parse_row(row: Any, kind: Kind) -> Record:
+    """Parses a decoded JSON row. Raises RowError without file and line, which the caller adds."""
     try:
-        return _parsed(row, kind)
+        return _parse(row, kind)
     except RecursionError:
         raise too_deep() from None
 
 
-def _parsed(row: Any, kind: Kind) -> Record:
-    one_of = f"one of {' | '.join(kind.shapes)} (stage {kind.stage})"
+def _parse(row: Any, kind: Kind) -> Record:
+    one_of = f"one of {' | '.join(kind.formats)} (stage {kind.stage})"
     if not isinstance(row, dict):
         raise RowError("not_object", "", show(row), f"a JSON object with {one_of}")
-    shape = shape_of(row, kind)
-    if shape is None:
-        closest = max(kind.shapes.values(), key=lambda needs: sum(need in row for need in needs) / len(needs))
-        missing = next(need for need in closest if need not in row)
+    format = format_of(row, kind)
+    if format is None:
+        needs = map(field_names, kind.formats)
+        closest = max(needs, key=lambda names: sum(name in row for name in names) / len(names))
+        missing = next(name for name in closest if name not in row)
         found = fields_of(row) + nearest(missing, [key for key in row if key not in kind.needed])
         raise RowError("missing_field", missing, found, one_of)
     fields, unread = {}, list[str]()
-    for key in kind.shapes[shape]:
+    for key in field_names(format):
         if row[key] is None:
             raise RowError("null", key, "null", "a value")
         fields[key] = without_unread(unpacked(key, row[key]), key, kind.message_keys, unread)
     read = {*fields, *kind.further, "system"} | ({"input", "history"} if "instruction" in fields else set())
     row = row | fields
     check_values({key: value if key in read else None for key, value in row.items()})
-    record = kind.parse(row, shape)
+    parser = kind.formats[format]
+    margin = margin_in(row) if parser in PREFERENCES.values() else None
+    record = kind.parse(row, parser, field_names(format))
+    record.margin = margin
     if "label" in record.unread and "label" in kind.preprocess.columns:
         raise unclear(row["label"], "label")
-    record.tools = offered(row.get("tools"))
+    record.tools = tool_schemas(row.get("tools"))
     record.template_kwargs = template_kwargs(row.get("chat_template_kwargs"))
     if isinstance(version := row.get("version"), str) and InputURI.parse(version).version:
         record.version = version
@@ -523,6 +545,6 @@ def _parsed(row: Any, kind: Kind) -> Record:
     return record
 
 
-def shape_of(row: dict[str, Any], kind: Kind) -> str | None:
-    """Returns the name of the shape of a row, or None."""
-    return next((name for name, needs in kind.shapes.items() if all(key in row for key in needs)), None)
+def format_of(row: Row, kind: Kind) -> str | None:
+    """Returns the first format whose fields a row has, or None."""
+    return next((one for one in kind.formats if all(key in row for key in field_names(one))), None)

@@ -1,21 +1,21 @@
 """Pairs rows for KTO's KL term: each prompt gets the completion of another row in the same optimizer step.
 
-KTO compares the log-ratio of a completion with z0. This is the KL from the reference, estimated on completions of other prompts
-(https://arxiv.org/abs/2402.01306, section 4.1). TRL's KTOTrainer pairs rows once, in file order, so that rows cannot be
-shuffled, and computes z0 for each micro-batch. Here rows are paired in the order of the epoch. z0 is the mean over the
-optimizer step, so it is the same for any number of workers and micro-batches. With one worker and one micro-batch per step,
-both definitions agree.
+KTO compares the log-ratio of a completion with z0, the KL divergence from the reference. z0 is estimated on prompts with the
+completions of other prompts (https://arxiv.org/abs/2402.01306, section 4.1). TRL's KTOTrainer pairs rows once, in file order, so
+its rows cannot be shuffled, and it computes z0 for each micro-batch. Here, rows are paired in the order of the epoch, and z0 is
+the mean over the optimizer step. So z0 is the same for any number of workers and micro-batches. With one worker and one
+micro-batch per step, it equals TRL's.
 """
 
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from pipeline.data.feed import CountedCollator, EvaluationSampler, ExactBatches, ExactBatchSampler
+from pipeline.stages.exact_batches import CountedCollator, EvaluationSampler, ExactBatches, ExactBatchSampler
 
 
 class PairedBatchSampler(ExactBatchSampler):
-    """Yields the batches of ExactBatchSampler, each followed by the rows that give their completions to its KL term.
+    """Yields the batches of ExactBatchSampler, each followed by the rows whose completions its KL term uses.
 
     These are the rows of the optimizer step (`step` rows over all workers), shifted by one position (`mismatched`).
     """
@@ -52,7 +52,7 @@ def mismatched(rows: Any, before: Any) -> Any:
 
 
 class PairedEvaluationSampler(EvaluationSampler):
-    """Yields the batches of EvaluationSampler, each followed by rows half the dataset away, which usually have other prompts."""
+    """Yields the batches of EvaluationSampler, each followed by rows half a dataset away, which usually have other prompts."""
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in super().__iter__():
@@ -60,7 +60,7 @@ class PairedEvaluationSampler(EvaluationSampler):
 
 
 class PairedCollator(CountedCollator):
-    """Collates the batches of these samplers."""
+    """Collates the batches of PairedBatchSampler and PairedEvaluationSampler."""
 
     def __init__(self, collator: Any, filler: dict[str, Any]):
         super().__init__(collator, paired(filler, filler))
@@ -76,14 +76,14 @@ def paired(row: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 class PairedBatches(ExactBatches):
-    """Mixin for TRL's KTOTrainer (before it in the bases): exact batches with a KL term that does not depend on the workers.
+    """Makes TRL's KTOTrainer use exact batches, and a KL term that does not depend on the number of workers.
 
-    Metrics of the desirable (`.../chosen`) or undesirable rows are means over these rows only.
+    Metrics of the desirable rows (`.../chosen`) or of the undesirable ones are means over these rows only.
     """
 
-    # The values that TRL's `_compute_kl_logps` returns in this step, for the policy and for the reference.
+    # what TRL's `_compute_kl_logps` returns in this step: for the policy and for the reference
     _of_step: tuple[Any, Any]
-    # The values of the current micro-batch that TRL has not read yet; empty outside of training.
+    # the values in this micro-batch that TRL has not taken yet, or nothing outside of training
     _due: Iterator[Any] = iter(())
 
     def _parts(self) -> tuple[Any, Any, Any]:
@@ -97,19 +97,19 @@ class PairedBatches(ExactBatches):
         return drawn[: len(drawn) // 2] if self.calculate_KL else drawn
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Returns the micro-batches of an optimizer step, and computes the means of the KL term."""
+        """Returns the micro-batches of an optimizer step, and computes the KL term of the step."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches and self.calculate_KL:
             self._of_step = self._kl_logps([self._prepare_inputs(batch) for batch in batches])
         return batches, items
 
     def _kl_logps(self, batches: list[dict[str, Any]]) -> tuple[Any, Any]:
-        """Returns (policy, reference) mean log-probs of the mismatched completions over the step's rows of all workers."""
+        """Returns the mean log-probs of the mismatched completions (policy, reference) over the step's rows on all workers."""
         import torch
         from trl.models.utils import disable_gradient_checkpointing
         from trl.trainer.utils import use_adapter
 
-        self.model.train()  # `training_step` does this too; after an evaluation, dropout is off
+        self.model.train()  # an evaluation may have turned dropout off, and `training_step` comes later
         sums = torch.zeros(3, dtype=torch.float64, device=self.accelerator.device)
         reference = "ref" if "ref" in self.model.peft_config else None  # None means the bare base
         kwargs = self.args.gradient_checkpointing_kwargs

@@ -1,0 +1,271 @@
+"""Decides what labels mean: whether a completion is good, or which of two completions is better.
+
+data.label says what the values mean. Without it, a rule is derived from the first rows if their labels have only one meaning:
+1 and 2, numbers between them (1.5 is a tie), words such as a and b, model_a and model_b, and tie. Values 0 and 1 are ambiguous:
+a 1 is the number of the better completion, or means that the first one is better. Column names such as response_0, response_1
+and better_response_id resolve this.
+"""
+
+import contextlib
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.data.values import RowError, decoded, setting, show
+from pipeline.errors import InputError
+
+# Columns that say whether a completion is good (in TRL's KTOTrainer and in LLaMA-Factory)
+LABEL_FIELDS = {"label", "kto_tag"}
+_BAD = (
+    "bad dislike disliked down f fail failed false flagged harmful incorrect n negative no reject rejected thumbs_down toxic "
+    "undesirable unsafe wrong 👎"
+)
+BAD = (0, -1, *_BAD.split())
+_GOOD = "accept accepted approved chosen correct desirable good like liked ok pass passed positive safe t thumbs_up true up y yes 👍"
+GOOD = (1, *_GOOD.split())
+_SIDE = r"(?:model|response|reply|output|answer|completion|text|option|summary|assistant|conversation|candidate|system)?"
+SIDE_WORDS = {
+    "first": re.compile(rf"{_SIDE}(?:a|1|first|left)(?:better|isbetter|wins?)?"),
+    "second": re.compile(rf"{_SIDE}(?:b|2|second|right)(?:better|isbetter|wins?)?"),
+    "tie": re.compile(r"(?:tie|tied|draw|equal|same|both|neither|none).*"),
+}
+MEANINGS = ("first", "second", "tie", "good", "bad")
+UNRATED = ("nan", "n/a", "na", "#n/a", "<na>", "null", "none")
+MAX_VALUES = 12  # a column with more distinct values is not a label
+RARE = 0.05  # up to this fraction of the labels, an unknown text is an error in its row
+# A label with such a name is the number of a completion, as in better_response_id. A column `label` may mean anything.
+NUMBER_OF = re.compile(r"(?i)(?<![a-z])(id|idx|index|choice|better|best|winner)(?![a-z])")
+
+
+# ---- one value -------------------------------------------------------------------------------------------------------
+
+
+def listed(values: Any) -> list[Any]:
+    """Returns a list's elements, nothing for null, and any other value as the only element."""
+    return [*values] if isinstance(values, list | tuple) else [] if values is None else [values]
+
+
+def unpacked_label(label: Any) -> Any:
+    """Returns the list of labels in a JSON text, as in CSV, or the label itself."""
+    made = decoded(label) if isinstance(label, str) and label.lstrip().startswith("[") else label
+    return made if isinstance(made, list) else label
+
+
+def comparable(value: Any) -> Any:
+    """Returns a label for comparison: numbers and numeric text as float, other text in lower case."""
+    if isinstance(value, str):
+        value = value.strip().lower()
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return value
+
+
+def is_blank(value: Any) -> bool:
+    """Returns True for null and blank text. In CSV, an empty cell is empty text."""
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
+def is_unrated(value: Any) -> bool:
+    """Returns True for a blank rating, and for the text of pandas and spreadsheets for a missing one."""
+    return is_blank(value) or (isinstance(value, str) and value.strip().lower() in UNRATED)
+
+
+def is_good(label: Any) -> bool | None:
+    """Returns whether a label means a good completion, or None if it means something else, such as a topic."""
+    value = label.strip().lower().replace(" ", "_") if isinstance(label, str) else label
+    with contextlib.suppress(ValueError, TypeError):
+        value = float(value)
+    if not isinstance(value, str | int | float):
+        return None
+    return True if value in GOOD else False if value in BAD else None
+
+
+def side_of(value: Any) -> str | None:
+    """Returns `first`, `second` or `tie` if a text means one of them, or None."""
+    word = re.sub(r"[^a-z0-9]", "", value) if isinstance(value, str) else ""
+    return next((name for name, pattern in SIDE_WORDS.items() if pattern.fullmatch(word)), None)
+
+
+def majority(label: Any) -> Any:
+    """Returns the majority of a list of labels: true, false, or null if there is none. Returns other labels unchanged."""
+    given = unpacked_label(label)
+    votes = [is_good(one) for one in listed(given) if not is_unrated(one)]
+    if None in votes or not isinstance(given, list):
+        return label
+    more = sum(1 if good else -1 for good in votes)
+    return more > 0 if more else None
+
+
+def score(value: Any, name: str) -> float | None:
+    """Returns a score in the field `name`, or None if it is blank. Raises RowError if it is not a finite number."""
+    if is_blank(value):
+        return None
+    number = comparable(value)
+    if not isinstance(number, float) or not math.isfinite(number):
+        raise RowError("wrong_type", name, show(value), "a finite number")
+    return number
+
+
+# ---- the values of a column ------------------------------------------------------------------------------------------
+
+
+def filled(values: Iterable[Any]) -> list[Any]:
+    """Returns the values and the elements of lists, without blanks."""
+    return [one for value in values for one in listed(value) if not is_unrated(one)]
+
+
+def numbers(values: Iterable[Any]) -> list[float]:
+    """Returns the values as numbers, or [] if one of them is not a number."""
+    made = [*map(comparable, values)]
+    return made if all(isinstance(number, float) for number in made) else []
+
+
+def are_clear(labels: Sequence[Any]) -> bool:
+    """Returns True if each label means good or bad. Next to -1, a 0 may mean an unrated completion."""
+    return None not in map(is_good, labels) and not {0.0, -1.0} <= {*map(comparable, labels)}
+
+
+def are_mostly_ratings(labels: Sequence[Any]) -> bool:
+    """Returns True if most labels mean good or bad, or if some words mean good and others mean bad."""
+    words = {is_good(one) for one in labels if isinstance(comparable(one), str)}
+    return {True, False} <= words or 2 * [*map(is_good, labels)].count(None) < len(labels)
+
+
+def are_labels(values: Iterable[Any]) -> bool:
+    """Returns True for few distinct values of at most two words. A list has the labels of several annotators."""
+    values = [*values]
+    each = [one for value in values for one in listed(value)]
+    different = {str(comparable(value)) for value in each if not isinstance(value, list | dict)}
+    least = 2 if len(each) > 1 else 1  # a constant column is not a label if there are several rows
+    return least <= len(different) <= MAX_VALUES and all(len(value.split()) < 3 for value in different)
+
+
+def are_verdicts(values: Iterable[Any]) -> bool:
+    """Returns True for few repeated texts, such as `A is better`, which completions are not."""
+    texts = [str(value) for value in values if not is_blank(value)]
+    return len(texts) >= 6 and 1 < len({*texts}) <= min(10, len(texts) / 3)
+
+
+def choose_sides(values: Iterable[Any]) -> bool:
+    """Returns True if the values are words for the first completion, the second one, and perhaps a tie."""
+    sides = {side_of(comparable(one)) for value in values for one in listed(value) if not is_blank(one)}
+    return {"first", "second"} <= sides <= {"first", "second", "tie"}
+
+
+# ---- rules: data.label, or derived from the first rows ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The meaning of a label's values, after `comparable`: first, second or tie; or good or bad."""
+
+    first: tuple[Any, ...] = ()
+    second: tuple[Any, ...] = ()
+    tie: tuple[Any, ...] = ()
+    good: tuple[Any, ...] = ()
+    bad: tuple[Any, ...] = ()
+    derived: bool = False  # derived from the first rows; words then also have the meanings of SIDE_WORDS
+
+    @classmethod
+    def from_job(cls, label: Mapping[str, Any]) -> "Rule":
+        """Returns the rule of a data.label: {meaning: value or values}."""
+        values: dict[str, Any] = {name: tuple(map(comparable, listed(some))) for name, some in label.items()}
+        return cls(**values)
+
+    def _values(self) -> list[tuple[Any, str]]:
+        return [(value, name) for name in MEANINGS for value in getattr(self, name)]
+
+    def __str__(self) -> str:
+        shown = ((f"{end:g}" if isinstance(end, float) else end, name) for end, name in self._values())
+        return ", ".join(f"{end} ({name})" for end, name in shown) or "a or b, or tie"
+
+    def meaning(self, value: Any) -> str:
+        """Returns the meaning of a value. A rating between good and bad is a `tie`. Raises KeyError for an unknown value."""
+        value = comparable(value)
+        for name in MEANINGS:
+            if value in getattr(self, name) or (self.derived and side_of(value) == name):
+                return name
+        ends = [(end, name) for end, name in self._values() if name != "tie"]
+        scale = [value, *(end for end, _ in ends)]
+        if len(ends) != 2 or not all(isinstance(one, float) and math.isfinite(one) for one in scale):
+            raise KeyError(value)
+        (low, below), (high, above) = sorted(ends)
+        if low < value < high:
+            middle = (low + high) / 2
+            return "tie" if self.good or value == middle else below if value < middle else above
+        if self.good:
+            return below if value < low else above
+        raise KeyError(value)
+
+    def vote(self, label: Any) -> str:
+        """Returns the meaning of most labels in a list, or of a single label. Returns `unlabeled` if all are blank.
+
+        Raises RowError for a label without a known meaning.
+        """
+        votes: Counter[str] = Counter()
+        for value in listed(unpacked_label(label)):
+            try:
+                blank = is_unrated(value) if self.good else is_blank(value)
+                votes.update([] if blank else [self.meaning(value)])
+            except KeyError:
+                kind = "unclear_label" if self.derived else "unknown_label"
+                expected = f"{self}; data.label says what its values mean"
+                raise RowError(kind, "label", show(value), expected) from None
+        (most, number), *others = [*votes.most_common(), ("unlabeled", 0)]
+        return most if all(number > other for _, other in others) else "tie"
+
+
+def derive_rule(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "data.label") -> Rule:
+    """Returns the rule that the labels of the first rows follow. `columns` is their data.columns.
+
+    Raises InputError with the data.label to set if the labels are ambiguous.
+    """
+    single = itertools.chain.from_iterable(listed(unpacked_label(label)) for label in labels)
+    found = [one for one in single if not isinstance(one, list | dict) and not is_blank(one)]
+    times = Counter(map(comparable, found))
+    # A rare text without a known meaning is left out here. It becomes an error when its row is read.
+    values = [
+        value
+        for value, rows in times.items()
+        if rows > RARE * len(found) or isinstance(value, float) or side_of(value)
+    ]
+    scale = sorted(value for value in values if isinstance(value, float))
+    words = {side_of(value) for value in values if not isinstance(value, float)}
+    # A 1 may mean the first or the second. "right" may mean correct.
+    doubtful = any(isinstance(value, str) and re.search(r"\d|^(left|right)", value) for value in values)
+    if scale and 1 <= scale[0] < 1.5 < scale[-1] <= 2 and words <= {"tie"}:
+        return Rule((1.0,), (2.0,), derived=True)
+    if scale and {*scale} <= {0.0, 1.0} and words <= {"tie"} and _number_completions(columns):
+        return Rule((0.0,), (1.0,), derived=True)
+    if not scale and words and None not in words and ({"first", "second"} <= words or not doubtful):
+        return Rule(derived=True)
+    distinct = {comparable(one): one for one in found}
+    shown = ", ".join(show(one) for one in [*distinct.values()][:MAX_VALUES]) or "no label in the first rows"
+    ends = [f"{one:g}" for one in scale] if scale else sorted(map(str, distinct.values()))
+    said = "{first: VALUE, second: VALUE, tie: VALUE}"
+    when = "where a VALUE may be a list"
+    if len(ends) == len(distinct) > 1 and (scale or len(ends) == 2):  # more than two words have no order
+        said = f"{{first: {ends[0]}, second: {ends[-1]}}}"
+        when = f"if {ends[0]} means that the first completion is better (and tie: VALUE for neither)"
+    column = ", ".join(listed(columns.get("label", "label")))
+    raise InputError(
+        f"found {shown} in the column {column!r}, whose meaning is ambiguous; set {setting(key, said)} {when}, or name "
+        f"another column: {key.removesuffix('label')}columns.label=COLUMN",
+        key=key,
+    )
+
+
+def _number_completions(columns: Mapping[str, Any]) -> bool:
+    """Returns True if the names of all columns suggest that the label is the number of a completion.
+
+    Examples are response_0, response_1 and better_response_id.
+    """
+    first, second = columns.get("first", ""), columns.get("second", "")
+    zeros = re.finditer(r"(?<!\d)0(?!\d)", first)
+    numbered = any(first[: at.start()] + "1" + first[at.end() :] == second for at in zeros)
+    return numbered and all(NUMBER_OF.search(one) for one in listed(columns.get("label", "label")))

@@ -1,0 +1,68 @@
+"""Decides which rows of weighted sources an epoch has.
+
+The number of rows that an epoch draws from a source is proportional to the source's weight, exact to one row.
+data.stopping_strategy has the values of datasets.interleave_datasets:
+
+- `first_exhausted`: the epoch ends when one source is used up. No row occurs twice. Some rows of other sources do not occur.
+- `all_exhausted`: the epoch ends when every source is used up. Every row occurs. Rows of the smaller sources occur several
+  times, and their counts differ by at most one within a source.
+
+Each epoch drops or repeats other rows, so that over several epochs all rows of a source are drawn equally often. The rows of an
+epoch depend only on seed and epoch, so they are the same for any number of workers and after a resume.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from pipeline.errors import InputError
+from pipeline.job.job import Source
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The sources of a token table, which has the rows of one source after another."""
+
+    sizes: tuple[int, ...]  # rows of each source
+    draws: tuple[int, ...]  # rows that an epoch draws from each source
+
+    def __len__(self) -> int:
+        """Returns the number of rows of an epoch."""
+        return sum(self.draws)
+
+    def rows(self, epoch: int, seed: int) -> Any:
+        """Returns the row numbers of an epoch in the table, source by source, as a numpy array of int64."""
+        import numpy as np
+
+        parts, start = [], 0
+        for source, (size, draws) in enumerate(zip(self.sizes, self.draws, strict=True)):
+            # All epochs share one order. Each epoch continues where the previous one ended, and wraps around at the end.
+            order = np.random.default_rng([seed, source]).permutation(size)
+            parts.append(start + order[(epoch * draws + np.arange(draws)) % size])
+            start += size
+        return np.concatenate(parts)
+
+
+def mix_sources(sources: Sequence[Source], sizes: Sequence[int], strategy: str) -> Mixture | None:
+    """Returns the mixture of sources with these numbers of rows, or None if the sources have no weights.
+
+    `strategy` is data.stopping_strategy. Raises InputError if an epoch would have no row of a source.
+    """
+    weights = [Fraction(str(source.weight)) for source in sources if source.weight is not None]
+    if not weights:
+        return None
+    shares = [weight / sum(weights) for weight in weights]
+    lengths = [size / share for size, share in zip(sizes, shares, strict=True)]
+    total = math.floor(min(lengths)) if strategy == "first_exhausted" else math.ceil(max(lengths))
+    # Each share is rounded up or down. The largest remainders are rounded up.
+    draws = [math.floor(share * total) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda index: draws[index] - shares[index] * total)
+    for index in by_remainder[: total - sum(draws)]:
+        draws[index] += 1
+    for numbers in (sizes, draws):
+        if empty := [one.path for one, number in zip(sources, numbers, strict=True) if not number]:
+            why = f"no row of {empty[0]} is in an epoch of {total:,} rows; remove it, or change the weights"
+            raise InputError(why, key="data.train")
+    return Mixture(tuple(sizes), tuple(draws))
