@@ -296,6 +296,7 @@ class FunctionReward(Reward):
         columns["completion_ids"] = samples.completion_ids
         columns |= {"prompts": samples.prompts, "completions": samples.completions}
         is_async = False
+        dtype, has_gradients = torch.get_default_dtype(), torch.is_grad_enabled()
         try:
             parameters = inspect.signature(self.function).parameters
             if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -313,6 +314,9 @@ class FunctionReward(Reward):
             found = f"a batch of {len(rows)} samples" if is_async else self._culprit(samples, rows)
             hint = f" for {found}" if isinstance(error, Exception) else "; expected a list of numbers"
             raise Failure(f"reward {self} raised {in_brief(error, 500)}{hint}:\n{_frames(error)}") from error
+        finally:  # training relies on these settings, which a function may change
+            torch.set_default_dtype(dtype)
+            torch.set_grad_enabled(has_gradients)
 
     def _culprit(self, samples: Samples, rows: Sequence[int]) -> str:
         """Describes the first sample for which the function raises if it gets this sample alone."""

@@ -21,7 +21,7 @@ from annotated_types import Ge, Le
 
 from pipeline.errors import InputError
 from pipeline.job import Job, load_job, schema
-from pipeline.job.gates import LOSS, Metrics
+from pipeline.job.gates import LOSS
 from pipeline.job.identity import identity_of
 from pipeline.job.stages import TRAINED
 from pipeline.job.yaml_tree import Tree
@@ -118,10 +118,10 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
             "the trials are compared on held-out rows, and there are none: set data.eval or data.eval_fraction",
             key="data.eval",
         )
-    metrics = Metrics(base)
-    for key, message in metrics.metric_problems():
-        raise InputError(message, key, base.source)
-    metric = base.run.metric_for_best_model or metrics.default
+    metric = base.run.metric_for_best_model
+    if problem := base.metrics.why_not_compared(metric, base.run.greater_is_better):
+        raise InputError(problem, "run.metric_for_best_model", base.source)
+    metric = metric or base.metrics.default
     check_comparable(metric, base.stage, varied)
     # The default name is a digest of the sweep, so that the same command resumes.
     essences = [essence(identity_of(job), "gate") for job, _ in jobs]

@@ -10,7 +10,7 @@ from pipeline.ppo.config import PPOConfig
 pytestmark = pytest.mark.usefixtures("in_root")
 WRONG = [  # key, value, expected value, other settings
     ("trainer.batch_size", "10", "a multiple of num_generations", ["trainer.num_generations=4"]),
-    ("trainer.temperature", "0", "between 1e-06 and 100", []),
+    ("trainer.temperature", "0", "between 0.01 and 100", []),
     ("trainer.kl_estimator", "k1", "'k2' or 'k3' with kl_in: loss", ["trainer.kl_in=loss"]),
     (
         "trainer.advantage_estimator",

@@ -239,3 +239,13 @@ def test_the_global_generators_are_seeded_by_the_first_completion_and_restored()
     scores = FunctionReward(lambda completions: [random.random() for _ in completions]).checked(several)
     draw = random.Random(7)
     assert scores == [draw.random() for _ in range(3)] and random.getstate() == state
+
+
+def test_changes_of_torchs_settings_by_a_reward_are_undone():
+    def half(completions):
+        torch.set_default_dtype(torch.float16)
+        torch.set_grad_enabled(False)
+        return [1.0] * len(completions)
+
+    FunctionReward(half).checked(samples())
+    assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()

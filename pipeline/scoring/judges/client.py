@@ -57,6 +57,7 @@ class Client:
         )
         self.counts = dict.fromkeys(COUNTS, 0.0)  # counts of this call
         self.failing: float | None = None  # time of the first failure since the last usable answer
+        self.free_at = 0.0  # time at which the next request may begin
         self.error: BaseException | None = None  # error that ends the call after the open requests
         self.open = 0  # number of open requests
         self.named = False  # whether the model in the judge's file has answered
@@ -138,6 +139,7 @@ class Client:
         """Repeats a question until its answer is usable, and stores the answer."""
         (pause, most), unclear = PAUSES_S, 0
         while not self.error:
+            await self._wait_for_turn(request)
             await self._reserve(request)
             try:
                 async with self.places:
@@ -174,6 +176,21 @@ class Client:
             pause = min(most, 2 * pause)
             await asyncio.sleep(min(wait, rest) if self.reward_timeout_s >= 0 else wait)
 
+    def _tokens(self, request: JudgeRequest) -> tuple[int, int]:
+        """Returns the estimated tokens of a question, and the maximum tokens of its answer."""
+        return _length(request.messages), self.definition.longest
+
+    async def _wait_for_turn(self, request: JudgeRequest) -> None:
+        """Waits until the limits of requests and tokens per minute allow another request."""
+        definition, now = self.definition, time.monotonic()
+        begin, seconds = max(now, self.free_at), 0.0
+        if definition.requests_per_minute:
+            seconds = 60 / definition.requests_per_minute
+        if definition.tokens_per_minute:
+            seconds = max(seconds, 60 * sum(self._tokens(request)) / definition.tokens_per_minute)
+        self.free_at = begin + seconds
+        await asyncio.sleep(begin - now)
+
     async def _reserve(self, request: JudgeRequest) -> None:
         """Counts a request as open. Raises Failure if the run's budget does not allow another request.
 
@@ -182,7 +199,7 @@ class Client:
         definition, totals = self.definition, self.store.totals[self.store.run]
         while True:
             dollars = definition.dollars(totals["sent"], totals["answered"])
-            estimate = definition.dollars(_length(request.messages), definition.longest)
+            estimate = definition.dollars(*self._tokens(request))
             each = dollars / totals["calls"] if totals["calls"] else estimate
             if definition.most_calls is not None and totals["calls"] + self.open >= definition.most_calls:
                 key = "most_calls"
