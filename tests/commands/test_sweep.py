@@ -136,10 +136,10 @@ def test_an_interrupted_sweep_ends_the_mlflow_runs_of_its_trials(in_root, tmp_pa
 
 
 @pytest.mark.slow
-def test_six_trials_with_a_worker_and_the_driver_killed(tmp_path):
+def test_four_trials_with_a_worker_and_the_driver_killed(tmp_path):
     given = arguments(
-        tmp_path, "trainer.learning_rate=1e-3,2e-3,100", "lora.r=4,8", "trainer.max_steps=16", "trainer.eval_steps=4",
-        "trainer.save_steps=4", "trainer.max_grad_norm=0", "run.max_failures=2", "run.name=six",
+        tmp_path, "trainer.learning_rate=1e-3,100", "lora.r=4,8", "trainer.max_steps=16", "trainer.eval_steps=4",
+        "trainer.save_steps=4", "trainer.max_grad_norm=0", "run.max_failures=2", "run.name=four",
     )  # fmt: skip
     typed = [sys.executable, "-m", "pipeline", *given]
     log = tmp_path / "log"
@@ -156,22 +156,22 @@ def test_six_trials_with_a_worker_and_the_driver_killed(tmp_path):
     finally:
         os.kill(driver.pid, signal.SIGKILL)
         driver.wait()
-    stamps = {path.parent.name: path.stat().st_mtime for path in (tmp_path / "six").glob("*/result.json")}
-    assert stamps and len(stamps) < 6 and not left(tmp_path / "six")["ended"]
+    stamps = {path.parent.name: path.stat().st_mtime for path in (tmp_path / "four").glob("*/result.json")}
+    assert stamps and len(stamps) < 4 and not left(tmp_path / "four")["ended"]
     assert start().wait() == 0, log.read_text()
 
-    summary = left(tmp_path / "six")
+    summary = left(tmp_path / "four")
     states = {row["trial"]: row["state"] for row in summary["trials"]}
     failed = {name for name, state in states.items() if state == "failed"}
     assert failed == {"learning_rate-100_r-4", "learning_rate-100_r-8"}
-    assert sum(state in ("finished", "stopped") for state in states.values()) == 4
+    assert sum(state in ("finished", "stopped") for state in states.values()) == 2
     assert all("is nan at step" in row["why"] for row in summary["trials"] if row["state"] == "failed")
-    best = tmp_path / "six" / summary["best"]
+    best = tmp_path / "four" / summary["best"]
     assert json.loads((best / "result.json").read_text())["version"] == "1"
     for name in set(stamps) - {summary["best"]}:  # the version was added to the file of the best trial
-        assert (tmp_path / f"six/{name}/result.json").stat().st_mtime == stamps[name]
+        assert (tmp_path / f"four/{name}/result.json").stat().st_mtime == stamps[name]
     known = runs(tmp_path)
-    assert len(known) == 7  # six trials and their parent
+    assert len(known) == 5  # four trials and their parent
     assert {run.info.status for name, run in known.items() if "100" not in name} == {"FINISHED"}
     assert len(client(tmp_path).search_model_versions("name = 'rlhf-rm'")) == 1
 
