@@ -24,14 +24,14 @@ from pipeline.errors import Failure, InputError
 from pipeline.job import Job, lora
 from pipeline.job.identity import identity_of
 from pipeline.job.job import Export
-from pipeline.models import adapter_files
+from pipeline.models import adapter_files, transformers4
 from pipeline.run.launch import finished, open_run, write_result
 from pipeline.run.model_host import ModelHost
 from pipeline.run.resume import find_earlier
 from pipeline.settle.identity import named
 from pipeline.settle.work import Work
 from pipeline.system import console, storage
-from pipeline.system.hub import ADAPTER, announcement
+from pipeline.system.hub import ADAPTER, announcement, base_config
 
 # Prompts for the comparison of a merged model with its adapter
 PROBES = (
@@ -89,7 +89,7 @@ def write(host: ModelHost, name: str, folder: str) -> dict[str, float]:
     """
     differences, partial = None, f"{folder}.partial"
     try:
-        host.tokenizer.save_pretrained(partial)
+        transformers4.save_tokenizer(host.tokenizer, partial)
         if host.args.merge:
             expected = expectations(host, name)
             save_merged(host, name, partial)
@@ -147,6 +147,7 @@ def save_merged(host: ModelHost, name: str, folder: str) -> None:
         )
     logging.disable_progress_bar()  # hides the progress of save_pretrained
     merged.save_pretrained(folder)
+    transformers4.add_old_names(folder, base_config(model.name_or_path, model.revision))
 
 
 def merge(base: Any, adapter: str, dtype: str) -> Any:

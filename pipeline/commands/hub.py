@@ -19,6 +19,7 @@ from pipeline.data.files import NAME as DATA_SET
 from pipeline.errors import Failure, InputError, in_brief
 from pipeline.input_uri import InputURI
 from pipeline.job.job import Export
+from pipeline.models import transformers4
 from pipeline.models.tokenizer import eos_ids
 from pipeline.registry import lineage
 from pipeline.run.model_host import ModelHost
@@ -91,6 +92,7 @@ def card(host: ModelHost, name: str, differences: dict[str, float] | None = None
         differences=differences,
         count=count,
         most_frequent=most_frequent,
+        oldest=transformers4.oldest_version(hub.base_config(path, model.revision)),
         ends=eos_ids(host.tokenizer),
     )
     return f"{made}\n"

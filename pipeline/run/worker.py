@@ -20,6 +20,7 @@ from typing import Any
 from pipeline import registry, text
 from pipeline.errors import Failure, InputError
 from pipeline.metrics import line_of
+from pipeline.models import transformers4
 from pipeline.registry import lineage
 from pipeline.run import checkpoints, memory
 from pipeline.run.model_host import ModelHost
@@ -337,7 +338,7 @@ class Worker(ModelHost):
                 adapter = os.path.join(final, "adapter")
                 os.makedirs(adapter)
                 checked[f"adapter/{hub.TENSORS}"] = save(adapter)
-                self.tokenizer.save_pretrained(adapter)
+                transformers4.save_tokenizer(self.tokenizer, adapter)
                 lineage.write(adapter, self._lineage(outcome))
                 print("checking that the adapter reloads as it was saved", flush=True)
                 require_reload(outputs(None), outputs(adapter), adapter)

@@ -57,6 +57,10 @@ def test_a_folder_has_the_files_that_transformers_needs(exported, models):
         wanted = {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "README.md"}
         assert wanted <= names
         assert not any(name.startswith(("adapter", "pytorch_model")) for name in names)
+        settings = json.loads((folder / "config.json").read_text())  # transformers 4 reads these names
+        assert settings["rope_theta"] == 10000.0 and settings["torch_dtype"] == settings["dtype"] == "float32"
+        words = json.loads((folder / "tokenizer_config.json").read_text())
+        assert words["tokenizer_class"] == "PreTrainedTokenizerFast"
         card = (folder / "README.md").read_text()
         version = "toy-policy/1" if kind == "policy" else "toy-rm/1"
         named = (f"models:/{version}", "sha256:abababab", "eval_accuracy: 0.75", "trl 1.16.0")

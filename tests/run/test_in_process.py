@@ -80,3 +80,10 @@ def test_a_refusal_imports_nothing_heavy():
 )  # fmt: skip
 def test_a_command_imports_only_what_it_needs_and_does_not_start_ray(may_import, arguments, tmp_path):
     assert ran(may_import, [*arguments, f"run.storage_path={tmp_path}"])[0] == 0
+    if "mlflow" in may_import:  # transformers 4 also has the class
+        saved = [
+            *tmp_path.glob("*/final/adapter/tok*_config.json"),
+            *tmp_path.glob("artifacts/**/tok*_config.json"),
+        ]
+        classes = {json.loads(file.read_text())["tokenizer_class"] for file in saved}
+        assert classes == {"PreTrainedTokenizerFast"}, saved

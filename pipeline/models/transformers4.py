@@ -1,0 +1,59 @@
+"""Saves tokenizers and configs with the names of transformers 5 and 4, so that both versions read the same model.
+
+transformers 4 silently ignores most new names. For example, its RoPE base would be 10000 for every model.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+OF_ROPE = re.compile("rope_|rotary_")  # keys of config.json that transformers 5 moves into rope_parameters
+# {model type: {usual name in transformers 4: name in this model type}}
+OWN_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
+
+
+def oldest_version(base: dict[str, Any]) -> str:
+    """Returns a model's oldest transformers version, from its base's config.json: 4.57 (tested) if 4 wrote the file, or 5.0."""
+    by_4 = str(base.get("transformers_version", "4")).startswith("4") and "rope_parameters" not in base
+    return "4.57" if by_4 else "5.0"
+
+
+def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
+    """Saves a tokenizer as the plain fast class, which tokenizer.json describes completely in both versions."""
+    tokenizer.save_pretrained(folder)
+    path = Path(folder, "tokenizer_config.json")
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": tokenizer.model_input_names}
+    if isinstance(settings.get("extra_special_tokens"), list):  # transformers 4 expects a mapping
+        names["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    path.write_text(json.dumps(settings | names, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def add_old_names(folder: str | Path, base: dict[str, Any]) -> None:
+    """Adds the names of transformers 4 to a folder's config.json: those of `base`, or else names made from the new ones."""
+    path = Path(folder, "config.json")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for new, own in ((config, base), (config.get("text_config") or {}, base.get("text_config") or {})):
+        old = old_rope(new) | {key: own[key] for key in own if OF_ROPE.search(key)}
+        old |= {"torch_dtype": new["dtype"]} if "dtype" in new else {}
+        new |= {key: value for key, value in old.items() if key not in new}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def old_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns transformers 4's names for a config's rope_parameters. Each type of layer may have its own parameters."""
+    rope = config.get("rope_parameters") or {}
+    full, sliding = rope.get("full_attention", rope), rope.get("sliding_attention")
+    if not full:
+        return {}
+    old = {key: full[key] for key in ("rope_theta", "partial_rotary_factor") if key in full}
+    old["rope_scaling"] = None
+    if (kind := full.get("rope_type", "default")) == "longrope":  # Phi-3 accepts no other keys
+        old["rope_scaling"] = {"type": kind, **{key: full[key] for key in ("short_factor", "long_factor")}}
+    elif kind != "default":
+        old["rope_scaling"] = {key: full[key] for key in full if key not in (*old, "type")}
+    if sliding:
+        old["rope_local_base_freq"] = sliding["rope_theta"]
+    names = OWN_NAMES.get(config.get("model_type", ""), {})
+    return {names.get(key, key): value for key, value in old.items()}
