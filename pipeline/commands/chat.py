@@ -65,7 +65,7 @@ class Chat:
         self.encoder = Encoder(host.tokenizer, kind_of("generate"), *settings)
         self.system: list[dict[str, str]] = []
         self.turns: list[dict[str, str]] = []
-        self.completions = 0  # number of completions, which seeds the next one
+        self.completions = 0  # number of completions so far, which seeds the next one
 
     def talk(self, lines: Any) -> None:
         """Answers lines until /quit or the last line."""
@@ -122,7 +122,7 @@ class Chat:
 
         Forgets the oldest messages if the conversation no longer fits into the context.
         """
-        for start in range(0, len(self.turns), 2):  # a question and its answer
+        for start in range(0, len(self.turns), 2):  # drops a question and its answer at a time
             [[outcome]] = self.encoder.encode([Record([*self.system, *self.turns[start:]])])
             if isinstance(outcome, Example):
                 if start:

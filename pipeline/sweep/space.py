@@ -45,7 +45,7 @@ COMPARABLE = {
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """The keys `sweep.*` on the command line, with names of Ray Tune."""
+    """The keys `sweep.*` on the command line. Their names are those of Ray Tune."""
 
     max_trials: Annotated[int, Ge(1), Le(10_000)] = 64
     """The most trials that a sweep may have."""
@@ -70,7 +70,7 @@ class Trial:
 class Sweep:
     """A sweep, whose jobs have been checked."""
 
-    job: Job  # the job without the varied values, with the name of the sweep
+    job: Job  # the job that all trials share, without the varied values
     settings: SweepSettings
     trials: list[Trial]
     metric: str  # the eval metric that the trials are compared by
@@ -205,7 +205,7 @@ def check_comparable(metric: str, stage: str, varied: Collection[str]) -> None:
 
 
 def name_of_trial(values: dict[str, str]) -> str:
-    """Returns a name for the combination of values that is unique, and that a folder may have."""
+    """Returns a unique name for a combination of values, which can be the name of a folder."""
     typed = "_".join(f"{key.rpartition('.')[2]}-{value}" for key, value in values.items())
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", typed)
     if name == typed and len(name) <= 80:
