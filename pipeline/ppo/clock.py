@@ -37,9 +37,7 @@ class Phases:
                 raise
             raise OutOfMemory(name, in_brief(error)) from error
         if self.device.type == "cuda":
-            torch.cuda.synchronize(
-                self.device
-            )  # because kernels run asynchronously, and must count in this phase
+            torch.cuda.synchronize(self.device)  # kernels run asynchronously, but count in this phase
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
         self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), peak_bytes(self.device))
 

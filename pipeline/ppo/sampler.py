@@ -102,7 +102,7 @@ class Sampler:
     """Samples and scores chunks with the roles and rewards of a run.
 
     Args:
-        tokenizer: decodes completions for Python rewards. Its pad id fills batches up.
+        tokenizer: decodes completions for Python rewards. Its pad id fills up rows.
         decoder: generates the completions. None means the base itself.
     """
 
@@ -114,12 +114,11 @@ class Sampler:
         self.sampling = Sampling.from_args(args, tokenizer, shared)
         self.pad = tokenizer.pad_token_id or 0
         self.decoder = decoder or SlotDecoder(shared, pad=self.pad)
-        self.rows = (
-            args.local_rollout_forward_batch_size
-        )  # completions decoded at once, or None for a full chunk
+        # number of completions decoded at once, or None for a full chunk
+        self.rows = args.local_rollout_forward_batch_size
 
     def fit_to_memory(self, chunk: int, longest: int) -> None:
-        """Sets how many of a chunk's completions are decoded at once from the free memory, unless the job sets the number.
+        """Sets from the free memory how many completions of a chunk are decoded at once, unless the job sets the number.
 
         Every trainer calls this. All use the smallest of their numbers, because rounding depends on it.
 

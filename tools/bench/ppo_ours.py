@@ -39,7 +39,7 @@ def ppo(name: str, case: str, fields: str) -> None:
         history.append(metrics)
 
     rows = [{"input_ids": ids, "row": json.dumps({"prompt": ""})} for ids in size.token_ids(tokens)]
-    before = high_water()  # the trainer resets the system's peak, and then records its own
+    before = high_water()  # the trainer resets the system's record of the peak, and reports its own
     trainer = PPOTrainer(Sampler(Roles(shared, [AdapterReward(shared)]), tokens, args), Prompts(rows))
     trainer.train(on_update)
     clock.facts = {

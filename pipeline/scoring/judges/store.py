@@ -129,9 +129,8 @@ class Store:
                 try:
                     await asyncio.to_thread(self._append, lines)
                 except Exception as error:  # a full disk, or a bucket that does not answer
-                    self.name = (
-                        uuid.uuid4().hex
-                    )  # a new file, because the last line of the old one may be incomplete
+                    # a new file, because the last line of the old one may be incomplete
+                    self.name = uuid.uuid4().hex
                     for _, done in group:
                         if not done.done():
                             done.set_exception(error)
