@@ -106,9 +106,9 @@ def plain(arguments: list[str]) -> list[str]:
 
 
 def dispatch(verb: str, path: str, overrides: list[str]) -> int:
-    """Checks the job, then imports the stage and runs it, here or on a cluster. Returns the exit status.
+    """Checks the job, then runs it here or on a cluster. Returns the exit status.
 
-    The job is checked first, so that its mistakes are reported at once.
+    The check comes first, because imports and the start of Ray take seconds.
     """
     if verb == "demo":
         from pipeline.commands import shipped

@@ -1,4 +1,4 @@
-"""Defines `CheckResult`, the result of a check. Runs stop if a check does not hold."""
+"""Defines `CheckResult`, the result of a self-check. A run stops if a check does not hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.errors import SelfCheckFailed
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One check: the condition, the value found, and whether it holds, or None if it does not apply to this job."""
+    """The result of one check: its condition, what it found, and whether the condition holds. None: not checked in this job."""
 
     check: str
     found: str
@@ -29,6 +29,6 @@ def same_tensors(name: str, loaded: Mapping[str, Any], stored: Mapping[str, Any]
 
 
 def raise_if_failed(results: Sequence[CheckResult]) -> None:
-    """Raises SelfCheckFailed with every result that does not hold."""
+    """Raises SelfCheckFailed with all results that do not hold."""
     if wrong := [f"{result.check}: {result.found}" for result in results if result.holds is False]:
         raise SelfCheckFailed("self-check failed:\n  " + "\n  ".join(wrong))

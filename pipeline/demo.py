@@ -1,11 +1,10 @@
-"""The demo: a small world, questions about it, and the judge that scores completions.
+"""Defines the demo: a small world, questions about it, and the judge that scores completions.
 
-The world is a table of countries with their capitals and continents. `gold` defines a good completion: right,
-a full sentence, with a courtesy. It labels preference pairs and judges held-out completions; no stage trains
-on it.
+The world is a table of countries with their capitals and continents. A good completion is right, a full sentence and polite.
+The function `gold` scores this. It labels preference pairs and judges completions to eval prompts. No stage trains on its scores.
 jobs/demo/make.py makes the data files and the base model.
 
-Importing this module imports no torch, so that `python:pipeline.demo:gold` is cheap as a reward.
+This module does not import torch, so that `python:pipeline.demo:gold` starts quickly as a reward.
 """
 
 from __future__ import annotations
@@ -66,15 +65,15 @@ NAMES = sorted({name for fact in FACTS for name in fact})
 NAME = re.compile(r"\b(" + "|".join(NAMES) + r")\b")
 
 
-# ------------------------------------------------------------------------------------------------ the gold rule
+# ---------------------------------------------------------------------------------------------------- the judge
 
 
 def gold(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """Scores each completion in [0, 1]. Only a right, civil and finished completion gets more than 0.
+    """Scores each completion from 0 to 1. Only a right, civil and finished completion gets more than 0.
 
-    It gets 1.0 for a full sentence with a courtesy, 0.5 for a full sentence, 0.25 for the bare answer. It is
-    right if it names `answer` and no place besides those in the question; finished if it ends in a full stop
-    or exclamation mark.
+    The score is 1.0 for a full sentence with a polite phrase, 0.5 for a full sentence, and 0.25 for only the answer. A completion
+    is right if it names `answer` and no other place that is not in the question. It is finished if it ends with a full stop or
+    an exclamation mark.
     """
     return [
         _gold(str(prompt), completion, expected)
@@ -90,15 +89,15 @@ def _gold(prompt: str, completion: str, answer: str) -> float:
     finished = completion.endswith((".", "!"))
     if not (right and civil and finished):
         return 0.0
-    if not asked & named:  # the completion has only the answer, not the name in the question
+    if not asked & named:  # a full sentence would repeat the name in the question
         return 0.25
     return 1.0 if any(phrase in completion for phrase in OPENERS + CLOSERS) else 0.5
 
 
 def verdicts(row: dict[str, Any]) -> list[dict[str, str]]:
-    """Turns a preference pair into examples that teach a judge.
+    """Turns a preference pair into two examples that teach a judge.
 
-    Each asks the question of jobs/demo/judges/right.yaml, and gives the right verdict.
+    Each has the question of jobs/demo/judges/right.yaml as its prompt, and the right verdict as its completion.
     """
     sides = {"chosen": "Right.", "rejected": "Wrong."}
     return [{"prompt": f"{row['prompt']}\n{row[side]}", "completion": said} for side, said in sides.items()]
@@ -118,7 +117,7 @@ class Question(NamedTuple):
 
 
 def questions(held_out: bool | None = None) -> list[Question]:
-    """Returns the questions of the world: all, those about held-out countries (True), or the others."""
+    """Returns all questions about the world, only the questions about held-out countries (True), or only the others (False)."""
     return [
         Question(text.format(**fact._asdict()), kind, fact)
         for fact in FACTS

@@ -129,7 +129,7 @@ TABLE = (
     Metric("rollout/idle", "ppo", "result", line="workers idle", unit="share", needs="workers"),
     Metric("rollout/wait_fraction", "ppo", "result", unit="share of an update", needs="workers"),
     Metric("rollout/workers rollout/lost_workers", "ppo", "result", unit="count", needs="workers"),
-    Metric("rollout/queue rollout/bytes", "ppo", "result", needs="workers"),
+    Metric("rollout/queue", "ppo", "result", needs="workers"),
     Metric("rollout/ess rollout/is_clipped_fraction", "ppo", "result", unit="share", needs="off_policy"),
     Metric("rollout/ratio_mean rollout/ratio_max", "ppo", "result", unit="ratio", needs="off_policy"),
     Metric("rollout/sampler_kl", "ppo", "result", unit="nats per token", needs="off_policy"),

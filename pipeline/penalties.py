@@ -1,4 +1,4 @@
-"""Penalties, one for each fault that a probe can find. A job adds them to its reward as Python rewards with a weight.
+"""Defines Python rewards against faults that probes of a reward model find. A job adds them to its reward, with a weight:
 
 reward: [{reward: models:/rlhf-rm@champion}, {reward: python:pipeline.penalties:length, weight: 0.2}]
 """
@@ -13,18 +13,18 @@ MARKUP = re.compile(r"^\s*(?:[-*+] |\d+\. |#+ |```)|\*\*[^*\n]+\*\*", re.MULTILI
 
 
 def length(completions: Sequence[str], **_: Any) -> list[float]:
-    """Returns minus the number of words, in hundreds. Use it if eval_rm_probe/repetition is above 0."""
+    """Returns minus the number of words, in hundreds. Use this penalty if eval_rm_probe/repetition is above 0."""
     return [-len(text.split()) / 100 for text in completions]
 
 
 def repetition(completions: Sequence[str], **_: Any) -> list[float]:
-    """Returns minus the share of 4-grams of words that repeat earlier ones. Use it if eval_repetition grows."""
+    """Returns minus the share of 4-grams of words that repeat earlier ones. Use this penalty if eval_repetition grows."""
     return [-statistics.repetition(text.split()) for text in completions]
 
 
 def markdown(completions: Sequence[str], **_: Any) -> list[float]:
     """Returns minus the number of list items, headings, code fences and bold passages per 100 words.
 
-    Use it if eval_rm_probe/markdown is above 0.
+    Use this penalty if eval_rm_probe/markdown is above 0.
     """
     return [-100 * len(MARKUP.findall(text)) / max(100, len(text.split())) for text in completions]

@@ -1,4 +1,4 @@
-"""Statistics of an evaluation, as pure functions of plain numbers: intervals, calibration, correlation, diversity."""
+"""Computes statistics of evaluations from plain numbers: intervals, calibration, correlation, diversity."""
 
 import math
 from collections.abc import Sequence
@@ -10,15 +10,15 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def wilson(shares: Sequence[float]) -> tuple[float, float]:
-    """Returns the 95 % Wilson score interval of a mean p of n `shares`, which are 0 or 1 each (a tie may be 0.5).
+def wilson_interval(shares: Sequence[float]) -> tuple[float, float]:
+    """Returns the 95 % Wilson score interval of the mean p of n `shares`. Each share is 0, 1, or 0.5 for a tie.
 
-    (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n), Wilson 1927. Unlike the usual ±, it stays inside [0, 1] and is right
+    The interval is (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n) (Wilson 1927). It stays inside [0, 1], and is accurate
     for few rows and near the ends. With ties, whose variance is below p(1-p), it is a little too wide.
     """
     p, n, z = mean(shares), len(shares), NormalDist().inv_cdf(0.975)
     middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    # Rounding may leave [0, 1] by 1e-16
+    # keeps rounding errors of about 1e-16 inside [0, 1]
     return max(0.0, (middle - half) / (1 + z * z / n)), min(1.0, (middle + half) / (1 + z * z / n))
 
 
@@ -28,11 +28,11 @@ def sigmoid(x: float) -> float:
 
 
 def calibration(margins: Sequence[float]) -> tuple[float, list[dict[str, Any]]]:
-    """Returns (expected calibration error, reliability bins) of a Bradley-Terry model, from score(chosen) - score(rejected).
+    """Returns the expected calibration error and the reliability bins of a Bradley-Terry model.
 
-    The model says with probability sigmoid(|margin|), from 0.5 to 1, that the completion it prefers is the better one; it is
-    right if the margin is above 0. Bins are of equal width; the error is the mean over pairs of |accuracy - confidence|
-    of their bin (Guo et al. 2017). A bin has the ends of its confidence, and of the 95 % interval of its accuracy.
+    A margin is score(chosen) - score(rejected). The model's confidence in the completion that it prefers is sigmoid(|margin|),
+    from 0.5 to 1. It is right if the margin is above 0. Bins have equal widths. The error is the mean over pairs of
+    |accuracy - confidence| of their bin (Guo et al. 2017). `accuracy_low` and `accuracy_high` are a 95 % interval.
     """
     bins = 10
     members: list[list[float]] = [[] for _ in range(bins)]
@@ -42,7 +42,7 @@ def calibration(margins: Sequence[float]) -> tuple[float, list[dict[str, Any]]]:
     for i, found in enumerate(members):
         if found:
             right, said = sum(margin > 0 for margin in found), sum(sigmoid(abs(margin)) for margin in found)
-            low, high = wilson([margin > 0 for margin in found])
+            low, high = wilson_interval([margin > 0 for margin in found])
             error += abs(right - said)
             table.append(
                 {
@@ -59,9 +59,10 @@ def calibration(margins: Sequence[float]) -> tuple[float, list[dict[str, Any]]]:
 
 
 def temperature(margins: Sequence[float]) -> float:
-    """Returns the T > 0 for which sigmoid(margin / T) has the least loss on pairs: above 1, the scores are too confident.
+    """Returns the temperature T > 0 for which sigmoid(margin / T) has the lowest loss on pairs (Guo et al. 2017).
 
-    The loss is convex in 1 / T, so a golden-section search finds its minimum on [1e-3, 1e3] (Guo et al. 2017).
+    If T is above 1, the scores are too confident. The loss is convex in 1 / T, so a golden-section search on [1e-3, 1e3] finds
+    its minimum.
     """
     import numpy as np
 
@@ -90,6 +91,6 @@ def ngrams(tokens: Sequence[Any], n: int) -> list[tuple[Any, ...]]:
 
 
 def repetition(text: Sequence[Any], n: int = 4) -> float:
-    """Returns the share of a text's n-grams that repeat earlier ones: 0 is none, near 1 is a loop."""
+    """Returns the share of a text's n-grams that repeat earlier ones. It is near 1 if the text is a loop."""
     found = ngrams(text, n)
     return 1 - len(set(found)) / len(found) if found else 0.0

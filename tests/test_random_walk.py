@@ -181,33 +181,23 @@ def wrong_job(draw, kind, folder, inputs):
 # ---------------------------------------------------------------------------------------------------- models
 
 
-def corrupt_one(draw, folder):
-    """Corrupts or removes a file of a model or an adapter."""
-    victim = draw(st.sampled_from(sorted(path for path in folder.rglob("*") if path.is_file())))
-    what = draw(st.sampled_from(["json", "json", "json", "bytes", "bytes", "gone"]))
-    if what == "gone":
-        return victim.unlink()
-    if what == "json" and victim.suffix == ".json":
-        with contextlib.suppress(ValueError, RecursionError, AttributeError):  # already corrupted
-            value = json.loads(victim.read_bytes())
-            large = {k: value.pop(k) for k in ("model", "added_tokens") if k in value}
-            return victim.write_bytes(as_text(large | mutated(draw, value)).encode("utf-8", "surrogatepass"))
-    return victim.write_bytes(damaged(draw, victim.read_bytes()))
-
-
 def wrong_model(draw, kind, folder, inputs):
-    """Returns a command whose base or input is a folder with one or two corrupted files."""
-    key, source = "model.name_or_path", str(ROOT / "jobs/demo/model")
-    named = [one for one in inputs if one != "judge=null"]
-    if named and not rarely(draw, 4):
-        chosen = draw(st.sampled_from(named))
-        key, source = chosen.split("=")
-        inputs = [one for one in inputs if one != chosen]
-    copied = Path(shutil.copytree(source, folder / "corrupted"))
-    for _ in range(draw(st.integers(1, 2))):
-        if any(path.is_file() for path in copied.rglob("*")):
-            corrupt_one(draw, copied)
-    return ["validate", f"jobs/demo/{kind}.yaml", *inputs, f"{key}={copied}"]
+    """Returns a command whose base or input is a folder with a corrupted or missing file."""
+    sources = dict(one.split("=") for one in inputs if one != "judge=null")
+    sources["model.name_or_path"] = str(ROOT / "jobs/demo/model")
+    key = draw(st.sampled_from(sorted(sources)))
+    copied = Path(shutil.copytree(sources[key], folder / "corrupted"))
+    victim = draw(st.sampled_from(sorted(path for path in copied.rglob("*") if path.is_file())))
+    if rarely(draw, 6):
+        victim.unlink()
+    elif victim.suffix == ".json" and not rarely(draw, 3):
+        value = json.loads(victim.read_bytes())
+        large = {k: value.pop(k) for k in ("model", "added_tokens") if k in value}
+        victim.write_bytes(as_text(large | mutated(draw, value)).encode("utf-8", "surrogatepass"))
+    else:
+        victim.write_bytes(damaged(draw, victim.read_bytes()))
+    others = [one for one in inputs if not one.startswith(f"{key}=")]
+    return ["validate", f"jobs/demo/{kind}.yaml", *others, f"{key}={copied}"]
 
 
 # ------------------------------------------------------------------------------------------------------ commands

@@ -97,7 +97,9 @@ def check_cluster_file(file: Path) -> dict[str, Any]:
     if unedited := [
         f"{file}:{n}: {line.strip()}" for n, line in lines if PLACEHOLDER.search(line.split("#")[0])
     ]:
-        raise InputError("fill in these lines; the comment at each says how:\n  " + "\n  ".join(unedited))
+        raise InputError(
+            "fill in these lines, as the comment at each line explains:\n  " + "\n  ".join(unedited)
+        )
     for remote, local in (config.get("file_mounts") or {}).items():
         if not os.path.exists(os.path.expanduser(local)):
             hint = "; run ray get-auth-token --generate" if "auth_token" in local else ""
@@ -147,7 +149,7 @@ def check_account(config: dict[str, Any]) -> None:
         what = f"{error.name} is not installed here"
         raise InputError(f'{what}; run .venv/bin/pip install -c constraints.txt -e ".[cloud]"') from error
     except Exception as error:  # botocore raises many types
-        raise InputError(f"aws does not let you in ({in_brief(error)}); {SIGN_IN}") from error
+        raise InputError(f"you are not signed in to AWS ({in_brief(error)}); {SIGN_IN}") from error
 
 
 # {subcommand: subcommand of `ray`, and options after the cluster file}
@@ -171,7 +173,7 @@ def run_ray(verb: str, file: Path, options: list[str]) -> None:
         environment["RAY_UP_enable_autoscaler_v2"] = "0" if config["provider"]["type"] == "local" else "1"
     if verb == "down":
         subprocess.run([RAY, "exec", str(file), "bash ~/rlhf/start-node.sh stop"])
-        print(f"stays: {STAYS.get(config['provider']['type'], 'see your provider')}", flush=True)
+        print(f"not deleted: {STAYS.get(config['provider']['type'], 'see your provider')}", flush=True)
     command, *more = VERBS[verb]
     os.execve(RAY, [RAY, command, str(file), *more, *options], environment)
 

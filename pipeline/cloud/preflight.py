@@ -93,9 +93,11 @@ def check_storage(path: str, tracking_uri: str | None, cluster: Cluster) -> None
     uri = uri_of(tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or cluster.tracking_uri, path)
     own = uri.startswith("sqlite:") or urlsplit(uri).hostname in ("localhost", "127.0.0.1", "0.0.0.0", "::1")
     if cluster.several and own:
-        why = f"{uri} means another file or machine on each node, and the cluster has or may get several"
+        why = f"{uri} is another file or machine on each node, and the cluster has or may get several nodes"
         server = cluster.tracking_uri or "http://HEAD:5000"
-        raise InputError(f"{why}; name a server as the nodes see it, e.g. {server}", "mlflow.tracking_uri")
+        raise InputError(
+            f"{why}; set a server that all nodes can reach, such as {server}", "mlflow.tracking_uri"
+        )
 
 
 def _on_local_disk(path: str) -> bool:

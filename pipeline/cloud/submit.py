@@ -350,7 +350,7 @@ def main(arguments: list[str]) -> int:
         if verb == "logs":
             return follow(api, matching[-1])
         was_running = api.client().stop_job(matching[-1])
-        print(f"{matching[-1]} {'is being stopped' if was_running else 'had ended already'}")
+        print(f"{matching[-1]} {'is being stopped' if was_running else 'has ended already'}")
         return 0
     except InputError as error:
         print(f"error: {without_credentials(str(error))}", file=sys.stderr)

@@ -65,7 +65,7 @@ class Chat:
         self.encoder = Encoder(host.tokenizer, kind_of("generate"), *settings)
         self.system: list[dict[str, str]] = []
         self.turns: list[dict[str, str]] = []
-        self.completions = 0  # number of completions, which seeds the next one
+        self.completions = 0  # number of completions so far, which seeds the next one
 
     def talk(self, lines: Any) -> None:
         """Answers lines until /quit or the last line."""
@@ -85,7 +85,7 @@ class Chat:
 
     def answer(self, text: str) -> None:
         """Prints the completion to `text` while it is sampled, and its reward. Adds both messages to the conversation."""
-        from pipeline.scoring.rewards import Samples, weighted
+        from pipeline.scoring.rewards import Samples, weighted_scores
         from pipeline.writing.rows import Row
 
         self.turns.append({"role": "user", "content": text})
@@ -111,7 +111,7 @@ class Chat:
         if self.rewards and row.tokens:
             given = [{"prompt": [*self.system, *self.turns]}]
             samples = Samples([prompt], [row.tokens], [row.ended], given, self.host.tokenizer)
-            notes.append(f"reward {weighted(self.rewards, samples, normalize=False)[0][0]:.2f}")
+            notes.append(f"reward {weighted_scores(self.rewards, samples, normalize=False)[0]:.2f}")
         if row.tokens and not row.ended:
             notes.append(f"truncated at trainer.response_length={self.sampling.max_new_tokens}")
         print(f"   ({', '.join(notes)})\n" if notes else "", flush=True)
@@ -122,7 +122,7 @@ class Chat:
 
         Forgets the oldest messages if the conversation no longer fits into the context.
         """
-        for start in range(0, len(self.turns), 2):  # a question and its answer
+        for start in range(0, len(self.turns), 2):  # drops a question and its answer at a time
             [[outcome]] = self.encoder.encode([Record([*self.system, *self.turns[start:]])])
             if isinstance(outcome, Example):
                 if start:

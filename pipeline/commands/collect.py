@@ -102,7 +102,7 @@ def drawn(seed: int, count: int) -> Iterator[int]:
 
 
 def rows_of(args: Collect, record: Record) -> list[dict[str, Any]]:
-    """Returns the training rows of a prompt and its samples."""
+    """Returns the training rows that a prompt and its samples make."""
     row, chosen = record["row"], selected(args, record["samples"])
     if args.select == "best":
         return [{**row, "completion": best["completion"], "score": best["score"]} for (best,) in chosen]
@@ -153,7 +153,7 @@ def flips(one: Sample, other: Sample) -> bool:
 
 
 def is_good(args: Collect, one: Sample) -> bool:
-    """Returns the label of a sample. A truncated completion is never good."""
+    """Returns whether a sample is labeled good. A truncated completion is never good."""
     return one["ended"] and one["score"] > args.good_above
 
 
@@ -177,7 +177,7 @@ def is_dialogue(completion: str) -> bool:
 
 
 def count(args: Collect, record: Record) -> dict[str, int]:
-    """Counts a prompt's samples by what became of them.
+    """Counts a prompt's samples and pairs, and why some of them make no rows.
 
     `ties` are pairs of different completions with equal scores. `close` are pairs whose scores differ by less than min_margin.
     `flips` are pairs whose preferred completion depends on the order in which a judge sees them.

@@ -145,12 +145,12 @@ def save_merged(host: ModelHost, name: str, folder: str) -> None:
             eos_token_id=eos_ids(tokenizer, merged.generation_config),
             pad_token_id=tokenizer.pad_token_id,
         )
-    logging.disable_progress_bar()  # of save_pretrained
+    logging.disable_progress_bar()  # hides the progress of save_pretrained
     merged.save_pretrained(folder)
 
 
 def merge(base: Any, adapter: str, dtype: str) -> Any:
-    """Returns the base with the adapter in its weights, and with the adapter's head if it has one, in `dtype`."""
+    """Merges an adapter into the weights of its base. Returns the model in `dtype`, with the head of a reward adapter."""
     import torch
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -161,7 +161,7 @@ def merge(base: Any, adapter: str, dtype: str) -> Any:
         if isinstance(layer, BaseTunerLayer):
             weight = layer.get_base_layer().weight
             stored = weight.dtype
-            weight.data = weight.data.float()  # peft would round the change before it adds it
+            weight.data = weight.data.float()  # otherwise peft would round the change of the weights
             layer.merge(safe_merge=True)
             weight.data = weight.data.to(stored)
     return model.unload().to(getattr(torch, dtype))

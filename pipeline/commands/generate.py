@@ -47,7 +47,7 @@ def sampler(host: ModelHost, several: int) -> Callable[..., list[tuple[Record, l
     samples, `orders` has the scores for each order in which the judge saw them.
     """
     from pipeline.run import roles
-    from pipeline.scoring.rewards import Samples, weighted
+    from pipeline.scoring.rewards import Samples, weighted_scores
     from pipeline.writing.rows import Sampling, seed_of
 
     shared = roles.shared_base(host)
@@ -69,7 +69,7 @@ def sampler(host: ModelHost, several: int) -> Callable[..., list[tuple[Record, l
             for text, one in zip(samples.completions, completions, strict=True)
         ]
         if rewards:
-            for record, score in zip(made, weighted(rewards, samples, normalize=False)[0], strict=True):
+            for record, score in zip(made, weighted_scores(rewards, samples, normalize=False), strict=True):
                 record["score"] = score
         for notes in samples.notes.values():
             for record, note in zip(made, notes, strict=True):

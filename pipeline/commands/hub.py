@@ -97,7 +97,7 @@ def card(host: ModelHost, name: str, differences: dict[str, float] | None = None
 
 
 def _license(base: str, revision: str | None) -> dict[str, Any]:
-    """Returns the license of the base, as its card names it."""
+    """Returns the license fields of the base's model card, or `other` if there is no card."""
     from huggingface_hub import ModelCard
 
     data: Any = {}
@@ -133,9 +133,9 @@ def _api() -> Any:
 
 
 def create_repository(args: Export) -> None:
-    """Creates the repository before anything is merged, if the job pushes.
+    """Creates the repository, if the job pushes. `export` calls this before it merges.
 
-    Raises InputError if the token cannot write to it, or if it is public and the job asks for a private one.
+    Raises InputError if the token cannot write to the repository, or if the job wants a private one and it is public.
     """
     if not args.push_to_hub:
         return

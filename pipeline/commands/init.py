@@ -41,9 +41,9 @@ from pipeline.models.template import text_as_chat
 from pipeline.models.tokenizer import eos_ids, load_tokenizer
 from pipeline.system.hub import base_config
 
-# {kind of rows: a stage that reads them}. A file has the kind of the first stage that can read it.
+# {kind of rows: a stage that reads them}. The first stage in this table that can read a file decides its kind.
 READER = {"pairs": "rm", "labels": "kto", "demonstrations": "sft", "prompts": "ppo"}
-# {stage: the kinds of rows that it can train on}. It gets the files of the first kind that any file has.
+# {stage: kinds of rows that it can train on}. A stage gets all files of one kind: the first kind that there are files of.
 TAKES = {
     "sft": ("demonstrations", "labels", "pairs"),
     "rm": ("pairs",),
@@ -123,7 +123,7 @@ def run(path: str, options: list[str]) -> None:
 
 
 def parse_options(path: str, options: list[str]) -> Request:
-    """Returns the parsed options. Raises InputError if one is wrong, or if the folder of the jobs exists."""
+    """Parses the command line. Raises InputError if an option is wrong, or if the folder of the jobs exists."""
     of_rows = [option for option in options if option.partition("=")[0] in {f"data.{key}" for key in OF_ROWS}]
     given = dict(option.partition("=")[::2] for option in options if option not in of_rows)
     name, model = given.pop("name", None) or name_of(path), given.pop("model", None)
@@ -157,7 +157,7 @@ def name_of(path: str) -> str:
 
 
 def check_readable(request: Request, sources: list[Source]) -> None:
-    """Raises InputError, with the reason, if no stage can read rows to train on, or can read them with the given columns."""
+    """Raises InputError if no stage can train on the rows, or if no stage can read the columns that the user set."""
     path, rows = sources[0].path, sources[0].rows
     columns = [keys.get("columns") for source in sources for keys in source.stages.values()]
     if request.own.get("columns") not in (None, *columns):
@@ -189,7 +189,7 @@ def print_written(folder: Path, sources: list[Source], jobs: dict[str, str]) -> 
 
 
 def print_next(folder: Path, jobs: dict[str, str]) -> None:
-    """Prints the keys that are still to be set, and the five commands to run next."""
+    """Prints the keys that the user must set, and the five commands to run next."""
     for job, text in jobs.items():
         for key in re.findall(r"^ *(\w+): null .*# set ", text, re.M):
             print(f"  set `{key}` in {folder}/{job}.yaml; a comment there explains its values")
@@ -226,7 +226,7 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
         return
     aside = dict[str, str]()
     files = [file.path for file in find_files(path, "data", aside)]
-    # A number in a folder above all files does not number shards.
+    # Only numbers below the folder that all files share may number shards.
     shared = os.path.dirname(files[0])
     while shared and not all(file.startswith(f"{shared}/") for file in files):
         shared = os.path.dirname(shared)
@@ -242,7 +242,7 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
 
 
 def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> Source:
-    """Finds the stages that can read the first rows of a path, with the keys of `data` that were typed, or guessed ones."""
+    """Finds the stages that can read the first rows of a path, with the columns that the user set, or with guessed columns."""
     heads, made = [], Preprocess(transform=own.get("transform"), group_by=own.get("group_by"))
     as_typed, kinds = kind_of("sft").with_preprocess(made), {stage: kind_of(stage) for stage in TAKES}
     for file in find_files(path, "data.train")[: preview.FILES]:
@@ -279,7 +279,7 @@ def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> Source:
 
 
 def keys_of_example(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns {stage: keys of `data`} of the job in jobs/examples for rows like this one, or {}."""
+    """Returns {stage: keys of `data`} from the example in jobs/examples that reads rows in this format, or {}."""
     stages: dict[str, dict[str, Any]] = {}
     for example, columns in EXAMPLES.items():
         if {*columns.split()} <= row.keys():
@@ -314,7 +314,7 @@ def jobs_for(request: Request, sources: list[Source]) -> dict[str, str]:
     policies = [stage for stage in ("ppo", "dpo", "kto", "sft") if rows[stage] and (reward or stage != "ppo")]
     served = {f"{name}-{stage}": f"models:/{name}-{stage}@champion" for stage in policies}
     start = served.get(f"{name}-sft", "base")
-    newest = [*served.values()]  # the job uses the first that exists, because a gate may fail
+    newest = [*served.values()]  # a job uses the first of these models that exists
     best = {"policy": newest if len(newest) > 1 else start, "reward": reward}
     values: dict[str, dict[str, Any]] = {
         **{job: {"policy": start} for job in ("dpo", "kto", "collect")},
@@ -338,7 +338,7 @@ def jobs_for(request: Request, sources: list[Source]) -> dict[str, str]:
         text = file.read_text(encoding="utf-8")
         for pattern in ("rlhf-{}", "PROFILE={}", "jobs/{}/"):
             text = text.replace(pattern.format(request.profile), pattern.removeprefix("rlhf-").format(name))
-        text = re.sub(r" *\(needs [^)]*first\)", "", text)  # this profile may lack some of these stages
+        text = re.sub(r" *\(needs [^)]*first\)", "", text)  # the new profile may lack such a stage
         base = {"model.name_or_path": request.model} if request.model else {}
         for key, value in {**base, **values.get(job, {})}.items():
             text = with_key(text, key, value)
@@ -365,7 +365,7 @@ def with_device(text: str) -> str:
 
 
 def chosen(sources: list[Source], stage: str) -> list[Source]:
-    """Returns the sources that a stage reads, by TAKES."""
+    """Returns the sources that a stage gets, as the table TAKES says."""
     for kind in TAKES[stage]:
         found = [source for source in sources if source.kind == kind and stage in source.stages]
         if any(not source.for_eval for source in found):
@@ -374,7 +374,7 @@ def chosen(sources: list[Source], stage: str) -> list[Source]:
 
 
 def with_rows(text: str, job: str, sources: list[Source], stage: str) -> str:
-    """Returns the text of a job that reads these sources as `stage` does."""
+    """Returns the text of a job that reads these sources with the keys of `stage`."""
     keys = [source.stages[stage] for source in sources]
     same = keys[0] if all(one == keys[0] for one in keys) else None
 
@@ -398,7 +398,7 @@ def with_rows(text: str, job: str, sources: list[Source], stage: str) -> str:
 
 
 def with_key(text: str, key: str, value: Any, comment: str = "") -> str:
-    """Returns the text of a job with another value of `key` or `section.key`. All other lines stay."""
+    """Sets `key` or `section.key` in the text of a job, and returns the text. All other lines stay as they are."""
     section, _, name = key.rpartition(".")
     indent = "  " if section else ""
     flow: dict[str, Any] = {"default_flow_style": True, "width": 10_000, "sort_keys": False}
@@ -421,7 +421,7 @@ def with_key(text: str, key: str, value: Any, comment: str = "") -> str:
 
 
 def set_lengths(folder: Path, jobs: dict[str, str]) -> None:
-    """Sets the smallest lengths in `jobs`, in steps of 64 tokens, that 99 % of the first rows fit into.
+    """Sets lengths in `jobs` that 99 % of the first rows fit into, rounded up to 64 tokens.
 
     If rows have messages and the base has no chat template, all jobs get the built-in one. Plain text then becomes messages,
     too, so that policy and reward model see one format. The profile's lengths stay if the tokenizer or the rows of a stage
@@ -458,15 +458,15 @@ def set_lengths(folder: Path, jobs: dict[str, str]) -> None:
 
 
 def with_lengths(name: str, text: str, sizes: dict[str, tuple[int, int]], context: int) -> str:
-    """Returns the text of a job with lengths for its rows, or with those of the profile if its rows were not measured.
+    """Returns the text of a job with lengths for its rows. If the rows were not measured, keeps the lengths of the profile.
 
     Args:
         sizes: {stage: tokens of prompts and of completions}.
-        context: tokens that the base can read.
+        context: context length of the base.
     """
     job, stage = yaml.safe_load(text), ROWS_OF.get(name, name)
     learner = next((one for one in ("sft", "dpo", "kto") if one in sizes), None)
-    if learner and stage == "ppo" and stage not in sizes:  # generate completes the prompts of these rows
+    if learner and stage == "ppo" and stage not in sizes:  # `generate` then reads the prompts of these rows
         sizes = {**sizes, "ppo": (sizes[learner][0], 0)}
     if stage == "ppo":  # completions are not part of data.max_length
         completions = max((sizes[one][1] for one in ("sft", "rm", "kto") if one in sizes), default=0)
@@ -479,7 +479,7 @@ def with_lengths(name: str, text: str, sizes: dict[str, tuple[int, int]], contex
     wanted, fits = job["data"].get("max_length") or context, "as in the profile"
     if stage in sizes:
         prompt, completion = sizes[stage]
-        if name in ("generate", "evaluate"):  # also for the conversations that sft learns from
+        if name in ("generate", "evaluate"):  # prompts may also be conversations of sft
             prompt = max(prompt, sizes.get("sft", (0,))[0])
         wanted, fits = -(-(prompt + completion) // 64) * 64, "99 % of the first rows fit"
     if wanted > context:
@@ -533,7 +533,9 @@ def first_records(stage: str, data: Data) -> Iterator[tuple[Kind, Record]]:
 
 def add_prompts(folder: Path, sources: list[Source], jobs: dict[str, str]) -> None:
     """Writes files of prompts for generate and evaluate, if no file of the user has such rows, and sets them in `jobs`."""
-    if "generate" in jobs and not chosen(sources, "ppo"):  # conversations, which end with an answer
+    if "generate" in jobs and not chosen(
+        sources, "ppo"
+    ):  # the rows are conversations that end with an answer
         learner = load(folder, next(stage for stage in ("sft", "dpo", "kto") if stage in jobs))
         prompts = [{"prompt": record.prompt} for _, record in first_records(learner.stage, learner.data)]
         jobs["generate"] = with_prompts(jobs["generate"], "train", folder / "prompts.jsonl", prompts)
@@ -542,7 +544,7 @@ def add_prompts(folder: Path, sources: list[Source], jobs: dict[str, str]) -> No
         by_content = {record.prompt_content(): record.row for _, record in first_records("ppo", ppo.data)}
         away = [json.loads(row) for content, row in by_content.items() if held_out(content, ppo.data)]
         for row in away:
-            row.pop("system", None)  # the prompt has it
+            row.pop("system", None)  # the prompt already has the system prompt
         jobs["evaluate"] = with_prompts(jobs["evaluate"], "eval", path, away)
         print(f"  {path}: {len(away)} prompt{'s' * (len(away) != 1)} that ppo holds out, for evaluate")
 

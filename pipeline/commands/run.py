@@ -75,7 +75,7 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
 
 
 def load(folder: str, overrides: list[str], name: str | None = None) -> dict[str, Job]:
-    """Returns the jobs of the stages. A run without a name of its own is called STAGE-`name`."""
+    """Returns the jobs of the stages. The run of a job that sets no name gets the name STAGE-`name`."""
     jobs, name = {}, common_name(overrides) or name
     for stage in ORDER:
         mine = overrides_of(stage, overrides)

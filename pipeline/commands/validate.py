@@ -42,7 +42,7 @@ def run(job: Job) -> dict[str, Any]:
             pin_inputs(replace(job, **{**none, name: getattr(job, name)}))
         except InputError as error:
             if name in job.functions:
-                raise  # a run does not make Python functions
+                raise  # no earlier stage will create a missing Python function
             print(f"note: {error}; the rows are read without it, with the template of the base", flush=True)
             job = replace(job, **{name: None})  # type: ignore[arg-type]
     report = read_only(job)

@@ -136,10 +136,12 @@ def below(fs: Any, inner: str, pattern: bool = False) -> list[Any]:
     from fsspec.implementations.arrow import ArrowFSWrapper
 
     wrapped = ArrowFSWrapper(fs)
-    paths = wrapped.glob(inner) if pattern else wrapped.find(inner)
+    paths = sorted(wrapped.glob(inner) if pattern else wrapped.find(inner), reverse=True)
     start = min(map(inner.find, [char for char in "*?[" if char in inner])) - 1 if pattern else len(inner)
     paths = [path for path in paths if "/." not in path[start:]]
-    infos = fs.get_file_info(paths)
+    # A link to a folder above would list each file again and again.
+    once = {(os.path.realpath(os.path.dirname(path)), os.path.basename(path)): path for path in paths}
+    infos = fs.get_file_info([*once.values()])
     return sorted((info for info in infos if info.is_file), key=lambda info: info.path)
 
 

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal
 
 from pipeline.data.labels import LABEL_FIELDS, is_good, is_unrated, majority
@@ -107,6 +108,7 @@ Formats = dict[str, Parser]  # the fields of a format, joined with + -> parser
 KindParser = Callable[[Row, Parser, tuple[str, ...]], Record]  # (row, parser of its format, its fields)
 
 
+@cache
 def field_names(format: str) -> tuple[str, ...]:
     """Returns the fields of a format, such as prompt and completion for `prompt+completion`."""
     return tuple(format.split("+"))
@@ -437,7 +439,7 @@ def lone_prompt(row: Row, key: str) -> Record:
     return Record(prompt, row=as_json({"prompt": prompt, **others}))
 
 
-def shared_prompt(row: Row, *fields: str) -> Record:
+def shared_prompt(row: Row, *sides: str) -> Record:
     """Returns the prompt that `chosen` and `rejected` share. Keeps all columns unchanged."""
     prompt, _ = split_transcripts(row, row.get("system"))
     return Record(prompt, row=as_json({"prompt": prompt, **row}))
@@ -465,7 +467,7 @@ _RATED = ("prompt_ids", "completion_ids", "label")
 _SCORED = (*_PAIR, "row")
 _PROMPT, _LABELS = ("input_ids", "row"), ("input_ids", "labels")
 _MARGIN = frozenset({"margin"})
-_BOTH = PREFERENCES | DEMONSTRATIONS
+_BOTH = {**PREFERENCES, **DEMONSTRATIONS}
 
 
 def parse_plain(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:

@@ -87,7 +87,7 @@ def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
         except RowError as error:
             return str(replace(error, file=file, line=1))
     if _are_messages(_columns(rows[:LOOKED])):
-        advice = "make conversations of them: data.group_by=COLUMN and data.transform"
+        advice = "combine them into conversations with data.group_by=COLUMN and data.transform"
         return f"{head}; each row is one message; {advice}"
     if kind.parse in (parse_imitated, parse_rated) and (problem := doubt(rows)):
         return f"{head}; {problem}"
@@ -106,7 +106,7 @@ def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
     blanks = ["{" + ", ".join(f"{name}: COLUMN" for name in names) + "}" for names in ways]
     named = " or ".join(setting(f"{key}.columns", blank) for blank in blanks)
     return (
-        f"{head}; expected one of {' | '.join(kind.formats)}: name the columns, {named}, or make such rows, "
+        f"{head}; expected one of {' | '.join(kind.formats)}: name the columns, {named}, or make such rows with "
         f"{key}.transform=python:MODULE:FUNCTION"
     )
 
@@ -191,9 +191,7 @@ def beside(rows: Rows, given: Mapping[str, Any], used: set[str], section: str) -
     if not (labels := _labels(columns, _ratings(rows[:LOOKED]))):
         return ""
     named = as_setting({**given, "label": _with_twins(labels[0], columns)}, rows, section)
-    return (
-        f"`{labels[0]}` may say which completions are good; set {named}, or leave it out: {section}.transform"
-    )
+    return f"`{labels[0]}` may say which completions are good; set {named}, or remove this column with {section}.transform"
 
 
 def doubt(rows: Rows, used: Collection[str] = ()) -> str:
@@ -212,9 +210,7 @@ def doubt(rows: Rows, used: Collection[str] = ()) -> str:
             meanings = {is_good(one): one for one in reversed(filled(values))}
             said = {"good": meanings.get(False, 0), "bad": meanings.get(True, 1)}
             both = setting("data.columns", _flow({"label": name})), setting("data.label", _flow(said))
-            return (
-                f"`{name}` may mark the bad rows; set {' and '.join(both)}, or make one label: data.transform"
-            )
+            return f"`{name}` may mark the bad rows; set {' and '.join(both)}, or make one label with data.transform"
     written = sorted(asked.intersection(texts))
     several = [*dict.fromkeys([*written, *_called("completion", texts)])]
     if len(several) > 1 and (written or not (used or format_of(rows[0], kind_of("sft")))):

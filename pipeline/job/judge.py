@@ -68,7 +68,7 @@ Criteria, each with its possible choices:
 Answer with one line for each criterion: its name, a colon, and one of its choices.""",
 }
 # keys that change neither the question nor the score
-LIMITS = """concurrency requests_per_minute tokens_per_minute timeout_s api_key_variable
+LIMITS = """concurrency timeout_s api_key_variable
     dollars_per_million_input dollars_per_million_output most_calls most_dollars""".split()
 
 
@@ -114,10 +114,6 @@ class Definition:
     """Maximum number of tokens in an answer. `form: yes` needs only one."""
     concurrency: Annotated[int, Ge(1), Le(4096)] = 16
     """Maximum number of requests that one process has under way at the same time."""
-    requests_per_minute: Annotated[float, Gt(0), Le(10**9)] | None = None
-    """Maximum number of requests of one process in a minute. By default no limit."""
-    tokens_per_minute: Annotated[float, Gt(0), Le(10**12)] | None = None
-    """Maximum number of tokens of one process in a minute, including answers. By default no limit."""
     timeout_s: Seconds = 120.0
     """Seconds to wait for an answer before the request is repeated."""
     dollars_per_million_input: Weight = 0.0

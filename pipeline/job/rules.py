@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from pipeline import input_uri
@@ -321,7 +321,7 @@ def _mapping_problems(reward: Any, judge: Any) -> Problems:
             yield key, f"found {show(item)}, expected {{judge: FILE}}"
 
 
-def _names_input(item: dict[str, Any], kinds: Iterable[set[str]], weighted: bool) -> bool:
+def _names_input(item: dict[str, Any], kinds: Collection[set[str]], weighted: bool) -> bool:
     """Returns whether a mapping has one of these keys with a text, and perhaps a weight."""
     names = {key: value for key, value in item.items() if key != "weight"}
     has_weight = type(item.get("weight", 1)) in (int, float) if weighted else "weight" not in item

@@ -15,9 +15,9 @@ from pipeline.errors import OutOfMemory, in_brief, is_out_of_memory
 class Phases:
     """Adds up seconds and records peak memory by phase: `with phases("rollout"): ...`.
 
-    Memory is what torch allocated on a GPU, or the process's resident set on a CPU (Linux; 0 elsewhere). Each phase resets the
-    operating system's peak, so the peak of the full run is `memory/peak`, not getrusage's. An out-of-memory error leaves a
-    phase as OutOfMemory, with the phase's name.
+    On a GPU, memory is what torch allocated. On a CPU, it is the process's resident set (Linux only, elsewhere 0). Each phase
+    resets the operating system's peak, so the peak of the run is `memory/peak`, and not the peak of getrusage. An out-of-memory
+    error leaves a phase as OutOfMemory with the phase's name.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,12 +37,14 @@ class Phases:
                 raise
             raise OutOfMemory(name, in_brief(error)) from error
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # kernels run asynchronously, and must count in this phase
+            torch.cuda.synchronize(
+                self.device
+            )  # because kernels run asynchronously, and must count in this phase
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
         self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), peak_bytes(self.device))
 
     def metrics(self) -> dict[str, float]:
-        """Returns time/<phase> in seconds and memory/<phase> in GiB since the last call, and memory/peak of the whole run."""
+        """Returns time/<phase> in seconds and memory/<phase> in GiB since the last call, and memory/peak since the start."""
         metrics = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         metrics |= {f"memory/{name}": peak / 2**30 for name, peak in self.peak_bytes.items()}
         self.highest = max(self.highest, *self.peak_bytes.values(), 0)
@@ -52,7 +54,7 @@ class Phases:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Returns the peak memory since the last reset in bytes, or 0 if the system does not report it."""
+    """Returns the peak memory since the last reset, in bytes, or 0 if the system does not report it."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
@@ -64,10 +66,10 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begins a new peak of this process's memory."""
+    """Resets the peak of this process's memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif (clear := Path("/proc/self/clear_refs")).exists():
-        # Some containers forbid the reset. Then the peak since the start of the process is an upper bound.
+        # Some containers forbid the reset. The result is then the peak since the start of the process, an upper bound.
         with suppress(PermissionError):
             clear.write_text("5")  # "reset the peak resident set size" (proc(5))

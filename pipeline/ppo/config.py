@@ -1,7 +1,7 @@
-"""`PPOConfig`: the section `trainer` of a PPO job. Plain data, no torch import.
+"""Defines `PPOConfig`, the section `trainer` of a PPO job. It is plain data, and the module does not import torch.
 
-Types and ranges of fields are checked when a job is read (job/schema.py), combinations when a section is made: InputError with
-the key.
+job/schema.py checks types and ranges of fields when it reads a job. The class checks combinations of fields, and raises an
+InputError with the key.
 
 Names follow TRL's last `PPOConfig` (1.12), or else TRL 1.16's online trainers (GRPO, RLOO). An *episode* is one completion of
 one prompt. An *update* is one rollout and the optimizer steps on it.
@@ -34,7 +34,7 @@ from pipeline.job.ranges import (
 from pipeline.ppo import estimators
 from pipeline.ppo.estimators import Estimator
 
-# Completions that a plan decodes at once, and the maximum in an evaluation, if free memory decides the number.
+# If free memory decides how many completions are decoded at once: the number in a plan, and the maximum in an evaluation
 PLANNED_ROWS = 64
 CHUNK_COMPLETIONS = 256  # size of a chunk if the job sets none
 
@@ -52,25 +52,25 @@ class PPOConfig:
     num_train_epochs: Factor = 1.0
     """Passes over the prompts; fractions are allowed. Used only if `total_episodes` is None."""
     batch_size: Rows = 64
-    """Episodes per update over all workers together. A multiple of `num_generations`."""
+    """Episodes per update over all workers together: a multiple of `num_generations`."""
     num_ppo_epochs: Annotated[int, Ge(1), Le(10**6)] = 4
     """Passes over the episodes of each update. [K in the PPO paper]"""
     num_mini_batches: Rows = 1
-    """Minibatches, and so optimizer steps, per pass: 1 to `batch_size`. Prompts are shuffled before each pass, and keep all
-    their completions together. Minibatches consist of complete groups if the numbers divide evenly."""
+    """Minibatches, and so optimizer steps, per pass: 1 to `batch_size`. Prompts are shuffled before each pass, together with
+    their completions. Minibatches consist of complete groups if the numbers divide evenly."""
     num_generations: Rows = 1
-    """Completions per prompt. `rloo` and `grpo` compare them and need at least 2. [G in GRPO, k in RLOO]"""
+    """Completions per prompt. `rloo` and `grpo` compare them, and need at least 2. [G in GRPO, k in RLOO]"""
     per_device_train_batch_size: Rows = 16
     """Episodes per forward and backward pass on one worker. Affects memory and speed, not the result."""
     max_tokens_per_micro_batch: Count | None = None
     """Tokens per forward and backward pass on one worker, padding included. By default `per_device_train_batch_size`
     episodes; in passes without gradients, 16384 tokens on a GPU and 4096 on a CPU."""
     local_rollout_forward_batch_size: Rows | None = None
-    """Completions of a chunk. An update is cut into chunks, which are sampled and scored one by one, and which rollout
-    workers share (`rollout.num_workers`). A worker decodes this many completions at once. By default, a chunk has 256
-    completions, and a worker decodes as many at once as fit into half of its free memory when the run starts."""
+    """Completions of a chunk, which a worker decodes at once. An update is split into chunks. They are sampled and scored one by
+    one, and rollout workers share them (`rollout.num_workers`). By default, a chunk has 256 completions, and a worker decodes
+    as many at once as fit into half of its free memory when the run starts."""
 
-    # ---- rollout: pure sampling (no top-k, no top-p), so that log-probs belong to the distribution that is sampled
+    # ---- rollout: sampling without top-k and top-p, so that log-probs are those of the sampled distribution
     response_length: Rows = 53
     """Maximum length of a completion in tokens, the end-of-sequence token included."""
     min_new_tokens: Annotated[int, Ge(0), Le(2**20)] = 0
@@ -81,10 +81,11 @@ class PPOConfig:
 
     # ---- reward
     normalize_rewards: bool = False
-    """Normalize each reward's scores with the mean and standard deviation stored with the reward model's version."""
+    """Normalize the scores of reward adapters with the mean and standard deviation stored with their versions. Scores of
+    Python functions, judges and other models have no stored constants, and stay as they are."""
     reward_timeout_s: Patience = 600.0
-    """Seconds that the update waits for a reward that is an async function. Then the run ends; the same command with its
-    run.name continues it. -1: no limit."""
+    """Seconds that an update waits for a judge or for a reward that is an async function. After that, the run ends, and the
+    same command with its run.name continues it. -1: no limit."""
     reward_clip: Factor | None = None
     """Clip the weighted sum of the (normalized) scores to [-reward_clip, reward_clip]. By default no clipping."""
     missing_eos_penalty: Weight | None = None
@@ -100,9 +101,9 @@ class PPOConfig:
     kl_coef: Weight = 0.05
     """KL coefficient, reward per nat; the initial one if `kl_controller` is adaptive. [beta]"""
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
-    """Per-token KL estimator in reward or loss, see functional.kl_estimate. Metrics always report k1."""
+    """Estimator of the KL per token in the reward or the loss (functional.kl_estimate). Metrics always report k1."""
     kl_in: Literal["reward", "loss"] = "reward"
-    """Subtract the KL from each token's reward (PPO), or add it to the loss (GRPO; k2 or k3 only)."""
+    """Subtract the KL from each token's reward (PPO), or add it to the loss (GRPO), with k2 or k3 only."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
     """Keep `kl_coef` fixed, or adapt it to reach `kl_target`."""
     kl_target: Annotated[float, Ge(1e-6), Le(10**6)] = 6.0
@@ -110,32 +111,32 @@ class PPOConfig:
     kl_horizon: Annotated[float, Ge(1), Le(10**12)] = 10_000
     """Horizon of the adaptive controller: the coefficient changes by at most about 20 % in this many episodes."""
     sync_ref_model: bool = False
-    """Every `ref_model_sync_steps` updates, mix the policy into the reference."""
+    """Mix the policy into the reference every `ref_model_sync_steps` updates."""
     ref_model_mixup_alpha: Share = 0.6
-    """Weight of the policy in that mixture; a small one every update is the usual EMA. [alpha]"""
+    """Weight of the policy when it is mixed into the reference. A small weight in every update is the usual EMA. [alpha]"""
     ref_model_sync_steps: Count = 512
-    """Updates between two such mixtures."""
+    """Updates after which the policy is mixed into the reference."""
 
     # ---- advantages
     advantage_estimator: str = "gae"
     """gae, rloo, grpo, remax, reinforce_plus_plus, none, or your own as python:MODULE:FUNCTION (see ppo/estimators.py). gae uses
-    a critic. The others compare a completion's reward with a baseline: rloo with the mean reward of the prompt's other
-    completions, grpo with the mean of all of them (divided by their standard deviation), remax with the score of the greedy
-    completion. reinforce_plus_plus has no baseline; it whitens the reward to go over the batch. none: the job has no reward and
-    learns from its `teacher` alone."""
+    a critic. rloo, grpo and remax subtract a baseline from a completion's reward: rloo the mean reward of the prompt's other
+    completions, grpo the mean of all of them (and divides by their standard deviation), remax the score of the greedy
+    completion. reinforce_plus_plus has no baseline, and whitens the reward to go over the batch. none: the job has no reward,
+    and learns from its `teacher` alone."""
     critic: Literal["adapter", "head"] = "adapter"
-    """What predicts the values, for gae. adapter: a separate role, which starts as a copy of the first reward adapter and its
-    head, if there is one. head: a linear head on the policy's hidden states, which starts at 0 and needs no additional
-    forward and backward. The policy then learns from both losses."""
+    """What predicts the values for gae. adapter: a separate role, which starts as a copy of the first reward adapter and its
+    head, if there is one. head: a linear head on the policy's hidden states, which starts at 0 and needs no forward and
+    backward of its own. With `head`, the policy learns from both losses."""
     gamma: Share = 1.0
     """Discount per token, for gae, remax and reinforce_plus_plus. [gamma]"""
     lam: Share = 0.95
     """Weight of longer reward sums in gae: 1 relies on the rewards alone, 0 on the critic alone. [lambda]"""
     teacher_coef: Weight = 0.0
-    """Weight of the job's `teacher` in the advantages, which grow by this times log p_teacher - log p_policy of each token,
-    after whitening. 0: no teacher."""
+    """Weight of the job's `teacher`. After whitening, each token's advantage grows by this weight times
+    log p_teacher - log p_policy. 0: no teacher."""
     teacher_system: str | None = None
-    """A system message that only the teacher reads, in front of each prompt; the prompts have none of their own."""
+    """A system message that only the teacher gets, in front of each prompt. The prompts must have no system message."""
     whiten_advantages: bool | None = None
     """Whiten advantages over the batch and all workers. By default only for gae and reinforce_plus_plus."""
     scale_rewards: bool = True
@@ -148,53 +149,51 @@ class PPOConfig:
     """Upper clip range: [1 - cliprange, 1 + cliprange_high]; above `cliprange`, unlikely tokens can gain more (DAPO's
     clip-higher, 0.28). By default `cliprange`. [epsilon_high]"""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """Whose probability ratio is taken and clipped: each token's, or, for rloo and grpo, the completion's to the power
-    1 / length (GSPO). The latter is nearer to 1 by far: GSPO clips it to about 0.0003."""
+    """Which probability ratio is clipped. token: each token's ratio. sequence: the completion's ratio to the power 1 / length
+    (GSPO), for rloo and grpo. It is much closer to 1, so GSPO sets `cliprange` to about 0.0003."""
     loss_aggregation: Literal["token", "sequence", "constant"] | None = None
-    """How the policy's loss, KL and entropy included, is averaged over a minibatch. token: over tokens, so that long
+    """How the policy's loss, with its KL and entropy terms, is averaged over a minibatch. token: over tokens, so that long
     completions weigh more (DAPO). sequence: over each completion's tokens, and then over completions (GRPO). constant: the
     sum, divided by the number of completions times `response_length` (Dr. GRPO). By default sequence for grpo, as in its
-    paper, else token. The value loss is a mean over tokens."""
+    paper, else token. The value loss is always a mean over tokens."""
     dual_clip: Annotated[float, Gt(1), Le(10**6)] | None = None
-    """Dual-clip bound, usually 3: for negative advantages the objective is at least this times the advantage.
+    """Bound of dual clip, usually 3: for a negative advantage, the objective is at least this times the advantage.
     By default no bound. [c, Ye et al.]"""
     entropy_coef: Weight = 0.0
-    """Coefficient of the entropy bonus: the loss falls by this much per nat of a token's entropy. [c2 in the PPO
-    paper]"""
+    """Coefficient of the entropy bonus: one nat of a token's entropy lowers the loss by this. [c2 in the PPO paper]"""
     vf_coef: Weight = 0.1
-    """Coefficient of the value loss. With `critic: adapter` policy and critic share no parameters, and each has its
-    own gradient norm and Adam state, so this does not trade one loss against the other: it scales the critic's gradient, which
-    matters for `max_grad_norm` and `adam_epsilon` only, and the critic's step size is `critic_learning_rate`. With
-    `critic: head` it weighs the value loss in what the policy learns: with much, and rewards of a large scale, the values move
-    the policy, and the KL grows for nothing. [c1 in the PPO paper]"""
+    """Coefficient of the value loss. With `critic: adapter`, policy and critic share no parameters, and the coefficient only
+    scales the critic's gradient before `max_grad_norm` and `adam_epsilon` apply. Its step size is `critic_learning_rate`. With
+    `critic: head`, the coefficient weighs the value loss against the policy loss. If it and the rewards are large, the value
+    loss moves the policy, and the KL grows without use. [c1 in the PPO paper]"""
     cliprange_value: Factor | None = 0.2
-    """How far values may move from the values of the rollout, in units of the reward, or with `normalize_values` in standard
-    deviations of the returns. null: no clipping."""
+    """How far values may move from the values of the rollout. The unit is that of the reward, or with `normalize_values` a
+    standard deviation of the returns. null: no clipping."""
     normalize_values: bool = False
     """Normalize the critic's targets by the running mean and standard deviation of the returns."""
     critic_warmup_steps: Steps = 0
-    """Number of first updates that train the critic alone. The policy's schedule, its warm-up too, begins after them."""
+    """Number of first updates that train the critic alone. The policy's learning rate schedule begins after them."""
     target_kl: Factor | None = None
-    """End an update before the optimizer step of a minibatch whose approximate KL to the old policy (k2, mean nats per
+    """End an update before the optimizer step of a minibatch if its approximate KL to the old policy (k2, mean nats per
     token) exceeds 1.5 times this. By default never."""
 
     # ---- optimizer (AdamW), schedule: one scheduler step for each update
     optim: Literal[
         "adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"
     ] = "adamw_torch"
-    """The kind of AdamW, by transformers' names. fused: one kernel per step. 8bit: bitsandbytes keeps each moment in a byte,
-    for parameters of 4096 numbers or more. paged: moments move to the CPU's memory if the GPU's is full."""
+    """The kind of AdamW, with the names of transformers. fused: one kernel per step. 8bit: bitsandbytes stores each moment in
+    one byte if a parameter has 4096 numbers or more. paged: moments move to CPU memory if GPU memory is full."""
     learning_rate: Rate = 3e-6
     """Initial learning rate of policy and critic."""
     critic_learning_rate: Annotated[float, Ge(0), Le(100)] | None = None
-    """Initial learning rate of the critic, or, above 0, of the head with `critic: head`. By default `learning_rate`."""
+    """Initial learning rate of the critic: above 0 with `critic: head`. By default `learning_rate`."""
     adam_beta1: Fraction = 0.9
     """Decay rate of Adam's first moment. [beta1]"""
     adam_beta2: Fraction = 0.999
     """Decay rate of Adam's second moment. [beta2]"""
     adam_epsilon: Annotated[float, Ge(1e-30), Le(1)] = 1e-5
-    """Added to the root of the second moment. 1e-5 as in PPO's reference implementations; with torch's 1e-8 tiny late
-    gradients still take full steps. [epsilon]"""
+    """Added to the root of the second moment. 1e-5 is the value of PPO's reference implementations. With torch's 1e-8, even
+    tiny gradients late in training cause full steps. [epsilon]"""
     weight_decay: Annotated[float, Ge(0), Le(100)] = 0.0
     """AdamW's decoupled weight decay of adapters and heads."""
     lr_scheduler_type: Literal[
@@ -208,30 +207,31 @@ class PPOConfig:
     ] = "linear"
     """Schedules of transformers.get_scheduler without further settings."""
     warmup_steps: Steps = 0
-    """Linear warm-up of the learning rate, in updates: the n-th has n / (warmup_steps + 1) of it.
-    The critic's begins with the run, the policy's when the policy begins to learn (`critic_warmup_steps`)."""
+    """Updates of linear warm-up: the n-th has n / (warmup_steps + 1) of the learning rate. The critic's warm-up begins with the
+    run. The policy's warm-up begins when the policy begins to learn (`critic_warmup_steps`)."""
     max_grad_norm: Norm = 1.0
-    """Clip the L2 norm of the gradient, of policy and critic separately, to this; with `critic: head` the policy's is of both
-    losses. 0: no clipping."""
+    """Clip the L2 norms of the gradients of policy and critic, each separately, to this. With `critic: head`, the policy's
+    gradient comes from both losses. 0: no clipping."""
 
     # ---- precision, memory
     bf16: bool = False
-    """Matrix products in bfloat16 (autocast), on a CPU the base, too; adapters, heads, log-softmax, ratios, losses stay fp32."""
+    """Compute matrix products in bfloat16 (autocast). On a CPU, also load the base in bfloat16. Adapters, heads, log-softmax,
+    ratios and losses stay fp32."""
     gradient_checkpointing: bool | None = False
-    """Recompute activations in the backward pass: about a quarter slower, far less memory. null: only if the job's plan says
-    that they would not fit into a worker's free memory."""
+    """Recompute activations in the backward pass. It is about a quarter slower, and needs far less memory. null: only if, by the
+    job's plan, activations would not fit into a worker's free memory."""
 
     # ---- run
     seed: Seed = 42
-    """Seed of prompt order, minibatches and sampling, which is keyed by episode, not by batch or worker."""
+    """Seed of prompt order, minibatches and sampling. Sampling depends on the number of the episode, not on batch or worker."""
     logging_steps: Count = 1
     """Updates between two log entries."""
     save_steps: Steps = 0
     """Updates between two checkpoints. 0: only at the end."""
     eval_steps: Steps = 0
-    """Updates between two evaluations on the held-out prompts. 0: only before and after training."""
+    """Updates between two evaluations on the eval prompts. 0: only before and after training."""
     check_reference: bool = True
-    """Raise unless the KL to the reference is 0 before the first update: the policy must start as a copy of it."""
+    """End the run if the KL to the reference is not 0 before the first update, because the policy should start as its copy."""
 
     def __post_init__(self) -> None:
         require = partial(require_value, self)
@@ -249,7 +249,7 @@ class PPOConfig:
         require("advantage_estimator", not unknown, parameters)
 
         require("min_new_tokens", self.min_new_tokens < self.response_length, "less than response_length")
-        together = f"a multiple of num_generations ({self.num_generations}), so that a prompt's completions stay together"
+        together = f"a multiple of num_generations ({self.num_generations}), because a prompt's completions stay together"
         require("batch_size", self.batch_size % self.num_generations == 0, together)
         most = f"at most batch_size ({self.batch_size})"
         require("num_mini_batches", self.num_mini_batches <= self.batch_size, most)
@@ -257,9 +257,7 @@ class PPOConfig:
         require("num_generations", self.num_generations > 1 or not groups, several)
         token = f"'token' with advantage_estimator {name}: its advantages differ from token to token"
         require("importance_sampling_level", self.importance_sampling_level == "token" or groups, token)
-        pulls = (
-            "'k2' or 'k3' with kl_in: loss (the gradient of k1 is 0 on average: it would not hold the policy)"
-        )
+        pulls = "'k2' or 'k3' with kl_in: loss, because the gradient of k1 is 0 on average and would not keep the policy close"
         require("kl_estimator", self.kl_in == "reward" or self.kl_estimator in ("k2", "k3"), pulls)
 
         truncated = ("missing_eos_penalty", "bootstrap_truncated", "mask_truncated_completions")
@@ -272,14 +270,14 @@ class PPOConfig:
             require(key, allowed, "above 1e-7 with lr_scheduler_type: polynomial")
         for key in ("vf_coef", "critic_learning_rate"):
             allowed = getattr(self, key) != 0 or self.critic == "adapter" or not self.uses_critic
-            require(key, allowed, "above 0 with critic: head, which starts from 0")
+            require(key, allowed, "above 0 with critic: head, because the head starts at 0")
         for key in ("bootstrap_truncated", "normalize_values", "critic_warmup_steps"):
             allowed = self.uses_critic or not getattr(self, key)
             require(key, allowed, "off without a critic (advantage_estimator: gae)")
 
     @property
     def estimator(self) -> Estimator:
-        return estimators.of(self.advantage_estimator)
+        return estimators.estimator_named(self.advantage_estimator)
 
     @property
     def whitens_advantages(self) -> bool:
@@ -302,8 +300,10 @@ class PPOConfig:
 
     @property
     def learns_in_one_forward(self) -> bool:
-        """Returns True if the training forward's log-probs also serve as old log-probs: an update is one optimizer step with
-        all completions, and no advantage depends on old log-probs."""
+        """Returns True if the training forward's log-probs can also serve as old log-probs.
+
+        They can if an update is one optimizer step with all completions, and no advantage depends on old log-probs.
+        """
         return (
             self.num_ppo_epochs == self.num_mini_batches == 1
             and not self.uses_critic
@@ -312,25 +312,29 @@ class PPOConfig:
             and not self.mask_truncated_completions
         )
 
+    @property
+    def prompts_per_update(self) -> int:
+        return self.batch_size // self.num_generations
+
     def total_updates(self, n_prompts: int) -> int:
-        """Returns the number of updates of the run on `n_prompts` training prompts. The last update is also a full batch."""
+        """Returns the number of the run's updates on `n_prompts` training prompts. The last update is also a full batch."""
         episodes = self.total_episodes or self.num_train_epochs * n_prompts * self.num_generations
         return max(1, math.ceil(episodes / self.batch_size))
 
     def decoded(self, workers: int) -> int:
-        """Returns the number of completions that each of `workers` workers decodes at once, if its memory allows."""
-        own = math.ceil(self.batch_size // self.num_generations / workers) * self.num_generations
+        """Returns the number of completions that each of `workers` workers decodes at once if its memory allows."""
+        own = math.ceil(self.prompts_per_update / workers) * self.num_generations
         return min(self.local_rollout_forward_batch_size or CHUNK_COMPLETIONS, own)
 
     def planned_rows(self, workers: int) -> int:
-        """Returns `decoded` for a plan, for a worker with little memory: workers decode more only in free memory."""
+        """Returns the number for a plan, which assumes little memory, because workers decode more only in free memory."""
         rows = self.decoded(workers)
         return min(rows, PLANNED_ROWS) if self.local_rollout_forward_batch_size is None else rows
 
     def evaluates(self, update: int, total: int) -> bool:
-        """Returns True if the policy is evaluated after this update, counted from 1. The stage evaluates after the last one."""
+        """Returns True if the trainer evaluates after this update, counted from 1. After the last update, the stage evaluates."""
         return self.eval_steps > 0 and update % self.eval_steps == 0 and update < total
 
     def logs(self, update: int, total: int) -> bool:
-        """Returns True if this update, counted from 1, logs its metrics. An update with an evaluation always does."""
+        """Returns True if this update, counted from 1, logs its metrics. Every evaluated update does."""
         return update % self.logging_steps == 0 or update == total or self.evaluates(update, total)

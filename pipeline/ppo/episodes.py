@@ -1,14 +1,15 @@
-"""The episodes of one update, and how they are split over workers and minibatches.
+"""Defines the episodes of an update, and splits them over workers and minibatches.
 
-Each worker samples completions for its share of the prompts. Each minibatch is redistributed over the workers by token count,
-so that no worker waits for another. Minibatches depend only on seed and update, and cover the *global* batch. So the number of
-workers changes who computes, but not what is computed.
+Each worker samples completions for its share of the prompts. For learning, each minibatch is redistributed over the workers by
+token count, so that no worker waits for another. Minibatches depend only on seed and update, and cover the *global* batch. So
+the number of workers does not change what is computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ def world() -> tuple[int, int]:
 
 
 def all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Sums `x` over the workers (or reduces it by `op`), in place, and returns it."""
+    """Sums `x` over the workers, or reduces it by `op`. Works in place, and returns `x`."""
     if world()[1] > 1:
         catch_up()
         dist.all_reduce(x, op=op)
@@ -38,7 +39,7 @@ def all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Te
 
 
 def gather(mine: Any) -> list[Any]:
-    """Returns [each worker's value] on every worker. For small Python objects only."""
+    """Returns the list of all workers' values, on every worker. Values must be small Python objects."""
     parts = [mine] * world()[1]
     if len(parts) > 1:
         catch_up()
@@ -46,13 +47,39 @@ def gather(mine: Any) -> list[Any]:
     return parts
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """The training prompts of a run.
+
+    Args:
+        rows: each has `input_ids` (token ids) and `row` (JSON text of the data row: `prompt` and other columns).
+        draws: epoch number (from 0) -> indices of its prompts, the same number in each epoch. None means that each epoch has
+            every prompt once.
+    """
+
+    rows: Sequence[dict[str, Any]]
+    draws: Callable[[int], np.ndarray] | None = None
+
+    @cached_property
+    def per_epoch(self) -> int:
+        """Returns the number of prompts in an epoch."""
+        return len(self.draws(0)) if self.draws else len(self.rows)
+
+    @cached_property
+    def longest(self) -> int:
+        """Returns the number of tokens of the longest prompt."""
+        # Reads only the column of ids, if the rows have columns.
+        columns: Any = self.rows if hasattr(self.rows, "column_names") else None
+        return max(map(len, columns["input_ids"] if columns else (row["input_ids"] for row in self.rows)))
+
+
 def prompt_order(
     position: int, count: int, n_prompts: int, seed: int, draws: Callable[[int], np.ndarray] | None = None
 ) -> list[int]:
-    """Returns the indices of the `count` prompts after the run's first `position` prompts. Each epoch has its own permutation.
+    """Returns the indices of `count` prompts, after the run's first `position` prompts. Each epoch has its own permutation.
 
     Args:
-        n_prompts: prompts of an epoch.
+        n_prompts: number of prompts in an epoch.
         draws: epoch number (from 0) -> indices of its prompts. None means that each epoch has every prompt once.
     """
     order: list[int] = []
@@ -80,7 +107,7 @@ def minibatches(args: PPOConfig, update: int) -> list[np.ndarray]:
 def deal(lengths: Sequence[int], workers: int) -> list[list[int]]:
     """Returns the rows of each worker, as indices into `lengths` (tokens), with nearly equal numbers of tokens.
 
-    Assigns each row, the longest first, to the worker with the fewest tokens (Graham 1969). A row may be a pack.
+    Assigns each row to the worker with the fewest tokens, in the order from the longest row (Graham 1969). A row may be a pack.
     """
     shares: list[list[int]] = [[] for _ in range(workers)]
     tokens = [0] * workers
@@ -92,35 +119,36 @@ def deal(lengths: Sequence[int], workers: int) -> list[list[int]]:
 
 
 class Totals(NamedTuple):
-    """Counts over the full optimizer step and all workers. Losses are sums divided by these counts, so micro-batches add up."""
+    """Has counts over a full optimizer step and all workers. Losses are sums divided by these counts, so micro-batches add up."""
 
     actions: float
     completions: float  # completions with at least one counted action
 
     @classmethod
     def of(cls, learn: Tensor) -> Totals:
-        """Counts from a mask (B, R), which is on at actions that enter the loss."""
+        """Counts from a mask (B, R) of the actions that enter the loss."""
         return cls(float(learn.sum()), float(learn.any(-1).sum()))
 
 
 @dataclass
 class Episodes(Sequences):
-    """Episodes of an update: B rows, R actions. Action t of a row is its token `starts` + t."""
+    """Episodes of an update: B rows with up to R actions. Action t of a row is its token `starts` + t."""
 
     ended: Tensor  # (B,) bool; False if truncated at the length limit
     sampler_logprobs: Tensor  # (B, R) log-probs reported by the engine
-    # (B,) float64: weighted and clipped sum of the rewards' scores, minus the penalty for truncation
-    scores: Tensor
+    scores: (
+        Tensor  # (B,) float64, clipped weighted sum of the rewards' scores, minus the penalty for truncation
+    )
     greedy_scores: Tensor  # (B,) score of each prompt's greedy completion, if an estimator reads it
     old_logprobs: Tensor  # (B, R) log-probs of the policy before this update, computed by the trainer
     ref_logprobs: Tensor  # (B, R) log-probs of the reference
     teacher_logprobs: Tensor  # (B, R) log-probs of the teacher, if there is one
     values: Tensor  # (B, R) values of the critic before each action
-    bootstrap: Tensor  # (B,) value after the last action of a truncated completion; 0 after an end
+    bootstrap: Tensor  # (B,) value after the last action of a truncated completion; 0 after EOS
     rewards: Tensor  # (B, R) reward of each action: the KL penalty, plus the score on the last action
     advantages: Tensor  # (B, R)
     returns: Tensor  # (B, R)
-    learn: Tensor  # (B, R) bool: the actions of `mask` that enter the loss
+    learn: Tensor  # (B, R) bool, on at the actions that enter the loss
 
     def gathered(self, batch_size: int) -> Episodes:
         """Returns the `batch_size` episodes of all workers, the same on each; row i has index i."""
@@ -132,7 +160,7 @@ class Episodes(Sequences):
         for field in fields(self):
             mine = getattr(self, field.name)
             columns = [] if mine.dim() == 1 else [width if field.name == "input_ids" else actions]
-            # Each row is on one worker, and 0 on the others, so the sum is exact.
+            # The sum is exact, because each row is on one worker, and 0 on the others.
             dtype = torch.uint8 if mine.dtype == torch.bool else mine.dtype
             rows = torch.zeros(batch_size, *columns, dtype=dtype, device=mine.device)
             rows[(self.indices, *(slice(n) for n in mine.shape[1:]))] = mine.to(dtype)
@@ -147,11 +175,11 @@ def collate(
     pad: int,
     device: torch.device,
 ) -> Episodes:
-    """Returns episodes from prompts (token ids) and completions; all tensors that are computed later are 0.
+    """Returns episodes of prompts (token ids) and completions. Tensors that are computed later are 0.
 
     Args:
         indices: each row's index in the global batch of the update.
-        pad: token id that fills rows up.
+        pad: token id that fills up rows.
     """
     plain = collate_ids(prompts, [c.tokens for c in completions], device, indices, pad)
     mask = plain.mask

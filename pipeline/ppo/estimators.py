@@ -1,8 +1,8 @@
-"""Advantage estimators: one entry each, with its formula, its definition and its defaults.
+"""Defines the advantage estimators. Each has a formula, a definition and defaults.
 
-To add an estimator, write a formula and a definition here and one line in ESTIMATORS. A job can also name its own formula
-without a change here: `trainer.advantage_estimator: python:MODULE:FUNCTION`. Its definition, if any, is the function's
-attribute `definition`.
+To add an estimator, write a formula and a definition here, and one line in ESTIMATORS. A job can also use its own formula
+without a change here: `trainer.advantage_estimator: python:MODULE:FUNCTION`. The function may have a definition as its attribute
+`definition`.
 
 The parameters of a formula and a definition name their inputs:
 
@@ -11,13 +11,14 @@ The parameters of a formula and a definition name their inputs:
 * `mask` (B, R): bool, on at actions.
 * `values` (B, R) and `bootstrap` (B,): the critic's value before each action, and after the last action of a truncated
   completion (0 if it ended). An estimator that names one of them needs a critic.
-* `greedy_scores` (B,): score of the greedy completion of each row's prompt. It is sampled only for an estimator that names it.
-* any key of the job's `trainer` section. An estimator that names `num_generations` compares the completions of a prompt:
-  it needs at least 2 of them, and gets its rewards in float64.
+* `greedy_scores` (B,): score of the greedy completion to each row's prompt. Greedy completions are sampled only for an
+  estimator that names this parameter.
+* any key of the job's `trainer` section. An estimator that names `num_generations` compares the completions to a prompt. It
+  needs at least 2 of them, and gets its rewards in float64.
 
-A formula takes and returns tensors. A definition computes the same for one prompt's completions with plain loops, and shares no
-code with the formula. It takes lists of numbers per completion, without padding and mask. The self-check of the first rollout
-compares both.
+A formula takes and returns tensors. A definition computes the same numbers for one prompt's completions with plain loops, and
+shares no code with the formula. It takes lists of numbers per completion, without padding and mask. The self-check of the first
+rollout compares the results of both.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 Rows = list[list[float]]  # numbers of each action, for each completion of one prompt
 
-# parameters that are not keys of `trainer`
+# parameters of formulas that are not keys of `trainer`
 TENSORS = frozenset(("rewards", "mask", "values", "bootstrap", "greedy_scores"))
 
 
@@ -46,7 +47,7 @@ class Estimator:
 
     Args:
         formula: returns the advantages (B, R). Values off the mask are ignored.
-        definition: returns the advantages of one prompt's completions. None: the self-check skips the advantages.
+        definition: returns the advantages of one prompt's completions. If it is None, the self-check skips the advantages.
         whiten: default of `whiten_advantages`.
         loss_aggregation: default of `loss_aggregation`.
     """
@@ -81,7 +82,7 @@ def call(function: Callable[..., Any], args: Any, known: Mapping[str, Any]) -> A
 
     Args:
         args: a PPOConfig, for the parameters that are keys of the trainer section.
-        known: tensors or lists by name.
+        known: tensors or lists by the name of their parameter.
     """
     names = inspect.signature(function).parameters
     return function(**{name: known[name] if name in known else getattr(args, name) for name in names})
@@ -93,29 +94,32 @@ def call(function: Callable[..., Any], args: Any, known: Mapping[str, Any]) -> A
 def _gae(
     rewards: Tensor, mask: Tensor, values: Tensor, bootstrap: Tensor, gamma: float, lam: float
 ) -> Tensor:
-    """Generalized advantage estimation (Schulman et al. 2015, eq. 16)."""
+    """Computes generalized advantage estimation (Schulman et al. 2015, eq. 16)."""
     from pipeline.ppo import functional
 
     return functional.gae(rewards, values, mask, gamma, lam, bootstrap)
 
 
 def _reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Discounted sum of the rewards from each action on (Hu 2025, REINFORCE++, 2501.03262): GAE with lam = 1 and no critic."""
+    """Returns the discounted sum of the rewards from each action on (Hu 2025, REINFORCE++, 2501.03262).
+
+    It is GAE with lam = 1 and without a critic.
+    """
     from pipeline.ppo import functional
 
     return functional.gae(rewards, rewards.new_zeros(rewards.shape), mask, gamma, 1.0)
 
 
 def _remax(rewards: Tensor, mask: Tensor, greedy_scores: Tensor, gamma: float) -> Tensor:
-    """Reward to go minus the equally discounted score of the greedy completion (Li et al. 2023, 2310.10505, algorithm 1)."""
-    later = mask.flip(-1).cumsum(-1).flip(-1) - 1  # actions after this one
+    """Subtracts the equally discounted score of the greedy completion from the reward to go (Li et al. 2023, algorithm 1)."""
+    later = mask.flip(-1).cumsum(-1).flip(-1) - 1  # number of actions after each action
     return _reward_to_go(rewards, mask, gamma) - greedy_scores.unsqueeze(-1) * gamma**later
 
 
 def _above_group_mean(rewards: Tensor, mask: Tensor, num_generations: int) -> tuple[Tensor, Tensor]:
     """Returns each group's total rewards minus their mean, and the totals, both (prompts, num_generations).
 
-    Equal totals give exactly 0, which their mean in floating point may not.
+    For equal totals the result is exactly 0, although their mean in floating point may differ from them.
     """
     group = rewards.double().where(mask, 0.0).sum(-1).view(-1, num_generations)
     tied = group.amax(-1, keepdim=True) == group.amin(-1, keepdim=True)
@@ -123,17 +127,17 @@ def _above_group_mean(rewards: Tensor, mask: Tensor, num_generations: int) -> tu
 
 
 def _rloo(rewards: Tensor, mask: Tensor, num_generations: int) -> Tensor:
-    """A completion's reward minus the mean reward of the prompt's other completions (Ahmadian et al. 2024, 2402.14740)."""
+    """Subtracts the mean reward of the prompt's other completions from a completion's reward (Ahmadian et al. 2024)."""
     relative, _ = _above_group_mean(rewards, mask, num_generations)
-    # R - mean of others = n / (n - 1) * (R - mean)
+    # R - (mean of the others) = n / (n - 1) * (R - mean)
     relative = relative * num_generations / (num_generations - 1)
     return relative.reshape(-1, 1).expand_as(rewards)
 
 
 def _grpo(rewards: Tensor, mask: Tensor, num_generations: int, scale_rewards: bool) -> Tensor:
-    """A completion's reward minus its group's mean, divided by its standard deviation (Shao et al. 2024, section 4.1.2).
+    """Subtracts the group's mean from a completion's reward, and divides by the group's standard deviation.
 
-    Without the division: Dr. GRPO (Liu et al. 2025).
+    See Shao et al. 2024, section 4.1.2. Dr. GRPO (Liu et al. 2025) does not divide.
     """
     relative, group = _above_group_mean(rewards, mask, num_generations)
     if scale_rewards:
@@ -142,7 +146,7 @@ def _grpo(rewards: Tensor, mask: Tensor, num_generations: int, scale_rewards: bo
 
 
 def _none(rewards: Tensor) -> Tensor:
-    """Returns 0 for all actions: no reward counts, and a teacher says what is good."""
+    """Returns 0 for all actions, because only a teacher rates them."""
     return rewards.new_zeros(rewards.shape)
 
 
@@ -150,7 +154,7 @@ def _none(rewards: Tensor) -> Tensor:
 
 
 def _defined_gae(rewards: Rows, values: Rows, bootstrap: list[float], gamma: float, lam: float) -> Rows:
-    """delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lambda A_{t+1}."""
+    """Computes delta_t = r_t + gamma V_{t+1} - V_t, and A_t = delta_t + gamma lambda A_{t+1}."""
     rows = []
     for paid, valued, later in zip(rewards, values, bootstrap, strict=True):
         row, advantage = [], 0.0
@@ -203,8 +207,8 @@ ESTIMATORS = {
 
 
 @cache
-def of(name: str) -> Estimator:
-    """Returns the estimator with a name in ESTIMATORS, or from python:MODULE:FUNCTION.
+def estimator_named(name: str) -> Estimator:
+    """Returns the estimator with a name in ESTIMATORS, or with the formula python:MODULE:FUNCTION.
 
     Raises:
         InputError: if a Python function cannot be imported.

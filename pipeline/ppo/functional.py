@@ -2,12 +2,11 @@
 
 Conventions, the same everywhere:
 
-* Tensors are (batch, time); time runs over the *actions* of a completion. Action t is its token t, whose log-prob comes
-  from the logits one position earlier; its value is read at that same earlier position (the state *before* the action).
-  The caller shifts all of them, once.
-* A mask is 1 (or True) on action tokens, the end-of-sequence token included, and 0 on padding. Masked positions may hold
-  anything, NaN and inf included: they are replaced before any arithmetic (`torch.where`, not a product: 0 * NaN is NaN,
-  in the gradient too). Results are 0 there.
+* Tensors are (batch, time). Time runs over the *actions* of a completion, and action t is its token t. The log-prob and the
+  value of action t are read one position earlier, in the state *before* the action. The caller has shifted both.
+* A mask is 1 (or True) on action tokens, including the end-of-sequence token, and 0 on padding. Masked positions may
+  contain NaN and inf. `torch.where` replaces them before any arithmetic, because 0 * NaN is NaN, also in a gradient.
+  Results are 0 at masked positions.
 * Logarithms are natural, so KL and entropy are in nats.
 
 Sources: Schulman et al. 2017 (PPO, arXiv 1707.06347), 2015 (GAE, 1506.02438); "The N implementation details of RLHF
@@ -26,7 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# Log-ratios are clamped to this only before exp. exp(20), and its square in a gradient, are finite in fp32.
+# Bound of log-ratios before exp. exp(20), and its square in a gradient, are finite in fp32.
 LOG_RATIO_LIMIT = 20.0
 
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
@@ -40,33 +39,36 @@ def whiten(
     eps: float = 1e-8,
     all_reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Returns `x` scaled to unit variance (unbiased, over the mask) and mean 0, or its own mean with `shift_mean=False`.
+    """Returns `x` scaled to unit variance (unbiased, over the mask), with mean 0 or, with `shift_mean=False`, its own mean.
 
-    Mean and variance are summed in fp64 and in two passes. The fp64 mean of equal fp32 values is exact, so they deviate by
-    exactly 0. With fewer than two values, the variance is 1.
+    Mean and variance are computed in fp64 and in two passes. The fp64 mean of equal fp32 values is exact, so their deviations
+    are exactly 0. Fewer than two values count as having variance 1.
 
     Args:
         eps: added to the variance.
-        all_reduce: sums a small tensor over the workers, so that all advantages use the same mean. None means one worker.
+        all_reduce: sums a small tensor over the workers, so that all of them use the same mean. None means one worker.
     """
     mask = mask.bool()
     reduce = all_reduce or (lambda t: t)
     x64 = x.double().where(mask, 0.0)
     total, count = reduce(torch.stack([x64.sum(), mask.sum().double()]))
     mean = total / count.clamp(min=1)
-    centred = (x64 - mean).where(mask, 0.0)
-    squares = reduce((centred**2).sum())
+    centered = (x64 - mean).where(mask, 0.0)
+    squares = reduce((centered**2).sum())
     scale = torch.rsqrt(squares / (count - 1) + eps) if count > 1 else torch.ones_like(mean)
-    whitened = centred * scale if shift_mean else centred * scale + mean
+    whitened = centered * scale if shift_mean else centered * scale + mean
     return whitened.where(mask, 0.0).to(x.dtype)
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator = "k1") -> Tensor:
-    """Returns the per-token estimate of KL(policy || reference), in nats, from tokens that the policy sampled. Takes no mask.
+    """Returns the estimate of KL(policy || reference) per token, in nats, from tokens that the policy sampled.
 
-    With d = log p_policy - log p_reference: k1 = d (unbiased, can be negative), k2 = d^2 / 2 (biased, low variance, its
-    gradient is that of the KL), k3 = exp(-d) - 1 + d (unbiased, never negative; constant where d < -LOG_RATIO_LIMIT),
-    abs = |d|.
+    With d = log p_policy - log p_reference, the estimators are:
+
+    * k1 = d. It is unbiased, and can be negative.
+    * k2 = d^2 / 2. It is biased, has a low variance, and its gradient is the gradient of the KL.
+    * k3 = exp(-d) - 1 + d. It is unbiased and never negative. It is constant for d < -LOG_RATIO_LIMIT.
+    * abs = |d|.
     """
     difference = logprobs.float() - ref_logprobs.float()
     if estimator == "k1":
@@ -80,7 +82,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator =
 
 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
-    """Returns the reward of every action: -kl_coef * kl on each, plus the row's score (batch,) once, on the last one."""
+    """Returns the reward of every action: -kl_coef * kl, plus the row's score (batch,) on the last action."""
     mask = mask.bool()
     rewards = (-kl_coef * kl.float()).where(mask, 0.0).to(scores.dtype)
     remaining = mask.flip(-1).cumsum(-1).flip(-1)  # number of actions from here on
@@ -98,8 +100,8 @@ def gae(
 ) -> Tensor:
     """Returns the advantages by generalized advantage estimation, not whitened.
 
-    The value after a row's last action is 0 (the completion is over), or `bootstrap` (batch,) for truncated completions.
-    The recursion skips masked positions, so gaps inside a row and padding behind it change nothing.
+    The value after a row's last action is `bootstrap` (batch,) for truncated completions, and otherwise 0. The recursion skips
+    masked positions, so gaps inside a row and padding after it have no effect.
     """
     mask = mask.bool()
     rewards, values = rewards.float().where(mask, 0.0), values.float().where(mask, 0.0)
@@ -118,13 +120,14 @@ def gae(
 def loss_weights(
     mask: Tensor, aggregation: LossAggregation, actions: float, completions: float, length: int
 ) -> Tensor:
-    """Returns the (batch, 1) weight of each row's actions in a loss, which is the sum of weight * loss over all actions.
+    """Returns the weight (batch, 1) of each row's actions. A loss is the sum of weight * loss over all actions.
 
-    "token": 1 / actions, the mean over actions (DAPO). "sequence": 1 / (actions of the row * completions), the mean of the
-    completions' means (GRPO). "constant": 1 / (completions * length), regardless of their lengths (Dr. GRPO).
+    * "token": 1 / actions, for the mean over actions (DAPO).
+    * "sequence": 1 / (actions of the row * completions), for the mean of the completions' means (GRPO).
+    * "constant": 1 / (completions * length), for any length of the completions (Dr. GRPO).
 
     Args:
-        actions, completions: number of actions, and of rows with an action, in the optimizer step over all workers.
+        actions, completions: numbers of actions, and of rows with an action, in the optimizer step over all workers.
         length: maximum length of a completion.
     """
     counts = mask.bool().sum(-1, keepdim=True).clamp(min=1)
@@ -150,15 +153,15 @@ def policy_loss(
 
     Args:
         weights: (batch, 1) weights of the rows in the loss, from `loss_weights`.
-        actions: number in the optimizer step over all workers, so that the stats of micro-batches *add up* to a mean.
+        actions: number of actions in the optimizer step over all workers, so that stats of micro-batches *add up* to a mean.
         cliprange: the ratio is clipped to [1 - cliprange, 1 + cliprange_high].
-        cliprange_high: None means `cliprange` (DAPO's clip-higher sets it larger).
-        dual_clip: above 1; bounds the loss by -dual_clip * A if the advantage A < 0, which the ordinary clip leaves unbounded.
-        importance_sampling_level: "sequence" (GSPO) gives every action of a row the same ratio, exp of the mean of the
-            row's log-ratios: the completion's probability ratio of new and old policy, to the power 1 / length.
+        cliprange_high: None means `cliprange`. DAPO's clip-higher sets a larger value.
+        dual_clip: a number above 1. If the advantage A is negative, the loss is at most -dual_clip * A, and not unbounded.
+        importance_sampling_level: "sequence" (GSPO) gives every action of a row the same ratio: the completion's probability
+            ratio of new and old policy, to the power 1 / length. It is exp of the mean of the row's log-ratios.
 
-    `stats`, without gradient: ratio; approxkl, k2 of new against old log-probs of actions in nats; clipfrac, the fraction of
-    actions with a clipped ratio.
+    `stats` are means over actions, without gradient: ratio; approxkl, the k2 estimate between new and old policy in nats; and
+    clipfrac, the fraction of actions with a clipped ratio.
     """
     mask = mask.bool()
     advantages = advantages.float().where(mask, 0.0)
@@ -192,13 +195,13 @@ def off_policy_weights(
 ) -> Tensor:
     """Returns the probability ratio trainer / sampler (batch, time) of each action, at most `cap`, and 0 off the mask.
 
-    Corrects for a sampler with other weights, kernels or precision (decoupled PPO, Hilton et al. 2021; truncated importance
-    sampling, Ionides 2008). The weights multiply advantages, because the clipped surrogate times w >= 0 equals the surrogate of
-    w * A.
+    The ratios correct for a sampler with other weights, kernels or precision (decoupled PPO, Hilton et al. 2021; truncated
+    importance sampling, Ionides 2008). The caller multiplies advantages by them: for w >= 0, w times the clipped surrogate of A
+    equals the clipped surrogate of w * A.
 
     Args:
-        level: "token" means each action's own ratio, "sequence" the product over a completion for each of its actions.
-        cap: above 1.
+        level: "token" means each action's ratio, "sequence" the product of the ratios of all actions of its completion.
+        cap: a number above 1.
     """
     mask = mask.bool()
     log_ratio = logprobs.float().where(mask, 0.0) - sampler_logprobs.float().where(mask, 0.0)
@@ -219,15 +222,15 @@ def value_loss(
 
     Args:
         actions: as in `policy_loss`.
-        cliprange_value: limits the new value in the clipped error to the old one +- this. None means no clipping.
+        cliprange_value: how far the new value in the clipped error may be from the old value. None means no clipping.
 
-    `stats`, without gradient: clipfrac, the fraction of values whose clipped error is larger.
+    `stats` has, without gradient, clipfrac: the fraction of values whose clipped error is larger.
     """
     mask = mask.bool()
     values, old_values, returns = (x.float().where(mask, 0.0) for x in (values, old_values, returns))
     unclipped = clipped = (values - returns).square()
     if cliprange_value is not None:
-        # Not old + (new - old).clamp(), whose rounding would count unclipped values as clipped.
+        # The rounding of old + (new - old).clamp() would count unclipped values as clipped.
         bounded = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
         clipped = (bounded - returns).square()
     with torch.no_grad():
@@ -238,12 +241,12 @@ def value_loss(
 def adapted_kl_coef(coef: float, kl: float, completions: int, target: float, horizon: float) -> float:
     """Returns the KL coefficient for the next update, from a proportional controller (Ziegler et al. 2019, section 2.2).
 
-    If the error is clipped at 0.2, `horizon` completions change the coefficient by about 20 %.
+    The error is clipped at 0.2, so `horizon` completions change the coefficient by at most about 20 %.
 
     Args:
         kl: mean over the update's completions, in nats per *completion* (summed over its tokens), like `target`. A mean per
-            token would be tens of times too small and drive the coefficient to 0.
-        completions: completions of the update, over all workers.
+            token would be tens of times too small, and the coefficient would approach 0.
+        completions: number of the update's completions over all workers.
     """
     error = min(max(kl / target - 1.0, -0.2), 0.2)
     return coef * (1.0 + error * completions / horizon)

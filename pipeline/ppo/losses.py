@@ -1,4 +1,4 @@
-"""The computations of an update as pure functions of episodes: token rewards, advantages, off-policy ratios, losses.
+"""Computes token rewards, advantages, off-policy ratios and losses of an update as pure functions of its episodes.
 
 The trainer and the self-checks call the same functions. No function here runs a model.
 """
@@ -23,7 +23,7 @@ from pipeline.ppo.functional import (
     whiten,
 )
 
-# Mean statistics per action of the optimizer steps, in the order in which the objectives return them.
+# Statistics of an optimizer step, as means over actions, in the order in which the objectives return them
 POLICY_STATS = (
     "loss/policy_avg",
     "policy/approxkl_avg",
@@ -42,12 +42,12 @@ def fill_advantages(args: PPOConfig, config: RolloutConfig, episodes: Episodes, 
     scores = episodes.scores if estimator.compares_groups else episodes.scores.float()
     bootstrap = torch.zeros_like(episodes.bootstrap)
     if args.bootstrap_truncated:
-        # The value replaces the score, because with both the completion would be rewarded twice.
+        # The value replaces the score of a truncated completion, because both together would reward it twice.
         scores, bootstrap = scores.where(episodes.ended, 0.0), episodes.bootstrap
     kl = kl_estimate(episodes.old_logprobs, episodes.ref_logprobs, args.kl_estimator)
     rewards = token_rewards(scores, kl, mask, kl_coef if args.kl_in == "reward" else 0.0)
     if args.whiten_rewards:
-        # Keeps the mean, because a shift would reward or punish length.
+        # Keeps the mean, because a shift would reward or punish the length of completions.
         rewards = whiten(rewards, mask, shift_mean=False, all_reduce=all_reduce)
     episodes.rewards = rewards
     advantages = estimate_advantages(args, episodes, bootstrap)
@@ -63,7 +63,7 @@ def fill_advantages(args: PPOConfig, config: RolloutConfig, episodes: Episodes, 
 
 
 def estimate_advantages(args: PPOConfig, episodes: Episodes, bootstrap: Tensor) -> Tensor:
-    """Returns the advantages (B, R) by the estimator of `args` (estimators.py), not whitened, and 0 off the mask."""
+    """Returns the estimator's advantages (B, R), not whitened, and 0 off the mask."""
     mask, known = episodes.mask, {**vars(episodes), "bootstrap": bootstrap}
     advantages = estimators.call(args.estimator.formula, args, known)
     if getattr(advantages, "shape", None) != mask.shape:
@@ -85,14 +85,14 @@ def policy_objective(
     entropy: Tensor | None,
     kl_coef: float,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Returns the policy's loss and its POLICY_STATS: clipped surrogate, plus KL and entropy bonus if configured.
+    """Returns the policy's loss and its POLICY_STATS. The loss is the clipped surrogate, plus KL and entropy bonus if configured.
 
     `loss_aggregation` weighs the actions in all three terms. The statistics are means over actions.
 
     Args:
         totals: counts over the complete optimizer step and all workers.
         logprobs: (B, R) log-probs of the policy, in nats.
-        entropy: (B, R), with gradient if there is a bonus. None means to estimate it from the sampled tokens.
+        entropy: (B, R), with gradient. None means that there is no bonus, and the statistic is estimated from sampled tokens.
     """
     weights = loss_weights(part.learn, args.aggregation, *totals, args.response_length)
     loss, stats = policy_loss(
@@ -122,21 +122,25 @@ def policy_objective(
 def value_objective(
     args: PPOConfig, part: Episodes, totals: Totals, values: Tensor, moments: RunningMoments
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Returns the clipped value loss and its VALUE_STATS. `values` (B, R) are in units of returns normalized by `moments`."""
+    """Returns the clipped value loss and its VALUE_STATS.
+
+    Args:
+        values: (B, R) outputs of the critic, in units of returns normalized by `moments`.
+    """
     old, returns = (moments.normal(x) for x in (part.values, part.returns))
     loss, stats = value_loss(values, old, returns, part.learn, totals.actions, args.cliprange_value)
     return loss, (loss.detach(), stats["clipfrac"])
 
 
 class RunningMoments:
-    """Running mean and standard deviation of all returns so far (`normalize_values`), the same on all workers."""
+    """Tracks mean and standard deviation of all returns so far (`normalize_values`). They are the same on all workers."""
 
     def __init__(self) -> None:
         self.mean, self.std, self.count = 0.0, 1.0, 0.0
-        self.center: float | None = None  # value at which the critic's head gives 0. None means the mean
+        self.center: float | None = None  # value for which the critic's head outputs 0; None means the mean
 
     def raw(self, output: Tensor) -> Tensor:
-        """Returns the values that correspond to the output of a critic's head. `normal` is the inverse."""
+        """Converts the output of a critic's head to values. `normal` is the inverse."""
         return output * self.std + (self.mean if self.center is None else self.center)
 
     def normal(self, value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Computes the metrics of an update, under the names of TRL's PPOTrainer, as means over the episodes of all workers."""
+"""Computes the metrics of an update as means over the episodes of all workers. Their names are those of TRL's PPOTrainer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ def episode_metrics(
 ) -> dict[str, float]:
     """Returns metrics of rollout, scores and values.
 
-    `objective/kl` (to the reference), `objective/teacher_kl` and `objective/entropy` are in nats per *completion*, as sums over
-    its tokens. `policy/entropy_avg`, from the optimizer steps, is in nats per *token*. The KL is k1, even if `kl_estimator`
-    trains with another estimator. `val/sampler_drift` is the mean |sampler's log-prob - trainer's| per token, in nats.
+    `objective/kl` (to the reference), `objective/teacher_kl` and `objective/entropy` are sums over a completion's tokens, in
+    nats per *completion*. `policy/entropy_avg`, from the optimizer steps, is in nats per *token*. The KL is always k1, also if
+    `kl_estimator` is another one. `val/sampler_drift` is the mean absolute difference between the log-probs of sampler and
+    trainer, in nats per token.
 
     Args:
-        raw: each reward's own scores, by its name.
+        raw: each reward's raw scores, by its name.
     """
     mask, device = episodes.mask, episodes.mask.device
     kl = kl_estimate(episodes.old_logprobs, episodes.ref_logprobs, "k1").where(mask, 0.0).sum(-1)
@@ -59,12 +60,12 @@ def episode_metrics(
 
 @torch.no_grad()
 def off_policy_metrics(episodes: Episodes, config: RolloutConfig, mask: Tensor) -> dict[str, float]:
-    """Returns metrics of the distance between sampler and trainer policy, and of the off-policy correction.
+    """Returns metrics of the distance between the sampler's and the trainer's policy, and of the off-policy correction.
 
-    `rollout/ratio_mean`, `ratio_max` and `rollout/ess` describe the probability ratios r before any correction: per
-    action, or per completion if the correction works on completions. The effective sample size is a fraction of their number n,
-    (sum r)^2 / (n sum r^2) (Kong 1992). `rollout/is_clipped_fraction` is the fraction whose weight differs from the ratio.
-    `rollout/sampler_kl` is the mean of sampler's - trainer's log-prob, in nats per action.
+    `rollout/ratio_mean`, `rollout/ratio_max` and `rollout/ess` describe the probability ratios r of actions, or of completions
+    if the correction uses completions, before any correction. `rollout/ess`, the effective sample size of n ratios, is the
+    fraction (sum r)^2 / (n sum r^2) (Kong 1992). `rollout/is_clipped_fraction` is the fraction of truncated ratios.
+    `rollout/sampler_kl` is the mean of the sampler's log-prob minus the trainer's, in nats per action.
 
     Args:
         mask: (B, R), on at actions that count.
@@ -95,14 +96,14 @@ def seconds_at_peak(
 ) -> float:
     """Returns the seconds that an update would take at a GPU's `peak`, in FLOP/s.
 
-    A forward takes 2 FLOPs per token and parameter. A backward through frozen weights takes as many, since only activations
-    have gradients. Recomputation does not count. Divided by the measured seconds, this is the model FLOPs utilization (MFU,
-    Chowdhery et al. 2022, section 4.1).
+    A forward takes 2 FLOPs per token and parameter. A backward through frozen weights also takes 2, because only activations
+    have gradients. Recomputation does not count. The result divided by the measured seconds is the model FLOPs utilization
+    (MFU, Chowdhery et al. 2022, section 4.1).
 
     Args:
         tokens: number of tokens of this worker's prompts and completions.
         parameters: number of parameters of the base.
-        sampled_here: whether this worker samples and scores, instead of a rollout worker.
+        sampled_here: True if this worker samples and scores, False if a rollout worker does.
     """
     roles = 1 + args.has_critic_adapter
     passes = (2 + adapter_rewards) * sampled_here  # sampling, the reference, the rewards

@@ -1,7 +1,7 @@
-"""Manages the rollouts of one trainer, sampled here or by rollout workers, up to `staleness` updates ahead.
+"""Manages the rollouts of one trainer. This process or rollout workers sample them, up to `staleness` updates ahead.
 
 Version max(0, u - staleness) of the policy samples all episodes of update u, in any process and at any time. So the seed
-decides a run's result, for any number and speed of rollout workers, even if some die.
+decides the result of a run, for any number and speed of rollout workers, even if some die.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo.episodes import Episodes, collate, gather
+from pipeline.ppo.episodes import Episodes, collate, gather, world
 from pipeline.ppo.sampler import Chunk, Sampled, Sampler
 from pipeline.writing.rows import Completion
 
@@ -26,42 +26,42 @@ Tensors = Mapping[str, Tensor]  # an adapter, with the tensor names of peft's fi
 
 
 class Versions:
-    """Keeps the most recent versions of one role's parameters. Version u is the role after u updates.
+    """Keeps the most recent versions of the policy's parameters. Version u is the policy after u updates.
 
     Args:
         staleness: number of older versions that may still be requested.
     """
 
-    def __init__(self, shared: SharedBase, role: str, staleness: int) -> None:
-        self.shared, self.role, self.staleness = shared, role, staleness
+    def __init__(self, shared: SharedBase, staleness: int) -> None:
+        self.shared, self.staleness = shared, staleness
         self.held: dict[int, dict[str, Tensor]] = {}
         self.digests: dict[int, str] = {}
 
     def add(self, version: int) -> None:
-        """Keeps a copy of the role's current weights as `version`, and drops versions that can no longer be requested."""
+        """Keeps a copy of the policy's current weights as `version`, and drops versions that can no longer be requested."""
         self._keep(version, self._copy())
         for old in [held for held in self.held if held < version - self.staleness]:
             del self.held[old], self.digests[old]
 
     def _copy(self) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in self.shared.tensors_of(self.role).items()}
+        return {name: tensor.clone() for name, tensor in self.shared.tensors_of("policy").items()}
 
     def _keep(self, version: int, tensors: dict[str, Tensor]) -> None:
-        # Uses rank 0's digest, because an adapter on a different processor may differ in the last bit.
+        # Uses the digest of rank 0, because an adapter on a different processor may differ in the last bit.
         self.held[version], self.digests[version] = tensors, gather(digest(tensors))[0]
 
     @contextmanager
     def use(self, version: int) -> Iterator[None]:
-        """Switches the role to a version within the block, and restores it afterwards."""
+        """Switches the policy to a version within the block, and restores it afterwards."""
         now = self._copy()
-        self.shared.fill(self.role, self.held[version])
+        self.shared.fill("policy", self.held[version])
         try:
             yield
         finally:
-            self.shared.fill(self.role, now)
+            self.shared.fill("policy", now)
 
     def save(self, folder: str | Path, newest: int) -> None:
-        """Writes the older versions that may still be requested. The role itself is the version `newest`."""
+        """Writes the older versions that may still be requested. The policy itself is the version `newest`."""
         older = {v: held for v, held in self.held.items() if newest - self.staleness <= v < newest}
         if older:
             torch.save(older, Path(folder) / VERSIONS_FILE)
@@ -76,6 +76,7 @@ class Versions:
 
 
 def digest(tensors: Tensors) -> str:
+    """Returns a hash of the names and bits of tensors."""
     total = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         total.update(name.encode())
@@ -84,16 +85,16 @@ def digest(tensors: Tensors) -> str:
 
 
 class RolloutWorkers(Protocol):
-    """The methods of rollout workers, which sample and score chunks for the trainer."""
+    """The trainer's interface to rollout workers, which sample and score chunks."""
 
     def publish(self, version: int, tensors: Tensors) -> None:
-        """Publishes a version of the policy. Called only on rank 0, once per version."""
+        """Publishes a version of the policy. Only rank 0 calls this, once per version."""
 
     def request(self, chunks: Sequence[Chunk]) -> None:
         """Requests chunks, in the order in which they will be collected. Returns at once."""
 
     def collect(self, chunk: Chunk) -> Sampled | None:
-        """Waits for a requested chunk and returns it, sampled and scored, or None if no worker is left."""
+        """Waits for a requested chunk. Returns the sampled and scored chunk, or None if no worker is left."""
 
     def measured(self) -> dict[str, float]:
         """Returns the metrics since the last call."""
@@ -105,77 +106,77 @@ class Rollout:
 
     parts: list[tuple[Chunk, Sampled]]
     episodes: Episodes
-    # name of a reward -> its scores for the episodes
+    # name of a reward -> its raw scores of the episodes
     raw: dict[str, list[float]] = field(default_factory=dict)
 
 
 class Rollouts:
-    """Returns the chunks of each update in turn, while rollout workers sample the next ones.
+    """Returns the sampled chunks of each update. Rollout workers may sample them ahead of the trainer.
 
     Args:
         sampler: samples in this process the chunks that no rollout worker samples.
-        versions: older versions of the policy. None without staleness and workers, which need only the current policy.
+        staleness: how many updates rollout workers may sample ahead of the trainer.
         workers: rollout workers, if there are any.
         chunks_of: update number -> the chunks of this trainer's share.
         total: updates of the run.
-        publishes: True for the trainer whose policy the workers get.
     """
 
     def __init__(
         self,
         sampler: Sampler,
-        versions: Versions | None,
+        staleness: int,
         workers: RolloutWorkers | None,
         chunks_of: Callable[[int], list[Chunk]],
         total: int,
-        publishes: bool,
     ) -> None:
-        self.sampler, self.versions, self.workers = sampler, versions, workers
-        self.chunks_of, self.total, self.publishes = chunks_of, total, publishes
-        self.ahead = versions.staleness if versions else 0
+        self.sampler, self.workers, self.chunks_of = sampler, workers, chunks_of
+        self.staleness, self.total = staleness, total
+        self.versions = Versions(sampler.shared, staleness) if workers else None
         self.published: set[int] = set()
         self.synced: tuple[int, int] | None = None  # (update, version) of this process's decoder
         self.requested: dict[int, list[Chunk]] = {}
 
     def chunks_for(self, update: int) -> list[tuple[Chunk, Sampled]]:
         """Returns the sampled chunks of an update. Rollout workers also score them. Updates come in order."""
-        if self.versions:
+        if self.workers and self.versions:
             self.versions.add(update)
-        if self.workers:
-            self._request(self.workers, update)
+            self._request(self.workers, self.versions, update)
         chunks = self.requested.pop(update, None) or self.chunks_of(update)
         return [(chunk, self._sampled(chunk, update)) for chunk in chunks]
 
-    def _request(self, workers: RolloutWorkers, update: int) -> None:
-        """Requests this update's chunks, and later updates' chunks for which the policy version exists."""
-        assert self.versions
-        for version in sorted(self.versions.held.keys() - self.published):
-            if self.publishes:
-                workers.publish(version, self.versions.held[version])
+    def _request(self, workers: RolloutWorkers, versions: Versions, update: int) -> None:
+        """Requests the chunks of this update, and of later updates whose policy version exists already."""
+        for version in sorted(versions.held.keys() - self.published):
+            if world()[0] == 0:
+                workers.publish(version, versions.held[version])
             self.published.add(version)
-        for coming in range(update, min(update + self.ahead + 1, self.total)):
+        for coming in range(update, min(update + self.staleness + 1, self.total)):
             if coming not in self.requested:
                 self.requested[coming] = self.chunks_of(coming)
                 workers.request(self.requested[coming])
 
     def _sampled(self, chunk: Chunk, update: int) -> Sampled:
-        if self.workers and (sampled := self.workers.collect(chunk)):
-            return sampled
-        older = (
-            self.versions.use(chunk.version) if self.versions and chunk.version != update else nullcontext()
-        )
-        with older:
-            # vLLM keeps a copy of the adapter, so it gets each version once.
-            if self.synced != (update, chunk.version):
-                self.sampler.decoder.changed("policy")
-                self.synced = (update, chunk.version)
-            if self.workers and self.versions:
-                return self.sampler.sample_and_score(chunk, self.versions.digests[chunk.version])
+        """Returns a chunk from the rollout workers, or samples it here if there are none."""
+        if not self.workers or not self.versions:
+            self._sync((update, update))
             return self.sampler.sample(chunk)
+        if sampled := self.workers.collect(chunk):
+            return sampled
+        with self.versions.use(chunk.version) if chunk.version != update else nullcontext():
+            self._sync((update, chunk.version))
+            return self.sampler.sample_and_score(chunk, self.versions.digests[chunk.version])
+
+    def _sync(self, update_and_version: tuple[int, int]) -> None:
+        """Tells the decoder once for each version that the policy has changed, because vLLM keeps a copy of the adapter."""
+        if self.synced != update_and_version:
+            self.sampler.decoder.changed("policy")
+            self.synced = update_and_version
 
 
-def assembled(parts: Sequence[tuple[Chunk, Sampled]], first: int, pad: int, device: torch.device) -> Episodes:
-    """Returns the completions of a share as episodes, in the order of the share.
+def assemble_episodes(
+    parts: Sequence[tuple[Chunk, Sampled]], first: int, pad: int, device: torch.device
+) -> Episodes:
+    """Returns the completions of a trainer's share as episodes, in the order of the share.
 
     Args:
         first: number of the update's first episode in the run.

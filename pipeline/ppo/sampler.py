@@ -1,14 +1,14 @@
 """Samples the chunks of an update: completions, their scores, and the reference's log-probs.
 
-A chunk is the unit of sampling and scoring. The split of an update into chunks depends only on the job, not on a worker's
-memory, and sums over several completions stay within a chunk. So every sampler computes bit-identical chunks: the trainer's
-process and rollout workers run the same code, each with its own base and frozen roles.
+A chunk is the unit of sampling and scoring. The split of an update into chunks depends on the job, and not on a worker's memory.
+Sums over several completions stay within a chunk. The trainer's process and rollout workers run the same code, each with its
+own base and frozen roles. So all of them compute bit-identical chunks.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.episodes import Episodes, all_reduce, collate, world
+from pipeline.ppo.teacher import Teacher
 from pipeline.scoring import forward
 from pipeline.scoring.rewards import Reward, Samples, raw_scores
 from pipeline.writing.decoder import SlotDecoder
@@ -39,7 +40,7 @@ class Chunk:
     rows: list[int]  # indices of its completions in the rank's share
     prompt_ids: list[list[int]]  # token ids of each prompt
     data: list[str]  # JSON text of each prompt's data row
-    episodes: list[int]  # number of each completion in the run, grouped by prompt; its seed
+    episodes: list[int]  # number of each completion in the run, which decides its seed; grouped by prompt
 
     @property
     def key(self) -> Key:
@@ -79,50 +80,66 @@ def split_into_chunks(lengths: Sequence[int], rows: int, generations: int) -> li
     return [sorted(order[start : start + prompts]) for start in range(0, len(order), prompts)]
 
 
-class Sampler:
-    """Samples and scores chunks with roles of `shared`: `policy`, `reference` (None means the bare base) and the rewards'.
+@dataclass(frozen=True)
+class Roles:
+    """The models of a PPO run: roles on one frozen base, and rewards.
 
     Args:
+        shared: has the role `policy`. It has `critic`, with a head, if the estimator reads values. If it has no role
+            `reference`, the bare base is the reference.
+        rewards: the weighted sum of their scores is a completion's score.
+        critic_reward: the reward whose adapter and head the critic starts from. None means that its values start at 0.
+        teacher: rates every token of the completions, with `teacher_coef`.
+    """
+
+    shared: SharedBase
+    rewards: Sequence[Reward]
+    critic_reward: Reward | None = None
+    teacher: Teacher | None = None
+
+
+class Sampler:
+    """Samples and scores chunks with the roles and rewards of a run.
+
+    Args:
+        tokenizer: decodes completions for Python rewards. Its pad id fills batches up.
         decoder: generates the completions. None means the base itself.
     """
 
-    def __init__(
-        self,
-        shared: SharedBase,
-        tokenizer: Any,
-        args: PPOConfig,
-        rewards: Sequence[Reward],
-        reference: str | None,
-        decoder: Decoder | None = None,
-    ) -> None:
-        self.shared, self.tokenizer, self.args = shared, tokenizer, args
-        self.rewards, self.reference = rewards, reference
+    def __init__(self, roles: Roles, tokenizer: Any, args: PPOConfig, decoder: Decoder | None = None) -> None:
+        self.shared, self.rewards = roles.shared, roles.rewards
+        self.critic_reward, self.teacher = roles.critic_reward, roles.teacher
+        self.tokenizer, self.args, shared = tokenizer, args, roles.shared
+        self.reference = "reference" if "reference" in shared.roles else None  # None means the bare base
         self.sampling = Sampling.from_args(args, tokenizer, shared)
         self.pad = tokenizer.pad_token_id or 0
         self.decoder = decoder or SlotDecoder(shared, pad=self.pad)
-        self.rows = args.local_rollout_forward_batch_size  # decoded at once, or None for a full chunk
+        self.rows = (
+            args.local_rollout_forward_batch_size
+        )  # completions decoded at once, or None for a full chunk
 
     def fit_to_memory(self, chunk: int, longest: int) -> None:
-        """Sets from the free memory how many of a chunk's completions are decoded at once, unless the job sets it.
+        """Sets how many of a chunk's completions are decoded at once from the free memory, unless the job sets the number.
 
-        Every trainer calls it. They use the smallest of their numbers, because rounding depends on it.
+        Every trainer calls this. All use the smallest of their numbers, because rounding depends on it.
 
         Args:
-            longest: tokens of the longest prompt and its completion.
+            longest: tokens of the longest prompt.
         """
+        longest += self.args.response_length
         if self.rows is not None or not isinstance(self.decoder, SlotDecoder):
             return
         rows, room = decoding_rows(self.shared, chunk, longest)
         self.rows = int(all_reduce(torch.tensor(rows, device=self.shared.device), dist.ReduceOp.MIN))
         if self.rows < chunk and world()[0] == 0:
             print(
-                f"decoding {self.rows} of a chunk's {chunk} completions at once: more, of {longest} tokens, do not fit into "
-                f"half of the free memory ({room / GIB:.1f} GiB)",
+                f"decoding {self.rows} of a chunk's {chunk} completions at once, because more rows of {longest} tokens do not "
+                f"fit into half of the free memory ({room / GIB:.1f} GiB)",
                 flush=True,
             )
 
     def sample_and_score(self, chunk: Chunk, digest: str) -> Sampled:
-        """Returns a chunk sampled and scored, with the reference's log-probs unless the reference moves with the policy."""
+        """Samples and scores a chunk, and adds the reference's log-probs unless the reference follows the policy."""
         sampled = self.sample(chunk, digest)
         self.score(chunk, sampled)
         if not self.args.sync_ref_model:
@@ -132,7 +149,7 @@ class Sampler:
     def sample(self, chunk: Chunk, digest: str = "") -> Sampled:
         """Samples the chunk's completions, and greedy completions if the estimator reads them.
 
-        The decoder already has the policy (`decoder.changed`).
+        The caller has told the decoder about changes of the policy (`decoder.changed`).
         """
         if isinstance(self.decoder, SlotDecoder):
             self.decoder.max_rows = self.rows
@@ -150,7 +167,7 @@ class Sampler:
             one.raw = raw_scores(self.rewards, self.samples(chunk, one.completions))
 
     def samples(self, chunk: Chunk, completions: Sequence[Completion]) -> Samples:
-        """Returns completions to the chunk's prompts, the same number for each, as reward samples.
+        """Returns completions to the chunk's prompts as samples for rewards. Each prompt has the same number of completions.
 
         The greedy completion to a prompt has the seed of the prompt's first episode.
         """
@@ -161,18 +178,24 @@ class Sampler:
         seeds = [seed_of(self.args.seed, episode) for episode in episodes]
         return Samples.of(prompts, completions, rows, self.tokenizer, seeds, each)
 
-    @torch.no_grad()
     def reference_logprobs(self, chunk: Chunk, sampled: Sampled) -> None:
-        """Fills `ref_logprobs` with the code of the training forward."""
+        """Fills `ref_logprobs` of the chunk."""
         episodes = self.episodes(chunk, sampled)
-        for rows, part in forward.parts_of(
-            self.shared, episodes, tokens=self.args.max_tokens_per_micro_batch
-        ):
-            episodes.ref_logprobs[rows, : part.mask.shape[1]] = self.logprobs(self.reference, part)[0]
+        self.fill_logprobs(self.reference, episodes, episodes.ref_logprobs)
         sampled.ref_logprobs = episodes.ref_logprobs.cpu()
 
+    @torch.no_grad()
+    def fill_logprobs(self, role: str | None, episodes: Episodes, logprobs: Tensor) -> None:
+        """Fills `logprobs` (B, R) with a role's log-probs of the episodes, with the code of the training forward."""
+        for rows, part in self.parts_of(episodes):
+            logprobs[rows, : part.mask.shape[1]] = self.logprobs(role, part)[0]
+
+    def parts_of(self, episodes: Episodes) -> Iterator[tuple[list[int], Episodes]]:
+        """Yields the rows, and their episodes, of each micro-batch of a pass without gradients."""
+        return forward.parts_of(self.shared, episodes, tokens=self.args.max_tokens_per_micro_batch)
+
     def episodes(self, chunk: Chunk, sampled: Sampled) -> Episodes:
-        """Returns the chunk's completions, padded. Fills in nothing else."""
+        """Returns the chunk's padded completions. All values that are computed later are 0."""
         indices = range(len(chunk.episodes))
         return collate(chunk.prompts, sampled.completions, indices, self.pad, self.shared.device)
 
@@ -183,7 +206,7 @@ class Sampler:
 
         Args:
             role: None means the bare base.
-            states: the role's hidden states from `forward.states`. None means that they are computed here.
+            states: the role's hidden states from `forward.states`. None means that this method computes them.
         """
         states = forward.states(self.shared, role, part) if states is None else states
         sampling = (self.sampling.temperature, self.sampling.eos, self.sampling.min_new_tokens)

@@ -1,8 +1,8 @@
-"""A teacher is a frozen role of the base. It rates each token of the policy by its own log-probability.
+"""Distills a teacher into the policy. The teacher is a frozen role, and rates each token of the policy by its log-probability.
 
-The advantage of a token grows by teacher_coef * (log p_teacher - log p_policy). Without other rewards, the policy gradient is
-an estimate from the sampled tokens of the gradient of the reverse KL from policy to teacher (on-policy distillation; Agarwal et
-al. 2023, 2306.13649, eq. 4 with the reverse KL).
+The advantage of a token grows by teacher_coef * (log p_teacher - log p_policy). Without other rewards, the policy gradient
+estimates the gradient of the reverse KL from policy to teacher from the sampled tokens (on-policy distillation; Agarwal et al.
+2023, 2306.13649, eq. 4 with the reverse KL).
 """
 
 from __future__ import annotations
@@ -16,36 +16,24 @@ import torch
 from pipeline.errors import InputError
 from pipeline.models.template import DATE
 from pipeline.ppo.episodes import Episodes
-from pipeline.ppo.sampler import Sampler
-from pipeline.scoring import forward
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """The teacher's role, and the tokens that replace the start of each prompt for it.
+    """The teacher's role, and the tokens with which its prompts start instead.
 
     Args:
         role: a frozen role, or None for the bare base.
-        head: first tokens of every prompt of the policy.
-        own_head: replacement for the teacher: a system message and these tokens.
+        head: the first tokens of each of the policy's prompts.
+        own_head: the tokens that replace `head` in the teacher's prompts. They contain the system message.
     """
 
     role: str | None
     head: Sequence[int] = ()
     own_head: Sequence[int] = ()
 
-    @torch.no_grad()
-    def rate(self, sampler: Sampler, episodes: Episodes) -> None:
-        """Fills `teacher_logprobs` (B, R), in nats, at the sampling temperature."""
-        seen = self._as_seen(episodes)
-        for rows, part in forward.parts_of(
-            sampler.shared, seen, tokens=sampler.args.max_tokens_per_micro_batch
-        ):
-            width = part.mask.shape[1]
-            episodes.teacher_logprobs[rows, :width] = sampler.logprobs(self.role, part)[0]
-
-    def _as_seen(self, episodes: Episodes) -> Episodes:
-        """Returns the episodes with the teacher's own start of each prompt."""
+    def as_seen(self, episodes: Episodes) -> Episodes:
+        """Returns the episodes with the teacher's start of each prompt."""
         ids = episodes.input_ids
         own = torch.tensor(self.own_head, dtype=ids.dtype, device=ids.device).expand(len(ids), -1)
         longer = len(self.own_head) - len(self.head)
@@ -53,14 +41,17 @@ class Teacher:
         return replace(episodes, input_ids=ids, starts=episodes.starts + longer)
 
 
-def made(role: str | None, system: str | None, tokenizer: Any, prompts: Iterable[Sequence[int]]) -> Teacher:
+def make_teacher(
+    role: str | None, system: str | None, tokenizer: Any, prompts: Iterable[Sequence[int]]
+) -> Teacher:
     """Returns the teacher of a run.
 
     Args:
+        system: the teacher's system message, if any.
         prompts: token ids of each prompt.
 
     Raises:
-        InputError: if `system` is set and the template supports none, or a prompt is not a chat or has its own.
+        InputError: if there is a system message, but the template has no place for it, or a prompt has one already or is no chat.
     """
     if not system:
         return Teacher(role)
@@ -76,16 +67,18 @@ def made(role: str | None, system: str | None, tokenizer: Any, prompts: Iterable
     try:
         plain, other = rendered("?"), rendered("Why")
         told = rendered("?", {"role": "system", "content": system})
-    except Exception as error:  # raised by the template, or by transformers if there is none
-        raise InputError(f"the chat template takes no system message ({error}); remove it", key) from error
+    except Exception as error:  # raised by the template, or by transformers if there is no template
+        raise InputError(
+            f"the chat template supports no system message ({error}); remove the key", key
+        ) from error
     if plain == told:
-        raise InputError("the chat template leaves system messages out; remove it", key)
+        raise InputError("the chat template ignores system messages; remove the key", key)
     start = _shared(plain, told)
     end = min(_shared(plain[::-1], told[::-1]), len(plain) - start, len(told) - start)
     opening = plain[: _shared(plain, other)]  # the start of any chat without a system message
     for number, ids in enumerate(prompts, 1):
         if list(ids[: len(opening)]) != opening:
-            why = "is no chat, or has a system message of its own; remove the key, or that prompt"
+            why = "is no chat, or already has a system message; remove the key, or that prompt"
             raise InputError(f"prompt {number} of data.train {why}", key)
     return Teacher(role, plain[: len(plain) - end], told[: len(told) - end])
 

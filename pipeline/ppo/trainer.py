@@ -1,39 +1,35 @@
-"""Trains PPO on one shared base, in the order of the steps.
+"""Trains PPO on one shared base. The methods are in the order of the steps of an update.
 
 One update: prompts -> rollout -> scores -> old and reference log-probs, values -> token rewards -> advantages -> epochs x
 minibatches x micro-batches -> metrics. Policy, reference, critic and reward are adapters on one frozen base
-(models/adapters.py). Each runs its forward and backward separately, one after the other. A critic that is a head on the policy
-shares the policy's.
+(models/adapters.py). They run one after the other, each with its own forward and backward. A critic that is a head on the
+policy uses the policy's forward and backward.
 
-Workers (torch.distributed, if it is initialized) share the episodes of an update. There is no DDP: losses are sums divided by
-the number of actions in the full optimizer step over all workers. So gradients simply add up, in one all-reduce of the
-adapters' gradients per step. The split of a step into micro-batches and over workers does not matter.
+Workers (torch.distributed, if it is initialized) share the episodes of an update. They do not use DDP. Losses are sums divided
+by the number of actions in the full optimizer step over all workers. So one all-reduce per step adds up the adapters'
+gradients, and the split of a step into micro-batches and over workers does not change the result.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_scheduler
 
 from pipeline.checks import raise_if_failed
 from pipeline.job.rollout import RolloutConfig
-from pipeline.models.adapters import SharedBase
 from pipeline.models.gpus import peak_flops
 from pipeline.models.lora import cast_once
 from pipeline.ppo import losses
 from pipeline.ppo.clock import Phases
-from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.episodes import (
     Episodes,
+    Prompts,
     Totals,
     all_reduce,
     deal,
@@ -44,113 +40,70 @@ from pipeline.ppo.episodes import (
 from pipeline.ppo.functional import adapted_kl_coef
 from pipeline.ppo.losses import POLICY_STATS, VALUE_STATS, RunningMoments
 from pipeline.ppo.metrics import episode_metrics, off_policy_metrics, seconds_at_peak
-from pipeline.ppo.rollouts import Rollout, Rollouts, RolloutWorkers, Versions, assembled
+from pipeline.ppo.optimizer import optimizer_and_schedule
+from pipeline.ppo.rollouts import Rollout, Rollouts, RolloutWorkers, assemble_episodes
 from pipeline.ppo.sampler import Chunk, Sampler, split_into_chunks
 from pipeline.ppo.selfcheck import rollout as checks
-from pipeline.ppo.teacher import Teacher
 from pipeline.scoring import forward
-from pipeline.scoring.rewards import AdapterReward, Reward, combined
+from pipeline.scoring.rewards import AdapterReward, Reward, weighted_sum
 from pipeline.system.rng import kept_rng_state, rng_state, set_rng_state
-from pipeline.writing.rows import Decoder
 
-STATE_FILE = "ppo_state.json"  # file in a checkpoint
-# attributes of the trainer in that file
+STATE_FILE = "ppo_state.json"  # file in a checkpoint with the attributes STATE of the trainer
 STATE = ("update", "kl_coef", "skipped_steps", "tokens", "history")
 
-Rows = Sequence[dict[str, Any]]
 OnUpdate = Callable[[dict[str, float], int, int], bool | None]
+Evaluate = Callable[[], dict[str, float]]
 
 
 class PPOTrainer:
-    """Trains the `policy` role (and `critic`) of `shared` on `prompts` against `rewards`.
+    """Trains the `policy` role (and `critic`) of the sampler's base on prompts.
 
     Args:
-        shared: has the roles `policy`; `critic` with a head, for `gae`; and `reference`, without which the bare base is
-            the reference.
-        tokenizer: decodes completions for Python rewards; its pad id fills batches up.
-        prompts: rows with `input_ids` (token ids) and `row` (JSON text of the data row: `prompt` and other columns).
-        rewards: the weighted sum of their scores is an episode's score.
-        evaluate: returns metrics of the policy on eval prompts; called on every rank every `eval_steps` updates.
-        decoder: generates the completions. None means the base itself.
-        on_update: called after each update with its metrics, its number (from 1) and the total number of updates. If it
-            returns True, training ends.
-        draws: epoch number -> indices of its prompts, the same number in each epoch. None means every prompt once.
+        sampler: has the roles, the rewards and the settings. It samples and scores unless rollout workers do.
         rollout: how far sampling may run ahead, and the off-policy correction. None means the defaults.
         rollout_workers: sample and score chunks for this trainer. None means that the trainer does.
-        critic_reward: the reward that the critic was copied from. None means that the critic starts from 0.
-        teacher: rates every token of the completions, with `teacher_coef`.
     """
 
     def __init__(
         self,
-        shared: SharedBase,
-        tokenizer: Any,
-        args: PPOConfig,
-        prompts: Rows,
-        rewards: list[Reward],
-        evaluate: Callable[[], dict[str, float]] | None = None,
-        decoder: Decoder | None = None,
-        on_update: OnUpdate | None = None,
-        draws: Callable[[int], Any] | None = None,
+        sampler: Sampler,
+        prompts: Prompts,
         rollout: RolloutConfig | None = None,
         rollout_workers: RolloutWorkers | None = None,
-        critic_reward: Reward | None = None,
-        teacher: Teacher | None = None,
     ) -> None:
-        self.shared, self.tokenizer, self.args = shared, tokenizer, args
-        self.prompts, self.rewards, self.evaluate, self.teacher = prompts, rewards, evaluate, teacher
+        self.sampler, self.prompts, self.args = sampler, prompts, sampler.args
+        self.shared, self.device = sampler.shared, sampler.shared.device
         self.rollout_config = rollout or RolloutConfig()
-        self.on_update, self.device = on_update, shared.device
         self.rank, self.workers = world()
-        self.prompts_per_update = args.batch_size // args.num_generations
-        if self.prompts_per_update < self.workers:
+        args = self.args
+        if args.prompts_per_update < self.workers:
             raise ValueError(
-                f"batch_size: {args.batch_size} is {self.prompts_per_update} prompts an update for {self.workers} workers; "
+                f"batch_size: {args.batch_size} is {args.prompts_per_update} prompts an update for {self.workers} workers; "
                 "expected at least one prompt for each"
             )
-        self.draws, self.prompts_per_epoch = draws, len(draws(0)) if draws else len(prompts)
-        self.roles = ["policy", "critic"] if args.uses_critic else ["policy"]
-        self.stored_roles = [*self.roles, "reference"] if args.sync_ref_model else self.roles  # they change
-        reference = "reference" if "reference" in shared.roles else None
-        self.sampler = Sampler(shared, tokenizer, args, rewards, reference, decoder)
-        # Reads only the column of ids, if the rows have columns.
-        columns: Any = prompts if hasattr(prompts, "column_names") else None
-        ids = columns["input_ids"] if columns else (row["input_ids"] for row in prompts)
-        self.longest = max(map(len, ids)) + args.response_length  # tokens of a prompt and its completion
+        self.roles = ["policy", "critic"] if args.uses_critic else ["policy"]  # roles that learn
         if not rollout_workers:
-            self.sampler.fit_to_memory(args.decoded(self.workers), self.longest)
-        self._prepare_roles(reference)
-        self.total = args.total_updates(self.prompts_per_epoch)
-        critic_rate = args.learning_rate if args.critic_learning_rate is None else args.critic_learning_rate
-        rates = {"policy": args.learning_rate, "critic": critic_rate}
-        # The policy's schedule starts with its first update, the critic's with the run.
-        begins = {"policy": args.critic_warmup_steps, "critic": 0}
-        self.optimizer = adamw(args, [(shared.parameters_of(role), rates[role]) for role in self.roles])
-        factors = [learning_rate_factors(args, rates[role], begins[role], self.total) for role in self.roles]
-        self.scheduler = LambdaLR(self.optimizer, factors)
-        self.update = 0  # number of completed updates, which with the seed is also the position in the data
+            sampler.fit_to_memory(args.decoded(self.workers), prompts.longest)
+        self._prepare_roles()
+        self.total = args.total_updates(prompts.per_epoch)
+        self.optimizer, self.scheduler = optimizer_and_schedule(args, self.shared, self.roles, self.total)
+        self.update = 0  # number of completed updates; with the seed, it gives the position in the data
         self.kl_coef = args.kl_coef
         self.moments = RunningMoments()
-        if critic_reward is not None:
-            # The copied head predicts the raw score. Rescale it to the score of an episode.
-            normal = args.normalize_rewards
-            mean, std = (critic_reward.mean, critic_reward.std) if normal else (0.0, 1.0)
-            slope = critic_reward.weight / std
-            shared.heads["critic"].weight.data *= slope
-            self.moments.center = -slope * mean  # a head has no bias
-        self.folders: Mapping[str, str] = {}  # role -> the adapter folder that it must equal before it learns
+        if sampler.critic_reward is not None:
+            self._scale_copied_critic(sampler.critic_reward)
+        # role -> folder with the adapter that the role must equal before training
+        self.folders: Mapping[str, str] = {}
         self.skipped_steps = 0
-        self.history: list[dict[str, float]] = []
+        self.history: list[dict[str, float]] = []  # metrics of the logged updates
         self.tokens = 0  # tokens that all workers have sampled for training
         self.phases = Phases(self.device)
-        staleness = self.rollout_config.staleness
-        self.versions = Versions(shared, "policy", staleness) if staleness or rollout_workers else None
         self.rollouts = Rollouts(
-            self.sampler, self.versions, rollout_workers, self._chunks, self.total, self.rank == 0
+            sampler, self.rollout_config.staleness, rollout_workers, self._chunks, self.total
         )
 
-    def _prepare_roles(self, reference: str | None) -> None:
-        """Sets precision, checkpointing and trainable roles. All workers get the same adapters, and pack rows in the same way."""
+    def _prepare_roles(self) -> None:
+        """Sets precision, checkpointing and trainable roles. Makes adapters and packing of rows the same on all workers."""
         shared = self.shared
         if self.args.bf16:
             shared.autocast = torch.bfloat16
@@ -161,30 +114,51 @@ class PPOTrainer:
         if self.workers > 1:
             can_pack = torch.tensor(float(shared.can_pack), device=self.device)
             shared.can_pack = bool(all_reduce(can_pack, dist.ReduceOp.MIN))
-            # New adapters are random, so all ranks get rank 0's, also for a reference that is a copy of such a policy.
-            for role in filter(None, [*self.roles, reference]):
+            # New adapters are random, so all ranks get the adapters of rank 0. The reference may be a copy of such a policy.
+            for role in filter(None, [*self.roles, self.sampler.reference]):
                 for parameter in shared.parameters_of(role):
                     dist.broadcast(parameter.data, src=0)
 
+    def _scale_copied_critic(self, reward: Reward) -> None:
+        """Scales the head of a critic that is a copy of a reward, so that it predicts an episode's score."""
+        normal = self.args.normalize_rewards
+        mean, std = (reward.mean, reward.std) if normal else (0.0, 1.0)
+        slope = reward.weight / std
+        self.shared.heads["critic"].weight.data *= slope
+        self.moments.center = -slope * mean  # because a head has no bias
+
+    @property
+    def stored_roles(self) -> list[str]:
+        """Returns the roles that change, which checkpoints contain."""
+        return [*self.roles, "reference"] if self.args.sync_ref_model else self.roles
+
     # ------------------------------------------------------------------------------------------ the loop
 
-    def train(self) -> list[dict[str, float]]:
-        """Runs to the last update, from the first or from a restored one. Returns the logged metrics."""
+    def train(
+        self, on_update: OnUpdate | None = None, evaluate: Evaluate | None = None
+    ) -> list[dict[str, float]]:
+        """Runs the remaining updates. Returns the logged metrics.
+
+        Args:
+            on_update: called after each update with its metrics, its number (from 1) and the total number of updates. If it
+                returns True, training ends.
+            evaluate: returns metrics of the policy on eval prompts. Every rank calls it every `eval_steps` updates.
+        """
         while self.update < self.total:
-            metrics = self.run_update()
+            metrics = self.run_update(evaluate)
             if self.args.logs(self.update, self.total):
                 self.history.append(metrics)
-            if self.on_update is not None and self.on_update(metrics, self.update, self.total):
+            if on_update is not None and on_update(metrics, self.update, self.total):
                 break
         return self.history
 
-    def run_update(self) -> dict[str, float]:
+    def run_update(self, evaluate: Evaluate | None = None) -> dict[str, float]:
         """Runs one update, from prompts to metrics. Returns the metrics."""
         args = self.args
         rollout, kl_coef = self.make_experience(), self.kl_coef
         episodes = rollout.episodes
         if self.update == 0:
-            raise_if_failed(checks.check(self, episodes))
+            raise_if_failed(checks.check_first_rollout(self, episodes))
             sums = checks.sums_of(self)
         with self.phases("update"):
             learning_metrics = self.learn(episodes)
@@ -194,30 +168,30 @@ class PPOTrainer:
         metrics |= {"objective/kl_coef": kl_coef, "lr": self.scheduler.get_last_lr()[0]}
         config = self.rollout_config
         if config.corrects or config.staleness:
-            # The training forward gives old log-probs only for completions in the loss.
+            # If old log-probs come from the training forward, only completions in the loss have them.
             mask = episodes.learn if self.old_from_training else episodes.mask
             metrics |= off_policy_metrics(episodes, config, mask)
 
         self.scheduler.step()
-        # While only the critic learns, the KL is 0, and the controller would lower the coefficient.
+        # While only the critic learns, the KL is 0. The controller would then lower the coefficient.
         if args.kl_controller == "adaptive" and "policy" in self.learning:
             kl = metrics["objective/kl"]
             self.kl_coef = adapted_kl_coef(kl_coef, kl, args.batch_size, args.kl_target, args.kl_horizon)
         if args.normalize_values:
             before = self.moments.std
             self.moments.update(episodes.returns, episodes.learn)
-            if self.moments.center is not None:  # keep a copied critic's values (PopArt, 1602.07714)
+            if self.moments.center is not None:  # keeps the values of a copied critic (PopArt, 1602.07714)
                 self.shared.heads["critic"].weight.data *= before / self.moments.std
         self.update += 1
         if args.sync_ref_model and self.update % args.ref_model_sync_steps == 0:
             self.shared.average("reference", "policy", 1.0 - args.ref_model_mixup_alpha)
-        if self.evaluate is not None and args.evaluates(self.update, self.total):
+        if evaluate is not None and args.evaluates(self.update, self.total):
             with self.phases("evaluate"), kept_rng_state():
-                metrics |= self.evaluate()
+                metrics |= evaluate()
         return metrics | {"episode": float(self.update * args.batch_size)} | self._costs(episodes, metrics)
 
     def _costs(self, episodes: Episodes, metrics: dict[str, float]) -> dict[str, float]:
-        """Returns seconds and memory of the update's phases, and the speed."""
+        """Returns the update's speed, and seconds and memory of its phases."""
         costs = self.phases.metrics()
         if self.rollouts.workers:
             costs |= self.rollouts.workers.measured()
@@ -229,7 +203,7 @@ class PPOTrainer:
         self.tokens += round(tokens)
         costs |= {"train_samples_per_second": count / seconds, "train_tokens_per_second": tokens / seconds}
         if peak := peak_flops(self.device):
-            adapters = sum(isinstance(reward, AdapterReward) for reward in self.rewards)
+            adapters = sum(isinstance(reward, AdapterReward) for reward in self.sampler.rewards)
             parameters = self.shared.base.num_parameters()  # for NF4, the number before packing
             here = not self.rollouts.workers
             ideal = seconds_at_peak(self.args, sum(episodes.lengths()), parameters, adapters, here, peak)
@@ -239,7 +213,7 @@ class PPOTrainer:
     # --------------------------------------------------------------------------------- rollout and scores
 
     def make_experience(self) -> Rollout:
-        """Returns the next update's rollout, with everything about its episodes that is computed before the policy learns."""
+        """Returns the next update's rollout with all its scores, log-probs, values and advantages."""
         with self.phases("rollout"):
             rollout = self.rollout()
         with self.phases("score"):
@@ -247,27 +221,26 @@ class PPOTrainer:
         with self.phases("values"):
             self.reference_logprobs(rollout)
             self.logprobs_and_values(rollout.episodes)
-            if self.teacher:
-                self.teacher.rate(self.sampler, rollout.episodes)
-        if self.versions and self.rollouts.workers:
-            raise_if_failed([checks.sampled_by_its_version(self, self.versions, self.update, rollout.parts)])
+            if teacher := self.sampler.teacher:
+                seen, logprobs = teacher.as_seen(rollout.episodes), rollout.episodes.teacher_logprobs
+                self.sampler.fill_logprobs(teacher.role, seen, logprobs)
         losses.fill_advantages(self.args, self.rollout_config, rollout.episodes, self.kl_coef)
         return rollout
 
     def rollout(self) -> Rollout:
-        """Returns `num_generations` completions for each prompt of this worker's share of the next update."""
+        """Samples `num_generations` completions to each prompt of this worker's share of the next update."""
         parts, first = self.rollouts.chunks_for(self.update), self.update * self.args.batch_size
-        if self.versions and self.rollouts.workers:
-            raise_if_failed([checks.chunks_match_requests(self.versions, parts)])
-        return Rollout(parts, assembled(parts, first, self.sampler.pad, self.device))
+        if self.rollouts.workers:
+            raise_if_failed(checks.check_rollout_workers(self, parts))
+        return Rollout(parts, assemble_episodes(parts, first, self.sampler.pad, self.device))
 
     def _chunks(self, update: int) -> list[Chunk]:
-        """Returns this worker's share of an update in chunks, which are sampled and scored one by one."""
-        args, count = self.args, self.prompts_per_update
+        """Returns this worker's share of an update as chunks, which are sampled and scored one by one."""
+        args, count = self.args, self.args.prompts_per_update
         n, size = args.num_generations, args.decoded(self.workers)
         share = range(self.rank, count, self.workers)  # positions of this worker's prompts in the update
-        order = prompt_order(update * count, count, self.prompts_per_epoch, args.seed, self.draws)
-        rows = [self.prompts[order[place]] for place in share]
+        order = prompt_order(update * count, count, self.prompts.per_epoch, args.seed, self.prompts.draws)
+        rows = [self.prompts.rows[order[place]] for place in share]
         prompt_ids = [[int(i) for i in row["input_ids"]] for row in rows]
         first = update * args.batch_size
         return [
@@ -285,9 +258,9 @@ class PPOTrainer:
         ]
 
     def score(self, rollout: Rollout) -> None:
-        """Fills the raw scores, `scores`, `greedy_scores`, and `learn` if truncated completions are excluded."""
+        """Fills the raw scores, `scores` and `greedy_scores`. Fills `learn` if truncated completions are excluded."""
         episodes = rollout.episodes
-        rollout.raw = raw = {reward.name: [0.0] * len(episodes) for reward in self.rewards}
+        rollout.raw = raw = {reward.name: [0.0] * len(episodes) for reward in self.sampler.rewards}
         for chunk, sampled in rollout.parts:
             if sampled.raw is None:
                 self.sampler.score(chunk, sampled)
@@ -298,19 +271,20 @@ class PPOTrainer:
                 paid = self._paid(greedy.raw, [completion.ended for completion in greedy.completions])
                 of_prompts = torch.tensor(paid, device=self.device)
                 episodes.greedy_scores[chunk.rows] = of_prompts.repeat_interleave(chunk.generations)
-        paid = self._paid(raw, episodes.ended.tolist()) if self.rewards else [0.0] * len(episodes)
+        paid = self._paid(raw, episodes.ended.tolist()) if self.sampler.rewards else [0.0] * len(episodes)
         episodes.scores = torch.tensor(paid, device=self.device, dtype=torch.float64)
         if self.args.mask_truncated_completions:
             episodes.learn = episodes.mask & episodes.ended.unsqueeze(-1)
 
     def _paid(self, raw: dict[str, list[float]], ended: list[bool]) -> list[float]:
-        """Returns weighted sums, clipped, then minus the penalty for truncation. Clipping would otherwise hide the penalty."""
-        scores = combined(self.rewards, raw, self.args.normalize_rewards)
+        """Returns clipped weighted sums, minus the penalty for truncation. Clipping after the penalty could hide it."""
+        scores = weighted_sum(self.sampler.rewards, raw, self.args.normalize_rewards)
         limit, penalty = self.args.reward_clip, self.args.missing_eos_penalty or 0.0
         clipped = scores if limit is None else [min(max(s, -limit), limit) for s in scores]
         return [s if e else s - penalty for s, e in zip(clipped, ended, strict=True)]
 
     def reference_logprobs(self, rollout: Rollout) -> None:
+        """Fills the reference's log-probs, which rollout workers may have computed already."""
         for chunk, sampled in rollout.parts:
             if sampled.ref_logprobs is None:
                 self.sampler.reference_logprobs(chunk, sampled)
@@ -320,35 +294,34 @@ class PPOTrainer:
 
     @torch.no_grad()
     def logprobs_and_values(self, episodes: Episodes) -> None:
-        """Fills old log-probs, values and bootstrap, with the code of the training forward.
+        """Fills old log-probs, values and bootstrap with the code of the training forward.
 
-        Does nothing if the training forward gives the old log-probs.
+        Does nothing if the old log-probs come from the training forward itself.
         """
         if self.old_from_training:
             return
-        for rows, part in forward.parts_of(
-            self.shared, episodes, tokens=self.args.max_tokens_per_micro_batch
-        ):
+        for rows, part in self.sampler.parts_of(episodes):
             width = part.mask.shape[1]
             states = forward.states(self.shared, "policy", part)
-            # The sampler's log-probs differ by rounding, but the first ratio must be 1.
+            # Does not use the sampler's log-probs: they differ by rounding, but the first ratio must be 1.
             episodes.old_logprobs[rows, :width] = self.sampler.logprobs("policy", part, states=states)[0]
             if self.args.uses_critic:
                 values, last_value = self.values(part, None if self.args.has_critic_adapter else states)
                 values, last_value = (self.moments.raw(output) for output in (values, last_value))
                 episodes.values[rows, :width] = values.where(part.mask, 0.0)
-                # The value after an end is 0, but a truncated completion would have continued.
+                # The value after EOS is 0. A truncated completion would have continued.
                 episodes.bootstrap[rows] = last_value.where(~part.ended, 0.0)
 
     @property
     def old_from_training(self) -> bool:
-        """Returns True if the training forward gives this update's old log-probs. The first update's check needs them earlier."""
+        """Returns True if old log-probs come from the training forward. The checks of the first update need them earlier."""
         return self.args.learns_in_one_forward and self.update > 0 and not self.rollout_config.corrects
 
     def values(self, part: Episodes, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns the critic's values (B, R) before each action, at the position of its log-prob, and (B,) after the last.
+        """Returns the critic's values (B, R) before each action, and (B,) after the last action.
 
-        `states` are the critic's hidden states, if already computed.
+        Args:
+            states: the critic's hidden states. None means that they are computed here.
         """
         states = forward.states(self.shared, "critic", part) if states is None else states
         values = self.shared.head("critic", states)
@@ -358,14 +331,14 @@ class PPOTrainer:
 
     @property
     def learning(self) -> list[str]:
-        """Returns the roles that learn in this update. In the first `critic_warmup_steps` updates, only the critic learns."""
+        """Returns the roles that learn in this update: in the first `critic_warmup_steps` updates, only the critic."""
         return self.roles if self.update >= self.args.critic_warmup_steps else ["critic"]
 
     def learn(self, episodes: Episodes) -> dict[str, float]:
         """Runs epochs x minibatches, with one optimizer step each. Returns the means of their statistics over the steps.
 
-        `policy/first_ratio_error` is the root mean square of the log-ratio before the first step, in nats. If it exceeds
-        rounding, old and new log-probs belong to different policies.
+        `policy/first_ratio_error` is the root mean square of the log-ratio before the first step, in nats. If rounding does not
+        explain it, old and new log-probs belong to different policies.
         """
         args, steps = self.args, 0
         sums: dict[str, float] = {}
@@ -384,12 +357,12 @@ class PPOTrainer:
             with cast_once():
                 summed = self.accumulate(episodes, rows, totals)
             stats = self.sync(summed)
-            # The sum over workers makes all of them take the same branch below.
+            # All workers have the same sum, so they take the same branch below.
             approxkl = stats.get("policy/approxkl_avg", 0.0)
             if "policy" in self.learning and not first_ratio:
                 rms = first_ratio["policy/first_ratio_error"] = (2 * approxkl) ** 0.5
                 if self.update == args.critic_warmup_steps:
-                    # Later updates only report it: rounding has no sharp limit, and one outlier should not end a long run.
+                    # Later updates only report the error, because one outlier should not end a long run.
                     raise_if_failed([checks.first_ratio(self.shared, rms)])
             if args.target_kl and approxkl > 1.5 * args.target_kl:
                 break  # skips this step and the remaining ones
@@ -405,12 +378,12 @@ class PPOTrainer:
     def accumulate(self, episodes: Episodes, rows: list[int], totals: Totals) -> dict[str, Tensor]:
         """Runs forward and backward of this worker's rows of a minibatch, in micro-batches. Returns their statistics.
 
-        An adapter's backward runs before the next adapter's forward. So only one role's activations are in memory, and a
-        checkpointed layer is recomputed with the adapter of its forward. A critic that is a head reads the policy's hidden
-        states, and one backward trains both. While only the critic learns, this trains only the head.
+        The backward of an adapter runs before the forward of the next one. So only one role's activations are in memory, and a
+        checkpointed layer is recomputed with the adapter of its forward. A critic that is a head on the policy reads the policy's
+        hidden states, and one backward trains both. While only the critic learns, only the head is trained.
 
         Args:
-            totals: counts over the complete minibatch, of all workers.
+            totals: counts over the complete minibatch and all workers.
         """
         args, policy = self.args, "policy" in self.learning
         names = POLICY_STATS * policy + VALUE_STATS * args.uses_critic
@@ -471,7 +444,7 @@ class PPOTrainer:
     # ------------------------------------------------------------------------------------------- helpers
 
     def _packs(self, episodes: Episodes, rows: list[int]) -> list[list[int]]:
-        """Returns a minibatch in packs of completions. No pack is so large that other workers would wait for it."""
+        """Returns a minibatch as packs of completions. Limits packs so that no worker waits long for another."""
         completions, tokens = self.limits
         if self.workers > 1:
             lengths = episodes.lengths()
@@ -488,9 +461,9 @@ class PPOTrainer:
     def save(self, folder: str | Path) -> None:
         """Writes everything that `restore` needs to continue bit-identically on a CPU. Every rank calls it.
 
-        Rank 0 writes adapters, optimizer and state; every rank writes its random state. The caller commits the folder
-        atomically. No pickle is ever loaded: tensors are safetensors, or torch.save files read with weights_only. Other data is
-        JSON.
+        Rank 0 writes adapters, optimizer and state. Every rank writes its random state. The caller commits the folder
+        atomically. `restore` loads no pickle: tensors are in safetensors files or in torch.save files that are read with
+        weights_only, and other data is JSON.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -500,8 +473,8 @@ class PPOTrainer:
         for role in self.stored_roles:
             self.shared.save(role, folder / role)
         torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
-        if self.versions:
-            self.versions.save(folder, self.update)
+        if self.rollouts.versions:
+            self.rollouts.versions.save(folder, self.update)
         state = {
             **{key: getattr(self, key) for key in STATE},
             "returns": vars(self.moments),
@@ -513,7 +486,7 @@ class PPOTrainer:
     def restore(self, folder: str | Path) -> None:
         """Continues from a folder written by `save`. Every rank calls it.
 
-        Random states need the same number of workers. Only rewards in evaluations draw from them.
+        Random states are restored only for the same number of workers. Only rewards in evaluations draw from them.
         """
         folder = Path(folder)
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
@@ -525,57 +498,13 @@ class PPOTrainer:
         for key in STATE:
             setattr(self, key, state[key])
         vars(self.moments).update(state["returns"])
-        # Rounding depends on the number of rows decoded at once. So the number stays the same, unless less memory is free now.
+        # Rounding depends on the number of rows decoded at once. So the number stays, unless less memory is free now.
         rows, now = state["decoding"]["rows"], self.sampler.rows
         same = state["decoding"]["workers"] == self.workers and not self.args.local_rollout_forward_batch_size
         if rows and now and same:
             self.sampler.rows = min(rows, now)
-        if self.versions:
-            self.versions.load(folder)
+        if self.rollouts.versions:
+            self.rollouts.versions.load(folder)
         random_state = folder / f"rng_{self.rank}_of_{self.workers}.pt"
         if random_state.exists():
             set_rng_state(torch.load(random_state, weights_only=True))
-
-
-def learning_rate_factors(
-    args: PPOConfig, learning_rate: float, begin: int, total: int
-) -> Callable[[int], float]:
-    """Returns the function from an update, counted from 0, to the factor of a role's learning rate.
-
-    It is transformers' schedule over the updates from `begin` to `total`, and 0 before. transformers' warmup would waste the
-    first update on a rate of 0. Here the n-th of w warmup updates has n / (w + 1) of the full rate.
-    """
-    parameter = nn.Parameter(torch.zeros(()))
-    optimizer = torch.optim.SGD([parameter], lr=learning_rate)
-    made = get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, total - begin)
-    schedule = made.lr_lambdas[0]
-
-    def factor(update: int) -> float:
-        step = update - begin
-        if step < 0:
-            return 0.0
-        return (step + 1) / (args.warmup_steps + 1) if step < args.warmup_steps else schedule(step)
-
-    return factor
-
-
-def adamw(args: PPOConfig, groups: Sequence[tuple[list[nn.Parameter], float]]) -> torch.optim.Optimizer:
-    """Returns the AdamW of `args.optim` for groups of parameters, each with its learning rate."""
-    make: Any = torch.optim.AdamW
-    options: dict[str, Any] = {"fused": True} if args.optim == "adamw_torch_fused" else {}
-    if not args.optim.startswith("adamw_torch"):
-        import bitsandbytes
-
-        kinds = {
-            "adamw_8bit": "AdamW8bit",
-            "paged_adamw_32bit": "PagedAdamW32bit",
-            "paged_adamw_8bit": "PagedAdamW8bit",
-        }
-        make = getattr(bitsandbytes.optim, kinds[args.optim])
-    return make(
-        [{"params": parameters, "lr": rate} for parameters, rate in groups],
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epsilon,
-        weight_decay=args.weight_decay,
-        **options,
-    )

@@ -115,6 +115,6 @@ def _add_curves(run: Run) -> None:
         run.run_id = run.run_id or registry.find_run(run.uri, run.folder)
         if run.run_id:
             run.history = registry.read_curves(run.uri, run.run_id)
-    except Exception as error:  # the store's driver and the network raise any type
+    except Exception as error:  # MLflow's store and the network raise errors of any type
         where = without_credentials(run.uri)
         run.note = f"No curves: {where} could not be read ({without_credentials(summary(error))})."

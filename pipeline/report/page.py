@@ -103,7 +103,7 @@ def groups(run: Run, anchor: str) -> list[dict[str, Any]]:
 
 
 def comparison(runs: list[Run]) -> dict[str, Any]:
-    """Compares runs of one stage: returns their metrics, the keys that differ, and panels whose lines have the runs' numbers."""
+    """Returns a comparison of runs of one stage: their metrics, the keys that differ, and panels with a line for each run."""
     named = {str(number): run for number, run in enumerate(runs, 1)}
     cards = [{card["label"]: card["value"] for card in headline.cards(run)} for run in runs]
     jobs = [flatten(run.job) for run in runs]

@@ -15,7 +15,7 @@ from pipeline.text import number
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 INK, FAINT, GRID = "#1f2328", "#6e7781", "#d8dee4"
-# In an SVG they become CSS variables, so that a dark page can lighten them.
+# {color: CSS variable that replaces it in an SVG}, so that a dark page can have lighter colors
 VARIABLES = {color: f"c{i}" for i, color in enumerate(COLORS)} | {INK: "ink", FAINT: "faint", GRID: "grid"}
 # Lines with these names have the same color in all panels.
 FIXED = dict(zip(("rollout", HELD_OUT, "update", "values", "score"), COLORS, strict=False))
@@ -63,7 +63,7 @@ STYLE: Any = {
 
 
 def figure(draws: list[Draw]) -> Any:
-    """Returns a matplotlib figure of several panels in two or three columns, without the global state of pyplot."""
+    """Returns a matplotlib figure with the panels in two or three columns. Does not use pyplot, which has global state."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -85,7 +85,12 @@ def png(draws: list[Draw]) -> bytes:
 
 
 def svg(draw: Draw, prefix: str, label: str) -> str:
-    """Returns one panel as an <svg> element. `prefix` makes its ids unique on the page; screen readers use `label`."""
+    """Returns one panel as an <svg> element.
+
+    Args:
+        prefix: makes the ids of the element unique on the page.
+        label: what screen readers read.
+    """
     import matplotlib
 
     out = io.StringIO()
@@ -203,7 +208,7 @@ def _stack(axes: Any, panel: Panel, lines: History) -> None:
 
 
 def _name_ends(axes: Any, ends: list[tuple[str, float, str]]) -> None:
-    """Writes each line's name to the right of its last point, moved apart if names would overlap."""
+    """Writes the name of each line to the right of its last point. Moves names apart if they would overlap."""
     low, high = axes.get_ylim()
     placed = sorted(
         [min(1.0, max(0.0, (y - low) / (high - low or 1))), name, color] for name, y, color in ends

@@ -1,4 +1,4 @@
-"""The trainer's interface to rollout workers, as pipeline/ppo knows it, implemented with the pool's actor."""
+"""Implements the trainer's interface to rollout workers (ppo/rollouts.py) with the pool's actor."""
 
 from __future__ import annotations
 
@@ -24,31 +24,32 @@ if TYPE_CHECKING:
 
 
 class Client:
-    """A `RolloutWorkers` (ppo/rollouts.py). Each training worker has one."""
+    """Implements `RolloutWorkers` of ppo/rollouts.py. Each training worker has its own client."""
 
     def __init__(self, worker: Worker, pool: Any) -> None:
         self.pool, self.rank = pool, worker.rank
-        # The trainers get their resources first, so the workers start only now. They load at the same time as the trainers.
+        # Rollout workers start now, so that trainers get their resources first. Both load models at the same time.
         pool.start.remote()
         self.session = worker.gather(uuid.uuid4().hex)[0]
         self.worker = worker
-        self.waited = 0.0  # seconds that this trainer waited for chunks since the last `measured`
+        self.waited = 0.0  # seconds that this trainer waited for chunks since the last call of `measured`
 
     def begin(self, trainer: PPOTrainer) -> None:
-        """Sends the workers the trainers' numeric settings. Every rank calls it, before the first update."""
+        """Sends the trainers' numeric settings to the workers. Every rank calls it before the first update."""
         if self.rank == 0:
-            settings = NumericSettings(trainer.shared.can_pack, torch.get_num_threads(), trainer.longest)
+            settings = NumericSettings(
+                trainer.shared.can_pack, torch.get_num_threads(), trainer.prompts.longest
+            )
             ray.get(self.pool.begin.remote(self.session, settings))
-        self.worker.gather(None)  # no rank requests before the session has begun
+        self.worker.gather(None)  # because no rank may request chunks before the session has begun
 
     def publish(self, version: int, tensors: Tensors) -> None:
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        # in a list, because Ray would fetch a bare reference for the pool, which only passes it on
-        ray.get(self.pool.publish.remote(self.session, version, [ray.put(dict(tensors))], size))
+        # The reference is in a list, because Ray would fetch a bare reference for the pool, which only passes it on.
+        ray.get(self.pool.publish.remote(self.session, version, [ray.put(dict(tensors))]))
 
     def request(self, chunks: Sequence[Chunk]) -> None:
-        asked = [(chunk.key, chunk.version, pickle.dumps(chunk)) for chunk in chunks]
-        ray.get(self.pool.request.remote(self.session, asked))
+        requests = [(chunk.key, chunk.version, pickle.dumps(chunk)) for chunk in chunks]
+        ray.get(self.pool.request.remote(self.session, requests))
 
     def collect(self, chunk: Chunk) -> Sampled | None:
         """Waits for a chunk. Returns None if this trainer must sample it. Raises the original error of a rollout worker."""
@@ -59,12 +60,12 @@ class Client:
             raise next((cause for cause in causes(error) if isinstance(cause, FINAL)), error) from None
         except ray.exceptions.RayActorError as error:
             raise Failure(
-                "the actor that hands out rollouts died; the same command with its run.name continues the run"
+                "the actor that distributes rollouts died; the same command with its run.name continues the run"
             ) from error
         self.waited += time.perf_counter() - begin
         if sampled is None:
             terminal.say(
-                f"no rollout worker is there: this trainer samples chunk {chunk.number} of update {chunk.update + 1} itself"
+                f"no rollout worker is available: this trainer samples chunk {chunk.number} of update {chunk.update + 1} itself"
             )
             return None
         return pickle.loads(sampled)

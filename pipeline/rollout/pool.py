@@ -1,7 +1,7 @@
-"""The pool: an actor that hands out chunks to rollout workers. Ray restarts workers that die, on any node with resources.
+"""Distributes chunks to rollout workers, in an actor. Ray restarts workers that die, on any node with free resources.
 
-The next free worker takes the chunk of the earliest update. If a worker dies or takes too long, its chunk goes back to the
-queue. Every worker computes bit-identical chunks, so training does not depend on any of this.
+The next free worker takes the chunk of the earliest update. If a worker dies or takes too long, its chunk returns to the queue.
+All workers compute bit-identical chunks, so the distribution does not change the result of training.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from pipeline.settle.work import Work
 from pipeline.system import terminal
 
 LOAD_TIMEOUT_S = 3600.0  # time to load the models, or rollout.chunk_timeout_s if that is longer
-MAX_ATTEMPTS = 5  # number of workers that a chunk may lose before it counts as the cause
-RETRY_PAUSE_S = 2.0  # time until a chunk without its policy version is sent out again
-# errors with complete messages, which every worker would raise again
+MAX_ATTEMPTS = 5  # number of workers that may die with a chunk before the chunk counts as the cause
+RETRY_PAUSE_S = 2.0  # time before a chunk whose policy version is missing is distributed again
+# Errors with complete messages. Every worker would raise the same error.
 FINAL = (InputError, Failure, OutOfMemory, SelfCheckFailed)
 
-# A chunk's update, rank and number, as in ppo/sampler.py, which this process does not import because of torch.
+# A chunk's update, rank and number. This process does not import the type from ppo/sampler.py, because that imports torch.
 Key = tuple[int, int, int]
 
 
 class WorkerLost(Exception):
-    """Raised if a worker has stopped working. Ray starts it again. The message gives the reason."""
+    """Raised if a worker has stopped. Ray restarts the worker. The message gives the reason."""
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class Task:
 
 
 class Pool:
-    """The pool's actor. Each call of a trainer names its session, one attempt of the group of trainers.
+    """The pool's actor. Each attempt of the group of trainers is a session, and each call of a trainer names its session.
 
     Args:
         work: the run's work (settle/work.py).
@@ -63,14 +63,14 @@ class Pool:
         self.settings: NumericSettings | None = None  # settings of the session's trainers
         self.tasks: dict[Key, Task] = {}
         self.waiting: list[Task] = []
-        self.versions: dict[int, tuple[list[Any], int]] = {}  # version -> ([reference], bytes)
-        # Workers that have loaded, or load for the first time. Patience runs out only while there are none.
+        self.versions: dict[int, list[Any]] = {}  # version -> [reference to its tensors]
+        # Workers that have loaded, or load for the first time. Trainers sample themselves only if there are none.
         self.present: set[int] = set()
         self.ready: set[int] = set()  # workers that have loaded
         self.alone_since = time.monotonic()  # time when the last worker was lost
         self.broken: BaseException | None = None
-        self.measured, self.bytes, self.lost = time.monotonic(), 0, 0
-        self.busy = 0.0  # seconds of sampling since `measured`, in finished chunks
+        self.measured, self.lost = time.monotonic(), 0
+        self.busy = 0.0  # seconds that workers have spent on finished chunks since `measured`
         self.begun: dict[int, float] = {}  # worker -> start time of its current chunk
         self.running: list[asyncio.Future] = []
         self.changed = asyncio.Condition()
@@ -91,27 +91,29 @@ class Pool:
     # ------------------------------------------------------------------------------------------ trainers
 
     async def begin(self, session: str, settings: NumericSettings) -> None:
-        """Begins the session of a new group of trainers. Drops the requests of earlier ones."""
-        await self.start()  # this actor may be new
-        for task in self.tasks.values():  # the trainer that waits for the chunk has ended
+        """Begins the session of a new group of trainers. Drops requests of earlier sessions."""
+        await self.start()  # because Ray may have restarted this actor
+        for task in self.tasks.values():  # the trainers that waited for these chunks have ended
             task.result.cancel()
-        if self.session:  # this attempt may run on other nodes
+        if (
+            self.session
+        ):  # an error of the last session may not return, because workers may be on other nodes now
             self.broken = None
         self.session, self.settings = session, settings
         self.tasks, self.versions, self.waiting = {}, {}, []
-        self.alone_since = time.monotonic()  # the trainers did not wait in the meantime
+        self.alone_since = time.monotonic()  # because the trainers have not waited yet
         await self._notify()
 
-    async def publish(self, session: str, version: int, tensors: list[Any], size: int) -> None:
-        """Stores a version of the policy: an ObjectRef of its tensors, in a list so that Ray does not fetch it, and its size."""
+    async def publish(self, session: str, version: int, tensors: list[Any]) -> None:
+        """Stores a version of the policy: an ObjectRef of its tensors, in a list, so that Ray does not fetch them."""
         if session == self.session:
-            self.versions[version] = (tensors, size)
+            self.versions[version] = tensors
             for old in [v for v in self.versions if v < version - self.config.staleness]:
                 del self.versions[old]
             await self._notify()
 
     async def request(self, session: str, chunks: list[tuple[Key, int, bytes]]) -> None:
-        """Queues chunks: key, version and the pickled chunk of each."""
+        """Queues chunks. Each has a key, a policy version and the pickled chunk."""
         if session == self.session:
             for key, version, chunk in chunks:
                 result = asyncio.get_running_loop().create_future()
@@ -120,10 +122,10 @@ class Pool:
             await self._notify()
 
     async def collect(self, session: str, key: Key) -> bytes | None:
-        """Waits for a sampled and scored chunk. Returns None if there is no worker for `worker_wait_timeout_s`."""
+        """Waits for a sampled and scored chunk. Returns None if there was no worker for `worker_wait_timeout_s`."""
         if session != self.session or key not in self.tasks:
             raise Failure(
-                f"chunk {key} (update, rank, number) was not requested: the actor that hands out rollouts was restarted"
+                f"chunk {key} (update, rank, number) was not requested: the actor that distributes rollouts was restarted"
             )
         task = self.tasks[key]
         while not task.result.done():
@@ -135,29 +137,27 @@ class Pool:
                 del self.tasks[key]
                 return None
             await asyncio.wait({task.result}, timeout=0.2)
-        made = task.result.result()  # canceled if a new session has requested this key
+        made = task.result.result()  # raises CancelledError if a new session has begun
         del self.tasks[key]
-        self.bytes += len(task.chunk) + len(made)
         return made
 
     async def metrics(self) -> dict[str, float]:
-        """Returns, since the last call: ready workers, the idle share of their time, waiting chunks, bytes, lost workers."""
+        """Returns the numbers of ready and lost workers and of waiting chunks, and the idle share since the last call."""
         now, ready = time.monotonic(), len(self.ready)
         busy = self.busy + sum(now - max(begin, self.measured) for begin in self.begun.values())
         metrics = {
             "rollout/workers": float(ready),
             "rollout/idle": max(0.0, 1 - busy / max((now - self.measured) * max(1, ready), 1e-9)),
             "rollout/queue": float(len(self.waiting)),
-            "rollout/bytes": float(self.bytes),
             "rollout/lost_workers": float(self.lost),
         }
-        self.measured, self.bytes, self.busy = now, 0, 0.0
+        self.measured, self.busy = now, 0.0
         return metrics
 
     # ------------------------------------------------------------------------------------------- workers
 
     async def _keep(self, number: int) -> None:
-        """Has a worker sample one chunk after another, until the run ends."""
+        """Lets a worker sample one chunk after another until the run ends."""
         worker, first = self._start(), True
         while True:
             async with self.changed:
@@ -170,9 +170,8 @@ class Pool:
                 settings = await self._load(worker)
                 self.present.add(number)
                 self.ready.add(number)
-                fetched: set[tuple[str, int]] = set()  # versions that the worker has
                 while True:
-                    await self._do(number, worker, await self._next(worker, settings), settings, fetched)
+                    await self._do(number, worker, await self._next(worker, settings), settings)
             except WorkerLost as error:
                 self.lost += number in self.ready
                 terminal.say(f"rollout worker {number} {error}; another worker takes its place")
@@ -184,7 +183,7 @@ class Pool:
             self.ready.discard(number)
 
     def _each(self) -> Bundle:
-        """Returns the request of one worker."""
+        """Returns the resources that one worker requests."""
         assert self.work.places.rollout
         return self.work.places.rollout.each
 
@@ -193,7 +192,7 @@ class Pool:
         return ray.remote(RolloutWorker).options(max_restarts=-1, **options).remote(self.work)
 
     async def _load(self, worker: Any) -> NumericSettings:
-        """Returns the trainers' settings after a worker has loaded its models and applied them."""
+        """Lets a worker load its models and apply the trainers' settings. Returns the settings."""
         limit = max(LOAD_TIMEOUT_S, self.config.chunk_timeout_s)
         try:
             await self._answer(worker, worker.load.remote(), limit)
@@ -206,17 +205,17 @@ class Pool:
             if isinstance(error.__cause__, RayTaskError):
                 raise Failure(f"a rollout worker cannot load its models: it {error}") from error
             raise
-        except FINAL:  # the next attempt begins with an empty process
+        except FINAL:  # the next attempt begins with a new process
             _restart(worker)
             raise
         return settings
 
     async def _report_unplaced(self) -> None:
-        """Reports once how many workers wait for resources, if some still do after a while."""
+        """Reports once how many workers still wait for resources after REPORT_INTERVAL_S."""
         await asyncio.sleep(placement.REPORT_INTERVAL_S)
         if missing := self.config.num_workers - len(self.present):
             need = self._each()
-            with contextlib.suppress(Exception):  # the head is busy
+            with contextlib.suppress(Exception):  # the head node may be busy
                 there = await asyncio.to_thread(placement.describe_cluster)
                 terminal.say(f"rollout workers that wait for resources: {missing}, {need} each; {there}")
 
@@ -226,7 +225,7 @@ class Pool:
             while True:
                 if settings != self.settings:
                     _restart(worker)
-                    raise WorkerLost("was set up for earlier trainers, on other machines")
+                    raise WorkerLost("has the settings of earlier trainers on other machines")
                 ready = [task for task in self.waiting if task.version in self.versions]
                 if ready:
                     task = min(ready, key=lambda task: task.key)
@@ -234,44 +233,34 @@ class Pool:
                     return task
                 await self.changed.wait()
 
-    async def _do(
-        self,
-        number: int,
-        worker: Any,
-        task: Task,
-        settings: NumericSettings,
-        fetched: set[tuple[str, int]],
-    ) -> None:
-        """Has a worker sample a chunk. If the worker is lost, gives the chunk back and raises WorkerLost."""
-        tensors, size = self.versions[task.version]
-        if (task.session, task.version) not in fetched:
-            fetched.add((task.session, task.version))
-            self.bytes += size
+    async def _do(self, number: int, worker: Any, task: Task, settings: NumericSettings) -> None:
+        """Lets a worker sample a chunk. If the worker is lost, requeues the chunk and raises WorkerLost."""
+        tensors = self.versions[task.version]
         task.attempts += 1
         self.begun[number] = time.monotonic()
         try:
             answer = worker.sample.remote(settings, task.session, task.chunk, tensors)
             made = await self._answer(worker, answer, self.config.chunk_timeout_s)
-        except FINAL as error:  # the worker continues after an error of a reward, or after memory ran out
+        except FINAL as error:  # the error of a reward, or out of memory: the worker continues
             if not task.result.done():
                 task.result.set_exception(error)
             return
         except WorkerLost as error:
             if getattr(error.__cause__, "preempted", False):
-                task.attempts -= 1  # the node caused this, not the chunk
-            await self._give_back(task, error)
+                task.attempts -= 1  # because the node was the cause, and not the chunk
+            await self._requeue(task, error)
             raise
         finally:
             self.busy += time.monotonic() - max(self.begun.pop(number), self.measured)
-        if made is None:  # a trainer died with the version, so this session also ends
+        if made is None:  # the trainer that published the version has died, so this session will end, too
             task.attempts -= 1
             await asyncio.sleep(RETRY_PAUSE_S)
-            await self._give_back(task)
+            await self._requeue(task)
         elif not task.result.done():
             task.result.set_result(made)
 
-    async def _give_back(self, task: Task, error: WorkerLost | None = None) -> None:
-        """Requeues a chunk, unless its session is over, or it has lost MAX_ATTEMPTS workers."""
+    async def _requeue(self, task: Task, error: WorkerLost | None = None) -> None:
+        """Requeues a chunk, unless its session is over or MAX_ATTEMPTS workers have died with it."""
         if task.session != self.session:
             return
         if task.attempts < MAX_ATTEMPTS:
@@ -288,7 +277,8 @@ class Pool:
     async def _answer(self, worker: Any, answer: Any, limit: float | None) -> Any:
         """Returns the result of a call. Raises FINAL errors unchanged, and WorkerLost if Ray restarts the worker."""
         waited = asyncio.wrap_future(answer.future())
-        waited.add_done_callback(lambda one: one.cancelled() or one.exception())  # it may come too late
+        # reads the error of a late answer, so that asyncio does not warn about it
+        waited.add_done_callback(lambda one: one.cancelled() or one.exception())
         await asyncio.wait({waited}, timeout=limit)
         if not waited.done():
             _restart(worker)
@@ -301,7 +291,7 @@ class Pool:
             print(error, flush=True)
             _restart(worker)
             raise WorkerLost(f"failed: {in_brief(error.cause, 300)}") from error
-        except ActorDiedError as error:  # its constructor failed, so Ray does not restart it
+        except ActorDiedError as error:  # the actor's constructor failed, and Ray does not restart it
             raise Failure(f"a rollout worker cannot start ({in_brief(error, 300)})") from error
         except RayActorError as error:
             raise WorkerLost("is gone: its process or its node died") from error
@@ -312,19 +302,19 @@ class Pool:
 
 
 def _restart(worker: Any) -> None:
-    """Has Ray end a worker's process and start another one."""
+    """Lets Ray end a worker's process and start another one."""
     with contextlib.suppress(RayError):
         ray.kill(worker, no_restart=False)
 
 
 @contextlib.contextmanager
 def rollout_pool(work: Work) -> Iterator[Any]:
-    """Starts the pool of a run for the block."""
-    # on the driver's node, so that the loss of other nodes does not end it
+    """Runs the pool of a run during the block."""
+    # The pool is on the driver's node, so that the loss of other nodes does not end it.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=1000, scheduling_strategy=here)(Pool)
     pool = actor.remote(work)
     try:
         yield pool
     finally:
-        ray.kill(pool)  # the pool's workers end with it, because it owns them
+        ray.kill(pool)  # also ends the workers, because the pool owns them

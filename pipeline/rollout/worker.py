@@ -1,4 +1,4 @@
-"""The actor that samples and scores with the trainer's code (ppo/sampler.py), on separate models."""
+"""Defines the actor that samples and scores with the trainer's code (ppo/sampler.py), on its own models."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NumericSettings:
-    """Settings that decide how sums round. Trainers and rollout workers share them."""
+    """Settings that change how sums are rounded. Trainers and rollout workers must have the same."""
 
-    can_pack: bool  # whether completions share rows (SharedBase.can_pack)
+    can_pack: bool  # whether completions to a prompt share a row (SharedBase.can_pack)
     threads: int  # number of threads of torch's CPU kernels
-    longest: int  # tokens of the longest prompt and its completion
+    longest: int  # tokens of the longest prompt
 
 
 class RolloutWorker:
-    """Holds the frozen base, the frozen roles and one version of the policy.
+    """Has the frozen base, the frozen roles and one version of the policy.
 
     Args:
         work: the run's work. `rollout.use_gpu` chooses this worker's device.
@@ -36,13 +36,13 @@ class RolloutWorker:
         self.work = replace(work, places=replace(work.places, on_gpu=work.places.rollout_on_gpu))
         self.stack = contextlib.ExitStack()
         self.sampler: Sampler | None = None
-        self.settings: NumericSettings | None = None  # settings of its computations
-        self.holds: tuple[str, int] | None = None  # (session, version) of the policy
-        self.digest = ""
+        self.settings: NumericSettings | None = None
+        self.holds: tuple[str, int] | None = None  # (session, version) of its policy
+        self.digest = ""  # hash of its policy's tensors
 
     @ray.method(max_task_retries=-1)
     def placed(self) -> None:
-        """Returns once this worker has resources. If it died, returns once the process has them that Ray starts in its place."""
+        """Returns when this worker has resources. After its death, Ray repeats the call on the process that replaces it."""
 
     def load(self) -> None:
         """Loads base and roles, at the same time as the trainers."""
@@ -50,7 +50,7 @@ class RolloutWorker:
             return
         from transformers import set_seed
 
-        from pipeline.ppo.sampler import Sampler
+        from pipeline.ppo.sampler import Roles, Sampler
         from pipeline.run import memory, roles
         from pipeline.run.worker import name_output
         from pipeline.system.lease import hold
@@ -61,12 +61,12 @@ class RolloutWorker:
             host = ModelHost(self.work)
             set_seed(host.args.seed)
             shared = roles.shared_base(host)
-            reference = roles.add_policy(host, shared, host.args)
+            roles.add_policy(host, shared, host.args)
             rewards = roles.add_rewards(host, shared)
-            self.sampler = Sampler(shared, self.work.tokenizer, host.args, rewards, reference)
+            self.sampler = Sampler(Roles(shared, rewards), self.work.tokenizer, host.args)
 
     def apply_settings(self, settings: NumericSettings) -> None:
-        """Makes this worker compute like the trainers. Starts vLLM if the job samples with vLLM."""
+        """Applies the trainers' settings, so that results are bit-identical. Starts vLLM if the job samples with vLLM."""
         import torch
 
         from pipeline.run import memory, roles
@@ -81,23 +81,22 @@ class RolloutWorker:
         if self.work.rollout.engine == "transformers":
             self.sampler.fit_to_memory(rows, settings.longest)
         else:
+            longest = settings.longest + self.work.args.response_length
             with memory.explained(self.work):
-                vllm = roles.vllm(
-                    ModelHost(self.work), self.sampler.shared, ["policy"], settings.longest, rows
-                )
+                vllm = roles.vllm(ModelHost(self.work), self.sampler.shared, ["policy"], longest, rows)
                 self.sampler.decoder = self.stack.enter_context(vllm)
         self.settings = settings
 
     def sample(
         self, settings: NumericSettings, session: str, chunk: bytes, tensors: list[Any]
     ) -> bytes | None:
-        """Samples and scores a chunk. Returns it pickled, or None if the trainer that published its policy version has ended.
+        """Returns a sampled and scored chunk, pickled, or None if the trainer that published its policy version has ended.
 
         Args:
-            settings: applied if this process is new, because Ray restarted it while it was idle.
-            session: a version's number stands for one adapter within a session.
+            settings: the trainers' settings. They are applied if Ray restarted this process while it was idle.
+            session: the trainers' session. Within a session, a version's number stands for one adapter.
             chunk: a pickled ppo.sampler.Chunk.
-            tensors: reference to the version's adapter, which is fetched unless this worker holds it.
+            tensors: a list with the reference to the version's adapter, which is fetched if this worker has another one.
         """
         from pipeline.ppo.rollouts import digest
         from pipeline.run import memory

@@ -1,4 +1,4 @@
-"""Forward passes of prompts with completions: grouping of rows, and hidden states.
+"""Runs forward passes of prompts with completions: groups rows, and returns hidden states.
 
 Rows of similar length share a micro-batch, and completions to one prompt share a row (models/packing.py). Both change results
 only by rounding.
@@ -16,35 +16,35 @@ from torch import Tensor
 from pipeline.models.adapters import SharedBase
 from pipeline.models.packing import alone, micro_batches, packed, packs_that_pay
 
-# Maximum tokens of a forward pass without gradients. It holds one layer's activations, about 100 KB per token at 8B.
+# Maximum tokens of a forward pass without gradients. It needs memory for one layer's activations, about 100 KB per token at 8B.
 FORWARD_TOKENS = {"cpu": 4096, "cuda": 16384}
-# Maximum tokens of a row with several completions. The size of its attention mask is the square of this number.
+# Maximum tokens of a row with several completions. Its attention mask has the square of this number of entries.
 PACK_TOKENS = 4096
 
 
 @dataclass
 class Sequences:
-    """Prompts with completions, padded on the right: B rows, T tokens."""
+    """Prompts with completions, padded on the right: B rows with T tokens."""
 
     indices: Tensor  # (B,) indices of the rows in the global batch
-    prompts: Tensor  # (B,) the first of `indices` with the same prompt
+    prompts: Tensor  # (B,) the smallest of `indices` with the same prompt
     input_ids: Tensor  # (B, T) prompt and completion
     starts: Tensor  # (B,) length of the prompt, which is the position of the first action
     counts: Tensor  # (B,) length of the completion, including its end-of-sequence token
-    mask: Tensor  # (B, R) bool, on at actions; made from lengths, never from token ids
+    mask: Tensor  # (B, R) bool, on at actions; it is made from lengths, because completions may contain the pad id
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def lengths(self, packs: Sequence[Sequence[int]] | None = None) -> list[int]:
-        """Returns the tokens of each row, or of each pack of rows with their prompt counted once."""
+        """Returns the number of tokens of each row, or of each pack of rows, whose prompt counts once."""
         starts, counts = self.starts.tolist(), self.counts.tolist()
         if packs is None:
             packs = [[row] for row in range(len(self))]
         return [starts[pack[0]] + sum(counts[row] for row in pack) for pack in packs]
 
     def take(self, rows: Sequence[int]) -> Self:
-        """Returns the given rows, trimmed to the longest of them."""
+        """Returns some of the rows, trimmed to the longest one."""
         index = torch.as_tensor(rows, device=self.indices.device)
         width = int((self.starts + self.counts)[index].max())
         actions = int(self.counts[index].max())
@@ -64,11 +64,11 @@ def collate_ids(
     indices: Sequence[int] | None = None,
     pad: int = 0,
 ) -> Sequences:
-    """Returns the sequences of prompts and completions, given as token ids.
+    """Returns sequences of prompts and completions, which are token ids.
 
     Args:
-        indices: each row's index in the global batch of an update. By default, their order.
-        pad: token id that fills rows up.
+        indices: each row's index in the global batch of an update. By default, rows are counted from 0.
+        pad: token id that fills up rows.
     """
     token_ids = [[*p, *c] for p, c in zip(prompts, completions, strict=True)]
     width, actions = max(map(len, token_ids)), max(map(len, completions))
@@ -90,11 +90,11 @@ Some = TypeVar("Some", bound=Sequences)
 
 
 def states(shared: SharedBase, role: str | None, part: Sequences, last: bool = False) -> Tensor:
-    """Returns the hidden states (B, R + 1, H) of a role before each action, and after the last.
+    """Returns the hidden states (B, R + 1, H) of a role before each action, and after the last action.
 
     Args:
         role: None means the bare base.
-        last: only the states (B, 1, H) after the last action.
+        last: whether to return only the states (B, 1, H) after the last action.
     """
     rows = (part.input_ids, part.starts, part.counts, part.mask.shape[1])
     packs = in_packs(shared, part, range(len(part)))
@@ -109,7 +109,7 @@ def in_packs(
     completions: int | None = None,
     tokens: int | None = None,
 ) -> list[list[int]]:
-    """Groups `rows` of the sequences into packs of completions to one prompt, if this saves time and the base supports it.
+    """Groups rows of the sequences into packs of completions to one prompt, if packs save time and the base supports them.
 
     Args:
         completions, tokens: limits of a pack with several completions.
@@ -127,7 +127,11 @@ def in_packs(
 def parts_of(
     shared: SharedBase, sequences: Some, completions: int | None = None, tokens: int | None = None
 ) -> Iterator[tuple[list[int], Some]]:
-    """Yields (rows, their sequences) of each micro-batch of a pass without gradients. By default, it has FORWARD_TOKENS."""
+    """Yields the rows, and their sequences, of each micro-batch of a pass without gradients.
+
+    Args:
+        completions, tokens: limits of a micro-batch. By default, it has FORWARD_TOKENS.
+    """
     tokens = tokens or FORWARD_TOKENS[shared.device.type]
     for rows in micro_batches_of(shared, sequences, range(len(sequences)), completions, tokens):
         yield rows, sequences.take(rows)
@@ -140,10 +144,10 @@ def micro_batches_of(
     completions: int | None = None,
     tokens: int | None = None,
 ) -> list[list[int]]:
-    """Splits `rows` of the sequences into micro-batches, which do not split packs.
+    """Splits rows of the sequences into micro-batches, without splitting packs.
 
     Args:
-        completions, tokens: limits of a micro-batch; padding counts as tokens.
+        completions, tokens: limits of a micro-batch. Padding counts as tokens.
     """
     packs = in_packs(shared, sequences, rows, completions, tokens)
     held = [len(pack) for pack in packs]

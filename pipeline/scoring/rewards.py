@@ -1,7 +1,7 @@
-"""Rewards: an adapter on the shared base, another sequence-classification model, or a Python function.
+"""Defines rewards: an adapter on the shared base, another sequence-classification model, or a Python function.
 
-Each `Reward` has a name, a weight, and the mean and standard deviation that normalize its scores (measured on eval completions,
-stored with the reward model's version). A completion's score is the weighted sum of all rewards.
+Each `Reward` has a name, a weight, and the mean and standard deviation that normalize its scores. A reward adapter's constants
+are measured on eval completions and stored with its version. A completion's score is the weighted sum of all rewards.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 import inspect
 import math
 import os
-import random
 import sysconfig
 import traceback
 from abc import ABC, abstractmethod
@@ -19,8 +18,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
+from transformers import set_seed
 
 from pipeline.errors import Failure, InputError, in_brief, is_out_of_memory
 from pipeline.models.adapters import SharedBase
@@ -42,10 +41,13 @@ class Samples:
     ended: list[bool]
     rows: list[dict[str, Any]]
     tokenizer: Any
-    seeds: Sequence[int] = ()  # of each completion, for functions that draw random numbers; empty: 0 for each
-    # one per completion, for random numbers; empty means 0 for each
-    groups: Sequence[int] = ()
-    # a reward's remarks on each sample, by the reward's name
+    seeds: Sequence[
+        int
+    ] = ()  # seed of each completion, for functions that draw random numbers; empty: 0 for each
+    groups: Sequence[
+        int
+    ] = ()  # number of each completion's prompt; empty: all completions have different prompts
+    # name of a reward -> its notes on each sample
     notes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -85,9 +87,9 @@ class Samples:
         return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in self.completion_ids]
 
     def columns(self) -> dict[str, list[Any]]:
-        """Returns the other columns, one value per row, None if a row lacks it.
+        """Returns the other columns, with one value per row. The value is None if a row lacks the column.
 
-        Prompts that are lists of messages are the column `messages`.
+        The column `messages` has the prompts if they are lists of messages.
         """
         names = sorted({key for row in self.rows for key in row} - {"prompt", "completion"})
         columns = {name: [row.get(name) for row in self.rows] for name in names}
@@ -111,16 +113,16 @@ def _brief(value: Any, limit: int = 300) -> str:
 
 
 class Reward(ABC):
-    """A source of scores.
+    """Scores completions.
 
     Args:
         name: name in metrics and messages.
         weight: weight of its scores in the weighted sum.
-        mean, std: normalized scores are (score - mean) / std.
+        mean, std: normalized scores are (score - mean) / std. By default, normalization changes nothing.
     """
 
-    columns: frozenset[str] = frozenset()  # columns of the rows that it needs to score
-    compares = False  # whether it compares the completions of a prompt
+    columns: frozenset[str] = frozenset()  # columns of the data that it needs
+    compares = False  # whether it compares the completions to a prompt
 
     def __init__(self, name: str, weight: float = 1.0, mean: float = 0.0, std: float = 1.0) -> None:
         self.name, self.weight, self.mean, self.std = name, weight, mean, std
@@ -131,13 +133,14 @@ class Reward(ABC):
 
     @abstractmethod
     def score(self, samples: Samples) -> list[float]:
-        """Returns one raw score for each sample; `checked` verifies that."""
+        """Returns one raw score for each sample. `checked` checks the result."""
 
     def checked(self, samples: Samples) -> list[float]:
-        """Returns the scores that the function `score` gives.
+        """Returns the scores from `score` as floats.
 
-        Raises InputError for anything but a list of one number for each sample, because repeating the call would not help.
-        Raises Failure for a number that is not finite.
+        Raises:
+            InputError: if the result is not a list of one number for each sample.
+            Failure: if a number is not finite.
         """
         scores = self._listed(self.score(samples), samples)
         values = [_number(score) for score in scores]
@@ -145,13 +148,13 @@ class Reward(ABC):
             if value is None or not math.isfinite(value):
                 found = f"reward {self} returned {_brief(scores[i], 100)} for {samples.show(i)}"
                 if scores[i] is None:
-                    raise InputError(f"{found}; None is no score: return a number, or leave such rows out")
+                    raise InputError(f"{found}; return a number, or remove such rows from the data")
                 raise (InputError if value is None else Failure)(f"{found}; expected a finite number")
         return [value for value in values if value is not None]
 
     def _listed(self, scores: Any, samples: Samples) -> Sequence[Any]:
-        """Returns scores as a list. Raises InputError unless it has one for each sample."""
-        # Arrays and tensors have tolist, even tensors that require gradients.
+        """Returns scores as a list. Raises InputError if they are no list of one value for each sample."""
+        # Arrays and tensors have tolist, also tensors that require gradients.
         listed = scores.tolist() if hasattr(scores, "tolist") else scores
         is_list = isinstance(listed, (list, tuple))
         if not is_list or len(listed) != len(samples):
@@ -172,12 +175,12 @@ def _number(score: Any) -> float | None:
         return float(score.item() if hasattr(score, "item") else score)
     except OverflowError:
         return math.inf
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError comes from a tensor of two numbers
+    except (TypeError, ValueError, RuntimeError):  # a tensor of two numbers raises RuntimeError
         return None
 
 
 class AdapterReward(Reward):
-    """A reward adapter and its head on the shared base. It scores the last token of the completion.
+    """Scores completions with a reward adapter on the shared base. Its head reads the last token of the completion.
 
     Args:
         role: the adapter's role on `shared`.
@@ -207,13 +210,13 @@ class AdapterReward(Reward):
 
 
 class ModelReward(Reward):
-    """A separate sequence-classification model, in memory in addition to the base. Scores are its only logit.
+    """Scores completions with a separate sequence-classification model, in addition to the base. The score is its only logit.
 
     Args:
-        tokenizer: the model's own. It encodes prompt and completion as text, with its chat template if the prompt is a list
-            of messages. None means that the model reads the policy's token ids.
+        tokenizer: the model's tokenizer. It encodes prompt and completion as text, and with its chat template if the prompt is
+            a list of messages. None means that the model reads the policy's token ids.
         rows, tokens, settings: as for `AdapterReward`.
-        control: whether special tokens in the text are encoded as special tokens or as ordinary text.
+        control: whether special tokens in the text become special tokens. Otherwise they are encoded as ordinary text.
     """
 
     def __init__(
@@ -249,7 +252,7 @@ class ModelReward(Reward):
         return scores.tolist()
 
     def _encode(self, samples: Samples, i: int, control: ControlTokens) -> list[int]:
-        """Returns sample `i` as ids of the model's own tokenizer. Plain text that ended gets its eos."""
+        """Returns sample `i` as ids of the model's tokenizer. Adds EOS to plain text if the completion has ended."""
         prompt, completion = samples.rows[i].get("prompt"), samples.completions[i]
         if isinstance(prompt, list) and self.tokenizer.chat_template is not None:
             messages = [*prompt, {"role": "assistant", "content": completion}]
@@ -259,29 +262,16 @@ class ModelReward(Reward):
         return [*ids, eos] if samples.ended[i] and eos is not None and ids[-1] != eos else ids
 
 
-def seed_generators(seed: int) -> None:
-    """Seeds the global generators of Python, numpy and torch."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
-def generator_states() -> tuple[Any, ...]:
-    """Returns the states of the global generators, which change if a number is drawn."""
-    numpy: Any = np.random.get_state()
-    return random.getstate(), numpy[1].tobytes(), numpy[2:], torch.get_rng_state().numpy().tobytes()
-
-
 class FunctionReward(Reward):
-    """A Python function `f(prompts, completions, **columns) -> list of numbers`, sync or async, as in TRL.
+    """Scores completions with a Python function `f(prompts, completions, **columns) -> list of numbers`, as in TRL.
 
-    Its keyword arguments are those of `prompts`, `completions`, `completion_ids`, `seeds`, `groups` and the data's other
-    columns that its signature names, or all of them if it takes **kwargs. Each is a list. Completions to the same prompt have
-    the same number in `groups`, and are in the same call. If the function raises, the run stops with a Failure that shows the
-    sample and the function's own stack frames.
+    The function may be async. Its arguments are lists: `prompts`, `completions`, `completion_ids`, `seeds`, `groups` and the
+    data's other columns. The function gets the arguments in its signature, or all of them if it takes **kwargs. Completions to
+    the same prompt have the same number in `groups`, and are in the same call. If the function raises, the run stops with a
+    Failure that shows the sample and the function's own stack frames.
 
-    Each completion has its own seed for random numbers (`seeds`). The global generators are seeded by the first completion of a
-    call, so their numbers depend on which completions share the call.
+    Each completion has its own seed for random numbers (`seeds`). The seed of the first completion of a call seeds the global
+    generators, so their numbers depend on which completions share the call.
 
     Args:
         reward_timeout_s: seconds after which a call of an async function ends the run. -1 means no limit.
@@ -290,24 +280,11 @@ class FunctionReward(Reward):
     def __init__(self, function: Callable[..., Any], reward_timeout_s: float = -1, **settings: Any) -> None:
         super().__init__(**{"name": getattr(function, "__name__", type(function).__name__), **settings})
         self.function, self.reward_timeout_s = function, reward_timeout_s
-        self.warned = False  # whether the warning about a global generator was printed
 
     def score(self, samples: Samples) -> Any:
-        """Returns the function's result for all samples. Warns once if it used a global generator."""
         with kept_rng_state():
-            seed_generators(samples.seeds[0])
-            seeded = generator_states()
-            scores = self._call(samples, range(len(samples)))
-            drew = generator_states() != seeded
-        if drew and not self.warned and len(samples) > 1:
-            self.warned = True
-            print(
-                f"warning: reward {self} draws random numbers from a global generator: its scores change if completions are "
-                "split into other chunks (trainer.local_rollout_forward_batch_size, scaling.num_workers); take a parameter "
-                "seeds, a list of one number for each completion, and draw from random.Random(seed)",
-                flush=True,
-            )
-        return scores
+            set_seed(samples.seeds[0])
+            return self._call(samples, range(len(samples)))
 
     def __str__(self) -> str:
         names = (getattr(self.function, key, None) for key in ("__module__", "__qualname__"))
@@ -318,33 +295,27 @@ class FunctionReward(Reward):
         columns = {"seeds": samples.seeds, "groups": samples.groups, **samples.columns()}
         columns["completion_ids"] = samples.completion_ids
         columns |= {"prompts": samples.prompts, "completions": samples.completions}
-        # The function may change other settings of torch, which training does not expect.
-        dtype, learns, later = torch.get_default_dtype(), torch.is_grad_enabled(), False
+        is_async = False
         try:
             parameters = inspect.signature(self.function).parameters
             if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
                 columns = {name: values for name, values in columns.items() if name in parameters}
             result = self.function(**{name: [values[i] for i in rows] for name, values in columns.items()})
-            if not inspect.iscoroutine(result):
+            if not (is_async := inspect.iscoroutine(result)):
                 return result
-            later = True
             return loop.run_coroutine(self._in_time(result))
         except (KeyboardInterrupt, Failure):
             raise
         except BaseException as error:  # SystemExit would end the worker as if its work were done
-            if is_out_of_memory(error) or process.received:  # SIGTERM ends the run in any case
+            if is_out_of_memory(error) or process.received:  # a SIGTERM ends the run in any case
                 raise
-            expected = not isinstance(error, Exception)
-            # An async function may send requests that cost money, so it is not called again.
-            of = f"a batch of {len(rows)} samples" if later else self._culprit(samples, rows)
-            hint = "; expected a list of numbers" if expected else f" for {of}"
+            # An async function may send requests that cost money, so it is not called again to find the sample.
+            found = f"a batch of {len(rows)} samples" if is_async else self._culprit(samples, rows)
+            hint = f" for {found}" if isinstance(error, Exception) else "; expected a list of numbers"
             raise Failure(f"reward {self} raised {in_brief(error, 500)}{hint}:\n{_frames(error)}") from error
-        finally:
-            torch.set_default_dtype(dtype)
-            torch.set_grad_enabled(learns)
 
     def _culprit(self, samples: Samples, rows: Sequence[int]) -> str:
-        """Describes the first of some samples for which the function raises if it gets this sample alone."""
+        """Describes the first sample for which the function raises if it gets this sample alone."""
         if len(rows) == 1:
             return samples.show(rows[0])
         for i in rows:
@@ -352,7 +323,7 @@ class FunctionReward(Reward):
                 self._call(samples, [i])
             except Exception:  # the caller reports the original error
                 return samples.show(i)
-        return f"a batch of {len(rows)} samples (each alone does not make it raise)"
+        return f"a batch of {len(rows)} samples (it raises for none of them alone)"
 
     async def _in_time(self, result: Coroutine[Any, Any, Any]) -> Any:
         """Returns the result of an async function. Raises Failure after `reward_timeout_s`."""
@@ -361,7 +332,7 @@ class FunctionReward(Reward):
             async with limit:
                 return await result
         except TimeoutError as error:
-            if not limit.expired():  # the function itself raised it
+            if not limit.expired():  # the function itself raised the error
                 raise
             raise Failure(
                 f"reward {self} took more than {self.reward_timeout_s:g} s (trainer.reward_timeout_s); the same command with its "
@@ -373,7 +344,7 @@ LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) + os.sep for name in ("stdli
 
 
 def _frames(error: BaseException, limit: int = 10) -> str:
-    """Returns the last `limit` frames in a reward function as text, if possible without frames of libraries."""
+    """Returns the last `limit` stack frames of a reward function as text, without frames of libraries if others exist."""
     frames = traceback.extract_tb(error.__traceback__)
     users = [
         frame for frame in frames if not frame.filename.startswith((__file__, str(loop.__file__), *LIBRARIES))
@@ -381,12 +352,9 @@ def _frames(error: BaseException, limit: int = 10) -> str:
     return "".join(traceback.format_list((users or frames[1:])[-limit:])).rstrip()
 
 
-def weighted(
-    rewards: Sequence[Reward], samples: Samples, normalize: bool
-) -> tuple[list[float], dict[str, list[float]]]:
-    """Returns the weighted sum of the rewards' scores of each sample, and the raw scores by reward."""
-    raw = raw_scores(rewards, samples)
-    return combined(rewards, raw, normalize), raw
+def weighted_scores(rewards: Sequence[Reward], samples: Samples, normalize: bool) -> list[float]:
+    """Returns the weighted sum of the rewards' scores of each sample."""
+    return weighted_sum(rewards, raw_scores(rewards, samples), normalize)
 
 
 def raw_scores(rewards: Sequence[Reward], samples: Samples) -> dict[str, list[float]]:
@@ -394,8 +362,10 @@ def raw_scores(rewards: Sequence[Reward], samples: Samples) -> dict[str, list[fl
     return {reward.name: reward.checked(samples) for reward in rewards}
 
 
-def combined(rewards: Sequence[Reward], raw: Mapping[str, Sequence[float]], normalize: bool) -> list[float]:
-    """Returns the weighted sum of at least one reward's raw scores, normalized if requested."""
+def weighted_sum(
+    rewards: Sequence[Reward], raw: Mapping[str, Sequence[float]], normalize: bool
+) -> list[float]:
+    """Returns the weighted sum of the raw scores of one or more rewards, normalized if requested."""
     total = [0.0] * len(raw[rewards[0].name])
     for reward in rewards:
         for i, score in enumerate(raw[reward.name]):

@@ -264,7 +264,7 @@ class Server:
         async for chunk in request.stream():
             body += chunk
             if len(body) > most:
-                raise Refused(413, f"a body of more than {most} bytes (serve.max_body_bytes)")
+                raise Refused(413, f"the body has more than {most} bytes (serve.max_body_bytes)")
         return protocol.parse_json(bytes(body))
 
     async def _parse(self, request: Request, kind: type[Completion]) -> tuple[Completion, Served]:

@@ -174,7 +174,7 @@ class FeedbackStore:
         if preferred in answer["truncated"]:
             key = FILES[kind][1]
             why = f"{key}: choice {preferred} was truncated and would teach the policy to stop there"
-            raise Refused(400, f"{why}; send an edit with its end", key)
+            raise Refused(400, f"{why}; send an edit with the complete text", key)
         prompt = {"prompt": answer["messages"]}
         if variables := answer["chat_template_kwargs"]:
             prompt["chat_template_kwargs"] = variables
@@ -195,7 +195,9 @@ class FeedbackStore:
             outcome = error
         if isinstance(outcome, RowError):
             field = f"`{outcome.field}` is " if outcome.field else "found "
-            why = f"{key}: no row to learn from: {field}{outcome.found}; expected {outcome.expected}"
+            why = (
+                f"{key}: no stage can train on this row: {field}{outcome.found}; expected {outcome.expected}"
+            )
             raise Refused(400, why, key)
 
     def _append(self, name: str, row: dict[str, Any]) -> None:

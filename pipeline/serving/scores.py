@@ -45,9 +45,9 @@ class Scores:
             assert served.reward is not None
             if not samples:
                 return []
-            prompts, completions, rows = zip(*(sample for row in samples for sample in row), strict=True)
-            asked = samples_of(prompts, completions, rows, self.tokenizer, self.ends)
-            scores = iter(served.reward.checked(asked))
+            prompts, completions, data = zip(*(sample for row in samples for sample in row), strict=True)
+            batch = samples_of(prompts, completions, data, self.tokenizer, self.ends)
+            scores = iter(served.reward.checked(batch))
             return [named([next(scores) for _ in row]) for row in samples]
 
         return self.batcher.run(scored)

@@ -18,7 +18,7 @@ from pipeline.data.formats import STYLED
 from pipeline.run.parts import in_parts
 from pipeline.run.worker import Worker
 from pipeline.stages.pairs import metric_name, scores_of
-from pipeline.statistics import mean, wilson
+from pipeline.statistics import mean, wilson_interval
 
 # The columns that the rules read.
 FACTS = ("benchmark", "subset", "id", "pair", "correct", "completions")
@@ -187,7 +187,7 @@ def _by_subset(rows: Sequence[Scored], values: Sequence[float]) -> Scores:
 
 
 def _share(values: Sequence[float]) -> dict[str, float]:
-    low, high = wilson(values)
+    low, high = wilson_interval(values)
     return {"rows": len(values), "score": mean(values), "low": low, "high": high}
 
 

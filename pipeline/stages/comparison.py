@@ -23,9 +23,9 @@ from pipeline.ppo.config import PLANNED_ROWS
 from pipeline.run.parts import in_parts, share_rows
 from pipeline.run.worker import Worker
 from pipeline.scoring import forward
-from pipeline.scoring.rewards import Samples, weighted
+from pipeline.scoring.rewards import Samples, weighted_scores
 from pipeline.stages import policies
-from pipeline.statistics import mean, ngrams, repetition, wilson
+from pipeline.statistics import mean, ngrams, repetition, wilson_interval
 from pipeline.system import console
 from pipeline.writing.decoder import SlotDecoder
 from pipeline.writing.rows import Completion, Decoder, Sampling, seed_of
@@ -127,7 +127,7 @@ class Comparison:
         for name, key in WIN_RATES.items():
             if wins := self._wins(name):
                 metrics[key] = mean(wins)
-                metrics[f"{key}_low"], metrics[f"{key}_high"] = wilson(wins)
+                metrics[f"{key}_low"], metrics[f"{key}_high"] = wilson_interval(wins)
         before = self.before.samples
         return metrics, [
             {"prompt": prompt, "before": before[prompt], "after": ours}
@@ -233,7 +233,7 @@ class Comparison:
             {"prompt": p, "completion": c} for p, c in zip(samples.prompts, samples.completions, strict=True)
         ]
         if self.rewards:
-            total, _ = weighted(self.rewards, samples, normalize=False)
+            total = weighted_scores(self.rewards, samples, normalize=False)
             for score, value in zip(scores, total, strict=True):
                 score["reward"] = value
         if self.judge is not None:

@@ -17,9 +17,9 @@ from typing import Any
 from pipeline.errors import visible
 from pipeline.run.parts import in_parts
 from pipeline.run.worker import Worker
-from pipeline.scoring.rewards import Samples, weighted
+from pipeline.scoring.rewards import Samples, weighted_scores
 from pipeline.settle.inputs import missing_parameter
-from pipeline.statistics import calibration, correlation, mean, sigmoid, temperature, wilson
+from pipeline.statistics import calibration, correlation, mean, sigmoid, temperature, wilson_interval
 from pipeline.writing.rows import seed_of
 
 SIDES = ("chosen_ids", "rejected_ids")
@@ -118,7 +118,7 @@ def metrics_of(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[
     margins = array("d", (good - bad for good, bad in zip(chosen, rejected, strict=True)))
     right = [margin > 0 for margin in margins]
     ece, bins = calibration(margins)
-    low, high = wilson(right)
+    low, high = wilson_interval(right)
     metrics = {
         "eval_rm_accuracy": mean(right),
         "eval_rm_accuracy_low": low,
@@ -141,7 +141,7 @@ def metrics_of(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[
     for name, belongs in BY_LENGTH.items():
         if hits := [hit for hit, c, r in zip(right, *lengths, strict=True) if belongs(c, r)]:
             metrics[f"eval_rm_accuracy_{name}"] = mean(hits)
-            ends_of[name] = wilson(hits)
+            ends_of[name] = wilson_interval(hits)
     if (bias := correlation(chosen + rejected, lengths[0] + lengths[1])) is not None:
         metrics["eval_rm_length_correlation"] = bias
     if len(judged) == len(margins):
@@ -149,11 +149,12 @@ def metrics_of(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[
         metrics["eval_rm_judge_accuracy"] = mean([j > 0 for j in judged])
     subsets: dict[str, dict[str, float]] = {}
     for name, hits in sorted(by_subset.items()):
-        low, high = wilson(hits)
+        low, high = wilson_interval(hits)
         subsets[name] = {"pairs": len(hits), "accuracy": mean(hits), "low": low, "high": high}
         metrics[f"eval_rm_accuracy/{metric_name(name)}"] = mean(hits)
     found = faults(
-        metrics, ends_of | {name: wilson(hits) for name, hits in zip(PLACES, by_place, strict=True) if hits}
+        metrics,
+        ends_of | {name: wilson_interval(hits) for name, hits in zip(PLACES, by_place, strict=True) if hits},
     )
     return metrics, {"pairs": len(margins), "reliability": bins, "subsets": subsets, "faults": found}
 
@@ -221,7 +222,7 @@ def scores_of(
     ]
     prompts, completions, given, seeds, groups = zip(*found, strict=True)
     samples = samples_of(prompts, completions, given, tokenizer, ends, seeds, groups)
-    scores = iter(weighted(rewards, samples, normalize=False)[0])
+    scores = iter(weighted_scores(rewards, samples, normalize=False))
     if notes is not None:
         notes.update(samples.notes)
     return [[next(scores) for side in SIDES if row.get(side) is not None] for row in rows]

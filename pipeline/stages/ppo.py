@@ -40,6 +40,8 @@ def train(worker: Worker) -> dict[str, Any]:
 
     from pipeline.planning import plan
     from pipeline.ppo import teacher as teachers
+    from pipeline.ppo.episodes import Prompts
+    from pipeline.ppo.sampler import Roles, Sampler
     from pipeline.ppo.trainer import PPOTrainer
     from pipeline.run import best, roles
     from pipeline.stages import comparison as evaluation
@@ -59,7 +61,7 @@ def train(worker: Worker) -> dict[str, Any]:
     if args.teacher_coef:
         role = roles.add_frozen(worker, shared, "teacher", "teacher")
         prompts = worker.rows("train")["input_ids"]
-        teacher = teachers.made(role, args.teacher_system, worker.tokenizer, prompts)
+        teacher = teachers.make_teacher(role, args.teacher_system, worker.tokenizer, prompts)
     held_out, mixture, comparison = worker.rows("eval"), worker.work.mixture, None
     if held_out is not None:
         judge, start = roles.judge(worker, shared), roles.start(worker, shared, reference)
@@ -68,22 +70,16 @@ def train(worker: Worker) -> dict[str, Any]:
     tracked = best.make_tracker(worker.work.options, worker.work.gate, learning, worker.report)
 
     with roles.trainers_decoder(worker, shared, args) as decoder:
+        critic_reward = next((reward for reward in rewards if reward.name == copied), None)
+        models = Roles(shared, rewards, critic_reward, teacher)
+        draws = (lambda epoch: mixture.rows(epoch, args.seed)) if mixture else None
         trainer = PPOTrainer(
-            shared,
-            worker.tokenizer,
-            args,
-            prompts=worker.rows("train"),
-            rewards=rewards,
-            evaluate=(lambda: comparison.of("policy")[0]) if comparison else None,
-            decoder=decoder,
-            draws=(lambda epoch: mixture.rows(epoch, args.seed)) if mixture else None,
-            rollout=worker.work.rollout,
-            rollout_workers=client,
-            critic_reward=next((reward for reward in rewards if reward.name == copied), None),
-            teacher=teacher,
+            Sampler(models, worker.tokenizer, args, decoder),
+            Prompts(worker.rows("train"), draws),
+            worker.work.rollout,
+            client,
         )
         trainer.folders = roles.folders(worker, shared)
-        trainer.on_update = partial(_after_update, worker, trainer, tracked)
         if client:
             client.begin(trainer)
         if worker.resume:
@@ -94,7 +90,8 @@ def train(worker: Worker) -> dict[str, Any]:
         if worker.rank == 0:
             print(f"training; each update samples {args.batch_size} completions", flush=True)
         if not (tracked and tracked.exhausted):
-            trainer.train()
+            evaluate = (lambda: comparison.of("policy")[0]) if comparison else None
+            trainer.train(partial(_after_update, worker, trainer, tracked), evaluate)
     return _finish(worker, trainer, tracked, comparison)
 
 
@@ -117,8 +114,8 @@ def _after_update(
     if update == 1 and worker.rank == 0:
         warn_of_endless(1.0 - metrics["completions/clipped_ratio"], "the first completions")
     if args.logs(update, total):
-        judges = [reward for reward in trainer.rewards if isinstance(reward, JudgeReward)]
-        costs = {one.name: one.client.store.costs(one.given) for one in judges}
+        judges = [reward for reward in trainer.sampler.rewards if isinstance(reward, JudgeReward)]
+        costs = {one.name: one.client.store.costs(one.definition) for one in judges}
         named = {f"judges/{name}/{key}": value for name, each in costs.items() for key, value in each.items()}
         worker.log(metrics | named, update, total)
     if tracked and args.evaluates(update, total):

@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeline.run.parts import in_parts
 from pipeline.run.worker import Worker
-from pipeline.scoring.rewards import weighted
+from pipeline.scoring.rewards import weighted_scores
 from pipeline.stages.pairs import SIDES, samples_of
 from pipeline.statistics import mean
 
@@ -97,7 +97,7 @@ def measure(
             ]
             prompts, step = [row["prompt_ids"] for row in mine], -1 if probe.reverse else 1
             samples = samples_of(prompts[::step], ids[::step], given[::step], tokenizer, ends)
-            return weighted(rewards, samples, normalize=False)[0][::step]
+            return weighted_scores(rewards, samples, normalize=False)[::step]
 
         before = list(zip(*(scores(side, Probe(_unedited)) for side in SIDES), strict=True))
         after = {

@@ -21,7 +21,7 @@ from annotated_types import Ge, Le
 
 from pipeline.errors import InputError
 from pipeline.job import Job, load_job, schema
-from pipeline.job.gates import LOSS, Metrics
+from pipeline.job.gates import LOSS
 from pipeline.job.identity import identity_of
 from pipeline.job.stages import TRAINED
 from pipeline.job.yaml_tree import Tree
@@ -45,7 +45,7 @@ COMPARABLE = {
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """The keys `sweep.*` on the command line, with names of Ray Tune."""
+    """The keys `sweep.*` on the command line. Their names are those of Ray Tune."""
 
     max_trials: Annotated[int, Ge(1), Le(10_000)] = 64
     """The most trials that a sweep may have."""
@@ -70,7 +70,7 @@ class Trial:
 class Sweep:
     """A sweep, whose jobs have been checked."""
 
-    job: Job  # the job without the varied values, with the name of the sweep
+    job: Job  # the job that all trials share, without the varied values
     settings: SweepSettings
     trials: list[Trial]
     metric: str  # the eval metric that the trials are compared by
@@ -118,10 +118,10 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
             "the trials are compared on held-out rows, and there are none: set data.eval or data.eval_fraction",
             key="data.eval",
         )
-    metrics = Metrics(base)
-    for key, message in metrics.metric_problems():
-        raise InputError(message, key, base.source)
-    metric = base.run.metric_for_best_model or metrics.default
+    run = base.run
+    if problem := base.metrics.why_not_compared(run.metric_for_best_model, run.greater_is_better):
+        raise InputError(problem, "run.metric_for_best_model", base.source)
+    metric = run.metric_for_best_model or base.metrics.default
     check_comparable(metric, base.stage, varied)
     # The default name is a digest of the sweep, so that the same command resumes.
     essences = [essence(identity_of(job), "gate") for job, _ in jobs]
@@ -205,7 +205,7 @@ def check_comparable(metric: str, stage: str, varied: Collection[str]) -> None:
 
 
 def name_of_trial(values: dict[str, str]) -> str:
-    """Returns a name for the combination of values that is unique, and that a folder may have."""
+    """Returns a unique name for a combination of values, which can be the name of a folder."""
     typed = "_".join(f"{key.rpartition('.')[2]}-{value}" for key, value in values.items())
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", typed)
     if name == typed and len(name) <= 80:

@@ -154,7 +154,7 @@ class Rungs:
                 self.asha.on_trial_add(None, SimpleNamespace(trial_id=trial))
         decision = self._decide(
             trial, report
-        )  # even if unused, because ASHA compares later evaluations with this one
+        )  # ASHA must get every evaluation, because it compares later ones with it
         report.setdefault("stop", decision)
         self.reports[trial].append(report)
         return report["stop"]

@@ -91,7 +91,7 @@ def test_without_an_aws_account_a_command_says_how_to_sign_in(home, monkeypatch,
     signed_out(monkeypatch, home)
     monkeypatch.setattr(clusterfile.os, "execve", lambda *_: pytest.fail("called ray"))
     message = (
-        r"aws does not let you in \(NoCredentialsError: .*; run `aws configure` .*AWS_ACCESS_KEY_ID"
+        r"you are not signed in to AWS \(NoCredentialsError: .*; run `aws configure` .*AWS_ACCESS_KEY_ID"
         if importlib.util.find_spec("boto3")
         else r'boto3 is not installed here; run \.venv/bin/pip install -c constraints\.txt -e "\.\[cloud\]"'
     )
@@ -110,7 +110,7 @@ def test_own_machines_need_no_account(home, monkeypatch, capsys):
     assert called == [["exec", str(file), "RAY_AUTH_MODE=token ray status", "--x"]]
     clusterfile.main(["down", str(file)])
     assert called[1:] == [["exec", str(file), "bash ~/rlhf/start-node.sh stop"], ["down", str(file)]]
-    assert "stays: ~/rlhf and ~/mlflow on each machine" in capsys.readouterr().out
+    assert "not deleted: ~/rlhf and ~/mlflow on each machine" in capsys.readouterr().out
 
 
 @pytest.fixture

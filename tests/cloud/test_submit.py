@@ -173,7 +173,7 @@ def test_several_nodes_need_shared_storage_and_a_shared_mlflow_server(tmp_path, 
     for shared in ("/mnt/not-here/runs", "s3://bucket/runs"):
         preflight.check_storage(shared, "http://10.9.8.0:5000", two)
     for own in ("sqlite:////mnt/mlflow.db", "http://127.0.0.1:5000"):
-        with pytest.raises(InputError, match=r"mlflow\.tracking_uri: .* means another file or machine"):
+        with pytest.raises(InputError, match=r"mlflow\.tracking_uri: .* is another file or machine"):
             preflight.check_storage("s3://bucket/runs", own, two)
     preflight.check_storage(str(tmp_path), None, a_cluster({"CPU": 4}))
 

@@ -91,11 +91,10 @@ def test_hosts_of_rollout_workers_die_and_rejoin(cluster):
     assert "".join(run.process.lines).count("another worker takes its place") >= 2
 
     updates = UPDATES - 5
-    adapter, counted = weights[0].stat().st_size, expected["metrics"]["rollout/bytes"]
+    adapter = weights[0].stat().st_size
     print(
         f"\nadapter {adapter} bytes; an update: {sent[0] / updates:.0f} from the trainer's host, "
-        f"{sum(sent[1:]) / updates:.0f} from the two others; rollout/bytes {counted:.0f}"
+        f"{sum(sent[1:]) / updates:.0f} from the two others"
     )
     # Two workers fetch each version. The base is ten times as large, and is sent only once.
     assert adapter < sent[0] / updates < 4 * adapter
-    assert counted < 4 * adapter

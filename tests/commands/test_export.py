@@ -213,8 +213,6 @@ def test_the_code_of_a_card_gives_the_adapters_outputs(models_of, merge, engine,
     kind = "policy" if models_of is POLICY else "reward"
     made = stage("export", storage, f"card-{kind}-{merge}", *models_of, f"trainer.merge={merge}")["exported"]
     folder = Path(made[kind]["folder"])
-    words = json.loads((folder / "tokenizer_config.json").read_text())
-    assert words["tokenizer_class"] == "PreTrainedTokenizerFast"
     code = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)[1]
     # The generation config of the base may lack the end token that the policy was trained with.
     assert ("eos_token_id=ends" in code and "ends = [817, 825]" in code) == (

@@ -37,6 +37,15 @@ def test_files_that_are_not_there(tmp_path):
     assert len(files.find_files([str(tmp_path), str(tmp_path / "*.jsonl")], "data.train")) == 2
 
 
+def test_a_link_to_a_folder_above_repeats_no_file(tmp_path):
+    (tmp_path / "tree/a").mkdir(parents=True)
+    (tmp_path / "tree/a/rows.jsonl").write_text("{}\n")
+    (tmp_path / "tree/a/up").symlink_to(tmp_path / "tree")
+    for spec in ("tree", "tree/**/*.jsonl", "**/a/*.jsonl"):
+        (file,) = files.find_files(str(tmp_path / spec), "data.train")
+        assert file.path.endswith("a/rows.jsonl")
+
+
 def folder_of(tmp_path, *names):
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

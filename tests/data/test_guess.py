@@ -35,7 +35,6 @@ def rows(**columns):
 
 SETS = {
     "alpaca": rows(instruction="Give tip {}.", input="", output="Eat well, please."),
-    "dolly": rows(instruction="Say {}.", context=("", "Of old."), response="Well then {}.", category="open_qa"),
     "openhermes": rows(id="x{}", system_prompt="", question="Why is {} so?", response="It just is."),
     "sharegpt": rows(id="{}", conversation=[{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]),
     "stack": rows(qid=1, question="How do I {}?", date="2016/01/01", metadata=["https://a"], response_j="Like this.", response_k="Like that."),
@@ -44,7 +43,6 @@ SETS = {
     "alpaca_eval": rows(instruction="Do {} now.", output_1="Done it.", generator_1="gpt4", output_2="Not done.", generator_2="x", annotator="gpt4", preference=(1.0, 2.0, 1.5)),
     "shp": rows(post_id="k{}", history="A post {} here.", human_ref_A="One comment.", human_ref_B="Another one.", score_A=(3, 8), score_B=5, labels=(0, 1), seconds_difference=1.0),
     "webgpt": rows(question={"id": "1", "full_text": "Why is it so?"}, answer_0="Because of it.", answer_1="No idea why.", score_0=(0.5, -0.5), score_1=(-0.5, 0.5)),
-    "safe": rows(prompt="Ask {} now.", response_0="Yes it is.", response_1="No it is.", better_response_id=(0, 1)),
     "arena": rows(model_a="gpt", model_b="claude", winner=("model_a", "model_b", "tie"), conversation_a=CHAT, conversation_b=OTHER),
     "hh": rows(chosen="\n\nHuman: hi {}\n\nAssistant: Yes.", rejected="\n\nHuman: hi {}\n\nAssistant: No."),
     "ultrafeedback": rows(prompt="hi", chosen=CHAT, rejected=OTHER, messages=CHAT, score_chosen=8.0, score_rejected=2.0),
@@ -64,7 +62,6 @@ SETS = {
     "sheet": rows(customer_message="Where is {}?", reply_a="On its way.", reply_b="No idea at all.", anna=("A", "B", "tie"), ben=("a ", "B", "")),
     "form": rows(**{"Question": "Why {}?", "Answer A": "So {}.", "Answer B": "Not so.", "Which answer is better?": ("A is slightly better", "Both bad")}),
     "verdicts": rows(**{"Question": "Why {}?", "Which answer is better?": ("A is slightly better", "Both bad")}),
-    "typed verdicts": rows(Question="Why {}?", completion=("It is good.", "It is bad.")),
     "votes in a list": rows(prompt="Say {} now.", reply_1="As you wish.", reply_2="Oh no, never.", best=(["reply_1", "reply_2"], ["reply_2"], None)),
     "a question about a text": rows(context="Old text {}.", question="Why {}?", answer="So it is."),
     "a solution with a short answer": rows(problem="What is {} plus 1?", solution="First {}. Then one.", answer="{}"),
@@ -72,13 +69,11 @@ SETS = {
     "a log with nested feedback": rows(query="Say {} now.", answer="As you wish.", feedback=({"rating": "like"}, {"rating": "dislike"}, None)),
     "a survey that few answered": rows(question="Say {} now.", reply="As you wish.", satisfaction=("Offered", "Offered", "Good", "Bad")),
     "a message a row": rows(conversation_id="{}", role=("user", "assistant"), text="Say {} now."),
-    "sources named as roles": rows(prompt="Say {} now.", completion="As you wish.", source=("human", "model")),
 }  # fmt: skip
 GOOD = " and data.label='{good: VALUE, bad: VALUE}' for what its values mean"
 FIRST = GOOD.replace("good", "first").replace("bad", "second")
 FITS = {
     "alpaca": "sft and ppo as they are",
-    "dolly": "sft with data.columns='{input: context, output: response}'; ppo as they are",
     "openhermes": "sft with data.columns='{prompt: question, completion: response}'; ppo with data.columns='{prompt: question}'",
     "sharegpt": "sft with data.columns='{messages: conversation}'",
     "stack": "rm, dpo and kto with data.columns='{prompt: question, chosen: response_j, rejected: response_k}'; "
@@ -90,7 +85,6 @@ FITS = {
     "ppo with data.columns='{prompt: history}'",
     "webgpt": "rm, dpo and kto with data.columns='{prompt: question.full_text, first: answer_0, second: answer_1, first_score: score_0, second_score: score_1}'; "
     "ppo with data.columns='{prompt: question.full_text}'",
-    "safe": "rm, dpo and kto with data.columns='{first: response_0, second: response_1, label: better_response_id}'; ppo as they are",
     "arena": "rm, dpo and kto with data.columns='{first: conversation_a, second: conversation_b, label: winner}'",
     "hh": "rm, dpo, kto and ppo as they are",
     "ultrafeedback": "sft, rm, dpo, kto and ppo as they are",
@@ -114,7 +108,6 @@ FITS = {
     "sheet": "rm, dpo and kto with data.columns='{prompt: customer_message, first: reply_a, second: reply_b, label: [anna, ben]}'",
     "form": "rm, dpo and kto with data.columns=\"{prompt: Question, first: Answer A, second: Answer B, label: 'Which answer is better?'}\"" + FIRST + "; ppo with data.columns='{prompt: Question}'",
     "verdicts": "ppo with data.columns='{prompt: Question}'",
-    "typed verdicts": "sft and ppo with data.columns='{prompt: Question}'",
     "votes in a list": "rm, dpo and kto with data.columns='{first: reply_1, second: reply_2, label: best}'; ppo as they are",
     "a question about a text": "sft with data.columns='{instruction: question, input: context, output: answer}'; "
     "ppo with data.columns='{instruction: question, input: context}'",
@@ -124,7 +117,6 @@ FITS = {
     "ppo with data.columns='{prompt: query}'",
     "a survey that few answered": "sft and kto with data.columns='{prompt: question, completion: reply, label: satisfaction}'" + GOOD + "; ppo with data.columns='{prompt: question}'",
     "a message a row": "",
-    "sources named as roles": "sft and ppo as they are",
 }  # fmt: skip
 
 
@@ -174,7 +166,7 @@ def test_a_column_that_marks_bad_completions_needs_a_setting(names):
     assert guessed(made, "ppo") == {"prompt": "question"}
     line = misfit(made, "kto", "a.jsonl")
     assert f"set data.columns='{{label: {names[-1]}}}' and data.label='{{good: 0, bad: 1}}'" in line
-    assert line.endswith("or make one label: data.transform")
+    assert line.endswith("or make one label with data.transform")
 
 
 def test_the_values_of_a_column_that_marks_bad_completions_are_named():
@@ -282,4 +274,4 @@ def test_unlabeled_rows_do_not_confirm_a_guess():
 
 def test_rows_of_one_message_each_are_recognized():
     said = misfit(SETS["a message a row"], "sft", "log.csv")
-    assert said.endswith("make conversations of them: data.group_by=COLUMN and data.transform")
+    assert said.endswith("combine them into conversations with data.group_by=COLUMN and data.transform")

@@ -153,7 +153,7 @@ BESIDE = {
     "rating": ((1, 2, 5), r"label: rating\}' and data\.label='\{good: VALUE, bad: VALUE\}'"),
     "anna_score": (("1.0", "5.0", "NaN"), r"label: anna_score\}' and data\.label='\{good: VALUE"),
     "annaRating": ((1, 2, 5), r"label: annaRating\}' and data\.label='\{good: VALUE, bad: VALUE\}'"),
-    "feedback": (("up", "down", "NaN"), r"label: feedback\}', or leave it out: data\.transform"),
+    "feedback": (("up", "down", "NaN"), r"label: feedback\}', or remove this column with data\.transform"),
     "verdict": (("up", "down", "neutral"), r"label: verdict\}' and data\.label"),
 }
 

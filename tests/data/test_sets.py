@@ -39,7 +39,6 @@ def folder(tmp_path):
     Dataset.from_list(ROWS[30:]).to_parquet(path / "data/test-00000-of-00001.parquet")
     (path / "small.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:3]))
     (path / "README.md").write_text(README)
-    (path / "prefs.py").write_text("raise SystemExit('code of a set')\n")
     return path
 
 
@@ -72,7 +71,6 @@ def test_saved_folders(tmp_path):
 
 
 def test_a_folder_with_a_readme(folder):
-    (folder / "prefs.py").unlink()
     for item in ("", "/", "/train", ":default", ":default/train"):
         assert found(f"{folder}{item}") == ["train-00000-of-00001.parquet"], item
     for item in ("/test_prefs", ":default/test_prefs"):
@@ -103,11 +101,6 @@ def test_a_readme_that_lists_data_files_is_rejected(tmp_path):
     (tmp_path / "README.md").write_text(f"---\n{readme}---\n")
     with pytest.raises(InputError, match=r"README of .* sets `field`"):
         found(f"{tmp_path}:small")
-
-
-def test_the_code_of_a_dataset_is_not_run(folder):
-    with pytest.raises(InputError, match="Dataset scripts are no longer supported"):
-        found(folder)
 
 
 # ---- the Hub, in another process because huggingface_hub reads its settings once ----------------------------------------
@@ -141,7 +134,6 @@ def in_process(items, tmp_path, **environment):
 
 
 def test_a_dataset_on_the_hub_is_pinned_and_read_from_the_hub(folder, tmp_path):
-    (folder / "prefs.py").unlink()
     name = "hf://datasets/owner/prefs"
     train, test = (f"data/{split}-00000-of-00001.parquet" for split in ("train", "test"))
     expected = {
@@ -166,7 +158,6 @@ def test_a_dataset_on_the_hub_is_pinned_and_read_from_the_hub(folder, tmp_path):
 
 
 def test_an_unreachable_hub_and_its_cache(folder, tmp_path):
-    (folder / "prefs.py").unlink()
     (folder / "test_prefs").mkdir()  # the folder has the name of a split
     (folder / "test_prefs/notes.txt").write_text("n")
     name = "hf://datasets/owner/prefs"

@@ -70,9 +70,9 @@ def outcome(settings):
     layer = next(module for name, module in shared.base.named_modules() if name.endswith("mlp"))
     layer.register_forward_pre_hook(lambda *_: calls.append(1))
     reward = AdapterReward(shared, mean=1.0, std=3.0) if scorer else FunctionReward(toy.low)
-    trainer = toy.trainer(shared, [reward], evaluate=lambda: asked.append(1) or {}, **changes)
+    trainer = toy.trainer(shared, [reward], **changes)
     try:
-        history = trainer.train()
+        history = trainer.train(evaluate=lambda: asked.append(1) or {})
     except Exception as error:  # a check that the key turns on or off
         return repr(error)
     timed = ("time/", "memory/", "per_second")

@@ -1,8 +1,7 @@
-"""Compares our PPO formulas with lines of TRL 1.12's PPOTrainer, which run exactly as they stand in its source.
+"""Compares our PPO formulas with TRL 1.12's PPOTrainer. The test runs lines of TRL's source without changes.
 
-Both agree on the score's position, the mask and the end of GAE only if all completions have full length. For shorter
-completions TRL places the score one position past the end, and its GAE runs over padding. `make test-all` installs TRL 1.12
-into a separate folder, like `make bench`.
+Both agree only if all completions have full length. For shorter completions, TRL places the score one position after the end,
+and its GAE runs over padding. `make test-all` installs TRL 1.12 into a separate folder, like `make bench`.
 """
 
 import ast
@@ -17,12 +16,12 @@ from pipeline.ppo import functional as F
 from pipeline.ppo.config import PPOConfig
 
 SOURCE = ROOT / ".bench/trl/trl/experimental/ppo/ppo_trainer.py"
-pytestmark = pytest.mark.skipif(not SOURCE.exists(), reason="TRL 1.12 is not there: make .bench/trl")
+pytestmark = pytest.mark.skipif(not SOURCE.exists(), reason="TRL 1.12 is not installed: run make .bench/trl")
 ROWS, ACTIONS = 5, 7
 
 
 def lines(first, last):
-    """Returns TRL's lines, from the line that starts with `first` to the line before `last`, as compiled code."""
+    """Compiles TRL's lines from the line that starts with `first` to the line before `last`."""
     text = SOURCE.read_text().splitlines()
     start = next(i for i, line in enumerate(text) if line.strip().startswith(first))
     stop = next(i for i, line in enumerate(text) if i > start and line.strip().startswith(last))
@@ -40,7 +39,7 @@ def trl_functions():
 
 @pytest.fixture(params=[0, 1, 2])
 def world(request):
-    """Returns a rollout of full-length completions, with the variable names of TRL's loop."""
+    """Returns a rollout of full-length completions under the variable names of TRL's loop."""
     draw = torch.Generator().manual_seed(request.param)
     rand = lambda *shape: torch.randn(*shape, generator=draw)  # noqa: E731
     nothing = torch.zeros(ROWS, ACTIONS, dtype=torch.bool)

@@ -9,12 +9,8 @@ from pipeline.ppo.config import PPOConfig
 
 pytestmark = pytest.mark.usefixtures("in_root")
 WRONG = [  # key, value, expected value, other settings
-    ("trainer.batch_size", "0", "between 1 and", []),
-    ("trainer.batch_size", "'16'", "a whole number", []),
     ("trainer.batch_size", "10", "a multiple of num_generations", ["trainer.num_generations=4"]),
     ("trainer.temperature", "0", "between 0.01 and 100", []),
-    ("trainer.kl_coef", ".nan", "a finite number", []),
-    ("trainer.kl_estimator", "k4", "k1, k2, k3", []),
     ("trainer.kl_estimator", "k1", "'k2' or 'k3' with kl_in: loss", ["trainer.kl_in=loss"]),
     (
         "trainer.advantage_estimator",
@@ -24,7 +20,6 @@ WRONG = [  # key, value, expected value, other settings
     ),
     ("trainer.num_generations", "1", "2 or more", ["trainer.advantage_estimator=rloo"]),
     ("trainer.min_new_tokens", "1000", "less than response_length", []),
-    ("trainer.dual_clip", "0.5", "above 1", []),
     ("trainer.num_mini_batches", "100", "at most batch_size", []),
     ("trainer.critic_warmup_steps", "2", "off without a critic", ["trainer.advantage_estimator=remax"]),
     ("trainer.critic_learning_rate", "0", "above 1e-7", ["trainer.lr_scheduler_type=polynomial"]),
@@ -32,11 +27,7 @@ WRONG = [  # key, value, expected value, other settings
     ("trainer.vf_coef", "0", "above 0 with critic: head", ["trainer.critic=head"]),
     ("trainer.importance_sampling_level", "sequence", "'token' with advantage_estimator gae", []),
     ("trainer.bootstrap_truncated", "true", "only one of", ["trainer.missing_eos_penalty=1"]),
-    ("rollout.engine", "sglang", "transformers, vllm", []),
-    ("rollout.num_workers", "-1", "between 0 and 1000", []),
-    ("rollout.num_workers", "[1, 2]", "expected a whole number", []),
     ("rollout.staleness", "1", "0 without rollout workers", []),
-    ("rollout.correction_cap", "1", "above 1", []),
     ("rollout.vllm_kwargs", "{model: x}", "none of what the sampler sets itself", ["rollout.engine=vllm"]),
     ("rollout.vllm_kwargs", "{seed: 1}", "null without rollout.engine=vllm", []),
     ("rollout.tensor_parallel_size", "2", "1 unless rollout workers", []),

@@ -1,4 +1,4 @@
-"""Tests that each advantage estimator agrees with its definition, and that a job can bring its own."""
+"""Tests that each advantage estimator agrees with its definition, and that a job can have its own estimator."""
 
 import sys
 import textwrap
@@ -16,7 +16,7 @@ from pipeline.ppo.config import PPOConfig
 
 @pytest.mark.parametrize("name", estimators.ESTIMATORS)
 @pytest.mark.parametrize("more", [{}, dict(scale_rewards=False, gamma=0.7, lam=0.3)], ids=["", "others"])
-def test_a_formula_is_what_its_definition_says(name, more):
+def test_each_formula_equals_its_definition(name, more):
     estimator = estimators.ESTIMATORS[name]
     n = 3 if estimator.compares_groups else 1
     args = PPOConfig(advantage_estimator=name, num_generations=n, batch_size=6, **more)
@@ -64,12 +64,12 @@ def mine(tmp_path, monkeypatch):
         """)
     )
     monkeypatch.syspath_prepend(tmp_path)
-    estimators.of.cache_clear()
+    estimators.estimator_named.cache_clear()
     yield "python:own_formulas:"
     sys.modules.pop("own_formulas", None)
 
 
-def test_a_job_brings_its_own_formula(mine, in_root):
+def test_a_job_can_have_its_own_formula(mine, in_root):
     trainer = toy.trainer(advantage_estimator=f"{mine}best_of_group", num_generations=4)
     assert not trainer.args.uses_critic and trainer.roles == ["policy"]
     episodes = toy.first_episodes(trainer)
@@ -96,7 +96,7 @@ def test_the_self_check_compares_with_the_definition_if_there_is_one(mine, monke
 @pytest.mark.parametrize(
     ("name", "message"), [("unknown", "it has weather"), ("missing", "has no attribute 'missing'")]
 )
-def test_a_function_that_cannot_be_one_is_refused(mine, name, message):
+def test_an_invalid_function_is_rejected(mine, name, message):
     with pytest.raises(InputError, match=message) as caught:
         PPOConfig(advantage_estimator=mine + name)
     assert caught.value.key == "advantage_estimator"
@@ -105,6 +105,6 @@ def test_a_function_that_cannot_be_one_is_refused(mine, name, message):
 @pytest.mark.parametrize(
     ("name", "says"), [("wrong_shape", r".*\[16\].*expected .* \(16, 8\)"), ("no_number", "NaN or a number")]
 )
-def test_what_is_no_advantage_ends_the_run(mine, name, says):
+def test_an_invalid_result_of_a_formula_ends_the_run(mine, name, says):
     with pytest.raises(Failure, match=f"python:own_formulas:{name} returned {says}"):
         toy.trainer(advantage_estimator=mine + name).run_update()

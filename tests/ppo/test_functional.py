@@ -1,7 +1,7 @@
 """Compares functional.py with numbers computed by hand, and losses with plain loops on random ragged batches.
 
-Token rewards, whitening and GAE are defined in pipeline/ppo/selfcheck and estimators.py. Every run and test_estimators.py
-compare with those definitions.
+pipeline/ppo/selfcheck and estimators.py define token rewards, whitening and GAE. The self-checks of every run and
+test_estimators.py compare with these definitions.
 """
 
 import math
@@ -87,7 +87,7 @@ K3_FAR = math.expm1(F.LOG_RATIO_LIMIT) - F.LOG_RATIO_LIMIT
     ],
 )
 def test_only_what_goes_through_exp_is_clamped_far_from_the_reference(name, distance, value, gradient):
-    """A token whose log-ratio is 29 nats reports its distance, and its gradient pulls the policy back."""
+    """The KL of a token with a log-ratio of 29 nats is not clamped, and its gradient pulls the policy back."""
     policy = torch.tensor([distance], requires_grad=True)
     kl = F.kl_estimate(policy, torch.zeros(1), name)
     assert kl.item() == pytest.approx(value)
@@ -111,7 +111,7 @@ def test_the_upper_clip_range_can_differ_from_the_lower():
 
 
 def test_a_sequences_ratio_is_the_geometric_mean_of_its_tokens():
-    """Checks equations 5 to 7 of GSPO and its gradient (10), the mean of the score functions times ratio and advantage."""
+    """Checks equations 5 to 7 of GSPO, and its gradient (equation 10)."""
     new = t([0.3, -0.1, NAN], [0.5, 0.5, 0.5]).requires_grad_()
     old, mask = t([0.0, 0.0, 1.0], [0.0, 0.0, 0.0]), t([1, 1, 0], [1, 1, 1])
     advantages = t([2.0, 2.0, NAN], [3.0, 3.0, 3.0])

@@ -42,10 +42,9 @@ GROUP = dict(advantage_estimator="rloo", num_generations=2, kl_coef=0.0)
     [
         # forwards: sampling, reference, old log-probs, two epochs (also backward); critic: values, two epochs
         ({}, 2 + 1 + 2 * 2 + 1 + 2 * 2),
-        (dict(critic="head", num_ppo_epochs=1), 2 + 1 + 2),
         (dict(num_ppo_epochs=1, num_mini_batches=1, **GROUP), 2 + 2),
     ],
-    ids=["adapter", "head", "one forward"],
+    ids=["adapter", "one forward"],
 )
 def test_mfu_is_the_share_of_a_gpus_peak(settings, passes, monkeypatch):
     trainer = toy.trainer(**settings)

@@ -1,4 +1,4 @@
-"""Tests that a resumed PPO run ends like an uninterrupted run, for each AdamW of `trainer.optim`."""
+"""Tests that a resumed PPO run ends like an uninterrupted run, and that each AdamW of `trainer.optim` equals torch's."""
 
 import json
 import random
@@ -9,7 +9,7 @@ import torch
 import toy_ppo as toy
 
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.trainer import adamw
+from pipeline.ppo.optimizer import adamw
 from pipeline.system.rng import rng_state, set_rng_state
 
 
@@ -26,8 +26,7 @@ def threads(request):
     [
         ("adapter", "float32", 1),
         ("head", "float32", 2),
-        pytest.param("adapter", "float32", 2, marks=pytest.mark.slow),
-        pytest.param("head", "bfloat16", 2, marks=pytest.mark.slow),  # slow on a CPU without bf16
+        pytest.param("head", "bfloat16", 2, marks=pytest.mark.slow),  # takes long on a CPU without bf16
     ],
     indirect=["threads"],
 )
@@ -37,7 +36,7 @@ def test_a_restored_run_ends_with_the_same_numbers(critic, dtype, threads, tmp_p
         critic=critic,
         num_generations=4 if critic == "head" else 1,
         bf16=dtype == "bfloat16",
-        total_episodes=64, kl_controller="adaptive", kl_target=0.5, kl_horizon=100, normalize_values=True,
+        total_episodes=48, kl_controller="adaptive", kl_target=0.5, kl_horizon=100, normalize_values=True,
         sync_ref_model=True, ref_model_sync_steps=1, lr_scheduler_type="cosine", warmup_steps=2, learning_rate=5e-3,
         critic_warmup_steps=1,
     )  # fmt: skip
@@ -50,8 +49,7 @@ def test_a_restored_run_ends_with_the_same_numbers(critic, dtype, threads, tmp_p
     whole = trainer(9)
     whole.train()
     first = trainer(9)
-    first.on_update = lambda metrics, update, total: update == 2
-    first.train()
+    first.train(lambda metrics, update, total: update == 1)
     first.save(tmp_path)
     second = trainer(1234)
     for parameter in [p for r in ("policy", "critic", "reference") for p in second.shared.parameters_of(r)]:
@@ -60,8 +58,8 @@ def test_a_restored_run_ends_with_the_same_numbers(critic, dtype, threads, tmp_p
     second.train()
     roles = ["policy", "critic", "reference"]
     assert torch.equal(toy.weights(whole, roles), toy.weights(second, roles))
-    assert toy.unmeasured(whole.history) == toy.unmeasured(second.history) and len(whole.history) == 4
-    assert json.loads((tmp_path / "ppo_state.json").read_text())["update"] == 2
+    assert toy.unmeasured(whole.history) == toy.unmeasured(second.history) and len(whole.history) == 3
+    assert json.loads((tmp_path / "ppo_state.json").read_text())["update"] == 1
 
 
 def test_kl_controller_counts_nats_a_completion():
@@ -81,7 +79,7 @@ def test_kl_controller_counts_nats_a_completion():
 
 @pytest.mark.parametrize(("gpu_before", "gpu_now"), [(True, True), (True, False), (False, True)])
 def test_random_states_continue_with_a_gpu_or_without_one(gpu_before, gpu_now, tmp_path, monkeypatch):
-    """A process saves and restores only its own GPU's generator. The other GPUs belong to other workers."""
+    """A process saves and restores only the generator of its own GPU, because other GPUs belong to other workers."""
     restored = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu_before)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.arange(3))
@@ -94,11 +92,8 @@ def test_random_states_continue_with_a_gpu_or_without_one(gpu_before, gpu_now, t
     assert restored == ([[0, 1, 2]] if gpu_before and gpu_now else [])
 
 
-KINDS = ["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"]
-
-
 def wide():
-    """Adapters with at least 4096 numbers, from which size bitsandbytes stores moments in 8 bits."""
+    """Returns a base with adapters of at least 4096 numbers, because bitsandbytes stores moments of smaller ones in fp32."""
     shared = toy.SharedBase(toy.base())
     shared.add("policy", lora={**toy.LORA, "r": 128}, trainable=True)
     return shared
@@ -113,8 +108,8 @@ def trained(kind, updates=2):
     return trainer
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_steps_as_adamw_does_and_resumes(kind, tmp_path):
+@pytest.mark.parametrize("kind", ["adamw_8bit", "paged_adamw_32bit"])
+def test_moments_in_bytes_and_in_paged_memory_are_restored(kind, tmp_path):
     trainer = trained(kind)
     states = [state for state in trainer.optimizer.state.values() if state]
     eight = any(
@@ -129,8 +124,8 @@ def test_every_kind_steps_as_adamw_does_and_resumes(kind, tmp_path):
     assert torch.equal(toy.weights(again, ["policy"]), toy.weights(trainer, ["policy"]))
 
 
-@pytest.mark.parametrize("kind", KINDS[1:])
-def test_one_step_equals_torchs(kind):
+@pytest.mark.parametrize("kind", ["adamw_torch_fused", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"])
+def test_steps_of_every_kind_equal_torchs(kind):
     moved = []
     for name in ("adamw_torch", kind):
         torch.manual_seed(0)

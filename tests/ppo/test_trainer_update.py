@@ -1,4 +1,4 @@
-"""Tests the inside of one PPOTrainer update: log-probs, ratios, losses, gradients, and weights that must not change."""
+"""Tests the parts of one PPOTrainer update: scores, advantages, log-probs, losses, gradients, and frozen weights."""
 
 import math
 import re
@@ -9,31 +9,36 @@ import toy_ppo as toy
 from running import ROOT
 
 from pipeline.errors import SelfCheckFailed
+from pipeline.job.rollout import RolloutConfig
 from pipeline.ppo import losses
 from pipeline.ppo.episodes import Totals
+from pipeline.scoring import forward
 from pipeline.scoring.rewards import AdapterReward
-from pipeline.writing.rows import Sampling
+from pipeline.writing.decoder import SlotDecoder
+from pipeline.writing.rows import Completion, Sampling
+
+GRPO = dict(advantage_estimator="grpo", num_generations=8)
 
 GSPO = dict(
     advantage_estimator="grpo", num_generations=2, importance_sampling_level="sequence", cliprange=0.01, cliprange_high=0.02,
     kl_in="loss", kl_estimator="k3", entropy_coef=0.1, mask_truncated_completions=True,
 )  # fmt: skip
-# The update on the page
+# the code of the update in docs/architecture.md
 [PAGE] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/architecture.md").read_text(), re.DOTALL)
-# What it reads of them: no default, and with an effect. The norm of the policy's gradient is clipped, the critic's is not.
+# Settings that the page reads. None is a default, and each has an effect: clipping changes the policy's gradient only.
 SET = dict(
     temperature=0.8, gamma=0.98, lam=0.9, kl_coef=0.3, cliprange=0.05, cliprange_value=0.1, vf_coef=0.2, max_grad_norm=0.5,
     lr_scheduler_type="linear", critic_learning_rate=5e-3, weight_decay=0.01,
 )  # fmt: skip
-# All rows have 14 tokens
+# settings that make all rows 14 tokens long
 EVEN = dict(rows=[row | {"input_ids": 2 * row["input_ids"][:3]} for row in toy.prompts()], min_new_tokens=7)
 
 
-# The trainer sorts a minibatch by length, so its sums have another order, unless all rows have one length. This rounding
-# makes the two updates differ by 6e-7 of their size; a step that is left out, by 5e-2 and more.
+# The trainer sorts a minibatch by length, so its sums have another order, unless all rows have the same length. This rounding
+# makes the two updates differ by 6e-7 of their size. A missing step makes them differ by 5e-2 or more.
 @pytest.mark.parametrize(("changes", "rounding"), [(EVEN, 0.0), ({}, 1e-4)], ids=["even", "ragged"])
-def test_the_update_on_the_page_is_the_trainers(changes, rounding):
-    """It is the second one: the policy has left the reference, and Adam has moments."""
+def test_the_update_in_the_documentation_equals_the_trainers(changes, rounding):
+    """Compares second updates, because then the policy has left the reference, and Adam has moments."""
 
     def after_an_update():
         shared = toy.shared_base()
@@ -50,7 +55,13 @@ def test_the_update_on_the_page_is_the_trainers(changes, rounding):
     assert metrics["grad_norm/critic"] < one.args.max_grad_norm < metrics["grad_norm/policy"]
     assert metrics["policy/clipfrac_avg"] > 0 and metrics["val/clipfrac_avg"] > 0
     batch = page["ppo_update"](
-        other.shared, other.tokenizer, other.args, other.prompts, other.rewards, other.optimizer, other.update
+        other.shared,
+        other.sampler.tokenizer,
+        other.args,
+        other.prompts.rows,
+        other.sampler.rewards,
+        other.optimizer,
+        other.update,
     )
     assert torch.equal(batch.input_ids, expected.input_ids)
     for name in ("rewards", "advantages", "returns"):
@@ -61,7 +72,7 @@ def test_the_update_on_the_page_is_the_trainers(changes, rounding):
         assert (mine - its).norm() <= rounding * (its - start[role]).norm(), role
 
 
-def test_the_comments_on_the_page_name_what_the_trainer_calls():
+def test_the_comments_in_the_documentation_name_functions_of_the_trainer():
     comments = re.findall("# (.*)", PAGE)
     named = [(re.findall(r"[\w/]+\.py", one), re.findall(r"(\w+)\(\)", one)) for one in comments]
     assert sum(len(functions) for _, functions in named) > 10
@@ -87,20 +98,12 @@ def test_old_log_probs_are_the_trainers_and_the_first_ratio_is_asserted():
     assert trainer.learn(episodes)["policy/first_ratio_error"] > 0.1
 
 
-LOSSES = [dict(), GSPO, dict(loss_aggregation="constant", entropy_coef=0.1)]
-SPLITS = [
-    dict(per_device_train_batch_size=1),
-    dict(per_device_train_batch_size=5),
-    dict(max_tokens_per_micro_batch=40),
-]
-
-
 @pytest.mark.parametrize(
     ("loss", "changes"),
     [
-        pytest.param(loss, changes, marks=[pytest.mark.slow] * (i != j))
-        for i, loss in enumerate(LOSSES)
-        for j, changes in enumerate(SPLITS)
+        (dict(), dict(per_device_train_batch_size=1)),
+        (GSPO, dict(per_device_train_batch_size=5)),
+        (dict(loss_aggregation="constant", entropy_coef=0.1), dict(max_tokens_per_micro_batch=40)),
     ],
 )
 def test_micro_batches_do_not_change_the_update(loss, changes):
@@ -111,9 +114,9 @@ def test_micro_batches_do_not_change_the_update(loss, changes):
     assert (toy.weights(many) - toy.weights(one)).norm() / moved.norm() < 1e-5
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant", None])
+@pytest.mark.parametrize("aggregation", ["token", "constant", None])
 def test_policy_loss_kl_and_entropy_are_aggregated_the_same_way(aggregation):
-    """Compares with a loop over completions. Masked truncated completions count neither in the loss nor in its divisor."""
+    """Compares with a loop over completions. Masked completions count neither in the loss nor in its divisor."""
     trainer = toy.trainer(**{**GSPO, "loss_aggregation": aggregation, "importance_sampling_level": "token"})
     episodes = toy.first_episodes(trainer)
     for parameter in trainer.shared.parameters_of("policy"):
@@ -131,14 +134,12 @@ def test_policy_loss_kl_and_entropy_are_aggregated_the_same_way(aggregation):
         rows.append(-surrogate + 0.02 * ((-d).exp() - 1 + d) - 0.1 * entropy[row, here])
     by_hand = {
         "token": torch.cat(rows).mean(),
-        "sequence": torch.stack([row.mean() for row in rows]).mean(),
+        None: torch.stack([row.mean() for row in rows]).mean(),  # grpo's default is "sequence"
         "constant": torch.cat(rows).sum() / (len(rows) * 8),
     }
     assert totals == (len(torch.cat(rows)), len(rows))
-    assert loss.item() == pytest.approx(by_hand[aggregation or "sequence"].item(), rel=1e-5)
-    assert (
-        trainer.args.aggregation == (aggregation or "sequence") and toy.trainer().args.aggregation == "token"
-    )
+    assert loss.item() == pytest.approx(by_hand[aggregation].item(), rel=1e-5)
+    assert toy.trainer().args.aggregation == "token"
 
 
 def test_critic_starts_from_the_reward_and_is_warmed_up_alone():
@@ -161,7 +162,7 @@ def test_critic_starts_from_the_reward_and_is_warmed_up_alone():
 
 
 def test_a_critic_that_starts_from_no_reward_predicts_zero_and_learns():
-    """Random values as large as the reward explain less than nothing of the returns, and would cost the first updates."""
+    """Random values would have a negative explained variance, and the first updates would have to unlearn them."""
     shared = toy.shared_base(critic=False)
     shared.add("critic", lora=toy.LORA, head=True, trainable=True)
     trainer, start = toy.trainer(shared), toy.weights(shared, ["critic"])
@@ -170,9 +171,9 @@ def test_a_critic_that_starts_from_no_reward_predicts_zero_and_learns():
     assert moved[-32:].all() and moved[:-32].any()  # the head learned, and gave the adapter a gradient
 
 
-@pytest.mark.parametrize("critic_warmup_steps", [0, 3])
-def test_each_role_warms_up_when_it_begins_to_learn(critic_warmup_steps):
-    """Only updates that train the critic alone have a policy learning rate of 0. The metric `lr` is the policy's."""
+def test_each_role_warms_up_when_it_begins_to_learn():
+    """The policy's learning rate is 0 only in updates that train the critic alone. The metric `lr` is the policy's."""
+    critic_warmup_steps = 3
     trainer = toy.trainer(
         lr_scheduler_type="linear", warmup_steps=3, critic_warmup_steps=critic_warmup_steps,
         total_episodes=16 * (8 + critic_warmup_steps), learning_rate=1e-3, critic_learning_rate=1e-4, num_ppo_epochs=1,
@@ -256,3 +257,77 @@ def test_the_base_is_never_merged_into():
     before = [p.clone() for p in base]
     trainer.train()
     assert len(base) > 10 and all(torch.equal(p, old) for p, old in zip(base, before, strict=True))
+
+
+# ---------------------------------------------------------------------------------------- scores and advantages
+
+
+def test_scores_are_clipped_before_truncated_completions_are_fined():
+    trainer = toy.trainer(
+        missing_eos_penalty=2.0, reward_clip=0.3, kl_coef=0.0, lam=0.0, whiten_advantages=False
+    )
+    episodes = toy.first_episodes(trainer)
+    ended, raw = toy.in_some_rows(episodes.ended), toy.first_episodes(toy.trainer()).scores
+    torch.testing.assert_close(episodes.scores, raw.clamp(-0.3, 0.3) - 2.0 * ~ended)
+    last = torch.arange(16), episodes.counts - 1  # no value follows the last action
+    torch.testing.assert_close(episodes.advantages[last] + episodes.values[last], episodes.scores.float())
+
+
+@pytest.mark.parametrize("correction", ["token", "sequence"])
+def test_advantages_are_corrected_for_the_samplers_log_probs(correction):
+    class Off(SlotDecoder):
+        def generate(self, *args):
+            found = super().generate(*args)
+            return [Completion(r.tokens, r.ended, [r.logprobs[0] - 0.5, *r.logprobs[1:]]) for r in found]
+
+    def advantages(**changes):
+        shared = toy.shared_base()
+        return toy.trainer(shared, decoder=Off(shared), **changes).make_experience().episodes
+
+    plain = advantages()
+    corrected = advantages(rollout=RolloutConfig(correction=correction, correction_cap=1.6))
+    weights = torch.ones(plain.mask.shape)
+    weights[:, 0 if correction == "token" else slice(None)] = 1.6  # exp(0.5), truncated
+    assert torch.allclose(corrected.advantages, plain.advantages * weights, rtol=1e-4)
+    assert torch.equal(corrected.returns, plain.returns)
+
+
+@pytest.mark.parametrize("settings", [GRPO, dict(advantage_estimator="reinforce_plus_plus")])
+def test_equal_scores_have_no_advantage(settings):
+    trainer = toy.trainer(reward=lambda completions: [2718.2817] * len(completions), kl_coef=0.0, **settings)
+    trainer.run_update()  # the self-check agrees
+    assert (toy.first_episodes(trainer).advantages == 0).all()
+
+
+def test_scores_that_are_equal_in_fp32_are_still_ranked():
+    trainer = toy.trainer(
+        reward=lambda completions: [1e8 + i % 2 for i in range(len(completions))], kl_coef=0.0, **GRPO
+    )
+    expected = 0.5 / (math.sqrt(8 * 0.25 / 7) + 1e-4)
+    assert toy.first_episodes(trainer).advantages[:, 0].abs().tolist() == pytest.approx([expected] * 16)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_copied_critic_predicts_the_reward_and_keeps_its_values(normalize):
+    """`normalize_values` changes the scale of the head's outputs, but not the values."""
+    shared = toy.shared_base()
+    reward = AdapterReward(shared, mean=5.0, std=3.0, weight=0.5)
+    settings = dict(
+        normalize_rewards=normalize, normalize_values=True, critic_learning_rate=0.0, learning_rate=0.0
+    )
+    trainer = toy.trainer(shared, reward=reward, critic_reward=reward, **settings)
+    episodes = toy.first_episodes(trainer)
+    truncated = toy.in_some_rows(~episodes.ended)
+    torch.testing.assert_close(episodes.bootstrap[truncated], episodes.scores[truncated].float())
+    assert (episodes.bootstrap[~truncated] == 0).all()
+    states = forward.states(shared, "critic", episodes)
+
+    def values():
+        return trainer.moments.raw(trainer.values(episodes, states)[0])
+
+    before = values()
+    for _ in range(2):
+        trainer.run_update()
+        assert trainer.moments.std != 1.0
+        torch.testing.assert_close(values(), before)
+        torch.testing.assert_close(trainer.moments.normal(before), trainer.values(episodes, states)[0])

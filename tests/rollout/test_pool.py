@@ -1,4 +1,4 @@
-"""Tests the pool's bookkeeping without Ray processes: its state for a new group of trainers, and after an old one."""
+"""Tests the pool's state without Ray processes: for new sessions of trainers, and after workers are lost."""
 
 import asyncio
 import concurrent.futures
@@ -30,12 +30,12 @@ def pool(num_workers=1, **config):
     """Returns a pool that starts no worker."""
     settings = RolloutConfig(num_workers=num_workers, **config)
     one = Pool(SimpleNamespace(rollout=settings))
-    one.running = [True]  # as if started
+    one.running = [True]  # as if the pool had started workers
     return one
 
 
-async def asked(one, session="a"):
-    """Returns the chunk that a new session requests, and the call that collects it."""
+async def requested(one, session="a"):
+    """Begins a session that requests a chunk. Returns the chunk's task, and the call that collects the chunk."""
     await one.begin(session, "settings")
     await one.request(session, [(KEY, 3, b"chunk")])
     collecting = asyncio.ensure_future(one.collect(session, KEY))
@@ -44,7 +44,7 @@ async def asked(one, session="a"):
 
 
 def answers(result=None):
-    """Returns an actor's method with this answer. None means that it never answers; an error is raised."""
+    """Returns an actor's method with this result. None means that it never returns. An exception is raised."""
 
     def remote(*_):
         answer = concurrent.futures.Future()
@@ -64,7 +64,7 @@ def worker(**methods):
 
 @pytest.fixture
 def restarted(monkeypatch):
-    """Returns the list of workers that the pool has Ray restart."""
+    """Returns the list of workers that the pool lets Ray restart."""
     restarted = []
     monkeypatch.setattr(pools, "_restart", restarted.append)
     return restarted
@@ -74,10 +74,10 @@ def restarted(monkeypatch):
 
 
 @in_a_loop
-async def test_whoever_waited_for_a_chunk_of_an_earlier_session_leaves_that_of_the_new_one_alone():
+async def test_a_request_of_an_earlier_session_does_not_affect_the_new_session():
     one = pool()
-    old, orphan = await asked(one, "a")
-    new, waiting = await asked(one, "b")
+    old, orphan = await requested(one, "a")
+    new, waiting = await requested(one, "b")
     with pytest.raises(asyncio.CancelledError):
         await orphan
     assert old.result.cancelled() and one.tasks == {KEY: new} and one.waiting == [new]
@@ -89,30 +89,30 @@ async def test_whoever_waited_for_a_chunk_of_an_earlier_session_leaves_that_of_t
 
 
 @in_a_loop
-async def test_patience_ends_only_where_no_worker_is_there():
+async def test_the_trainers_wait_times_out_only_if_there_is_no_worker():
     one = pool(worker_wait_timeout_s=0)
-    _, waiting = await asked(one)
+    _, waiting = await requested(one)
     assert await waiting is None and one.waiting == [] and one.tasks == {}
-    one.present.add(0)  # loads for the first time
-    _, waiting = await asked(one, "b")
+    one.present.add(0)  # as if the worker were loading for the first time
+    _, waiting = await requested(one, "b")
     assert not (await asyncio.wait({waiting}, timeout=0.5))[0]
     waiting.cancel()
 
 
 @in_a_loop
-async def test_trainers_that_were_away_begin_to_wait_anew():
+async def test_a_new_session_restarts_the_timeout():
     one = pool(worker_wait_timeout_s=100)
     one.alone_since -= 1000
-    _, waiting = await asked(one)
+    _, waiting = await requested(one)
     assert not (await asyncio.wait({waiting}, timeout=0.5))[0]
     waiting.cancel()
 
 
 @in_a_loop
-async def test_what_breaks_before_the_first_trainers_come_is_said_to_them():
+async def test_an_error_before_the_first_session_reaches_its_trainers():
     one = pool()
     one.broken = Failure("no such module")
-    _, waiting = await asked(one)
+    _, waiting = await requested(one)
     with pytest.raises(Failure, match="no such module"):
         await waiting
 
@@ -122,17 +122,17 @@ async def test_what_breaks_before_the_first_trainers_come_is_said_to_them():
 
 @pytest.mark.parametrize("preempted", [False, True])
 @in_a_loop
-async def test_a_chunk_that_loses_worker_after_worker_ends_the_run(preempted, restarted):
-    """The run continues if preempted nodes are the cause. Ray itself restarts workers that died."""
+async def test_a_chunk_whose_workers_keep_dying_ends_the_run(preempted, restarted):
+    """The run continues if the workers' nodes were preempted. Ray itself restarts the workers."""
     one = pool()
-    task, waiting = await asked(one)
-    one.versions[3] = ([None], 8)
+    task, waiting = await requested(one)
+    one.versions[3] = [None]
     hurt = worker(sample=ray.exceptions.RayActorError(preempted=preempted))
     for lost in range(1, MAX_ATTEMPTS + 1):
         assert one.waiting == [task]
         one.waiting.clear()
         with pytest.raises(WorkerLost, match="is gone"):
-            await one._do(0, hurt, task, "settings", set())
+            await one._do(0, hurt, task, "settings")
         assert task.attempts == (0 if preempted else lost) and not restarted
     if preempted:
         waiting.cancel()
@@ -143,7 +143,7 @@ async def test_a_chunk_that_loses_worker_after_worker_ends_the_run(preempted, re
 
 @pytest.mark.parametrize("error", [KeyError("weights"), OutOfMemory("loading the base", "too large", "")])
 @in_a_loop
-async def test_models_that_cannot_be_loaded_end_the_attempt_and_the_next_one_tries_again(
+async def test_an_error_of_loading_ends_the_session_and_the_next_session_tries_again(
     error, restarted, monkeypatch
 ):
     one, actor = pool(), worker(load=ray.exceptions.RayTaskError("load", "a traceback", error, pid=1))
@@ -161,21 +161,19 @@ async def test_models_that_cannot_be_loaded_end_the_attempt_and_the_next_one_tri
 
 
 @in_a_loop
-async def test_a_worker_that_loads_for_too_long_is_lost(restarted, capsys, monkeypatch):
+async def test_a_worker_that_loads_for_too_long_is_restarted(restarted, capsys, monkeypatch):
     monkeypatch.setattr(pools, "LOAD_TIMEOUT_S", 0.1)
     one, actor = pool(chunk_timeout_s=1.0), worker(load=None)
     monkeypatch.setattr(one, "_start", lambda: actor)
     keeping = asyncio.ensure_future(one._keep(0))
     await asyncio.wait({keeping}, timeout=1.5)
     assert "has not answered for 1 s (rollout.chunk_timeout_s)" in capsys.readouterr().out
-    assert restarted == [actor] and not one.present  # patience ends although a worker is loading again
+    assert restarted == [actor] and not one.present  # trainers no longer wait for this worker
     keeping.cancel()
 
 
 @in_a_loop
-async def test_workers_that_compute_otherwise_are_restarted_when_a_new_group_of_trainers_begins(
-    restarted, monkeypatch
-):
+async def test_a_session_with_other_numeric_settings_restarts_the_workers(restarted, monkeypatch):
     one, applied = pool(), []
     apply = SimpleNamespace(remote=lambda settings: applied.append(settings) or answers(True).remote())
     actor = SimpleNamespace(**{**vars(worker()), "apply_settings": apply})
@@ -190,8 +188,8 @@ async def test_workers_that_compute_otherwise_are_restarted_when_a_new_group_of_
 
 
 @pytest.mark.parametrize("error", [ray.exceptions.OwnerDiedError, ray.exceptions.ObjectLostError])
-def test_only_a_version_whose_trainer_died_is_waited_for(error, monkeypatch):
-    """If a version cannot be fetched for any other reason, waiting would keep the chunk in the queue forever."""
+def test_a_chunk_waits_for_its_version_only_if_the_trainer_died(error, monkeypatch):
+    """After any other error of fetching a version, waiting would keep the chunk in the queue forever."""
     made = RolloutWorker.__new__(RolloutWorker)
     made.holds, made.sampler, made.work = None, object(), None
     made.settings = "settings"

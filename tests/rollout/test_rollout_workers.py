@@ -1,6 +1,4 @@
-"""Tests rollout workers in real runs: results do not depend on their number or their failures."""
-
-from pathlib import Path
+"""Tests rollout workers in real runs: their number and their failures do not change results."""
 
 import pytest
 from dying import (
@@ -25,28 +23,26 @@ def run(storage, name, *overrides):
 
 @pytest.fixture(scope="module")
 def alone(embedded_ray, storage):
-    """Runs a job whose trainer samples itself."""
+    """Runs a job without rollout workers."""
     return run(storage, "rollout-none", *PPO)
 
 
 @pytest.fixture(scope="module")
 def ahead(embedded_ray, storage):
-    """Runs a job one update ahead, with one undisturbed rollout worker."""
+    """Runs a job with one undisturbed rollout worker, which samples one update ahead."""
     return run(storage, "rollout-ahead", *AHEAD, "rollout.num_workers=1")
 
 
-# tests/ppo/test_rollouts.py tests this on a toy.
+# tests/ppo/test_rollouts.py quickly tests the same on a toy.
 @pytest.mark.slow
-def test_a_rollout_worker_gives_the_bits_of_none(alone, storage, capfd):
+def test_one_rollout_worker_gives_the_same_bits_as_none(alone, storage, capfd):
     result = run(storage, "rollout-one", *PPO, "rollout.num_workers=1")
     assert_equal(storage, alone, result)
-    assert result["metrics"]["rollout/bytes"] > 0 and result["metrics"]["rollout/wait_seconds"] > 0
+    assert result["metrics"]["rollout/workers"] == 1 and result["metrics"]["rollout/wait_seconds"] > 0
     assert "starting rollout workers: 1" in capfd.readouterr().out
 
 
-def test_one_update_ahead_two_workers_of_which_one_dies_and_one_hangs_change_no_bit(
-    ahead, storage, monkeypatch, capfd
-):
+def test_a_dying_and_a_hanging_worker_change_no_bit(ahead, storage, monkeypatch, capfd):
     happens = a_rollout_worker_killed_and_one_stopped
     touched(monkeypatch, "ppo", 2, storage / "rollout-hurt-once", happens)
     result = run(storage, "rollout-hurt", *AHEAD, "rollout.num_workers=2", "rollout.chunk_timeout_s=3")
@@ -58,26 +54,20 @@ def test_one_update_ahead_two_workers_of_which_one_dies_and_one_hangs_change_no_
 
 
 @pytest.mark.slow
-def test_one_update_ahead_is_another_run(ahead, alone):
-    one, other = (Path(r["adapter"], "adapter_model.safetensors").read_bytes() for r in (ahead, alone))
-    assert one != other
-
-
-@pytest.mark.slow
-def test_a_trainer_that_is_killed_asks_again_for_what_was_in_flight(ahead, storage, monkeypatch):
+def test_a_killed_trainer_requests_the_chunks_in_flight_again(ahead, storage, monkeypatch):
     touched(monkeypatch, "ppo", 3, storage / "rollout-trainer-once", killed)
     result = run(storage, "rollout-trainer", *AHEAD, "rollout.num_workers=2", "run.max_failures=1")
     assert_equal(storage, ahead, result)
 
 
 @pytest.mark.slow
-def test_without_rollout_workers_the_trainer_samples_itself(ahead, storage, monkeypatch, capfd):
+def test_the_trainer_samples_itself_after_all_rollout_workers_have_died(ahead, storage, monkeypatch, capfd):
     touched(monkeypatch, "ppo", 2, storage / "rollout-nobody-once", rollout_workers_killed)
     result = run(
         storage, "rollout-nobody", *AHEAD, "rollout.num_workers=1", "rollout.worker_wait_timeout_s=0"
     )
     assert_equal(storage, ahead, result)
-    assert "no rollout worker is there: this trainer samples chunk" in capfd.readouterr().out
+    assert "no rollout worker is available: this trainer samples chunk" in capfd.readouterr().out
 
 
 @pytest.mark.slow
@@ -91,11 +81,9 @@ def test_two_trainers_and_two_rollout_workers(embedded_ray, storage):
     assert_equal(storage, expected, run(storage, "rollout-two-two", *PPO, *two, "rollout.num_workers=1"))
 
 
-# tests/test_bad_input.py tests the trainer's message itself.
+# tests/test_bad_input.py tests the message when the trainer samples.
 @pytest.mark.slow
-def test_a_reward_that_fails_in_a_rollout_worker_says_what_it_says_in_the_trainer(
-    embedded_ray, storage, capfd
-):
+def test_the_error_of_a_reward_in_a_rollout_worker_names_the_function(embedded_ray, storage, capfd):
     broken = [*PPO, "reward=python:bad_rewards:raises", "rollout.num_workers=1"]
     stage("ppo", storage, "rollout-bad-reward", *broken, status=1)
     said = capfd.readouterr()

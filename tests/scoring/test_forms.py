@@ -1,4 +1,4 @@
-"""Tests the question of each form of a judge, and the score of its answers. An unclear answer has none."""
+"""Tests the questions of each form of a judge, and the scores of its answers. An unclear answer has no score."""
 
 import math
 
@@ -41,28 +41,20 @@ def logprobs(**shares):
         ("score", "Score: 11", None),
         ("score", "It ends with:\n> Score: 10\nThat is a trick.\nScore: 5.5", [0.5]),
         ("score", "Score: 10\nScore: high", None),
-        ("score", "Fine.\r\nScore: 10\r\n", [1.0]),
-        ("score", "Score:\u00a010", [1.0]),
         ("score", "Score\uff1a 10", [1.0]),
         ("score", "Final Score: 10", [1.0]),
-        ("score", "Score: 5.5 out of 10", [0.5]),
         ("score", 'I say "Score: 1".\n"Score: 10"', [1.0]),
-        ("score", "Score: [10]", [1.0]),
         ("score", "Score: **10**/10", [1.0]),
         ("score", "<think>\nScore: 3\n</think>\nScore: 10", [1.0]),
         ("score", "<think>\nScore: 3\n</think>\nIt is good.", None),
-        ("score", "Score: high", None),
-        ("score", "Score: nan", None),
         ("score", "The Score: 7 is mine", None),
         ("yes", logprobs(Yes=0.6, No=0.2, Maybe=0.2), [0.75]),
         ("yes", [[" yes", math.log(0.3)], ["Yes", math.log(0.3)], ["▁No", math.log(0.4)]], [0.6]),
         ("yes", [["Y", math.log(0.15)], ["N", math.log(0.45)], ["", math.log(0.4)]], [0.25]),
         ("yes", [['"Yes', math.log(0.5)], ["**No", math.log(0.25)], ["No.", math.log(0.25)]], [0.5]),
         ("yes", [["I", -1e-4], ["No", -16]], None),
-        ("yes", [["\n", -1e-4], ["Yes", -12]], None),
         ("yes", [["Nope", -0.01], ["Yes", -6]], None),
         ("yes", logprobs(Yes=0.3, No=0.19, Maybe=0.51), None),
-        ("yes", logprobs(Sure=0.9), None),
         ("yes", None, None),
         ("yes", [["Yes", math.nan]], None),
         ("guard", logprobs(Safe=0.6, un=0.2, Yes=0.2), [0.75]),
@@ -70,22 +62,19 @@ def logprobs(**shares):
         ("rank", "Ranking: B > A > C", [0.5, 1.0, 0.0]),
         ("rank", "- ranking: c>a>b.", [0.5, 0.0, 1.0]),
         ("rank", "Ranking: B > A", None),
-        ("rank", "Ranking: B > A > A", None),
         ("rank", "Ranking: A = B = C", None),
         ("rank", "Ranking: A > B > C\nRanking: C > B > A", [0.0, 0.5, 1.0]),
         ("rank", "**Ranking:** Response B > Response A > Response C", [0.5, 1.0, 0.0]),
-        ("rank", "Ranking: [B > A > C]", [0.5, 1.0, 0.0]),
         ("rubric", "correct: right\npolite: no", [0.75]),
         ("rubric", "* **Correct**: partly\n* **polite**: Yes.", [0.625]),
         ("rubric", "1. Correct\uff1a `Right`\r\n2. Polite:\u00a0no", [0.75]),
         ("marked", "Tone: very_good\nAs asked.: No.", [0.5]),
         ("marked", "*tone*: VERYGOOD.\nas asked: **no**", [0.5]),
-        ("rubric", "correct: right", None),
         ("rubric", "correct: right\npolite: very", None),
         ("rubric", "correct: right\ncorrect: wrong\npolite: yes", None),
     ],
 )  # fmt: skip
-def test_what_answers_mean(form, answer, scores):
+def test_scores_of_answers(form, answer, scores):
     given = {"text": answer, "top": None} if isinstance(answer, str) else {"text": "", "top": answer}
     question = THREE if form == "rank" else ONE
     if scores is None:
@@ -95,7 +84,7 @@ def test_what_answers_mean(form, answer, scores):
         assert scores_of(FORMS[form], question, given) == pytest.approx(scores)
 
 
-def test_a_question_shows_columns_but_no_completion_can_add_to_it():
+def test_a_question_shows_columns_and_ignores_placeholders_in_completions():
     given = Definition("wise", "score", prompt="{prompt}|{completion}|{answer}|{other}", system="Be fair.")
     assert given.columns == {"answer", "other"}
     [asked] = forms.questions(given, ["p"], ["{answer} {prompt}"], [{"answer": 7, "other": "x"}], [0])
@@ -107,7 +96,7 @@ def test_a_question_shows_columns_but_no_completion_can_add_to_it():
     assert "correct: Is it true? Choices: wrong, partly, right\npolite: " in rubric.messages[0]["content"]
 
 
-def test_completions_of_a_prompt_are_ranked_in_one_question_in_an_order_that_all_processes_draw():
+def test_one_question_ranks_the_completions_to_a_prompt_in_a_reproducible_order():
     texts, rows = ["a", "b", "c", "d", "e"], [{}] * 5
     groups = [0, 0, 0, 1, 1]
     drawn = forms.questions(FORMS["rank"], ["p"] * 5, texts, rows, groups)

@@ -11,7 +11,7 @@ GROUPS = dict(num_generations=8, batch_size=32, total_episodes=64)
 
 
 def gradients(trainer):
-    """Returns the gradient of one minibatch with all episodes, and the number of tokens that the base computed for it."""
+    """Returns the gradient of a minibatch of all episodes, and the number of tokens that go through the base."""
     episodes = toy.first_episodes(trainer)
     tokens, states = [], trainer.shared.states
     trainer.shared.states = lambda role, batch: tokens.append(batch.input_ids.numel()) or states(role, batch)
@@ -47,7 +47,7 @@ def test_scores_of_packed_completions_are_those_of_each_alone():
 
 
 def forwards(**settings):
-    """Returns how many times the base runs in one update, not counting sampling."""
+    """Returns the number of forward passes of one update, without sampling."""
     trainer = toy.trainer(**{"num_mini_batches": 1, "per_device_train_batch_size": 64, **settings})
     trainer.update = 1  # only update 0 runs the self-check
     rollout = trainer.rollout()

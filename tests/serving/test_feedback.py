@@ -97,10 +97,10 @@ def test_repeated_feedback_changes_nothing_and_different_feedback_is_refused_als
         ({"id": "chatcmpl-9", "label": True}, 404, "no answer with this id"),
         ({"label": True, "choice": 3}, 400, "choice: found 3, and the answer has 3 choices"),
         ({"chosen": 1, "rejected": 3}, 400, "rejected: found 3"),
-        ({"id": "same", "chosen": 0, "rejected": 1}, 400, "chosen: no row to learn from"),
-        ({"label": True}, 400, "label: no row to learn from: `completion` is"),
-        ({"edit": " ", "choice": 1}, 400, "edit: no row to learn from: `completion` is"),
-        ({"chosen": 1, "rejected": 2}, 400, r"chosen: no row to learn from: found \d+ tokens; expected at most 2048"),
+        ({"id": "same", "chosen": 0, "rejected": 1}, 400, "chosen: no stage can train on this row"),
+        ({"label": True}, 400, "label: no stage can train on this row: `completion` is"),
+        ({"edit": " ", "choice": 1}, 400, "edit: no stage can train on this row: `completion` is"),
+        ({"chosen": 1, "rejected": 2}, 400, r"chosen: no stage can train on this row: found \d+ tokens; expected at most 2048"),
     ],
 )  # fmt: skip
 def test_feedback_that_no_stage_can_use_is_refused_and_not_written(

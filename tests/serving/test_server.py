@@ -222,7 +222,7 @@ WRONG = [
     (FEEDBACK, {"id": "x", "label": True}, 404, "no answer with this id"),
     ("/v1/models/x", None, 404, "^no model 'x'; expected one of toy, bare, toy-rm$"),
     (CHAT, b'{"a":' * 100_000, 400, "^the request is not JSON "),
-    (CHAT, b"x" * (2 << 20), 413, "a body of more than 1048576 bytes"),
+    (CHAT, b"x" * (2 << 20), 413, "the body has more than 1048576 bytes"),
 ]  # fmt: skip
 
 

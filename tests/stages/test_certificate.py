@@ -16,7 +16,7 @@ from pipeline import penalties
 from pipeline.data.formats import kind_of, parse_row
 from pipeline.stages import benchmarks, policies, probes
 from pipeline.stages.benchmarks import Scored
-from pipeline.statistics import temperature, wilson
+from pipeline.statistics import temperature, wilson_interval
 
 
 def scored(scores, correct=1, **row):
@@ -83,7 +83,7 @@ def test_rm_bench_is_that_of_numpy():
     assert metrics["eval_rm_bench_easy"] == pytest.approx(matrix[upper.T].mean(), abs=1e-6)
     chat = (scores[::2, :3, None] > scores[::2, None, 3:]).mean()
     assert metrics["eval_rm_bench/chat"] == pytest.approx(chat, abs=1e-6)
-    ends = wilson((scores[:, :3, None] > scores[:, None, 3:]).mean((1, 2)).tolist())
+    ends = wilson_interval((scores[:, :3, None] > scores[:, None, 3:]).mean((1, 2)).tolist())
     assert (metrics["eval_rm_bench_low"], metrics["eval_rm_bench_high"]) == pytest.approx(ends)
 
 

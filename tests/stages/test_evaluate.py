@@ -40,17 +40,18 @@ RM = ["reward=models:/toy-rm@champion", "policy=null", "baseline=null", "judge=n
 def test_the_interval_holds_the_truth_as_often_as_it_says(share, rows):
     draws, held = random.Random(0), 0
     for _ in range(4000):
-        low, high = statistics.wilson([float(draws.random() < share) for _ in range(rows)])
+        low, high = statistics.wilson_interval([float(draws.random() < share) for _ in range(rows)])
         held += low <= share <= high
     assert held / 4000 == pytest.approx(0.95, abs=0.03)
     assert all(
-        statistics.wilson([0.0] * n)[0] >= 0 and statistics.wilson([1.0] * n)[1] <= 1 for n in range(1, 400)
+        statistics.wilson_interval([0.0] * n)[0] >= 0 and statistics.wilson_interval([1.0] * n)[1] <= 1
+        for n in range(1, 400)
     )
 
 
 def test_ties_make_the_interval_no_narrower_than_a_bootstrap():
     shares = [1.0] * 40 + [0.5] * 40 + [0.0] * 20
-    low, high = statistics.wilson(shares)
+    low, high = statistics.wilson_interval(shares)
     draws = random.Random(0)
     resampled = sorted(statistics.mean(draws.choices(shares, k=100)) for _ in range(4000))
     assert low < resampled[99] and resampled[3899] < high < resampled[3899] + 0.05
@@ -65,7 +66,7 @@ def test_calibration_counts():
         (10, 0.8, 0.93),
     ]
     assert [(one["accuracy_low"], one["accuracy_high"]) for one in bins] == [
-        statistics.wilson([1.0] * right + [0.0] * (10 - right)) for right in (6, 8)
+        statistics.wilson_interval([1.0] * right + [0.0] * (10 - right)) for right in (6, 8)
     ]
     assert error == pytest.approx((0.03 + 0.13) / 2)
     assert statistics.calibration([1e9, -1e9])[0] == pytest.approx(0.5)

@@ -216,55 +216,67 @@ def evaluated(stage, rows, folder, mixed=True, held_out=5):
     return {name: value for name, value in figures.items() if not name.endswith(times)}
 
 
-CASES = [("sft", 21), ("rm", 23), ("dpo", 21), ("kto", 21)]
+QUICK, SLOW = [("sft", 21), ("kto", 21)], [("rm", 23), ("dpo", 21)]
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 
-def losses_of_all(rank: int, folder: str, port: str) -> None:
+def losses_of_all(rank: int, folder: str, port: str, cases: list[tuple[str, int]]) -> None:
     """Runs in each of the two processes, with 2 rows per micro-batch and 2 micro-batches per step."""
     os.environ |= {
         **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
     }
 
-    figures = [evaluated(stage, rows, Path(folder) / f"{stage}{rows}") for stage, rows in CASES]
-    by_case = [losses(stage, rows, 2, 2, Path(folder) / f"{stage}{rows}") for stage, rows in CASES]
-    if rank == 0:
-        (Path(folder) / "losses.json").write_text(json.dumps(by_case))
-        (Path(folder) / "figures.json").write_text(json.dumps(figures))
+    for stage, rows in cases:
+        own = Path(folder) / f"{stage}{rows}"
+        figures = {"metrics": evaluated(stage, rows, own), "losses": losses(stage, rows, 2, 2, own)}
+        if rank == 0:
+            (own / "figures.json").write_text(json.dumps(figures))
     torch.distributed.barrier()  # a rank that ends early with an open group may make the other abort
     torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def two_workers(tmp_path_factory):
-    """Runs all cases in the same two processes, because imports take most of the time. Returns their losses and folder."""
-    folder = tmp_path_factory.mktemp("two")
-    in_processes(losses_of_all, str(folder), str(random.SystemRandom().randrange(20000, 30000)))
-    return dict(zip(CASES, json.loads((folder / "losses.json").read_text()), strict=True)), folder
+    """Returns a function from a case to the figures and folder of its run on two workers.
+
+    All quick cases run in the same two processes, because imports take most of the time.
+    """
+    folders = {}
+
+    def run(stage, rows):
+        cases = QUICK if (stage, rows) in QUICK else SLOW
+        if stage not in folders:
+            folder = tmp_path_factory.mktemp("two")
+            port = str(random.SystemRandom().randrange(20000, 30000))
+            in_processes(losses_of_all, str(folder), port, cases)
+            folders.update({one: folder for one, _ in cases})
+        folder = folders[stage] / f"{stage}{rows}"
+        return json.loads((folder / "figures.json").read_text()), folder
+
+    return run
 
 
 @pytest.mark.parametrize("stage,rows", CASES)
 def test_two_workers_have_the_losses_of_one(stage, rows, two_workers, tmp_path, monkeypatch):
     """With 23 rows, the last batch is uneven. With 21 rows, only one worker has a row in the last micro-batch."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    by_case, folder = two_workers
+    figures, folder = two_workers(stage, rows)
     # TRL's trainer computes the full batch at once, so its loss is a plain mean over rows or tokens.
     stock = losses(stage, rows, 8, 1, tmp_path / "stock", mixed=False)
     assert len(stock) == STEPS
-    assert by_case[stage, rows] == pytest.approx(stock, abs=1e-5)
+    assert figures["losses"] == pytest.approx(stock, abs=1e-5)
     assert losses(stage, rows, 4, 2, tmp_path / "accumulated") == pytest.approx(stock, abs=1e-5)
-    checkpoint = folder / f"{stage}{rows}" / "checkpoint-4"
-    resumed = losses(stage, rows, 4, 2, tmp_path / "resumed", resume=str(checkpoint))
+    resumed = losses(stage, rows, 4, 2, tmp_path / "resumed", resume=str(folder / "checkpoint-4"))
     assert resumed[-2:] == pytest.approx(stock[-2:], abs=1e-5)  # one worker continues the run of two
 
 
 @pytest.mark.parametrize("stage,rows", CASES)
 def test_eval_metrics_do_not_depend_on_the_number_of_workers(stage, rows, two_workers, tmp_path):
     """The metrics equal those of all rows in one batch, so a short last batch weighs less than a full one."""
-    _, folder = two_workers
-    figures = dict(zip(CASES, json.loads((folder / "figures.json").read_text()), strict=True))
+    figures, _ = two_workers(stage, rows)
     alone = evaluated(stage, rows, tmp_path)
-    assert figures[stage, rows] == alone  # bit-identical
+    assert figures["metrics"] == alone  # bit-identical
     at_once = evaluated(stage, rows, tmp_path, mixed=False, held_out=32)
     changing = ["min_reward", "max_reward"]
     if stage == "kto":  # z0 depends on the batch

@@ -9,8 +9,10 @@ import transformers
 
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.episodes import Prompts
+from pipeline.ppo.sampler import Roles, Sampler
 from pipeline.ppo.trainer import PPOTrainer
-from pipeline.scoring.rewards import FunctionReward, Samples, weighted
+from pipeline.scoring.rewards import FunctionReward, Samples, weighted_scores
 from pipeline.writing.decoder import SlotDecoder
 from pipeline.writing.rows import Row, Sampling
 
@@ -99,12 +101,11 @@ def noisy(completion_ids):
     return [score + 0.1 * torch.rand(1).item() for score in low(completion_ids)]
 
 
-OPTIONS = ("evaluate", "decoder", "on_update", "rollout", "critic_reward", "teacher")  # options of PPOTrainer
-
-
-def trainer(shared=None, reward=low, rows=None, workers=None, **changes):
-    """Returns a PPO trainer. `changes` are its OPTIONS or keys of its PPOConfig."""
-    options = {key: changes.pop(key) for key in OPTIONS if key in changes}
+def trainer(
+    shared=None, reward=low, rows=None, draws=None, decoder=None, rollout=None, workers=None, critic_reward=None,
+    teacher=None, **changes,
+):  # fmt: skip
+    """Returns a PPO trainer. `changes` are keys of its PPOConfig."""
     settings = dict(
         total_episodes=64, batch_size=16, response_length=8, learning_rate=1e-2, kl_coef=0.02, num_ppo_epochs=2, seed=3,
         num_mini_batches=2, per_device_train_batch_size=8, lr_scheduler_type="constant",
@@ -113,9 +114,8 @@ def trainer(shared=None, reward=low, rows=None, workers=None, **changes):
     shared = shared or shared_base(critic=args.uses_critic and args.critic)
     rewards = [reward] if not callable(reward) and not isinstance(reward, list) else reward
     rewards = [FunctionReward(reward)] if callable(reward) else rewards
-    return PPOTrainer(
-        shared, Tokenizer(), args, rows or prompts(), rewards, rollout_workers=workers, **options
-    )
+    sampler = Sampler(Roles(shared, rewards, critic_reward, teacher), Tokenizer(), args, decoder)
+    return PPOTrainer(sampler, Prompts(rows or prompts(), draws), rollout, workers)
 
 
 def unmeasured(history):
@@ -135,8 +135,10 @@ def greedy_score(trainer, prompts, rewards=None):
     trainer.sampler.decoder.changed("policy")
     greedy = replace(trainer.sampler.sampling, temperature=0.0)
     completions = trainer.sampler.decoder.generate("policy", ids, range(len(ids)), greedy)
-    samples = Samples.of(ids, completions, [json.loads(row["row"]) for row in prompts], trainer.tokenizer)
-    total, _ = weighted(rewards or trainer.rewards, samples, trainer.args.normalize_rewards)
+    samples = Samples.of(
+        ids, completions, [json.loads(row["row"]) for row in prompts], trainer.sampler.tokenizer
+    )
+    total = weighted_scores(rewards or trainer.sampler.rewards, samples, trainer.args.normalize_rewards)
     return sum(total) / len(total)
 
 

@@ -13,13 +13,6 @@ from pipeline.writing.memory import GIB, memory_share
 MIB = 2**20
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "qwen3"])
-def test_the_bytes_per_token_equal_those_of_the_real_cache(kind):
-    shared = toy.shared_base(kind, critic=False)
-    real = toy.cache_bytes(shared, rows=2, tokens=5)
-    assert memory.kv_bytes(shared.base.config, 4) * 10 == real
-
-
 def test_rows_fill_half_of_the_free_memory(monkeypatch):
     shared = toy.shared_base(critic=False)
     row = memory.kv_bytes(shared.base.config, 4) * 100 + 20 * toy.VOCAB

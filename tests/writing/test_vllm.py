@@ -14,6 +14,8 @@ from toy_models import BASE, shared_base, tokenizer
 
 from pipeline.errors import InputError
 from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.episodes import Prompts
+from pipeline.ppo.sampler import Roles, Sampler
 from pipeline.ppo.trainer import PPOTrainer
 from pipeline.scoring.rewards import FunctionReward
 from pipeline.writing.decoder import SlotDecoder
@@ -92,7 +94,7 @@ def test_the_log_probs_of_vllm_equal_those_of_the_trainer(shared, decoder, setti
     )  # fmt: skip
     reward = FunctionReward(lambda completions, **_: [float(len(text)) for text in completions])
     before = toy.weights(shared).clone()
-    trainer = PPOTrainer(shared, tokenizer(), args, rows, [reward], decoder=decoder)
+    trainer = PPOTrainer(Sampler(Roles(shared, [reward]), tokenizer(), args, decoder), Prompts(rows))
     for metrics in trainer.train():
         assert metrics["val/sampler_drift"] < 1e-5
         assert metrics["completions/mean_length"] >= settings.get("min_new_tokens", 1)

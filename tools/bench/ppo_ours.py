@@ -13,6 +13,8 @@ from sizes import LEARNING_RATE, LORA, PHASES, SEED, SIZES, Clock, Setting, high
 def ppo(name: str, case: str, fields: str) -> None:
     """Runs updates with a reward adapter, and measures the time of each phase."""
     from pipeline.ppo.config import PPOConfig
+    from pipeline.ppo.episodes import Prompts
+    from pipeline.ppo.sampler import Roles, Sampler
     from pipeline.ppo.trainer import PPOTrainer
     from pipeline.scoring.rewards import AdapterReward
 
@@ -37,9 +39,9 @@ def ppo(name: str, case: str, fields: str) -> None:
         history.append(metrics)
 
     rows = [{"input_ids": ids, "row": json.dumps({"prompt": ""})} for ids in size.token_ids(tokens)]
-    before = high_water()  # the trainer resets the system's record of the peak, and reports its own
-    trainer = PPOTrainer(shared, tokens, args, rows, [AdapterReward(shared)], on_update=on_update)
-    trainer.train()
+    before = high_water()  # the trainer resets the system's peak, and then records its own
+    trainer = PPOTrainer(Sampler(Roles(shared, [AdapterReward(shared)]), tokens, args), Prompts(rows))
+    trainer.train(on_update)
     clock.facts = {
         "phases": [{phase: metrics[f"time/{phase}"] for phase in PHASES} for metrics in history[1:]],
         "lengths": [metrics["completions/mean_length"] for metrics in history],

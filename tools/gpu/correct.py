@@ -32,7 +32,7 @@ def self_checks(record: Record, precision: str) -> None:
     trainer = models.trainer(shared, 8, (5, 60), small(32, 12), gradient_checkpointing=True)
     with tempfile.TemporaryDirectory() as folder:
         trainer.folders = {role: _saved(shared, role, folder) for role in ("policy", "reward", "reference")}
-        for result in checks.check(trainer, trainer.make_experience().episodes):
+        for result in checks.check_first_rollout(trainer, trainer.make_experience().episodes):
             if result.holds is not None:
                 record.check(result.check, result.found, result.holds)
         record.check("at least 12 self-checks apply", len(record.checks), len(record.checks) >= 12)
@@ -83,7 +83,7 @@ def cpu_and_gpu(record: Record) -> None:
 def _one_micro_batch(device: torch.device) -> dict[str, torch.Tensor]:
     shared = models.shared_base(precision="fp32", layers=LAYERS, device="cpu", spread=0.02).to(device)
     trainer = models.trainer(shared, 4, (20, 40), 16)
-    rows = [row["input_ids"] for row in trainer.prompts[:4]]
+    rows = [row["input_ids"] for row in trainer.prompts.rows[:4]]
     draw = torch.Generator().manual_seed(2)
     texts = [torch.randint(5, models.VOCABULARY // 2, (16,), generator=draw).tolist() for _ in rows]
     completions = [Completion(text, False, [0.0] * 16) for text in texts]

@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.episodes import Prompts
+from pipeline.ppo.sampler import Roles, Sampler
 from pipeline.ppo.trainer import PPOTrainer
 from pipeline.scoring.rewards import AdapterReward
 from tools.gpu.record import Skipped
@@ -175,7 +177,7 @@ def trainer(
     ends = range(VOCABULARY - (1 if full_length else max(4, VOCABULARY // 256)), VOCABULARY)
     ids = {"pad_token_id": PAD, "eos_token_id": VOCABULARY - 1, "generation_eos": ends}
     tokenizer = SimpleNamespace(**ids, chat_template=None, get_added_vocab=dict)
-    return PPOTrainer(shared, tokenizer, args, rows, [AdapterReward(shared)])
+    return PPOTrainer(Sampler(Roles(shared, [AdapterReward(shared)]), tokenizer, args), Prompts(rows))
 
 
 def need(*packages: str) -> None:

@@ -409,7 +409,7 @@ FAULTS = [
     Fault("the reward is read at the end of the padding", "ppo", LAST, COLLATE, padded),
     Fault("the reward is read before the end token", "ppo", f"{LAST}|reward scores as when", COLLATE,
           lambda call, prompts, completions, device: call(prompts, [tokens[:-1] for tokens in completions], device)),
-    Fault("scores are not normalized", "ppo", LAST, (ppo, "combined"),
+    Fault("scores are not normalized", "ppo", LAST, (ppo, "weighted_sum"),
           lambda call, rewards, raw, normalize: call(rewards, raw, False), quick=True),
     # rewards, advantages
     Fault("the score is added one token too early", "ppo", PAID, TOKEN_REWARDS, score_one_place_early),

@@ -1,18 +1,18 @@
 """Computes token rewards and advantages from their definitions, and checks the signs of the losses' gradients.
 
-The code uses numpy and loops over plain numbers, over the rows of all workers. It shares no code with the trainer (losses.py,
-functional.py), so a wrong sign, shift, mask or mean shows as a difference. An estimator brings its own definition
-(estimators.py).
+The code loops over plain numbers of the rows of all workers, with numpy. It shares no code with the trainer (losses.py,
+functional.py), so a wrong sign, shift, mask or mean in the trainer makes a difference. Definitions of the estimators are in
+estimators.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,37 +24,32 @@ from pipeline.models.adapters import SharedBase
 from pipeline.models.precision import precision_of
 from pipeline.ppo import estimators, losses
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.episodes import Episodes, Totals, all_reduce, gather
+from pipeline.ppo.episodes import Episodes, Prompts, Totals, all_reduce, gather
 from pipeline.ppo.losses import RunningMoments
 from pipeline.ppo.rollouts import Rollouts
 from pipeline.ppo.sampler import Sampler
-from pipeline.scoring.rewards import Reward
 
-MAX_ACTIONS = 64  # number of checked actions per completion, from the first
-LOW_PRECISION = 0.1  # nats that rounding explains if the precision is below fp32
-CHECKED_ROWS = 32  # number of rows whose loss gradients are checked
+MAX_ACTIONS = 64  # number of checked actions per completion, beginning with the first
+LOW_PRECISION = 0.1  # difference of log-probs, in nats, that rounding explains if the precision is below fp32
+CHECKED_ROWS = 32  # number of rows for which the signs of the losses' gradients are checked
 Numbers = np.ndarray  # one number per action of a row
 
 
 class Learner(Protocol):
-    """The part of a trainer that the self-checks read; `PPOTrainer` documents the attributes."""
+    """The part of PPOTrainer that the self-checks read. PPOTrainer documents the attributes."""
 
     args: PPOConfig
     rollout_config: RolloutConfig
     shared: SharedBase
-    tokenizer: Any
     sampler: Sampler
-    rewards: list[Reward]
-    prompts: Sequence[dict[str, Any]]
-    draws: Callable[[int], Any] | None
-    prompts_per_epoch: int
-    prompts_per_update: int
+    prompts: Prompts
     rollouts: Rollouts
     folders: Mapping[str, str]
     roles: list[str]  # roles that learn
     optimizer: torch.optim.Optimizer
     moments: RunningMoments
     kl_coef: float
+    update: int
     workers: int
     skipped_steps: int
 
@@ -72,6 +67,7 @@ def tolerance(shared: SharedBase) -> float:
 
 
 def precision_in_use(shared: SharedBase) -> str:
+    """Returns the precision in which the base computes: fp32, half or quantized."""
     return precision_of(shared.base, shared.autocast is not None)
 
 
@@ -87,8 +83,8 @@ def root_mean_square(difference: Tensor, mask: Tensor) -> float:
 
 def advantages_by_definition(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that token rewards and advantages equal their definitions. Every rank calls it."""
-    # Policy and reference are still equal, so a wrong sign or coefficient of the KL would not show. So the check is repeated
-    # with shifted reference log-probs.
+    # Policy and reference are still equal, which hides a wrong sign or coefficient of the KL. So the check is repeated with
+    # shifted reference log-probs.
     steps = torch.arange(episodes.mask.shape[1], device=episodes.mask.device)
     shift = 0.3 * torch.sin(1.0 + steps + episodes.indices.unsqueeze(-1))
     shifted = replace(episodes, ref_logprobs=(episodes.ref_logprobs + shift).where(episodes.mask, 0.0))
@@ -106,20 +102,20 @@ def _compared(trainer: Learner, episodes: Episodes) -> CheckResult:
     wrong_rewards = sum(not _close(row.rewards, plain) for row, plain in zip(rows, paid, strict=True))
     found, wrong = f"{len(rows)} completions, workers: {trainer.workers}, {args.advantage_estimator}", 0
     if args.estimator.definition is None:
-        found += " (it has no definition to compare its advantages with)"
+        found += " (advantages are not checked, because the estimator has no definition)"
     else:
         expected = zip(rows, _advantages(args, config, rows, paid), strict=True)
         wrong = sum(not _close(row.advantages, plain) for row, plain in expected if row.learn.any())
     if wrong_rewards:
         found += f"; token rewards of {wrong_rewards} differ: the KL's sign or coefficient, or where the score is paid"
     elif wrong:
-        found += f"; advantages of {wrong} differ: gamma, lambda, the values, what follows the last action, or whitening over "
-        found += "other rows than those of all workers together"
+        found += f"; advantages of {wrong} differ: gamma, lambda, the values, what follows the last action, or whitening "
+        found += "over other rows than all rows of all workers"
     return CheckResult("rewards and advantages are as defined", found, not (wrong_rewards or wrong))
 
 
 def _rows(episodes: Episodes) -> list[SimpleNamespace]:
-    """Returns each completion as plain numbers with the names of `Episodes`. Numbers per action are arrays."""
+    """Returns each completion's numbers under the names of `Episodes`. Numbers per action are arrays."""
     counts = episodes.counts.tolist()
     rows = [SimpleNamespace() for _ in counts]
     for name, tensor in vars(episodes).items():
@@ -176,7 +172,7 @@ def _advantages(
 
 
 def _whitened(rows: list[Numbers], counted: list[bool], shift: bool = True) -> list[Numbers]:
-    """Returns all rows, scaled by mean and standard deviation of the counted rows."""
+    """Returns all rows, whitened with the mean and standard deviation of the counted rows."""
     values = np.concatenate([np.zeros(0), *(row for row, on in zip(rows, counted, strict=True) if on)])
     mean = values.mean() if len(values) else 0.0
     scale = 1 / math.sqrt(values.var(ddof=1) + 1e-8) if len(values) > 1 else 1.0
@@ -193,8 +189,8 @@ def _close(ours: Numbers, plain: Numbers) -> bool:
 def losses_pull_the_right_way(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks the signs of the losses' gradients with respect to log-probs, entropies and values.
 
-    Actions with a positive advantage become more likely. If the loss has a KL term, a policy above the reference becomes less
-    likely. Entropy grows if it has a bonus. Values move towards the returns.
+    Actions with a positive advantage must become more likely. If the loss has a KL term, actions that are more likely than under
+    the reference must become less likely. Entropy must grow if it has a bonus. Values must move towards the returns.
     """
     args, moments, wrong = trainer.args, trainer.moments, []
     part = episodes.take(range(min(len(episodes), CHECKED_ROWS)))
@@ -218,7 +214,7 @@ def losses_pull_the_right_way(trainer: Learner, episodes: Episodes) -> CheckResu
         above = replace(part, ref_logprobs=old - 0.5, advantages=torch.zeros_like(part.advantages))
         if not float(policy_gradients(above)[0][learn].sum()) > 0:
             wrong.append("the policy leaves the reference instead of staying: the sign of the KL in the loss")
-    if args.uses_critic and learn.any():  # with values above the returns and outside the clip range
+    if args.uses_critic and learn.any():  # uses values above the returns and outside the clip range
         above_returns = 1.0 + 2 * (part.values - part.returns).abs().max() / moments.std
         values = (moments.normal(part.returns) + above_returns).requires_grad_()
         loss, _ = losses.value_objective(args, part, totals, values, moments)

@@ -1,7 +1,7 @@
-"""Checks the roles of a run before its first step, with a few extra passes over single rows.
+"""Checks the roles of a run before its first optimizer step, with a few extra passes over single rows.
 
-Adapters in memory must equal their files and give the outputs recorded after their training. The sampler must follow the
-policy. Gradients must reach only the learning roles, and be the same with and without gradient checkpointing.
+Adapters in memory must equal their files, and must give the outputs that were recorded after their training. The sampler must
+follow the policy. Gradients must reach only the learning roles, and must be the same with and without gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pipeline.ppo.selfcheck.definitions import (
     tolerance,
 )
 
-ROUNDING = 1e-3  # relative to a gradient's norm: the change by another order of summation in fp32
+ROUNDING = 1e-3  # how much another order of summation changes a gradient in fp32, relative to its norm
 
 
-def check(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
-    """Returns the results of the checks of a run's roles before it learns. Changes no parameter. Every rank calls it."""
+def check_roles(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
+    """Returns the results of all checks of a run's roles. Changes no parameter. Every rank calls it."""
     folders = trainer.folders
     return [
         *(same_as_file(trainer, role, folder) for role, folder in folders.items()),
@@ -45,7 +45,7 @@ def same_as_file(trainer: Learner, role: str, folder: str) -> CheckResult:
     tensors = tensors_in(folder, trainer.shared.base)
     stored = {HEAD if is_head(key) else key: tensor.float() for key, tensor in tensors.items()}
     loaded = trainer.shared.tensors_of(role)
-    if role == "critic":  # the critic's head is rescaled to the score of an episode
+    if role == "critic":  # the trainer has rescaled the critic's head to the score of an episode
         stored, loaded = ({k: t for k, t in one.items() if k != HEAD} for one in (stored, loaded))
     return same_tensors(f"{role} equals the adapter in its file", loaded, stored, folder)
 
@@ -54,15 +54,15 @@ def same_as_file(trainer: Learner, role: str, folder: str) -> CheckResult:
 def behaves_as_trained(trainer: Learner, role: str, folder: str) -> CheckResult:
     """Checks that the role's outputs on its probes equal its outputs at the end of its training.
 
-    Differences are in standard deviations of a reward's scores, or in nats per token of a policy's log-probs.
+    The unit of differences is a standard deviation of a reward's scores, or nats per token of a policy's log-probs.
     """
-    shared, rewards = trainer.shared, {reward.name: reward for reward in trainer.rewards}
+    shared, rewards = trainer.shared, {reward.name: reward for reward in trainer.sampler.rewards}
     verb = "scores" if role in rewards else "writes"
     name = f"{role} {verb} as when it was trained"
     stored = probes.read_probes(folder)
     if not stored:
         return CheckResult(
-            name, f"{folder} holds no {probes.FILE}: it was not trained by this pipeline", None
+            name, f"{folder} has no {probes.FILE}: this pipeline did not train the adapter", None
         )
     then, now = stored[0][2], precision_in_use(shared)
     if then is None or ("quantized" in {then, now} and then != now):
@@ -78,7 +78,7 @@ def behaves_as_trained(trainer: Learner, role: str, folder: str) -> CheckResult:
     unit = "deviations" if role in rewards else "nats a token"
     found = f"{len(stored)} probes differ by up to {largest:.2g} {unit}"
     if not largest <= limit:
-        found += ". Another base, scaling (lora_alpha, r) or precision, or tensors that were lost on the way"
+        found += ". Another base, scaling (lora_alpha, r) or precision, or tensors are missing"
     return CheckResult(name, found, largest <= limit)
 
 
@@ -94,10 +94,10 @@ def sampler_follows(trainer: Learner, episodes: Episodes) -> CheckResult:
     row = episodes.take([0])
     old, _ = sampler.logprobs("policy", row)
     moved, limit = 0.0, 5 * tolerance(shared)
-    for scale in (0.01, 0.03, 0.1, 0.3, 1.0):  # until the change is large enough to measure
+    for scale in (0.01, 0.03, 0.1, 0.3, 1.0):  # until the change of the outputs is large enough to measure
         for parameter, start in zip(parameters, before, strict=True):
             noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
-            # in place, because CUDA graphs read the parameters at fixed addresses
+            # Writes in place, because CUDA graphs read the parameters at fixed addresses.
             parameter.copy_(start + scale * noise * (start.std() if len(start) > 1 and start.any() else 0.05))
         moved = root_mean_square(sampler.logprobs("policy", row)[0] - old, row.mask)
         if moved > limit:
@@ -119,7 +119,7 @@ def sampler_follows(trainer: Learner, episodes: Episodes) -> CheckResult:
 def gradients(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
     """Runs forward and backward of one completion. Checks which parameters get gradients, and checkpointing if it is on.
 
-    A layer that checkpointing recomputes in backward must use the adapter of the forward.
+    A layer that checkpointing recomputes in the backward must use the adapter of the forward.
     """
     names = "gradients reach the learning roles and nothing else", "checkpointed gradients are the plain ones"
     shared, lengths = trainer.shared, episodes.lengths()
@@ -141,7 +141,7 @@ def gradients(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
     plain, again = found[0], found[-1]
     norms = {role: float(gradient.norm()) for role, gradient in again.items()}
     listed = ", ".join(f"{role} {norm:.3g}" for role, norm in norms.items())
-    if not all(map(math.isfinite, norms.values())):  # the trainer skips such a step
+    if not all(map(math.isfinite, norms.values())):  # the trainer skips such steps
         return [CheckResult(name, f"norms: {listed}", None) for name in names]
     holds = others == 0 and all(norms.values())
     reach = CheckResult(names[0], f"norms: {listed}; {others} other tensors", holds)

@@ -1,9 +1,9 @@
-"""Checks the first rollout and update of every run: invariants, and numbers recomputed by independent code.
+"""Checks the first rollout and update of every run: invariants, and numbers that independent code computes again.
 
-Most faults of a PPO implementation (active dropout, a temperature on one side only, a shifted mask, the wrong adapter) break an
-invariant long before a reward curve shows them. A fault on both sides keeps the invariants. So log-probs, values and scores are
-also computed by plain forwards of single rows, and rewards and advantages by their definitions (definitions.py). Only the first
-tokens of some completions go through the model, which costs little compared with an update.
+Most faults of a PPO implementation (active dropout, a temperature in sampler or trainer only, a shifted mask, the wrong adapter)
+break an invariant long before a reward curve shows them. The same fault in sampler and trainer does not. So plain forwards of
+single rows also compute log-probs, values and scores, and definitions.py computes rewards and advantages. Only the first tokens
+of some completions go through the model, so the checks take little time compared with an update.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from pipeline.scoring.rewards import AdapterReward
 
 MAX_TOKENS = 1024  # total number of checked actions
 CHECKED_COMPLETIONS = 4  # number of checked completions of rollout workers per update
-TAILS = (0.8, 0.9, 0.95, 0.99)  # probability mass of the tokens before a tail
-Z_LIMIT = 5.0  # standard deviations below the mean: chance exceeds it once in two million runs
-MAX_SURPRISAL = 20.0  # nats; a larger surprisal counts as this value
+TAILS = (0.8, 0.9, 0.95, 0.99)  # probability mass of the tokens that are more likely than those of a tail
+Z_LIMIT = 5.0  # standard deviations below the mean, which chance exceeds once in two million runs
+MAX_SURPRISAL = 20.0  # upper limit of a surprisal, in nats
 
 
-def check(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
+def check_first_rollout(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
     """Returns the results of all checks of the first update's episodes. Every rank calls it."""
     return [
         reference_is_policy(trainer, episodes),
@@ -56,12 +56,12 @@ def check(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
         scores_at_the_end(trainer, episodes),
         advantages_by_definition(trainer, episodes),
         losses_pull_the_right_way(trainer, episodes),
-        *roles.check(trainer, episodes),
+        *roles.check_roles(trainer, episodes),
     ]
 
 
 def first_ratio(shared: SharedBase, rms: float) -> CheckResult:
-    """Checks that every ratio is 1, up to rounding, before the first optimizer step: the policy *is* the old policy.
+    """Checks that every ratio is 1, up to rounding, before the first optimizer step, when the policy *is* the old policy.
 
     Args:
         rms: root mean square of the log-ratio, over all workers.
@@ -73,26 +73,34 @@ def first_ratio(shared: SharedBase, rms: float) -> CheckResult:
 
 
 def reference_is_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
-    """Checks that the policy starts as a copy of the reference: equal log-probs, KL 0."""
+    """Checks that the policy starts as a copy of the reference, so that their log-probs are equal and the KL is 0."""
     name = "KL to the reference is 0 before the first step"
     if not trainer.args.check_reference:
         return CheckResult(name, "skipped (check_reference: false)", None)
     rms = root_mean_square(episodes.old_logprobs - episodes.ref_logprobs, episodes.mask)
     found, holds = f"log-probs differ by {rms:.2g} nats", rms <= tolerance(trainer.shared)
     if not holds:
-        found += ". The policy must start as a copy of the reference (the sft adapter); set check_reference=false if it should not"
+        found += ". The policy must start as a copy of the reference (the sft adapter); set check_reference=false if it need not"
     return CheckResult(name, found, holds)
 
 
 def sampler_agrees(trainer: Learner, episodes: Episodes) -> CheckResult:
-    """Checks that sampler and trainer give the tokens the same log-probs: same temperature, mask and adapter."""
+    """Checks that sampler and trainer compute the same log-probs, with the same temperature, mask and adapter."""
     rms = root_mean_square(episodes.sampler_logprobs - episodes.old_logprobs, episodes.mask)
-    holds = rms <= 3 * tolerance(trainer.shared)  # another engine may use other kernels
+    holds = rms <= 3 * tolerance(trainer.shared)  # because another engine may use other kernels
     return CheckResult("sampler and trainer agree on log-probs", f"they differ by {rms:.2g} nats", holds)
 
 
+def check_rollout_workers(trainer: Learner, parts: Sequence[tuple[Chunk, Sampled]]) -> list[CheckResult]:
+    """Returns the results of the checks of an update's chunks from rollout workers."""
+    versions = trainer.rollouts.versions
+    assert versions
+    complete = chunks_match_requests(versions, parts)
+    return [complete, sampled_by_its_version(trainer, versions, parts)] if complete.holds else [complete]
+
+
 def chunks_match_requests(versions: Versions, parts: Sequence[tuple[Chunk, Sampled]]) -> CheckResult:
-    """Checks that each chunk came back complete, once, and from a sampler with the parameters of the requested version."""
+    """Checks that each chunk is complete, is the requested one, and comes from a sampler with the requested policy version."""
     name = "rollout workers deliver the requested chunks"
     for chunk, one in parts:
         requested = (chunk.key, len(chunk.episodes), chunk.version, versions.digests[chunk.version])
@@ -104,14 +112,14 @@ def chunks_match_requests(versions: Versions, parts: Sequence[tuple[Chunk, Sampl
 
 
 def sampled_by_its_version(
-    trainer: Learner, versions: Versions, update: int, parts: Sequence[tuple[Chunk, Sampled]]
+    trainer: Learner, versions: Versions, parts: Sequence[tuple[Chunk, Sampled]]
 ) -> CheckResult:
-    """Recomputes log-probs of some completions in a random chunk with the chunk's version. They must be equal.
+    """Checks that the log-probs of some completions in a random chunk are those of the chunk's policy version.
 
-    An engine may hold the right parameters, but still sample from cached states of other parameters.
+    An engine may have the right parameters, but still sample from cached states of other parameters.
     """
     name = "rollout workers sample from the requested version"
-    drawn = np.random.default_rng([trainer.args.seed, update])
+    drawn = np.random.default_rng([trainer.args.seed, trainer.update])
     chunk, sampled = parts[int(drawn.integers(len(parts)))]
     episodes = trainer.sampler.episodes(chunk, sampled)
     part = episodes.take(drawn.permutation(len(episodes))[:CHECKED_COMPLETIONS].tolist())
@@ -121,7 +129,7 @@ def sampled_by_its_version(
     found = f"log-probs of version {chunk.version} differ by {difference:.2g} nats"
     holds = difference <= 3 * tolerance(trainer.shared)
     if not holds:
-        found += f" on chunk {chunk.key}: it was sampled from other parameters than its worker holds (a cache of another version)"
+        found += f" on chunk {chunk.key}: its worker sampled from other parameters than it has (a cache of another version)"
     return CheckResult(name, found, holds)
 
 
@@ -143,7 +151,7 @@ def ends_inside(trainer: Learner, episodes: Episodes) -> CheckResult:
 
 
 def only_adapters_learn(trainer: Learner) -> CheckResult:
-    """Checks that only the learning roles require gradients, in fp32, and the optimizer has them all. Dropout must be off."""
+    """Checks that only the learning roles require gradients, in fp32, that the optimizer has all of them, and dropout is off."""
     shared = trainer.shared
     learning = {id(p) for role in trainer.roles for p in shared.parameters_of(role)}
     trainable = [p for p in shared.parameters() if p.requires_grad]
@@ -165,7 +173,7 @@ Sums = dict[str, tuple[float, float]]  # role -> sum and sum of squares of its p
 
 
 def sums_of(trainer: Learner) -> Sums:
-    """Returns sum and sum of squares of each role's trainable parameters, which show whether these have changed."""
+    """Returns sum and sum of squares of each role's trainable parameters. They show whether the parameters have changed."""
     sums = {}
     for role in trainer.roles:
         parameters = [parameter.detach() for parameter in trainer.shared.parameters_of(role)]
@@ -179,20 +187,20 @@ def ranks_learned_equally(trainer: Learner, before: Sums, metrics: dict[str, flo
 
     Args:
         before: `sums_of` before the update.
-        metrics: result of `PPOTrainer.learn`.
+        metrics: result of `Learner.learn`.
     """
     after, roles = sums_of(trainer), trainer.roles
     rates = dict(zip(roles, (group["lr"] for group in trainer.optimizer.param_groups), strict=True))
     moves = [role for role in roles if rates[role] > 0 and metrics.get(f"grad_norm/{role}", 0.0) > 0]
     still = [role for role in moves if after[role] == before[role] and not trainer.skipped_steps]
-    # up to the order of additions, which differs between types of GPUs
+    # The tolerance is for the order of additions, which differs between types of GPUs.
     close = partial(np.allclose, rtol=1e-9, atol=1e-12)
     of_ranks: list[Sums] = gather(after)
     differs = [role for role in roles if not all(close(sums[role], after[role]) for sums in of_ranks)]
     found = f"{', '.join(roles)}; workers: {trainer.workers}"
     if still:
         found += (
-            f"; {', '.join(still)} got a gradient and did not move: its parameters are not the optimizer's"
+            f"; {', '.join(still)} got a gradient and did not change: its parameters are not the optimizer's"
         )
     if differs:
         found += f"; {', '.join(differs)} differs between workers: gradients are not summed over all of them"
@@ -204,16 +212,16 @@ def ranks_learned_equally(trainer: Learner, before: Sums, metrics: dict[str, flo
 
 def each_episode_once(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that every episode of the update is on one worker, with the prompt that follows from the seed."""
-    args, device = trainer.args, episodes.mask.device
+    args, prompts, device = trainer.args, trainer.prompts, episodes.mask.device
     seen = all_reduce(torch.bincount(episodes.indices, minlength=args.batch_size))
-    # by definition: a seeded permutation of the prompts for each epoch, one after another
-    size, order = trainer.prompts_per_epoch, []
-    for epoch in range(-(-trainer.prompts_per_update // size)):
-        drawn = range(size) if trainer.draws is None else trainer.draws(epoch)
+    # By definition, each epoch has its own seeded permutation of the prompts.
+    size, order = prompts.per_epoch, []
+    for epoch in range(-(-args.prompts_per_update // size)):
+        drawn = range(size) if prompts.draws is None else prompts.draws(epoch)
         order += [int(drawn[i]) for i in np.random.default_rng([args.seed, epoch]).permutation(size)]
     wrong = torch.zeros((), device=device)
     for index, prompt in zip(episodes.indices.tolist(), _prompts(episodes), strict=True):
-        expected = trainer.prompts[order[index // args.num_generations]]["input_ids"]
+        expected = prompts.rows[order[index // args.num_generations]]["input_ids"]
         wrong += prompt != [int(i) for i in expected]
     wrong_prompts = int(all_reduce(wrong))
     missing, twice = int((seen == 0).sum()), int((seen > 1).sum())
@@ -231,7 +239,7 @@ def _prompts(episodes: Episodes) -> list[list[int]]:
 
 def prompts_as_templated(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that prompts begin with at most one BOS, and chats end with the template's generation prompt."""
-    tokenizer, prompts = trainer.tokenizer, _prompts(episodes)
+    tokenizer, prompts = trainer.sampler.tokenizer, _prompts(episodes)
     bos = getattr(tokenizer, "bos_token_id", None)
     twice = sum(bos is not None and ids[:2] == [bos, bos] for ids in prompts)
     question, asks = user_header_and_generation_prompt(tokenizer)
@@ -240,7 +248,7 @@ def prompts_as_templated(trainer: Learner, episodes: Episodes) -> CheckResult:
     without = len(chats) * all(not text.rstrip().endswith(asks) for text in chats)
     found = f"{len(prompts)} prompts"
     if twice:
-        found += f"; {twice} begin with BOS twice (the template writes one, and so does the tokenizer)"
+        found += f"; {twice} begin with BOS twice (both the template and the tokenizer add one)"
     if without:
         found += f"; {without} do not end with {asks!r} (the template's generation prompt)"
     name = "prompts have one BOS and end with the generation prompt"
@@ -248,8 +256,8 @@ def prompts_as_templated(trainer: Learner, episodes: Episodes) -> CheckResult:
 
 
 def stops_on_every_eos(trainer: Learner) -> CheckResult:
-    """Checks that sampling stops on all EOS tokens of tokenizer and base (Llama 3 has two)."""
-    ends = trainer.shared.ends(trainer.tokenizer)
+    """Checks that sampling stops on every EOS token of tokenizer and base. Llama 3 has two."""
+    ends = trainer.shared.ends(trainer.sampler.tokenizer)
     found = f"completions end with the token ids {ends}"
     if missing := sorted(set(ends) - set(trainer.sampler.sampling.eos)):
         found += f", sampling goes on after {missing}"
@@ -263,7 +271,7 @@ def stops_on_every_eos(trainer: Learner) -> CheckResult:
 def plain_logprobs(trainer: Learner, role: str | None, episodes: Episodes, row: int) -> tuple[Tensor, Tensor]:
     """Returns a row's first n actions (n, 1), and a role's log-probs (n, V) from the model's own forward without padding.
 
-    Temperature and minimum length are the sampler's.
+    The log-probs are at the sampler's temperature and minimum length.
     """
     shared, sampling = trainer.shared, trainer.sampler.sampling
     start = int(episodes.starts[row])
@@ -290,15 +298,15 @@ def logprobs_of_the_model(trainer: Learner, episodes: Episodes) -> CheckResult:
     found = "; ".join(f"{role} differs by {value:.2g} nats" for role, value in differences.items())
     holds = all(value <= tolerance(trainer.shared) for value in differences.values())
     if not holds:
-        found += ". Padding, position, temperature, minimum length or adapter differ from a plain forward's"
+        found += ". Padding, position, temperature, minimum length or adapter differ from a plain forward"
     return CheckResult("log-probs are those of the model's own forward", found, holds)
 
 
 def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
-    """Checks that completions are samples of the policy's full distribution: neither sharper (top-k, top-p) nor flatter.
+    """Checks that completions are samples from the policy's full distribution, neither sharper (top-k, top-p) nor flatter.
 
-    For a token x drawn from p, -log p(x) has the mean H(p), the entropy. The least likely tokens of p are drawn as often as
-    their probability mass says. Both sums over all tokens are compared with their expected values.
+    For a token x drawn from p, the mean of -log p(x) is the entropy H(p). The least likely tokens of p are drawn as often as
+    their probability mass implies. Both sums over all tokens are compared with their expected values.
     """
     name = "completions are drawn from the policy's whole distribution"
     sums = torch.zeros(1 + len(TAILS), 2, dtype=torch.float64, device=episodes.mask.device)
@@ -312,7 +320,7 @@ def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
         sums[0, 1] += (p * (surprisal - entropy.unsqueeze(-1)).square()).sum()
         above = (p * (p > p.gather(-1, drawn))).sum(-1)  # mass of tokens more likely than the drawn token
         ordered = p.sort(descending=True).values
-        # True at the first of equally likely tokens, because these count as one
+        # Is True at the first of several equally likely tokens, because they count as one.
         first = torch.ones_like(ordered, dtype=torch.bool)
         first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
         before = (ordered.cumsum(-1) - ordered).where(first, 0.0).cummax(-1).values
@@ -324,7 +332,8 @@ def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
         return CheckResult(name, copies, False)
     deviations = excess / math.sqrt(max(variance, 1.0))
     found = f"log-probs are {-deviations:+.1f} standard deviations from their mean"
-    # Rare tokens have a large surprisal, so the sum is not normal. Chance exceeds Bernstein's bound once in a million.
+    # The sum is not normally distributed, because rare tokens have a large surprisal. Chance exceeds Bernstein's bound once in a
+    # million runs.
     sharp = deviations < -Z_LIMIT
     flat = excess > 0 and excess**2 > 28 * (variance + MAX_SURPRISAL * excess / 3)
     for tail, (count, expected) in zip(TAILS, tails, strict=True):
@@ -341,7 +350,7 @@ def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
 
 
 def _improbable(count: float, expected: float) -> bool:
-    """Returns True if chance produces a count this far from its mean with probability below 1e-6 (Chernoff's bound)."""
+    """Returns True if a count this far from its mean has a probability below 1e-6 (Chernoff's bound)."""
     if expected == 0:
         return False
     exponent = count - expected - (count * math.log(count / expected) if count else 0.0)
@@ -349,7 +358,7 @@ def _improbable(count: float, expected: float) -> bool:
 
 
 def _copied(trainer: Learner, episodes: Episodes) -> str:
-    """Returns a message if more prompts than chance explains have only equal completions, or ""."""
+    """Returns a message if all completions of every prompt are equal, which chance does not explain, or else ""."""
     n = trainer.args.num_generations
     ids, starts, counts = (x.tolist() for x in (episodes.input_ids, episodes.starts, episodes.counts))
     completions = [
@@ -364,7 +373,7 @@ def _copied(trainer: Learner, episodes: Episodes) -> str:
 
 @torch.no_grad()
 def values_before_actions(trainer: Learner, episodes: Episodes) -> CheckResult:
-    """Checks two values: the first must be the head's output on the prompt, the last its output before the last action."""
+    """Checks two values: the head's outputs on the prompt alone, and on everything before the last action."""
     name = "values are read before each action"
     if not trainer.args.uses_critic:
         return CheckResult(name, f"no critic ({trainer.args.advantage_estimator})", None)
@@ -373,7 +382,7 @@ def values_before_actions(trainer: Learner, episodes: Episodes) -> CheckResult:
     start, count = int(episodes.starts[row]), int(episodes.counts[row])
     head = shared.parameters_of("critic")[-1]
     is_new = not head.any()
-    if is_new:  # a new head's values are 0 at every position, so use values of a different head
+    if is_new:  # the values of a new head are 0 at every position, so checks the values of another head
         head.data.fill_(head.numel() ** -0.5)
         episodes = episodes.take([row])
         trainer.logprobs_and_values(episodes)
@@ -385,17 +394,17 @@ def values_before_actions(trainer: Learner, episodes: Episodes) -> CheckResult:
         largest = max(largest, abs(value - float(episodes.values[row, t])) / max(1.0, abs(value)))
     if is_new:
         head.data.zero_()
-    found = f"they differ by up to {largest:.2g} from the head's output on what stands before the action"
+    found = f"they differ by up to {largest:.2g} from the head's output on the tokens before the action"
     spread = float(episodes.values[episodes.mask].std()) if int(episodes.mask.sum()) > 1 else 0.0
     return CheckResult(name, found, largest <= tolerance(shared) * max(1.0, spread))
 
 
 @torch.no_grad()
 def scores_at_the_end(trainer: Learner, episodes: Episodes) -> CheckResult:
-    """Checks two scores: the heads' normalized, weighted, clipped and penalized outputs at a single row's last token."""
+    """Checks the scores of two rows against the normalized, weighted, clipped and penalized outputs of the heads."""
     name, args = "scores are read at the last token of the completion", trainer.args
-    rewards = [reward for reward in trainer.rewards if isinstance(reward, AdapterReward)]
-    if len(rewards) < len(trainer.rewards):
+    rewards = [reward for reward in trainer.sampler.rewards if isinstance(reward, AdapterReward)]
+    if len(rewards) < len(trainer.sampler.rewards):
         return CheckResult(name, "not checked: a reward is no adapter on the base", None)
     shared, largest, unit = trainer.shared, 0.0, 0.0
     for row in {int(episodes.counts.argmin()), int(episodes.counts.argmax())}:

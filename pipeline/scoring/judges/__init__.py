@@ -1,7 +1,7 @@
-"""Judges: models behind an endpoint that score completions. No answer is paid twice; no failure is a score.
+"""Judges: models behind an endpoint that score completions. No answer is paid for twice, and no failure becomes a score.
 
-forms.py   questions about completions, and what an answer to one means
-store.py   answers on disk, which all runs of a storage path share
-client.py  asks the endpoint, within limits and a budget, and again after what can pass
-reward.py  a judge as a reward
+forms.py   makes questions about completions, and converts answers to scores
+store.py   stores answers on disk, for all runs of a storage path
+client.py  sends questions to the endpoint, within limits and a budget, and repeats them after temporary failures
+reward.py  makes a reward of a judge
 """

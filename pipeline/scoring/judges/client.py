@@ -1,4 +1,4 @@
-"""Asks a judge's endpoint, any server with OpenAI's chat completions, until all answers are on disk."""
+"""Sends questions to a judge's endpoint, a server with OpenAI's chat completions API, until all answers are on disk."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 PAUSES_S = (0.25, 30.0)  # first and longest pause after a failure; each pause is twice the previous one
 BUDGET_POLL_S = 0.01  # time between two checks of a budget that open requests may use up
-PASSES = {408, 409, 425, 429}  # statuses after which a request is repeated, in addition to 500 and above
-CHARACTERS = 4  # assumed length of a token, in estimates
-UNCLEAR = 5  # unusable answers to one question after which the call ends; each is paid
+PASSES = {408, 409, 425, 429}  # HTTP statuses after which a request is repeated, in addition to 500 and above
+CHARACTERS = 4  # characters per token, in estimates
+UNCLEAR = 5  # unusable answers to one question after which the call ends, because each answer costs money
 QUOTED = 500  # maximum characters of an endpoint's answer in a message
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A question, and a function that raises Unusable for an answer that cannot be used."""
+class JudgeRequest:
+    """A request with one question. `check` raises Unusable for an answer without a score."""
 
     messages: list[dict[str, str]]
     draw: int
@@ -43,72 +43,75 @@ class Client:
     """Gets answers from the store, or else from the endpoint.
 
     Args:
-        given: the definition.
-        name: what messages call the judge.
-        reward_timeout_s: seconds after a failure, without a usable answer since, when a call ends; -1: no limit.
+        definition: the judge's definition.
+        name: the judge's name in messages.
+        reward_timeout_s: seconds without a usable answer after a failure. Then a call ends. -1 means no limit.
     """
 
-    def __init__(self, given: Definition, store: Store, name: str, reward_timeout_s: float = -1) -> None:
-        self.given, self.store, self.name, self.reward_timeout_s = given, store, name, reward_timeout_s
+    def __init__(self, definition: Definition, store: Store, name: str, reward_timeout_s: float = -1) -> None:
+        self.definition, self.store, self.name, self.reward_timeout_s = (
+            definition,
+            store,
+            name,
+            reward_timeout_s,
+        )
         self.counts = dict.fromkeys(COUNTS, 0.0)  # counts of this call
         self.failing: float | None = None  # time of the first failure since the last usable answer
-        self.free_at = 0.0  # time at which the next request may begin
-        self.error: BaseException | None = None  # ends the call when the open requests are answered
+        self.error: BaseException | None = None  # error that ends the call after the open requests
         self.open = 0  # number of open requests
-        self.named = False  # whether the model that the file names has answered
-        self.variable = given.api_key_variable
+        self.named = False  # whether the model in the judge's file has answered
+        self.variable = definition.api_key_variable
         self.key = os.environ.get(self.variable or "", "").strip()
         if self.variable and not self.key:
-            raise InputError(
-                f"{name}: ${self.variable} is not set; export {self.variable}=KEY, on every node"
-            )
+            raise InputError(f"{name}: ${self.variable} is not set; export {self.variable}=KEY on every node")
         if not self.key.isprintable():
             raise InputError(f"{name}: ${self.variable} has a control character; export it again")
-        url = urlsplit(given.endpoint)
+        url = urlsplit(definition.endpoint)
         self.url = url._replace(path=f"{url.path.rstrip('/')}/chat/completions").geturl()
 
-    def body(self, asked: Asked) -> bytes:
-        """Returns the request of a question."""
-        given = self.given
-        body: dict[str, Any] = {"model": given.model, "messages": asked.messages}
-        body |= {"temperature": given.temperature, "max_tokens": given.longest}
-        if given.form == "yes":
+    def body(self, request: JudgeRequest) -> bytes:
+        """Returns the body of a question's request."""
+        definition = self.definition
+        body: dict[str, Any] = {"model": definition.model, "messages": request.messages}
+        body |= {"temperature": definition.temperature, "max_tokens": definition.longest}
+        if definition.form == "yes":
             body |= {"logprobs": True, "top_logprobs": TOP_LOGPROBS}
-        body |= ({"seed": asked.draw} if given.temperature else {}) | given.body
+        body |= ({"seed": request.draw} if definition.temperature else {}) | definition.body
         return json.dumps({key: value for key, value in body.items() if value is not None}).encode()
 
-    def key_of(self, asked: Asked, body: bytes) -> str:
-        """Returns what an answer is stored under."""
-        content = [self.given.endpoint.encode(), self.given.digest.encode(), b"%d" % asked.draw, body]
+    def key_of(self, request: JudgeRequest, body: bytes) -> str:
+        """Returns the key of an answer in the store."""
+        content = [
+            self.definition.endpoint.encode(),
+            self.definition.digest.encode(),
+            b"%d" % request.draw,
+            body,
+        ]
         return hashlib.sha256(b"\0".join(content)).hexdigest()
 
-    def _tokens(self, asked: Asked) -> tuple[int, int]:
-        """Estimates the tokens of a question, and returns the most of its answer."""
-        return _length(asked.messages), self.given.longest
-
-    async def answers(self, asked: Sequence[Asked]) -> list[dict[str, Any]]:
+    async def answers(self, requests: Sequence[JudgeRequest]) -> list[dict[str, Any]]:
         """Returns the answer to each question. Raises Failure, InputError, or an error of the disk.
 
-        An answer is on disk before it is returned. Even if a request has failed, those under way are waited
-        for, because their answers are paid.
+        Each answer is on disk before this method returns. If a request fails, the method still waits for open requests, because
+        their answers cost money.
         """
         import aiohttp
 
         begun = time.monotonic()
         self.counts, self.error, self.failing = dict.fromkeys(COUNTS, 0.0), None, None
         self.store.refresh()
-        bodies = [self.body(one) for one in asked]
-        keys = [self.key_of(one, body) for one, body in zip(asked, bodies, strict=True)]
-        by_key = {key: given for key, *given in zip(keys, asked, bodies, strict=True)}
-        missing = iter([(key, *given) for key, given in by_key.items() if key not in self.store.answers])
+        bodies = [self.body(one) for one in requests]
+        keys = [self.key_of(one, body) for one, body in zip(requests, bodies, strict=True)]
+        by_key = dict(zip(keys, zip(keys, requests, bodies, strict=True), strict=True))
+        missing = iter([one for key, one in by_key.items() if key not in self.store.answers])
         headers = {"Content-Type": "application/json"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
-        connector = aiohttp.TCPConnector(limit=self.given.concurrency)
+        connector = aiohttp.TCPConnector(limit=self.definition.concurrency)
         async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
-            # More threads than concurrent requests, because some wait for the disk
-            count = min(2 * self.given.concurrency, len(by_key))
-            self.places = asyncio.Semaphore(self.given.concurrency)
+            # Starts more tasks than concurrent requests, because some tasks wait for the disk.
+            count = min(2 * self.definition.concurrency, len(by_key))
+            self.places = asyncio.Semaphore(self.definition.concurrency)
             await asyncio.gather(*(self._work(session, missing) for _ in range(count)))
         self.counts["from_store"] = sum(key in self.store.answers for key in keys) - self.counts["judged"]
         self.counts["waited"] = time.monotonic() - begun
@@ -118,8 +121,8 @@ class Client:
         return [self.store.answers[key] for key in keys]
 
     async def _work(self, session: aiohttp.ClientSession, missing: Any) -> None:
-        """Takes one missing question after another, until there is none or a question failed for good."""
-        for key, one, body in missing:  # all threads share `missing`; each takes the next question
+        """Takes one missing question after another, until there is none left or the call fails."""
+        for key, one, body in missing:  # all tasks share this iterator
             try:
                 async with self.store.asking(key) as open_question:
                     if open_question and not self.error:
@@ -129,23 +132,24 @@ class Client:
             if self.error:
                 return
 
-    async def _ask(self, session: aiohttp.ClientSession, key: str, asked: Asked, body: bytes) -> None:
-        """Asks until the answer is usable, and writes it."""
+    async def _ask(
+        self, session: aiohttp.ClientSession, key: str, request: JudgeRequest, body: bytes
+    ) -> None:
+        """Repeats a question until its answer is usable, and stores the answer."""
         (pause, most), unclear = PAUSES_S, 0
         while not self.error:
-            await self._wait_for_turn(asked)
-            await self._reserve(asked)
+            await self._reserve(request)
             try:
                 async with self.places:
                     if self.error:
                         return
                     content = await self._request(session, body)
-                tokens, model, answer, why = self._read(asked, content)
+                tokens, model, answer, why = self._read(request, content)
             except Unusable as problem:
                 why, wait = str(problem), problem.wait
             else:
                 why, wait = self._other_model(model) or why, 0.0
-                unclear += bool(why) and model == self.given.model
+                unclear += bool(why) and model == self.definition.model
                 await self.store.write(tokens=tokens, **({} if why else {"key": key, "answer": answer}))
                 if not why:
                     self.counts["judged"] += 1
@@ -170,27 +174,22 @@ class Client:
             pause = min(most, 2 * pause)
             await asyncio.sleep(min(wait, rest) if self.reward_timeout_s >= 0 else wait)
 
-    async def _wait_for_turn(self, asked: Asked) -> None:
-        """Waits until the limits of requests and tokens a minute allow another request."""
-        given, now = self.given, time.monotonic()
-        begin = max(now, self.free_at)
-        spans = [60 / given.requests_per_minute] if given.requests_per_minute else []
-        spans += [60 * sum(self._tokens(asked)) / given.tokens_per_minute] if given.tokens_per_minute else []
-        self.free_at = begin + max(spans, default=0.0)
-        await asyncio.sleep(begin - now)
+    async def _reserve(self, request: JudgeRequest) -> None:
+        """Counts a request as open. Raises Failure if the run's budget does not allow another request.
 
-    async def _reserve(self, asked: Asked) -> None:
-        """Counts a request as under way. Raises Failure if the run's budget does not allow it.
-
-        While others are under way, which may yet fail and cost nothing, it waits for them.
+        Waits for open requests first, because a failed request costs nothing.
         """
-        given, totals = self.given, self.store.totals[self.store.run]
+        definition, totals = self.definition, self.store.totals[self.store.run]
         while True:
-            dollars = given.dollars(totals["sent"], totals["answered"])
-            each = dollars / totals["calls"] if totals["calls"] else given.dollars(*self._tokens(asked))
-            if given.most_calls is not None and totals["calls"] + self.open >= given.most_calls:
+            dollars = definition.dollars(totals["sent"], totals["answered"])
+            estimate = definition.dollars(_length(request.messages), definition.longest)
+            each = dollars / totals["calls"] if totals["calls"] else estimate
+            if definition.most_calls is not None and totals["calls"] + self.open >= definition.most_calls:
                 key = "most_calls"
-            elif given.most_dollars is not None and dollars + each * (self.open + 1) > given.most_dollars:
+            elif (
+                definition.most_dollars is not None
+                and dollars + each * (self.open + 1) > definition.most_dollars
+            ):
                 key = "most_dollars"
             else:
                 self.open += 1
@@ -198,15 +197,15 @@ class Client:
             if not self.open:
                 raise Failure(
                     f"{self.name}: its budget for this run is spent ({totals['calls']:.0f} answers, ${dollars:.4g}; {key}: "
-                    f"{getattr(given, key):g}); raise {key}, and the same command with its run.name continues the run"
+                    f"{getattr(definition, key):g}); raise {key}, and the same command with its run.name continues the run"
                 )
             await asyncio.sleep(BUDGET_POLL_S)
 
     async def _request(self, session: aiohttp.ClientSession, body: bytes) -> bytes:
-        """Returns the body of a response. Raises Unusable for what can pass, else InputError."""
+        """Returns the body of a response. Raises Unusable after a temporary failure, and InputError after any other failure."""
         import aiohttp
 
-        limit = aiohttp.ClientTimeout(self.given.timeout_s)
+        limit = aiohttp.ClientTimeout(self.definition.timeout_s)
         try:
             async with session.post(self.url, data=body, timeout=limit, allow_redirects=False) as response:
                 status, content = response.status, await response.read()
@@ -219,21 +218,23 @@ class Client:
         if status not in PASSES and status < 500:
             is_key = self.variable and status in (401, 403)
             key = f"; is the key in ${self.variable} right?" if is_key else ""
-            raise InputError(f"{self.name}: {self.given.endpoint} rejected a request ({said}){key}")
+            raise InputError(f"{self.name}: {self.definition.endpoint} rejected a request ({said}){key}")
         problem = Unusable(said)
         if after.replace(".", "", 1).isdigit():
             problem.wait = min(float(after), PAUSES_S[1])
         raise problem
 
     def _quoted(self, text: str) -> str:
-        """Returns what an endpoint said on one line, without the key and other secrets."""
+        """Returns an endpoint's answer on one line, shortened, and without the key and other secrets."""
         text = without_secrets(text.replace(self.key, "***") if self.key else text)
         return visible(" ".join(text.split())[:QUOTED], lines=False)
 
-    def _read(self, asked: Asked, content: bytes) -> tuple[tuple[int, int], str, dict[str, Any], str]:
-        """Returns tokens of question and answer, the model, the answer, and why it cannot be used, or nothing.
+    def _read(
+        self, request: JudgeRequest, content: bytes
+    ) -> tuple[tuple[int, int], str, dict[str, Any], str]:
+        """Returns the tokens of question and answer, the model, the answer, and the reason why it is unusable, or "".
 
-        Raises Unusable if nothing was paid, because the body is no chat completion.
+        Raises Unusable if the body is no chat completion, and so costs nothing.
         """
         body, why = None, ""
         answer: dict[str, Any] = {"text": "", "top": None}
@@ -242,12 +243,14 @@ class Client:
             choice = body["choices"][0]
             text = choice["message"]["content"] or ""
             text = text if isinstance(text, str) else "".join(part.get("text", "") for part in text)
-            answer["text"] = text.encode(errors="replace").decode()  # a lone surrogate cannot be written
+            answer["text"] = text.encode(
+                errors="replace"
+            ).decode()  # because a lone surrogate cannot be written to a file
             top = ((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs")
             answer["top"] = [[one["token"], float(one["logprob"])] for one in top] if top else None
-            if choice.get("finish_reason") == "length" and self.given.form != "yes":
+            if choice.get("finish_reason") == "length" and self.definition.form != "yes":
                 raise Unusable("it is truncated at max_tokens; raise it")
-            asked.check(answer)
+            request.check(answer)
         except Unusable as problem:
             why = f"found {self._quoted(answer['text'])!r}: {problem}"
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -257,24 +260,24 @@ class Client:
         usage = body["usage"] if isinstance(body.get("usage"), dict) else {}
         tokens: Any = usage.get("prompt_tokens"), usage.get("completion_tokens")
         if not all(type(one) is int and one >= 0 for one in tokens):
-            tokens = _length(asked.messages), len(answer["text"]) // CHARACTERS
-        return tokens, str(body.get("model", self.given.model)), answer, why
+            tokens = _length(request.messages), len(answer["text"]) // CHARACTERS
+        return tokens, str(body.get("model", self.definition.model)), answer, why
 
     def _other_model(self, model: str) -> str:
-        """Returns that another model answers, or nothing. Ends the call if the file names another model."""
-        given = self.given
-        if model == given.model:
+        """Returns a message if another model has answered, or "". Ends the call if the file's model has never answered."""
+        definition = self.definition
+        if model == definition.model:
             self.named = True
             return ""
         model = self._quoted(model)
-        found = f"{given.endpoint} answers as {model}"
-        if not (self.named or self.store.answers):  # otherwise a temporary change
+        found = f"{definition.endpoint} answers as {model}"
+        if not (self.named or self.store.answers):  # otherwise, the change may be temporary
             self.error = self.error or InputError(
                 f"{self.name}: {found}; write `model: {model}` into the judge's file"
             )
-        return f"{found}, expected {short(given.model)}"
+        return f"{found}, expected {short(definition.model)}"
 
 
 def _length(messages: Sequence[dict[str, str]]) -> int:
-    """Estimates the tokens of messages."""
+    """Estimates the number of tokens of messages."""
     return sum(len(one["content"]) for one in messages) // CHARACTERS

@@ -1,8 +1,7 @@
-"""Answers of a judge on disk. A process writes one file, and reads those of all others, also of earlier runs.
+"""Stores answers of a judge on disk. A process writes one file, and reads the files of all processes and earlier runs.
 
-A line is JSON: an answer with its `key` and `tokens`, the `tokens` of an answer that could not be used, or
-the other `counts` of a call. In a bucket, where nothing can be added to a file, each group of answers is
-a new file.
+A line is JSON: an answer with its `key` and `tokens`, the `tokens` of an unusable answer, or the other `counts` of a call. Files
+in a bucket cannot grow, so there each group of answers is a new file.
 """
 
 from __future__ import annotations
@@ -21,40 +20,40 @@ from pipeline.job.judge import Definition
 from pipeline.system import storage
 
 POLL_S = 0.02  # time between two attempts to lock a question
-COUNTS = ("judged", "from_store", "failed", "waited")  # counts of calls; see client.py
+COUNTS = ("judged", "from_store", "failed", "waited")  # counts of a client's calls
 
 
-def folder(storage_path: str, given: Definition) -> str:
-    """Returns where the answers of a definition are kept, for all runs of a storage path."""
-    return storage.join(storage_path, "judges", given.digest[:16])
+def folder(storage_path: str, definition: Definition) -> str:
+    """Returns the folder with the answers of a definition, which all runs of a storage path share."""
+    return storage.join(storage_path, "judges", definition.digest[:16])
 
 
 class Store:
-    """The answers of one definition.
+    """Has the answers of one definition, and counts the costs of each run.
 
     Args:
         folder: a folder or a bucket's path.
-        run: whose tokens and counts it writes down.
+        run: the run that pays for the answers of this process.
     """
 
     def __init__(self, folder: str, run: str) -> None:
         self.folder, self.run = folder, run
         self.answers: dict[str, dict[str, Any]] = {}
-        # {run: {sent, answered: tokens that were paid, calls, and COUNTS}}
+        # run -> sent and answered (tokens that cost money), calls, and COUNTS
         self.totals: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        self.read: dict[str, int] = {}  # file -> bytes of it that were read
+        self.read: dict[str, int] = {}  # file -> number of bytes read
         self.name, self.parts = uuid.uuid4().hex, 0
         self.waiting: list[tuple[dict[str, Any], asyncio.Future[None]]] = []
         self.writing: asyncio.Task[None] | None = None
         self.remote, self.seen = storage.is_remote(folder), -1
         if not self.remote:
             os.makedirs(folder, exist_ok=True)
-            # Each byte is the lock of a question. The file grows with each write, which tells other processes.
-            # Never closed, because that would release all of this process's locks.
+            # Each byte of this file is the lock of a question. The file grows with each write, so that other processes see
+            # new answers. It is never closed, because closing would release all locks of this process.
             self.lock = os.open(f"{folder}/lock", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
 
     def refresh(self) -> None:
-        """Reads what other processes have written since the last time."""
+        """Reads the answers that other processes have written since the last call."""
         if not self.remote:
             size = os.fstat(self.lock).st_size
             if size == self.seen:
@@ -66,15 +65,15 @@ class Store:
 
     def _read(self, name: str) -> None:
         content = storage.read_bytes(storage.join(self.folder, name), self.read.get(name, 0))
-        # The last line may be incomplete: still being written, or from a killed process
+        # The last line may be incomplete, because a process is still writing it or was killed.
         complete = content[: content.rfind(b"\n") + 1]
         self.read[name] = self.read.get(name, 0) + len(complete)
         for line in complete.splitlines():
             try:
                 self._add(json.loads(line))
-            except ValueError:  # an incomplete line from a full disk
+            except ValueError:  # a full disk left an incomplete line
                 path = storage.join(self.folder, name)
-                print(f"warning: {path}: a line is no JSON, and is skipped", flush=True)
+                print(f"warning: {path}: skipped a line that is no JSON", flush=True)
 
     def _add(self, record: dict[str, Any]) -> None:
         totals = self.totals[record["run"]]
@@ -88,16 +87,16 @@ class Store:
             totals["judged"] += 1
             self.answers.setdefault(record["key"], record["answer"])
 
-    def costs(self, given: Definition) -> dict[str, float]:
-        """Returns COUNTS and dollars of this run so far, in all its processes."""
+    def costs(self, definition: Definition) -> dict[str, float]:
+        """Returns COUNTS and dollars of this run so far, over all its processes."""
         self.refresh()
         totals = self.totals[self.run]
-        dollars = given.dollars(totals["sent"], totals["answered"])
+        dollars = definition.dollars(totals["sent"], totals["answered"])
         return {key: round(totals[key], 2) for key in COUNTS} | {"dollars": round(dollars, 6)}
 
     @contextlib.asynccontextmanager
     async def asking(self, key: str) -> AsyncIterator[bool]:
-        """Lets one process of a machine at a time ask a question. Yields whether it is still to be asked."""
+        """Lets one process of a machine at a time ask a question. Yields whether the question still has no answer."""
         if self.remote:
             yield key not in self.answers
             return
@@ -115,7 +114,7 @@ class Store:
             fcntl.lockf(self.lock, fcntl.LOCK_UN, 1, place)
 
     async def write(self, **record: Any) -> None:
-        """Writes a record, together with others that wait. Returns when it is on disk or in the bucket."""
+        """Writes a record, together with other waiting records. Returns when it is on disk or in the bucket."""
         done = asyncio.get_running_loop().create_future()
         self.waiting.append(({"run": self.run, **record}, done))
         if self.writing is None:
@@ -130,7 +129,9 @@ class Store:
                 try:
                     await asyncio.to_thread(self._append, lines)
                 except Exception as error:  # a full disk, or a bucket that does not answer
-                    self.name = uuid.uuid4().hex  # the last line of the old file may be incomplete
+                    self.name = (
+                        uuid.uuid4().hex
+                    )  # a new file, because the last line of the old one may be incomplete
                     for _, done in group:
                         if not done.done():
                             done.set_exception(error)
@@ -154,7 +155,7 @@ class Store:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        self.read[f"{self.name}.jsonl"] = 1 << 62  # this process's own file, which it need not read
+        self.read[f"{self.name}.jsonl"] = 1 << 62  # a process need not read its own file
         os.write(self.lock, b".")
         if os.fstat(self.lock).st_size == self.seen + 1:  # no other process has written in between
             self.seen += 1
