@@ -45,7 +45,9 @@ def uri_of(given: str | None, storage_path: str) -> str:
             "e.g. mlflow.tracking_uri=http://HEAD:5000",
             key="mlflow.tracking_uri",
         )
-    return f"sqlite:///{storage.absolute(storage_path)}/mlflow.db"
+    path = f"{storage.absolute(storage_path)}/mlflow.db"
+    # SQLAlchemy decodes %20 and ends a path at `?`. With unquoted slashes, MLflow 3.17 would make a folder of the quoted name.
+    return f"sqlite:///{quote(path, safe='') if set(path) & set('%?') else path}"
 
 
 def file_of_uri(uri: str) -> str | None:
@@ -130,9 +132,8 @@ def _created(path: str) -> Iterator[None]:
     with storage.locked(f"{path}.lock", f"another process to set up {path}"):
         if not os.path.exists(path):
             partial = f"{path}.partial"
-            with contextlib.suppress(
-                Exception
-            ):  # without the copy, MLflow makes the tables itself, in seconds
+            # If there is no copy, MLflow makes the tables, in seconds
+            with contextlib.suppress(Exception):
                 shutil.copyfile(empty_database(), partial)
                 os.replace(partial, path)
         _try(path, "rwc", "BEGIN IMMEDIATE")

@@ -55,9 +55,9 @@ def test_a_server_that_does_not_answer_is_found_before_work(job, monkeypatch):
     assert threads[0] is threading.main_thread()
 
 
-def test_a_folder_with_an_unusual_name_can_hold_a_registry(migrated, adapter, tmp_path, in_root):
-    """MLflow puts paths into filters and URIs, where quotes have a meaning."""
-    name = """it's "both" ü😀 \\[a]*;$HOME"""
+@pytest.mark.parametrize("name", ["a%20b?c=d#e", """it's "both" ü😀 \\[a]*;$HOME"""])
+def test_a_folder_with_an_unusual_name_can_hold_a_registry(name, migrated, adapter, tmp_path, in_root):
+    """MLflow puts paths into filters and URIs, where quotes and percent signs have a meaning."""
     home = tmp_path / "home" / name
     home.mkdir(parents=True)
     job = load_job("jobs/demo/sft.yaml", ["gate={}", "run.name=one"], "sft")
