@@ -1,6 +1,6 @@
-"""Saves tokenizers and configs with the names of transformers 5 and 4, so that both versions read the same model.
+"""Saves tokenizers and configs with the key names of transformers 5 and 4, so that both versions load the same model.
 
-transformers 4 silently ignores most new names. For example, its RoPE base would be 10000 for every model.
+transformers 4 silently ignores most new names. For example, it would use a RoPE base of 10000 for every model.
 """
 
 import json
@@ -14,13 +14,17 @@ OWN_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_facto
 
 
 def oldest_version(base: dict[str, Any]) -> str:
-    """Returns a model's oldest transformers version, from its base's config.json: 4.57 (tested) if 4 wrote the file, or 5.0."""
+    """Returns the oldest transformers version that can load a saved model: 4.57 (tested) if 4 wrote its base, or else 5.0.
+
+    Args:
+        base: config.json of the base.
+    """
     by_4 = str(base.get("transformers_version", "4")).startswith("4") and "rope_parameters" not in base
     return "4.57" if by_4 else "5.0"
 
 
 def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
-    """Saves a tokenizer as the plain fast class, which tokenizer.json describes completely in both versions."""
+    """Saves a tokenizer as the plain fast class. In both versions, tokenizer.json describes this class completely."""
     tokenizer.save_pretrained(folder)
     path = Path(folder, "tokenizer_config.json")
     settings = json.loads(path.read_text(encoding="utf-8"))
@@ -31,7 +35,7 @@ def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
 
 
 def add_old_names(folder: str | Path, base: dict[str, Any]) -> None:
-    """Adds the names of transformers 4 to a folder's config.json: those of `base`, or else names made from the new ones."""
+    """Adds the keys of transformers 4 to a folder's config.json, from the config of its base, or else from the new keys."""
     path = Path(folder, "config.json")
     config = json.loads(path.read_text(encoding="utf-8"))
     for new, own in ((config, base), (config.get("text_config") or {}, base.get("text_config") or {})):
@@ -42,7 +46,7 @@ def add_old_names(folder: str | Path, base: dict[str, Any]) -> None:
 
 
 def old_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns transformers 4's names for a config's rope_parameters. Each type of layer may have its own parameters."""
+    """Returns a config's rope_parameters with the key names of transformers 4. Each type of layer may have its own."""
     rope = config.get("rope_parameters") or {}
     full, sliding = rope.get("full_attention", rope), rope.get("sliding_attention")
     if not full:
