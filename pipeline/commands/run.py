@@ -56,11 +56,11 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
             heading.set(f"[{number}/{len(ORDER)}]")
             try:
                 results.append(result := launch(jobs[stage], recipe))
+                if jobs[stage].run.report:
+                    report.of_run(result)
             except (KeyboardInterrupt, SystemExit) as stop:
                 stop.add_note(f"run.name={name}")
                 raise
-            if jobs[stage].run.report:
-                report.of_run(result)
             gc.collect()  # frees the models of a stage in this process
             if result.get("registered_model") and not result["alias"]:
                 raise Failure(

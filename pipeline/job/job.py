@@ -429,10 +429,12 @@ class Job:
 
     @property
     def in_process(self) -> bool:
-        """Returns True if the job runs in the process of the command, because scaling.num_workers is 0.
+        """Returns True if the job runs in the process of the command: an export, or a job with scaling.num_workers: 0.
 
         On a cluster, or with rollout workers, 0 means one worker.
         """
+        if self.facts.runs_in == "here":
+            return True
         zero = self.scaling.get("num_workers", 1) == 0
         return zero and not os.environ.get("RAY_ADDRESS") and not self.rollout_config.num_workers
 

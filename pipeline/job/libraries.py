@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -65,10 +66,16 @@ def find_rejection(
 
 
 def _error_of(make: Callable[[dict[str, Any]], object], values: dict[str, Any]) -> Exception | None:
+    before = dict(os.environ)
     try:
         make(values)
     except Exception as error:  # libraries raise errors of any type
         return error
+    finally:
+        # trainer.torch_compile sets variables that would compile the models of all later jobs.
+        for key in os.environ.keys() - before.keys():
+            del os.environ[key]
+        os.environ.update(before)
     return None
 
 

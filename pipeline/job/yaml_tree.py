@@ -6,6 +6,7 @@ word "no", and `2026-11-20` is text. A file with a text that looks like a secret
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import yaml
 from pipeline.errors import InputError, in_brief, short, show, visible
 from pipeline.system.credentials import SECRET, has_credentials
 
+MAX_VALUES = 100_000  # values of a job file, with those behind aliases
 NO_SECRETS = (
     "the value looks like a secret, which never belongs in a job file or on a command line; "
     "put it into the environment (HF_TOKEN, AWS_*, MLFLOW_TRACKING_*), and replace it if others have seen it"
@@ -77,6 +79,8 @@ def read_tree(path: str | Path, overrides: list[str]) -> Tree:
 
 def _tree(path: Path) -> Tree:
     tree = Tree(visible(str(path), lines=False))
+    if path.exists() and not path.is_file():
+        raise InputError(f"{tree.source}: is a pipe, a device or a folder; name a job file")
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -121,7 +125,7 @@ def _parse(text: str, name: str, where: dict[str, str]) -> Any:
         node = loader.get_single_node()
         if node is None:
             return {}
-        _record_lines(node, "", name, where)
+        _record_lines(node, "", name, where, iter(range(MAX_VALUES)))
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -133,18 +137,25 @@ def _parse(text: str, name: str, where: dict[str, str]) -> Any:
         raise InputError(f"{name}: not valid YAML: {what}; remove it") from None
 
 
-def _record_lines(node: yaml.Node, key: str, name: str, where: dict[str, str]) -> None:
-    """Records the line of every key. Raises InputError for repeated keys, and for keys that are not text."""
+def _record_lines(node: yaml.Node, key: str, name: str, where: dict[str, str], left: Iterator[int]) -> None:
+    """Records the line of every key. Raises InputError for repeated keys, and for keys that are not text.
+
+    `left` has an item for each further value, because aliases of aliases turn a few lines into billions of values.
+    """
+    if next(left, None) is None:
+        raise InputError(
+            f"{name}: has more than {MAX_VALUES:,} values, because of its aliases (*); remove them"
+        )
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            _record_lines(item, f"{key}.{index}", name, where)
+            _record_lines(item, f"{key}.{index}", name, where, left)
     if not isinstance(node, yaml.MappingNode):
         return
     seen: dict[str, int] = {}
     for child, value in node.value:
         line = child.start_mark.line + 1
         if child.tag == "tag:yaml.org,2002:merge":
-            _record_lines(value, key, name, where)
+            _record_lines(value, key, name, where, left)
             continue
         if child.tag != "tag:yaml.org,2002:str":
             raise InputError(f"{name}:{line}: {key or 'job'}: a key is not text; put it in quotes")
@@ -153,7 +164,7 @@ def _record_lines(node: yaml.Node, key: str, name: str, where: dict[str, str]) -
             raise InputError(f"{name}:{line}: {full}: repeated key, first on line {first}; keep one of them")
         seen[child.value] = line
         where[full] = f"{name}:{line}"
-        _record_lines(value, full, name, where)
+        _record_lines(value, full, name, where, left)
 
 
 def override(tree: Tree, text: str) -> None:

@@ -180,7 +180,8 @@ class Queue:
     def send(self, final: dict[str, float] | None = None) -> bool:
         """Sends what is pending, and ends the recording if there are `final` results. Returns False if a call fails."""
         try:
-            while batch := list(itertools.islice(self.pending, self.BATCH)):
+            # Not by an iterator, which raises an error if training appends a point meanwhile.
+            while batch := [self.pending[index] for index in range(min(self.BATCH, len(self.pending)))]:
                 self._record(batch)
                 for _ in batch:
                     self.pending.popleft()

@@ -143,7 +143,7 @@ def _created(path: str) -> Iterator[None]:
 def empty_database() -> str:
     """Returns the path of a database with MLflow's tables, made once per user and version, because migrations take seconds."""
     path = storage.cache(f"mlflow-{version('mlflow')}.db")
-    if not os.path.exists(path):
+    if not _is_intact(path):  # missing, or damaged by a power failure
         import_mlflow()
         from mlflow.store.db import utils
 
@@ -154,6 +154,15 @@ def empty_database() -> str:
             engine.dispose()
             os.replace(new, path)
     return path
+
+
+def _is_intact(path: str) -> bool:
+    """Returns True if a file is an undamaged SQLite database."""
+    with contextlib.suppress(sqlite3.Error):
+        uri = f"file:{quote(os.path.abspath(path))}?mode=ro"
+        with contextlib.closing(sqlite3.connect(uri, uri=True)) as database:
+            return database.execute("PRAGMA quick_check").fetchone() == ("ok",)
+    return False
 
 
 def _try(path: str, mode: str, begin: str) -> None:

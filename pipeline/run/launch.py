@@ -198,6 +198,8 @@ def write_result(work: Work, report: Any, entries: dict[str, Any]) -> dict[str, 
         "seconds": round(time.monotonic() - work.started, 2),
         "job": run.settings,
     }
+    # `rlhf report` may have drawn the unfinished run. The finished run gets a new report.
+    storage.remove(storage.join(run.folder, run_folder.REPORT))
     storage.write_json(storage.join(run.folder, run_folder.RESULT), result)
     # Not earlier, because an interrupted run resumes from its parts.
     storage.remove(storage.join(run.folder, run_folder.PARTS))

@@ -104,7 +104,7 @@ def test_every_key_of_our_sections_is_read_by_what_runs(section, name):
     A source or the section describes what rows become. Source.location reads path and revision.
     """
     files = [f for f in (ROOT / "pipeline").rglob("*.py") if "job" not in f.relative_to(ROOT).parts]
-    read = set(re.findall(rf"\b(?:{name})\.(\w+)", "\n".join(file.read_text() for file in files)))
+    read = set(re.findall(rf"\b(?:{name})\.(?=(\w+))", "\n".join(file.read_text() for file in files)))
     through = {"path", "revision"} if section is config.Source else set()
     assert {field.name for field in dataclasses.fields(section)} - through <= read
 

@@ -1,6 +1,7 @@
 """Tests job files and the command line: each mistake gives one clear message and exit status 2, before heavy imports."""
 
 import json
+import os
 import re
 
 import pytest
@@ -145,6 +146,19 @@ def test_a_wrong_job_gives_one_message_with_the_key(job, capsys, text, overrides
     assert re.search(message, printed.err), printed.err
 
 
+NESTED = "".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}' if i else 'a'] * 9)}]\n" for i in range(9))
+
+
+def test_a_job_that_would_never_end_is_refused_at_once(job, tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    for path, says in (
+        (str(tmp_path / "pipe"), "pipe: is a pipe"),
+        (job(NESTED), "more than 100,000 values"),
+    ):
+        assert main(["sft", path]) == 2
+        assert says in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["my-own-token\n", "- my-own-token\n"], ids=["text", "list"])
 @pytest.mark.parametrize("of", ["job", "extends"])
 def test_a_file_that_is_no_job_is_not_quoted(of, text, job, tmp_path, capsys):
@@ -281,6 +295,29 @@ def test_dropout_without_effect_gives_a_warning(stage, overrides, warns, in_root
 def test_settings_that_are_often_unintended_give_a_warning(overrides, warned, in_root):
     said = list(find_warnings(load_job("jobs/demo/sft.yaml", overrides, "sft")))
     assert warned in "".join(said) and len(said) == bool(warned)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warns"),
+    [
+        (["rollout.num_workers=3"], True),
+        (["rollout.num_workers=2", "rollout.staleness=2"], False),
+        (["rollout.num_workers=3", "trainer.local_rollout_forward_batch_size=21"], False),
+    ],
+)
+def test_idle_rollout_workers_give_a_warning(overrides, warns, in_root):
+    job = load_job("jobs/demo/ppo.yaml", overrides, "ppo")
+    said = [line for line in find_warnings(job) if "workers will be idle" in line]
+    assert len(said) == warns
+    assert (
+        not warns or "2 of 3 workers will be idle, because completions are sampled in chunks of 64" in said[0]
+    )
+
+
+def test_an_export_runs_in_the_process_of_the_command(monkeypatch, in_root):
+    """On a cluster, too: otherwise the command would join the cluster."""
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    assert load_job("jobs/demo/export.yaml", [], "export").in_process
 
 
 def test_a_message_about_a_missing_job_file_suggests_job_files(tmp_path, monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """Tests that the driver reports errors of TRL and peft with the key, before a worker starts."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -32,3 +33,10 @@ def test_the_libraries_accept_all_shipped_jobs_on_a_machine_without_gpus(in_root
         shipped = load_job(path)
         tf32 = {"tf32": True} if STAGE[path.stem].trl and shipped.scaling.get("use_gpu") else {}
         check_with_libraries(replace(shipped, trainer=shipped.trainer | tf32))
+
+
+def test_the_check_of_a_job_does_not_change_the_environment_of_later_jobs(in_root):
+    before = dict(os.environ)
+    check_with_libraries(load_job("jobs/demo/sft.yaml", ["trainer.torch_compile=true"], "sft"))
+    changed = {key for key in os.environ.keys() | before.keys() if os.environ.get(key) != before.get(key)}
+    assert not {key for key in changed if key.startswith("ACCELERATE")}

@@ -1,6 +1,7 @@
 """Tests that metrics reach MLflow in order and once, also if it is away for a time. Uses MLflow on SQLite."""
 
 import shutil
+import sys
 import time
 
 import pytest
@@ -90,3 +91,26 @@ def test_metrics_that_an_unreachable_server_did_not_get_are_counted(capsys, monk
     log.close(timeout=0.1)
     said = "warning: 25 metric values were not recorded: MLflow at http://127.0.0.1:9 was unreachable"
     assert capsys.readouterr().out.count(said) == 1
+
+
+def test_training_may_log_while_metrics_are_sent(monkeypatch, capsys):
+    interval = sys.getswitchinterval()
+    monkeypatch.setattr(registry.Curves, "INTERVAL_S", 1e-4)
+    sent = []
+
+    class Counted(curves.Tracker):
+        name = "the tracker"
+
+        def write(self, points):
+            sent.extend(point.step for point in points)
+
+    log = registry.Curves(Counted())
+    try:
+        sys.setswitchinterval(1e-6)
+        for step in range(60_000):
+            log.log({"a": 1.0, "b": 2.0}, step)
+    finally:
+        sys.setswitchinterval(interval)
+    log.close()
+    assert sent == [step for step in range(60_000) for _ in "ab"]
+    assert capsys.readouterr().out == ""

@@ -45,6 +45,18 @@ def test_an_unusable_file_is_reported_at_once(job, tmp_path, monkeypatch):
         registry.check_store(tracking_of(job))
 
 
+def test_a_damaged_cache_is_made_again(migrated, tmp_path, monkeypatch, in_root):
+    """Otherwise each new storage path would get a damaged store, and the message would name the store."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cached = tmp_path / "cache/rlhf-pipeline" / migrated.name
+    cached.parent.mkdir(parents=True, mode=0o700)
+    shutil.copy(migrated, cached)
+    os.truncate(cached, os.path.getsize(cached) // 8192 * 4096)  # as after a power failure
+    job = load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}/runs"], "sft")
+    registry.check_store(tracking_of(job))
+    assert cached.stat().st_size == migrated.stat().st_size
+
+
 def test_a_server_that_does_not_answer_is_found_before_work(job, monkeypatch):
     """The time limit does not include the import of MLflow, which may take longer on a busy machine."""
     threads = []

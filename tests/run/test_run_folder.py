@@ -16,10 +16,12 @@ from pipeline.job.identity import identity_of
 from pipeline.registry import lineage
 from pipeline.registry.lineage import folder_digests
 from pipeline.run import checkpoints, resume
+from pipeline.run.launch import write_result
 from pipeline.run.resume import owned, owner_files
 from pipeline.settle import inputs
 from pipeline.settle.identity import named
 from pipeline.settle.work import Input
+from pipeline.system import lease
 
 BATCH = ["data.batch_size=16", "trainer.per_device_train_batch_size=8"]
 PPO = ["policy=base", "reward=python:bad_rewards:length", "judge=null"]
@@ -176,6 +178,15 @@ def test_a_dangling_link_in_place_of_a_run_folder(tmp_path, in_root, capsys):
     assert "run.name: " in (error := capsys.readouterr().err) and "/one is no folder" in error, error
 
 
+def test_a_report_on_an_unfinished_run_does_not_replace_the_one_of_the_finished_run(tmp_path, in_root):
+    job = load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}", "run.name=one"], "sft")
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one/report.html").write_text("drawn during the run")
+    with lease.held(str(tmp_path / "one")) as mine:
+        write_result(work_of(job, lease=mine), None, {})
+    assert (tmp_path / "one/result.json").exists() and not (tmp_path / "one/report.html").exists()
+
+
 # ------------------------------------------------------------------------------------------------ the lease
 
 
@@ -195,8 +206,8 @@ def test_a_folder_that_changed_before_this_process_owned_it_is_refused(run):
     (run / "job.json").write_text("{}")
     with pytest.raises(InputError, match=r"run\.name: another process has run .* the same command again"):
         own(run, seen).__enter__()
-    with own(run, seen, overwrite=True) as lease:
-        assert lease.attempt == 2, "an attempt that still runs must find it"
+    with own(run, seen, overwrite=True) as mine:
+        assert mine.attempt == 2, "an attempt that still runs must find it"
         assert [path.name for path in run.iterdir()] == ["lease"]
 
 
