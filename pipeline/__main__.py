@@ -78,7 +78,8 @@ def parser() -> argparse.ArgumentParser:
         sub.set_defaults(job="", overrides=[])
         if name:
             sub.add_argument("job", metavar=name, help=about, nargs="?" if takes == "runs" else None)
-        sub.add_argument("overrides", nargs="*", default=[], metavar=more, help=about_more)
+        if verb != "completion":
+            sub.add_argument("overrides", nargs="*", default=[], metavar=more, help=about_more)
     return top
 
 
