@@ -149,7 +149,7 @@ def check_push(args: Export) -> None:
     if not os.environ.get("HF_TOKEN", "").strip():
         raise InputError(f"HF_TOKEN is not set; {ADVICE}", "trainer.push_to_hub")
     try:
-        deadline.answer(_check_repository, args)
+        deadline.call_with_deadline(_check_repository, args)
     except InputError:
         raise
     except Exception as error:  # the HTTP client raises its own types
