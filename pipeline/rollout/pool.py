@@ -95,10 +95,8 @@ class Pool:
         await self.start()  # because Ray may have restarted this actor
         for task in self.tasks.values():  # the trainers that waited for these chunks have ended
             task.result.cancel()
-        if (
-            self.session
-        ):  # an error of the last session may not return, because workers may be on other nodes now
-            self.broken = None
+        if self.session:
+            self.broken = None  # the error may not return, because workers may be on other nodes now
         self.session, self.settings = session, settings
         self.tasks, self.versions, self.waiting = {}, {}, []
         self.alone_since = time.monotonic()  # because the trainers have not waited yet

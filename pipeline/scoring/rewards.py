@@ -41,12 +41,10 @@ class Samples:
     ended: list[bool]
     rows: list[dict[str, Any]]
     tokenizer: Any
-    seeds: Sequence[
-        int
-    ] = ()  # seed of each completion, for functions that draw random numbers; empty: 0 for each
-    groups: Sequence[
-        int
-    ] = ()  # number of each completion's prompt; empty: all completions have different prompts
+    # seed of each completion, for functions that draw random numbers; empty: 0 for each
+    seeds: Sequence[int] = ()
+    # number of each completion's prompt; empty: all completions have different prompts
+    groups: Sequence[int] = ()
     # name of a reward -> its notes on each sample
     notes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 

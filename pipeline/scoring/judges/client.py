@@ -49,12 +49,8 @@ class Client:
     """
 
     def __init__(self, definition: Definition, store: Store, name: str, reward_timeout_s: float = -1) -> None:
-        self.definition, self.store, self.name, self.reward_timeout_s = (
-            definition,
-            store,
-            name,
-            reward_timeout_s,
-        )
+        self.definition, self.store, self.name = definition, store, name
+        self.reward_timeout_s = reward_timeout_s
         self.counts = dict.fromkeys(COUNTS, 0.0)  # counts of this call
         self.failing: float | None = None  # time of the first failure since the last usable answer
         self.free_at = 0.0  # time at which the next request may begin
@@ -260,9 +256,8 @@ class Client:
             choice = body["choices"][0]
             text = choice["message"]["content"] or ""
             text = text if isinstance(text, str) else "".join(part.get("text", "") for part in text)
-            answer["text"] = text.encode(
-                errors="replace"
-            ).decode()  # because a lone surrogate cannot be written to a file
+            # replaces lone surrogates, which cannot be written to a file
+            answer["text"] = text.encode(errors="replace").decode()
             top = ((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs")
             answer["top"] = [[one["token"], float(one["logprob"])] for one in top] if top else None
             if choice.get("finish_reason") == "length" and self.definition.form != "yes":

@@ -35,11 +35,8 @@ class JudgeReward(Reward):
         **settings: Any,
     ) -> None:
         super().__init__(**{"name": "judge", **settings})
-        self.definition, self.columns, self.compares = (
-            definition,
-            frozenset(definition.columns),
-            definition.form == "rank",
-        )
+        self.definition, self.columns = definition, frozenset(definition.columns)
+        self.compares = definition.form == "rank"
         store = Store(folder(storage_path, definition), run)
         self.client = Client(
             definition, store, f"reward {self.name!r} (judge {definition.model})", reward_timeout_s
