@@ -104,6 +104,8 @@ def matching(item: str, key: str, aside: dict[str, str]) -> list[File]:
         close = difflib.get_close_matches(os.path.basename(inner), names, 1, 0.7)
         hint = f"; did you mean {os.path.join(os.path.dirname(item), close[0])!r}?" if close else ""
         problem = f"there is no file {item!r}{hint}; expected a path, a glob, a folder, or s3:// gs:// hf://"
+        if info.type.name == "Unknown":  # rows are read several times, a pipe only once
+            problem = f"{item!r} is a pipe or a device; write its rows to a file, and name this file"
     if not infos:
         raise InputError(problem, key=key)
     return [as_file(item, one) for one in infos]

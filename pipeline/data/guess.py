@@ -86,6 +86,10 @@ def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
             parse_row(rows[0], kind)
         except RowError as error:
             return str(replace(error, file=file, line=1))
+    for name in sorted(_questions(rows[:LOOKED])):
+        if any("'rank':" in str(row.get(name)) for row in rows[:LOOKED]):
+            advice = "turn it into chosen and rejected with data.transform"
+            return f"{head}; `{name}` is a ranking in Argilla's format; {advice}"
     if _are_messages(_columns(rows[:LOOKED])):
         advice = "combine them into conversations with data.group_by=COLUMN and data.transform"
         return f"{head}; each row is one message; {advice}"

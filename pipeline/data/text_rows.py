@@ -139,7 +139,9 @@ def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
     head = stream.peek(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip(b"\r\n").partition(b"\n")[0]
     text = head.decode(errors="replace")
     # Names may contain `|`, so it is a delimiter only if there is no other.
-    delimiter = max(delimiters, key=lambda one: (one in text and one != "|", text.count(one)))
+    likely = max(delimiters, key=lambda one: (one in text and one != "|", text.count(one)))
+    from_excel = re.fullmatch(r"sep=([,;|\t])\r?", text)  # Excel's line before the header names the delimiter
+    delimiter = from_excel[1] if from_excel else likely
     lines = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     names: list[str] = []
@@ -161,7 +163,7 @@ def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
             expected = "UTF-8 text: run iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
             wrong = RowError("not_utf8", "", f"byte 0x{ord(error.object[error.start]) & 0xFF:02x}", expected)
         else:
-            if not fields:
+            if not fields or (in_header and from_excel and fields == ["sep=", ""]):
                 continue
             if in_header:  # pandas writes an index column without a name
                 names = [name or f"Unnamed: {index}" for index, name in enumerate(fields)]
