@@ -166,7 +166,7 @@ class Feedback(BaseModel):
 def parse_json(body: bytes) -> Any:
     """Returns the JSON value of a request's body. Raises Refused."""
     try:
-        return from_json(body, allow_inf_nan=False)
+        return from_json(body)
     except ValueError as error:
         raise Refused(400, f"the request is not JSON ({error})") from error
 
