@@ -34,7 +34,7 @@ from pipeline.errors import in_brief
 from pipeline.run import memory
 from pipeline.run.model_host import ModelHost
 from pipeline.run.roles import longest_row
-from pipeline.serving import LOOPBACK, protocol
+from pipeline.serving import LOOPBACK, REQUEST_S, protocol
 from pipeline.serving.answer import Answer, Stream, complete_prompts, time_limit
 from pipeline.serving.feedback import FeedbackStore, feedback_encoders, feedback_folder
 from pipeline.serving.metrics import Metrics, MetricsPage
@@ -50,7 +50,8 @@ TOO_LONG = "context_length_exceeded"  # OpenAI's code
 HEAD = "node:__internal_head__"  # resource that Ray gives to the head node
 FLUSH_S = 0.2  # seconds between two reports to the recorder; feedback on an answer needs its report
 MAX_UNSENT_ANSWERS = 10_000  # number of answers that a replica keeps while the recorder restarts
-RETRY_HEADERS = {"Retry-After": "1"}
+RETRY, CLOSE = {"Retry-After": "1"}, {"Connection": "close"}
+HEADERS = {408: CLOSE, 413: CLOSE, 429: RETRY, 503: RETRY}  # {status of an error: headers of its response}
 app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
 
@@ -153,8 +154,7 @@ def endpoint(handler: Callable[..., Awaitable[Response]]) -> Callable[..., Await
             else:
                 print(f"a request failed: {in_brief(error)}", flush=True)
                 refused = Refused(500, without_credentials(f"{type(error).__name__}: {error}")[:1000])
-            retry = refused.status in (429, 503)
-            response = JSONResponse(refused.body(), refused.status, RETRY_HEADERS if retry else None)
+            response = JSONResponse(refused.body(), refused.status, HEADERS.get(refused.status))
         self.metrics.requests.labels(path, response.status_code).inc()
         return response
 
@@ -261,10 +261,14 @@ class Server:
     async def _body(self, request: Request) -> Any:
         """Returns the JSON value of the request's body. Raises Refused."""
         most, body = self.serve.max_body_bytes, bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > most:
-                raise Refused(413, f"the body has more than {most} bytes (serve.max_body_bytes)")
+        too_large = Refused(413, f"the body has more than {most} bytes (serve.max_body_bytes)")
+        if int(request.headers.get("content-length", 0)) > most:
+            raise too_large
+        async with time_limit(REQUEST_S, Refused(408, f"no complete body within {REQUEST_S} s")):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > most:
+                    raise too_large
         return protocol.parse_json(bytes(body))
 
     async def _parse(self, request: Request, kind: type[Completion]) -> tuple[Completion, Served]:

@@ -76,6 +76,8 @@ class FeedbackStore:
 
     def __init__(self, folder: str, max_bytes: int, encoders: dict[str, Encoder]) -> None:
         self.folder, self.max_bytes, self.encoders = Path(folder), max_bytes, encoders
+        # If the system clock jumps ahead later, no conversation gets too old.
+        self.epoch = time.time() - time.monotonic()
         try:
             with contextlib.ExitStack() as opened:
                 self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -110,7 +112,7 @@ class FeedbackStore:
                 row = (answer["id"], answer["time"], json.dumps(answer, ensure_ascii=False))
                 if self.database.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?)", row).rowcount:
                     size += len(row[2].encode())
-            size -= self._delete("time < ?", time.time() - KEPT_S)
+            size -= self._delete("time < ?", self.epoch + time.monotonic() - KEPT_S)
             while size > self.max_bytes // 2:
                 size -= self._delete("id = (SELECT id FROM answers ORDER BY time LIMIT ?)", 1)
         self.conversation_bytes = size  # unchanged if the transaction fails
