@@ -214,11 +214,12 @@ def jobs_with_lengths(request: Request, sources: list[Source]) -> dict[str, str]
 
 def print_written(request: Request, sources: list[Source], jobs: dict[str, str]) -> None:
     """Prints the jobs that were written, and which stages read each file."""
-    print(f"wrote {request.folder}: {', '.join(job for job in jobs if job not in request.kept)}")
+    new = [job for job in jobs if job not in request.kept]
+    print(f"wrote {request.folder}: {', '.join(new)}")
     if request.kept:
         print(f"  not changed: {', '.join(request.kept)}")
     for source in sources:
-        readers = [stage for stage in TAKES if stage in jobs and source in chosen(sources, stage)]
+        readers = [stage for stage in TAKES if stage in new and source in chosen(sources, stage)]
         how = ", ".join(readers) or f"no stage; its columns are {', '.join(some(source.rows[0]))}"
         if columns := next((source.stages[stage].get("columns") for stage in readers), None):
             how += f"; columns {columns}"
