@@ -50,7 +50,7 @@ class Options:
         return sources[source] if sources else self.kind
 
     def cache_parts(self) -> list[tuple[str, Any]]:
-        """Returns the settings for the cache key, with a Kind as its stage and preprocessing, because functions have no digest."""
+        """Returns the settings for the cache key, with each Kind as stage and preprocessing, as functions have no digest."""
         preprocess = {split: [one.preprocess for one in kinds] for split, kinds in self.kinds.items()}
         own = {name: value for name, value in vars(self).items() if name not in ("kind", "kinds")}
         return sorted((own | {"stage": self.kind.stage, "preprocess": preprocess}).items())

@@ -16,7 +16,7 @@ LENGTHS = (4, 9, 17, 30)  # tokens of each probe
 
 
 def sequences(vocab_size: int, pad: int | None) -> list[list[int]]:
-    """Returns the probes' token ids. They exclude pad, at which transformers would end a sequence."""
+    """Returns the probes' token ids. They contain no pad token, because transformers would end a sequence there."""
     rng = random.Random(0)
     ids = [i for i in range(vocab_size) if i != pad]
     return [rng.choices(ids, k=length) for length in LENGTHS]
@@ -42,7 +42,7 @@ def write_probes(
 def read_probes(folder: str) -> list[tuple[list[int], float, str | None]]:
     """Returns (token ids, output, precision) of an adapter's probes, or [] if it has none.
 
-    Earlier versions did not write the precision.
+    Precision is None if an earlier version of the pipeline wrote the probes.
     """
     path = Path(folder, FILE)
     rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
