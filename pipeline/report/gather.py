@@ -57,7 +57,7 @@ class Run:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Returns {"policy": "models:/rlhf-sft/3", ...}. A run that has not finished has the names in its job."""
+        """Returns {"policy": "models:/rlhf-sft/3", ...}. For a run that has not finished, returns the names in its job."""
         if "inputs" in self.result:
             return self.result["inputs"]
         return {key: self.job[key] for key in INPUTS if isinstance(self.job.get(key), str)}
@@ -69,7 +69,7 @@ class Run:
 
 
 def read_run(reference: str, runs: str = "runs") -> Run:
-    """Returns a run by its folder, or by its name under `runs`. Raises InputError if there is none."""
+    """Returns a run by its folder, or by its name under `runs`. Raises InputError if there is no such run."""
     storage.reach(reference)
     for folder in [reference] if storage.is_remote(reference) else [reference, storage.join(runs, reference)]:
         if storage.exists(storage.join(folder, run_folder.JOB)):

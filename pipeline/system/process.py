@@ -41,7 +41,7 @@ def run_main(main: Callable[[], int]) -> int:
     status = main()
     # A signal during the shutdown of libraries must not change the status
     listen(lambda *_: os._exit(status))
-    if deadline.abandoned:  # otherwise, the exit would wait for an abandoned thread for minutes
+    if deadline.abandoned:  # a normal exit would wait minutes for an abandoned thread
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -49,7 +49,7 @@ def run_main(main: Callable[[], int]) -> int:
 
 
 def resume() -> None:
-    """Makes the next signal count again, for a process that continues after a signal."""
+    """Makes this process treat the next signal as its first again, if it continues after a signal."""
     global _since
     _since = None
 

@@ -59,7 +59,7 @@ def free_of_node() -> float:
     with contextlib.suppress(OSError, ValueError):  # without a limit, the file is missing or contains "max"
         limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        # Cached files count as used, but the kernel drops them if memory runs short.
+        # The container's used memory includes cached files, which the kernel drops if memory runs short.
         found.append(limit - used + float(stat["inactive_file"]))
     return max(0.0, min(found))
 
