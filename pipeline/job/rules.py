@@ -65,7 +65,7 @@ EXCLUDES = [
 
 
 def find_problems(job: Job) -> Problems:
-    """Yields the problems of a job. Only the first one counts: later rules assume that earlier ones found nothing."""
+    """Yields the problems of a job. Only the first is used, because later rules assume that earlier ones found nothing."""
     facts, data = job.facts, job.data
     for key, why in facts.unused.items():
         if job.changes(key):
@@ -73,7 +73,7 @@ def find_problems(job: Job) -> Problems:
     for section in ("trainer", "rollout"):
         try:
             _ = job.args if section == "trainer" else job.rollout_config
-        except InputError as error:  # of our own config classes
+        except InputError as error:  # names of our own config classes
             yield f"{section}.{error.key}", error.message
     args, uses_vllm = job.args, job.rollout.get("engine") == "vllm"
     if uses_vllm:
@@ -240,7 +240,7 @@ def _serve_problems(serve: Serve, storage_path: str, uses_vllm: bool) -> Problem
 
 
 def _export_problems(policies: list[str], reward: Any, repository: str | None) -> Problems:
-    """Yields inputs that are no adapters, and a repository that cannot contain all that is exported."""
+    """Yields inputs that are no adapters, and a repository that cannot contain everything that is exported."""
     if "base" in policies or not (policies or reward):
         needs = "`export` needs an adapter: policy=models:/rlhf-ppo@champion, its folder, or a reward"
         yield "policy", f"found {show(policies[0] if policies else None)}; {needs}"
@@ -352,7 +352,7 @@ def _reference_problems(names: Mapping[str, str]) -> Problems:
 
 # ---------------------------------------------------------------- evaluations and gates
 def _best_problems(run: Run, metrics: Metrics, evaluates: bool, trl: bool) -> Problems:
-    """Yields why the run cannot choose the best evaluation or stop at one: it makes none, or they lack the metric."""
+    """Yields why the run cannot choose the best evaluation or stop early: it has no evaluations, or they lack the metric."""
     if not evaluates:
         key = next(
             key

@@ -44,7 +44,7 @@ class Text:
     Holds back incomplete characters, and as many characters as may become a stop text.
 
     Args:
-        stops: texts that end the completion. They and all text after them are removed.
+        stops: texts that end the completion. A stop text and all text after it are removed.
     """
 
     def __init__(self, tokenizer: Any, stops: list[str]) -> None:
@@ -66,7 +66,7 @@ class Text:
         if self.stopped:
             return ""
         decoded = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        # Some decoders change earlier text, which the client has already.
+        # Some decoders change earlier text, which the client has already received.
         if decoded.startswith(self.written[: self.shown]):
             self.written = decoded
         return self._show(held_back=0)
@@ -104,7 +104,7 @@ class Answer:
         sampling = replace(
             default,
             max_new_tokens=min(request.token_limit or default.max_new_tokens, default.max_new_tokens),
-            temperature=temperature if temperature >= 1e-6 else 0.0,  # smaller ones overflow fp32 logits
+            temperature=temperature if temperature >= 1e-6 else 0.0,  # a smaller one overflows fp32 logits
             top_p=1.0 if request.top_p is None else request.top_p,
             seed=self.seed,
         )
@@ -206,7 +206,7 @@ class Answer:
         yield b"data: [DONE]\n\n"
 
     def _logprobs(self, tokens: Iterable[Token]) -> dict[str, Any] | None:
-        """Returns OpenAI's list of tokens with log-probs and most likely alternatives, if the request wants it."""
+        """Returns OpenAI's list of tokens with log-probs and most likely alternatives, if the request wants this list."""
 
         def entry(token: int, logprob: float) -> dict[str, Any]:
             written = bytes_of(self.server.tokenizer, token)
@@ -270,7 +270,7 @@ class Stream(StreamingResponse):
         try:
             with contextlib.suppress(
                 TaskCancelledError
-            ):  # Ray Serve raises it if the client has disconnected
+            ):  # Ray Serve raises this if the client has disconnected
                 await super().__call__(scope, receive, send)
         finally:
             self.answer.cancel()

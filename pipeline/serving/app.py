@@ -78,7 +78,7 @@ def application(work: Work, digests: list[str]) -> Any:
     server = serve.deployment(Ingress).options(
         name="server",
         ray_actor_options=workers.each.options(),
-        # So high that the replica gets every request and answers 429 if its queue is full. Ray Serve would answer 503.
+        # The limit is so high that replicas get every request, and answer 429 if their queue is full. Ray Serve would answer 503.
         max_ongoing_requests=4 * (limits.max_queue + work.args.local_rollout_forward_batch_size) + 64,
         graceful_shutdown_timeout_s=min(limits.timeout_s, 60.0),
         health_check_period_s=2.0,
@@ -144,7 +144,7 @@ def endpoint(handler: Callable[..., Awaitable[Response]]) -> Callable[..., Await
             if path != "/health":
                 self.check_sender(request)
             response = await handler(self, request, **given)
-        except (ClientDisconnect, TaskCancelledError):  # the client has disconnected
+        except (ClientDisconnect, TaskCancelledError):  # no response, because the client has disconnected
             response = Response(status_code=499)
         except Exception as error:
             if isinstance(error, RowError):
@@ -189,7 +189,7 @@ class Server:
         threading.Thread(target=self.models.watch_aliases, args=interval, daemon=True).start()
 
     def check_health(self) -> None:
-        """Raises an error if the batcher has ended. Ray Serve calls this method periodically, and then restarts the replica."""
+        """Raises an error if the batcher has ended. Ray Serve calls it periodically, and restarts a replica that raises."""
         if not self.batcher.alive:
             raise RuntimeError("the thread that has the model has ended")
 
@@ -213,7 +213,7 @@ class Server:
 
     async def _flush(self) -> None:
         """Sends metrics and finished answers to the recorder."""
-        async with self.flushing:  # a caller that waits for the lock finds its answer sent
+        async with self.flushing:  # a caller that waited for the lock finds its answer already sent
             self.metrics.running.set(len(self.batcher.rows))
             self.metrics.waiting.set(len(self.batcher.waiting))
             self.metrics.versions.clear()

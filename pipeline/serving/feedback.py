@@ -67,8 +67,8 @@ class FeedbackStore:
     """The feedback folder: files of rows, and conversations.db with the answers that can still get feedback.
 
     Args:
-        max_bytes: half is for rows, half for conversations. A row that exceeds its half is refused. If conversations
-            exceed their half, the oldest are deleted.
+        max_bytes: half is for rows, half for conversations. If rows fill their half, new rows are rejected. If conversations
+            exceed their half, the oldest conversations are deleted.
 
     Raises:
         InputError: if another process uses the folder, or it is unusable.
@@ -86,7 +86,7 @@ class FeedbackStore:
                 self.bytes = sum(remove_incomplete_line(self.folder / f"{name}.jsonl") for name in FILES)
                 database = self.folder / "conversations.db"
                 database.touch()
-                database.chmod(0o600)  # it contains prompts and completions, like the rows
+                database.chmod(0o600)  # the database contains prompts and completions, like the rows
                 self.database = sqlite3.connect(database, check_same_thread=False)
                 opened.callback(self.database.close)
                 self.database.executescript(TABLES)
@@ -132,7 +132,7 @@ class FeedbackStore:
         return sum(length for (length,) in deleted)
 
     def add(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Writes one label, comparison or edit. Repeating the same feedback changes nothing.
+        """Writes one label, comparison or edit. If the same feedback is sent again, nothing changes.
 
         Raises:
             Refused: 404 for an unknown answer, 400 for an unknown choice and for a row that no stage can train on, 409 if
@@ -150,7 +150,7 @@ class FeedbackStore:
                 raise Refused(400, why, key)
         content = {"kind": feedback.kind, **feedback.model_dump(exclude_none=True, exclude={"id"})}
         if feedback.edit is not None:
-            content["edit"] = hashlib.sha256(feedback.edit.encode()).hexdigest()[:16]  # the row has the text
+            content["edit"] = hashlib.sha256(feedback.edit.encode()).hexdigest()[:16]  # the row has the edit
         name = feedback.id if feedback.kind == "comparisons" else f"{feedback.id}/{feedback.choice}"
         earlier = self.database.execute(
             "SELECT content FROM feedback WHERE answer = ? AND name = ? AND kind = ?",

@@ -67,7 +67,7 @@ def _forbid(name: str) -> None:
 
 
 def resume() -> None:
-    """Makes the next signal count again, for a process that continues after a signal."""
+    """Makes this process treat the next signal as its first again, if it continues after a signal."""
     global _since
     _since = None
 
