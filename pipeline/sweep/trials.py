@@ -2,8 +2,8 @@
 
     run_trials(sweep, handle, places, keep)     # returns when every trial has ended
 
-A Ray task is the driver of each trial, and Ray starts it again if its process dies. A trial resumes from its own folder. So
-after the sweep's own driver was killed, the same command runs the trials that have not ended.
+A Ray task is the driver of each trial, and Ray starts it again if its process dies. A trial resumes from its own folder. After
+the sweep's own driver was killed, the same command therefore runs the trials that have not ended.
 """
 
 import importlib
@@ -71,7 +71,7 @@ def run_trials(
             printed += len(new)
             try:
                 keep(state)
-            except OSError as error:  # the next report, or the end, writes it again
+            except OSError as error:  # the next report, or the end of the sweep, writes sweep.json again
                 new.append(f"warning: sweep.json was not written ({in_brief(error)})")
             print("\n".join(new), flush=True)
     return died
@@ -86,7 +86,7 @@ def run_trial(name: str, job: Job, handle: SweepHandle, folder: str | None) -> N
     import ray
 
     session.belong_to(folder)
-    hold(handle.lease)  # because this process may outlive the sweep's driver by seconds
+    hold(handle.lease)  # this process may outlive the sweep's driver by seconds
     skip_library_checks()
     name_output(f"{job.stage} {name}")
     ray.get(handle.rungs.begin.remote(name))
@@ -109,8 +109,8 @@ def run_trial(name: str, job: Job, handle: SweepHandle, folder: str | None) -> N
 class Rungs:
     """A Ray actor that gets every evaluation and decides which trials stop early, with the ASHA scheduler of Ray Tune.
 
-    Tune itself would stop a trial by ending its process, which would leave no result (ray 2.60). Here the trial stops like a run
-    that stops early, with an adapter and a result.json.
+    Tune itself would stop a trial by ending its process, which would leave no result (ray 2.60). This actor lets the trial stop
+    like a run that stops early, with an adapter and a result.json.
 
     Args:
         metric: the metric that trials are compared by.
@@ -130,7 +130,7 @@ class Rungs:
             )
         self.reports: dict[str, list[dict[str, Any]]] = {}
         self.failures: dict[str, str] = {}
-        self.lines: list[str] = []  # what the driver prints
+        self.lines: list[str] = []  # lines that the driver prints
         for trial, reports in known.items():
             for one in reports:
                 self._note(trial, one)
@@ -138,7 +138,8 @@ class Rungs:
     def report(self, trial: str, step: int, total: int, figure: float) -> str | None:
         """Records an evaluation. Returns why the trial must stop, or None.
 
-        Every worker of a trial reports an evaluation, and a resumed trial reports it again. All get the first decision.
+        Every worker of a trial reports an evaluation, and a resumed trial reports it again. Each report of an evaluation gets the
+        first decision.
         """
         for known in self.reports.get(trial, []):
             if known["step"] == step:
@@ -149,14 +150,14 @@ class Rungs:
         return stop
 
     def _note(self, trial: str, report: dict[str, Any]) -> str | None:
-        """Passes an evaluation to ASHA, and returns ASHA's decision or the one that an earlier driver recorded."""
+        """Passes an evaluation to ASHA. Returns ASHA's decision, or the decision that an earlier driver recorded."""
         if trial not in self.reports:
             self.reports[trial] = []
             if self.asha:
                 self.asha.on_trial_add(None, SimpleNamespace(trial_id=trial))
         decision = self._decide(
             trial, report
-        )  # ASHA must get every evaluation, because it compares later ones with it
+        )  # ASHA must get every evaluation, because it compares later evaluations with this one
         report.setdefault("stop", decision)
         self.reports[trial].append(report)
         return report["stop"]

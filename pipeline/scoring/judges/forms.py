@@ -16,9 +16,9 @@ from pipeline.job.judge import PLACEHOLDER, Definition, plain
 from pipeline.statistics import mean
 
 NUMBER = r"[-+]?\d+(?:\.\d+)?"
-LEAD = r"[ >+-]*(?:\d+[.)] )?"  # start of a line in a list or a quotation
+LEAD = r"[ >+-]*(?:\d+[.)] )?"  # start of a line in a list or a quotation, before `NAME:`
 LEAST_SHARE = 0.5  # minimum probability that the first token begins one of the two words
-TOP_LOGPROBS = 20  # alternatives per token; endpoints return at most this many
+TOP_LOGPROBS = 20  # number of alternatives per token that a request asks for, the maximum of the endpoints
 
 
 class Unusable(Exception):
