@@ -3,9 +3,9 @@
     make export ARGS="reward=null trainer.hub_model_id=OWNER/NAME"                              sends nothing
     make export ARGS="reward=null trainer.hub_model_id=OWNER/NAME trainer.push_to_hub=true"     pushes
 
-The token comes only from HF_TOKEN. A push is one commit: whoever loads the repository gets the old files or the new ones. It
-replaces weights and settings of an earlier export, which stay in the repository's history. After an interruption the same
-command continues without merging again.
+The token comes only from HF_TOKEN. A push is one commit: whoever loads the repository gets the old files or the new ones. A push
+replaces weights and settings of an earlier export, which stay in the repository's history. After an interruption the same command
+continues without merging again.
 """
 
 import os
@@ -39,7 +39,7 @@ class Ancestor(NamedTuple):
     reference: str
     facts: dict[str, Any]  # the adapter's lineage.json
     depth: int = 0
-    role: str = ""  # what its descendant used it for: policy, reward, ...
+    role: str = ""  # what the descendant used this ancestor for: policy, reward, ...
 
 
 def card(host: ModelHost, name: str, differences: dict[str, float] | None = None) -> str:
@@ -115,7 +115,7 @@ def _license(base: str, revision: str | None) -> dict[str, Any]:
 
 
 def ancestors(reference: str, uri: str, depth: int = 0, role: str = "") -> Iterator[Ancestor]:
-    """Yields a model version, then its parents, each followed by their own parents."""
+    """Yields a model version and then its parents, each followed by its own parents."""
     facts: dict[str, Any] = {}
     if InputURI.parse(reference).is_model:
         folder = registry.fetch(reference, uri)
@@ -137,7 +137,7 @@ def _api() -> Any:
 def create_repository(args: Export) -> None:
     """Creates the repository, if the job pushes. `export` calls this before it merges.
 
-    Raises InputError if the token cannot write to the repository, or if the job wants a private one and it is public.
+    Raises InputError if the token cannot write to the repository, or if the job wants a private repository and it is public.
     """
     if not args.push_to_hub:
         return
@@ -157,7 +157,7 @@ def create_repository(args: Export) -> None:
 
 
 def push(args: Export, kind: str, base: str, result: dict[str, Any]) -> dict[str, Any]:
-    """Pushes the exported folder, if the job says so. Returns the result, with the commit.
+    """Pushes the exported folder if trainer.push_to_hub is true. Returns the result, with the commit.
 
     Args:
         kind: policy or reward.
@@ -182,7 +182,7 @@ def push(args: Export, kind: str, base: str, result: dict[str, Any]) -> dict[str
         commit = _api().upload_folder(
             repo_id=repo,
             folder_path=folder,
-            # Otherwise transformers would load the adapter of an earlier push onto merged weights.
+            # Deletes the adapter of an earlier push, which transformers would load onto merged weights.
             delete_patterns=["*.safetensors*", "*.json"],
             commit_message=f"{'Merged model' if args.merge else 'Adapter'} from {result['name']}",
         )

@@ -2,9 +2,9 @@
 
     rlhf init my --name velo --model Qwen/Qwen2.5-0.5B-Instruct        or   python -m pipeline init ...
 
-The jobs are those of the profile `own`, or of the one that --profile names, with your files and their columns, lengths that
-fit your rows, and names for the models that they train. Columns are guessed from names and values. `validate` shows the rows
-as the model will see them.
+The jobs come from the profile `own`, or from the profile that --profile names. They get your files and columns, lengths that fit
+your rows, and names for the models to train. Columns are guessed from names and values. `validate` shows the rows as the model
+will see them.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ from pipeline.system.hub import base_config
 
 # {kind of rows: a stage that reads them}. The first stage in this table that can read a file decides its kind.
 READER = {"pairs": "rm", "labels": "kto", "demonstrations": "sft", "prompts": "ppo"}
-# {stage: kinds of rows that it can train on}. A stage gets all files of one kind: the first kind that there are files of.
+# {stage: kinds of rows that it can train on}. A stage gets all files of one kind: the first of its kinds with files.
 TAKES = {
     "sft": ("demonstrations", "labels", "pairs"),
     "rm": ("pairs",),
@@ -226,7 +226,7 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
         return
     aside = dict[str, str]()
     files = [file.path for file in find_files(path, "data", aside)]
-    # Only numbers below the folder that all files share may number shards.
+    # Numbers in the part of the path that all files share do not number shards.
     shared = os.path.dirname(files[0])
     while shared and not all(file.startswith(f"{shared}/") for file in files):
         shared = os.path.dirname(shared)
@@ -298,7 +298,7 @@ def columns_for(stage: str, columns: dict[str, str] | None) -> dict[str, str] | 
 
 
 def contradicts(guessed: dict[str, Any], typed: dict[str, Any] | None) -> bool:
-    """Returns True if the guess takes a column for one field, and the user set it for another field."""
+    """Returns True if the guess takes a column for one field, and the user set the column for another field."""
     fields = {one: field for field, column in (typed or {}).items() for one in listed(column)}
     return any(fields.get(one, field) != field for field, column in guessed.items() for one in listed(column))
 
@@ -338,7 +338,7 @@ def jobs_for(request: Request, sources: list[Source]) -> dict[str, str]:
         text = file.read_text(encoding="utf-8")
         for pattern in ("rlhf-{}", "PROFILE={}", "jobs/{}/"):
             text = text.replace(pattern.format(request.profile), pattern.removeprefix("rlhf-").format(name))
-        text = re.sub(r" *\(needs [^)]*first\)", "", text)  # the new profile may lack such a stage
+        text = re.sub(r" *\(needs [^)]*first\)", "", text)  # the new profile may lack the stage
         base = {"model.name_or_path": request.model} if request.model else {}
         for key, value in {**base, **values.get(job, {})}.items():
             text = with_key(text, key, value)
@@ -423,9 +423,9 @@ def with_key(text: str, key: str, value: Any, comment: str = "") -> str:
 def set_lengths(folder: Path, jobs: dict[str, str]) -> None:
     """Sets lengths in `jobs` that 99 % of the first rows fit into, rounded up to 64 tokens.
 
-    If rows have messages and the base has no chat template, all jobs get the built-in one. Plain text then becomes messages,
-    too, so that policy and reward model see one format. The profile's lengths stay if the tokenizer or the rows of a stage
-    cannot be read, but no length exceeds the model's context.
+    If rows have messages and the base has no chat template, all jobs get the built-in one. With this template, plain text becomes
+    messages, too, so that policy and reward model see one format. The profile's lengths stay if the tokenizer or the rows of a
+    stage cannot be read, but no length exceeds the model's context.
     """
     loaded = {stage: load(folder, stage) for stage in TAKES if stage in jobs}
     first = next(iter(loaded.values()))
@@ -466,7 +466,7 @@ def with_lengths(name: str, text: str, sizes: dict[str, tuple[int, int]], contex
     """
     job, stage = yaml.safe_load(text), ROWS_OF.get(name, name)
     learner = next((one for one in ("sft", "dpo", "kto") if one in sizes), None)
-    if learner and stage == "ppo" and stage not in sizes:  # `generate` then reads the prompts of these rows
+    if learner and stage == "ppo" and stage not in sizes:  # from conversations, `generate` reads the prompts
         sizes = {**sizes, "ppo": (sizes[learner][0], 0)}
     if stage == "ppo":  # completions are not part of data.max_length
         completions = max((sizes[one][1] for one in ("sft", "rm", "kto") if one in sizes), default=0)

@@ -1,9 +1,9 @@
-"""Draws a page about one run or several: curves, samples, data, job. Failed runs have one, too.
+"""Draws a page about one run or several: curves, samples, data, job. Failed runs have a page, too.
 
     make report RUN=runs/ppo-...   or   python -m pipeline report RUN [RUN ...]
 
 A RUN is its folder, or its name under runs/. The page of one run goes into its folder. The page of several runs goes into
-`report` in the folder of the last one, and draws runs of one stage over each other.
+`report` in the folder of the last one, and draws runs of one stage in the same charts.
 """
 
 from pipeline import report

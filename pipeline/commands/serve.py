@@ -6,8 +6,8 @@
          -d '{"model": "rlhf-ppo", "messages": [{"role": "user", "content": "Hello"}]}'
     curl -s http://127.0.0.1:8000/score -d '{"prompt": "What is the capital of Peru?", "completion": "Lima."}'
 
-The Ray Serve application of pipeline/serving/ runs on a local Ray, or on a cluster if RAY_ADDRESS is set. By default only this
-machine can reach it. For other machines, set serve.host, and set RLHF_SERVE_TOKENS to the tokens that clients send.
+The Ray Serve application of pipeline/serving/ runs on a local Ray, or on a cluster if RAY_ADDRESS is set. By default, only this
+machine can reach the server. For other machines, set serve.host, and set RLHF_SERVE_TOKENS to the tokens that clients send.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ def serving(work: Work, name: str = "serve") -> Iterator[Work]:
     with session(work.places, work.run.storage_path, work.uri):
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         placement.wait_for_one(work.places)
-        # serve.timeout_s ends a request first, with a message.
+        # serve.timeout_s ends a request before this timeout, with a message.
         options = {"host": section.host, "port": section.port, "request_timeout_s": section.timeout_s + 5}
         serve.start(http_options=options, logging_config={"log_level": "WARNING", "enable_access_log": False})
         try:

@@ -226,7 +226,7 @@ class Pool:
             while True:
                 if settings != self.settings:
                     _restart(worker)
-                    raise WorkerLost("has the settings of earlier trainers on other machines")
+                    raise WorkerLost("has the numeric settings of earlier trainers on other machines")
                 ready = [task for task in self.waiting if task.version in self.versions]
                 if ready:
                     task = min(ready, key=lambda task: task.key)

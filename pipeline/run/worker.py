@@ -335,7 +335,7 @@ class Worker(ModelHost):
             shutil.rmtree(final, ignore_errors=True)
             os.makedirs(final)
             if save:
-                assert outputs, "an adapter counts once it is checked to reload"
+                assert outputs, "an adapter is accepted only after a check that it reloads"
                 adapter = os.path.join(final, "adapter")
                 os.makedirs(adapter)
                 checked[f"adapter/{hub.TENSORS}"] = save(adapter)

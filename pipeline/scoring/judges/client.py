@@ -267,12 +267,12 @@ class Client:
             top = ((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs")
             answer["top"] = [[one["token"], float(one["logprob"])] for one in top] if top else None
             if choice.get("finish_reason") == "length" and self.definition.form != "yes":
-                raise Unusable("it is truncated at max_tokens; raise it")
+                raise Unusable("the answer is truncated at max_tokens; raise it")
             request.check(answer)
         except Unusable as problem:
             why = f"found {self._quoted(answer['text'])!r}: {problem}"
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            why = f"it is no chat completion ({self._quoted(in_brief(error, 80))})"
+            why = f"the body is no chat completion ({self._quoted(in_brief(error, 80))})"
         if not isinstance(body, dict) or body.keys().isdisjoint(("choices", "usage")):
             raise Unusable(why)
         usage = body["usage"] if isinstance(body.get("usage"), dict) else {}

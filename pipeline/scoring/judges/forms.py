@@ -116,7 +116,7 @@ def _score(definition: Definition, question: Question, answer: dict[str, Any]) -
     scale = re.escape(f"{definition.high:g}")
     found = re.fullmatch(rf"({NUMBER})(?: ?(?:/|out of) ?{scale})?", "".join(last))
     if not found:
-        raise Unusable("its last line `Score: NUMBER` is missing, or is no number")
+        raise Unusable("the answer's last line `Score: NUMBER` is missing, or is no number")
     number = float(found[1])
     low, high = sorted((definition.low, definition.high))
     if not low <= number <= high:
@@ -144,7 +144,7 @@ def _rank(definition: Definition, question: Question, answer: dict[str, Any]) ->
     last = "".join(_lines(answer, "(?:final )?ranking")[-1:])
     order = [part.strip().removeprefix("response ").upper() for part in last.split(">")]
     if sorted(order) != sorted(known):
-        raise Unusable(f"its last line `Ranking: ` lacks each of {', '.join(known)} once")
+        raise Unusable(f"the answer's last line `Ranking: ` lacks each of {', '.join(known)} once")
     return [1 - order.index(label) / (len(known) - 1) for label in known]
 
 
