@@ -6,8 +6,8 @@
          -d '{"model": "rlhf-ppo", "messages": [{"role": "user", "content": "Hello"}]}'
     curl -s http://127.0.0.1:8000/score -d '{"prompt": "What is the capital of Peru?", "completion": "Lima."}'
 
-The Ray Serve application of pipeline/serving/ runs on a local Ray, or on a cluster if RAY_ADDRESS is set. By default only this
-machine can reach it. For other machines, set serve.host, and set RLHF_SERVE_TOKENS to the tokens that clients send.
+The Ray Serve application of pipeline/serving/ runs on a local Ray, or on a cluster if RAY_ADDRESS is set. By default, only this
+machine can reach the server. For other machines, set serve.host, and set RLHF_SERVE_TOKENS to the tokens that clients send.
 """
 
 import contextlib
