@@ -36,11 +36,11 @@ WORDS = {
     "rows": (
         "FILE",
         "rows: a path, a glob, a folder, s3://, gs://, hf://",
-        "--name NAME --model MODEL --profile PROFILE data.columns=COLUMNS",
-        "name and base of the jobs; the profile whose jobs are copied (default: own); the columns of your rows",
+        "--name NAME --model MODEL --profile PROFILE data.columns=COLUMNS reward=REWARD",
+        "name and base of the jobs; the profile whose jobs are copied (default: own); the columns of your rows; the reward of ppo",
     ),
     "key": ("KEY", "section.key, or a section", "KEY", "more of them"),
-    "runs": ("RUN", "a run's folder, or its name under runs/", "RUN", "more of them"),
+    "runs": ("RUN", "a run's folder, its name under runs/, or its MLflow id", "RUN", "more of them"),
 }
 
 # Subcommands that run on this machine even if RAY_ADDRESS is set, with models that the cluster has trained.
@@ -78,7 +78,8 @@ def parser() -> argparse.ArgumentParser:
         sub.set_defaults(job="", overrides=[])
         if name:
             sub.add_argument("job", metavar=name, help=about, nargs="?" if takes == "runs" else None)
-        sub.add_argument("overrides", nargs="*", default=[], metavar=more, help=about_more)
+        if verb != "completion":
+            sub.add_argument("overrides", nargs="*", default=[], metavar=more, help=about_more)
     return top
 
 
@@ -108,7 +109,7 @@ def plain(arguments: list[str]) -> list[str]:
 def dispatch(verb: str, path: str, overrides: list[str]) -> int:
     """Checks the job, then runs it here or on a cluster. Returns the exit status.
 
-    The check comes first, because imports and the start of Ray take seconds.
+    The job is checked first, because imports and the start of Ray take seconds.
     """
     if verb == "demo":
         from pipeline.commands import shipped
@@ -206,7 +207,7 @@ def stopped(how: str, verb: str, status: int, stop: BaseException) -> int:
     """Prints which signal ended the run, and how to continue it. Returns `status`."""
     own_names = verb == "sweep"
     resumable = verb in ("run", "demo", "sweep", *RESUMABLE)
-    # The last note is run.name=NAME, of the open run or of all stages of `run`.
+    # The error's last note is run.name=NAME, from the open run or from `run` for all its stages.
     name = ["the same run.name", *getattr(stop, "__notes__", [])][0 if own_names else -1]
     advice = f"; the same command with {name} continues from the last checkpoint, if there is one"
     with process.signals_ignored():
@@ -215,7 +216,7 @@ def stopped(how: str, verb: str, status: int, stop: BaseException) -> int:
 
 
 def command() -> None:
-    """Runs the console command `rlhf`. Like `python -m pipeline`, it imports Python functions from the current folder."""
+    """Runs the console command `rlhf`. Like `python -m pipeline`, `rlhf` imports Python functions from the current folder."""
     sys.path.append("")
     sys.exit(process.run_main(main))
 

@@ -1,10 +1,11 @@
-"""Runs a job with several values of some keys on Ray, and registers the best trial.
+"""Runs a job with several values of some keys on Ray Tune, and registers the best trial.
 
     make sweep JOB=jobs/demo/rm.yaml SWEEP="trainer.learning_rate=1e-3,2e-3,4e-3 lora.r=8,16"
     python -m pipeline sweep jobs/demo/rm.yaml trainer.learning_rate=1e-3,2e-3,4e-3 lora.r=8,16 [section.key=value ...]
 
-As many trials run at the same time as there are resources for. They are compared by run.metric_for_best_model. ASHA stops the
-worse half at 25 and at 50 percent of the steps. The same command resumes an interrupted sweep, and tries failed trials again.
+As many trials run at the same time as there are resources for. Trials are compared by run.metric_for_best_model. ASHA stops the
+worse half of the trials at 25 and at 50 percent of the steps. The same command resumes an interrupted sweep, and tries failed
+trials again.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ from pipeline.system import console, process, storage
 
 
 def run(path: str, arguments: list[str]) -> dict[str, Any]:
-    """Runs a sweep. Returns the content of sweep.json. Checks the jobs of all trials before the first one starts."""
+    """Runs a sweep. Returns the content of sweep.json. Checks the jobs of all trials before the first trial starts."""
     sweep = space.read_sweep(path, arguments)
     seen = resume.check_folder(sweep.folder, "a sweep", "sweep")
     left = recorded(sweep, seen)
@@ -90,7 +91,7 @@ def with_versions(sweep: Sweep, inputs: dict[str, str]) -> Sweep:
 
 
 def run_all(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
-    """Runs the trials that have not ended, and registers the best one. Returns the content of sweep.json.
+    """Runs the trials that have not ended, and registers the best trial. Returns the content of sweep.json.
 
     Args:
         left: content of the sweep.json that an earlier driver wrote, or {}.
@@ -106,6 +107,7 @@ def run_all(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
         sweep.greater,
         sweep.settings,
         left.get("reports", {}),
+        [trial.name for trial in sweep.trials if table.result_of(trial)],
     )
     begun: dict[str, Any] = {
         "stage": sweep.job.stage,
@@ -129,8 +131,8 @@ def run_all(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
     with registry.mlflow_run(work.tracking, work.digests, new_run=not left) as run_id:
         begun["mlflow_run_id"] = run_id
         keep(ray.get(rungs.state.remote()))
-        with trials_ended(sweep):
-            died = trials.run_trials(sweep, SweepHandle(rungs, run_id, work.lease), work.places, keep)
+        with trials_ended(sweep), trials.watching(sweep, rungs, keep):
+            died = trials.run_trials(sweep, SweepHandle(rungs, run_id, work.lease), work.places)
         state = ray.get(rungs.state.remote())
         work.lease.require()
         rows = keep(state, died)["trials"]

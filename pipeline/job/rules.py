@@ -65,7 +65,7 @@ EXCLUDES = [
 
 
 def find_problems(job: Job) -> Problems:
-    """Yields the problems of a job. Only the first one counts: later rules assume that earlier ones found nothing."""
+    """Yields the problems of a job. Only the first is used, because later rules assume that earlier ones found nothing."""
     facts, data = job.facts, job.data
     for key, why in facts.unused.items():
         if job.changes(key):
@@ -73,7 +73,7 @@ def find_problems(job: Job) -> Problems:
     for section in ("trainer", "rollout"):
         try:
             _ = job.args if section == "trainer" else job.rollout_config
-        except InputError as error:  # of our own config classes
+        except InputError as error:  # names of our own config classes
             yield f"{section}.{error.key}", error.message
     args, uses_vllm = job.args, job.rollout.get("engine") == "vllm"
     if uses_vllm:
@@ -240,7 +240,7 @@ def _serve_problems(serve: Serve, storage_path: str, uses_vllm: bool) -> Problem
 
 
 def _export_problems(policies: list[str], reward: Any, repository: str | None) -> Problems:
-    """Yields inputs that are no adapters, and a repository that cannot contain all that is exported."""
+    """Yields inputs that are no adapters, and a repository that cannot contain everything that is exported."""
     if "base" in policies or not (policies or reward):
         needs = "`export` needs an adapter: policy=models:/rlhf-ppo@champion, its folder, or a reward"
         yield "policy", f"found {show(policies[0] if policies else None)}; {needs}"
@@ -352,7 +352,7 @@ def _reference_problems(names: Mapping[str, str]) -> Problems:
 
 # ---------------------------------------------------------------- evaluations and gates
 def _best_problems(run: Run, metrics: Metrics, evaluates: bool, trl: bool) -> Problems:
-    """Yields why the run cannot choose the best evaluation or stop at one: it makes none, or they lack the metric."""
+    """Yields why the run cannot choose the best evaluation or stop early: it has no evaluations, or they lack the metric."""
     if not evaluates:
         key = next(
             key
@@ -413,7 +413,7 @@ def find_warnings(job: Job) -> Iterator[str]:
     if job.in_process and job.run.max_failures:
         yield "run.max_failures: there is no worker to restart with scaling.num_workers=0; set scaling.num_workers=1"
     if job.stage == "ppo" and job.rollout_config.num_workers:
-        yield from _idle_warnings(job.args, job.rollout_config, job.workers[1])
+        yield from _idle_workers(job.args, job.rollout_config, job.workers[1])
     known = schema.keys(job.facts.trainer).get("disable_dropout", {"default": job.stage == "ppo"})
     if learns and job.lora.get("lora_dropout") and trainer.get("disable_dropout", known["default"]):
         keep = ", or trainer.disable_dropout=false" if job.facts.trl else ""
@@ -426,16 +426,14 @@ def find_warnings(job: Job) -> Iterator[str]:
         )
 
 
-def _idle_warnings(args: Any, rollout: RolloutConfig, trainers: int) -> Iterator[str]:
-    """Yields a warning if there are more rollout workers than chunks to sample at the same time."""
+def _idle_workers(args: Any, rollout: RolloutConfig, trainers: int) -> Iterator[str]:
+    """Yields a warning if there are more rollout workers than chunks."""
     workers, ahead = rollout.num_workers, max(1, rollout.staleness)
-    prompts = math.ceil(args.prompts_per_update / trainers)  # of one trainer
-    chunk = args.decoded(trainers)
-    chunks = trainers * math.ceil(prompts / max(1, chunk // args.num_generations)) * ahead
+    prompts = math.ceil(args.prompts_per_update / trainers)  # prompts of an update on one trainer
+    chunks = trainers * ahead * math.ceil(prompts / max(1, args.decoded(trainers) // args.num_generations))
     if workers > chunks:
         rows = max(args.num_generations, args.batch_size * ahead // workers)
-        why = f"completions are sampled in chunks of {chunk}"
         yield (
-            f"rollout.num_workers: {workers - chunks} of {workers} workers will be idle, because {why}; for smaller ones "
-            f"set trainer.local_rollout_forward_batch_size={rows}"
+            f"rollout.num_workers: {workers - chunks} of {workers} workers will be idle, because completions are sampled in "
+            f"chunks of {args.decoded(trainers)}; for smaller ones set trainer.local_rollout_forward_batch_size={rows}"
         )

@@ -297,23 +297,6 @@ def test_settings_that_are_often_unintended_give_a_warning(overrides, warned, in
     assert warned in "".join(said) and len(said) == bool(warned)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "warns"),
-    [
-        (["rollout.num_workers=3"], True),
-        (["rollout.num_workers=2", "rollout.staleness=2"], False),
-        (["rollout.num_workers=3", "trainer.local_rollout_forward_batch_size=21"], False),
-    ],
-)
-def test_idle_rollout_workers_give_a_warning(overrides, warns, in_root):
-    job = load_job("jobs/demo/ppo.yaml", overrides, "ppo")
-    said = [line for line in find_warnings(job) if "workers will be idle" in line]
-    assert len(said) == warns
-    assert (
-        not warns or "2 of 3 workers will be idle, because completions are sampled in chunks of 64" in said[0]
-    )
-
-
 def test_an_export_runs_in_the_process_of_the_command(monkeypatch, in_root):
     """On a cluster, too: otherwise the command would join the cluster."""
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
