@@ -92,6 +92,10 @@ def load(folder: str, overrides: list[str], name: str | None = None) -> dict[str
         if name and (job.run.name is None or f"run.name={job.run.name}" in overrides):
             job = replace(job, run=replace(job.run, name=f"{stage}-{name}"))
         jobs[stage] = job
+    folders = [job.folder for job in jobs.values() if job.run.name]
+    if twice := next((one for one in folders if folders.count(one) > 1), None):
+        why = f"{twice} would be the folder of several runs"
+        raise InputError(f"{why}; set run.name=NAME, which names the runs STAGE-NAME", key="run.name")
     return jobs
 
 

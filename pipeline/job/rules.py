@@ -115,6 +115,11 @@ def find_problems(job: Job) -> Problems:
     yield from _source_problems(data, bool(facts.learns))
     if facts.trl:
         yield from _batch_problems(data.batch_size, job.trainer, facts.trainer, job.workers)
+    for section in ("scaling", "rollout"):
+        for label, value in (job.value(f"{section}.label_selector") or {}).items():
+            if " " in value:  # Ray (2.60) compares labels with the blank
+                fixed = value.replace(" ", "")
+                yield f"{section}.label_selector.{label}", f"found {show(value)}, expected {fixed}"
     yield from _mapping_problems(job.reward, job.judge)
     yield from _reference_problems(
         {

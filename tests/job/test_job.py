@@ -103,6 +103,7 @@ BAD = [
     ("kto", ["trainer.per_device_train_batch_size=1"], r"trainer\.per_device_train_batch_size: found 1, expected a whole number between 2 and 1048576"),
     ("sft", ["scaling.num_workers=[3,1]"], r"scaling\.num_workers: found \[3, 1\], expected \[min, max\]"),
     ("sft", ["lora.rank_pattern={q_proj: 0}"], r"lora\.rank_pattern: q_proj: found 0, expected a whole number between 1"),
+    ("sft", ["scaling.label_selector={a: 'in(b, c)'}"], r"scaling\.label_selector\.a: found 'in\(b, c\)', expected in\(b,c\)"),
     ("ppo", ["scaling.num_workers=65"], r"trainer\.batch_size: fewer prompts for an update than workers; expected at least trainer\.batch_size=65"),
     ("generate", ["trainer.temperature=1e-9"], r"trainer\.temperature: found 1e-09, expected 0 or a number of at least 0.01, for example 1\.0"),
     ("generate", ["trainer.min_new_tokens=256"], r"trainer\.min_new_tokens: found 256, expected less than response_length"),
