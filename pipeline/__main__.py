@@ -36,11 +36,11 @@ WORDS = {
     "rows": (
         "FILE",
         "rows: a path, a glob, a folder, s3://, gs://, hf://",
-        "--name NAME --model MODEL --profile PROFILE data.columns=COLUMNS",
-        "name and base of the jobs; the profile whose jobs are copied (default: own); the columns of your rows",
+        "--name NAME --model MODEL --profile PROFILE data.columns=COLUMNS reward=REWARD",
+        "name and base of the jobs; the profile whose jobs are copied (default: own); the columns of your rows; the reward of ppo",
     ),
     "key": ("KEY", "section.key, or a section", "KEY", "more of them"),
-    "runs": ("RUN", "a run's folder, or its name under runs/", "RUN", "more of them"),
+    "runs": ("RUN", "a run's folder, its name under runs/, or its MLflow id", "RUN", "more of them"),
 }
 
 # Subcommands that run on this machine even if RAY_ADDRESS is set, with models that the cluster has trained.
@@ -78,7 +78,8 @@ def parser() -> argparse.ArgumentParser:
         sub.set_defaults(job="", overrides=[])
         if name:
             sub.add_argument("job", metavar=name, help=about, nargs="?" if takes == "runs" else None)
-        sub.add_argument("overrides", nargs="*", default=[], metavar=more, help=about_more)
+        if verb != "completion":
+            sub.add_argument("overrides", nargs="*", default=[], metavar=more, help=about_more)
     return top
 
 

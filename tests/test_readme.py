@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ import yaml
 from head import TOKEN, Head
 from running import ROOT, copy_repository
 from sockets import on_loopback, sockets
+from transformers import training_args
 
 from pipeline import metrics
 from pipeline.data.formats import DEMONSTRATIONS, PREFERENCES, PROMPTS
@@ -97,6 +99,13 @@ def shell(command, copy, **more):
     )
 
 
+def test_the_readme_is_short_and_has_commands():
+    assert README.count("\n") <= 150
+    assert COMMANDS[:2] == ["make rlhf", "make chat"]
+    excerpt = re.search(r"```\n(jobs/demo: .*?)```", README, re.DOTALL)[1].splitlines()
+    assert len(excerpt) > 10 and {*excerpt} <= {"...", *TRANSCRIPT.splitlines()}
+
+
 def test_every_file_of_the_tree_is_in_its_folder():
     tree = re.search(r"```\n(pipeline/.*?)```", PAGES["architecture.md"], re.DOTALL)[1]
     folder, found = ROOT / "pipeline", 0
@@ -138,6 +147,41 @@ def test_the_jobs_of_commands_that_need_an_account_load(in_root):
     assert ("rm", "llama3-8b-qlora") in found
     for verb, profile in found:
         load_job(f"jobs/{profile}/{verb}.yaml", [], verb)
+
+
+def test_the_first_hour_on_a_gpu_quotes_messages_and_jobs_that_exist(in_root):
+    """The page quotes messages of the pipeline, of tools/gpu and of transformers, each in code with a space."""
+    hour = PAGES["gpu.md"].partition("## The first hour")[2].partition("\n## ")[0]
+    files = [
+        *(ROOT / "pipeline").rglob("*.py"),
+        *(ROOT / "tools/gpu").glob("*.py"),
+        Path(training_args.__file__),
+    ]
+    source = "".join(path.read_text() for path in files)
+    cells = re.findall(r"^\| ([^|]*) \|", hour, re.MULTILINE)
+    quoted = [text for cell in cells for text in re.findall("`([^`]+)`", cell)]
+    quoted = [text for text in quoted if " " in text and not text[0].isdigit()]
+    parts = [part.strip(" (:") for text in quoted for part in text.split("...")]
+    assert len(quoted) > 6 and not [part for part in parts if part not in source]
+    jobs = re.findall(r'make (\w+) PROFILE=llama3-8b ARGS="([^"]*)"', hour)
+    assert [verb for verb, _ in jobs] == ["sft", "ppo"]
+    for verb, given in jobs:
+        load_job(f"jobs/llama3-8b/{verb}.yaml", shlex.split(given), verb)
+
+
+def test_the_skill_is_one_that_agents_find():
+    """The header has the fields of the Agent Skills format, and the files and keys of results that the skill names exist."""
+    _, head, body = SKILL.read_text().split("---\n", 2)
+    facts = yaml.safe_load(head)
+    assert facts.keys() == {"name", "description"} and facts["name"] == SKILL.parent.name
+    assert len(facts["description"]) <= 1024 and body.count("\n") < 100
+    named = re.findall(r"`(docs/[\w.]+)`", body)
+    assert len(named) > 4 and not [name for name in named if not (ROOT / name).exists()]
+    result = "".join(path.read_text() for path in (ROOT / "pipeline/run").glob("*.py"))
+    cells = re.findall(r"^\| (`.*?`) \|", body, re.MULTILINE)
+    assert cells and not [
+        name for name in re.findall(r"`(\w+)`", "".join(cells)) if f'"{name}"' not in result
+    ]
 
 
 @pytest.mark.parametrize("page", TEXTS)
@@ -188,6 +232,13 @@ def shape(transcript):
 def test_the_formats_are_listed_in_the_order_in_which_the_code_tries_them(rows, shapes):
     formats = re.search(rf"^\| {rows} \(.*?\| (.*) \|$", PAGES["data.md"], re.MULTILINE)[1]
     assert formats.replace("`", "").split(", ") == list(shapes)
+
+
+def test_each_command_for_own_data_names_the_profile():
+    """Without PROFILE, the command would train the model of the demo."""
+    [block] = re.findall(r"```bash\nmake init .*?```", README, re.DOTALL)
+    commands = commands_of(block)
+    assert len(commands) == 5 and not [command for command in commands if "velo" not in command]
 
 
 @pytest.mark.slow
@@ -287,3 +338,18 @@ def test_every_command_is_covered():
     )
     for command in COMMANDS:
         assert command.startswith(special) or target(command) in SHORT, command
+
+
+def test_the_command_for_the_stack_sets_its_parameters():
+    """The command must set the parameters without a default. cloud/test_clusterfile.py creates the stack in a mock of AWS."""
+    [command] = [command for command in COMMANDS if command.startswith("aws cloudformation")]
+    file = ROOT / shlex.split(command)[shlex.split(command).index("--template-file") + 1]
+    parameters = re.search(r"^Parameters:\n(.*?)^\w", file.read_text(), re.M | re.S)[1]
+    every = re.split(r"^  (?=\w)", parameters, flags=re.M)[1:]
+    asked = [one.split(":")[0] for one in every if "Default:" not in one]
+    assert asked == re.findall(r"(\w+)=", command.partition("--parameter-overrides")[2])
+
+
+def test_the_pictures_are_small():
+    pictures = [path for path in (ROOT / "docs").iterdir() if path.suffix in (".png", ".svg")]
+    assert pictures and all(path.stat().st_size < 150_000 for path in pictures)

@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import tomllib
-from importlib.metadata import distributions, requires
+from importlib.metadata import distributions, requires, version
 from pathlib import Path
 
 import pytest
@@ -87,6 +87,11 @@ def test_the_libraries_that_torch_loads_on_a_gpu_are_pinned():
     assert "triton" in locked and "cuda-toolkit" in locked
 
 
+def test_the_installed_versions_are_the_pinned_ones():
+    installed = {name: version(name).partition("+")[0] for name in pins(PROJECT["dependencies"])}
+    assert installed == pins(PROJECT["dependencies"])
+
+
 def test_the_workflow_runs_what_ci_runs_on_pythons_that_are_supported():
     import yaml
 
@@ -133,6 +138,15 @@ def make(tmp_path):
 
     run.folder = tmp_path
     return run
+
+
+def test_help_lists_the_first_day_and_help_all_every_target(make):
+    assert make().stdout == make("help").stdout
+    for target, expected in (("help", TARGETS[:7]), ("help-all", TARGETS)):
+        shown = make(target).stdout
+        assert re.findall(r"^  make (\S+) +\S", shown, re.MULTILINE) == expected
+        assert max(map(len, shown.splitlines())) <= 80
+    assert expected[2:7] == ["rlhf", "init", "chat", "ui", "report"]
 
 
 def test_setup_installs_once_and_again_when_the_pins_change(make):

@@ -48,7 +48,7 @@ class NodeType:
 
 
 def read_cluster_file(file: Path) -> dict[str, Any]:
-    """Returns the parsed file. Raises InputError if it cannot be read or is no cluster file."""
+    """Returns the parsed cluster file. Raises InputError if it cannot be read or is no cluster file."""
     try:
         config = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
@@ -66,7 +66,7 @@ def worker_types(config: dict[str, Any]) -> dict[str, NodeType]:
             continue
         resources = {key: float(value) for key, value in (kind.get("resources") or {}).items()}
         labels = kind.get("labels") or {}
-        if gpu := labels.get(GPU_LABEL):  # Ray uses A100 for both sizes
+        if gpu := labels.get(GPU_LABEL):  # Ray names both sizes of A100 (40 and 80 GB) A100
             resources.setdefault(f"{ACCELERATOR_TYPE}{re.sub('^A100-.*', 'A100', gpu)}", 1.0)
         most = int(kind.get("max_workers", config.get("max_workers", 2)))
         found[name] = NodeType(resources, most, int(kind.get("min_workers", 0)), _instance(kind), labels)
@@ -88,7 +88,7 @@ def types_of(name: str) -> tuple[dict[str, NodeType], int]:
 
 
 def check_cluster_file(file: Path) -> dict[str, Any]:
-    """Checks tools, lines to fill in, and files to mount. Returns the parsed file. Raises InputError."""
+    """Checks tools, lines to fill in, and files to mount. Returns the parsed cluster file. Raises InputError."""
     config = read_cluster_file(file)
     for tool, package in TOOLS.items():
         if not shutil.which(tool):
@@ -148,7 +148,7 @@ def check_account(config: dict[str, Any]) -> None:
     except ModuleNotFoundError as error:
         what = f"{error.name} is not installed here"
         raise InputError(f'{what}; run .venv/bin/pip install -c constraints.txt -e ".[cloud]"') from error
-    except Exception as error:  # botocore raises many types
+    except Exception as error:  # botocore raises exceptions of many types
         raise InputError(f"you are not signed in to AWS ({in_brief(error)}); {SIGN_IN}") from error
 
 
@@ -162,14 +162,14 @@ VERBS = {
 
 
 def run_ray(verb: str, file: Path, options: list[str]) -> None:
-    """Checks the file and the account, and replaces this process by `ray`. Before `down`, the head finishes its writes."""
+    """Checks cluster file and account, and replaces this process with `ray`. Before `down`, the head finishes its writes."""
     config = check_cluster_file(file) if verb == "up" else read_cluster_file(file)
     check_account(config)
     environment = dict(os.environ)
     if verb == "up":
         print(summary(config), flush=True)
-        # Ray's default, autoscaler 2, supports labels and priorities. On your own machines it counts the head as a worker and
-        # starts one worker too few (ray 2.60, LocalNodeProvider).
+        # Ray's default, autoscaler 2, supports labels and priorities. On your own machines, autoscaler 2 counts the head as a
+        # worker and starts one worker too few (ray 2.60, LocalNodeProvider).
         environment["RAY_UP_enable_autoscaler_v2"] = "0" if config["provider"]["type"] == "local" else "1"
     if verb == "down":
         subprocess.run([RAY, "exec", str(file), "bash ~/rlhf/start-node.sh stop"])

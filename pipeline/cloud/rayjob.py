@@ -28,14 +28,14 @@ from pipeline.settle.placement import Bundle, Group, Places
 from pipeline.system import storage
 
 CLAIM = "rlhf-runs"
-SERVICE_PORT = 8000  # of the Service that KubeRay makes for a RayService
+SERVICE_PORT = 8000  # port of the Service that KubeRay makes for a RayService
 MODELS = "/models"  # where pods mount the claim rlhf-models
-# Service accounts. KubeRay allows the head's account to start and end pods, which no worker may do.
+# Service accounts. KubeRay allows the head's account to start and end pods. The workers' account may not.
 ACCOUNTS = {"ray-head": "rlhf-head", "ray-worker": "rlhf-worker", "ray-job-submitter": "rlhf-worker"}
 # {section of the job: environment variable that selects the Kubernetes nodes of its pods}
 NODE_SELECTORS = {"scaling": "NODE_SELECTOR", "rollout": "ROLLOUT_NODE_SELECTOR"}
 VARIABLES = ("IMAGE", "GPU", *NODE_SELECTORS.values(), "NODE_GPUS")
-MAX_NAME_LENGTH = 47  # characters of a name that KubeRay accepts
+MAX_NAME_LENGTH = 47  # maximum number of characters in a name, set by KubeRay
 TEMPLATE = yaml.safe_load(Path(__file__).with_name("rayjob-template.yaml").read_text(encoding="utf-8"))
 
 
@@ -49,7 +49,7 @@ def manifest(path: str, overrides: list[str]) -> dict[str, Any]:
     warn_of_paths(jobs)
     name = profile_of(first.source) if Path(path).is_dir() else run_name(first)
     name = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
-    name = re.sub("^(?![a-z])", "rlhf-", name)  # Kubernetes requires a letter first
+    name = re.sub("^(?![a-z])", "rlhf-", name)  # Kubernetes requires a name that begins with a letter
     cluster = {"rayVersion": version("ray"), **copy.deepcopy(TEMPLATE["cluster"])}
     cluster["headGroupSpec"]["template"] = pod("ray-head", {"cpu": "4", "memory": "16Gi"}, claims)
     cluster["workerGroupSpecs"] = worker_groups([one.places for one in jobs], claims)
@@ -88,7 +88,7 @@ def load(path: str, overrides: list[str]) -> list[Workload]:
 
 def warn_of_paths(jobs: list[Workload]) -> None:
     """Prints a warning for each local path of a job that pods do not have."""
-    there = ("jobs", "pipeline", jobs[0].storage_path, MODELS)  # the first two: what the Dockerfile copies
+    there = ("jobs", "pipeline", jobs[0].storage_path, MODELS)  # the first two are what the Dockerfile copies
     for key, path in dict.fromkeys(one for job in jobs for one in job.paths):
         if not any(Path(os.path.normpath(path)).is_relative_to(folder) for folder in there):
             why = "is neither in the image, which has jobs/ of this folder, nor below run.storage_path"
@@ -101,7 +101,7 @@ def profile_of(job_file: str) -> str:
 
 
 def run_name(job: Workload) -> str:
-    """Returns the name of a job's run. The next try of the operator, or `kubectl replace --force`, resumes the run."""
+    """Returns the run's name, under which the operator's next attempt, or `kubectl replace --force`, resumes the run."""
     return job.name or f"{profile_of(job.source)}-{job.stage}"
 
 
@@ -170,7 +170,7 @@ def group(workers: Group, strategies: set[str], claims: dict[str, str]) -> dict[
         "replicas": workers.fewest // shared,
         "minReplicas": workers.fewest // shared,
         "maxReplicas": count // shared,
-        # Without CPUs in GPU pods, tasks that need no GPU do not start such a pod.
+        # GPU pods offer no CPUs, so that a task that needs no GPU does not start a GPU pod.
         "rayStartParams": {"num-cpus": "0"} if gpus else {},
         **({"labels": labels} if labels else {}),
         "template": pod("ray-worker", requests, claims, nodes),
@@ -187,7 +187,7 @@ def node_selector(section: str) -> dict[str, str]:
 
 
 def labels_of(each: Bundle, section: str) -> dict[str, str]:
-    """Returns the labels that a pod needs so that Ray places the workers there."""
+    """Returns the labels that a pod needs so that Ray places the workers in it."""
     labels = {}
     for key, value in each.selector.items():
         if placement.matches({key: value}, {}):  # the selector only excludes values

@@ -24,6 +24,7 @@ COMMANDS = {
     "run": Command("run sft, rm, ppo and evaluate of a folder of jobs", "folder"),
     "report": Command("write a page about one run or several", "runs"),
     "help": Command("explain keys of a job: type, default, range and meaning", "key"),
+    "completion": Command("print a script for completion in bash or zsh", "nothing"),
 }
 SUMMARIES = {name: stage.summary for name, stage in STAGE.items()} | {
     name: command.summary for name, command in COMMANDS.items()

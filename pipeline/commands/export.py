@@ -54,7 +54,7 @@ def run(job: Job) -> dict[str, Any]:
             key="run.storage_path",
         )
     args = Export(**job.trainer)
-    hub.create_repository(args)
+    hub.check_push(args)
     job = named(job)
     earlier = find_earlier(identity_of(job))
     if not (result := finished(earlier)):

@@ -4,11 +4,12 @@
     make export ARGS="reward=null trainer.hub_model_id=OWNER/NAME trainer.push_to_hub=true"     pushes
 
 The token comes only from HF_TOKEN. A push is one commit: whoever loads the repository gets the old files or the new ones. It
-replaces weights and settings of an earlier export, which stay in the repository's history. After an interruption the same
-command continues without merging again.
+replaces the files of an earlier export, which stay in the repository's history, and rejects a repository that no export wrote.
+After an interruption the same command continues without merging again.
 """
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,10 +25,13 @@ from pipeline.models.tokenizer import eos_ids
 from pipeline.registry import lineage
 from pipeline.run.model_host import ModelHost
 from pipeline.run_folder import RESULT
-from pipeline.system import hub, storage
+from pipeline.system import deadline, hub, storage
 from pipeline.system.credentials import without_credentials
 
 CARD = Path(__file__).with_name("card.jinja")
+TAG = "rlhf-pipeline"  # tag in the model card of each export, by which a push recognizes the repository of an earlier one
+# Names of the files that an export writes besides the model card. A push deletes no other files.
+WRITTEN = re.compile(r"[^/]+\.(safetensors|json|jinja)|tokenizer\.model|merges\.txt|vocab\.txt")
 ADVICE = "make a token with write access at https://huggingface.co/settings/tokens; export HF_TOKEN=..."
 
 # ---------------------------------------------------------------------------------------------------- the card
@@ -69,7 +73,7 @@ def card(host: ModelHost, name: str, differences: dict[str, float] | None = None
         base_model=path if on_hub else None,
         base_model_relation=("finetune" if merged else "adapter") if on_hub else None,
         datasets=list(datasets) or None,
-        tags=["rlhf-pipeline", "trl", "lora", *stages, *extra],
+        tags=[TAG, "trl", "lora", *stages, *extra],
         model_name=(repo or reference) if metrics else None,
         eval_results=[
             EvalResult(task, "held-out", "held-out rows", key.removeprefix("eval_"), float(value))
@@ -134,24 +138,47 @@ def _api() -> Any:
     return HfApi(token=os.environ["HF_TOKEN"].strip())
 
 
-def create_repository(args: Export) -> None:
-    """Creates the repository, if the job pushes. `export` calls this before it merges.
+def check_push(args: Export) -> None:
+    """Checks the token and the repository before `export` merges, if the job pushes. Changes nothing on the Hub.
 
-    Raises InputError if the token cannot write to the repository, or if the job wants a private one and it is public.
+    Raises InputError if the token is missing or wrong, if the Hub does not answer, if the repository has files that no export
+    wrote, or if it is public and the job wants a private one.
     """
     if not args.push_to_hub:
         return
     if not os.environ.get("HF_TOKEN", "").strip():
         raise InputError(f"HF_TOKEN is not set; {ADVICE}", "trainer.push_to_hub")
-    repo = args.hub_model_id
     try:
-        _api().create_repo(repo, private=args.hub_private_repo, exist_ok=True)
-        is_private = _api().repo_info(repo).private
+        deadline.call_with_deadline(_check_repository, args)
+    except InputError:
+        raise
     except Exception as error:  # the HTTP client raises its own types
         raise InputError(_explained(args, error), "trainer.push_to_hub") from error
-    if args.hub_private_repo and not is_private:
+
+
+def _check_repository(args: Export) -> None:
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    api, repo = _api(), args.hub_model_id
+    api.whoami()
+    try:
+        found = api.repo_info(repo)
+    except RepositoryNotFoundError:
+        return
+    if args.hub_private_repo and not found.private:
         raise InputError(
             f"{repo} exists and is public; set trainer.hub_private_repo=false, or use another name",
+            "trainer.hub_model_id",
+        )
+    files = {file.rfilename for file in found.siblings or []} - {".gitattributes"}
+    was_exported = False
+    if "README.md" in files:
+        card = Path(api.hf_hub_download(repo, "README.md", revision=found.sha))
+        metadata, _, _ = card.read_text(encoding="utf-8", errors="replace").partition("\n---")
+        was_exported = f"- {TAG}" in metadata.splitlines()
+    if files and not was_exported:
+        raise InputError(
+            f"{repo} has files that no export wrote ({', '.join(sorted(files)[:3])}); use another name",
             "trainer.hub_model_id",
         )
 
@@ -178,12 +205,14 @@ def push(args: Export, kind: str, base: str, result: dict[str, Any]) -> dict[str
         print(f"nothing was sent; trainer.push_to_hub=true pushes {folder} to {repo}", flush=True)
         return result
     print(f"pushing {folder} to {repo}", flush=True)
+    api = _api()
     try:
-        commit = _api().upload_folder(
+        api.create_repo(repo, private=args.hub_private_repo, exist_ok=True)
+        commit = api.upload_folder(
             repo_id=repo,
             folder_path=folder,
             # Otherwise transformers would load the adapter of an earlier push onto merged weights.
-            delete_patterns=["*.safetensors*", "*.json"],
+            delete_patterns=[*filter(WRITTEN.fullmatch, api.list_repo_files(repo))],
             commit_message=f"{'Merged model' if args.merge else 'Adapter'} from {result['name']}",
         )
     except Exception as error:  # the HTTP client and the uploader raise their own types

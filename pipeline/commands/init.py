@@ -4,7 +4,7 @@
 
 The jobs are those of the profile `own`, or of the one that --profile names, with your files and their columns, lengths that
 fit your rows, and names for the models that they train. Columns are guessed from names and values. `validate` shows the rows
-as the model will see them.
+as the model will see them. If the profile of --name exists, only the jobs that it lacks are written.
 """
 
 import contextlib
@@ -91,7 +91,9 @@ class Request:
     name: str
     profile: str
     model: str | None
+    reward: str | None  # reward of ppo
     own: dict[str, Any]  # keys of `data` that describe the rows
+    kept: dict[str, str]  # {job that exists: its text}
 
     @property
     def folder(self) -> Path:
@@ -101,8 +103,8 @@ class Request:
 def run(path: str, options: list[str]) -> None:
     """Writes jobs/NAME for a file, a folder or a dataset, and prints what to run next.
 
-    `options` may have name=NAME, model=MODEL, profile=PROFILE, and keys of the rows, such as data.columns.
-    Raises InputError if no stage can read any file, or if an option is wrong.
+    `options` may have name=NAME, model=MODEL, profile=PROFILE, reward=REWARD, and keys of the rows, such as data.columns.
+    Raises InputError if no stage can read any file, if an option is wrong, or if there is no job to write.
     """
     request = parse_options(path, options)
     sources = [source_of(item, for_eval, request.own) for item, for_eval in parts(path)]
@@ -110,43 +112,46 @@ def run(path: str, options: list[str]) -> None:
     shipped.copy_profile(request.profile)
     if any("transform" in keys for source in sources for keys in source.stages.values()):
         shipped.copy_profile("examples")
-    request.folder.mkdir(parents=True)
+    request.folder.mkdir(parents=True, exist_ok=True)
     shipped.write_schema(request.folder.parent)
-    jobs = jobs_for(request, sources)
-    write(request.folder, jobs)
-    set_lengths(request.folder, jobs)
-    write(request.folder, jobs)
-    print_written(request.folder, sources, jobs)
-    add_prompts(request.folder, sources, jobs)
-    write(request.folder, jobs)
+    jobs = jobs_with_lengths(request, sources)
+    print_written(request, sources, jobs)
+    add_prompts(request, sources, jobs)
+    write(request, jobs)
+    if "dpo" in jobs and "collect" in jobs and "collect" not in request.kept:
+        write_rounds(request.folder, jobs["dpo"])
     print_next(request.folder, jobs)
 
 
 def parse_options(path: str, options: list[str]) -> Request:
-    """Parses the command line. Raises InputError if an option is wrong, or if the folder of the jobs exists."""
+    """Parses the command line. Raises InputError if an option is wrong, or if the profile exists and was not named."""
     of_rows = [option for option in options if option.partition("=")[0] in {f"data.{key}" for key in OF_ROWS}]
     given = dict(option.partition("=")[::2] for option in options if option not in of_rows)
-    name, model = given.pop("name", None) or name_of(path), given.pop("model", None)
+    typed_name, model, reward = (given.pop(key, None) for key in ("name", "model", "reward"))
     profiles = [one for one in shipped.profiles() if one != "demo"]
     if (profile := given.pop("profile", "own")) not in profiles:
         raise InputError(f"there is no profile {profile!r}; expected one of {', '.join(profiles)}")
     if given:
-        known = f"--name, --model, --profile, {', '.join(f'data.{key}' for key in OF_ROWS)}"
+        known = f"--name, --model, --profile, reward=REWARD, {', '.join(f'data.{key}' for key in OF_ROWS)}"
         found = f"unknown option {next(iter(given))!r}; expected {known}"
         raise InputError(f"{found}; set other keys in the jobs that init writes")
-    data = load_job(
-        shipped.JOBS / "own/sft.yaml", of_rows, "sft"
-    ).data  # reports wrong values, as a run would
+    # Loading a job with these values reports wrong ones, as a run would.
+    data = load_job(shipped.JOBS / "own/sft.yaml", of_rows, "sft").data
+    if reward:
+        load_job(shipped.JOBS / "own/ppo.yaml", [f"reward={reward}"], "ppo")
     own = {key: value for key in OF_ROWS if (value := getattr(data, key)) is not None}
+    name = typed_name or name_of(path)
     if not re.fullmatch(r"[\w-]{1,64}", name):
         raise InputError(f"name: found {show(name)}, expected at most 64 letters, digits, `_` and `-`")
     if name in shipped.FOLDERS:
         raise InputError(f"the project comes with a profile {name}; choose another name: --name NAME")
-    if (folder := Path("jobs") / name).exists():
-        raise InputError(f"{folder} exists; remove it, or choose another name: --name NAME")
+    folder = Path("jobs") / name
+    kept = {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.yaml"))}
+    if folder.exists() and not (kept and typed_name):
+        raise InputError(f"{folder} exists; add jobs to it with --name {name}, or choose another name")
     if (Path(path) / "config.json").exists():
         raise InputError(f"{path} is the folder of a model; expected files of rows")
-    return Request(path, name, profile, model, own)
+    return Request(path, name, profile, model, reward, own, kept)
 
 
 def name_of(path: str) -> str:
@@ -157,7 +162,7 @@ def name_of(path: str) -> str:
 
 
 def check_readable(request: Request, sources: list[Source]) -> None:
-    """Raises InputError if no stage can train on the rows, or if no stage can read the columns that the user set."""
+    """Raises InputError if the rows allow no new job, or if no stage can read the columns that the user set."""
     path, rows = sources[0].path, sources[0].rows
     columns = [keys.get("columns") for source in sources for keys in source.stages.values()]
     if request.own.get("columns") not in (None, *columns):
@@ -170,18 +175,50 @@ def check_readable(request: Request, sources: list[Source]) -> None:
         if preview.fits(rows[0], kind) and isinstance(wrong := parse_or_error(rows[0], kind), RowError):
             raise InputError(f"{path}: {wrong.field}: found {wrong.found}; expected {wrong.expected}")
         raise InputError(guess.explain_misfit(rows, kind, path))
+    new = jobs_for(request, sources).keys() - request.kept.keys()
+    if not new:
+        raise InputError(f"{request.folder} has each job that these rows allow; set data.train there")
+    if request.reward and "ppo" not in new:
+        raise InputError("only ppo takes it, and these rows make no new ppo job", key="reward")
 
 
-def write(folder: Path, jobs: dict[str, str]) -> None:
+def write(request: Request, jobs: dict[str, str]) -> None:
+    """Writes the jobs that did not exist before."""
     for job, text in jobs.items():
-        (folder / f"{job}.yaml").write_text(text, encoding="utf-8")
+        if job not in request.kept:
+            (request.folder / f"{job}.yaml").write_text(text, encoding="utf-8")
 
 
-def print_written(folder: Path, sources: list[Source], jobs: dict[str, str]) -> None:
+def jobs_with_lengths(request: Request, sources: list[Source]) -> dict[str, str]:
+    """Writes the jobs with lengths for the rows, and returns them. Leaves out stages that can read none of their rows."""
+    unclear = {
+        stage for source in sources for stage, keys in source.stages.items() if keys.get("label", 0) is None
+    }
+    while True:
+        jobs = jobs_for(request, sources)
+        write(request, jobs)
+        unreadable = set_lengths(request.folder, jobs) - request.kept.keys() - unclear
+        write(request, jobs)
+        if not unreadable:
+            return jobs
+        for job in jobs.keys() - request.kept.keys():
+            (request.folder / f"{job}.yaml").unlink()
+        for source in sources:
+            for stage in unreadable:
+                source.stages.pop(stage, None)
+        if not jobs_for(request, sources).keys() - request.kept.keys():
+            if not request.kept:
+                request.folder.rmdir()
+            raise InputError(f"no stage can train on {request.path}; the warnings above say why")
+
+
+def print_written(request: Request, sources: list[Source], jobs: dict[str, str]) -> None:
     """Prints the jobs that were written, and which stages read each file."""
-    print(f"wrote {folder}: {', '.join(jobs)}")
+    print(f"wrote {request.folder}: {', '.join(job for job in jobs if job not in request.kept)}")
+    if request.kept:
+        print(f"  not changed: {', '.join(request.kept)}")
     for source in sources:
-        readers = [stage for stage in TAKES if source in chosen(sources, stage)]
+        readers = [stage for stage in TAKES if stage in jobs and source in chosen(sources, stage)]
         how = ", ".join(readers) or f"no stage; its columns are {', '.join(some(source.rows[0]))}"
         if columns := next((source.stages[stage].get("columns") for stage in readers), None):
             how += f"; columns {columns}"
@@ -307,18 +344,22 @@ def contradicts(guessed: dict[str, Any], typed: dict[str, Any] | None) -> bool:
 
 
 def jobs_for(request: Request, sources: list[Source]) -> dict[str, str]:
-    """Returns the text of each job that the rows allow, with the lengths of the profile."""
-    name = request.name
+    """Returns the text of each job that the rows allow, with the lengths of the profile, and of each job that exists."""
+    name, kept = request.name, request.kept
     rows = {stage: chosen(sources, stage) for stage in TAKES}
-    reward = f"models:/{name}-rm@champion" if rows["rm"] else None
-    policies = [stage for stage in ("ppo", "dpo", "kto", "sft") if rows[stage] and (reward or stage != "ppo")]
+    there = {stage for stage in TAKES if rows[stage] or stage in kept}
+    reward = f"models:/{name}-rm@champion" if "rm" in there else None
+    of_ppo = request.reward or reward
+    policies = [
+        stage for stage in ("ppo", "dpo", "kto", "sft") if stage in there and (of_ppo or stage != "ppo")
+    ]
     served = {f"{name}-{stage}": f"models:/{name}-{stage}@champion" for stage in policies}
     start = served.get(f"{name}-sft", "base")
     newest = [*served.values()]  # a job uses the first of these models that exists
     best = {"policy": newest if len(newest) > 1 else start, "reward": reward}
     values: dict[str, dict[str, Any]] = {
         **{job: {"policy": start} for job in ("dpo", "kto", "collect")},
-        "ppo": {"policy": start, "reward": reward},
+        "ppo": {"policy": start, "reward": of_ppo},
         "evaluate": {**best, "baseline": start},
         **dict.fromkeys(("generate", "export"), best),
         "serve": {
@@ -331,18 +372,21 @@ def jobs_for(request: Request, sources: list[Source]) -> dict[str, str]:
     made += ["score"] if reward else []
     made += ["evaluate", "collect"] if reward and rows["ppo"] else []
     made += ["generate", "serve", "export"] if policies else []
-    jobs = {}
+    models = (yaml.safe_load(text).get("model") for text in kept.values())
+    model: dict[str, Any] = next(filter(None, models), {})  # an added job has the base of the others
+    model |= {"name_or_path": request.model} if request.model else {}
+    jobs = dict(kept)
     for job in made:
-        if not (file := shipped.JOBS / request.profile / f"{job}.yaml").exists():
+        if job in kept or not (file := shipped.JOBS / request.profile / f"{job}.yaml").exists():
             continue
         text = file.read_text(encoding="utf-8")
         for pattern in ("rlhf-{}", "PROFILE={}", "jobs/{}/"):
             text = text.replace(pattern.format(request.profile), pattern.removeprefix("rlhf-").format(name))
         text = re.sub(r" *\(needs [^)]*first\)", "", text)  # the new profile may lack such a stage
-        base = {"model.name_or_path": request.model} if request.model else {}
+        base = {f"model.{key}": value for key, value in model.items()}
         for key, value in {**base, **values.get(job, {})}.items():
             text = with_key(text, key, value)
-        if job == "ppo" and not reward:
+        if job == "ppo" and not of_ppo:
             text = with_key(text, "reward", None, "set python:MODULE:FUNCTION, or a reward model")
         stage = ROWS_OF.get(job, job)
         if job != "serve" and rows.get(stage):
@@ -420,8 +464,10 @@ def with_key(text: str, key: str, value: Any, comment: str = "") -> str:
 # ---- chat template, lengths and eval prompts ---------------------------------------------------------------------
 
 
-def set_lengths(folder: Path, jobs: dict[str, str]) -> None:
+def set_lengths(folder: Path, jobs: dict[str, str]) -> set[str]:
     """Sets lengths in `jobs` that 99 % of the first rows fit into, rounded up to 64 tokens.
+
+    Returns the stages that can read none of their rows.
 
     If rows have messages and the base has no chat template, all jobs get the built-in one. Plain text then becomes messages,
     too, so that policy and reward model see one format. The profile's lengths stay if the tokenizer or the rows of a stage
@@ -435,7 +481,7 @@ def set_lengths(folder: Path, jobs: dict[str, str]) -> None:
         context = context_length(base_config(*given)) or 1 << 20
     except InputError as error:
         print(f"warning: the jobs keep the lengths of the profile: {error}")
-        return
+        return set()
     records: dict[str, list[tuple[Kind, Record]]] = {}
     for stage, job in loaded.items():
         try:
@@ -448,13 +494,16 @@ def set_lengths(folder: Path, jobs: dict[str, str]) -> None:
         for name in jobs:
             jobs[name] = with_key(jobs[name], "model.chat_template", "plain")
     sizes: dict[str, tuple[int, int]] = {}  # {stage: tokens of prompts and of completions}
+    unreadable = set[str]()
     for stage, found in records.items():
         try:
             sizes[stage] = longest(stage, loaded[stage].data, tokenizer, found, context)
         except InputError as error:
             print(f"warning: {stage}: {error}")
+            unreadable.add(stage)
     for name, text in jobs.items():
         jobs[name] = with_lengths(name, text, sizes, context)
+    return unreadable
 
 
 def with_lengths(name: str, text: str, sizes: dict[str, tuple[int, int]], context: int) -> str:
@@ -531,15 +580,14 @@ def first_records(stage: str, data: Data) -> Iterator[tuple[Kind, Record]]:
                     yield kind, record
 
 
-def add_prompts(folder: Path, sources: list[Source], jobs: dict[str, str]) -> None:
+def add_prompts(request: Request, sources: list[Source], jobs: dict[str, str]) -> None:
     """Writes files of prompts for generate and evaluate, if no file of the user has such rows, and sets them in `jobs`."""
-    if "generate" in jobs and not chosen(
-        sources, "ppo"
-    ):  # the rows are conversations that end with an answer
+    new, folder = jobs.keys() - request.kept.keys(), request.folder
+    if "generate" in new and not chosen(sources, "ppo"):  # the rows are conversations that end with an answer
         learner = load(folder, next(stage for stage in ("sft", "dpo", "kto") if stage in jobs))
         prompts = [{"prompt": record.prompt} for _, record in first_records(learner.stage, learner.data)]
         jobs["generate"] = with_prompts(jobs["generate"], "train", folder / "prompts.jsonl", prompts)
-    if "evaluate" in jobs and not any(source.for_eval for source in chosen(sources, "ppo")):
+    if "evaluate" in new and not any(source.for_eval for source in chosen(sources, "ppo")):
         ppo, path = load(folder, "ppo"), folder / "eval_prompts.jsonl"
         by_content = {record.prompt_content(): record.row for _, record in first_records("ppo", ppo.data)}
         away = [json.loads(row) for content, row in by_content.items() if held_out(content, ppo.data)]
@@ -547,6 +595,21 @@ def add_prompts(folder: Path, sources: list[Source], jobs: dict[str, str]) -> No
             row.pop("system", None)  # the prompt already has the system prompt
         jobs["evaluate"] = with_prompts(jobs["evaluate"], "eval", path, away)
         print(f"  {path}: {len(away)} prompt{'s' * (len(away) != 1)} that ppo holds out, for evaluate")
+
+
+def write_rounds(folder: Path, dpo: str) -> None:
+    """Writes iterate.sh, a script that repeats collect, dpo and evaluate, for the jobs of `folder`.
+
+    Args:
+        dpo: text of the dpo job. The rows that `collect` writes do not have the columns that this job may set.
+    """
+    text = (shipped.JOBS / "demo/iterate.sh").read_text(encoding="utf-8")
+    text = text.replace("jobs/demo/", f"{folder}/").replace("`make sft rm`", "the runs that collect needs")
+    if {*OF_ROWS} & {*yaml.safe_load(dpo)["data"]}:
+        nothing = " ".join(f"data.{key}=null" for key in (*OF_ROWS, "eval"))
+        text = text.replace("data.train=", f"{nothing} data.eval_fraction=0.1 \\\n    data.train=")
+    (folder / "iterate.sh").write_text(text, encoding="utf-8")
+    print(f"  {folder}/iterate.sh: rounds of collect, dpo and evaluate")
 
 
 def with_prompts(text: str, key: str, path: Path, rows: list[dict[str, Any]]) -> str:

@@ -1,9 +1,9 @@
-"""Draws a page about one run or several: curves, samples, data, job. Failed runs have one, too.
+"""Draws a page about one run or several: curves, samples, lineage, data, job. Failed runs have one, too.
 
     make report RUN=runs/ppo-...   or   python -m pipeline report RUN [RUN ...]
 
-A RUN is its folder, or its name under runs/. The page of one run goes into its folder. The page of several runs goes into
-`report` in the folder of the last one, and draws runs of one stage over each other.
+A RUN is its folder, its name under runs/, or its MLflow id. The page of one run goes into its folder. The page of several runs
+goes into `report` in the folder of the last one, and draws runs of one stage over each other.
 """
 
 from pipeline import report
@@ -18,8 +18,8 @@ def run(first: str, others: list[str]) -> str:
         raise InputError(f"name a run: make report RUN=runs/NAME; the newest are {report.newest()}")
     try:
         runs = [report.read_run(one) for one in references]
-        last = runs[-1].folder
-        path = report.write_page(runs, last if len(runs) == 1 else storage.join(last, "report"))
+        alone = runs[0].folder if len(runs) == 1 else None
+        path = report.write_page(runs, alone or storage.join(runs[-1].folder or "runs", "report"))
     except InputError:
         raise
     except Exception as error:

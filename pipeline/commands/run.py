@@ -23,6 +23,7 @@ from pipeline.run.launch import launch
 from pipeline.run.prepare import heading
 from pipeline.run.session import session
 from pipeline.run.summary import change, sample_table
+from pipeline.run_folder import RESULT
 from pipeline.settle import placement
 from pipeline.settle.identity import new_name, tracking_of
 from pipeline.settle.inputs import check_paths
@@ -31,6 +32,8 @@ from pipeline.stages import evaluate, ppo, rm, sft
 from pipeline.system import storage, terminal
 
 SHOWN_SAMPLES = 2
+# Seconds of the stages of jobs/demo on two cores. The estimate uses them until the stages have run in the storage path.
+DEMO_SECONDS = {"sft": 8.0, "rm": 16.0, "ppo": 19.0, "evaluate": 1.0}
 ORDER = {"sft": sft.RECIPE, "rm": rm.RECIPE, "ppo": ppo.RECIPE, "evaluate": evaluate.RECIPE}
 
 
@@ -42,8 +45,12 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
         check_paths(job)
     for job in jobs.values():  # imports Ray
         placement.check_fits(places_of(job))
+    expected = {
+        stage: expected_seconds(stage, job.source, job.run.storage_path) for stage, job in jobs.items()
+    }
+    time_needed = f", about {terminal.duration(sum(expected.values()))}" if all(expected.values()) else ""
     logs = f"logs and reports: {jobs['sft'].run.storage_path}/NAME/"
-    terminal.say(f"{folder}: {', '.join(jobs)}; {logs}")
+    terminal.say(f"{folder}: {', '.join(jobs)}{time_needed}; {logs}")
     results: list[dict[str, Any]] = []
     for job in jobs.values():
         check_with_libraries(job)
@@ -54,6 +61,7 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     with session(*place):
         for number, (stage, recipe) in enumerate(ORDER.items(), 1):
             heading.set(f"[{number}/{len(ORDER)}]")
+            terminal.screen.following = seconds_after(stage, expected, results)
             try:
                 results.append(result := launch(jobs[stage], recipe))
             except (KeyboardInterrupt, SystemExit) as stop:
@@ -85,6 +93,35 @@ def load(folder: str, overrides: list[str], name: str | None = None) -> dict[str
             job = replace(job, run=replace(job.run, name=f"{stage}-{name}"))
         jobs[stage] = job
     return jobs
+
+
+def expected_seconds(stage: str, job_file: str, storage_path: str) -> float:
+    """Returns the seconds that the newest finished run of a job file took.
+
+    Without such a run, returns the seconds of the demo's stage, or 0 if the job file is not from the demo.
+    """
+    for name in sorted(storage.folders(storage_path), reverse=True):
+        file = storage.join(storage_path, name, RESULT)
+        if name.startswith(f"{stage}-") and storage.exists(file):
+            result = storage.read_json(file)
+            if result["job"]["source"] == job_file:
+                return float(result["seconds"])
+    return DEMO_SECONDS[stage] if Path(job_file).parent.name == "demo" else 0.0
+
+
+def seconds_after(stage: str, expected: dict[str, float], results: list[dict[str, Any]]) -> float:
+    """Returns the seconds that the stages after `stage` will take, or 0 if a stage's time is unknown.
+
+    Args:
+        expected: {stage: seconds}, which are scaled by the speed of the stages that have ended.
+        results: results of the stages that have ended.
+    """
+    if not all(expected.values()):
+        return 0.0
+    later = list(ORDER)[list(ORDER).index(stage) + 1 :]
+    ended = sum(expected[result["stage"]] for result in results)
+    factor = sum(result.get("seconds", 0.0) for result in results) / ended if ended else 1.0
+    return factor * sum(expected[name] for name in later)
 
 
 def common_name(overrides: list[str]) -> str | None:

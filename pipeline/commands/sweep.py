@@ -1,4 +1,4 @@
-"""Runs a job with several values of some keys on Ray, and registers the best trial.
+"""Runs a job with several values of some keys on Ray Tune, and registers the best trial.
 
     make sweep JOB=jobs/demo/rm.yaml SWEEP="trainer.learning_rate=1e-3,2e-3,4e-3 lora.r=8,16"
     python -m pipeline sweep jobs/demo/rm.yaml trainer.learning_rate=1e-3,2e-3,4e-3 lora.r=8,16 [section.key=value ...]
@@ -106,6 +106,7 @@ def run_all(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
         sweep.greater,
         sweep.settings,
         left.get("reports", {}),
+        [trial.name for trial in sweep.trials if table.result_of(trial)],
     )
     begun: dict[str, Any] = {
         "stage": sweep.job.stage,
@@ -129,8 +130,8 @@ def run_all(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
     with registry.mlflow_run(work.tracking, work.digests, new_run=not left) as run_id:
         begun["mlflow_run_id"] = run_id
         keep(ray.get(rungs.state.remote()))
-        with trials_ended(sweep):
-            died = trials.run_trials(sweep, SweepHandle(rungs, run_id, work.lease), work.places, keep)
+        with trials_ended(sweep), trials.watching(sweep, rungs, keep):
+            died = trials.run_trials(sweep, SweepHandle(rungs, run_id, work.lease), work.places)
         state = ray.get(rungs.state.remote())
         work.lease.require()
         rows = keep(state, died)["trials"]

@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 from copy import copy
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import InputError
+from pipeline.errors import InputError, in_brief
 from pipeline.job.lora import is_named
 from pipeline.models.compatibility import Base, Shapes, shapes_in
 from pipeline.system.hub import HEAD_NAMES, SETTINGS, TENSORS, json_object
@@ -32,6 +33,7 @@ CHANGES_BASE = (
 # Prefixes of `init_lora_weights` (peft 0.21) that also change the base. Such an adapter is relative to the changed base.
 RELATIVE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 MATRIX_A = ("A.weight", "embedding_A")  # endings of the names of matrices A, after `.lora_`
+MAX_ALPHA = 1e6  # maximum lora_alpha, as in a job
 
 
 def is_head(key: str) -> bool:
@@ -120,6 +122,48 @@ def ranks(found: Shapes) -> dict[str, int]:
     return {module: shape[0] for (module, _, part), shape in parts if part in MATRIX_A}
 
 
+def exact_settings(folder: str | Path) -> dict[str, Any]:
+    """Returns an adapter's settings for peft, with the names of its modules instead of patterns, and without initialization.
+
+    From the file's settings, peft would match patterns with `re`, which may never end, and allocate matrices of any rank.
+
+    Raises InputError if a rank differs from the tensors, or if an alpha is invalid.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    path, given, rank_of = Path(folder) / SETTINGS, read_settings(folder), ranks(read_shapes(folder))
+    if not rank_of:
+        raise InputError(f"{Path(folder) / TENSORS}: contains no LoRA tensors; {FIX}")
+    modules = pa.array(rank_of, pa.string())
+    exact: dict[str, Any] = {"target_modules": set(rank_of), "init_lora_weights": False}
+    exact |= dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern"))
+    for key, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+        exact[key] = given.get(key, 8)
+        value_of = dict.fromkeys(rank_of, exact[key])
+        try:
+            for name, value in reversed((given.get(pattern) or {}).items()):  # the first match counts
+                matches = pc.match_substring_regex(modules, rf"^(.*\.)?({name})$")  # RE2: in linear time
+                value_of |= dict.fromkeys(modules.filter(matches).to_pylist(), value)
+        except (AttributeError, ValueError) as error:
+            raise InputError(f"{path}: {pattern}: {in_brief(error)}; {FIX}") from error
+        for module, value in value_of.items():
+            in_range = isinstance(value, (int, float)) and 0 < value <= MAX_ALPHA
+            if key == "r" and not (in_range and value == rank_of[module]):
+                raise InputError(
+                    f"{path}: r: found {value!r:.80} for {module}, but its tensors have rank {rank_of[module]}; {FIX}"
+                )
+            if not in_range:
+                raise InputError(
+                    f"{path}: lora_alpha: found {value!r:.80} for {module}, expected a number above 0, up to {MAX_ALPHA:.0f}; {FIX}"
+                )
+        if key == "r":  # peft does not accept 8.0
+            value_of = rank_of
+        exact[key] = next(iter(value_of.values()))
+        exact[pattern] = {re.escape(name): value for name, value in value_of.items() if value != exact[key]}
+    return exact
+
+
 def largest_rank(folder: str | Path) -> int:
     """Returns the largest rank of an adapter's matrices."""
     return max(ranks(read_shapes(folder)).values())
@@ -154,9 +198,7 @@ def check_adapter_fits_base(base: Base, folder: str | Path, scores: bool, refere
         lacks = "lacks the" if scores else "contains a"
         says = "mentions" if scores else "does not mention"
         raise InputError(f"{path}: {lacks} scalar head that {SETTINGS} {says}; {FIX}")
-    modules = [*ranks(found)]
-    if not modules:
-        raise InputError(f"{path}: contains no LoRA tensors; {FIX}")
+    modules = [*exact_settings(folder)["target_modules"]]
     for key, shape in found.items():
         module, is_lora, part = key.removeprefix(PREFIX).partition(".lora_")
         adapted = base.shape_of(module) if is_lora else None

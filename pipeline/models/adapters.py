@@ -34,7 +34,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipeline.errors import Failure, InputError, in_brief
+from pipeline.errors import Failure, InputError, SelfCheckFailed, in_brief
 from pipeline.models import adapter_files
 from pipeline.models.adapter_files import HEAD, is_head
 from pipeline.models.base import freeze
@@ -154,7 +154,8 @@ class SharedBase(nn.Module):
         config.lora_dropout = 0.0  # with dropout, PPO's first ratio would not be 1 and the first KL not 0
         config.modules_to_save, config.inference_mode = None, False
         self.configs[role], self._stored[role] = config, role
-        inject_adapter_in_model(config, self.base, role)
+        with unchanged(self.base):
+            inject_adapter_in_model(config, self.base, role)
         fuse(self.base)
         for handle in self._mixing:  # the next `use_each` adds hooks to all layers, including the new ones
             handle.remove()
@@ -512,11 +513,10 @@ class SharedBase(nn.Module):
 
 
 def saved_config(folder: str | Path) -> LoraConfig:
-    """Returns the configuration with which to load an adapter: the file's, for exactly the modules of its tensors."""
+    """Returns the configuration with which to load an adapter: the file's, with adapter_files.exact_settings."""
+    exact = adapter_files.exact_settings(folder)
     config = PeftConfig.from_pretrained(str(folder))
-    config.target_modules = set(adapter_files.ranks(adapter_files.read_shapes(folder)))
-    config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
-    config.init_lora_weights = False  # all weights come from the file
+    vars(config).update(exact)
     return config
 
 
@@ -552,7 +552,7 @@ def as_peft_model(base: Any, folder: str | Path, name: str = "default", trainabl
 
     Does not use peft's from_pretrained, which would overwrite weights of the base with the copies in the file.
     """
-    with errors_of_peft(str(Path(folder) / SETTINGS)):
+    with errors_of_peft(str(Path(folder) / SETTINGS)), unchanged(base):
         tensors, config = tensors_in(folder, base), saved_config(folder)
         config.inference_mode = not trainable
         if isinstance(base, PeftModel):
@@ -561,6 +561,30 @@ def as_peft_model(base: Any, folder: str | Path, name: str = "default", trainabl
             base = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, PeftModel)(base, config, name)
         set_peft_model_state_dict(base, tensors, name)
     return base
+
+
+@contextmanager
+def unchanged(base: nn.Module) -> Iterator[None]:
+    """Raises SelfCheckFailed if the block, which adds an adapter, changes the weights of the base that all roles share.
+
+    Compares the address, the version and 64 numbers of each weight, because `weight.data -= x` does not change the version.
+    """
+
+    def state() -> list[tuple[int, int, str]]:
+        found = []
+        for name, weight in base.named_parameters():
+            if "lora_" not in name and "modules_to_save" not in name and weight.device.type != "meta":
+                local = weight.to_local() if isinstance(weight, DTensor) else weight
+                sample = local.detach().flatten()[:: local.numel() // 64 | 1]  # an odd step meets all columns
+                found.append((local.data_ptr(), local._version, str(sample.tolist())))
+        return found
+
+    before = state()
+    yield
+    if state() != before:
+        raise SelfCheckFailed(
+            "an adapter changed the weights of the base, which all models share; start again without this adapter"
+        )
 
 
 @contextmanager

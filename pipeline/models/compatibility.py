@@ -114,7 +114,7 @@ def safetensors_files(model: Model, fetch: bool) -> list[Path]:
 def check_lora(base: Base, lora: dict[str, Any], scores: bool = False) -> None:
     """Raises InputError if a new adapter does not fit the base, or could not be merged into the base after training.
 
-    peft would ignore some of the names and patterns that match nothing.
+    peft would ignore some of the names, patterns and layers that match nothing.
 
     Args:
         lora: the job's `lora` section.
@@ -143,6 +143,13 @@ def check_lora(base: Base, lora: dict[str, Any], scores: bool = False) -> None:
     if not adapted and (modules or wanted == []):
         why = f"found {show(wanted)}, so no module would be adapted; expected some of {endings or 'its modules'}"
         raise InputError(why, "lora.target_modules")
+    lists = "|".join(lora_section.listed(lora.get("layers_pattern"))) or "[^.]*"
+    numbered = (re.search(rf"(?:^|\.)(?:{lists})\.(?P<index>\d+)\.", name) for name in adapted)
+    layers = sorted({int(one["index"]) for one in numbered if one})
+    for index in lora_section.listed(lora.get("layers_to_transform")) if modules else ():
+        if index not in layers:
+            has = f"layers {layers[0]} to {layers[-1]}" if layers else "no layers of that name"
+            raise InputError(f"found {index}, and these modules have {has}", "lora.layers_to_transform")
     if problem := unmergeable(base, adapted, bool(lora.get("lora_bias")), scores):
         raise problem
 

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import InputError, in_brief
+from pipeline.system.deadline import call_with_deadline
 
 PLAIN = Path(__file__).with_name("plain.jinja")
 # The templates of Llama 3.1 and later write today's date into the prompt, so prompts would differ from day to day.
 DATE = "26 Jul 2024"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks the completions in a template
+MAX_CHARACTERS = 1_000_000  # maximum characters that a template may write for a probe
 BOS_LINE = "{{- bos_token }}\n"
 PROBES = [
     [{"role": role, "content": "Hello." if role != "user" else "Who is there?"} for role in roles]
@@ -102,8 +105,11 @@ def _error(tokenizer: Any) -> Exception | None:
     for turns in PROBES:
         options = {"tokenize": False, "add_generation_prompt": turns[-1]["role"] == "user"}
         try:
-            tokenizer.apply_chat_template(turns, **options)
-            return None
+            text = call_with_deadline(partial(tokenizer.apply_chat_template, turns, **options))
+            many = ValueError(f"{len(text):,} characters for a conversation of a few words")
+            return many if len(text) > MAX_CHARACTERS else None
+        except TimeoutError as error:
+            return error
         except Exception as error:
             if type(error) is TemplateError:  # the template's own `raise_exception`
                 return None

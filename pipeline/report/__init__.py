@@ -1,6 +1,6 @@
 """Draws a report about one run or several, which is one self-contained HTML page.
 
-    python -m pipeline report RUN [RUN ...]       # folders, or names under runs/
+    python -m pipeline report RUN [RUN ...]       # folders, names under runs/, or MLflow run ids
 
 Each finished run stores its report in its folder and in MLflow, unless run.report is false.
 """

@@ -1,12 +1,16 @@
-"""Collects what is known about a run, finished or not, from its folder and from its curves in MLflow."""
+"""Collects what is known about a run from its folder, its curves in MLflow, and the versions that it descends from."""
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from pipeline import registry, run_folder
+from pipeline.data.counts import count, most_frequent
 from pipeline.errors import InputError, summary
+from pipeline.input_uri import InputURI
 from pipeline.job.stages import INPUTS
 from pipeline.report.panels import History
 from pipeline.system import storage
@@ -21,7 +25,7 @@ class Run:
     stage: str
     state: str  # "finished", "failed" or "unfinished"
     job: dict[str, Any]
-    folder: str
+    folder: str | None  # None if only MLflow knows the run
     result: dict[str, Any] = field(default_factory=dict)  # result.json, or empty if the run has not finished
     history: History = field(default_factory=dict)
     pairs: list[dict[str, float]] = field(default_factory=list)  # scores of held-out pairs (stage rm)
@@ -67,14 +71,27 @@ class Run:
         """Returns the report on the run's rows, or {}."""
         return (self.result.get("data") or {}).get("report") or {}
 
+    @property
+    def version(self) -> str | None:
+        """Returns `models:/name/3`, the version that the run registered, or None. An evaluation registers no version."""
+        if not self.result.get("version") or not self.result.get("adapter"):
+            return None
+        return str(InputURI(self.result["registered_model"], version=self.result["version"]))
+
 
 def read_run(reference: str, runs: str = "runs") -> Run:
-    """Returns a run by its folder, or by its name under `runs`. Raises InputError if there is none."""
-    storage.reach(reference)
-    for folder in [reference] if storage.is_remote(reference) else [reference, storage.join(runs, reference)]:
+    """Returns a run by its folder, its name under `runs`, or its MLflow id. Raises InputError if there is none.
+
+    A path of result.json or report.html stands for its folder.
+    """
+    path = re.sub(r"/+(result\.json|report\.html)?$", "", reference)
+    storage.reach(path)
+    for folder in [path] if storage.is_remote(path) else [path, storage.join(runs, path)]:
         if storage.exists(storage.join(folder, run_folder.JOB)):
             return _from_folder(storage.absolute(folder))
-    expected = f"expected a folder with {run_folder.JOB}, or a name under {runs}/"
+    if re.fullmatch(r"[0-9a-f]{32}", reference):
+        return _from_mlflow(reference, runs)
+    expected = f"expected a folder with {run_folder.JOB}, a name under {runs}/, or an MLflow run id"
     raise InputError(f"{reference}: no run; {expected}; the newest are {newest(runs)}")
 
 
@@ -107,14 +124,97 @@ def _from_folder(folder: str) -> Run:
     return run
 
 
+def _from_mlflow(run_id: str, runs: str) -> Run:
+    """Returns a run from what MLflow stores about it, because its folder may be on another machine."""
+    uri = registry.uri_of(None, runs)
+    known = registry.read_run(uri, run_id)
+    folder = known["folder"]
+    if folder and not storage.is_remote(folder) and os.path.exists(f"{folder}/{run_folder.JOB}"):
+        return _from_folder(folder)
+    state = {"FINISHED": "finished", "FAILED": "failed"}.get(known["status"], "unfinished")
+    run = Run(
+        known["name"], known["stage"], state, known["job"], None, known["result"], run_id=run_id, uri=uri
+    )
+    _add_curves(run)
+    return run
+
+
 def _add_curves(run: Run) -> None:
     """Adds the curves, or a note if the MLflow server does not answer."""
     assert run.uri
     try:
         registry.check_reachable(run.uri)
-        run.run_id = run.run_id or registry.find_run(run.uri, run.folder)
+        run.run_id = run.run_id or registry.find_run(run.uri, str(run.folder))
         if run.run_id:
             run.history = registry.read_curves(run.uri, run.run_id)
     except Exception as error:  # MLflow's store and the network raise errors of any type
         where = without_credentials(run.uri)
         run.note = f"No curves: {where} could not be read ({without_credentials(summary(error))})."
+        run.uri = None  # the lineage does not ask the server again
+
+
+# ------------------------------------------------------------------------------------------------------ lineage
+
+MOST_VERSIONS = 4  # versions that are named one by one as the writers of rows
+
+
+@dataclass
+class Ancestor:
+    """A version, or another input, that a run descends from."""
+
+    role: str  # what it was used for: policy, reward, 300 rows
+    reference: str  # models:/name/3, or another input
+    state: str = ""  # its aliases and its gate
+    sources: list[tuple[str, str]] = field(default_factory=list)  # (role, reference) of its own inputs
+
+
+def ancestors(run: Run) -> list[Ancestor]:
+    """Returns the inputs of a run and of the versions that it descends from, each once, the nearest first."""
+    rows_from = run.data.get("splits", {}).get("train", {}).get("versions", {})
+    inputs = {role: _pinned(reference, run.uri) for role, reference in run.inputs.items()}
+    found: dict[str, Ancestor] = {}
+    waiting = _sources(inputs, rows_from, run.job["model"]["name_or_path"])
+    for role, reference in waiting:  # the loop adds to this list
+        if reference not in found:
+            found[reference] = one = Ancestor(role, reference)
+            if run.uri and InputURI.parse(reference).version:
+                one.state, one.sources = _read_sources(reference, run.uri)
+                waiting += one.sources
+    return list(found.values())
+
+
+def _sources(inputs: dict[str, str], rows_from: dict[str, int], base: str) -> list[tuple[str, str]]:
+    """Returns (role, reference) of the inputs, or of the base if there are none, and of the versions that wrote rows."""
+    named = [(role.partition(".")[0], reference) for role, reference in inputs.items()] or [("base", base)]
+    return named + [(count(rows), one) for one, rows in most_frequent(rows_from, MOST_VERSIONS).items()]
+
+
+def _pinned(reference: str, uri: str | None) -> str:
+    """Returns the version that an alias now names. Any other reference is returned as it is."""
+    try:
+        return registry.pin(reference, uri) if uri else reference
+    except InputError:
+        return reference
+
+
+def _read_sources(reference: str, uri: str) -> tuple[str, list[tuple[str, str]]]:
+    """Returns aliases and gate of a version as text, and its inputs."""
+    try:
+        version = registry.read_version(reference, uri)
+    except Exception as error:  # the version was deleted, or the server does not answer
+        return f"unreadable: {type(error).__name__}", []
+    tags = version["tags"]
+    gate = tags.get("gate", "?")
+    state = [f"@{alias}" for alias in version["aliases"]]
+    state.append("no gate set" if gate == "none set" else f"gate {gate}")
+    return ", ".join(state), _sources(
+        tags["parents"], tags["rows_from"], tags.get("base_name_or_path", "base")
+    )
+
+
+def address(reference: str, uri: str | None) -> str | None:
+    """Returns the address of a version's page in MLflow, or None if the store is not a server."""
+    ref = InputURI.parse(reference)
+    if not ref.version or not uri or not uri.startswith("http"):
+        return None
+    return f"{without_credentials(uri)}/#/models/{quote(ref.name)}/versions/{ref.version}"

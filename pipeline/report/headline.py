@@ -1,14 +1,19 @@
 """Makes the cards with a run's headline metrics, and the list of facts below them."""
 
-from pipeline import input_uri
 from pipeline.job.stages import headline as metrics_of
-from pipeline.metrics import Metric
+from pipeline.metrics import Metric, find_metric
 from pipeline.report import preferences
 from pipeline.report.gather import Run
 from pipeline.run.summary import how_it_ended
 from pipeline.system import prices
 from pipeline.system.terminal import duration
 from pipeline.text import number
+
+# (stage, metric) for the page of several runs, the most important first
+OVERVIEW = (
+    ("rm", "eval_accuracy"), ("dpo", "eval_rewards/accuracies"), ("kto", "eval_rewards/margins"), ("ppo", "eval_judge"),
+    ("ppo", "eval_reward"), ("evaluate", "eval_judge_win_rate"), ("ppo", "eval_kl"),
+)  # fmt: skip
 
 
 def cards(run: Run) -> list[dict[str, str]]:
@@ -22,6 +27,18 @@ def cards(run: Run) -> list[dict[str, str]]:
     if seconds := run.result.get("seconds") or run.failure.get("seconds"):
         shown.append({"label": "wall clock", "value": duration(seconds), "was": ""})
     return shown
+
+
+def overview(runs: list[Run]) -> list[dict[str, str]]:
+    """Returns the cards of several runs: at most five metrics of their stages, and their total wall clock."""
+    newest = {run.stage: run for run in runs}
+    shown = []
+    for stage, name in OVERVIEW:
+        if stage in newest and name in newest[stage].metrics and (metric := find_metric(name, stage)):
+            card = _card(newest[stage], metric)
+            shown.append({**card, "label": f"{stage}: {card['label']}"})
+    seconds = sum(run.result.get("seconds", 0.0) for run in runs)
+    return [*shown[:5], {"label": "wall clock", "value": duration(seconds), "was": ""}]
 
 
 def _card(run: Run, of: Metric) -> dict[str, str]:
@@ -47,7 +64,6 @@ def facts(run: Run) -> list[tuple[str, str]]:
     peak, cost = (result.get(key) for key in ("peak_memory_bytes", "cost"))
     entries = [
         ("base", " ".join(filter(None, (model["name_or_path"], model.get("revision"))))),
-        *((role.removesuffix(".0"), input_uri.short_title(named)) for role, named in run.inputs.items()),
         ("registered", registered),
         ("ended", how_it_ended(result)),
         ("workers", f"{workers} {'with a GPU each' if scaling.get('use_gpu') else 'on CPUs'}"),

@@ -11,9 +11,10 @@ from markupsafe import Markup, escape
 from pipeline import text
 from pipeline.data.counts import versions_in_words
 from pipeline.data.report import name_of
+from pipeline.input_uri import short_title
 from pipeline.job.stages import title_of
 from pipeline.registry.store import flatten
-from pipeline.report import evaluations, headline, plots, preferences
+from pipeline.report import evaluations, gather, headline, plots, preferences
 from pipeline.report.gather import Run
 from pipeline.report.panels import GROUPS
 from pipeline.report.plots import Drawing
@@ -32,14 +33,16 @@ def render(runs: list[Run]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    functions = (text.number, versions_in_words, name_of, title_of, marked, as_yaml)
+    functions = (text.number, versions_in_words, name_of, title_of, short_title, marked, as_yaml)
     environment.globals.update({one.__name__: one for one in functions})
-    environment.globals.update(headline=headline, evaluations=evaluations)
+    environment.globals.update(headline=headline, evaluations=evaluations, gather=gather)
     sampled = [run for run in runs if run.result.get("samples")]
     return environment.get_template("page.jinja").render(
         title=runs[0].name if len(runs) == 1 else " → ".join(by_stage),
         runs=[{"run": run, "anchor": f"r{i}", "groups": groups(run, f"r{i}")} for i, run in enumerate(runs)],
         first=sampled[-1] if sampled else None,  # the run whose samples come before everything else
+        cards=headline.overview(runs) if len(runs) > 1 else headline.cards(runs[0]),
+        anchors={run.version: f"r{i}" for i, run in enumerate(runs) if run.version},
         compared=[comparison(same) for same in by_stage.values() if len(same) > 1],
     )
 
@@ -69,6 +72,7 @@ def drawn(runs: dict[str, Run]) -> dict[str, tuple[str, list[Drawing]]]:
         runs: {name: run} of one run, or of several runs of one stage.
     """
     first, alone = next(iter(runs.values())), len(runs) == 1
+    axis = "update" if first.stage == "ppo" else "step"  # PPO logs its metrics once in each update
     best = first.result.get("kept") or {}
     kept = best.get("step") if alone and best.get("by") else None
     histories = {name: run.history for name, run in runs.items()}
@@ -79,7 +83,7 @@ def drawn(runs: dict[str, Run]) -> dict[str, tuple[str, list[Drawing]]]:
     if alone:
         groups["evaluation"] = ("Can the score be trusted?", evaluations.drawings(first.evaluation))
     for name, (question, panels) in GROUPS.items():
-        draws = [(one, plots.curve(one, histories, kept)) for one in panels]
+        draws = [(one, plots.curve(one, histories, axis, kept)) for one in panels]
         groups[name] = (question, [Drawing(one.title, one.note, draw) for one, draw in draws if draw])
     return {name: group for name, group in groups.items() if group[1]}
 

@@ -113,13 +113,14 @@ def svg(draw: Draw, prefix: str, label: str) -> str:
 # ------------------------------------------------------------------------------------------------ what to draw
 
 
-def curve(panel: Panel, runs: dict[str, History], kept: int | None = None) -> Draw | None:
+def curve(panel: Panel, runs: dict[str, History], axis: str, kept: int | None = None) -> Draw | None:
     """Returns a function that draws a panel, or None if the panel has no points.
 
     A panel of several runs has one line for each run. Bands and stacks of several runs are not drawn.
 
     Args:
         runs: {name: metrics} of one run, or of several runs of a stage.
+        axis: what the horizontal axis counts, `step` or `update`.
         kept: the step to mark on the held-out lines.
     """
     drawable = {name: lines for name, history in runs.items() if (lines := panel.select(history))}
@@ -134,7 +135,7 @@ def curve(panel: Panel, runs: dict[str, History], kept: int | None = None) -> Dr
     marks = [(step, value) for points in held_out for step, value in points if step == kept]
 
     def draw(axes: Any) -> None:
-        _frame(axes, panel)
+        _frame(axes, panel, axis)
         _mark(axes, marks)
         {"lines": _lines, "stack": _stack, "band": _band}[panel.kind](axes, panel, shown)
 
@@ -147,10 +148,10 @@ def colors_of(names: list[str]) -> list[str]:
     return [FIXED.get(name) or next(free) for name in names]
 
 
-def _frame(axes: Any, panel: Panel) -> None:
+def _frame(axes: Any, panel: Panel, axis: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.set(title=panel.title, xlabel="step", ylabel=panel.unit)
+    axes.set(title=panel.title, xlabel=axis, ylabel=panel.unit)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(4))
     if panel.level is not None:

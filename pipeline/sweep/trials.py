@@ -1,20 +1,25 @@
-"""Runs the trials of a sweep on Ray, as many at the same time as there are resources for.
+"""Runs the trials of a sweep on Ray Tune, as many at the same time as there are resources for.
 
-    run_trials(sweep, handle, places, keep)     # returns when every trial has ended
+    with watching(sweep, rungs, keep):                  # prints what the trials report, and calls keep(state) after each change
+        run_trials(sweep, handle, places)               # returns when every trial has ended
 
-A Ray task is the driver of each trial, and Ray starts it again if its process dies. A trial resumes from its own folder. So
-after the sweep's own driver was killed, the same command runs the trials that have not ended.
+Tune starts a driver for each trial, and starts it again if its process dies. A trial resumes from its own folder. So after the
+sweep's own driver was killed, a new Tuner gets the trials that have not ended. (Tuner.restore would load pickles from the
+folder, which only the same version of Ray can read.)
 """
 
+import contextlib
 import importlib
+import logging
+import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 from pipeline import registry, report
 from pipeline.errors import in_brief, summary
-from pipeline.job import Job
 from pipeline.job.libraries import skip_library_checks
 from pipeline.run import session
 from pipeline.run.launch import launch
@@ -24,83 +29,155 @@ from pipeline.settle.placement import Places
 from pipeline.settle.work import SweepHandle
 from pipeline.sweep import table
 from pipeline.sweep.space import Sweep, SweepSettings
+from pipeline.system import storage, terminal
 from pipeline.system.credentials import without_secrets
 from pipeline.system.lease import hold
 
 INTERVAL_S = 2.0  # time between two queries for new reports
+TUNE = "tune"  # folder of Ray Tune's own files, which nothing reads
+ENVIRONMENT = {
+    "RAY_AIR_NEW_OUTPUT": "0",  # otherwise Tune prints a banner even with RunConfig.verbose=0
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # no CSV, JSON and TensorBoard files
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # otherwise Ctrl-C ends the sweep as if it were finished
+    "TUNE_WARN_INSUFFICENT_RESOURCE_THRESHOLD_S": "1000000000",  # the driver of a trial needs no resources
+}
 
 
-def run_trials(
-    sweep: Sweep, handle: SweepHandle, places: Places, keep: Callable[[dict[str, Any]], Any]
-) -> dict[str, str]:
-    """Runs the unfinished trials, and prints what they report.
-
-    Returns {trial: error} of the trials whose driver died too often.
+def run_trials(sweep: Sweep, handle: SweepHandle, places: Places) -> dict[str, str]:
+    """Runs the unfinished trials. Returns {trial: error} of the trials whose driver died too often.
 
     Args:
         places: the resources of one trial.
-        keep: writes sweep.json, in case the driver of the sweep is killed.
+    """
+    os.environ.update(ENVIRONMENT)
+    from ray import tune
+
+    waiting = [trial.name for trial in sweep.trials if table.result_of(trial) is None]
+    if not waiting:
+        return {}
+    room = sweep.settings.max_concurrent_trials or placement.side_by_side(places)
+    logging.getLogger("ray.tune").setLevel(logging.ERROR)
+    tuner = tune.Tuner(
+        # Drivers of trials leave all CPUs to the workers. They run on the head node, which outlives spot nodes.
+        tune.with_resources(_trainable(sweep, handle), {"node:__internal_head__": 0.001}),
+        param_space={"trial": tune.grid_search(waiting)},
+        tune_config=tune.TuneConfig(max_concurrent_trials=room),
+        run_config=tune.RunConfig(
+            name=TUNE,
+            storage_path=sweep.folder,
+            failure_config=tune.FailureConfig(max_failures=sweep.job.run.max_failures),
+            callbacks=[_silent()],
+            verbose=0,
+        ),
+    )
+    count, at_a_time = f"{len(waiting)} of {len(sweep.trials)}", min(room, len(waiting))
+    print(f"running {count} trials, {at_a_time} at a time", flush=True)
+    ended = tuner.fit()
+    storage.remove(storage.join(sweep.folder, TUNE))
+    return {one.config["trial"]: in_brief(one.error) for one in ended if one.error and one.config}
+
+
+def _silent() -> Any:
+    """Returns a replacement of Tune's printer, which prints a line for each trial even with verbose=0 (ray 2.60)."""
+    from ray.tune.progress_reporter import TrialProgressCallback
+
+    class Silent(TrialProgressCallback):
+        def on_trial_result(self, *_: Any, **__: Any) -> None: ...
+        def on_trial_error(self, *_: Any, **__: Any) -> None: ...
+        def on_trial_complete(self, *_: Any, **__: Any) -> None: ...
+
+    return Silent()
+
+
+def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
+    """Returns the function that Tune starts for each trial, which is an ordinary run. An error ends only this trial."""
+    jobs = {trial.name: trial.job for trial in sweep.trials}
+    folder = session.session_folder()
+
+    def trial(config: dict[str, Any]) -> None:
+        import ray
+
+        session.belong_to(folder)
+        hold(handle.lease)  # because this process may outlive the sweep's driver by seconds
+        skip_library_checks()
+        name, failure = config["trial"], None
+        job = jobs[name]
+        name_output(f"{job.stage} {name}")
+        ray.get(handle.rungs.begin.remote(name))
+        try:
+            recipe = importlib.import_module(f"pipeline.stages.{job.stage}").RECIPE
+            with registry.nested_under(handle.run_id):
+                result = launch(job, recipe, handle)
+                if job.run.report:
+                    report.of_run(result)
+        except Exception as error:
+            failure = without_secrets(summary(error))
+            print(f"failed: {failure}", flush=True)
+        ray.get(handle.rungs.end.remote(name, failure))
+
+    return trial
+
+
+@contextlib.contextmanager
+def watching(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]) -> Iterator[None]:
+    """Prints the trials' reports during the block, and writes sweep.json after each, in case the driver is killed.
+
+    Args:
+        keep: writes sweep.json.
     """
     import ray
 
-    waiting = [trial for trial in sweep.trials if table.result_of(trial) is None]
-    room = sweep.settings.max_concurrent_trials or placement.side_by_side(places)
-    start = ray.remote(
-        num_cpus=0,  # all CPUs are for the workers of the trial
-        resources={"node:__internal_head__": 0.001},  # the head node outlives spot nodes
-        max_retries=sweep.job.run.max_failures,
-        max_calls=1,  # each trial gets a new process
-    )(run_trial)
-    count, at_a_time = f"{len(waiting)} of {len(sweep.trials)}", min(room, len(waiting))
-    print(f"running {count} trials, {at_a_time} at a time", flush=True)
-    running: dict[Any, str] = {}
-    died, printed = dict[str, str](), 0
-    while waiting or running:
-        while waiting and len(running) < room:
-            trial = waiting.pop(0)
-            running[start.remote(trial.name, trial.job, handle, session.session_folder())] = trial.name
-        ended, _ = ray.wait([*running], timeout=INTERVAL_S)
-        for one in ended:
-            name = running.pop(one)
-            try:
-                ray.get(one)
-            except ray.exceptions.RayError as error:
-                died[name] = in_brief(error)
-        state = ray.get(handle.rungs.state.remote())
-        if new := state["lines"][printed:]:
+    ended, count, printed = threading.Event(), len(sweep.trials), 0
+    started, before = time.monotonic(), count_done(ray.get(rungs.state.remote()))
+
+    def look() -> None:
+        nonlocal printed
+        with contextlib.suppress(ray.exceptions.RayError):  # Ray may end before this thread
+            state = ray.get(rungs.state.remote())
+            if not (new := state["lines"][printed:]):
+                return
             printed += len(new)
+            new[-1] += f"   [{overall(state, count, time.monotonic() - started, before)}]"
             try:
                 keep(state)
             except OSError as error:  # the next report, or the end, writes it again
                 new.append(f"warning: sweep.json was not written ({in_brief(error)})")
             print("\n".join(new), flush=True)
-    return died
+
+    def look_until_the_end() -> None:
+        while not ended.wait(INTERVAL_S):
+            look()
+        look()  # prints the last reports
+
+    thread = threading.Thread(target=look_until_the_end, name="sweep", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
-def run_trial(name: str, job: Job, handle: SweepHandle, folder: str | None) -> None:
-    """Executes a trial, which is an ordinary run, in this process. An error ends only this trial.
+def overall(state: dict[str, Any], count: int, seconds: float, before: float) -> str:
+    """Returns a text with the numbers of ended and running trials, and with the time left at the speed so far.
 
     Args:
-        folder: the session folder of the sweep's driver.
+        count: number of all trials.
+        seconds: time since this driver started.
+        before: `count_done` at that time.
     """
-    import ray
+    text = f"{len(state['ended'])} of {count} ended, {len(state['running'])} running"
+    new, left = count_done(state) - before, count - count_done(state)
+    if new > 0 and left > 0:
+        text += f", left {terminal.duration(seconds / new * left)}"
+    return text
 
-    session.belong_to(folder)
-    hold(handle.lease)  # because this process may outlive the sweep's driver by seconds
-    skip_library_checks()
-    name_output(f"{job.stage} {name}")
-    ray.get(handle.rungs.begin.remote(name))
-    failure = None
-    try:
-        recipe = importlib.import_module(f"pipeline.stages.{job.stage}").RECIPE
-        with registry.nested_under(handle.run_id):
-            result = launch(job, recipe, handle)
-            if job.run.report:
-                report.of_run(result)
-    except Exception as error:
-        failure = without_secrets(summary(error))
-        print(f"failed: {failure}", flush=True)
-    ray.get(handle.rungs.end.remote(name, failure))
+
+def count_done(state: dict[str, Any]) -> float:
+    """Returns the number of ended trials. A running trial counts by its share of steps."""
+    reports = {trial: reports[-1] for trial, reports in state["reports"].items() if reports}
+    shares = {trial: last["step"] / last["of"] for trial, last in reports.items()}
+    return sum((shares | dict.fromkeys(state["ended"], 1.0)).values())
 
 
 # ------------------------------------------------------------------------------------------- which trials stop
@@ -109,16 +186,19 @@ def run_trial(name: str, job: Job, handle: SweepHandle, folder: str | None) -> N
 class Rungs:
     """A Ray actor that gets every evaluation and decides which trials stop early, with the ASHA scheduler of Ray Tune.
 
-    Tune itself would stop a trial by ending its process, which would leave no result (ray 2.60). Here the trial stops like a run
-    that stops early, with an adapter and a result.json.
+    Tune itself would stop a trial by ending its process (ray 2.60). The workers of the trial would keep their resources, and the
+    run would leave no result. Here the trial stops like a run that stops early, with an adapter and a result.json.
 
     Args:
         metric: the metric that trials are compared by.
         greater: whether a larger value is better.
         known: the reports that an earlier driver recorded, as `state()["reports"]`.
+        ended: the trials that ended under the earlier driver.
     """
 
-    def __init__(self, metric: str, greater: bool, settings: SweepSettings, known: dict[str, Any]):
+    def __init__(
+        self, metric: str, greater: bool, settings: SweepSettings, known: dict[str, Any], ended: list[str]
+    ):
         self.metric, self.factor = metric, settings.reduction_factor
         self.asha: Any = None
         if self.factor > 1:
@@ -130,6 +210,8 @@ class Rungs:
             )
         self.reports: dict[str, list[dict[str, Any]]] = {}
         self.failures: dict[str, str] = {}
+        self.running: list[str] = []
+        self.ended = ended
         self.lines: list[str] = []  # what the driver prints
         for trial, reports in known.items():
             for one in reports:
@@ -154,9 +236,8 @@ class Rungs:
             self.reports[trial] = []
             if self.asha:
                 self.asha.on_trial_add(None, SimpleNamespace(trial_id=trial))
-        decision = self._decide(
-            trial, report
-        )  # ASHA must get every evaluation, because it compares later ones with it
+        # ASHA must get every evaluation, because it compares later ones with it.
+        decision = self._decide(trial, report)
         report.setdefault("stop", decision)
         self.reports[trial].append(report)
         return report["stop"]
@@ -171,14 +252,18 @@ class Rungs:
         return f"ASHA: not among the best 1/{self.factor} at {percent:.0f} % of the steps"
 
     def begin(self, trial: str) -> None:
-        self.lines.append(f"{trial}  begins")
+        if trial not in self.running:  # otherwise its process died, and a new one resumes the trial
+            self.running.append(trial)
+            self.lines.append(f"{trial}  begins")
         self.failures.pop(trial, None)
 
     def end(self, trial: str, failure: str | None) -> None:
+        self.running = [name for name in self.running if name != trial]
+        self.ended.append(trial)
         self.lines.append(f"{trial}  failed: {failure}" if failure else f"{trial}  ended")
         if failure:
             self.failures[trial] = failure
 
     def state(self) -> dict[str, Any]:
-        """Returns {reports: {trial: [{step, of, figure, time, stop}]}, failures: {trial: error}, lines: what to print}."""
-        return {"reports": self.reports, "failures": self.failures, "lines": self.lines}
+        """Returns {reports: {trial: [{step, of, figure, time, stop}]}, failures: {trial: error}, running, ended, lines}."""
+        return {key: getattr(self, key) for key in ("reports", "failures", "running", "ended", "lines")}

@@ -127,6 +127,7 @@ class Screen(Output):
         self.listing = False  # whether an important line ended with a colon, so that its indented lines are important, too
         self.progress = ""  # the last live line, which stays if another line follows
         self.last = time.monotonic()  # time of the last line of progress
+        self.following = 0.0  # seconds that the stages after this one will take
 
     def write(self, text: str) -> int:
         begun = getattr(self.begun, "text", "") + text
@@ -159,6 +160,8 @@ class Screen(Output):
             return
         if seconds := float(left or 0):
             text += f"  {duration(seconds)} left"
+            if self.following:
+                text += f", {duration(seconds + self.following)} for all stages"
         if more:
             text += f"  {more}"
         if left:

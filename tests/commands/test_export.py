@@ -161,32 +161,55 @@ def test_a_push_is_complete_and_private(models, storage, hub, capsys, monkeypatc
 
 
 def test_a_version_replaces_the_files_of_the_previous_one(models, storage, hub):
+    """Files that the user added stay."""
     stage("export", storage, "first", *POLICY, *ADAPTER, PUSH)
+    added = {"notes.md": b"mine", "gguf/config.json": b"{}"}
+    hub.put("owner/mine", hub.files("owner/mine") | added, private=True)
     stage("export", storage, "second", *POLICY, "trainer.hub_model_id=owner/mine", PUSH)
     there = set(hub.files("owner/mine"))
     assert "model.safetensors" in there and ".gitattributes" in there
     assert not [name for name in there if name.startswith("adapter") or name == "lineage.json"]
-    assert len(hub.repos["owner/mine"]["commits"]) == 3  # the history keeps the adapter
+    assert added.items() <= hub.files("owner/mine").items()
+    assert len(hub.repos["owner/mine"]["commits"]) == 4  # the history keeps the adapter
 
 
 @pytest.mark.parametrize(
     ("token", "repo", "says"),
     [
         ("", "owner/mine", r"trainer\.push_to_hub: HF_TOKEN is not set; make a token with write access at https://"),
-        ("hf_" + "xX1" * 11, "owner/mine", "401.*; make a token with write access"),
-        (READER, "owner/mine", "403.*; make a token with write access"),
-        (TOKEN, "others/mine", "the push to others/mine failed .*403.*or set another owner"),
+        ("hf_" + "xX1" * 11, "owner/mine", "Invalid user token.*; make a token with write access"),
+        (TOKEN, "owner/theirs", r"owner/theirs has files that no export wrote \(README\.md, model\.safetensors\)"),
         (TOKEN, "owner/open", r"owner/open exists and is public; set trainer\.hub_private_repo=false"),
     ],
 )  # fmt: skip
 def test_a_push_that_must_fail_is_an_error_before_the_merge(
     token, repo, says, models, storage, hub, capsys, monkeypatch
 ):
+    hub.put("owner/theirs", {"README.md": b"---\ntags: [x]\n---\n", "model.safetensors": b"1"}, private=True)
     hub.put("owner/open", {".gitattributes": b""})
     monkeypatch.setenv("HF_TOKEN", token)
     stage("export", storage, "refused", *POLICY, f"trainer.hub_model_id={repo}", PUSH, status=2)
     assert re.search(says, said := capsys.readouterr().err, re.DOTALL), said
-    assert list(hub.repos) == ["owner/open"] and not (storage / "refused").exists()
+    assert hub.writes() == [] and not (storage / "refused").exists()
+
+
+@pytest.mark.parametrize(("token", "repo"), [(TOKEN, "others/mine"), (READER, "owner/mine")])
+def test_a_push_without_the_right_to_write_fails_with_one_line(
+    token, repo, models, storage, hub, capsys, monkeypatch
+):
+    monkeypatch.setenv("HF_TOKEN", token)
+    where = ["trainer.merge=false", f"trainer.hub_model_id={repo}", PUSH]
+    stage("export", storage, "theirs", *POLICY, *where, "run.overwrite=true", status=1)
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search(rf"failed: the push to {repo} failed .*403.*run\.name=theirs continues without", said)
+    assert hub.repos == {}
+
+
+def test_without_network_nothing_is_merged(models, storage, hub, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    stage("export", storage, "offline", *POLICY, *ADAPTER, PUSH, status=2)
+    assert "trainer.push_to_hub: the push to owner/mine failed (ConnectError" in capsys.readouterr().err
+    assert not (storage / "offline").exists()
 
 
 def test_an_interrupted_push_continues(models, storage, hub, capsys, monkeypatch):

@@ -65,7 +65,7 @@ def test_a_job_for_each_stage_that_can_read_the_rows(here, capsys):
     # The folder of existing jobs is not changed.
     (here / "jobs/my/rm.yaml").write_text("mine\n")
     assert main(["init", "my.pairs.jsonl"]) == 2
-    assert "jobs/my exists; remove it, or choose another name" in capsys.readouterr().err
+    assert "jobs/my exists; add jobs to it with --name my, or choose another name" in capsys.readouterr().err
     assert (here / "jobs/my/rm.yaml").read_text() == "mine\n"
 
 
@@ -324,16 +324,51 @@ def test_each_stage_gets_the_set_columns_that_it_reads(here, capsys):
 def test_prompts_alone_suggest_no_command_before_a_reward_is_set(here, capsys):
     init(rows(here / "prompts.jsonl", ASKED))
     assert next_commands(capsys.readouterr().out) == []
+    (here / "length.py").write_text("def score(completions):\n    return [len(one) for one in completions]\n")
+    written = init("prompts.jsonl", "--name", "shorter", "reward=python:length:score")
+    assert written("shorter", "ppo").reward == "python:length:score"
+    assert next_commands(capsys.readouterr().out)[:2] == ["validate", "ppo"]
 
 
-def test_a_stage_that_cannot_read_its_rows_is_reported(here, capsys):
+def test_a_profile_gets_jobs_for_one_more_file(here, capsys):
+    """Existing jobs stay, edited or not. The new jobs have the same base and start from its sft policy."""
+    rows(here / "my/chats.jsonl", talks(60))
+    init("my", "--name", "vet")
+    edited = (here / "jobs/vet/sft.yaml").read_text() + "\n# mine\n"
+    (here / "jobs/vet/sft.yaml").write_text(edited)
+    rows(here / "ratings.jsonl", MANY)
+    capsys.readouterr()
+    assert main(["init", "ratings.jsonl", "--name", "vet"]) == 0
+    shown = capsys.readouterr().out
+    assert "wrote jobs/vet: rm, dpo, kto, score, evaluate, collect\n" in shown
+    assert "  not changed: export, generate, ppo, serve, sft\n" in shown
+    assert "  jobs/vet/iterate.sh: rounds of collect, dpo and evaluate\n" in shown
+    assert (here / "jobs/vet/sft.yaml").read_text() == edited
+    dpo = load_job("jobs/vet/dpo.yaml")
+    assert (dpo.policy, dpo.model.name_or_path) == ("models:/vet-sft@champion", MODEL)
+    assert load_job("jobs/vet/evaluate.yaml").baseline == "models:/vet-sft@champion"
+    assert main(["init", "ratings.jsonl", "--name", "vet"]) == 2
+    assert "jobs/vet has each job that these rows allow" in capsys.readouterr().err
+
+
+def test_a_stage_that_can_read_none_of_its_rows_gets_no_job(here, capsys):
     """The chat template drops the only difference between chosen and rejected."""
     ask = [{"role": "user", "content": "Say it."}]
     sides = [
         [*ask, {"role": "assistant", "reasoning_content": one, "content": "It."}] for one in ("Hm.", "So.")
     ]
     init(rows(here / "pairs.jsonl", [{"chosen": sides[0], "rejected": sides[1]}] * 20))
+    assert [path.name for path in (here / "jobs/pairs").iterdir()] == ["ppo.yaml"]
     assert "warning: rm: none of the first rows of 'pairs.jsonl' can be read: " in capsys.readouterr().out
+
+
+def test_rows_that_no_stage_can_read_create_no_folder(here, capsys):
+    shutil.copytree(MODEL, here / "base")
+    (here / "base/chat_template.jinja").write_text("{{ raise_exception('no such turn') }}")
+    rows(here / "chats.jsonl", talks(30))
+    assert main(["init", "chats.jsonl", "--model", "base"]) == 2
+    assert "no stage can train on chats.jsonl" in capsys.readouterr().err
+    assert not (here / "jobs/chats").exists()
 
 
 @pytest.mark.parametrize(
@@ -346,6 +381,7 @@ def test_a_stage_that_cannot_read_its_rows_is_reported(here, capsys):
         (PAIRS, ["data.columns={prompt: question, chosen: nothing}"], "data.columns: no stage can read rows.jsonl"),
         (PAIRS, ["trainer.learning_rate=1"], "unknown option 'trainer.learning_rate'; expected --name"),
         (PAIRS, ["data.columns=3"], "data.columns: found 3"),
+        ([TALK], ["reward=models:/x/1"], "reward: only ppo takes it, and these rows make no new ppo job"),
         ("nothing.jsonl", [], "there is no file"),
         (MODEL, [], "is the folder of a model"),
     ],
@@ -379,3 +415,8 @@ def test_every_job_loads_for_any_rows_and_base(kinds, template, here):
         check_paths(job)
         if stage in TAKES:
             assert validate.run(job)["splits"]["train"]["kept"] >= 20
+    script = here / "jobs/vet/iterate.sh"
+    assert script.exists() == (kinds == "all")
+    if script.exists():  # dpo reads the columns that `collect` writes
+        keys = re.findall(r"(data\.(?!train|pairs)\w+=\S+)", script.read_text())
+        assert load_job("jobs/vet/dpo.yaml", keys).data.columns is None and len(keys) == 6

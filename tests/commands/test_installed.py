@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from running import ROOT
 
-from pipeline.commands import shipped
+from pipeline.commands import completion, shipped
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +66,24 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
     Path("jobs").write_text("a file\n")
     with pytest.raises(Exception, match="jobs/demo cannot be written"):
         shipped.copy_profile("demo")
+
+
+def complete(words):
+    """Returns bash's completions of a command line, whose last word is incomplete."""
+    script = completion.script(["sft", "score", "plan", "run"])
+    line = " ".join(f"'{word}'" for word in words)
+    ask = f"{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _rlhf; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    done = subprocess.run(["bash", "-c", ask], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_completion_knows_subcommands_job_files_and_their_keys():
+    assert complete(["rlhf", "s"]) == ["sft", "score"]
+    assert "jobs/own/sft.yaml" in complete(["rlhf", "sft", "jobs/own/s"])
+    assert complete(["rlhf", "sft", "jobs/own/sft.yaml", "trainer.learning_r"]) == ["trainer.learning_rate="]
+    assert "trainer.kl_coef=" in complete(["rlhf", "plan", "x.yaml", "trainer.kl_c"])
+    assert complete(["rlhf", "score", "x.yaml", "rew"]) == ["reward="]
 
 
 def test_python_functions_of_the_current_folder_are_found(wheel, tmp_path):

@@ -1,9 +1,24 @@
-"""Tests which names and overrides the stages of `run` get. tests/test_readme.py runs the command."""
+"""Tests names, overrides and the estimated time of the stages of `run`. tests/test_readme.py runs the command."""
+
+import json
 
 import pytest
 
 from pipeline.commands import run as rlhf
 from pipeline.errors import InputError
+from pipeline.job import load_job
+
+
+def test_the_summary_shows_the_results_of_the_profile():
+    """Without a judge, the first metric of PPO is the reward. The next commands are for the same profile."""
+    common = {"tracking_uri": "http://mlflow:5000", "folder": "s3://b/runs/x"}
+    ppo = {"stage": "ppo", "metrics": {"initial_reward": 0.25, "eval_reward": 0.5}}
+    results = [ppo | common, {"stage": "evaluate", "metrics": {"eval_win_rate": 0.75}} | common]
+    text = rlhf.closing(results, "jobs/llama3-8b", seconds=12.0, page=None)
+    assert "Done in 12 s. ppo: reward 0.25 -> 0.5; evaluate: reward win rate 0.75\n" in text
+    assert "jobs/llama3-8b/ppo.yaml" in text and 'make ppo PROFILE=llama3-8b ARGS="' in text
+    assert "http://mlflow:5000 " in text and "make ui" not in text and "demo" not in text
+    assert "python -m pipeline ppo mine/x/ppo.yaml" in rlhf.closing(results, "mine/x", seconds=1.0, page=None)
 
 
 def test_one_name_names_every_stage_that_has_no_name_of_its_own(in_root):
@@ -11,6 +26,24 @@ def test_one_name_names_every_stage_that_has_no_name_of_its_own(in_root):
     assert [job.run.name for job in jobs.values()] == ["sft-x", "rm-x", "mine", "evaluate-x"]
     assert rlhf.load("jobs/demo", [], "now")["rm"].run.name == "rm-now"
     assert rlhf.load("jobs/demo", [])["rm"].run.name is None
+
+
+def test_the_time_of_a_stage_is_the_time_of_its_newest_run_or_of_the_demo(in_root, tmp_path):
+    job = load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}"], "sft")
+    assert rlhf.expected_seconds("sft", job.source, str(tmp_path)) == rlhf.DEMO_SECONDS["sft"]
+    assert rlhf.expected_seconds("sft", "mine/sft.yaml", str(tmp_path / "missing")) == 0.0
+    for number, source in enumerate((job.source, job.source, "x"), 1):
+        (tmp_path / f"sft-{number}").mkdir()
+        result = {"seconds": float(number), "job": {"source": source}}
+        (tmp_path / f"sft-{number}/result.json").write_text(json.dumps(result))
+    assert rlhf.expected_seconds("sft", job.source, str(tmp_path)) == 2.0
+
+
+def test_the_time_of_the_next_stages_is_scaled_by_the_speed_so_far():
+    expected = {"sft": 10.0, "rm": 20.0, "ppo": 30.0, "evaluate": 1.0}
+    assert rlhf.seconds_after("sft", expected, []) == 51.0
+    assert rlhf.seconds_after("rm", expected, [{"stage": "sft", "seconds": 20.0}]) == 62.0
+    assert rlhf.seconds_after("rm", {**expected, "ppo": 0.0}, []) == 0.0
 
 
 def test_an_override_reaches_every_stage_or_the_one_it_names():

@@ -82,6 +82,7 @@ def test_a_sweep_registers_the_better_of_two_trials(embedded_ray, in_root, tmp_p
     assert (
         len(re.findall(r"^ *trainer\.learning_rate +eval_loss +steps +seconds +ended$", printed, re.M)) == 1
     )
+    assert not (tmp_path / "two/tune").exists()
     # The same command prints the result again.
     assert main(given) == 0
     assert "has ended" in capsys.readouterr().out

@@ -17,7 +17,7 @@ from running import ROOT, client, stage
 from pipeline import registry, report
 from pipeline.__main__ import main
 from pipeline.job import load_job
-from pipeline.report import page, panels, plots, preferences
+from pipeline.report import gather, page, panels, plots, preferences
 from pipeline.run import launch as run
 from pipeline.settle.identity import tracking_of
 
@@ -178,7 +178,7 @@ def test_the_page_has_metrics_curves_samples_gate_and_data(runs, store):
         "train 2 sources · dddddddddddd a.jsonl: 9 of 10 kept b.parquet: 9 of 10 kept, 3 of 9 drawn an epoch 12",
     ):  # fmt: skip
         assert words in text, words
-    assert "policy rlhf-sft v1 reward rlhf-rm v1" in text
+    assert ">update</text>" in page_of(store, "one-ppo") and ">step</text>" in page_of(store, "one-sft")
     assert "Implicit rewards" not in text, "PPO has no such metric"
     assert "Learning rate" not in text, "a constant is not worth a panel"
 
@@ -192,6 +192,19 @@ def test_the_badge_shows_the_verdict_of_the_gate_or_the_state_of_the_run(runs, s
     assert replace(run, state="failed").verdict == "failed"
 
 
+@pytest.mark.parametrize(
+    ("reward", "judge", "marked"), [(2.0, 0.25, 1), (2.0, 1.0, 0), (0.0, 0.25, 0), (2.0, None, 0)]
+)
+def test_a_judge_that_falls_while_the_reward_rises_is_colored(reward, judge, marked, runs, store):
+    run = report.read_run(str(store / "one-ppo"))
+    before, after = {"completion": "a", "reward": 1.0}, {"completion": "b", "reward": reward}
+    if judge is not None:
+        before["judge"], after["judge"] = 0.5, judge
+    sample = {"prompt": "?", "before": before, "after": after}
+    html = page.render([replace(run, result=run.result | {"samples": [sample]})])
+    assert html.count('class="falls"') == marked
+
+
 def test_the_held_out_value_of_a_card_is_a_point_in_the_curve():
     """A panel with only the held-out value, such as an evaluation has, is not drawn."""
     [kl] = [one for one in panels.GROUPS["policy"][1] if "objective/kl" in one.lines]
@@ -199,9 +212,53 @@ def test_the_held_out_value_of_a_card_is_a_point_in_the_curve():
     assert kl.select({"objective/kl": curve, "eval_kl": card}) == {"training": curve, "held-out": card}
     assert kl.select({"eval_kl": card}) == {}
     history = {"objective/kl": curve, "eval_kl": card}
-    [axes] = plots.figure([plots.curve(kl, {"1": history, "2": history})]).axes
+    [axes] = plots.figure([plots.curve(kl, {"1": history, "2": history}, "update")]).axes
     points = [len(line.get_xdata()) for line in axes.lines[1:]]  # without the reference line at 0
     assert points == [2, 2], "runs are compared by their curves, not by the held-out value"
+
+
+def lines_of(store, name):
+    """Returns the list of a run's ancestors as text."""
+    html = page_of(store, name)
+    there = html[html.index("<h3>Lineage") :].partition("</ul>")[0]
+    return [text_of(line) for line in re.findall("<li>.*?</li>", there, re.DOTALL)]
+
+
+def test_the_lineage_leads_from_the_policy_to_the_base(runs, store):
+    assert lines_of(store, "one-evaluate") == [
+        # The version of PPO has no alias, because its eval_eos_rate missed the gate.
+        "policy: rlhf-ppo v1 (gate failed: eval_eos_rate = 0.5, required >= 0.9), from policy: rlhf-sft v1, reward: rlhf-rm v1",
+        "reward: rlhf-rm v1 (@champion, gate passed), from base: jobs/demo/model",
+        "baseline: rlhf-sft v1 (@champion, gate passed), from base: jobs/demo/model",
+        "base: jobs/demo/model",
+    ]
+    assert '<a href="#r0">rlhf-sft v1</a>' in page_of(store, "one-sft", "one-ppo"), "it is on the same page"
+    there = "http://server:5000/#/models/rlhf-rm/versions/1"
+    assert gather.address("models:/rlhf-rm/1", "http://me:secret@server:5000") == there
+    assert gather.address("models:/rlhf-rm/1", "sqlite:///mlflow.db") is None
+
+
+def test_the_lineage_has_the_versions_that_wrote_rows(migrated, tmp_path):
+    """dpo v1 learns from rows of sft v1, and dpo v2 from rows of both. Both start from sft v1."""
+    shutil.copy(migrated, tmp_path / "mlflow.db")
+    sft, first, second = "models:/rlhf-sft/1", "models:/rlhf-dpo/1", "models:/rlhf-dpo/2"
+    finish(tmp_path, begin(tmp_path, "sft", "sft"), {}, {})
+    rare = {f"models:/rare/{number}": 1 for number in (1, 2)}
+    counts = {first: 200, sft: 100, second: 5, "models:/gone/1": 3, **rare}
+    for name, rows_from in (("one", {sft: 300}), ("two", counts)):
+        finish(tmp_path, begin(tmp_path, name, "dpo"), {}, {}, {"policy": sft}, rows_from=rows_from)
+    lines = lines_of(tmp_path, "two")
+    assert [line.partition(" (")[0] for line in lines] == [
+        "policy: rlhf-sft v1", "200 rows: rlhf-dpo v1", "5 rows: rlhf-dpo v2", "3 rows: gone v1", "2 rows: others",
+        "base: jobs/demo/model",
+    ]  # fmt: skip
+    assert "unreadable" in lines[3] and lines[1].endswith("from policy: rlhf-sft v1, 300 rows: rlhf-sft v1")
+
+
+def test_the_page_of_several_runs_begins_with_their_metrics(runs, store):
+    text = text_of(page_of(store, "one-sft", "one-rm", "one-ppo"))
+    assert "97.5% rm: held-out accuracy" in text and "0.25 → 0.915 ppo: held-out judge" in text
+    assert "3 min 46 s wall clock" in text
 
 
 def test_the_samples_come_first_also_on_a_page_of_several_runs(runs, store):
@@ -209,7 +266,7 @@ def test_the_samples_come_first_also_on_a_page_of_several_runs(runs, store):
     for names in (("one-ppo",), ("one-sft", "one-rm", "one-ppo")):
         html = page_of(store, *names)
         samples = html.index("Completions to held-out prompts")
-        assert samples < html.index("<section") < html.index("<h3>Data")
+        assert samples < html.index("<section") < html.index("<h3>Lineage")
         assert html.count("Completions to held-out prompts") == 1
         assert html.count("what the judge said") == 1 and "&lt;i&gt;Fine.\nScore: 10" in html
 
@@ -302,7 +359,10 @@ def test_a_run_that_cannot_be_found_or_drawn_is_one_message(runs, store, tmp_pat
     (tmp_path / "damaged/result.json").write_text('{"metrics": 3}')
     given = dict.fromkeys(
         [".", "no\nrun", "models:/a@b", "/dev/null"],
-        "no run; expected a folder with job.json, or a name under runs/; the newest are runs/",
+        "no run; expected a folder with job.json, a name under runs/, or an MLflow run id; the newest are runs/",
+    )
+    given |= dict.fromkeys(
+        ["0" * 32, client(store).create_run("0").info.run_id], "no such run of a job in sqlite"
     )
     given["memory:///no/run"] = "memory:///no/run: no run; expected a folder with job.json"
     given["damaged"] = "damaged: no report can be drawn ("
@@ -322,6 +382,24 @@ def test_the_command_writes_a_page(runs, store, capsys):
     assert main(["report", str(store / "one-sft"), str(store / "one-ppo")]) == 0
     # The page of several runs is in the folder of the last one, so that no other page overwrites it.
     assert (store / "one-ppo/report/report.html").exists()
+
+
+def test_a_run_is_found_by_name_by_a_file_and_by_its_mlflow_id(runs, store, monkeypatch):
+    monkeypatch.chdir(store.parent)
+    for reference in ("one-ppo", "one-ppo/", "one-ppo/report.html", runs["ppo"]["mlflow_run_id"]):
+        assert gather.read_run(reference, runs=store.name).folder == str(store / "one-ppo")
+
+
+def test_a_run_whose_folder_is_gone_is_read_from_mlflow(store, monkeypatch):
+    job = begin(store, "gone-ppo")
+    result = finish(store, job, PPO_CURVES, {"eval_kl": 2.5}, publish=False)
+    report.of_run(result)
+    shutil.rmtree(store / "gone-ppo")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", result["tracking_uri"])
+    run = gather.read_run(result["mlflow_run_id"])
+    assert (run.folder, run.state, run.job["stage"]) == (None, "finished", "ppo")
+    assert run.metrics == {"eval_kl": 2.5} and len(run.history["objective/kl"]) == 3
+    assert "gone-ppo" in page.render([run])
 
 
 def test_a_finished_run_has_its_page_and_samples_in_mlflow(runs, store):
@@ -412,10 +490,10 @@ def test_every_panel_can_be_drawn():
             shown += [("a", 1), ("a", plots.SMOOTH_FROM), ("ab", 1)]
         for names, count in shown:
             history = {m: [(i, math.sin(i / 9)) for i in range(count)] for m in metrics}
-            draw = plots.curve(panel, dict.fromkeys(names, history))
+            draw = plots.curve(panel, dict.fromkeys(names, history), "step")
             if draw is not None:
                 assert plots.figure([draw]).axes
-        assert plots.curve(panel, {"": {}}) is None
+        assert plots.curve(panel, {"": {}}, "step") is None
 
 
 # ------------------------------------------------------------------------------------------------ a real stage

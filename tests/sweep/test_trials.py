@@ -11,7 +11,7 @@ STOPS = "ASHA: not among the best 1/2 at 25 % of the steps"
 
 
 def rungs(greater=False, factor=2, known=None):
-    return trials.Rungs("loss", greater, SweepSettings(reduction_factor=factor), known or {})
+    return trials.Rungs("loss", greater, SweepSettings(reduction_factor=factor), known or {}, [])
 
 
 @pytest.mark.parametrize("greater", [False, True])
@@ -56,17 +56,21 @@ def test_a_new_driver_continues_from_the_recorded_reports():
 def test_each_event_is_a_line_and_failures_are_kept():
     judge = rungs()
     judge.begin("a")
+    judge.begin("a")  # its process died, and another one took over
     judge.begin("b")
     judge.report("a", 25, 100, 0.3)
     judge.report("b", 25, 100, 0.6)
+    assert judge.state()["running"] == ["a", "b"] and trials.count_done(judge.state()) == 0.5
+    assert trials.overall(judge.state(), 4, 7.0, 0.0) == "0 of 4 ended, 2 running, left 49 s"
     judge.end("a", "out of memory")
     judge.end("b", None)
     state = judge.state()
-    assert state["failures"] == {"a": "out of memory"}
+    assert (state["failures"], state["running"], state["ended"]) == ({"a": "out of memory"}, [], ["a", "b"])
     assert state["lines"] == [
         "a  begins", "b  begins", "a  step 25/100  loss 0.3", "b  step 25/100  loss 0.6", f"b  stops: {STOPS}",
         "a  failed: out of memory", "b  ended",
     ]  # fmt: skip
+    assert trials.overall(state, 2, 9.0, 0.0) == "2 of 2 ended, 0 running"
     judge.begin("a")
     assert judge.state()["failures"] == {}, "a restarted trial has not failed yet"
 
