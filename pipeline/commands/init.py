@@ -356,7 +356,7 @@ def jobs_for(request: Request, sources: list[Source]) -> dict[str, str]:
     served = {f"{name}-{stage}": f"models:/{name}-{stage}@champion" for stage in policies}
     start = served.get(f"{name}-sft", "base")
     newest = [*served.values()]  # a job uses the first of these models that exists
-    best = {"policy": newest if len(newest) > 1 else start, "reward": reward}
+    best = {"policy": newest if len(newest) > 1 else (newest or ["base"])[0], "reward": reward}
     values: dict[str, dict[str, Any]] = {
         **{job: {"policy": start} for job in ("dpo", "kto", "collect")},
         "ppo": {"policy": start, "reward": of_ppo},

@@ -327,6 +327,7 @@ def test_prompts_alone_suggest_no_command_before_a_reward_is_set(here, capsys):
     (here / "length.py").write_text("def score(completions):\n    return [len(one) for one in completions]\n")
     written = init("prompts.jsonl", "--name", "shorter", "reward=python:length:score")
     assert written("shorter", "ppo").reward == "python:length:score"
+    assert written("shorter", "generate").policy == "models:/shorter-ppo@champion"
     assert next_commands(capsys.readouterr().out)[:2] == ["validate", "ppo"]
 
 
