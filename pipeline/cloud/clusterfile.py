@@ -110,20 +110,41 @@ def check_cluster_file(file: Path) -> dict[str, Any]:
                 "missing; Ray would open port 22 to the world; use the security group of jobs/cloud/aws.yaml"
             )
             raise InputError(why, key=f"{file}: {name}.node_config.SecurityGroupIds")
+    idle = [name for name, kind in worker_types(config).items() if kind.min_workers]
+    if idle and _idle_hours(config):
+        why = "the head ends itself if it is idle (HEAD_IDLE_HOURS), but not these workers"
+        raise InputError(f"{why}; set 0, or remove HEAD_IDLE_HOURS", key=f"{file}: {idle[0]}.min_workers")
     return config
 
 
+def _idle_hours(config: dict[str, Any]) -> str | None:
+    """Returns the hours without a job after which the head ends itself, or None if it never does."""
+    found = re.search(r"\bHEAD_IDLE_HOURS=(\S+)", " ".join(config.get("head_start_ray_commands") or []))
+    return found and found[1]
+
+
 def summary(config: dict[str, Any]) -> str:
-    """Returns text about the nodes that `ray up` starts, with their price an hour."""
+    """Returns text about the nodes that `ray up` starts: their price an hour, and when they end."""
     provider = config["provider"]
     where = provider.get("region") or provider.get("head_ip") or provider.get("module", "")
     lines = [f"cluster {config['cluster_name']!r} on {provider['type']} {where}"]
     head = (config.get("available_node_types") or {}).get(config.get("head_node_type"), {})
     if instance := _instance(head):
-        lines.append(f"  now            1 x {instance}, {_price(NodeType({}, instance=instance))}")
-    for name, kind in worker_types(config).items():
+        hours = _idle_hours(config)
+        until = (
+            f"`make down`, or {hours} hours without a job" if hours else "`make down`, even if no job runs"
+        )
+        price = _price(NodeType({}, instance=instance))
+        lines.append(f"  now            1 x {instance}, {price}, until {until}")
+    types = worker_types(config)
+    for name, kind in types.items():
         count = f"{kind.min_workers} to {kind.max_workers}"
         lines.append(f"  when jobs ask  {count} x {kind.instance} ({name}), {_price(kind)}")
+    if types:
+        minutes = config.get("idle_timeout_minutes", 5)
+        lines.append(
+            f"  at most {config.get('max_workers', 2)} workers at a time; those above the minimum end after {minutes} idle minutes"
+        )
     return "\n".join(lines)
 
 

@@ -109,10 +109,17 @@ def check_resources(places: Places, cluster: Cluster) -> None:
     """Raises InputError if neither live nodes nor nodes that may start have enough resources for all workers."""
     for section, who, count, _, need in places.groups:
         possible = _possible_workers(need, cluster)
-        if possible >= count or cluster.unknown_types:
+        if possible >= count:
             continue
         wanted = [f"{amount:g} {name}" for name, amount in sorted(need.resources.items())]
         wanted += [f"{key}: {value}" for key, value in need.selector.items()]
+        if cluster.unknown_types:
+            print(
+                f"warning: {section}.num_workers: no live nodes have resources for {count} {who}s with {', '.join(wanted)} each. "
+                "The cluster may have an autoscaler; if it starts no such nodes, the run ends after run.placement_timeout_s",
+                flush=True,
+            )
+            continue
         more = [f"{kind.max_workers} x {name} ({_shown(kind)})" for name, kind in cluster.types.items()]
         grows = f"may start {', '.join(more)}" if more else "set CLUSTER=FILE for its autoscaler's file"
         change = places.fewer(possible) if section == "scaling" else ""

@@ -270,14 +270,15 @@ def follow(api: Api, submission: str) -> int:
     import aiohttp
 
     errors = (OSError, RuntimeError, aiohttp.ClientError)
-    shown = 0  # number of characters
+    shown, named = 0, False  # number of characters; whether the log has an error message of the pipeline
     silent_since, problem = None, ""  # time of the first missing response; why the log cannot be read
 
     async def tail(client: Any) -> None:
-        nonlocal shown, problem
+        nonlocal shown, named, problem
         seen = 0
         async for text in client.tail_job_logs(submission):
             seen += len(text)
+            named |= "error: " in text
             if seen > shown:
                 print(text[max(0, len(text) - (seen - shown)) :], end="", flush=True)
                 shown, problem = seen, ""
@@ -318,7 +319,8 @@ def follow(api: Api, submission: str) -> int:
     status, code = details.status.value, details.driver_exit_code
     if status == "SUCCEEDED":
         return 0
-    if status == "FAILED" and code in (1, 2):
+    # A library that dies may also exit with 2, but then the log has no error message of the pipeline.
+    if status == "FAILED" and (code == 1 or (code == 2 and named)):
         return int(code)  # the job's log has the reason
     print(f"{submission} {status.lower()}: {details.message}", file=sys.stderr)
     return 1

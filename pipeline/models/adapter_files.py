@@ -30,7 +30,7 @@ CHANGES_BASE = (
     "alora_invocation_tokens",
     "kasa_config",
 )
-# Prefixes of `init_lora_weights` (peft 0.21) that also change the base. Such an adapter is relative to the changed base.
+# Prefixes of `init_lora_weights` (peft 0.21) that also change the base. The adapter is relative to the changed base.
 RELATIVE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 MATRIX_A = ("A.weight", "embedding_A")  # endings of the names of matrices A, after `.lora_`
 MAX_ALPHA = 1e6  # maximum lora_alpha, as in a job
@@ -66,15 +66,15 @@ def write_adapter(folder: str | Path, config: Any, tensors: dict[str, Any]) -> d
     content = save(contiguous, metadata={"format": "pt"})
     (folder / TENSORS).write_bytes(content)
     config = copy(config)
-    config.inference_mode, config.init_lora_weights = True, True  # the tensors need no other initialization
+    config.inference_mode, config.init_lora_weights = True, True  # the tensors replace initial values
     modules = ranks({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for pattern in ("rank_pattern", "alpha_pattern"):
-        # The first matching pattern counts, but peft would sort the patterns when it saves them.
+        # Of several patterns, peft applies the first that matches, but it sorts the patterns when it saves them.
         given = getattr(config, pattern) or {}
         found = {module: get_pattern_key(given, module) for module in modules}
         setattr(config, pattern, {module: given[key] for module, key in found.items() if key in given})
     for key, value in vars(config).items():
-        if isinstance(value, set):  # the order of a set differs between processes
+        if isinstance(value, set):  # sorted, because the order of a set differs between processes
             setattr(config, key, sorted(value))
     config.save_pretrained(str(folder))
     return {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
@@ -106,7 +106,7 @@ def read_settings(folder: str | Path) -> dict[str, Any]:
 
 
 def read_shapes(folder: str | Path) -> Shapes:
-    """Returns the shapes of an adapter's tensors. Raises InputError if its file is missing or damaged."""
+    """Returns the shapes of an adapter's tensors. Raises InputError if the adapter's file is missing or damaged."""
     path = Path(folder) / TENSORS
     if not os.path.lexists(path):
         raise InputError(
@@ -179,7 +179,7 @@ def check_adapter_fits_base(base: Base, folder: str | Path, scores: bool, refere
     """Raises InputError if an adapter's files are damaged, if it was trained on another base, or if it has the wrong head.
 
     Args:
-        scores: whether the adapter must have a scalar head. If False, it must not have one.
+        scores: whether the adapter must have a scalar head. If False, the adapter must not have a head.
         reference: the adapter's name in messages.
     """
     given, path, found = read_settings(folder), Path(folder) / TENSORS, read_shapes(folder)
@@ -222,7 +222,7 @@ def was_trained(folder: str | Path, start: str | Path | None) -> bool:
     """Returns whether training changed an adapter.
 
     Args:
-        start: the adapter's folder before training. None means that it was new, with B A = 0
+        start: the adapter's folder before training. None means that the adapter was new, with B A = 0
             (https://arxiv.org/abs/2106.09685, section 4.1).
     """
     import torch

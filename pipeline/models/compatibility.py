@@ -52,7 +52,7 @@ class Base:
 
     @property
     def tied(self) -> bool:
-        """Returns whether the lm head is tied to the embedding. If config.json lacks the key, a missing lm head means yes."""
+        """Returns whether the lm head is tied to the embedding. Without a key in config.json, a missing lm head means True."""
         heads = [name for name in self.shapes if name.removesuffix(".weight").endswith(LM_HEADS)]
         return bool(self.config.get("tie_word_embeddings", self.shapes and not heads))
 
@@ -92,10 +92,10 @@ def safetensors_files(model: Model, fetch: bool) -> list[Path]:
     """Returns the weight files of a base in the order in which transformers reads them, or [] for pickles.
 
     Args:
-        fetch: whether to fetch Hub weights that are split into several files. If False, the result for them is [].
+        fetch: whether to fetch Hub weights that are split into several files. If False, the result for such weights is [].
     """
     name, revision = model.name_or_path, model.revision
-    if single := base_file(name, SINGLE, revision):  # takes precedence over an index
+    if single := base_file(name, SINGLE, revision):  # this file takes precedence over an index
         return [single]
     index = base_json(name, INDEX, revision)
     if index is None and not model.allow_pickle:

@@ -29,8 +29,8 @@ PROBES = [
 def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
     """Sets the tokenizer's `chat_template`. Raises InputError if it cannot be read, or if it cannot render any of the PROBES.
 
-    Also sets the attribute `text_as_chat`, which says whether a prompt of plain text becomes a user message. It is False if the
-    tokenizer has no template and the job sets none.
+    Also sets the attribute `text_as_chat`, which says whether a prompt of plain text becomes a user message. `text_as_chat` is
+    False if the tokenizer has no template and the job sets none.
 
     Args:
         chat_template: a Jinja file, or "plain" (built in). None means the tokenizer's own template, or else "plain".
@@ -60,7 +60,7 @@ def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
 
 
 def _plain(tokenizer: Any) -> str:
-    """Returns the built-in template. It writes the bos token only if the tokenizer begins every text with it."""
+    """Returns the built-in template. The template writes the bos token only if the tokenizer begins every text with it."""
     text = PLAIN.read_text(encoding="utf-8")
     first = tokenizer("a").input_ids[:1]
     if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]:
@@ -98,7 +98,7 @@ def text_as_chat(tokenizer: Any, apply_chat_template: bool | None) -> bool:
 
 
 def _error(tokenizer: Any) -> Exception | None:
-    """Returns an error if the tokenizer's template can render none of the PROBES, or None. A template may reject some itself."""
+    """Returns an error if the tokenizer's template can render none of the PROBES, or None. A template may reject some PROBES."""
     from jinja2 import TemplateError
 
     errors: list[Exception] = []
@@ -120,7 +120,7 @@ def _error(tokenizer: Any) -> Exception | None:
 def user_header_and_generation_prompt(tokenizer: Any) -> tuple[str, str]:
     """Returns the text that a chat template writes before a question, and the text that requests a completion, both stripped.
 
-    Both are "" if there is no template, or if it rejects a conversation of one question.
+    Both texts are "" if there is no template, or if it rejects a conversation of one question.
     """
     question = [{"role": "user", "content": "?"}]
     try:

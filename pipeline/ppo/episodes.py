@@ -138,9 +138,8 @@ class Episodes(Sequences):
 
     ended: Tensor  # (B,) bool; (B,) bool, False if the completion is truncated at `response_length`
     sampler_logprobs: Tensor  # (B, R) log-probs reported by the engine
-    scores: (
-        Tensor  # (B,) float64, clipped weighted sum of the rewards' scores, minus the penalty for truncation
-    )
+    # (B,) float64, clipped weighted sum of the rewards' scores, minus the penalty for truncation
+    scores: Tensor
     greedy_scores: Tensor  # (B,) score of each prompt's greedy completion, if an estimator reads it
     old_logprobs: Tensor  # (B, R) log-probs of the policy before this update, computed by the trainer
     ref_logprobs: Tensor  # (B, R) log-probs of the reference

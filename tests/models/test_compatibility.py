@@ -151,6 +151,7 @@ def test_names_that_transformers_may_change_are_not_checked():
     experts = {"model.layers.0.mlp.experts.0.up_proj.weight": good.shapes[UP]}
     for config, shapes in (
         ({"text_config": {"vocab_size": 3}}, good.shapes),
+        ({"quantization_config": {"bits": 4}}, good.shapes),
         ({}, {**good.shapes, **experts}),
         ({}, {}),  # the weights are not on this machine
     ):

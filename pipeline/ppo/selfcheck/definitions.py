@@ -207,14 +207,14 @@ def losses_pull_the_right_way(trainer: Learner, episodes: Episodes) -> CheckResu
         by_logprob, by_entropy = policy_gradients(replace(part, ref_logprobs=old))
         if not float((by_logprob * part.advantages)[learn].sum()) < 0:
             wrong.append(
-                "rewarded actions become less likely: the sign of the policy loss or of the advantages"
+                "rewarded actions become less likely: check the sign of the policy loss and of the advantages"
             )
         if args.entropy_coef > 0 and not float(by_entropy[learn].sum()) < 0:
             wrong.append("entropy falls although it has a bonus")
     if args.kl_in == "loss" and trainer.kl_coef > 0 and learn.any():
         above = replace(part, ref_logprobs=old - 0.5, advantages=torch.zeros_like(part.advantages))
         if not float(policy_gradients(above)[0][learn].sum()) > 0:
-            wrong.append("the policy leaves the reference instead of staying: the sign of the KL in the loss")
+            wrong.append("the policy moves away from the reference: check the sign of the KL in the loss")
     if args.uses_critic and learn.any():  # uses values above the returns and outside the clip range
         above_returns = 1.0 + 2 * (part.values - part.returns).abs().max() / moments.std
         values = (moments.normal(part.returns) + above_returns).requires_grad_()
@@ -222,4 +222,4 @@ def losses_pull_the_right_way(trainer: Learner, episodes: Episodes) -> CheckResu
         if not float(torch.autograd.grad(loss, values)[0][learn].sum()) > 0:
             wrong.append("values move away from the returns")
     found = "; ".join(wrong) or "policy" + (", values" if args.uses_critic else "")
-    return CheckResult("losses pull the right way", found, not wrong)
+    return CheckResult("gradients of the losses have the right sign", found, not wrong)

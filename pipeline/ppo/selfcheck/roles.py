@@ -113,7 +113,7 @@ def sampler_follows(trainer: Learner, episodes: Episodes) -> CheckResult:
     for parameter, start in zip(parameters, before, strict=True):
         parameter.copy_(start)
     sampler.decoder.changed("policy")
-    found = f"the policy moved by {moved:.2g} nats, and then they differ by {apart:.2g}"
+    found = f"the policy moved by {moved:.2g} nats; sampler and trainer then differ by {apart:.2g}"
     return CheckResult(name, found, apart <= 3 * tolerance(shared) if moved > limit else None)
 
 

@@ -346,7 +346,7 @@ def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
     if sharp:
         found += ": top-k, top-p or a lower temperature is on"
     elif flat:
-        found += ": another temperature, or another policy"
+        found += ": check for a different temperature or a different policy"
     return CheckResult(name, found, not (sharp or flat))
 
 
@@ -406,7 +406,7 @@ def scores_at_the_end(trainer: Learner, episodes: Episodes) -> CheckResult:
     name, args = "scores are read at the last token of the completion", trainer.args
     rewards = [reward for reward in trainer.sampler.rewards if isinstance(reward, AdapterReward)]
     if len(rewards) < len(trainer.sampler.rewards):
-        return CheckResult(name, "not checked: a reward is no adapter on the base", None)
+        return CheckResult(name, "not checked: one of the rewards is no adapter on the base", None)
     shared, largest, unit = trainer.shared, 0.0, 0.0
     for row in {int(episodes.counts.argmin()), int(episodes.counts.argmax())}:
         ids = episodes.input_ids[row : row + 1, : int(episodes.starts[row] + episodes.counts[row])]
