@@ -16,7 +16,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -357,7 +357,7 @@ def jobs_for(request: Request, sources: list[Source]) -> dict[str, str]:
     served = {f"{name}-{stage}": f"models:/{name}-{stage}@champion" for stage in policies}
     start = served.get(f"{name}-sft", "base")
     newest = [*served.values()]  # a job uses the first of these models that exists
-    best = {"policy": newest if len(newest) > 1 else start, "reward": reward}
+    best = {"policy": newest if len(newest) > 1 else (newest or ["base"])[0], "reward": reward}
     values: dict[str, dict[str, Any]] = {
         **{job: {"policy": start} for job in ("dpo", "kto", "collect")},
         "ppo": {"policy": start, "reward": of_ppo},
@@ -569,7 +569,7 @@ def longest(
 def first_records(stage: str, data: Data) -> Iterator[tuple[Kind, Record]]:
     """Yields the first readable rows of each file of data.train."""
     files = find_files(data.train, "data.train")
-    asked = {"train": preview.source_kinds(stage, data)["train"]}
+    asked = {"train": [*map(without_label, preview.source_kinds(stage, data)["train"])]}
     kinds = preview.resolve_labels(asked, {"train": files})["train"]
     for file in files:
         kind = kinds[file.source]
@@ -579,6 +579,16 @@ def first_records(stage: str, data: Data) -> Iterator[tuple[Kind, Record]]:
                 record = parse_or_error(made, kind) if isinstance(made, dict) else None
                 if isinstance(record, Record):
                     yield kind, record
+
+
+def without_label(kind: Kind) -> Kind:
+    """Takes `first` for `chosen` if data.label is not set. Which completion is better changes neither prompts nor lengths."""
+    one, columns = kind.preprocess, dict(kind.preprocess.columns)
+    if one.rule is not None or not {"first", "second", "label"} <= columns.keys():
+        return kind
+    del columns["label"]
+    columns |= {"chosen": columns.pop("first"), "rejected": columns.pop("second")}
+    return kind_of(kind.stage).with_preprocess(replace(one, columns=columns))
 
 
 def add_prompts(request: Request, sources: list[Source], jobs: dict[str, str]) -> None:

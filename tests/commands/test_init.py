@@ -291,9 +291,10 @@ def test_evaluate_gets_the_eval_prompts_of_ppo_with_all_their_columns(here):
 
 
 def test_a_label_with_an_unclear_meaning_is_left_to_the_user(here, capsys):
-    """The jobs keep the lengths of the profile, or the context of the model if that is shorter."""
+    """Lengths do not depend on what the label means."""
     unclear = [row | {"preference": n % 2} for n, row in enumerate(PAIRS)]
-    assert init(rows(here / "u.jsonl", unclear))("u", "rm").data.max_length == 256
+    written = init(rows(here / "u.jsonl", unclear))
+    assert (written("u", "rm").data.max_length, written("u", "ppo").trainer["response_length"]) == (64, 16)
     assert "label: null" in (here / "jobs/u/rm.yaml").read_text()
     shown = capsys.readouterr().out
     jobs = ("rm", "dpo", "kto", "score")
@@ -327,6 +328,7 @@ def test_prompts_alone_suggest_no_command_before_a_reward_is_set(here, capsys):
     (here / "length.py").write_text("def score(completions):\n    return [len(one) for one in completions]\n")
     written = init("prompts.jsonl", "--name", "shorter", "reward=python:length:score")
     assert written("shorter", "ppo").reward == "python:length:score"
+    assert written("shorter", "generate").policy == "models:/shorter-ppo@champion"
     assert next_commands(capsys.readouterr().out)[:2] == ["validate", "ppo"]
 
 
