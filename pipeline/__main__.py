@@ -109,7 +109,7 @@ def plain(arguments: list[str]) -> list[str]:
 def dispatch(verb: str, path: str, overrides: list[str]) -> int:
     """Checks the job, then runs it here or on a cluster. Returns the exit status.
 
-    The check comes first, because imports and the start of Ray take seconds.
+    The job is checked first, because imports and the start of Ray take seconds.
     """
     if verb == "demo":
         from pipeline.commands import shipped
@@ -207,7 +207,7 @@ def stopped(how: str, verb: str, status: int, stop: BaseException) -> int:
     """Prints which signal ended the run, and how to continue it. Returns `status`."""
     own_names = verb == "sweep"
     resumable = verb in ("run", "demo", "sweep", *RESUMABLE)
-    # The last note is run.name=NAME, of the open run or of all stages of `run`.
+    # The error's last note is run.name=NAME, from the open run or from `run` for all its stages.
     name = ["the same run.name", *getattr(stop, "__notes__", [])][0 if own_names else -1]
     advice = f"; the same command with {name} continues from the last checkpoint, if there is one"
     with process.signals_ignored():
@@ -216,7 +216,7 @@ def stopped(how: str, verb: str, status: int, stop: BaseException) -> int:
 
 
 def command() -> None:
-    """Runs the console command `rlhf`. Like `python -m pipeline`, it imports Python functions from the current folder."""
+    """Runs the console command `rlhf`. Like `python -m pipeline`, `rlhf` imports Python functions from the current folder."""
     sys.path.append("")
     sys.exit(process.run_main(main))
 

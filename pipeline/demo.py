@@ -1,8 +1,8 @@
 """Defines the demo: a small world, questions about it, and the judge that scores completions.
 
 The world is a table of countries with their capitals and continents. A good completion is right, a full sentence and polite.
-The function `gold` scores this. It labels preference pairs and judges completions to eval prompts. No stage trains on its scores.
-jobs/demo/make.py makes the data files and the base model.
+The function `gold` scores completions. Its scores label preference pairs and judge completions to eval prompts. No stage trains
+on the scores of `gold`. jobs/demo/make.py makes the data files and the base model.
 
 This module does not import torch, so that `python:pipeline.demo:gold` starts quickly as a reward.
 """
@@ -72,8 +72,8 @@ def gold(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[st
     """Scores each completion from 0 to 1. Only a right, civil and finished completion gets more than 0.
 
     The score is 1.0 for a full sentence with a polite phrase, 0.5 for a full sentence, and 0.25 for only the answer. A completion
-    is right if it names `answer` and no other place that is not in the question. It is finished if it ends with a full stop or
-    an exclamation mark.
+    is right if it names `answer` and no other place that is not in the question. A completion is finished if it ends with a full
+    stop or an exclamation mark.
     """
     return [
         _gold(str(prompt), completion, expected)
@@ -97,7 +97,7 @@ def _gold(prompt: str, completion: str, answer: str) -> float:
 def verdicts(row: dict[str, Any]) -> list[dict[str, str]]:
     """Turns a preference pair into two examples that teach a judge.
 
-    Each has the question of jobs/demo/judges/right.yaml as its prompt, and the right verdict as its completion.
+    Each example has the question of jobs/demo/judges/right.yaml as its prompt, and the right verdict as its completion.
     """
     sides = {"chosen": "Right.", "rejected": "Wrong."}
     return [{"prompt": f"{row['prompt']}\n{row[side]}", "completion": said} for side, said in sides.items()]
@@ -117,7 +117,8 @@ class Question(NamedTuple):
 
 
 def questions(held_out: bool | None = None) -> list[Question]:
-    """Returns all questions about the world, only the questions about held-out countries (True), or only the others (False)."""
+    """Returns all questions about the world, only the questions about held-out countries (True), or only the questions about
+    other countries (False)."""
     return [
         Question(text.format(**fact._asdict()), kind, fact)
         for fact in FACTS

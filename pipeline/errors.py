@@ -1,4 +1,4 @@
-"""Errors whose message is enough. The command line prints them without a traceback."""
+"""Defines errors that the command line prints without a traceback, because their messages are enough."""
 
 import errno
 import re
@@ -26,7 +26,7 @@ def visible(text: str, lines: bool = True) -> str:
 class InputError(Exception):
     """The job file or the data is wrong. The command line prints the message and exits with status 2.
 
-    The message says what is wrong, where it is, and what to do next. It is safe to print even if it quotes unsafe text.
+    The message says what is wrong, where it is, and what to do next. The message is safe to print even if it quotes unsafe text.
 
     Args:
         message: the text, without the key and its location.
@@ -52,7 +52,7 @@ class SelfCheckFailed(Failure):
 
 
 class LeaseLost(Failure):
-    """Another process owns the run's folder now. This process ends, because a restart would write there."""
+    """Another process owns the run's folder now. This process ends, because a restart would write into that folder."""
 
 
 class OutOfMemory(Failure):
@@ -104,7 +104,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yields an error and all errors that it wraps, outermost first, also if Ray wrapped them.
 
     RayTaskError has `cause`. Errors of Ray Train have `controller_failure` or `worker_failures`, which have `_base_exc` (ray
-    2.60, private). Remove these names when Ray chains its exceptions by `__cause__`.
+    2.60, private). Remove these private names when Ray chains its exceptions by `__cause__`.
     """
     seen: set[int] = set()
     queue = [error]
@@ -128,11 +128,11 @@ def summary(error: BaseException) -> str:
 
 
 def show(value: Any) -> str:
-    """Returns a value for a message: shortened, on one line, with quotes around text."""
+    """Returns a value as text for a message: shortened, on one line, with quotes around text."""
     text = repr(value) if not isinstance(value, bool) else str(value).lower()
     return short("null" if value is None else text)
 
 
 def short(text: str) -> str:
-    """Returns a text for a message. Truncates a long text."""
+    """Returns a text for a message, truncated if it is long."""
     return visible(text if len(text) <= 80 else text[:77] + "...", lines=False)

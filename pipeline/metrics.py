@@ -17,7 +17,7 @@ PAIRS, PROMPTS = "share of pairs", "share of prompts"
 BY_REWARD, BY_JUDGE = (PROMPTS, True, "rows reward"), (PROMPTS, True, "rows judge")
 ON_PAIRS = (PAIRS, True, "pairs")
 COMPLETIONS, TOKENS = "share of completions", "share of tokens"
-# Metrics of speed and size. They say nothing about the model.
+# Metrics of speed and size. These metrics say nothing about the model.
 SPEED = re.compile(r"runtime|per_second|num_tokens|_time$")
 
 
@@ -25,11 +25,11 @@ SPEED = re.compile(r"runtime|per_second|num_tokens|_time$")
 class Metric:
     """A metric, or a row of the table: several metrics that differ only in name, stage or prefix."""
 
-    name: str  # with prefix; * stands for a reward, a judge or a value of the rows
+    name: str  # name with its prefix; * stands for a reward, a judge or a value of the rows
     stages: str
     at: str  # curve: each step. result: also in result.json. initial, eval: held-out rows, in both.
-    label: str = ""  # in summaries and reports
-    line: str = ""  # in the lines of training steps; metrics without it are not shown there
+    label: str = ""  # label in summaries and reports
+    line: str = ""  # short label in the lines of training steps; if empty, not shown there
     unit: str = ""
     greater_is_better: bool | None = None  # None: unknown
     needs: str = "rows"  # what a job needs to measure it; see Job.metrics
@@ -159,7 +159,7 @@ METRICS = [
 
 
 def find_metric(name: str, stage: str | None = None) -> Metric | None:
-    """Returns the metric with this name, or None. Without a stage, it may belong to any stage."""
+    """Returns the metric with this name, or None. Without a stage, the metric may belong to any stage."""
     known = (one for one in METRICS if stage is None or stage in one.stages.split())
     return next((one for one in known if fnmatchcase(name, one.name)), None)
 

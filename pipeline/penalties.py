@@ -1,4 +1,5 @@
-"""Defines Python rewards against faults that probes of a reward model find. A job adds them to its reward, with a weight:
+"""Defines Python rewards against faults that probes of a reward model find. A job adds these penalties to its reward, with a
+weight:
 
 reward: [{reward: models:/rlhf-rm@champion}, {reward: python:pipeline.penalties:length, weight: 0.2}]
 """
@@ -18,7 +19,7 @@ def length(completions: Sequence[str], **_: Any) -> list[float]:
 
 
 def repetition(completions: Sequence[str], **_: Any) -> list[float]:
-    """Returns minus the share of 4-grams of words that repeat earlier ones. Use this penalty if eval_repetition grows."""
+    """Returns minus the share of 4-grams of words that repeat earlier 4-grams. Use this penalty if eval_repetition grows."""
     return [-statistics.repetition(text.split()) for text in completions]
 
 

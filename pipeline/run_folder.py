@@ -9,7 +9,7 @@ EVALUATION = "evaluation.json"  # stages/evaluate.py writes its tables, for itse
 LOG = "log.txt"  # system/terminal.py writes every line of all attempts, for the user
 REPORT = "report.html"  # report/ writes the page, for the user and for MLflow
 PARTS = "parts"  # run/parts.py writes finished parts of inference, to resume from them
-DAMAGED = "damaged"  # run/checkpoints.py moves damaged checkpoints there, for the user
+DAMAGED = "damaged"  # run/checkpoints.py moves damaged checkpoints into this folder, for the user
 SWEEP = "sweep.json"  # commands/sweep.py writes the state of a sweep, to resume from it
 
 # Files of a checkpoint.

@@ -13,8 +13,8 @@ def mean(values: Sequence[float]) -> float:
 def wilson_interval(shares: Sequence[float]) -> tuple[float, float]:
     """Returns the 95 % Wilson score interval of the mean p of n `shares`. Each share is 0, 1, or 0.5 for a tie.
 
-    The interval is (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n) (Wilson 1927). It stays inside [0, 1], and is accurate
-    for few rows and near the ends. With ties, whose variance is below p(1-p), it is a little too wide.
+    The interval is (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n) (Wilson 1927). The interval stays inside [0, 1], and is
+    accurate for few rows and near 0 and 1. With ties, whose variance is below p(1-p), the interval is a little too wide.
     """
     p, n, z = mean(shares), len(shares), NormalDist().inv_cdf(0.975)
     middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
@@ -31,7 +31,7 @@ def calibration(margins: Sequence[float]) -> tuple[float, list[dict[str, Any]]]:
     """Returns the expected calibration error and the reliability bins of a Bradley-Terry model.
 
     A margin is score(chosen) - score(rejected). The model's confidence in the completion that it prefers is sigmoid(|margin|),
-    from 0.5 to 1. It is right if the margin is above 0. Bins have equal widths. The error is the mean over pairs of
+    from 0.5 to 1. The model is right if the margin is above 0. Bins have equal widths. The error is the mean over pairs of
     |accuracy - confidence| of their bin (Guo et al. 2017). `accuracy_low` and `accuracy_high` are a 95 % interval.
     """
     bins = 10
@@ -91,6 +91,6 @@ def ngrams(tokens: Sequence[Any], n: int) -> list[tuple[Any, ...]]:
 
 
 def repetition(text: Sequence[Any], n: int = 4) -> float:
-    """Returns the share of a text's n-grams that repeat earlier ones. It is near 1 if the text is a loop."""
+    """Returns the share of a text's n-grams that repeat earlier n-grams. The share is near 1 if the text is a loop."""
     found = ngrams(text, n)
     return 1 - len(set(found)) / len(found) if found else 0.0

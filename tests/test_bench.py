@@ -8,8 +8,11 @@ import pytest
 from running import ROOT
 
 sys.path.append(str(ROOT / "tools/bench"))
+from ppo_ours import repeated
 from report import ratios, render
-from sizes import PHASES, TRL_PPO
+from sizes import PHASES, SEED, TRL_PPO
+
+from pipeline.ppo.episodes import prompt_order
 
 
 def bench(tmp_path, *arguments):
@@ -31,6 +34,13 @@ def bench(tmp_path, *arguments):
     return results
 
 
+def test_prompts_repeated_give_the_episodes_of_prompts_shared():
+    distinct = [[1], [2], [3]]
+    rows = repeated(distinct, 4)
+    episodes = [rows[i] for i in prompt_order(0, 12, 12, SEED)]
+    assert episodes == [distinct[i] for i in prompt_order(0, 3, 3, SEED) for _ in range(4)]
+
+
 def test_a_ratio_is_the_median_of_the_rounds_ratios():
     """If the load differs between rounds, the ratio of the medians would be 2."""
     seconds = {"TRL 1.12, fp32": (8.0, 4.0, 3.0), "ours, fp32": (2.0, 3.0, 1.0)}
@@ -48,24 +58,34 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios():
 
 @pytest.mark.slow
 def test_ppo_is_compared_with_trl(tmp_path):
-    full, own = bench(tmp_path, "ppo", "--variant", "head", "adapter", "bf16-head")
+    """Also compares shared prompts with repeated ones, which must give the same episodes."""
+    full, own = bench(tmp_path, "ppo", "--variant", "head", "adapter", "bf16-head", "shared-long")
     theirs = [
         f"TRL 1.12, {precision}" if TRL_PPO.is_dir() else None for precision in ("fp32", "fp32", "bf16")
     ]
     for result in (full, own):
-        assert [row["other"] for row in result["rows"]] == theirs
-        assert len(result["runs"]) == 3 + 2 * TRL_PPO.is_dir()  # TRL runs once for both critics
+        assert [row["other"] for row in result["rows"]] == [
+            *theirs,
+            "ours, fp32, critic head, repeated prompts",
+        ]
+        assert len(result["runs"]) == 5 + 2 * TRL_PPO.is_dir()  # TRL runs once for both critics
         for (run,) in result["runs"].values():
             for update in run.get("phases", []):
                 assert set(update) == set(PHASES) and all(seconds > 0 for seconds in update.values())
                 assert sum(update.values()) == pytest.approx(run["step"], rel=0.1)
+        (shared,), (again,) = (result["runs"][result["rows"][-1][side]] for side in ("ours", "other"))
+        assert shared["lengths"] == again["lengths"]
     lengths = [[run["lengths"] for (run,) in result["runs"].values()] for result in (full, own)]
     assert all(set(each) == {6.0} for each in lengths[0])  # the length limit of this size
     assert all(min(each) < 6.0 for each in lengths[1])
 
 
 @pytest.mark.slow
-def test_serve_is_compared_with_a_plain_loop(tmp_path):
-    [result] = bench(tmp_path, "serve")
-    assert result["rows"][0]["other"] == "plain loop" and result["runs"]["ours"][0]["answers"] > 64
-    assert "| serve | toy | ours | plain loop |" in (tmp_path / "bench.md").read_text()
+def test_other_parts_are_compared_with_plain_programs_and_earlier_results_are_kept(tmp_path):
+    bench(tmp_path, "sft")
+    results = bench(tmp_path, "dpo", "evaluate", "serve", "judge")
+    found = [(result["part"], result["rows"][0]["other"]) for result in results]
+    plain = [("evaluate", "plain forwards"), ("serve", "plain loop"), ("judge", "plain asyncio loop")]
+    assert found == [("sft", "bare TRL"), ("dpo", "bare TRL"), *plain]
+    assert results[-1]["runs"]["ours"][0]["answers"] > 64
+    assert "| evaluate | toy | ours | plain forwards |" in (tmp_path / "bench.md").read_text()

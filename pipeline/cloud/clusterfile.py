@@ -48,7 +48,7 @@ class NodeType:
 
 
 def read_cluster_file(file: Path) -> dict[str, Any]:
-    """Returns the parsed file. Raises InputError if it cannot be read or is no cluster file."""
+    """Returns the parsed cluster file. Raises InputError if it cannot be read or is no cluster file."""
     try:
         config = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
@@ -66,7 +66,7 @@ def worker_types(config: dict[str, Any]) -> dict[str, NodeType]:
             continue
         resources = {key: float(value) for key, value in (kind.get("resources") or {}).items()}
         labels = kind.get("labels") or {}
-        if gpu := labels.get(GPU_LABEL):  # Ray uses A100 for both sizes
+        if gpu := labels.get(GPU_LABEL):  # Ray names both sizes of A100 (40 and 80 GB) A100
             resources.setdefault(f"{ACCELERATOR_TYPE}{re.sub('^A100-.*', 'A100', gpu)}", 1.0)
         most = int(kind.get("max_workers", config.get("max_workers", 2)))
         found[name] = NodeType(resources, most, int(kind.get("min_workers", 0)), _instance(kind), labels)
@@ -88,7 +88,7 @@ def types_of(name: str) -> tuple[dict[str, NodeType], int]:
 
 
 def check_cluster_file(file: Path) -> dict[str, Any]:
-    """Checks tools, lines to fill in, and files to mount. Returns the parsed file. Raises InputError."""
+    """Checks tools, lines to fill in, and files to mount. Returns the parsed cluster file. Raises InputError."""
     config = read_cluster_file(file)
     for tool, package in TOOLS.items():
         if not shutil.which(tool):
@@ -110,20 +110,41 @@ def check_cluster_file(file: Path) -> dict[str, Any]:
                 "missing; Ray would open port 22 to the world; use the security group of jobs/cloud/aws.yaml"
             )
             raise InputError(why, key=f"{file}: {name}.node_config.SecurityGroupIds")
+    idle = [name for name, kind in worker_types(config).items() if kind.min_workers]
+    if idle and _idle_hours(config):
+        why = "the head ends itself if it is idle (HEAD_IDLE_HOURS), but not these workers"
+        raise InputError(f"{why}; set 0, or remove HEAD_IDLE_HOURS", key=f"{file}: {idle[0]}.min_workers")
     return config
 
 
+def _idle_hours(config: dict[str, Any]) -> str | None:
+    """Returns the hours without a job after which the head ends itself, or None if it never does."""
+    found = re.search(r"\bHEAD_IDLE_HOURS=(\S+)", " ".join(config.get("head_start_ray_commands") or []))
+    return found and found[1]
+
+
 def summary(config: dict[str, Any]) -> str:
-    """Returns text about the nodes that `ray up` starts, with their price an hour."""
+    """Returns text about the nodes that `ray up` starts: their price an hour, and when they end."""
     provider = config["provider"]
     where = provider.get("region") or provider.get("head_ip") or provider.get("module", "")
     lines = [f"cluster {config['cluster_name']!r} on {provider['type']} {where}"]
     head = (config.get("available_node_types") or {}).get(config.get("head_node_type"), {})
     if instance := _instance(head):
-        lines.append(f"  now            1 x {instance}, {_price(NodeType({}, instance=instance))}")
-    for name, kind in worker_types(config).items():
+        hours = _idle_hours(config)
+        until = (
+            f"`make down`, or {hours} hours without a job" if hours else "`make down`, even if no job runs"
+        )
+        price = _price(NodeType({}, instance=instance))
+        lines.append(f"  now            1 x {instance}, {price}, until {until}")
+    types = worker_types(config)
+    for name, kind in types.items():
         count = f"{kind.min_workers} to {kind.max_workers}"
         lines.append(f"  when jobs ask  {count} x {kind.instance} ({name}), {_price(kind)}")
+    if types:
+        minutes = config.get("idle_timeout_minutes", 5)
+        lines.append(
+            f"  at most {config.get('max_workers', 2)} workers at a time; those above the minimum end after {minutes} idle minutes"
+        )
     return "\n".join(lines)
 
 
@@ -148,7 +169,7 @@ def check_account(config: dict[str, Any]) -> None:
     except ModuleNotFoundError as error:
         what = f"{error.name} is not installed here"
         raise InputError(f'{what}; run .venv/bin/pip install -c constraints.txt -e ".[cloud]"') from error
-    except Exception as error:  # botocore raises many types
+    except Exception as error:  # botocore raises exceptions of many types
         raise InputError(f"you are not signed in to AWS ({in_brief(error)}); {SIGN_IN}") from error
 
 
@@ -162,14 +183,14 @@ VERBS = {
 
 
 def run_ray(verb: str, file: Path, options: list[str]) -> None:
-    """Checks the file and the account, and replaces this process by `ray`. Before `down`, the head finishes its writes."""
+    """Checks cluster file and account, and replaces this process with `ray`. Before `down`, the head finishes its writes."""
     config = check_cluster_file(file) if verb == "up" else read_cluster_file(file)
     check_account(config)
     environment = dict(os.environ)
     if verb == "up":
         print(summary(config), flush=True)
-        # Ray's default, autoscaler 2, supports labels and priorities. On your own machines it counts the head as a worker and
-        # starts one worker too few (ray 2.60, LocalNodeProvider).
+        # Ray's default, autoscaler 2, supports labels and priorities. On your own machines, autoscaler 2 counts the head as a
+        # worker and starts one worker too few (ray 2.60, LocalNodeProvider).
         environment["RAY_UP_enable_autoscaler_v2"] = "0" if config["provider"]["type"] == "local" else "1"
     if verb == "down":
         subprocess.run([RAY, "exec", str(file), "bash ~/rlhf/start-node.sh stop"])

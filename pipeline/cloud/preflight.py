@@ -1,6 +1,6 @@
-"""Checks a job against a cluster, on the submitter's machine and before the upload.
+"""Checks on the submitter's machine, before the upload, whether a job can run on a cluster.
 
-`query_cluster` asks the head over HTTP. Each check raises InputError for the first mistake, and then nothing is submitted.
+`query_cluster` asks the head over HTTP. Each check raises InputError for the first mistake, so that the job is not submitted.
 """
 
 import glob
@@ -49,7 +49,7 @@ class Cluster:
 
 
 def query_cluster(get: Callable[[str], Any], address: str) -> Cluster:
-    """Returns the cluster at `address`. Raises InputError if its version of Ray or Python differs from this environment.
+    """Returns the cluster at `address`. Raises InputError if the cluster's version of Ray or Python differs from this machine's.
 
     Args:
         get: sends an authorized GET for a path, and returns the parsed JSON.
@@ -70,10 +70,10 @@ def query_cluster(get: Callable[[str], Any], address: str) -> Cluster:
     nodes = [NodeType(node["resources_total"] or {}, labels=node["labels"] or {}) for node in alive]
     heads = ((node["node_ip"], node["labels"] or {}) for node in alive if node["is_head_node"])
     head, labels = next(heads, ("HEAD", {}))
-    # The API does not list the types that an autoscaler may add. The head's label names the cluster file.
+    # The API does not list the types that an autoscaler may add. The label of the head node names the cluster file.
     types, most = clusterfile.types_of(labels.get("cluster-file", ""))
     mlflow = f"http://{head}:{labels['mlflow-port']}" if "mlflow-port" in labels else None
-    # KubeRay and `ray up` give this label to each node that they start.
+    # KubeRay and `ray up` set the label of the node type on each node that they start.
     return Cluster(nodes, types, most, mlflow, unknown_types=not types and "ray.io/node-group" in labels)
 
 
@@ -109,10 +109,17 @@ def check_resources(places: Places, cluster: Cluster) -> None:
     """Raises InputError if neither live nodes nor nodes that may start have enough resources for all workers."""
     for section, who, count, _, need in places.groups:
         possible = _possible_workers(need, cluster)
-        if possible >= count or cluster.unknown_types:
+        if possible >= count:
             continue
         wanted = [f"{amount:g} {name}" for name, amount in sorted(need.resources.items())]
         wanted += [f"{key}: {value}" for key, value in need.selector.items()]
+        if cluster.unknown_types:
+            print(
+                f"warning: {section}.num_workers: no live nodes have resources for {count} {who}s with {', '.join(wanted)} each. "
+                "The cluster may have an autoscaler; if it starts no such nodes, the run ends after run.placement_timeout_s",
+                flush=True,
+            )
+            continue
         more = [f"{kind.max_workers} x {name} ({_shown(kind)})" for name, kind in cluster.types.items()]
         grows = f"may start {', '.join(more)}" if more else "set CLUSTER=FILE for its autoscaler's file"
         change = places.fewer(possible) if section == "scaling" else ""
@@ -128,9 +135,9 @@ def check_resources(places: Places, cluster: Cluster) -> None:
 
 
 def _possible_workers(need: Bundle, cluster: Cluster) -> int:
-    """Returns how many workers fit on the live nodes, or on all nodes that may start if these are more.
+    """Returns how many workers fit on the live nodes, or on all nodes that may start, whichever is larger.
 
-    Live nodes count towards `max_workers`, so the two numbers are not added.
+    The two numbers are not added, because `max_workers` includes the live nodes.
     """
     future, left = 0, cluster.max_workers
     fitting = ((need.fits(kind.resources, kind.labels), kind.max_workers) for kind in cluster.types.values())
@@ -158,7 +165,7 @@ def check_memory(workload: Workload, cluster: Cluster) -> None:
         with console.waiting(f"estimating the memory of a {who}"):
             planned = workload.planned(section)
         if planned is None:
-            return  # only the cluster has the base, and checks it
+            return  # only the cluster has the base, and checks its memory there
         small = {name: memory for name, memory in gpus.items() if memory * plan.GIB < planned.peak}
         if not small:
             continue
@@ -179,7 +186,7 @@ def check_memory(workload: Workload, cluster: Cluster) -> None:
 
 def upload_files(folder: str = ".") -> dict[str, int]:
     """Returns {path: bytes} of the files that Ray uploads. Raises InputError above 100 MiB and names the five largest."""
-    # Ray's own function for the upload (2.60, private). Remove when Ray can list the files.
+    # This private function of Ray 2.60 makes the upload. Replace it when Ray has a public one that lists the files.
     from ray._private.runtime_env.packaging import _dir_travel
 
     root, sizes = Path(folder).absolute(), {}
@@ -203,13 +210,13 @@ def upload_files(folder: str = ".") -> dict[str, int]:
 def check_paths(paths: Iterable[tuple[str, str]], cluster: Cluster, files: dict[str, int]) -> None:
     """Raises InputError for paths that exist only on this machine and are not part of the upload."""
     for key, path in paths:
-        if not cluster.several and os.path.isabs(path):  # the only node may be this machine
+        if not cluster.several and os.path.isabs(path):  # the cluster's only node may be this machine
             continue
         if os.path.isabs(path) and os.path.relpath(path).startswith(".."):
             if _on_local_disk(path):
                 why = f"{path!r} is on this machine's own disk, which the nodes do not have"
                 raise InputError(f"{why}; move it below {os.getcwd()}, or into a bucket", key=key)
-            continue  # possibly a folder that the nodes mount
+            continue  # the path may be a folder that the nodes mount
         found = [path, *glob.glob(path, recursive=True), *glob.glob(f"{path}/**", recursive=True)]
         names = [os.path.relpath(one) for one in found if os.path.isfile(one)]
         if missing := [name for name in names if name not in files]:

@@ -1,4 +1,4 @@
-"""Makes a RayJob of KubeRay from a folder of jobs or a job file: a manifest that starts a cluster, runs the jobs, and ends it.
+"""Makes a RayJob of KubeRay from a folder of jobs or from job files. Its cluster starts, runs the jobs, and ends.
 
     python -m pipeline.cloud.rayjob jobs/velo run.storage_path=/mnt/runs mlflow.tracking_uri=http://mlflow:5000 > velo.yaml
 
@@ -28,53 +28,76 @@ from pipeline.settle.placement import Bundle, Group, Places
 from pipeline.system import storage
 
 CLAIM = "rlhf-runs"
-SERVICE_PORT = 8000  # of the Service that KubeRay makes for a RayService
+SERVICE_PORT = 8000  # port of the Service that KubeRay makes for a RayService
 MODELS = "/models"  # where pods mount the claim rlhf-models
-# Service accounts. KubeRay allows the head's account to start and end pods, which no worker may do.
+# Service accounts. KubeRay allows the head's account to start and end pods. The workers' account may not.
 ACCOUNTS = {"ray-head": "rlhf-head", "ray-worker": "rlhf-worker", "ray-job-submitter": "rlhf-worker"}
 # {section of the job: environment variable that selects the Kubernetes nodes of its pods}
 NODE_SELECTORS = {"scaling": "NODE_SELECTOR", "rollout": "ROLLOUT_NODE_SELECTOR"}
-VARIABLES = ("IMAGE", "GPU", *NODE_SELECTORS.values(), "NODE_GPUS")
-MAX_NAME_LENGTH = 47  # characters of a name that KubeRay accepts
+VARIABLES = (
+    "IMAGE", "GPU", *NODE_SELECTORS.values(), "NODE_GPUS", "QUEUE", "PRIORITY_CLASS", "SCHEDULE",
+)  # fmt: skip
+# {kind of manifest: maximum number of characters in a name, set by KubeRay}
+MAX_NAME_LENGTH = {"RayJob": 47, "RayService": 47, "RayCronJob": 36}
 TEMPLATE = yaml.safe_load(Path(__file__).with_name("rayjob-template.yaml").read_text(encoding="utf-8"))
 
 
-def manifest(path: str, overrides: list[str]) -> dict[str, Any]:
-    """Returns the RayJob of a folder or a job file, or the RayService of a serve job.
+def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
+    """Returns the RayJob or RayCronJob of a folder of jobs or of job files, or the RayService of a serve job.
 
     Raises InputError for storage that pods do not share, and for variables that are missing or contradict a job.
     """
-    jobs = load(path, overrides)
+    jobs = load(paths, overrides)
     first, claims = jobs[0], claims_of(jobs)
     warn_of_paths(jobs)
-    name = profile_of(first.source) if Path(path).is_dir() else run_name(first)
+    schedule, queue = os.environ.get("SCHEDULE"), os.environ.get("QUEUE")
+    kind = "RayService" if first.port is not None else "RayCronJob" if schedule else "RayJob"
+    name = profile_of(first.source) if Path(paths[0]).is_dir() else run_name(first)
     name = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
-    name = re.sub("^(?![a-z])", "rlhf-", name)  # Kubernetes requires a letter first
+    name = re.sub("^(?![a-z])", "rlhf-", name)  # Kubernetes requires a name that begins with a letter
     cluster = {"rayVersion": version("ray"), **copy.deepcopy(TEMPLATE["cluster"])}
     cluster["headGroupSpec"]["template"] = pod("ray-head", {"cpu": "4", "memory": "16Gi"}, claims)
     cluster["workerGroupSpecs"] = worker_groups([one.places for one in jobs], claims)
-    if any(group["replicas"] < group["maxReplicas"] for group in cluster["workerGroupSpecs"]):
-        cluster |= TEMPLATE["autoscaler"]
+    grows = any(group["replicas"] < group["maxReplicas"] for group in cluster["workerGroupSpecs"])
+    cluster |= TEMPLATE["autoscaler"] if grows else {}
+    metadata: dict[str, Any] = {"name": name[: MAX_NAME_LENGTH[kind]].rstrip("-")}
+    if queue and (grows or schedule):
+        why = "Kueue accepts no cluster that grows, and KubeRay puts no scheduled job into a queue"
+        raise InputError(f"{why}; set scaling.num_workers to one number, or unset SCHEDULE", key="QUEUE")
+    if queue:
+        metadata["labels"] = {"kueue.x-k8s.io/queue-name": queue}
     spec: dict[str, Any]
-    if first.port is not None:
-        kind, spec = "RayService", {"serveConfigV2": serve_config(first, overrides)}
-        spec["rayClusterConfig"] = cluster
+    if kind == "RayService":
+        spec = {"serveConfigV2": serve_config(first, overrides), "rayClusterConfig": cluster}
     else:
-        kind, spec = "RayJob", copy.deepcopy(TEMPLATE["job"])
-        spec["entrypoint"] = entrypoint(path, jobs, overrides)
+        spec = copy.deepcopy(TEMPLATE["job"])
+        spec["entrypoint"] = entrypoint(paths, jobs, overrides)
         submitter = pod("ray-job-submitter", {"cpu": "500m", "memory": "1Gi"}, {})
         spec["submitterPodTemplate"]["spec"] |= submitter["spec"]
-        spec["rayClusterSpec"] = cluster
-    metadata = {"name": name[:MAX_NAME_LENGTH].rstrip("-")}
+        spec |= {"suspend": bool(queue), "rayClusterSpec": cluster}  # Kueue starts a suspended job
+    if kind == "RayCronJob":
+        spec = {"schedule": schedule, "jobTemplate": spec}
     return {"apiVersion": "ray.io/v1", "kind": kind, "metadata": metadata, "spec": spec}
 
 
-def load(path: str, overrides: list[str]) -> list[Workload]:
-    """Returns the jobs of a folder or of a file. Raises InputError for a port or storage that pods do not share."""
-    whole = Path(path).is_dir()
-    read = [*rlhf.load(path, overrides).values()] if whole else [load_job(path, overrides)]
+def load(paths: list[str], overrides: list[str]) -> list[Workload]:
+    """Returns the jobs of a folder or of files.
+
+    Raises InputError for jobs that do not fit into one manifest, for a port, and for storage that pods do not share.
+    """
+    whole = Path(paths[0]).is_dir()
+    read = (
+        [*rlhf.load(paths[0], overrides).values()] if whole else [load_job(one, overrides) for one in paths]
+    )
     jobs = [workload_of(job) for job in read]
+    serves, schedule = any(job.port is not None for job in jobs), os.environ.get("SCHEDULE")
+    if ((serves or whole) and len(paths) > 1) or (serves and schedule):
+        advice = "use one folder, one serve.yaml without SCHEDULE, or job files of other stages"
+        raise InputError(f"{shlex.join(paths)}: these make no single manifest; {advice}")
     for job in jobs:
+        if schedule and job.name:
+            why = f"found {job.name}, which the second job of the schedule would find finished, and train nothing"
+            raise InputError(f"{why}; remove run.name, or unset SCHEDULE", key="run.name")
         if job.port not in (None, SERVICE_PORT):
             why = f"found {job.port}, but KubeRay checks and opens only port {SERVICE_PORT}"
             raise InputError(f"{why}; set serve.port={SERVICE_PORT}", key="serve.port")
@@ -88,7 +111,7 @@ def load(path: str, overrides: list[str]) -> list[Workload]:
 
 def warn_of_paths(jobs: list[Workload]) -> None:
     """Prints a warning for each local path of a job that pods do not have."""
-    there = ("jobs", "pipeline", jobs[0].storage_path, MODELS)  # the first two: what the Dockerfile copies
+    there = ("jobs", "pipeline", jobs[0].storage_path, MODELS)  # the first two are what the Dockerfile copies
     for key, path in dict.fromkeys(one for job in jobs for one in job.paths):
         if not any(Path(os.path.normpath(path)).is_relative_to(folder) for folder in there):
             why = "is neither in the image, which has jobs/ of this folder, nor below run.storage_path"
@@ -101,17 +124,25 @@ def profile_of(job_file: str) -> str:
 
 
 def run_name(job: Workload) -> str:
-    """Returns the name of a job's run. The next try of the operator, or `kubectl replace --force`, resumes the run."""
+    """Returns the run's name, under which the operator's next attempt, or `kubectl replace --force`, resumes the run."""
     return job.name or f"{profile_of(job.source)}-{job.stage}"
 
 
-def entrypoint(path: str, jobs: list[Workload], overrides: list[str]) -> str:
-    """Returns the driver's command: `run` for a folder, or the stage of a job file."""
-    if Path(path).is_dir():
-        verb, names = "run", [] if rlhf.common_name(overrides) else [f"run.name={profile_of(jobs[0].source)}"]
-    else:
-        verb, names = jobs[0].stage, [] if jobs[0].name else [f"run.name={run_name(jobs[0])}"]
-    return shlex.join(["python", "-m", "pipeline", verb, path, *overrides, *names])
+def entrypoint(paths: list[str], jobs: list[Workload], overrides: list[str]) -> str:
+    """Returns the driver's command: `run` for a folder, or the stages of job files, one after another.
+
+    Unless a schedule starts the job, each run has a name, so that the next try resumes it.
+    """
+    start, scheduled = ["python", "-m", "pipeline"], bool(os.environ.get("SCHEDULE"))
+    if Path(paths[0]).is_dir():
+        unnamed = not scheduled and not rlhf.common_name(overrides)
+        names = [f"run.name={profile_of(jobs[0].source)}"] if unnamed else []
+        return shlex.join([*start, "run", paths[0], *overrides, *names])
+    commands = []
+    for path, job in zip(paths, jobs, strict=True):
+        names = [] if scheduled or job.name else [f"run.name={run_name(job)}"]
+        commands.append(shlex.join([*start, job.stage, path, *overrides, *names]))
+    return commands[0] if len(commands) == 1 else shlex.join(["bash", "-c", " && ".join(commands)])
 
 
 def serve_config(job: Workload, overrides: list[str]) -> str:
@@ -148,7 +179,10 @@ def group(workers: Group, strategies: set[str], claims: dict[str, str]) -> dict[
     """
     each, section, count = workers.each, workers.section, workers.most
     gpus = math.ceil(each.resources.get("GPU", 0))
-    fitting = int(os.environ.get("NODE_GPUS") or 8) // gpus if gpus else 1  # workers on a node
+    node_gpus = os.environ.get("NODE_GPUS") or "8"
+    if not re.fullmatch("[1-9][0-9]*", node_gpus):
+        raise InputError(f"found {node_gpus}, expected a number above 0", key="NODE_GPUS")
+    fitting = int(node_gpus) // gpus if gpus else 1  # workers on a node
     alone = section == "rollout" or workers.fewest < count or strategies & {"SPREAD", "STRICT_SPREAD"}
     shared = 1 if alone else max(n for n in range(1, max(fitting, 1) + 1) if count % n == 0)
     if "STRICT_PACK" in strategies and section == "scaling":
@@ -170,7 +204,7 @@ def group(workers: Group, strategies: set[str], claims: dict[str, str]) -> dict[
         "replicas": workers.fewest // shared,
         "minReplicas": workers.fewest // shared,
         "maxReplicas": count // shared,
-        # Without CPUs in GPU pods, tasks that need no GPU do not start such a pod.
+        # GPU pods offer no CPUs, so that a task that needs no GPU does not start a GPU pod.
         "rayStartParams": {"num-cpus": "0"} if gpus else {},
         **({"labels": labels} if labels else {}),
         "template": pod("ray-worker", requests, claims, nodes),
@@ -187,7 +221,7 @@ def node_selector(section: str) -> dict[str, str]:
 
 
 def labels_of(each: Bundle, section: str) -> dict[str, str]:
-    """Returns the labels that a pod needs so that Ray places the workers there."""
+    """Returns the labels that a pod needs so that Ray places the workers in it."""
     labels = {}
     for key, value in each.selector.items():
         if placement.matches({key: value}, {}):  # the selector only excludes values
@@ -237,15 +271,17 @@ def pod(
         spec["tolerations"] = copy.deepcopy(TEMPLATE["tolerations"])
     if nodes:
         spec["nodeSelector"] = nodes
+    if priority_class := os.environ.get("PRIORITY_CLASS"):
+        spec["priorityClassName"] = priority_class
     return made
 
 
 def main(arguments: list[str]) -> int:
     try:
         paths = [one for one in arguments if "=" not in one]
-        if len(paths) != 1:
-            raise InputError("expected one folder of jobs or job file, as jobs/velo run.storage_path=...")
-        made = manifest(paths[0], [one for one in arguments if "=" in one])
+        if not paths:
+            raise InputError("expected a folder of jobs or job files, as jobs/velo run.storage_path=...")
+        made = manifest(paths, [one for one in arguments if "=" in one])
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

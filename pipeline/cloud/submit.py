@@ -34,7 +34,7 @@ from pipeline.system.credentials import FORWARDED_MODULE, without_credentials
 # Stages that submit their run.name as the name of the job
 RUNS = tuple(name for name, facts in STAGE.items() if facts.runs_in != "here")
 VERBS = (*RUNS, "sweep", "validate", "run")
-# Variables that a job gets if they are set here. AWS_* are not included, because nodes have their own role.
+# Environment variables that a job gets if this machine has them. AWS_* are not, because nodes have their own role.
 FORWARDED = """HF_TOKEN HF_ENDPOINT HF_HUB_OFFLINE MLFLOW_TRACKING_URI MLFLOW_TRACKING_USERNAME MLFLOW_TRACKING_PASSWORD
     MLFLOW_TRACKING_TOKEN MLFLOW_TRACKING_INSECURE_TLS WANDB_API_KEY WANDB_BASE_URL WANDB_ENTITY WANDB_MODE
     RLHF_SERVE_TOKENS""".split()
@@ -138,7 +138,7 @@ def judge_key_variables(files: Iterable[str]) -> set[str]:
 
 
 def forwarded_variables(also: Iterable[str] = ()) -> dict[str, str]:
-    """Returns {name: value} for the job: the variables of FORWARDED, `also` and $FORWARD that are set here."""
+    """Returns {name: value} of the job's environment variables: FORWARDED, `also` and $FORWARD, if they are set here."""
     known = {*FORWARDED, *also}
     names = {*known, *os.environ.get("FORWARD", "").replace(",", " ").split()}
     if unset := sorted(name for name in names - known if not os.environ.get(name)):
@@ -200,7 +200,7 @@ class Api:
         headers = {"Authorization": f"Bearer {secret}"} if secret else {}
         try:
             info = parse_cluster_info(address.rstrip("/"), headers=headers)
-        except Exception as error:  # of any type, because a vendor's module resolves the scheme
+        except Exception as error:  # exceptions of any type, because a vendor's module resolves the scheme
             why = f"{address!r} is unknown to Ray ({in_brief(error)})"
             raise InputError(why, key="RAY_ADDRESS") from error
         self.address = info.address
@@ -213,7 +213,7 @@ class Api:
             yield
         except InputError:
             raise
-        except Exception as error:  # of any type, because another program may listen there
+        except Exception as error:  # exceptions of any type, because another program may listen at this port
             message = (
                 f"no dashboard of a Ray cluster answers at {self.address!r} ({in_brief(error)}); expected http://HEAD:8265 of a "
                 "running cluster (make status) with an open tunnel (make dashboard)"
@@ -265,19 +265,20 @@ class Api:
 def follow(api: Api, submission: str) -> int:
     """Shows the log of a submission until it ends. Returns the job's exit status. Ctrl-C leaves the job running.
 
-    After a lost connection, the log continues where it stopped. The job's state counts even if its log cannot be read.
+    After a lost connection, the log continues where it stopped. The exit status does not depend on the log.
     """
     import aiohttp
 
     errors = (OSError, RuntimeError, aiohttp.ClientError)
-    shown = 0  # number of characters
+    shown, named = 0, False  # number of characters; whether the log has an error message of the pipeline
     silent_since, problem = None, ""  # time of the first missing response; why the log cannot be read
 
     async def tail(client: Any) -> None:
-        nonlocal shown, problem
+        nonlocal shown, named, problem
         seen = 0
         async for text in client.tail_job_logs(submission):
             seen += len(text)
+            named |= "error: " in text
             if seen > shown:
                 print(text[max(0, len(text) - (seen - shown)) :], end="", flush=True)
                 shown, problem = seen, ""
@@ -318,8 +319,9 @@ def follow(api: Api, submission: str) -> int:
     status, code = details.status.value, details.driver_exit_code
     if status == "SUCCEEDED":
         return 0
-    if status == "FAILED" and code in (1, 2):
-        return int(code)  # the log has the reason
+    # A library that dies may also exit with 2, but then the log has no error message of the pipeline.
+    if status == "FAILED" and (code == 1 or (code == 2 and named)):
+        return int(code)  # the job's log has the reason
     print(f"{submission} {status.lower()}: {details.message}", file=sys.stderr)
     return 1
 

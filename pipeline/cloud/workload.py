@@ -24,7 +24,7 @@ class Workload:
     name: str | None  # run.name
     storage_path: str
     tracking_uri: str | None  # mlflow.tracking_uri
-    port: int | None  # serve.port of a server
+    port: int | None  # serve.port, if the job is a server
     places: Places
     paths: list[tuple[str, str]]  # (key, local path) of the job file, rows, base, template and adapters
     judges: list[str]  # files that define the job's judges

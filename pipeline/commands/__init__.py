@@ -6,12 +6,13 @@ from pipeline.job.stages import STAGE
 
 
 class Command(NamedTuple):
-    """A subcommand. Its file has `run(job)`, or `run(path, overrides)` if it reads the job files itself."""
+    """A subcommand. The subcommand's file has `run(job)`, or `run(path, overrides)` if the subcommand reads the job files
+    itself."""
 
     summary: str  # one line for --help
     # What follows the subcommand: a job file that is checked first, a file that the subcommand reads itself, or other words
     takes: Literal["job", "file", "folder", "rows", "runs", "key", "nothing"] = "file"
-    stage: str | None = None  # the only stage whose jobs it takes, or None for any stage
+    stage: str | None = None  # the only stage whose jobs the subcommand takes, or None for any stage
 
 
 COMMANDS = {

@@ -2,8 +2,9 @@
 
     make chat    or    python -m pipeline chat jobs/demo/generate.yaml [policy=models:/NAME/3] [trainer.temperature=0]
 
-It takes a job of `generate`, but does not read its rows. Typed text goes through the chat template that the policy was trained
-with. /reset starts a new conversation, /system TEXT sets the system prompt, and /quit ends. Lines may also come from a pipe.
+`chat` takes a job of `generate`, but does not read the job's rows. Formats typed text with the chat template that the policy was
+trained with. /reset starts a new conversation, /system TEXT sets the system prompt, and /quit ends. Lines may also come from a
+pipe.
 """
 
 import io
@@ -65,7 +66,7 @@ class Chat:
         self.encoder = Encoder(host.tokenizer, kind_of("generate"), *settings)
         self.system: list[dict[str, str]] = []
         self.turns: list[dict[str, str]] = []
-        self.completions = 0  # number of completions so far, which seeds the next one
+        self.completions = 0  # number of completions so far, which seeds the next completion
 
     def talk(self, lines: Any) -> None:
         """Answers lines until /quit or the last line."""
@@ -122,7 +123,7 @@ class Chat:
 
         Forgets the oldest messages if the conversation no longer fits into the context.
         """
-        for start in range(0, len(self.turns), 2):  # drops a question and its answer at a time
+        for start in range(0, len(self.turns), 2):  # drops one question and its answer at a time
             [[outcome]] = self.encoder.encode([Record([*self.system, *self.turns[start:]])])
             if isinstance(outcome, Example):
                 if start:

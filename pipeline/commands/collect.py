@@ -24,7 +24,8 @@ from pipeline.job import Collect, Job
 from pipeline.run.model_host import ModelHost
 from pipeline.run.parts import Answer, Record, RowRecipe, launch_rows
 
-# Columns that are removed from a prompt's row, because training would read them in addition to the completions or instead.
+# Columns that are removed from a prompt's row, because training would read them in addition to the completions, or instead of
+# them.
 REPLACED = """messages conversations system completion chosen rejected pos_answers neg_answers label kto_tag margin score
     score_chosen score_rejected version reward_version seed""".split()
 Sample = dict[str, Any]  # completion, score, completion_tokens, ended
@@ -126,8 +127,8 @@ def rows_of(args: Collect, record: Record) -> list[dict[str, Any]]:
 def selected(args: Collect, samples: list[Sample]) -> list[tuple[Sample, ...]]:
     """Returns the best sample, every sample, or pairs of a better and a worse sample.
 
-    Leaves out a pair if the judge's preference depends on the order in which it sees the two samples. A truncated completion is
-    never the better one, because it would teach the policy to stop in the middle of a sentence.
+    Leaves out a pair if the judge's preference depends on the order of the two samples. A truncated completion is
+    never the better sample, because it would teach the policy to stop in the middle of a sentence.
     """
     left = distinct(samples)
     finished = [one for one in left if one["ended"]]
@@ -147,7 +148,7 @@ def selected(args: Collect, samples: list[Sample]) -> list[tuple[Sample, ...]]:
 
 
 def flips(one: Sample, other: Sample) -> bool:
-    """Returns True if the order in which a judge sees two samples decides which one it prefers."""
+    """Returns True if the order in which a judge sees two samples decides which sample the judge prefers."""
     differences = [a - b for a, b in zip(one.get("orders", ()), other.get("orders", ()), strict=True)]
     return min(differences, default=0.0) < 0 < max(differences, default=0.0)
 
@@ -158,7 +159,7 @@ def is_good(args: Collect, one: Sample) -> bool:
 
 
 def distinct(samples: list[Sample]) -> list[Sample]:
-    """Returns the samples without empty ones, repetitions, and texts that would be read as a conversation."""
+    """Returns the samples without empty texts, repetitions, and texts that would be read as a conversation."""
     first: dict[str, Sample] = {}
     for one in samples:
         first.setdefault(one["completion"].strip(), one)
@@ -180,7 +181,7 @@ def count(args: Collect, record: Record) -> dict[str, int]:
     """Counts a prompt's samples and pairs, and why some of them make no rows.
 
     `ties` are pairs of different completions with equal scores. `close` are pairs whose scores differ by less than min_margin.
-    `flips` are pairs whose preferred completion depends on the order in which a judge sees them.
+    `flips` are pairs whose preferred completion depends on the order in which a judge sees the two.
     """
     samples = record["samples"]
     rows, texts = len(selected(args, samples)), [one["completion"].strip() for one in samples]
@@ -238,12 +239,12 @@ def why_none(args: Collect, counts: Mapping[str, int]) -> str:
     completions = f"of {counts['completions']} completions"
     reasons = {
         "truncated": f"{completions} were truncated; use a larger trainer.response_length",
-        "duplicates": f"{completions} repeat another one; use a higher trainer.temperature",
+        "duplicates": f"{completions} repeat another completion; use a higher trainer.temperature",
         "dialogues": f"{completions} are whole dialogues; use model.chat_template=plain or another policy",
         "empty": f"{completions} are empty; use trainer.min_new_tokens=1",
         "ties": "pairs have equal scores; use a higher trainer.num_generations, or another reward",
-        "flips": "pairs are preferred in turn if the judge sees them in another order; use another judge",
-        "close": f"pairs differ by less than trainer.min_margin={args.min_margin:g}; use a smaller one",
+        "flips": "pairs change the preferred completion if the judge sees the other order; use another judge",
+        "close": f"pairs differ by less than trainer.min_margin={args.min_margin:g}; lower it",
     }
     name = max(reasons, key=lambda name: counts.get(name, 0))
     return f"{counts.get(name)} {reasons[name]}"

@@ -7,8 +7,8 @@ trainer.hub_model_id and trainer.push_to_hub=true push the folder to the Hub (co
 
 No other code merges adapters. The base is loaded with its stored weights, never from NF4. Each merged weight is computed in
 float32 and rounded once to model.dtype. A folder has safetensors, tokenizer, chat template, generation config and a model card.
-It appears only after plain transformers has loaded it and its outputs equal the adapter's: in float32 with the same greedy
-text and scores within 1e-5, in a shorter dtype within its rounding.
+The folder appears only after plain transformers has loaded the model and its outputs equal the adapter's: in float32 with the
+same greedy text and scores within 1e-5, in a shorter dtype within its rounding.
 """
 
 import gc
@@ -75,7 +75,7 @@ def write_all(work: Work) -> dict[str, Any]:
     for name in ("policy", "reward.0"):
         kind = name.removesuffix(".0")
         folder = storage.join(work.folder, kind)
-        for left in (folder, f"{folder}.partial"):  # left by an interrupted attempt
+        for left in (folder, f"{folder}.partial"):  # left by an interrupted attempt at this export
             shutil.rmtree(left, ignore_errors=True)
         if name in work.inputs:
             exported[kind] = {"folder": folder, **write(host, name, folder)}
@@ -162,7 +162,7 @@ def merge(base: Any, adapter: str, dtype: str) -> Any:
         if isinstance(layer, BaseTunerLayer):
             weight = layer.get_base_layer().weight
             stored = weight.dtype
-            weight.data = weight.data.float()  # otherwise peft would round the change of the weights
+            weight.data = weight.data.float()  # if not, peft would round the change of the weights
             layer.merge(safe_merge=True)
             weight.data = weight.data.to(stored)
     return model.unload().to(getattr(torch, dtype))

@@ -42,9 +42,9 @@ def load(host: ModelHost) -> Answer:
 def sampler(host: ModelHost, several: int) -> Callable[..., list[tuple[Record, list[Record]]]]:
     """Loads policy and rewards. Returns a function that samples and scores `several` completions for each prompt.
 
-    The function takes token rows and the number of the first row, which seeds the random numbers. It returns each row with its
-    samples. A sample has completion, completion_tokens, ended, and a score if the job has rewards. If a judge compared the
-    samples, `orders` has the scores for each order in which the judge saw them.
+    The function takes token rows and the number of the first row, which seeds the random numbers. The function returns each row
+    with its samples. A sample has completion, completion_tokens, ended, and a score if the job has rewards. If a judge compared
+    the samples, `orders` has the scores for each order in which the judge saw them.
     """
     from pipeline.run import roles
     from pipeline.scoring.rewards import Samples, weighted_scores

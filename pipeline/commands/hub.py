@@ -43,7 +43,7 @@ class Ancestor(NamedTuple):
     reference: str
     facts: dict[str, Any]  # the adapter's lineage.json
     depth: int = 0
-    role: str = ""  # what its descendant used it for: policy, reward, ...
+    role: str = ""  # what the descendant used this ancestor for: policy, reward, ...
 
 
 def card(host: ModelHost, name: str, differences: dict[str, float] | None = None) -> str:
@@ -119,7 +119,7 @@ def _license(base: str, revision: str | None) -> dict[str, Any]:
 
 
 def ancestors(reference: str, uri: str, depth: int = 0, role: str = "") -> Iterator[Ancestor]:
-    """Yields a model version, then its parents, each followed by their own parents."""
+    """Yields a model version and then its parents, each followed by its own parents."""
     facts: dict[str, Any] = {}
     if InputURI.parse(reference).is_model:
         folder = registry.fetch(reference, uri)
@@ -149,7 +149,7 @@ def check_push(args: Export) -> None:
     if not os.environ.get("HF_TOKEN", "").strip():
         raise InputError(f"HF_TOKEN is not set; {ADVICE}", "trainer.push_to_hub")
     try:
-        deadline.answer(_check_repository, args)
+        deadline.call_with_deadline(_check_repository, args)
     except InputError:
         raise
     except Exception as error:  # the HTTP client raises its own types
@@ -184,7 +184,7 @@ def _check_repository(args: Export) -> None:
 
 
 def push(args: Export, kind: str, base: str, result: dict[str, Any]) -> dict[str, Any]:
-    """Pushes the exported folder, if the job says so. Returns the result, with the commit.
+    """Pushes the exported folder if trainer.push_to_hub is true. Returns the result, with the commit.
 
     Args:
         kind: policy or reward.

@@ -43,7 +43,7 @@ from pipeline.system.hub import base_config
 
 # {kind of rows: a stage that reads them}. The first stage in this table that can read a file decides its kind.
 READER = {"pairs": "rm", "labels": "kto", "demonstrations": "sft", "prompts": "ppo"}
-# {stage: kinds of rows that it can train on}. A stage gets all files of one kind: the first kind that there are files of.
+# {stage: kinds of rows that it can train on}. A stage gets all files of one kind: the first of its kinds with files.
 TAKES = {
     "sft": ("demonstrations", "labels", "pairs"),
     "rm": ("pairs",),
@@ -264,7 +264,7 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
         return
     aside = dict[str, str]()
     files = [file.path for file in find_files(path, "data", aside)]
-    # Only numbers below the folder that all files share may number shards.
+    # Numbers in the part of the path that all files share do not number shards.
     shared = os.path.dirname(files[0])
     while shared and not all(file.startswith(f"{shared}/") for file in files):
         shared = os.path.dirname(shared)
@@ -336,7 +336,7 @@ def columns_for(stage: str, columns: dict[str, str] | None) -> dict[str, str] | 
 
 
 def contradicts(guessed: dict[str, Any], typed: dict[str, Any] | None) -> bool:
-    """Returns True if the guess takes a column for one field, and the user set it for another field."""
+    """Returns True if the guess takes a column for one field, and the user set the column for another field."""
     fields = {one: field for field, column in (typed or {}).items() for one in listed(column)}
     return any(fields.get(one, field) != field for field, column in guessed.items() for one in listed(column))
 
@@ -516,7 +516,7 @@ def with_lengths(name: str, text: str, sizes: dict[str, tuple[int, int]], contex
     """
     job, stage = yaml.safe_load(text), ROWS_OF.get(name, name)
     learner = next((one for one in ("sft", "dpo", "kto") if one in sizes), None)
-    if learner and stage == "ppo" and stage not in sizes:  # `generate` then reads the prompts of these rows
+    if learner and stage == "ppo" and stage not in sizes:  # from conversations, `generate` reads the prompts
         sizes = {**sizes, "ppo": (sizes[learner][0], 0)}
     if stage == "ppo":  # completions are not part of data.max_length
         completions = max((sizes[one][1] for one in ("sft", "rm", "kto") if one in sizes), default=0)

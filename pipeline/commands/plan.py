@@ -2,9 +2,9 @@
 
     python -m pipeline plan jobs/llama3-8b/ppo.yaml [section.key=value ...]
 
-`plan` needs no weights and no GPU. It estimates for this machine's GPUs. If this machine has no GPU, or RAY_ADDRESS is set, it
-estimates for the GPUs that `scaling.accelerator_type` or `scaling.label_selector` names, or for all GPUs of its table. If the
-job does not fit, the exit status is 1, and the message says which keys make it fit.
+`plan` needs no weights and no GPU. `plan` estimates for this machine's GPUs. If this machine has no GPU, or RAY_ADDRESS is set,
+`plan` estimates for the GPUs that `scaling.accelerator_type` or `scaling.label_selector` names, or for all GPUs of `plan`'s
+table. If the job does not fit, the exit status is 1, and the message says which keys make it fit.
 """
 
 import os
@@ -122,7 +122,7 @@ def named(places: Places) -> list[str]:
 
 
 def allowed(selector: Mapping[str, str], names: Iterable[str]) -> list[str]:
-    """Returns those of the GPUs `names` that a label selector allows."""
+    """Returns the GPUs in `names` that a label selector allows."""
     only = {key: value for key, value in selector.items() if key == placement.GPU_LABEL}
     return [name for name in names if placement.matches(only, {placement.GPU_LABEL: name})]
 
@@ -161,7 +161,7 @@ def check_shapes(work: Sections, folders: dict[str, str]) -> None:
 
     _, unread = config_of(work.model)
     if unread:
-        return  # nothing but the built-in shape is known
+        return  # without config.json, only the built-in shape is known
     weights = bool(weight_files(local(work.model.name_or_path)))
     base = check_base(work.model, weights=weights)
     for name, folder in folders.items():

@@ -2,8 +2,8 @@
 
     make rlhf    or    python -m pipeline run jobs/demo [section.key=value ...] [STAGE.section.key=value ...]
 
-An override applies to every stage. If it begins with a stage's name, it applies to that stage only. `run.name=X` names the
-runs sft-X, rm-X, ppo-X and evaluate-X. By default, X is the time. The same name again continues them.
+An override applies to every stage. An override that begins with a stage's name applies to that stage only. `run.name=X` names the
+runs sft-X, rm-X, ppo-X and evaluate-X. By default, X is the time. The same name again continues these runs.
 """
 
 import gc
@@ -38,7 +38,7 @@ ORDER = {"sft": sft.RECIPE, "rm": rm.RECIPE, "ppo": ppo.RECIPE, "evaluate": eval
 
 
 def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
-    """Runs the stages of a folder of jobs in their order. Each stage registers the model that the next one starts from."""
+    """Runs the stages of a folder of jobs in their order. Each stage registers the model that the next stage starts from."""
     started, name = time.monotonic(), common_name(overrides) or new_name()
     jobs = load(folder, overrides, name)
     for job in jobs.values():  # finds missing files before the first stage starts, not an hour later

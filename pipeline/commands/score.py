@@ -2,7 +2,7 @@
 
     make score    or    python -m pipeline score jobs/demo/score.yaml data.train=rows.jsonl [section.key=value ...]
 
-It reads every format of preferences and demonstrations. A line of scores.jsonl is the row with its `score`. A pair has
+`score` reads every format of preferences and demonstrations. A line of scores.jsonl is the row with its `score`. A pair has
 `score_chosen`, `score_rejected` and `score_margin` instead. The same run.name continues a killed run.
 """
 

@@ -6,8 +6,8 @@
          -d '{"model": "rlhf-ppo", "messages": [{"role": "user", "content": "Hello"}]}'
     curl -s http://127.0.0.1:8000/score -d '{"prompt": "What is the capital of Peru?", "completion": "Lima."}'
 
-The Ray Serve application of pipeline/serving/ runs on a local Ray, or on a cluster if RAY_ADDRESS is set. By default only this
-machine can reach it. For other machines, set serve.host, and set RLHF_SERVE_TOKENS to the tokens that clients send.
+The Ray Serve application of pipeline/serving/ runs on a local Ray, or on a cluster if RAY_ADDRESS is set. By default, only this
+machine can reach the server. For other machines, set serve.host, and set RLHF_SERVE_TOKENS to the tokens that clients send.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from pipeline.errors import Failure, InputError
 from pipeline.job import Job, Serve, load_job
 from pipeline.run.model_host import load_model_host
 from pipeline.run.session import session
-from pipeline.serving import LOOPBACK
+from pipeline.serving import LOOPBACK, REQUEST_S
 from pipeline.settle import placement
 from pipeline.settle.identity import named
 from pipeline.settle.work import Work
@@ -53,7 +53,7 @@ def serving(work: Work, name: str = "serve") -> Iterator[Work]:
     """
     from ray import serve
 
-    from pipeline.serving import feedback
+    from pipeline.serving import feedback, proxy
     from pipeline.serving.app import application
 
     section = with_port(work.serve)
@@ -65,8 +65,12 @@ def serving(work: Work, name: str = "serve") -> Iterator[Work]:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         placement.wait_for_one(work.places)
         # serve.timeout_s ends a request first, with a message.
-        options = {"host": section.host, "port": section.port, "request_timeout_s": section.timeout_s + 5}
-        serve.start(http_options=options, logging_config={"log_level": "WARNING", "enable_access_log": False})
+        limits = {"request_timeout_s": section.timeout_s + 5, "keep_alive_timeout_s": REQUEST_S}
+        serve.start(
+            http_options={"host": section.host, "port": section.port, **limits},
+            logging_config={"log_level": "WARNING", "enable_access_log": False},
+            controller_options={"runtime_env": {"env_vars": proxy.ENVIRONMENT}},
+        )
         try:
             with console.waiting("loading the models"):
                 serve.run(application(work, token_digests(section.host)), name=name, route_prefix="/")

@@ -3,8 +3,9 @@
     make sweep JOB=jobs/demo/rm.yaml SWEEP="trainer.learning_rate=1e-3,2e-3,4e-3 lora.r=8,16"
     python -m pipeline sweep jobs/demo/rm.yaml trainer.learning_rate=1e-3,2e-3,4e-3 lora.r=8,16 [section.key=value ...]
 
-As many trials run at the same time as there are resources for. They are compared by run.metric_for_best_model. ASHA stops the
-worse half at 25 and at 50 percent of the steps. The same command resumes an interrupted sweep, and tries failed trials again.
+As many trials run at the same time as there are resources for. Trials are compared by run.metric_for_best_model. ASHA stops the
+worse half of the trials at 25 and at 50 percent of the steps. The same command resumes an interrupted sweep, and tries failed
+trials again.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ from pipeline.system import console, process, storage
 
 
 def run(path: str, arguments: list[str]) -> dict[str, Any]:
-    """Runs a sweep. Returns the content of sweep.json. Checks the jobs of all trials before the first one starts."""
+    """Runs a sweep. Returns the content of sweep.json. Checks the jobs of all trials before the first trial starts."""
     sweep = space.read_sweep(path, arguments)
     seen = resume.check_folder(sweep.folder, "a sweep", "sweep")
     left = recorded(sweep, seen)
@@ -90,7 +91,7 @@ def with_versions(sweep: Sweep, inputs: dict[str, str]) -> Sweep:
 
 
 def run_all(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
-    """Runs the trials that have not ended, and registers the best one. Returns the content of sweep.json.
+    """Runs the trials that have not ended, and registers the best trial. Returns the content of sweep.json.
 
     Args:
         left: content of the sweep.json that an earlier driver wrote, or {}.

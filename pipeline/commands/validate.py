@@ -24,7 +24,7 @@ from pipeline.system import storage
 def run(job: Job) -> dict[str, Any]:
     if job.facts.rows is None:
         raise InputError(f"`{job.stage}` reads no rows: there is nothing to validate", key="stage")
-    # A run with the job's name may exist, and does not matter here.
+    # Removes run.name, because a run with this name may exist, and does not matter here.
     job = named(replace(job, run=replace(job.run, name=None)))
     storage.require_writable(job.run.storage_path)
     check_paths(job)
@@ -35,7 +35,7 @@ def run(job: Job) -> dict[str, Any]:
         placement.check_fits(places_of(job))
     except InputError as error:
         print(f"note: the run itself cannot start here: {error}", flush=True)
-    # Removes the models that do not exist yet.
+    # Removes the models that do not exist yet from the job.
     none: dict[str, Any] = dict.fromkeys(INPUTS)
     for name in INPUTS:
         try:

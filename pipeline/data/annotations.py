@@ -23,7 +23,7 @@ class Answered(dict[str, Any]):
 
 
 def flat(row: Any, labels: Iterable[str] = ()) -> Any:
-    """Converts a record to a row, and returns other rows unchanged. Without answers, the columns `labels` are null."""
+    """Converts a tool's record to a row, and returns other rows unchanged. Columns in `labels` without answers are null."""
     answers, known = defaultdict[str, list[Any]](list), row if isinstance(row, dict) else {}
     fields, others = dict[str, Any](), set[str]()
     if isinstance(known.get("data"), dict) and isinstance(known.get("annotations"), list):

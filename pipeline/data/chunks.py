@@ -22,7 +22,7 @@ from pipeline.data.values import RowError, fields_of
 from pipeline.errors import InputError, visible
 from pipeline.system import storage
 
-CHUNK = 4 << 20  # bytes of a chunk. A worker needs about 50 times as much memory
+CHUNK = 4 << 20  # bytes of a chunk; a worker needs about 50 times as much memory as a chunk has bytes
 
 
 Format = Literal["lines", "array", "csv", "tsv", "parquet", "arrow"]
@@ -58,19 +58,19 @@ class Chunk:
 
 
 def plan_chunks(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) -> list[Chunk]:
-    """Returns the chunks of a file, in order. Reads only its first bytes, and the metadata of tables."""
+    """Returns the chunks of a file, in order. Reads only the file's first bytes, or the metadata of a table."""
     path, group_by = storage.absolute(file.path), kind.preprocess.group_by
     name = path.lower()
     try:
         with open_bytes(file.path) as stream:
             head = stream.read(BLOCK // 4)
-    except OSError as error:  # some systems open a folder, but cannot read it
+    except OSError as error:  # some file systems open a folder, but cannot read it
         raise unreadable(file.path, error) from error
     zipped = head[:2] == b"\x1f\x8b" or name.endswith(".gz")
     if zipped:
         try:
             head = zlib.decompressobj(wbits=31).decompress(head, 4096)
-        except zlib.error:  # reading the rows reports the error
+        except zlib.error:  # the task that reads the rows reports the error
             head = b""
     start = head.removeprefix(codecs.BOM_UTF8)
     for pattern, found in FOREIGN.items():
@@ -97,7 +97,7 @@ def plan_chunks(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) ->
 def chunk_rows(chunk: Chunk) -> Iterator[Row]:
     """Returns the rows of a chunk with their numbers *in the chunk*. With data.group_by, returns lists of rows.
 
-    Blank lines count as lines, but are no rows. A RowError replaces each row that cannot be decoded.
+    Blank lines have a number, but are no rows. A RowError replaces each row that cannot be decoded.
     """
     if chunk.format in ("parquet", "arrow"):
         found = table_rows(chunk.path, chunk.format, chunk.start, chunk.stop)
@@ -111,7 +111,7 @@ def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
 
     def value(row: Row) -> Any:
         has_value = isinstance(row[1], dict) and column in row[1]
-        return (row[1][column],) if has_value else row[0]  # a row without a value is its own group
+        return (row[1][column],) if has_value else row[0]  # a row without this value is its own group
 
     for _, same in itertools.groupby(numbered, value):
         numbers, group, raws = zip(*same, strict=True)
@@ -125,7 +125,7 @@ def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
 
 
 def lines_before(chunk: Chunk) -> int:
-    """Returns how many lines or rows of the file come before the chunk. Only errors need this number."""
+    """Returns how many lines or rows of the file come before the chunk. Only error messages need this number of lines."""
     if chunk.start == 0 or chunk.format != "lines":
         return chunk.start
     count, left = 1, chunk.start - 1

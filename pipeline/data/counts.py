@@ -16,7 +16,7 @@ WIDTH = {"rows": 1, "records": 2}
 
 @dataclass
 class RowsDigest:
-    """The digest of a sequence of rows. It depends on the rows and their order, but not on how they are cut into chunks.
+    """The digest of a sequence of rows. The digest depends on the rows and their order, but not on their chunks.
 
     The digest is a polynomial in the SHA-256 hashes of the rows: h0 * B^(n-1) + ... + h(n-1), modulo a prime. Therefore, the
     digests of two consecutive sequences combine to the digest of both. An attacker could find other rows with the same digest.
@@ -39,7 +39,7 @@ class RowsDigest:
 
 @dataclass
 class Counts:
-    """The counts of one chunk. Their size does not grow with the chunk."""
+    """The counts of one chunk. The size of this object does not grow with the chunk."""
 
     chunk: Chunk
     # (split, label, detail) -> rows or tokens, such as ("train", "dropped", "overlong") -> 3
@@ -59,7 +59,7 @@ class Counts:
         self.tally[split, label, detail] += number
 
     def leave_out(self, split: str, number: int, why: RowError | Dropped) -> None:
-        """Counts a dropped row: a bad one, or for example one that is too long."""
+        """Counts a dropped row, which is bad, or for example too long."""
         error = why if isinstance(why, RowError) else why.error
         self.add(split, "dropped", why.kind if isinstance(why, RowError) else why.reason)
         if error is None:
@@ -121,7 +121,7 @@ def duplicates(counts: Sequence[Counts]) -> int:
 
 
 def overlap(counts: Sequence[Counts]) -> tuple[int, int] | None:
-    """Counts the eval rows with a prompt that is also in `train`, and those with the same prompt and completions.
+    """Counts the eval rows with a prompt that is also in `train`, and the eval rows whose completions are there, too.
 
     Returns None if there are no eval rows.
     """

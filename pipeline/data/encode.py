@@ -1,10 +1,10 @@
 """Converts records to token ids: chat template, begin and end tokens, special tokens, lengths. Does not import torch.
 
 A completion is tokenized together with its prompt, as the model reads them. It begins after the longest common prefix of the
-prompt's tokens and the tokens of prompt plus completion. A token across this border belongs to the completion, as in TRL.
-A demonstration may have several completions. template.py finds them in the rendered *text*, and character offsets map them to
-tokens. Special tokens in a row's text stay text (models/control_tokens.py). Rows are rejected if a completion has no tokens, or
-if both completions of a pair have the same tokens.
+prompt's tokens and the tokens of prompt plus completion. A token across the border of prompt and completion belongs to the
+completion, as in TRL. A demonstration may have several completions. template.py finds them in the rendered *text*, and character
+offsets map them to tokens. Special tokens in a row's text stay text (models/control_tokens.py). Rows are rejected if a completion
+has no tokens, or if both completions of a pair have the same tokens.
 """
 
 import json
@@ -45,7 +45,7 @@ class Encoder:
         max_length: maximum tokens of a row.
         overlong: error | drop | truncate.
         apply_template: whether a text prompt becomes a user message.
-        ends: all ids that end a completion; `tokenizer.eos_token_id` is added to a completion that has none of them.
+        ends: all ids that end a completion; `tokenizer.eos_token_id` is added to a completion without any of these ids.
         parse_special_tokens: whether special tokens in the text of a row are control tokens, not text.
     """
 
@@ -111,7 +111,7 @@ class Encoder:
         return (*record.unread, *hidden)
 
     def unlearned_end(self) -> tuple[str, str] | None:
-        """Returns (the template's end of a completion, the tokens that stop generation) if the end has no such token, or None."""
+        """Returns (the template's text after a completion, the stop tokens), or None if the text contains a stop token."""
         prompt = {"role": "user", "content": "Who is there?"}
         completion = {"role": "assistant", "content": "Hello."}
         try:
@@ -160,7 +160,7 @@ class Encoder:
         return [*ids, self.eos]
 
     def blank(self, ids: list[int]) -> bool:
-        """Returns True if these tokens have no content, only control tokens and white space."""
+        """Returns True if token ids have no content, only control tokens and white space."""
         rest = set(ids) - self.silent
         return len(rest) <= FEW and not self.tokenizer.decode(sorted(rest)).strip()
 
@@ -201,10 +201,10 @@ class Encoder:
             if self.overlong != "truncate" or (chat and not sides):
                 return self.over_length(length)
             if not sides:
-                # Truncate at the start, because the question is at the end.
+                # A prompt is truncated at its start, because the question is at its end.
                 begin = prompt[:1] if prompt[0] == self.bos else []
                 prompt = begin + prompt[length - self.max_length + len(begin) :]
-            elif "row" in self.kind.columns and len(prompt) >= self.max_length:  # scoring must not lose a row
+            elif "row" in self.kind.columns and len(prompt) >= self.max_length:  # scoring must keep every row
                 kept = self.max_length - 1
                 prompt, sides = prompt[:kept], [prompt[kept:] + side for side in sides]
             if sides and len(prompt) >= self.max_length:
@@ -222,7 +222,7 @@ class Encoder:
         )
 
     def _distinct(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """Drops two consecutive examples that differ only in their label: a pair that truncation made equal."""
+        """Drops two consecutive examples that differ only in their label, because truncation made a pair equal."""
         kept: list[Outcome] = []
         for one in outcomes:
             before = kept[-1] if kept else None
@@ -266,7 +266,7 @@ class Encoder:
             [] if all(holds(text, thoughts(turn)) for turn in turns) else ["thoughts before the last turn"]
         )
         keys = {key for turn in turns for key in turn} - {"role", "content", "tool_calls", *THOUGHTS}
-        for key in sorted(keys):  # its name occurs in the template, perhaps for another purpose
+        for key in sorted(keys):  # the key's name occurs in the template, perhaps for another purpose
             without = [{name: one for name, one in turn.items() if name != key} for turn in turns]
             if chat.render(without, asks) == text:
                 unseen.append(f"messages[].{key}")
@@ -345,13 +345,13 @@ class Encoder:
         return escaped(prompt, escaping), tuple(escaped(one, escaping) for one in completions), escaping
 
     def over_length(self, length: int) -> RowError | Dropped:
-        """Returns the outcome for a row that is too long and is not truncated."""
+        """Returns RowError or Dropped for a row that is too long and is not truncated."""
         expected = f"at most {self.max_length} tokens (data.max_length or the context)"
         error = RowError("overlong", "", f"{length} tokens", expected)
         return error if self.overlong == "error" else Dropped("overlong", error)
 
     def prompt_too_long(self) -> Dropped:
-        """Returns the outcome for a row whose prompt leaves no token for the completion."""
+        """Returns Dropped for a row whose prompt leaves no token for the completion."""
         found = f"no token of the completion among the first {self.max_length}"
         error = RowError("prompt_too_long", "", found, "a shorter prompt, or a larger data.max_length")
         return Dropped("prompt_too_long", error)

@@ -54,7 +54,7 @@ Paths = tuple[list[str], str]  # files of a dataset's split, and its commit on t
 def find_files(spec: Any, key: str, aside: dict[str, str] | None = None) -> list[File]:
     """Returns the files of the sources that a job names. `key` is the setting that errors name.
 
-    Adds the files of folders that are not read to `aside`, {path: why}. If the key is `data`, adds only files without rows.
+    Adds the files of folders that are not read to `aside`, {path: why}, and only files without rows if the key is `data`.
     """
     files: list[File] = []
     for index, source in enumerate(sources_of(spec)):
@@ -73,7 +73,7 @@ def reach(item: str, key: str) -> None:
 
 
 def matching(item: str, key: str, aside: dict[str, str]) -> list[File]:
-    """Returns the files of one path, glob, folder or URI, and adds to `aside`. Raises InputError if it finds no file."""
+    """Returns the files of a path, glob, folder or URI, and adds unread files to `aside`. Raises InputError if there are none."""
     if found := files_of(item, key):
         files = []
         for path in found[0]:
@@ -104,6 +104,8 @@ def matching(item: str, key: str, aside: dict[str, str]) -> list[File]:
         close = difflib.get_close_matches(os.path.basename(inner), names, 1, 0.7)
         hint = f"; did you mean {os.path.join(os.path.dirname(item), close[0])!r}?" if close else ""
         problem = f"there is no file {item!r}{hint}; expected a path, a glob, a folder, or s3:// gs:// hf://"
+        if info.type.name == "Unknown":  # rows are read several times, a pipe only once
+            problem = f"{item!r} is a pipe or a device; write its rows to a file, and name this file"
     if not infos:
         raise InputError(problem, key=key)
     return [as_file(item, one) for one in infos]
@@ -175,7 +177,7 @@ def readable(item: str, key: str) -> Iterator[None]:
         yield
     except InputError:
         raise
-    except Exception as error:  # each library raises its own types
+    except Exception as error:  # each library raises its own types of exceptions
         raise InputError(
             f"{item!r} cannot be read ({in_brief(error, 300)}); expected a path, a glob, a folder, or s3:// gs:// hf:// with "
             "the credentials for it in the environment",
@@ -212,7 +214,7 @@ def _in_folder(
 ) -> Paths | None:
     """Returns the files of a local folder, or None if it is no dataset.
 
-    `named` is True if `item` has the syntax of a dataset. Otherwise, only a README makes a folder a dataset.
+    `named` is True if `item` has the syntax of a dataset. If it is False, only a README makes a folder a dataset.
     """
     if (saved := None if config else _saved(folder, split, item, key)) or not (named or _has_card(folder)):
         return saved
@@ -314,7 +316,7 @@ def _snapshot(item: str, key: str, repo: str, revision: str) -> tuple[str, str]:
             return folder, os.path.basename(folder)
         commit = deadline.call_with_deadline(lambda: HfApi().dataset_info(repo, revision=version).sha)
         return f"{HUB}{repo}@{commit}", str(commit)
-    except Exception as error:  # the HTTP client raises its own types
+    except Exception as error:  # the HTTP client raises its own types of exceptions
         problem = (
             f"{item!r} cannot be read from the Hub ({in_brief(error)}); expected hf://datasets/NAME:config/split, and HF_TOKEN in "
             f"the environment for a private or gated dataset. Without a network here, {download} elsewhere, then set "

@@ -238,7 +238,7 @@ DEMONSTRATIONS: Formats = {
 
 
 def parse_imitated(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
-    """Parses a demonstration, unless a label calls it bad. A label with another meaning is an unread column."""
+    """Parses a demonstration, unless a label calls it bad. A label that means neither good nor bad is an unread column."""
     labels = {name: is_good(row[name]) for name in sorted(LABEL_FIELDS & row.keys())}
     if bad := [name for name, good in labels.items() if good is False]:
         found = f"{show(row[bad[0]])}: a completion that is not to be imitated"
@@ -272,7 +272,7 @@ def answer_lists(row: Row, prompt_key: str, *sides: str) -> Record:
 
 def pair(row: Row, prompt_key: str, *sides: str) -> Record:
     """Parses a prompt and two completions, which may repeat the prompt."""
-    if any(repeats_prompt(row[side]) for side in sides):  # UltraFeedback: both completions repeat it
+    if any(repeats_prompt(row[side]) for side in sides):  # UltraFeedback's completions repeat it
         empty = isinstance(row[prompt_key], str) and not row[prompt_key].strip()  # contradicts nothing
         prompt, completions = split_transcripts(row, row.get("system") if empty else None)
         prompt = prompt if empty else agreed(prompt, prompt_in(row, prompt_key), prompt_key)
@@ -310,9 +310,9 @@ def margin_in(row: Row) -> float | None:
 
 
 def agreed(repeated: Text, given: Text, key: str) -> Text:
-    """Returns the prompt of a row that has one in the field `key` (`given`) and one in both completions (`repeated`).
+    """Returns the prompt of a row with a prompt in the field `key` (`given`) and in both completions (`repeated`).
 
-    If one prompt is the end of the other, returns the longer one, because the field often has only the last question, or adds
+    If one prompt is the end of the other, returns the longer prompt, because the field often has only the last question, or adds
     system turns. If the given prompt is the first of several questions, returns the repeated one. Otherwise raises RowError.
     """
 
@@ -433,7 +433,7 @@ BENCHMARKS: Formats = {"prompt+chosen+rejected": benchmark}
 
 
 def lone_prompt(row: Row, key: str) -> Record:
-    """Parses a prompt. Keeps the other columns unchanged."""
+    """Parses a prompt. Parses a prompt and keeps the other columns unchanged."""
     prompt = prompt_in(row, key)
     others = {name: value for name, value in row.items() if name != key}
     return Record(prompt, row=as_json({"prompt": prompt, **others}))

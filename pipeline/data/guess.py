@@ -1,6 +1,6 @@
 """Guesses which columns of a file hold the fields that a stage needs, from the columns' names and values.
 
-Messages suggest a guess as the data.columns to set. A run never uses one by itself. Only guesses that can read most rows count.
+Messages suggest a guess as the data.columns to set. A run never uses a guess by itself. A guess must fit most rows.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ LOOKED = 50  # number of rows to read to test a guess
 PAIRED = (("1", "2"), ("0", "1"), ("a", "b"), ("first", "second"), ("left", "right"))
 STEM = r"[\W_]*(\d+|(?<![a-z])([a-z]|first|second|left|right)(?![a-z]))"  # where the names of a pair's columns differ
 PREFERENCES = "label preference winner choice choose better preferred annotator vote judge verdict".split()
-# In columns with these words, a larger number is better. In columns of ranks and lengths it is not.
+# In columns with these words, a larger number is better. In columns of ranks and lengths, a larger number is not better.
 SCORES = "score rating reward votes likes points winner".split()
 RATING_WORDS = {word.removesuffix("s") for word in (*NAMES["label"], *"grade quality score stars".split())}
 
@@ -86,6 +86,10 @@ def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
             parse_row(rows[0], kind)
         except RowError as error:
             return str(replace(error, file=file, line=1))
+    for name in sorted(_questions(rows[:LOOKED])):
+        if any("'rank':" in str(row.get(name)) for row in rows[:LOOKED]):
+            advice = "turn it into chosen and rejected with data.transform"
+            return f"{head}; `{name}` is a ranking in Argilla's format; {advice}"
     if _are_messages(_columns(rows[:LOOKED])):
         advice = "combine them into conversations with data.group_by=COLUMN and data.transform"
         return f"{head}; each row is one message; {advice}"
@@ -98,7 +102,7 @@ def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
         if isinstance(inner, dict) and not {"role", "from"} & inner.keys():
             return f"{head}; if the rows are in `{name}`, run jq -c '.{name}[]' FILE > NEW"
     others = fitting(rows)
-    if others and not others.startswith("ppo with"):  # that one text may also contain the completion
+    if others and not others.startswith("ppo with"):  # the text may also contain the completion
         return f"{head}; such rows fit {others}"
     needs = [*map(field_names, kind.formats)]
     known = next(names for names in needs if names[0] == "prompt" and "pos_answers" not in names)
@@ -197,8 +201,8 @@ def beside(rows: Rows, given: Mapping[str, Any], used: set[str], section: str) -
 def doubt(rows: Rows, used: Collection[str] = ()) -> str:
     """Returns a question if it is unclear which completions are good, or "".
 
-    This is so if the name of a column means that its rows are bad, such as thumbs_down, or if several texts may be the
-    completion. Columns in `used` do not count.
+    It is unclear if the name of a column means that its rows are bad, such as thumbs_down, or if several texts may be the
+    completion. Columns in `used` are ignored.
     """
     columns = {name: one for name, one in _columns(rows[:LOOKED]).items() if name not in used}
     texts, asked = _texts(columns), _questions(rows[:LOOKED])
@@ -221,9 +225,9 @@ def doubt(rows: Rows, used: Collection[str] = ()) -> str:
 
 
 def reads(rows: Rows, guess: dict[str, Any], kind: Kind) -> bool:
-    """Returns True if at least half of the rows can be read with these columns. Ties and unlabeled rows do not count."""
+    """Returns True if at least half of the rows can be read with these columns. Ties and unlabeled rows are ignored."""
     rows = rows[:LOOKED]
-    labels = tuple(map(comparable, labels_of(guess, rows)))  # any value is accepted
+    labels = tuple(map(comparable, labels_of(guess, rows)))  # this field accepts any value
     rule = Rule(labels) if "first" in guess else Rule(good=labels if "label" in guess else ())
     kind = kind.with_preprocess(Preprocess(guess, rule))
     if not kind.formats:
@@ -270,7 +274,7 @@ def _columns(rows: Rows) -> dict[str, Values]:
 
 
 def _is_tools(value: Any) -> bool:
-    with contextlib.suppress(RowError):  # the text is a list of something else
+    with contextlib.suppress(RowError):  # the JSON text is a list of something else
         return all("function" in tool for tool in tool_schemas(value) or [{}])
     return False
 
@@ -291,7 +295,7 @@ def _questions(rows: Rows) -> set[str]:
 
 
 def _ratings(rows: Rows) -> list[str]:
-    """Returns the columns whose values rate completions, such as emoji, and the columns with the ratings of annotators."""
+    """Returns the columns with values that rate completions, such as emoji, and the columns with the ratings of annotators."""
     columns, asked = {name: filled(values) for name, values in _columns(rows).items()}, _questions(rows)
 
     def rates(name: str, values: Values) -> bool:
@@ -352,7 +356,7 @@ def _candidates(columns: dict[str, Values], rated: list[str], stage: str) -> Ite
             for prompt in (*as_they_are, *prompts, {}, *only):
                 if not {*prompt.values()} & _used(pair):
                     yield _unlike({**prompt, **pair})
-    if stage in ("sft", "kto", "score") and not pairs:  # these would misread one completion of a pair
+    if stage in ("sft", "kto", "score") and not pairs:  # a guess would misread one completion of a pair
         labels = [*_called("label", columns), *_labels(columns, rated)]
         labels = [name for name in labels if name in rated or are_labels(columns[name])]
         for label in [{"label": _with_twins(name, columns)} for name in labels] if stage == "kto" else [{}]:
@@ -434,7 +438,7 @@ def _called(field: str, columns: Iterable[str]) -> list[str]:
 
 
 def _unlike(guess: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the guess without the fields whose columns have their names already."""
+    """Returns the guess without the fields whose columns already have the name of the field."""
     return {field: column for field, column in guess.items() if field != column}
 
 

@@ -1,9 +1,9 @@
 """Decides what labels mean: whether a completion is good, or which of two completions is better.
 
-data.label says what the values mean. Without it, a rule is derived from the first rows if their labels have only one meaning:
-1 and 2, numbers between them (1.5 is a tie), words such as a and b, model_a and model_b, and tie. Values 0 and 1 are ambiguous:
-a 1 is the number of the better completion, or means that the first one is better. Column names such as response_0, response_1
-and better_response_id resolve this.
+data.label says what the values mean. Without data.label, a rule is derived from the first rows if their labels have only one
+meaning: 1 and 2, numbers between them (1.5 is a tie), words such as a and b, model_a and model_b, and tie. Values 0 and 1 are
+ambiguous: a 1 is the number of the better completion, or means that the first one is better. Column names such as response_0,
+response_1 and better_response_id resolve this ambiguity.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ def is_unrated(value: Any) -> bool:
 
 
 def is_good(label: Any) -> bool | None:
-    """Returns whether a label means a good completion, or None if it means something else, such as a topic."""
+    """Returns whether a label means a good completion, or None if the label means something else, such as a topic."""
     value = label.strip().lower().replace(" ", "_") if isinstance(label, str) else label
     with contextlib.suppress(ValueError, TypeError):
         value = float(value)
@@ -126,7 +126,7 @@ def numbers(values: Iterable[Any]) -> list[float]:
 
 
 def are_clear(labels: Sequence[Any]) -> bool:
-    """Returns True if each label means good or bad. Next to -1, a 0 may mean an unrated completion."""
+    """Returns True if each label means good or bad. If the labels include -1, a 0 may mean an unrated completion."""
     return None not in map(is_good, labels) and not {0.0, -1.0} <= {*map(comparable, labels)}
 
 
@@ -137,7 +137,7 @@ def are_mostly_ratings(labels: Sequence[Any]) -> bool:
 
 
 def are_labels(values: Iterable[Any]) -> bool:
-    """Returns True for few distinct values of at most two words. A list has the labels of several annotators."""
+    """Returns True for few distinct values of at most two words. A value that is a list has the labels of several annotators."""
     values = [*values]
     each = [one for value in values for one in listed(value)]
     different = {str(comparable(value)) for value in each if not isinstance(value, list | dict)}
@@ -169,7 +169,7 @@ class Rule:
     tie: tuple[Any, ...] = ()
     good: tuple[Any, ...] = ()
     bad: tuple[Any, ...] = ()
-    derived: bool = False  # derived from the first rows; words then also have the meanings of SIDE_WORDS
+    derived: bool = False  # from the first rows; if True, words also have the meanings of SIDE_WORDS
 
     @classmethod
     def from_job(cls, label: Mapping[str, Any]) -> "Rule":
@@ -228,7 +228,7 @@ def derive_rule(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "d
     single = itertools.chain.from_iterable(listed(unpacked_label(label)) for label in labels)
     found = [one for one in single if not isinstance(one, list | dict) and not is_blank(one)]
     times = Counter(map(comparable, found))
-    # A rare text without a known meaning is left out here. It becomes an error when its row is read.
+    # A rare text without a known meaning is left out here. This text becomes an error when its row is read.
     values = [
         value
         for value, rows in times.items()
@@ -236,7 +236,7 @@ def derive_rule(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "d
     ]
     scale = sorted(value for value in values if isinstance(value, float))
     words = {side_of(value) for value in values if not isinstance(value, float)}
-    # A 1 may mean the first or the second. "right" may mean correct.
+    # A 1 may mean the first or the second completion. "right" may mean correct.
     doubtful = any(isinstance(value, str) and re.search(r"\d|^(left|right)", value) for value in values)
     if scale and 1 <= scale[0] < 1.5 < scale[-1] <= 2 and words <= {"tie"}:
         return Rule((1.0,), (2.0,), derived=True)
@@ -249,7 +249,7 @@ def derive_rule(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "d
     ends = [f"{one:g}" for one in scale] if scale else sorted(map(str, distinct.values()))
     said = "{first: VALUE, second: VALUE, tie: VALUE}"
     when = "where a VALUE may be a list"
-    if len(ends) == len(distinct) > 1 and (scale or len(ends) == 2):  # more than two words have no order
+    if len(ends) == len(distinct) > 1 and (scale or len(ends) == 2):  # three words have no order
         said = f"{{first: {ends[0]}, second: {ends[-1]}}}"
         when = f"if {ends[0]} means that the first completion is better (and tie: VALUE for neither)"
     column = ", ".join(listed(columns.get("label", "label")))

@@ -1,7 +1,7 @@
 """Reads the content of a row: texts, lists of messages, and transcripts, which become messages.
 
-A text of the form "\\n\\nHuman: ...\\n\\nAssistant: ..." is a transcript. It becomes a list of messages, so that the chat
-template of the tokenizer applies. The functions raise RowError for values that they cannot read.
+A text of the form "\\n\\nHuman: ...\\n\\nAssistant: ..." is a transcript. A transcript becomes a list of messages, so that the
+chat template of the tokenizer applies. The functions raise RowError for values that they cannot read.
 """
 
 import json
@@ -35,7 +35,7 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # Templates keep only the text after this marker in all turns except the last one.
 END_OF_THOUGHTS = re.compile(r"</(?:think|thinking|thought|thoughts|reasoning)>|\[/THINK\]")
 UNSEEN = ("Zs", "Zl", "Zp", "Cc", "Cf")  # Unicode categories: white space, control and format characters
-WEIGHTS = ("weight", "train", "loss")  # keys of a message that say whether it is trained
+WEIGHTS = ("weight", "train", "loss")  # keys of a message that say whether the message is trained
 ABOUT_TOOLS = ("tool_call_id", "name")
 READ = frozenset({"role", "content", "from", "value", "tool_calls", "function_call", *WEIGHTS})
 
@@ -179,7 +179,7 @@ def message(item: Any, key: str) -> Message:
     if isinstance(content, list):
         content = "".join(part_text(part, f"{key}.{what}[{i}]") for i, part in enumerate(content))
     given = [name for name in THOUGHTS if isinstance(item.get(name), str) and item[name].strip()]
-    if len({item[name].strip() for name in given}) > 1:  # the template would get only one of them
+    if len({item[name].strip() for name in given}) > 1:  # the template would get only one of the two texts
         found = f"`{given[0]}` and `{given[1]}` that differ"
         raise RowError("thoughts_differ", key, found, "the thoughts of a message in one key")
     turn: Message = {"role": ROLES[role.lower()], "content": text(content, f"{key}.{what}")}
@@ -203,7 +203,7 @@ def part_text(part: Any, key: str) -> str:
 
 
 def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
-    """Returns a prompt as text, or as messages if it is a list or a transcript. Its last turn must not be the assistant's."""
+    """Returns a prompt as text, or as messages if it is a list or a transcript. The last turn must not be the assistant's."""
     if isinstance(value, list):
         turns = messages(value, key)
     else:
@@ -253,7 +253,7 @@ def completion_text(value: Any, key: str, prompt: Text) -> Text:
 
 
 def with_system(turns: Turns, system: Any) -> Turns:
-    """Adds a row's `system` prompt, if any, to a conversation. Raises RowError if the conversation has a different one."""
+    """Adds a row's `system` prompt, if any, to a conversation. Raises RowError if the conversation has a different `system`."""
     if not system:
         return turns
     first = {"role": "system", "content": text(system, "system")}
@@ -282,7 +282,7 @@ def check_last(turns: Turns, key: str) -> None:
         raise RowError("wrong_role", key, f"a last turn by `{last['role']}`", expected)
     if not text_after_thoughts(last["content"]) and not last.get(
         "tool_calls"
-    ):  # would teach the policy to end at once
+    ):  # an empty completion would teach the policy to end at once
         expected = "a turn that is not empty; before the last one, `weight: 0` excludes a turn from training"
         raise RowError("empty_completion", key, show(last["content"]), expected)
 
@@ -346,7 +346,7 @@ def split_transcripts(row: dict[str, Any], system: Any = None) -> tuple[Text, tu
 
 
 def split_texts(chosen: str, rejected: str) -> tuple[str, tuple[str, str]]:
-    """Splits two texts without turn markers. Their prompt is the longest common prefix that ends before white space."""
+    """Splits two texts without turn markers. The prompt is the longest common prefix that ends before white space."""
     at = shared_length(chosen, rejected)
     while at and not chosen[at : at + 1].isspace() and not rejected[at : at + 1].isspace():
         at -= 1
@@ -385,7 +385,7 @@ def tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
 def tool_schemas(value: Any) -> list[dict[str, Any]] | None:
     """Returns the functions that a completion may call, as JSON schemas, or None if the value is not a list of schemas.
 
-    OpenAI's {type, function} is put around a bare schema: {name, description, parameters}.
+    A bare schema, {name, description, parameters}, is wrapped in OpenAI's {type, function}.
     """
     value = list_in(value, "tools")
     if not value or not isinstance(value, list) or not all(isinstance(item, dict) for item in value):

@@ -4,11 +4,11 @@ The number of rows that an epoch draws from a source is proportional to the sour
 data.stopping_strategy has the values of datasets.interleave_datasets:
 
 - `first_exhausted`: the epoch ends when one source is used up. No row occurs twice. Some rows of other sources do not occur.
-- `all_exhausted`: the epoch ends when every source is used up. Every row occurs. Rows of the smaller sources occur several
-  times, and their counts differ by at most one within a source.
+- `all_exhausted`: the epoch ends when every source is used up. Every row occurs. Rows of the smaller sources occur several times.
+  Within a source, the numbers of occurrences differ by at most one.
 
-Each epoch drops or repeats other rows, so that over several epochs all rows of a source are drawn equally often. The rows of an
-epoch depend only on seed and epoch, so they are the same for any number of workers and after a resume.
+Different epochs drop or repeat different rows, so that over several epochs all rows of a source are drawn equally often. The rows
+of an epoch depend only on seed and epoch, so they are the same for any number of workers and after a resume.
 """
 
 import math
@@ -38,7 +38,8 @@ class Mixture:
 
         parts, start = [], 0
         for source, (size, draws) in enumerate(zip(self.sizes, self.draws, strict=True)):
-            # All epochs share one order. Each epoch continues where the previous one ended, and wraps around at the end.
+            # All epochs share one row order. Each epoch continues where the previous one ended, and wraps around at the
+            # end.
             order = np.random.default_rng([seed, source]).permutation(size)
             parts.append(start + order[(epoch * draws + np.arange(draws)) % size])
             start += size
@@ -56,7 +57,7 @@ def mix_sources(sources: Sequence[Source], sizes: Sequence[int], strategy: str) 
     shares = [weight / sum(weights) for weight in weights]
     lengths = [size / share for size, share in zip(sizes, shares, strict=True)]
     total = math.floor(min(lengths)) if strategy == "first_exhausted" else math.ceil(max(lengths))
-    # Each share is rounded up or down. The largest remainders are rounded up.
+    # Each source's number of rows is rounded up or down. The largest remainders are rounded up.
     draws = [math.floor(share * total) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda index: draws[index] - shares[index] * total)
     for index in by_remainder[: total - sum(draws)]:

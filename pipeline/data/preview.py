@@ -138,7 +138,7 @@ def resolve_labels(
             section = f"data.{name}.{index}" if len(sources) > 1 else "data"
             for file in [file for file in files.get(name, ()) if file.source == index][:FILES]:
                 heads.append(Head(name, section, file.path, kind, first_rows(file, kind)[0]))
-    labels: dict[str, list[Any]] = {}  # preprocessing -> labels; sources may share a preprocessing
+    labels: dict[str, list[Any]] = {}  # preprocessing -> labels of all its sources
     for head in heads:
         columns = head.kind.preprocess.columns
         check_columns_exist(columns, head.rows, head.path, f"{head.section}.columns")
@@ -163,7 +163,7 @@ def resolve_labels(
         kind = with_rule(head.kind)
         kind = kind.with_preprocess(
             replace(kind.preprocess, transform=None)
-        )  # head.rows have gone through it
+        )  # head.rows are already the results of data.transform
         if head.rows and not any(fits(row, kind) for row in head.rows):
             problem = guess.explain_misfit(head.rows, kind_of(kind.stage), head.path, head.section)
             raise InputError(problem, key=f"data.{head.split}")

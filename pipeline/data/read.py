@@ -1,9 +1,9 @@
-"""Reads, validates, templates and tokenizes a job's rows once, into Arrow files in a cache folder, its parts.
+"""Reads, validates, templates and tokenizes a job's rows once, into Arrow files ("parts") in a cache folder.
 
 Each chunk of a file has a task, which reads its rows one after another and writes a part: an Arrow file of token rows (tasks.py).
 The driver receives only counts, so its memory does not grow with the data. The driver makes the report from the counts
 (report.py), rejects unusable data, and loads the parts as tables. A later run with the same files, tokenizer, template and
-options reuses the parts.
+options reads the parts again.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from pipeline.job.job import sources_of
 from pipeline.system import storage
 
 VERSION = 17  # format of the parts; raise it if the same rows give other tokens or another report
-SMALL = 64 << 20  # maximum bytes of files to tokenize without Ray. Larger files justify starting Ray
+SMALL = 64 << 20  # maximum bytes of files to tokenize without Ray, whose start takes seconds
 
 
 @dataclass
@@ -121,9 +121,9 @@ def plan_reading(
     packing: bool = False,
     aside: Any = None,
 ) -> tuple[dict[str, list[File]], Options]:
-    """Returns the files of each split, and the options for their rows according to the first rows. Does not use Ray.
+    """Returns the files of each split, and the options for their rows, derived from the first rows. Does not use Ray.
 
-    Adds the files of folders that a split does not read to `aside`, {path: why}.
+    Adds to `aside`, as {path: why}, the files of folders that a split does not read.
     Raises InputError if files or columns are missing, rows fit another stage, or keys contradict the model.
     """
     options = options_of(stage, data, tokenizer, context_length, packing)
@@ -191,7 +191,7 @@ def manifest_of(counts: list[Counts], tokenizer: Any, options: Options) -> dict[
 
 
 def content_digest(name: str, counts: list[Counts], options: Options) -> str:
-    """Returns a digest of a split's rows in their order. With data.eval_fraction, fraction and seed are part of it."""
+    """Returns a digest of a split's rows in their order. With data.eval_fraction, fraction and seed are part of the digest."""
     whole = RowsDigest()
     for one in of_split("train" if options.eval_fraction else name, counts):
         whole.extend(one.digest)
@@ -238,7 +238,7 @@ def set_up_ray_data() -> None:
     context.execution_options.preserve_order = True
     context.print_on_execution_start = False
     context.enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.WARNING)  # it would print a line for each execution
+    logging.getLogger("ray.data").setLevel(logging.WARNING)  # Ray Data would print a line for each execution
     # This logger would warn that there are no progress bars.
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
 
@@ -247,10 +247,8 @@ def set_up_ray_data() -> None:
 
 
 def cache_key(files: dict[str, list[File]], tokenizer: Any, options: Options) -> str:
-    """Returns a digest of everything that the parts depend on.
-
-    For a file, these are path, size and time of change. The cache avoids reading all files, so their content is not part of the
-    key, and a copy of a file is tokenized again.
+    """Returns a digest of everything that the parts depend on. Of a file, the digest has path, size and time of change. The cache
+    avoids reading all files, so their content is not part of the key, and a copy of a file is tokenized again.
     """
     from pipeline.models.tokenizer import template_digest, tokenizer_digest
 
@@ -268,8 +266,8 @@ def read_manifest(folder: str) -> dict[str, Any] | None:
     try:
         manifest: dict[str, Any] = storage.read_json(storage.join(folder, "manifest.json"))
         for name, _ in itertools.chain.from_iterable(manifest["parts"].values()):
-            _opened(storage.join(folder, name))  # reads the end of the file: raises if it is cut short
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the parts are made again
+            _opened(storage.join(folder, name))  # reads the end of the file, so that a truncated file raises
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the caller makes the parts again
         return None
     return manifest
 
@@ -308,7 +306,7 @@ def _opened(path: str) -> Any:
 def to_hf(shard: Any, fingerprint: str) -> Any:
     """Returns an Arrow table, or a dataset of Ray Data, as a datasets.Dataset that shares the same memory.
 
-    `fingerprint` names the table. Without it, the datasets library would hash, and so copy, the full table.
+    `fingerprint` names the table. Without a name, the datasets library would hash, and so copy, the full table.
     """
     import datasets
     import pyarrow as pa

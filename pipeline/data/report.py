@@ -28,7 +28,7 @@ from pipeline.errors import InputError, visible
 from pipeline.models.template import is_plain, text_as_chat
 
 PERCENTILES = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "max": 1.0}
-# kind of error -> its description in the report. Other kinds describe themselves.
+# kind of error -> its description in the report. The names of other kinds are their descriptions.
 ERROR_NAMES = {
     "not_json": "not JSON",
     "not_utf8": "not UTF-8",
@@ -70,7 +70,7 @@ class Split:
     kept: int = 0
     tokens: int = 0
     truncated: int = 0
-    rows: int = 0  # rows of the token table, each of them with one kept row or, if packed, with several
+    rows: int = 0  # rows of the token table; each has one kept row or, if packed, several
     desirable: int | None = None  # kept rows with a good label, or None if the rows have no labels
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> rows
     versions: dict[str, int] = field(default_factory=dict)  # models:/NAME/NUMBER that generated rows -> rows
@@ -105,7 +105,7 @@ class Report:
     skipped: list[str] = field(default_factory=list)  # file:line of the first rows that were dropped
     samples: list[str] = field(default_factory=list)
     packed: int | None = None  # packed training rows
-    # (eval rows whose prompt is also in train, eval rows also there with completions), or None without eval
+    # (eval rows whose prompt is also in train, eval rows whose completions are there, too), or None without eval
     overlap: tuple[int, int] | None = None
     text_as_chat: bool = True  # whether the chat template is applied to prompts of plain text
     notes: list[str] = field(default_factory=list)  # warnings about the dataset
@@ -189,7 +189,7 @@ class Report:
         if split.desirable is not None:
             yield "labels", f"{split.desirable:,} desirable, {split.kept - split.desirable:,} undesirable"
         for column, values in split.label_values.items():
-            if len(values) > MAX_LABELS:  # for many values, such as a scale, show only the meanings
+            if len(values) > MAX_LABELS:  # many values, such as a scale: show only the meanings
                 meanings = Counter[str]()
                 for value, rows in values.items():
                     meanings[value.rpartition(" = ")[2]] += rows
@@ -422,11 +422,11 @@ def in_words(kinds: Counter[str]) -> str:
 
 
 def name_of(kind: str) -> str:
-    """Describes the kind of a row's error in a few words."""
+    """Describes the kind of a RowError in a few words."""
     return ERROR_NAMES.get(kind, kind.replace("_", " "))
 
 
 def named(error: RowError, rows: int) -> str:
-    """Returns the error of a row, and how many other rows have the same problem."""
+    """Returns text about the error of a row, and how many other rows have the same problem."""
     more = f" (and {rows - 1:,} more with the same problem)" if rows > 1 else ""
     return f"{error}{more}"

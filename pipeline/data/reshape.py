@@ -90,10 +90,10 @@ NoteLabel = Callable[[str, str], None]  # (column of a label, "VALUE = MEANING")
 
 @dataclass(frozen=True)
 class Preprocess:
-    """The changes to each row of a job. All of them are part of the cache key."""
+    """How a job changes each row. All fields are part of the cache key."""
 
     columns: Columns = dataclasses.field(default_factory=dict)
-    rule: Rule | None = None  # unset if the rule is unknown or there are no labels
+    rule: Rule | None = None  # None if the rows have no labels, or if the rule is not yet derived
     transform: str | None = None
     transform_digest: str = ""
     group_by: str | None = None  # `transform` gets all consecutive rows with the same value in this column
@@ -118,18 +118,18 @@ class Preprocess:
             try:
                 found = f"{type(one).__name__} {show(one)}"
                 if isinstance(one, dict):
-                    yield json.loads(row_json(one))  # like JSON: with text keys and without tuples
+                    yield json.loads(row_json(one))  # as JSON has it: with text keys and without tuples
                     continue
             except (TypeError, ValueError, RecursionError) as error:
                 found = f"a row that is not JSON ({in_brief(error, 100)})"
             yield RowError("transform", "", f"{found} returned by {self.transform}", EXPECTED)
 
     def apply_label(self, row: dict[str, Any], has_pairs: bool, note_label: NoteLabel | None) -> Any:
-        """Returns the row with the completion that its label or scores choose, or Dropped if neither is better.
+        """Returns the row with the completion that its label or scores prefer, or Dropped if neither is better.
 
         Args:
             has_pairs: whether a row may have two completions.
-            note_label: gets each label's column and the meaning of its value.
+            note_label: called with each label's column and the meaning of its value.
         """
         rule = self.rule or Rule()
         if rule.good and "label" in row:

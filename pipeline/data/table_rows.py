@@ -1,8 +1,8 @@
-"""Reads the rows of Parquet and Arrow files, a few at a time, and converts them to what JSON Lines would have.
+"""Reads the rows of Parquet and Arrow files, a few at a time, and converts their values to those that JSON Lines would have.
 
-A field that a struct lacks is null in these files; it is dropped. NaN, which pandas writes for a missing value, becomes null.
-Dates, bytes and decimals keep their Python types, and messages.text rejects them if the stage reads their column. No code in
-a file is run.
+A null field of a struct is dropped, because these files store a missing field as null. NaN, which pandas writes for a missing
+value, becomes null. Dates, bytes and decimals keep their Python types, and messages.text rejects them if the stage reads their
+column. No code in a file is run.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ ROWS = 256  # rows read at a time
 BYTES = 4 << 20  # maximum bytes of a batch of rows; a row may contain an image
 BUFFER = 1 << 20  # bytes per column; without a buffer, pyarrow reads the full row group
 
-Piece = tuple[int, int, int]  # rows [start, stop), or -1 to the end; bytes
+Piece = tuple[int, int, int]  # (start, stop, bytes) of rows [start, stop); stop is -1 for all rows to the end
 
 
 def pieces(path: str, format: str, size: int, chunk_bytes: int) -> list[Piece]:
@@ -32,7 +32,7 @@ def pieces(path: str, format: str, size: int, chunk_bytes: int) -> list[Piece]:
     """
     whole = [(0, -1, size)]
     if format == "arrow" and storage.is_remote(path):
-        return whole  # the file does not store where its batches begin
+        return whole  # an Arrow stream does not store where its batches begin
     joined: list[Piece] = []
     start = stop = held = 0
     with contextlib.suppress(*_damage()), _opened(path) as file:
@@ -54,7 +54,7 @@ def table_rows(path: str, format: str, start: int, stop: int) -> Iterator[Row]:
     try:
         with _opened(path) as file:
             for size, _, read in _groups(file, format):
-                # One group at a time, so that an error names the row where the damage begins.
+                # Row groups are read one at a time, so that an error names the row where the damage begins.
                 for batch in read() if start <= at and (stop < 0 or at < stop) else ():
                     if error := repeated_column(batch.schema.names):
                         yield 1, error, b""
@@ -79,7 +79,7 @@ def _damage() -> tuple[type[Exception], ...]:
 
 
 def _opened(path: str) -> Any:
-    """Opens a file for random access. A local file is memory-mapped, so that it takes no memory of the process."""
+    """Opens a file for random access. A local file is memory-mapped, so that it needs no memory of its own."""
     import pyarrow.fs as pafs
 
     if storage.is_remote(path):
@@ -143,7 +143,7 @@ def _rows(batch: Any) -> Iterator[Any]:
     except (
         ValueError,
         OverflowError,
-    ) as error:  # such as text that is not UTF-8, or a date before the year 1
+    ) as error:  # Python cannot represent text that is not UTF-8, or a date before the year 1
         if batch.num_rows > 1:
             for index in range(batch.num_rows):
                 yield from _rows(batch.slice(index, 1))

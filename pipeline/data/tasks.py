@@ -28,9 +28,9 @@ Read = Record | RowError | Dropped  # a row before it is tokenized
 
 @dataclass(frozen=True)
 class Options:
-    """The settings of a task. All of them are part of the cache key."""
+    """The settings of a task. All fields are part of the cache key."""
 
-    kind: Kind  # the kind of all rows, without the job's changes
+    kind: Kind  # the kind of all rows, before the job's columns and labels are applied
     max_length: int
     overlong: str
     on_error: str
@@ -50,7 +50,7 @@ class Options:
         return sources[source] if sources else self.kind
 
     def cache_parts(self) -> list[tuple[str, Any]]:
-        """Returns the settings for the cache key. A kind is its stage and preprocessing, because its functions have no digest."""
+        """Returns the settings for the cache key. A Kind is replaced by its stage and preprocessing, which have a digest."""
         preprocess = {split: [one.preprocess for one in kinds] for split, kinds in self.kinds.items()}
         own = {name: value for name, value in vars(self).items() if name not in ("kind", "kinds")}
         return sorted((own | {"stage": self.kind.stage, "preprocess": preprocess}).items())
@@ -236,7 +236,7 @@ PACK_ROWS = 4096  # rows packed together, to bound memory. Importing TRL's packi
 
 
 class PartWriter:
-    """Writes one Arrow file in batches of bounded size. Its name is unique, because a retried task writes another file."""
+    """Writes one Arrow file in batches of bounded size. The file's name is unique, because a retried task writes another file."""
 
     def __init__(self, folder: str, stem: str, options: Options):
         import pyarrow as pa
@@ -264,7 +264,7 @@ class PartWriter:
         self.rows, self.tokens = [], 0
 
     def close(self) -> tuple[str, int]:
-        """Closes the file. Returns its name and number of rows."""
+        """Closes the file. Closes the file. Returns the file's name and number of rows."""
         if self.rows:
             self.write()
         self.writer.close()
@@ -285,7 +285,7 @@ def schema(options: Options) -> Any:
 
 
 def pack(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
-    """Joins complete rows into bins of at most `size` tokens (best-fit decreasing). `seq_lengths` keeps the borders."""
+    """Joins rows into bins of at most `size` tokens (best-fit decreasing). `seq_lengths` has the lengths of a bin's rows."""
     free = defaultdict[int, list[list[dict[str, Any]]]](list)  # free tokens -> bins
     bins: list[list[dict[str, Any]]] = []
     for row in sorted(rows, key=lambda row: -len(row["input_ids"])):
@@ -318,7 +318,7 @@ def sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limi
     decode = tokenizer.decode
 
     def begun(ids: list[int]) -> str:
-        """Returns the text of a row's first tokens. The last token may be part of a character, which has at most 4 bytes."""
+        """Returns the text of a row's first tokens. Leaves out a last character that is incomplete (of at most 4 bytes)."""
         texts = (str(decode(ids[: max(0, len(ids) - cut)])) for cut in range(4))
         return next((text for text in texts if not text.endswith("\ufffd")), "")
 

@@ -2,8 +2,8 @@
 
 Completion i is the text between `messages[:i]` with a generation prompt and `messages[:i+1]`, or the template's own
 `{% generation %}` block. Some templates render an earlier completion differently from the last one: Qwen3's removes its thoughts.
-Then the completion is the part of the text that changes with the message's content. A row is rejected if the template drops
-a completion, changes its words, or does not render the last completion after the generation prompt.
+The completion in such a template is the part of the text that changes with the message's content. A row is rejected if the
+template drops a completion, changes its words, or does not render the last completion after the generation prompt.
 """
 
 import copy
@@ -59,7 +59,7 @@ class ChatTemplate:
             raise RowError("template", "messages", f"roles {roles}", expected) from None
 
     def whole(self, prompt: Turns, completion: Turns) -> tuple[str, str]:
-        """Returns (text of the prompt, text of prompt and completion). The second begins with the first."""
+        """Returns (text of the prompt, text of prompt and completion). The second text begins with the first."""
         turns = [*prompt, *completion]
         head, whole = self.render_prompt(prompt), self.render(turns, False)
         if not whole.startswith(head):
@@ -93,7 +93,7 @@ class ChatTemplate:
         other = [*turns[:-1], {**turns[-1], "content": f"not {content} at all"}]
         if self.render(other, role != "assistant") == text:
             raise without_tokens("completion" if role == "assistant" else "prompt")
-        if role in ("user", "assistant"):  # templates may reformat the messages of tools
+        if role in ("user", "assistant"):  # templates may reformat tools' messages
             raise distorted(len(turns) - 1, content)
 
     def spans(self, turns: Turns, first: int, untrained: Collection[int] = ()) -> tuple[str, list[Span]]:
@@ -108,7 +108,7 @@ class ChatTemplate:
             spans = [span for i, span in zip(completions, spans, strict=True) if i not in untrained]
         elif not spans or len(trained) < len(completions):
             spans = [self._span(whole, turns, i) for i in trained]
-        one_each = len(spans) == len(trained)  # otherwise the template's blocks are no completions
+        one_each = len(spans) == len(trained)  # if not, the spans are not the completions
         for at, i in enumerate(trained):
             content, text = turns[i]["content"].strip(), whole[slice(*spans[at])] if one_each else whole
             # The template may drop the thoughts of earlier completions.

@@ -2,7 +2,7 @@
 
 A RowError replaces an unreadable row.
 
-Why not ijson: version 3.6.0 was no faster. It stops at a NaN or an integer over 64 bits without naming the row, replaces lone
+Why not ijson: version 3.6.0 was no faster. ijson stops at a NaN or an integer over 64 bits without naming the row, replaces lone
 surrogates (half of a UTF-16 pair), and loses a row's bytes, which identify duplicates. Why not pyarrow's CSV reader: it guesses
 types (a prompt `42` becomes a number in some blocks), and its line numbers are wrong after a row of several lines.
 """
@@ -22,7 +22,7 @@ from pipeline.data.values import RowError, fields_of, read_json, read_value, sho
 
 BLOCK = 1 << 20  # bytes to read at a time
 ROW = 64 << 20  # maximum characters of a CSV field
-# between the elements of an array: white space, perhaps one sign, white space
+# between the elements of an array: white space, perhaps a bracket or comma, white space
 NEXT = re.compile(r"[ \t\r\n]*([\[,\]]?)[ \t\r\n]*")
 DELIMITERS = {"csv": ",;\t|", "tsv": "\t|"}  # delimiters of each format, the most likely first
 REST = "all that follows"
@@ -51,7 +51,7 @@ def text_rows(path: str, format: str, zipped: bool, start: int, stop: int) -> It
 def json_rows(stream: Any, start: int, stop: int) -> Iterator[Row]:
     """Yields the decoded rows of JSON Lines. Empty lines are skipped, but counted."""
     at, number = start, 0
-    if start:  # the previous range reads the line across the border
+    if start:  # the task of the previous range reads the line across the border
         stream.seek(start - 1)
         at += len(stream.readline(stop - start + 1)) - 1
     while (at < stop or stop < 0) and (line := stream.readline()):
@@ -100,7 +100,7 @@ def elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
     """Yields (value, its bytes) of each element. Raises JSONDecodeError, UnicodeDecodeError and RecursionError."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     text, at, block, final = "", 0, BLOCK, False
-    due = "["  # the sign before the next element
+    due = "["  # the bracket or comma before the next element
     while True:
         match = NEXT.match(text, at)
         sign, begin = match[1], match.end()  # type: ignore[union-attr, index]
@@ -116,7 +116,7 @@ def elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
         try:
             value, end = read_value(text, begin)
         except json.JSONDecodeError as error:
-            # An error far from the end of the text is real. Near the end, the rest of the element may be missing.
+            # An error far from the end of the text is real. Near its end, the rest of the element may be unread.
             if final or (error.pos < len(text) - 4096 and not error.msg.startswith("Unterminated")):
                 raise
             data = stream.read1(block)
@@ -135,11 +135,13 @@ def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
 
     Blank lines are skipped, but counted. After an unusable header, a RowError is the only row.
     """
-    csv.field_size_limit(ROW)  # applies to the process; the default is 128 KiB
+    csv.field_size_limit(ROW)  # this limit applies to the whole process; csv's default is 128 KiB
     head = stream.peek(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip(b"\r\n").partition(b"\n")[0]
     text = head.decode(errors="replace")
     # Names may contain `|`, so it is a delimiter only if there is no other.
-    delimiter = max(delimiters, key=lambda one: (one in text and one != "|", text.count(one)))
+    likely = max(delimiters, key=lambda one: (one in text and one != "|", text.count(one)))
+    from_excel = re.fullmatch(r"sep=([,;|\t])\r?", text)  # Excel's line before the header names the delimiter
+    delimiter = from_excel[1] if from_excel else likely
     lines = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     names: list[str] = []
@@ -161,7 +163,7 @@ def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
             expected = "UTF-8 text: run iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
             wrong = RowError("not_utf8", "", f"byte 0x{ord(error.object[error.start]) & 0xFF:02x}", expected)
         else:
-            if not fields:
+            if not fields or (in_header and from_excel and fields == ["sep=", ""]):
                 continue
             if in_header:  # pandas writes an index column without a name
                 names = [name or f"Unnamed: {index}" for index, name in enumerate(fields)]

@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 from pipeline.errors import visible
 
-Reason = tuple[str, str, str]  # kind, field without numbers, expected
+Reason = tuple[str, str, str]  # (kind, field without numbers, expected)
 
 
 @dataclass(eq=False)
 class RowError(Exception):
-    """Says what is wrong with a row.
+    """Describes what is wrong with a row.
 
     `kind` names the error in the report. `field` is a path (`messages[0].role`), or "" if the error is not in one field. `line`
     counts from 1, in `unit`: lines of a file, elements of a JSON array, or rows of a table.
@@ -58,7 +58,7 @@ class Dropped:
     """A row that is dropped although it is correct, for example because it is too long or has no label."""
 
     reason: str
-    error: RowError | None = field(default=None, compare=False)  # the report shows this error with its line
+    error: RowError | None = field(default=None, compare=False)  # the error that the report shows
 
 
 def check_values(value: Any, name: str = "") -> None:
@@ -82,7 +82,7 @@ def check_values(value: Any, name: str = "") -> None:
 
 # A number with hundreds of digits is infinite for check_values. Python converts at most 4,300 digits to an integer.
 _JSON = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 400 else float(digits))
-read_json = _JSON.decode  # converts text to a value; raises JSONDecodeError or RecursionError
+read_json = _JSON.decode  # f(text) -> value; raises JSONDecodeError or RecursionError
 read_value = _JSON.raw_decode  # (text, begin) -> (value, end); raises the same
 
 
@@ -135,7 +135,7 @@ def fields_of(keys: Iterable[str]) -> str:
 
 
 def nearest(name: str, keys: Iterable[str]) -> str:
-    """Asks whether a similar key is a misspelling of `name`. Returns "" if no key is similar."""
+    """Returns a question whether a similar key is a misspelling of `name`. Returns "" if no key is similar."""
     close = difflib.get_close_matches(name, some(keys), 1)
     return f" (is `{visible(close[0], lines=False)}` meant to be `{name}`?)" if close else ""
 

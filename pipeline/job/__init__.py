@@ -54,14 +54,14 @@ def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | 
 
     Args:
         overrides: `section.key=value`, as on the command line.
-        stage: the stage on the command line. None means the stage of the file.
+        stage: the stage on the command line. If None, the stage of the file applies.
     """
     _check_file(Path(path), stage or "sft")
     return job_of(read_tree(path, overrides or []), stage, str(path))
 
 
 def _check_file(path: Path, stage: str) -> None:
-    """Raises InputError for a path that is no file. The message suggests job files."""
+    """Raises InputError if a path is no file, with a message that suggests job files."""
     if path.exists() and not path.is_dir():
         return
     key, equals, value = str(path).partition("=")
@@ -77,7 +77,7 @@ def _check_file(path: Path, stage: str) -> None:
 
 
 def job_of(tree: Tree, stage: str | None, path: str) -> Job:
-    """Returns the checked job of a tree."""
+    """Returns the checked job of a parsed job file."""
     found = tree.data.get("stage")
     if found not in JOBS:
         raise tree.error("stage", f"found {show(found)}, expected one of {', '.join(JOBS)}")

@@ -31,7 +31,7 @@ SAMPLING = "response_length min_new_tokens temperature missing_eos_penalty rewar
 
 
 def parse_gate(rule: Any) -> tuple[str, float | None]:
-    """Returns (">=", 0.95) for `">= 0.95"`, and ("<=", None) for `"<= champion"`. Raises ValueError for other rules.
+    """Returns (">=", 0.95) for `">= 0.95"`, and ("<=", None) for `"<= champion"`. Raises ValueError for other conditions.
 
     `champion` stands for the metric of the version that mlflow.alias names.
     """
@@ -49,7 +49,7 @@ class Metrics:
     """The metrics that a job can measure."""
 
     stage: str
-    absent: Mapping[str, str]  # {a word of Metric.needs: its description} for what the job lacks
+    absent: Mapping[str, str]  # {a word in Metric.needs: description of what the job lacks}
     rewards: int = 0  # number of rewards
 
     def lacking(self, metric: Metric) -> str:
@@ -70,7 +70,7 @@ class Metrics:
 
     @property
     def compared(self) -> dict[str, str]:
-        """Returns `lacks` for the metrics that rate the model in an evaluation."""
+        """Returns `lacks` for the metrics that can compare two evaluations of the model."""
         return {k: v for k, v in self.lacks.items() if k.startswith("eval_") and not SPEED.search(k)}
 
     @property
@@ -97,7 +97,7 @@ class Metrics:
         return f"`{self.stage}` has no such metric ({short(metric)}); {hint}"
 
     def why_not_compared(self, metric: str | None, greater_is_better: bool | None) -> str | None:
-        """Returns why run.metric_for_best_model cannot compare evaluations, or None. The default (None) always can."""
+        """Returns why run.metric_for_best_model cannot compare evaluations, or None. The default metric always can."""
         known = self.compared
         if metric is None:
             return None

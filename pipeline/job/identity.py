@@ -20,7 +20,7 @@ class Identity:
     storage_path: str
     overwrite: bool  # whether to start over although a run of this name exists
     source: str  # the job file
-    settings: dict[str, Any]  # the job with all defaults, as in job.json and result.json
+    settings: dict[str, Any]  # all keys of the job with their values, as in job.json and result.json
 
     @property
     def facts(self) -> Stage:

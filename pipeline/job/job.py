@@ -53,7 +53,7 @@ OF_ROWS = ("columns", "label", "transform", "group_by")  # keys of `data` that d
 
 @dataclass(frozen=True)
 class Source:
-    """An entry of a list under a key of SPLITS. It is a path, or a mapping with these keys."""
+    """An entry of a list under a key of SPLITS. An entry is a path, or a mapping with these keys."""
 
     path: str
     """A file, a glob, a folder, or an s3://, gs:// or hf:// address."""
@@ -218,7 +218,7 @@ class Serve:
         return policies | {f"rewards.{key}": name for key, name in self.rewards.items()}
 
     def without(self, inputs: Container[str]) -> Serve:
-        """Returns the section without these inputs."""
+        """Returns the section without the inputs in `names`."""
         policies = {key: name for key, name in self.policies.items() if f"policies.{key}" not in inputs}
         rewards = {key: name for key, name in self.rewards.items() if f"rewards.{key}" not in inputs}
         return replace(self, policies=policies, rewards=rewards)
@@ -226,7 +226,7 @@ class Serve:
 
 @dataclass(frozen=True)
 class Forward:
-    """The `trainer` section of `score`. The keys have the same names as in PPOConfig, also in the subclasses."""
+    """The `trainer` section of `score`. In this class and its subclasses, keys have the same names as in PPOConfig."""
 
     local_rollout_forward_batch_size: Rows = 64
     """Rows per forward."""
@@ -238,7 +238,7 @@ class Forward:
 
     @property
     def rows_per_forward(self) -> int:
-        """Returns the number of rows of data.train in a forward."""
+        """Returns the number of rows of data.train in a forward pass."""
         return self.local_rollout_forward_batch_size
 
 
@@ -379,7 +379,7 @@ class Job:
 
     @property
     def without_evaluations(self) -> dict[str, Any]:
-        """Returns the keys of `trainer` that turn evaluations off. {} unless the job learns without held-out rows."""
+        """Returns the keys of `trainer` that turn evaluations off, or {} unless the job learns without held-out rows."""
         if self.held_out or not self.facts.learns:
             return {}
         return {"eval_strategy": "no", "eval_on_start": False} if self.facts.trl else {"eval_steps": 0}
@@ -423,7 +423,7 @@ class Job:
 
     @property
     def workers(self) -> tuple[int, int]:
-        """Returns (fewest, most) workers. The numbers are equal unless the job is elastic."""
+        """Returns (fewest, most) workers. Both numbers are equal unless the job is elastic."""
         count = self.scaling.get("num_workers", 1) or 1
         return (count[0], count[1]) if isinstance(count, list) else (count, count)
 
@@ -431,7 +431,7 @@ class Job:
     def in_process(self) -> bool:
         """Returns True if the job runs in the process of the command, because scaling.num_workers is 0.
 
-        On a cluster, or with rollout workers, 0 means one worker.
+        On a cluster, or with rollout workers, scaling.num_workers=0 means one worker.
         """
         zero = self.scaling.get("num_workers", 1) == 0
         return zero and not os.environ.get("RAY_ADDRESS") and not self.rollout_config.num_workers
@@ -447,7 +447,7 @@ class Job:
 
     @property
     def policies(self) -> list[str]:
-        """Returns the names under `policy`. The job uses the first one that exists."""
+        """Returns the names under `policy`. The job uses the first policy that exists."""
         return self.policy if isinstance(self.policy, list) else [self.policy] if self.policy else []
 
     @property

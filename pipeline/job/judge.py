@@ -1,4 +1,4 @@
-"""The file of a judge, which a job names as `{judge: FILE}`: the model, the question, and the meaning of an answer.
+"""Reads the file of a judge, which a job names as `{judge: FILE}`: the model, the question, and the meaning of an answer.
 
 Every form gives scores between 0 and 1.
 """
@@ -136,13 +136,13 @@ class Definition:
 
     @property
     def longest(self) -> int:
-        """Returns the most tokens of an answer."""
+        """Returns the maximum number of tokens of an answer."""
         newer = self.body.get("max_completion_tokens")  # OpenAI's name
         return newer if isinstance(newer, int) else 1 if self.form == "yes" else self.max_tokens
 
     @cached_property
     def digest(self) -> str:
-        """Returns a digest of what decides the scores, without LIMITS."""
+        """Returns a digest of all keys that decide the scores, so without LIMITS."""
         content = {key: value for key, value in asdict(self).items() if key not in LIMITS}
         content["prompt"] = self.asks
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -154,20 +154,20 @@ class Definition:
         return {*PLACEHOLDER.findall(self.asks)} - own
 
     def dollars(self, sent: float, answered: float) -> float:
-        """Returns what tokens that were sent, and tokens of answers, cost."""
+        """Returns the price of `sent` tokens of requests and `answered` tokens of answers."""
         prices = self.dollars_per_million_input, self.dollars_per_million_output
         return (sent * prices[0] + answered * prices[1]) / 1e6
 
 
 def plain(text: str) -> str:
-    """Returns a text, as it is compared: without Markdown, quotes, case, and dots at the ends of lines."""
+    """Returns a text for comparisons: without Markdown, quotes, case, and dots at the ends of lines."""
     # NFKC turns full-width characters and non-breaking spaces into the usual ones
     lines = MARKS.sub("", unicodedata.normalize("NFKC", text)).casefold().splitlines()
     return "\n".join(" ".join(line.split()).rstrip(". ") for line in lines)
 
 
 def read_definition(path: str) -> Definition:
-    """Returns the definition in a file. Raises InputError, with the line, if it is wrong."""
+    """Returns the judge's definition in a file. Raises InputError, with the line, if the definition is wrong."""
     tree = read_tree(path, [])
     for key, problem in schema.wrong(tree.data, schema.keys(CLASS)):
         raise tree.error(key, problem)
@@ -244,13 +244,13 @@ def at_version(source: str) -> tuple[str, str]:
 
 
 def pin_judge(source: str) -> str:
-    """Returns `judge:FILE@DIGEST` of `judge:FILE`, which must be right."""
+    """Returns `judge:FILE@DIGEST` for `judge:FILE`. The file must be valid."""
     path, _ = at_version(source)
     return f"judge:{path}@{read_definition(path).digest[:16]}"
 
 
 def load_pinned(version: str) -> Definition:
-    """Returns the definition of a pinned judge. Raises InputError if the file has changed since then."""
+    """Returns the definition of a pinned judge. Raises InputError if its file changed after it was pinned."""
     path, digest = at_version(version)
     found = read_definition(path)
     if found.digest[:16] != digest:

@@ -20,7 +20,7 @@ _checked_elsewhere = False
 
 
 def skip_library_checks() -> None:
-    """Makes `check_with_libraries` do nothing in this process, because its parent has checked all jobs."""
+    """Makes `check_with_libraries` do nothing in this process, because the parent process has checked all jobs."""
     global _checked_elsewhere
     _checked_elsewhere = True
 
@@ -41,13 +41,13 @@ def check_with_libraries(job: Job) -> None:
 
 
 def import_libraries(trl: bool = True) -> None:
-    """Imports peft, and TRL if needed. Without garbage collection, which takes a quarter of the time."""
+    """Imports peft, and TRL if needed. Turns garbage collection off meanwhile, which would take a quarter of the time."""
     gc.disable()
     try:
         for module in ("peft", *(("trl.trainer.base_config", "transformers.trainer") if trl else ())):
             importlib.import_module(module)
     finally:
-        gc.freeze()  # the collector then skips all modules
+        gc.freeze()  # from now on, the garbage collector skips all modules
         gc.enable()
 
 

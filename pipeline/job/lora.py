@@ -1,4 +1,4 @@
-"""Tells which modules a `lora` section adapts, by the rules of peft, and which settings vLLM ignores."""
+"""Determines which modules a `lora` section adapts, by the rules of peft, and which settings vLLM ignores."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def listed(given: Any) -> list[Any]:
 
 
 def matches(name: str, given: Any, module: str) -> bool:
-    """Returns whether peft adapts a module. Entries of a list match the end of its name. Other settings are patterns."""
+    """Returns whether peft adapts a module. Entries of a list match the end of its name. Any other setting is a pattern."""
     if isinstance(given, list):  # the files of some bases lack the start of each name
         return f".{module}".endswith(f".{name}") or f".{name}".endswith(f".{module}")
     return bool(re.fullmatch(name if isinstance(given, str) else rf"(.*\.)?({name})", module))

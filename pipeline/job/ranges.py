@@ -6,8 +6,8 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from pipeline.errors import InputError, short
 
-Seed = Annotated[int, Ge(0), Le(2**32 - 1)]  # the range of numpy
-Rows = Annotated[int, Ge(1), Le(2**20)]  # also a number of tokens
+Seed = Annotated[int, Ge(0), Le(2**32 - 1)]  # range of numpy's seeds
+Rows = Annotated[int, Ge(1), Le(2**20)]  # for batch sizes, and for numbers of tokens
 Count = Annotated[int, Ge(1), Le(10**9)]
 Steps = Annotated[int, Ge(0), Le(10**9)]
 Share = Annotated[float, Ge(0), Le(1)]

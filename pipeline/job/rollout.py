@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from pipeline.job.ranges import Patience, require_value
 
-# arguments of vllm.LLM that the pipeline sets
+# arguments of vllm.LLM that the pipeline sets itself
 VLLM_FIXED = set(
     """model revision dtype trust_remote_code quantization gpu_memory_utilization enable_lora max_loras max_lora_rank
     max_model_len max_logprobs logprobs_mode generation_config disable_log_stats use_tqdm_on_load tensor_parallel_size""".split()
@@ -73,7 +73,7 @@ class RolloutConfig:
 
     @property
     def corrects(self) -> Literal["token", "sequence"] | None:
-        """Returns the correction that applies: "token", "sequence", or None."""
+        """Returns the importance-sampling correction that applies: "token", "sequence", or None."""
         if self.correction is None:
             return "token" if self.engine == "vllm" else None
         return None if self.correction == "none" else self.correction

@@ -30,6 +30,7 @@ from pipeline.job.job import (
     transforms_of,
 )
 from pipeline.job.lora import adapts_lm_head, ignored_by_vllm
+from pipeline.job.rollout import RolloutConfig
 
 Problems = Iterator[tuple[str, str]]  # (key of the job, what is wrong with its value)
 
@@ -64,7 +65,7 @@ EXCLUDES = [
 
 
 def find_problems(job: Job) -> Problems:
-    """Yields the problems of a job. Only the first one counts: later rules assume that earlier ones found nothing."""
+    """Yields the problems of a job. Only the first is used, because later rules assume that earlier ones found nothing."""
     facts, data = job.facts, job.data
     for key, why in facts.unused.items():
         if job.changes(key):
@@ -72,7 +73,7 @@ def find_problems(job: Job) -> Problems:
     for section in ("trainer", "rollout"):
         try:
             _ = job.args if section == "trainer" else job.rollout_config
-        except InputError as error:  # of our own config classes
+        except InputError as error:  # names of our own config classes
             yield f"{section}.{error.key}", error.message
     args, uses_vllm = job.args, job.rollout.get("engine") == "vllm"
     if uses_vllm:
@@ -239,7 +240,7 @@ def _serve_problems(serve: Serve, storage_path: str, uses_vllm: bool) -> Problem
 
 
 def _export_problems(policies: list[str], reward: Any, repository: str | None) -> Problems:
-    """Yields inputs that are no adapters, and a repository that cannot contain all that is exported."""
+    """Yields inputs that are no adapters, and a repository that cannot contain everything that is exported."""
     if "base" in policies or not (policies or reward):
         needs = "`export` needs an adapter: policy=models:/rlhf-ppo@champion, its folder, or a reward"
         yield "policy", f"found {show(policies[0] if policies else None)}; {needs}"
@@ -351,7 +352,7 @@ def _reference_problems(names: Mapping[str, str]) -> Problems:
 
 # ---------------------------------------------------------------- evaluations and gates
 def _best_problems(run: Run, metrics: Metrics, evaluates: bool, trl: bool) -> Problems:
-    """Yields why the run cannot choose the best evaluation or stop at one: it makes none, or they lack the metric."""
+    """Yields why the run cannot choose the best evaluation or stop early: it has no evaluations, or they lack the metric."""
     if not evaluates:
         key = next(
             key
@@ -411,6 +412,8 @@ def find_warnings(job: Job) -> Iterator[str]:
         yield "gate: the job registers nothing (mlflow.registered_model is null): the gate moves no alias, and is only reported"
     if job.in_process and job.run.max_failures:
         yield "run.max_failures: there is no worker to restart with scaling.num_workers=0; set scaling.num_workers=1"
+    if job.stage == "ppo" and job.rollout_config.num_workers:
+        yield from _idle_workers(job.args, job.rollout_config, job.workers[1])
     known = schema.keys(job.facts.trainer).get("disable_dropout", {"default": job.stage == "ppo"})
     if learns and job.lora.get("lora_dropout") and trainer.get("disable_dropout", known["default"]):
         keep = ", or trainer.disable_dropout=false" if job.facts.trl else ""
@@ -420,4 +423,17 @@ def find_warnings(job: Job) -> Iterator[str]:
         yield (
             f"data.train comes from the command line, but data.eval is still the job file's {show(job.data.eval)}: the run "
             "is evaluated on those rows. To hold out a tenth of your own, set data.eval=null data.eval_fraction=0.1"
+        )
+
+
+def _idle_workers(args: Any, rollout: RolloutConfig, trainers: int) -> Iterator[str]:
+    """Yields a warning if there are more rollout workers than chunks."""
+    workers, ahead = rollout.num_workers, max(1, rollout.staleness)
+    prompts = math.ceil(args.prompts_per_update / trainers)  # prompts of an update on one trainer
+    chunks = trainers * ahead * math.ceil(prompts / max(1, args.decoded(trainers) // args.num_generations))
+    if workers > chunks:
+        rows = max(args.num_generations, args.batch_size * ahead // workers)
+        yield (
+            f"rollout.num_workers: {workers - chunks} of {workers} workers will be idle, because completions are sampled in "
+            f"chunks of {args.decoded(trainers)}; for smaller ones set trainer.local_rollout_forward_batch_size={rows}"
         )

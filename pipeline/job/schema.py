@@ -1,9 +1,8 @@
 """The schema of job files: types, defaults, ranges and meanings of all keys.
 
 schema.json is generated from our dataclasses and from the config classes of TRL, peft and Ray, whose import takes seconds.
-Validation, `rlhf help KEY`, and editors read it. Regenerate it after a change of a key or a pin:
-
-    python -m pipeline.job.schema_of
+Validation, `rlhf help KEY`, and editors read it. Regenerate schema.json after a change of a key or of a pinned version: python -m
+pipeline.job.schema_of
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def meant(key: str, stage: str) -> str | None:
 # ---------------------------------------------------------------- values
 @cache
 def _validator() -> Any:
-    """Returns the class that checks values. As in Draft 4, 7.0 is no whole number."""
+    """Returns the class that checks values. As in JSON Schema Draft 4, 7.0 is no whole number."""
     from jsonschema import Draft4Validator, Draft7Validator, validators
 
     return validators.extend(Draft7Validator, type_checker=Draft4Validator.TYPE_CHECKER)

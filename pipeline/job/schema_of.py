@@ -105,7 +105,7 @@ class TrainerKeys:
     logging_steps: Interval
     eval_strategy: IntervalStrategy
     eval_steps: Interval | None
-    save_strategy: IntervalStrategy  # instead of `best`, run.load_best_model_at_end=true
+    save_strategy: IntervalStrategy  # `best` is left out; set run.load_best_model_at_end=true instead
     save_steps: Interval
     optim: OptimizerNames
     learning_rate: Rate
@@ -175,7 +175,7 @@ class ScalingKeys:
     num_workers: Annotated[int, Ge(0), Le(1000)] | Annotated[list[Annotated[int, Ge(1), Le(1000)]], Len(2, 2)]
     use_gpu: bool
     resources_per_worker: dict[str, Annotated[float, Ge(0)]] | None
-    label_selector: dict[str, str] | None  # the same for all workers
+    label_selector: dict[str, str] | None  # all workers have the same value
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
     elastic_resize_monitor_interval_s: Annotated[float, Ge(0), Le(86_400)]
 
@@ -195,7 +195,7 @@ def text() -> str:
     """Returns the content of schema.json, with one line for each key."""
     classes = dict.fromkeys(class_of(section, stage) for stage in STAGE for section in SECTIONS)
     made = {dotted: of_class(dotted) for dotted in (*classes, *OTHERS)}
-    del made[JOB]["source"], made[JOB]["overridden"]  # no keys of a file
+    del made[JOB]["source"], made[JOB]["overridden"]  # arguments that are no keys of a job file
     lines = [
         f'  "{dotted}": {{"type": "object", "additionalProperties": false, "properties": {{\n'
         + ",\n".join(f"   {json.dumps(key)}: {json.dumps(schema)}" for key, schema in keys.items())
@@ -262,7 +262,7 @@ def _of_library(cls: type) -> dict[str, Any]:
     section, ours = LIBRARIES[cls.__name__]
     # Ray imports Domain for type checkers alone
     hints = get_type_hints(cls, localns={"Domain": object}) | get_type_hints(ours, include_extras=True)
-    argument = r"^ {4,8}(\w+):(.+?)(?=^ {4,8}\w+:|\n\n|\Z)"  # in the section Args of the docstring
+    argument = r"^ {4,8}(\w+):(.+?)(?=^ {4,8}\w+:|\n\n|\Z)"  # a field in the docstring's section Args
     help_of = dict(re.findall(argument, cls.__doc__ or "", re.MULTILINE | re.DOTALL))
     keys: dict[str, Any] = {}
     for field in dataclasses.fields(cls):

@@ -59,24 +59,24 @@ class Stage:
     trainer: str
     summary: str  # one line for --help
     inputs: Mapping[str, bool] = field(default_factory=dict)  # {input: whether it is required}
-    rows: str | None = None  # kind of its rows (a key of data.formats.KINDS), or None if it reads no rows
-    learns: str | None = None  # role of the adapter that it trains: policy or reward
+    rows: str | None = None  # kind of rows that the stage reads (a key of data.formats.KINDS), if any
+    learns: str | None = None  # role of the adapter that the stage trains: policy or reward
     # Whether the initial policy is the reference, unless the job names a reference.
     keeps_reference: bool = False
-    # Number of forwards without gradients over the training tokens, in addition to the forward of the reference.
+    # Number of forward passes without gradients over the training tokens, besides the pass of the reference.
     further_forwards: int = 0
     fewest_rows: int = 1  # minimum number of rows in a micro-batch
     sequences: int = 1  # number of sequences in a training row; a pair has two
-    # Whether it generates completions. The context then needs space after the prompt.
+    # Whether the stage generates completions. If so, the context needs space after the prompt.
     writes: bool = False
-    # Whether it scores with rewards or a judge. Rewards that are Python functions may read columns of the rows.
+    # Whether the stage scores with rewards or a judge. Rewards that are Python functions may read columns of the rows.
     scores: bool = False
     # train: workers of Ray Train. data: actors of Ray Data. serve: replicas of Ray Serve. here: the process of the command.
     runs_in: str = "train"
     # {section or section.key that the stage does not use: reason}
     unused: Mapping[str, str] = field(default_factory=dict)
     title: str = ""  # name in reports
-    # Metrics of its summary, the most important first. The table of `run` shows only the first.
+    # Metrics of the stage's summary, the most important first. The table of `run` shows only the first metric.
     headline: tuple[str, ...] = ()
 
     @property
@@ -231,7 +231,7 @@ TRAINED = tuple(name for name, stage in STAGE.items() if stage.learns)
 
 
 def headline(stage: str, measured: Mapping[str, float]) -> list[metrics.Metric]:
-    """Returns the metrics of a stage's summary that were measured."""
+    """Returns those metrics of a stage's summary that were measured."""
     found = (metrics.find_metric(name, stage) for name in STAGE[stage].headline if name in measured)
     return [one for one in found if one]
 

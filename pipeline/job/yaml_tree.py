@@ -1,6 +1,6 @@
 """Reads a job file with its `extends` and overrides into a tree, which knows the line of each key.
 
-The rules of YAML 1.2 apply, because those of version 1.1 are surprising. So `1e-4` is a number, `eval_strategy: no` is the
+The rules of YAML 1.2 apply, because version 1.1 is surprising. In YAML 1.2, `1e-4` is a number, `eval_strategy: no` is the
 word "no", and `2026-11-20` is text. A file with a text that looks like a secret is rejected, and the text is never printed.
 """
 
@@ -52,7 +52,7 @@ class Tree:
     where: dict[str, str] = field(default_factory=dict)
 
     def error(self, key: str, message: str) -> InputError:
-        """Returns an InputError about a key, with the line of the key, or else of its section."""
+        """Returns an InputError about a key, with the line of the key or, if it has none, of its section."""
         section = key
         while section and section not in self.where:
             section = section.rpartition(".")[0]
@@ -84,7 +84,7 @@ def _tree(path: Path) -> Tree:
     except (OSError, ValueError) as error:
         raise InputError(f"{tree.source}: cannot be read as UTF-8 text ({in_brief(error)})") from None
     tree.data = _parse(text, tree.source, tree.where)
-    if not isinstance(tree.data, dict):  # not quoted, because the file may contain a token
+    if not isinstance(tree.data, dict):  # the line is not quoted, because the file may contain a secret token
         raise InputError(f"{tree.source}: is no job; expected sections such as `stage: sft` and `model: ...`")
     return tree
 
@@ -127,7 +127,7 @@ def _parse(text: str, name: str, where: dict[str, str]) -> Any:
         mark = error.problem_mark or error.context_mark
         position = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         raise InputError(f"{position}: not valid YAML: {error.problem or error.context}") from None
-    # PyYAML raises all of these
+    # PyYAML raises errors of all these types
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
         what = "a character, a tag (!!) or an alias that cannot be read"
         raise InputError(f"{name}: not valid YAML: {what}; remove it") from None

@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 from copy import copy
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import InputError
+from pipeline.errors import InputError, in_brief
 from pipeline.job.lora import is_named
 from pipeline.models.compatibility import Base, Shapes, shapes_in
 from pipeline.system.hub import HEAD_NAMES, SETTINGS, TENSORS, json_object
@@ -29,9 +30,10 @@ CHANGES_BASE = (
     "alora_invocation_tokens",
     "kasa_config",
 )
-# Prefixes of `init_lora_weights` (peft 0.21) that also change the base. Such an adapter is relative to the changed base.
+# Prefixes of `init_lora_weights` (peft 0.21) that also change the base. The adapter is relative to the changed base.
 RELATIVE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 MATRIX_A = ("A.weight", "embedding_A")  # endings of the names of matrices A, after `.lora_`
+MAX_ALPHA = 1e6  # maximum lora_alpha, as in a job
 
 
 def is_head(key: str) -> bool:
@@ -64,15 +66,15 @@ def write_adapter(folder: str | Path, config: Any, tensors: dict[str, Any]) -> d
     content = save(contiguous, metadata={"format": "pt"})
     (folder / TENSORS).write_bytes(content)
     config = copy(config)
-    config.inference_mode, config.init_lora_weights = True, True  # the tensors need no other initialization
+    config.inference_mode, config.init_lora_weights = True, True  # the tensors replace initial values
     modules = ranks({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for pattern in ("rank_pattern", "alpha_pattern"):
-        # The first matching pattern counts, but peft would sort the patterns when it saves them.
+        # Of several patterns, peft applies the first that matches, but it sorts the patterns when it saves them.
         given = getattr(config, pattern) or {}
         found = {module: get_pattern_key(given, module) for module in modules}
         setattr(config, pattern, {module: given[key] for module, key in found.items() if key in given})
     for key, value in vars(config).items():
-        if isinstance(value, set):  # the order of a set differs between processes
+        if isinstance(value, set):  # sorted, because the order of a set differs between processes
             setattr(config, key, sorted(value))
     config.save_pretrained(str(folder))
     return {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
@@ -104,7 +106,7 @@ def read_settings(folder: str | Path) -> dict[str, Any]:
 
 
 def read_shapes(folder: str | Path) -> Shapes:
-    """Returns the shapes of an adapter's tensors. Raises InputError if its file is missing or damaged."""
+    """Returns the shapes of an adapter's tensors. Raises InputError if the adapter's file is missing or damaged."""
     path = Path(folder) / TENSORS
     if not os.path.lexists(path):
         raise InputError(
@@ -118,6 +120,48 @@ def ranks(found: Shapes) -> dict[str, int]:
     """Returns {module: rank} of an adapter's matrices."""
     parts = ((key.removeprefix(PREFIX).partition(".lora_"), shape) for key, shape in found.items())
     return {module: shape[0] for (module, _, part), shape in parts if part in MATRIX_A}
+
+
+def exact_settings(folder: str | Path) -> dict[str, Any]:
+    """Returns an adapter's settings for peft, with the names of its modules instead of patterns, and without initialization.
+
+    From the file's settings, peft would match patterns with `re`, which may never end, and allocate matrices of any rank.
+
+    Raises InputError if a rank differs from the tensors, or if an alpha is invalid.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    path, given, rank_of = Path(folder) / SETTINGS, read_settings(folder), ranks(read_shapes(folder))
+    if not rank_of:
+        raise InputError(f"{Path(folder) / TENSORS}: contains no LoRA tensors; {FIX}")
+    modules = pa.array(rank_of, pa.string())
+    exact: dict[str, Any] = {"target_modules": set(rank_of), "init_lora_weights": False}
+    exact |= dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern"))
+    for key, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+        exact[key] = given.get(key, 8)
+        value_of = dict.fromkeys(rank_of, exact[key])
+        try:
+            for name, value in reversed((given.get(pattern) or {}).items()):  # the first match counts
+                matches = pc.match_substring_regex(modules, rf"^(.*\.)?({name})$")  # RE2: in linear time
+                value_of |= dict.fromkeys(modules.filter(matches).to_pylist(), value)
+        except (AttributeError, ValueError) as error:
+            raise InputError(f"{path}: {pattern}: {in_brief(error)}; {FIX}") from error
+        for module, value in value_of.items():
+            in_range = isinstance(value, (int, float)) and 0 < value <= MAX_ALPHA
+            if key == "r" and not (in_range and value == rank_of[module]):
+                raise InputError(
+                    f"{path}: r: found {value!r:.80} for {module}, but its tensors have rank {rank_of[module]}; {FIX}"
+                )
+            if not in_range:
+                raise InputError(
+                    f"{path}: lora_alpha: found {value!r:.80} for {module}, expected a number above 0, up to {MAX_ALPHA:.0f}; {FIX}"
+                )
+        if key == "r":  # peft does not accept 8.0
+            value_of = rank_of
+        exact[key] = next(iter(value_of.values()))
+        exact[pattern] = {re.escape(name): value for name, value in value_of.items() if value != exact[key]}
+    return exact
 
 
 def largest_rank(folder: str | Path) -> int:
@@ -135,7 +179,7 @@ def check_adapter_fits_base(base: Base, folder: str | Path, scores: bool, refere
     """Raises InputError if an adapter's files are damaged, if it was trained on another base, or if it has the wrong head.
 
     Args:
-        scores: whether the adapter must have a scalar head. If False, it must not have one.
+        scores: whether the adapter must have a scalar head. If False, the adapter must not have a head.
         reference: the adapter's name in messages.
     """
     given, path, found = read_settings(folder), Path(folder) / TENSORS, read_shapes(folder)
@@ -154,9 +198,7 @@ def check_adapter_fits_base(base: Base, folder: str | Path, scores: bool, refere
         lacks = "lacks the" if scores else "contains a"
         says = "mentions" if scores else "does not mention"
         raise InputError(f"{path}: {lacks} scalar head that {SETTINGS} {says}; {FIX}")
-    modules = [*ranks(found)]
-    if not modules:
-        raise InputError(f"{path}: contains no LoRA tensors; {FIX}")
+    modules = [*exact_settings(folder)["target_modules"]]
     for key, shape in found.items():
         module, is_lora, part = key.removeprefix(PREFIX).partition(".lora_")
         adapted = base.shape_of(module) if is_lora else None
@@ -180,7 +222,7 @@ def was_trained(folder: str | Path, start: str | Path | None) -> bool:
     """Returns whether training changed an adapter.
 
     Args:
-        start: the adapter's folder before training. None means that it was new, with B A = 0
+        start: the adapter's folder before training. None means that the adapter was new, with B A = 0
             (https://arxiv.org/abs/2106.09685, section 4.1).
     """
     import torch

@@ -2,8 +2,8 @@
 
 `SharedBase` has a causal language model, which never changes, and named roles (`policy`, `reference`, `reward`, `critic`). A
 role is a LoRA adapter, with a scalar head in fp32 if it needs one. Some roles are only a head on another role's hidden states.
-So PPO's four models need the memory of one base. `with shared.use(role)` selects a role for the block. Methods that compute
-take a role and select it themselves.
+With one base for all roles, PPO's four models need the memory of one. `with shared.use(role)` selects a role for the block.
+Methods that compute take a role and select this role themselves.
 
 This module avoids two traps. First, peft's `set_adapter` turns off `requires_grad` of every other adapter, so an optimizer
 would lose the policy while the critic runs. `use` only switches the active adapter of the tuner layers. Second, gradient
@@ -34,7 +34,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipeline.errors import Failure, InputError, in_brief
+from pipeline.errors import Failure, InputError, SelfCheckFailed, in_brief
 from pipeline.models import adapter_files
 from pipeline.models.adapter_files import HEAD, is_head
 from pipeline.models.base import freeze
@@ -70,7 +70,7 @@ class SharedBase(nn.Module):
         ] = {}  # role -> name of its adapter; a head has the adapter of another role
         self._parameters_by_key: dict[str, dict[str, nn.Parameter]] = {}
         self._layers: list[BaseTunerLayer] = []
-        self.role: str | None = None  # role in use; None means the bare base
+        self.role: str | None = None  # active role, or None for the bare base
         self._rows: MixedBatch | None = None  # the adapter of each row of the batch, within `use_each`
         self._mixing: list[Any] = []  # hooks that pass `_rows` to the layers
         config = base_model.config.get_text_config()
@@ -116,9 +116,9 @@ class SharedBase(nn.Module):
 
         Args:
             lora: the fields of peft.LoraConfig for a new adapter.
-            folder: the folder of a saved adapter. If it has a head, the head is loaded too.
+            folder: the folder of a saved adapter. A head in the folder is loaded too.
             copy_of: the role to copy.
-            head_on: a role whose adapter this role uses but does not own. This role only adds a head.
+            head_on: a role whose adapter this role uses but does not own. The new role only adds a head.
             head: whether the role has a scalar head. The head comes from the folder or the copied role. A new head is 0, so
                 that a new critic predicts 0 and not noise as large as the reward.
             trainable: whether the role's parameters get gradients.
@@ -154,7 +154,8 @@ class SharedBase(nn.Module):
         config.lora_dropout = 0.0  # with dropout, PPO's first ratio would not be 1 and the first KL not 0
         config.modules_to_save, config.inference_mode = None, False
         self.configs[role], self._stored[role] = config, role
-        inject_adapter_in_model(config, self.base, role)
+        with unchanged(self.base):
+            inject_adapter_in_model(config, self.base, role)
         fuse(self.base)
         for handle in self._mixing:  # the next `use_each` adds hooks to all layers, including the new ones
             handle.remove()
@@ -258,7 +259,7 @@ class SharedBase(nn.Module):
             self._switch(previous)
 
     def _mix(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Passes each row's adapter to a layer: as row indices to a fused layer, or as adapter names to peft's layers."""
+        """Passes the adapters of the rows to a layer: as row indices to a fused layer, or as adapter names to peft's layers."""
         if self._rows is None:
             return None
         mixed = isinstance(layer, FusedLinear) and layer.mixes(self._rows)
@@ -273,7 +274,7 @@ class SharedBase(nn.Module):
             return
         for module in self.base.modules():
             if isinstance(module, BaseTunerLayer):
-                module._active_adapter = []  # otherwise peft activates another adapter and warns about it
+                module._active_adapter = []  # else peft activates another adapter and prints a warning
                 module.delete_adapter(stored)
         for known in (self.configs, self.trainable, self._parameters_by_key, self.heads):
             if stored in known:
@@ -284,8 +285,8 @@ class SharedBase(nn.Module):
         stored = None if role is None else self._stored[role]
         self.role = role
         for layer in self._layers:
-            # Private attributes, because layer.set_adapter and enable_adapters change requires_grad. Remove when peft can switch
-            # adapters without this effect (https://github.com/huggingface/peft/issues/2759).
+            # Private attributes, because layer.set_adapter and enable_adapters change requires_grad. Use public methods when peft
+            # can switch adapters without this effect (https://github.com/huggingface/peft/issues/2759).
             layer._disable_adapters = stored is None
             if stored is not None:
                 layer._active_adapter = [stored]
@@ -313,7 +314,7 @@ class SharedBase(nn.Module):
         return {key: parameter.data.contiguous().cpu() for key, parameter in self._named(role).items()}
 
     def fill(self, role: str, tensors: Mapping[str, Tensor]) -> None:
-        """Copies tensors into an existing role. They come from `tensors_of`, here or in a process with the same roles."""
+        """Copies tensors into an existing role. `tensors_of` made them here, or in a process with the same roles."""
         for key, parameter in self._named(role).items():
             parameter.data.copy_(tensors[key])
 
@@ -346,7 +347,7 @@ class SharedBase(nn.Module):
     # ------------------------------------------------------------------------------------------- computing
 
     def body(self, **inputs: Any) -> Any:
-        """Runs the transformer below the lm head with the role in use. Takes the inputs of transformers' base model."""
+        """Runs the transformer below the lm head with the active role. Takes the inputs of transformers' base model."""
         # transformers checkpoints only in train mode, in which it also drops the KV cache. Train mode has no other effect,
         # because every dropout is 0.
         training = self.gradient_checkpointing and torch.is_grad_enabled()
@@ -356,12 +357,12 @@ class SharedBase(nn.Module):
             return self.base.base_model(**inputs)
 
     def hidden(self, role: str | None, input_ids: Tensor) -> Tensor:
-        """Returns (B, T, H) last hidden states of rows. Rows are padded on the right, which causal attention never sees."""
+        """Returns (B, T, H) last hidden states of rows. Causal attention never sees the padding, which is on the right."""
         with self.use(role):
             return self.body(input_ids=input_ids, use_cache=False).last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns (..., V) fp32 logits of hidden states (..., H) with the role in use. Sampling and training both call this.
+        """Returns (..., V) fp32 logits of hidden states (..., H) with the active role, for sampling and for training.
 
         If the role has an adapter on the lm head, autocast may round the logits.
         """
@@ -376,7 +377,7 @@ class SharedBase(nn.Module):
         return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
 
     def states(self, role: str | None, batch: Batch) -> Tensor:
-        """Returns (B, R + 1, H) hidden states before each action of the batch, and after the last."""
+        """Returns (B, R + 1, H) hidden states before each action of the batch, and after the last action."""
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
         if batch.allowed is not None:
             inputs["position_ids"] = batch.position_ids
@@ -394,7 +395,7 @@ class SharedBase(nn.Module):
 
     @cached_property
     def can_pack(self) -> bool:
-        """Returns whether completions that share a row with their prompt (packing.py) have the same hidden states as alone.
+        """Returns whether completions packed into one row with their prompt (packing.py) have the same hidden states as alone.
 
         A sliding window counts positions within a row, so such bases cannot pack. Other bases are tested on two completions.
         """
@@ -410,7 +411,7 @@ class SharedBase(nn.Module):
                 together = self.states(None, packed(ids, two, two, 2, [[0, 1]]))
             except torch.OutOfMemoryError:
                 raise
-            except (TypeError, ValueError, RuntimeError):  # the base accepts no such mask or positions
+            except (TypeError, ValueError, RuntimeError):  # the base rejects the mask or the positions
                 return False
             apart = self.states(None, alone(ids, two, two, 2))
         rounding = 1e-5 if self.autocast is None and self.base.dtype == torch.float32 else 3e-2
@@ -432,10 +433,10 @@ class SharedBase(nn.Module):
         entropy: bool = False,
         states: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns log-probs (B, R) of actions, and their entropies (B, R) or None, in fp32 nats. Both are 0 outside the mask.
+        """Returns log-probs (B, R) of actions, and their entropies (B, R) or None, in fp32 nats. Outside the mask, all are 0.
 
-        Action t of row b is the token `input_ids[b, starts[b] + t]`. The logits one position earlier give its log-prob. Only
-        these positions go through the lm head, in chunks, so a tensor of all logits (B, T, V) never exists.
+        Action t of row b is the token `input_ids[b, starts[b] + t]`. The logits one position earlier give the log-prob of an
+        action. Only positions of actions go through the lm head, in chunks, so a tensor of all logits (B, T, V) never exists.
 
         Args:
             role: the role, or None for the bare base.
@@ -512,11 +513,10 @@ class SharedBase(nn.Module):
 
 
 def saved_config(folder: str | Path) -> LoraConfig:
-    """Returns the configuration with which to load an adapter: the file's, for exactly the modules of its tensors."""
+    """Returns the configuration with which to load an adapter: the file's, with adapter_files.exact_settings."""
+    exact = adapter_files.exact_settings(folder)
     config = PeftConfig.from_pretrained(str(folder))
-    config.target_modules = set(adapter_files.ranks(adapter_files.read_shapes(folder)))
-    config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
-    config.init_lora_weights = False  # all weights come from the file
+    vars(config).update(exact)
     return config
 
 
@@ -552,7 +552,7 @@ def as_peft_model(base: Any, folder: str | Path, name: str = "default", trainabl
 
     Does not use peft's from_pretrained, which would overwrite weights of the base with the copies in the file.
     """
-    with errors_of_peft(str(Path(folder) / SETTINGS)):
+    with errors_of_peft(str(Path(folder) / SETTINGS)), unchanged(base):
         tensors, config = tensors_in(folder, base), saved_config(folder)
         config.inference_mode = not trainable
         if isinstance(base, PeftModel):
@@ -561,6 +561,30 @@ def as_peft_model(base: Any, folder: str | Path, name: str = "default", trainabl
             base = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, PeftModel)(base, config, name)
         set_peft_model_state_dict(base, tensors, name)
     return base
+
+
+@contextmanager
+def unchanged(base: nn.Module) -> Iterator[None]:
+    """Raises SelfCheckFailed if the block, which adds an adapter, changes the weights of the base that all roles share.
+
+    Compares the address, the version and 64 numbers of each weight, because `weight.data -= x` does not change the version.
+    """
+
+    def state() -> list[tuple[int, int, str]]:
+        found = []
+        for name, weight in base.named_parameters():
+            if "lora_" not in name and "modules_to_save" not in name and weight.device.type != "meta":
+                local = weight.to_local() if isinstance(weight, DTensor) else weight
+                sample = local.detach().flatten()[:: local.numel() // 64 | 1]  # an odd step meets all columns
+                found.append((local.data_ptr(), local._version, str(sample.tolist())))
+        return found
+
+    before = state()
+    yield
+    if state() != before:
+        raise SelfCheckFailed(
+            "an adapter changed the weights of the base, which all models share; start again without this adapter"
+        )
 
 
 @contextmanager

@@ -30,7 +30,7 @@ VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype"
 CONTEXT_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx", "max_sequence_length",
 )  # fmt: skip
-# Two rows of an lm head count as equal below this distance, relative to their norm. Trained rows are about 1 apart.
+# Two rows of an lm head are treated as equal below this distance, relative to their norm. Trained rows are about 1 apart.
 MIN_DISTANCE = 0.01
 KEPT_OUT_OF_NF4 = ["lm_head", "embed_out", *HEAD_NAMES]  # layers on the last hidden state stay unquantized
 
@@ -82,7 +82,7 @@ def _file_digest(path: Path) -> bytes:
         if size <= WHOLE_FILE_BYTES:
             return hashlib.file_digest(file, "sha256").digest()
         digest = hashlib.sha256(str(size).encode())
-        for index in range(SAMPLES + 1):  # from the header to the end of the file
+        for index in range(SAMPLES + 1):  # the pieces lie between the header and the end of the file
             file.seek(index * (size - SAMPLE_BYTES) // SAMPLES)
             digest.update(file.read(SAMPLE_BYTES))
     return digest.digest()
@@ -98,8 +98,8 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
 
     Args:
         model: the job's `model` section. `load_in_4bit` gives NF4 with double quantization, also on a CPU.
-        scorer_tokenizer: for a reward model, its tokenizer. The model is then an AutoModelForSequenceClassification of one
-            label, with an untrained head that computes in fp32. None means an AutoModelForCausalLM.
+        scorer_tokenizer: for a reward model, its tokenizer. With it, the model is an AutoModelForSequenceClassification of
+            one label, with an untrained head that computes in fp32. Without it, the model is an AutoModelForCausalLM.
         device: the device on which the base is loaded and quantized. None means the CPU, which takes half an hour for 70B.
     """
     import torch
@@ -150,7 +150,7 @@ def check_base(model: Model, scorer: bool = False, weights: bool = True) -> Base
 
     Args:
         scorer: whether the base is a full reward model, which must have a scalar head.
-        weights: whether to read the weight files. If False, only config.json is read.
+        weights: whether to read the weight files. If `weights` is False, only config.json is read.
     """
     config = base_config(model.name_or_path, model.revision)
     base = Base(model, config, check_weights(model) if weights else {})
@@ -225,7 +225,7 @@ def check_finite(model: torch.nn.Module) -> None:
     import torch
 
     for name, weight in model.named_parameters():
-        local = weight.to_local() if hasattr(weight, "to_local") else weight  # of a shard, the local part
+        local = weight.to_local() if hasattr(weight, "to_local") else weight  # a shard's local part
         # aminmax is as fast as reading the memory. On a CPU, isfinite on each weight takes 20 times as long.
         known = local.is_floating_point() and local.numel() and local.device.type != "meta"
         if known and not torch.stack(torch.aminmax(local)).isfinite().all():
@@ -247,8 +247,8 @@ def _nf4(dtype: torch.dtype) -> Any:
 def _one_nf4_path(model: torch.nn.Module) -> None:
     """Prevents bitsandbytes 0.50 from repacking NF4 weights at the first inference on a CPU with avx512_bf16.
 
-    The packed form rounds differently from the form used in training, and is never unpacked. The flag is private. Remove when
-    both forms round in the same way (https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804).
+    The packed form rounds differently from the form used in training, and is never unpacked. Its flag is private. Remove this
+    when both forms round alike (https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804).
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -271,7 +271,7 @@ def without_load_report() -> Iterator[None]:
 def check_ends(model: torch.nn.Module, tokenizer: Any, ends: set[int]) -> None:
     """Raises InputError if the frozen lm head has the same row for an end token as for other tokens.
 
-    The logits of these tokens would always be equal. This happens to tokens that never occurred in pre-training.
+    Tokens with equal rows always have equal logits. Rows are equal for tokens that never occurred in pre-training.
 
     Args:
         ends: ids of the tokens that end training rows.
@@ -307,7 +307,7 @@ def fp32_head(model: torch.nn.Module) -> None:
     """Makes the scalar head of a sequence-classification model compute in fp32, under autocast and on any body."""
     head = score_head(model).float()
     kind = type(head)
-    # Changes the class and not this module's forward, because peft trains a copy of the module.
+    # The class is changed, and not the module's forward, because peft trains a copy of the module.
     head.__class__ = type(kind.__name__, (_InFp32, kind), {})
 
 

@@ -52,7 +52,7 @@ class Base:
 
     @property
     def tied(self) -> bool:
-        """Returns whether the lm head is tied to the embedding. If config.json lacks the key, a missing lm head means yes."""
+        """Returns whether the lm head is tied to the embedding. Without a key in config.json, a missing lm head means True."""
         heads = [name for name in self.shapes if name.removesuffix(".weight").endswith(LM_HEADS)]
         return bool(self.config.get("tie_word_embeddings", self.shapes and not heads))
 
@@ -92,10 +92,10 @@ def safetensors_files(model: Model, fetch: bool) -> list[Path]:
     """Returns the weight files of a base in the order in which transformers reads them, or [] for pickles.
 
     Args:
-        fetch: whether to fetch Hub weights that are split into several files. If False, the result for them is [].
+        fetch: whether to fetch Hub weights that are split into several files. If False, the result for such weights is [].
     """
     name, revision = model.name_or_path, model.revision
-    if single := base_file(name, SINGLE, revision):  # takes precedence over an index
+    if single := base_file(name, SINGLE, revision):  # this file takes precedence over an index
         return [single]
     index = base_json(name, INDEX, revision)
     if index is None and not model.allow_pickle:
@@ -114,7 +114,7 @@ def safetensors_files(model: Model, fetch: bool) -> list[Path]:
 def check_lora(base: Base, lora: dict[str, Any], scores: bool = False) -> None:
     """Raises InputError if a new adapter does not fit the base, or could not be merged into the base after training.
 
-    peft would ignore some of the names and patterns that match nothing.
+    peft would ignore some of the names, patterns and layers that match nothing.
 
     Args:
         lora: the job's `lora` section.
@@ -143,6 +143,13 @@ def check_lora(base: Base, lora: dict[str, Any], scores: bool = False) -> None:
     if not adapted and (modules or wanted == []):
         why = f"found {show(wanted)}, so no module would be adapted; expected some of {endings or 'its modules'}"
         raise InputError(why, "lora.target_modules")
+    lists = "|".join(lora_section.listed(lora.get("layers_pattern"))) or "[^.]*"
+    numbered = (re.search(rf"(?:^|\.)(?:{lists})\.(?P<index>\d+)\.", name) for name in adapted)
+    layers = sorted({int(one["index"]) for one in numbered if one})
+    for index in lora_section.listed(lora.get("layers_to_transform")) if modules else ():
+        if index not in layers:
+            has = f"layers {layers[0]} to {layers[-1]}" if layers else "no layers of that name"
+            raise InputError(f"found {index}, and these modules have {has}", "lora.layers_to_transform")
     if problem := unmergeable(base, adapted, bool(lora.get("lora_bias")), scores):
         raise problem
 

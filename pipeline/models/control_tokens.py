@@ -1,4 +1,4 @@
-"""Encodes the special tokens that a chat template writes as tokens, but those in a row's content as plain text.
+"""Encodes special tokens that a chat template writes as tokens, but special tokens in a row's content as plain text.
 
     control = ControlTokens(tokenizer)
     escaping = control.escaping([content])            # None if no content contains a control token
@@ -24,7 +24,7 @@ class ControlTokens:
     """Finds the control tokens of a tokenizer in a text, and escapes them.
 
     Args:
-        as_text: whether control tokens in content are plain text. If False, they are encoded as control tokens.
+        as_text: whether control tokens in content are plain text. If False, they stay control tokens.
     """
 
     def __init__(self, tokenizer: Any, as_text: bool = True):
@@ -95,7 +95,7 @@ class Escaping:
 
 
 def text_ids(control: ControlTokens, text: str) -> list[int]:
-    """Returns the token ids of a text. They equal `tokenizer(text)`, except that control tokens are plain text."""
+    """Returns the token ids of a text. The ids equal `tokenizer(text)`, except that control tokens are plain text."""
     escaping = control.escaping([text])
     if escaping is None:
         return list(control.tokenizer(text).input_ids)
@@ -119,7 +119,7 @@ def _controls(token: Any, ends: list[str], template: str) -> bool:
     """Returns whether an added token is a control token, which is marked as special, or begins or ends a turn.
 
     For example, DeepSeek's `<｜User｜>` begins a turn but is not marked as special. `<think>` and `<tool_call>` are not control
-    tokens, because a completion may contain them. A token of a single character cannot be cut, so it is not one either.
+    tokens, because a completion may contain them. A token of a single character cannot be cut, and so is no control token either.
     """
     name = token.content
     marks_turns = TURN.search(name) is not None and name in template

@@ -1,14 +1,14 @@
 """Keeps the number of forwards equal on all ranks that share one sharded base (models/shards.py).
 
 A forward of a sharded base gathers each layer from all ranks, and so does its backward. If one rank ran fewer forwards, the
-other ranks would wait forever. The number differs if a rank's completions end earlier, if a rank has fewer micro-batches, or
-when rank 0 alone checks the saved adapter. Therefore, before each forward, the ranks all-reduce (MAX) a code of their next
+other ranks would wait forever. A rank runs fewer if its completions end earlier, if it has fewer micro-batches, or when rank 0
+alone checks the saved adapter. Therefore, before each forward, the ranks all-reduce (MAX) a code of their next
 step: nothing, a forward with gradients (and its role), or a forward without gradients. A rank whose code is smaller joins with
 a forward of one token, until all codes are equal. Each rank calls `catch_up` before any other collective. It returns when no
 rank has a forward left to run.
 
-A rank that joins a forward with gradients runs the matching backward immediately. So a rank with more work, as in ppo, must run
-the backward of a forward before its next forward. TRL gives all ranks the same number of batches.
+A rank that joins a forward with gradients runs the matching backward immediately. Therefore a rank with more work, as in ppo,
+must run the backward of a forward before its next forward. TRL gives all ranks the same number of batches.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Lockstep:
         return [None, *(self.shared.roles if self.shared else ())]
 
     def _agree(self, mine: int) -> int:
-        """Returns the largest code of any rank. So forwards without gradients come first.
+        """Returns the largest code of any rank. Forwards without gradients have the largest code, so the ranks run them first.
 
         Raises:
             RuntimeError: on every rank, if two ranks are about to train different roles.
@@ -70,7 +70,7 @@ class Lockstep:
         return int(largest)
 
     def catch_up(self) -> None:
-        """Joins the other ranks' forwards until none is left. Every rank must call it."""
+        """Joins the other ranks' forwards until none is left. Every rank must call this method."""
         while wanted := self._agree(NOTHING):
             self._join(wanted)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-# Dense bf16 matrix products in TFLOP/s, by a word of torch's device name. If a GPU has several versions, this is the SXM's.
+# Dense bf16 matrix products in TFLOP/s, by a word of torch's device name. For a GPU of several versions, the SXM version.
 PEAK_TFLOPS = {"L4": 121, "A10G": 70, "A100": 312, "L40S": 362, "H100": 989, "H200": 989}
 
 

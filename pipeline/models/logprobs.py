@@ -23,9 +23,9 @@ def per_action(
     barred: tuple[int, ...],
     want_entropy: bool = False,
 ) -> Tensor:
-    """Returns (1, N) fp32 log-probs of actions, or (2, N) with the entropies, computed with the role in use.
+    """Returns the fp32 log-probs of N actions, (1, N), or (2, N) with the entropies, computed with the active role.
 
-    Only one chunk's logits exist at a time. None are kept for backward.
+    Only one chunk's logits exist at a time. No logits are kept for backward.
 
     Args:
         shared: the SharedBase.
@@ -62,7 +62,7 @@ class _RowWise(torch.autograd.Function):
     """Computes y (K, N) = run(x) for hidden states x (N, H). y[:, n] must depend only on x[n], and `run` trains no parameters.
 
     Under these conditions, the gradient of sum(y[k]) consists of the derivatives of every y[k, n]. The forward computes all K
-    gradients while the chunk's logits are in memory. So backward needs K tensors (N, H) instead of the logits (N, V).
+    gradients while the chunk's logits are in memory. For backward, K tensors (N, H) are kept instead of the logits (N, V).
     """
 
     @staticmethod
@@ -91,7 +91,7 @@ def _from_logits(
 ) -> Tensor:
     """Returns (1, N) fp32 log-probs of `targets` for hidden states (N, H), or (2, N) with the entropies."""
     logits = shared.logits(hidden)
-    if temperature != 1.0:  # a division by 1 would be another pass over the largest tensor
+    if temperature != 1.0:  # skipped for 1, because a division is another pass over the largest tensor
         logits = logits / temperature
     if barred:
         logits = bar(logits, early, barred)

@@ -1,8 +1,8 @@
 """Groups rows for forwards: puts rows of similar length into one batch, and completions to one prompt into one row.
 
 A packed row is [prompt, completion, completion, ...], so the prompt is computed once. In each completion, positions continue
-from the prompt, and a token attends only to the prompt and to its own completion. So its hidden states are those of the row
-[prompt, completion], up to rounding.
+from the prompt, and a token attends only to the prompt and to its own completion. Therefore, a completion's hidden states are
+those of the row [prompt, completion], up to rounding.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Batch:
     # (B, R + 1) indices into the P * T hidden states: the position before each action, then the position of the last action.
     # If a completion has fewer than R actions, its last index repeats.
     at: Tensor
-    position_ids: Tensor | None = None  # (P, T), or None if each row counts from 0
+    position_ids: Tensor | None = None  # (P, T), or None if the positions of each row count from 0
     # (P, T, T) bool, the tokens that a token attends to, or None for all earlier tokens.
     allowed: Tensor | None = None
 
     def ends(self) -> Batch:
-        """Returns the same batch, but only with the states after the last actions."""
+        """Returns the same batch with `at` reduced to the states after the last actions."""
         return replace(self, at=self.at[:, -1:])
 
 
@@ -57,7 +57,7 @@ def packed(
     """
     device = input_ids.device
     ids, prompt_of, count_of = input_ids.tolist(), starts.tolist(), counts.tolist()
-    rows, positions, parts = [], [], []  # a token's part is 0 in the prompt, and i in the i-th completion
+    rows, positions, parts = [], [], []  # the part of a token: 0 in the prompt, i in the i-th completion
     at = torch.zeros(len(ids), actions + 1, dtype=torch.long)
     width = max(prompt_of[pack[0]] + sum(count_of[i] for i in pack) for pack in packs)
     for number, pack in enumerate(packs):
@@ -99,7 +99,7 @@ def packs_that_pay(
         prompts: the number of each completion's prompt.
         starts, counts: tokens of each prompt and each completion.
         width: W, the size of the hidden states.
-        completions, tokens: limits of a pack, or None. A single completion may exceed them.
+        completions, tokens: limits of a pack, or None. A single completion may exceed these limits.
     """
 
     def cost(tokens: int) -> int:
@@ -137,7 +137,7 @@ def micro_batches(
     Args:
         lengths: tokens of each row.
         rows: maximum completions of a batch, or None.
-        tokens: maximum tokens of a batch, including padding, or None. A longer row is a batch by itself.
+        tokens: maximum tokens of a batch, including padding, or None. A row of more tokens is a batch by itself.
         device: type of the device that computes.
         completions: completions in each row, or None if each row has one.
     """

@@ -15,7 +15,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def precision_of(base: Any, autocast: bool) -> str:
-    """Returns `quantized`, `half` (half-precision products or weights) or `fp32`. The outputs of a model differ between them."""
+    """Returns `quantized`, `half` (half-precision products or weights) or `fp32`. A model's outputs differ among the three."""
     if getattr(base, "is_quantized", False):
         return "quantized"
     return "half" if autocast or base.dtype != torch.float32 else "fp32"
@@ -27,8 +27,8 @@ def mm_fp32(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
     if a.device.type == "cuda":
         return torch.mm(a, b, out_dtype=torch.float32)
-    # torch has `out_dtype` only on CUDA. The second product computes the rounding error of the first. This error is so small
-    # that rounding hardly changes it.
+    # torch has `out_dtype` only on CUDA. The second product computes the rounding error of the first. The rounding error is so
+    # small that rounding hardly changes it again.
     rounded = a @ b
     return rounded.float().add_(rounded.addmm_(a, b, beta=-1))
 

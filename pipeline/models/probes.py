@@ -11,12 +11,14 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+from pipeline.errors import InputError, in_brief
+
 FILE = "probes.json"
 LENGTHS = (4, 9, 17, 30)  # tokens of each probe
 
 
 def sequences(vocab_size: int, pad: int | None) -> list[list[int]]:
-    """Returns the probes' token ids. They exclude pad, at which transformers would end a sequence."""
+    """Returns the probes' token ids. They contain no pad token, because transformers would end a sequence there."""
     rng = random.Random(0)
     ids = [i for i in range(vocab_size) if i != pad]
     return [rng.choices(ids, k=length) for length in LENGTHS]
@@ -42,8 +44,13 @@ def write_probes(
 def read_probes(folder: str) -> list[tuple[list[int], float, str | None]]:
     """Returns (token ids, output, precision) of an adapter's probes, or [] if it has none.
 
-    Earlier versions did not write the precision.
+    Earlier versions did not write the precision. Raises InputError if the file is damaged.
     """
     path = Path(folder, FILE)
-    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    return [(row["input_ids"], row["output"], row.get("precision")) for row in rows]
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        return [(row["input_ids"], row["output"], row.get("precision")) for row in rows]
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise InputError(
+            f"{path}: not a list of probes ({in_brief(error)}); remove it, or save the adapter again"
+        ) from error

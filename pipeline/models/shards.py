@@ -34,7 +34,7 @@ def load_shards(
 ) -> PreTrainedModel:
     """Loads the same model as base.load_base, but each of the N ranks of the process group has only 1/N of its body.
 
-    Every rank must call it. Takes the arguments of load_base, which only differ between ranks in the device.
+    Every rank must call this function. Takes the arguments of load_base, of which only the device differs between ranks.
 
     Raises InputError if the base has no layers to shard, or if its files lack a weight or have wrong shapes.
     """
@@ -101,7 +101,7 @@ def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
     missing = []
     with ExitStack() as stack:
         opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
-        # If files repeat a name, the last one counts, as in transformers.
+        # If several files have a name, the last file is read, as in transformers.
         place = {name: tensors for tensors in opened for name in tensors.keys()}  # noqa: SIM118  (not a dict)
         for name, parameter in base.named_parameters():
             stored = name if name in place else twins.get(name, name)
@@ -110,7 +110,7 @@ def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
             elif not name.startswith(HEAD_NAMES):
                 missing.append(name)
             else:
-                # A reward model's new head is random, but equal on all ranks, because each stage sets the same seed.
+                # The new head of a reward model is random, but equal on all ranks, because each stage sets the same seed.
                 base._init_weights(score_head(base))
     if missing:
         raise InputError(

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import InputError, in_brief
+from pipeline.system.deadline import call_with_deadline
 
 PLAIN = Path(__file__).with_name("plain.jinja")
 # The templates of Llama 3.1 and later write today's date into the prompt, so prompts would differ from day to day.
 DATE = "26 Jul 2024"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks the completions in a template
+MAX_CHARACTERS = 1_000_000  # maximum characters that a template may write for a probe
 BOS_LINE = "{{- bos_token }}\n"
 PROBES = [
     [{"role": role, "content": "Hello." if role != "user" else "Who is there?"} for role in roles]
@@ -26,8 +29,8 @@ PROBES = [
 def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
     """Sets the tokenizer's `chat_template`. Raises InputError if it cannot be read, or if it cannot render any of the PROBES.
 
-    Also sets the attribute `text_as_chat`, which says whether a prompt of plain text becomes a user message. It is False if the
-    tokenizer has no template and the job sets none.
+    Also sets the attribute `text_as_chat`, which says whether a prompt of plain text becomes a user message. `text_as_chat` is
+    False if the tokenizer has no template and the job sets none.
 
     Args:
         chat_template: a Jinja file, or "plain" (built in). None means the tokenizer's own template, or else "plain".
@@ -57,7 +60,7 @@ def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
 
 
 def _plain(tokenizer: Any) -> str:
-    """Returns the built-in template. It writes the bos token only if the tokenizer begins every text with it."""
+    """Returns the built-in template. The template writes the bos token only if the tokenizer begins every text with it."""
     text = PLAIN.read_text(encoding="utf-8")
     first = tokenizer("a").input_ids[:1]
     if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]:
@@ -95,15 +98,18 @@ def text_as_chat(tokenizer: Any, apply_chat_template: bool | None) -> bool:
 
 
 def _error(tokenizer: Any) -> Exception | None:
-    """Returns an error if the tokenizer's template can render none of the PROBES, or None. A template may reject some itself."""
+    """Returns an error if the tokenizer's template can render none of the PROBES, or None. A template may reject some PROBES."""
     from jinja2 import TemplateError
 
     errors: list[Exception] = []
     for turns in PROBES:
         options = {"tokenize": False, "add_generation_prompt": turns[-1]["role"] == "user"}
         try:
-            tokenizer.apply_chat_template(turns, **options)
-            return None
+            text = call_with_deadline(partial(tokenizer.apply_chat_template, turns, **options))
+            many = ValueError(f"{len(text):,} characters for a conversation of a few words")
+            return many if len(text) > MAX_CHARACTERS else None
+        except TimeoutError as error:
+            return error
         except Exception as error:
             if type(error) is TemplateError:  # the template's own `raise_exception`
                 return None
@@ -114,7 +120,7 @@ def _error(tokenizer: Any) -> Exception | None:
 def user_header_and_generation_prompt(tokenizer: Any) -> tuple[str, str]:
     """Returns the text that a chat template writes before a question, and the text that requests a completion, both stripped.
 
-    Both are "" if there is no template, or if it rejects a conversation of one question.
+    Both texts are "" if there is no template, or if it rejects a conversation of one question.
     """
     question = [{"role": "user", "content": "?"}]
     try:

@@ -1,8 +1,8 @@
 """Loads the tokenizer of a base, with its chat template, pad token and end-of-sequence tokens (no torch import).
 
-Every tokenizer that `load_tokenizer` returns has an end-of-sequence token, and a pad token that never ends a completion. So
-losses include the end of a completion, and libraries that look for the "rightmost non-pad token" find the last token. No
-embedding is ever resized, because every id in use has a row in the base.
+Every tokenizer that `load_tokenizer` returns has an end-of-sequence token, and a pad token that never ends a completion. With
+these tokens, losses include the end of a completion, and libraries that look for the "rightmost non-pad token" find the last
+token. No embedding is ever resized, because every id in use has a row in the base.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MIN_ENDED = 0.1  # if fewer completions end by themselves, the policy probably h
 LLAMA_PAD = "<|finetune_right_pad_id|>"
 RESERVED = re.compile(r"reserved|unused|placeholder|dummy|control_\d|extra_id|extra_\d", re.IGNORECASE)
 
-# Tokens of bytes that no UTF-8 text contains, in byte-level BPE and in SentencePiece's byte fallback. No text is encoded to them.
-# The first is ÿ, a rare character, because other programs that load a saved tokenizer may take its first one for the pad token.
+# Tokens of bytes that no UTF-8 text contains, in byte-level BPE and in SentencePiece's byte fallback. No text contains them. The
+# rarest character, ÿ, is first, because other programs that load a saved tokenizer may take this character for the pad token.
 NEVER_PRODUCED = tuple(
     spelling
     for byte in (0xFF, 0xFE, 0xFD, 0xFC, 0xFB, 0xFA, 0xF9, 0xF8, 0xF7, 0xF6, 0xF5, 0xC1, 0xC0)
@@ -41,10 +41,9 @@ def load_tokenizer(
     chat_template: str | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """Returns the tokenizer of a base, with a chat template, a pad token and an end-of-sequence token. It can be pickled.
-
-    It has two attributes that transformers does not know: `text_as_chat` (see template.set_template), and `generation_eos`, the
-    ids in the base's generation_config.json that end a completion.
+    """Returns the tokenizer of a base, with a chat template, a pad token and an end-of-sequence token. The tokenizer can be
+    pickled. It has two attributes that transformers does not know: `text_as_chat` (see template.set_template), and
+    `generation_eos`, the ids in the base's generation_config.json that end a completion.
 
     Raises InputError if the base, its tokenizer or the template is missing or damaged, or if no token can pad or end.
 
@@ -67,7 +66,7 @@ def load_tokenizer(
         tokenizer.eos_token = tokens[0]
     set_template(tokenizer, chat_template, name_or_path)
     _check_ids(tokenizer, rows, name_or_path)
-    tokenizer.generation_eos = _as_list(generation.get("eos_token_id"))  # rows end where generation stops
+    tokenizer.generation_eos = _as_list(generation.get("eos_token_id"))  # training rows end with them
     tokenizer.pad_token = _pad_token(tokenizer, set(eos_ids(tokenizer)), rows, name_or_path)
     tokenizer.padding_side = "right"
     return tokenizer
@@ -78,7 +77,7 @@ def _read(name_or_path: str, revision: str | None, trust_remote_code: bool) -> A
     settings = base_json(name_or_path, "tokenizer_config.json", revision) or {}
     options: dict[str, Any] = {"revision": revision}
     if settings.get("pad_token") in NEVER_PRODUCED:
-        # This pipeline chose and saved the token. If it became special, it would also match this character in a text.
+        # This pipeline chose and saved the token. If the pad token became special, it would also match this character in a text.
         options["pad_token"] = None
     plain = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
     try:
@@ -145,7 +144,7 @@ def eos_ids(tokenizer: Any, generation_config: Any = None) -> list[int]:
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
     added = tokenizer.get_added_vocab()
     ids |= {added[token] for token in END_OF_TURN if token in added and token in template}
-    return sorted(i for i in ids if i >= 0)  # in some configurations, -1 means that there is none
+    return sorted(i for i in ids if i >= 0)  # in some configurations, -1 means that there is no such token
 
 
 def warn_of_endless(ended: float, completions: str) -> None:

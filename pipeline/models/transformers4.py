@@ -24,7 +24,7 @@ def oldest_version(base: dict[str, Any]) -> str:
 
 
 def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
-    """Saves a tokenizer as the plain fast class. In both versions, tokenizer.json describes this class completely."""
+    """Saves a tokenizer as the plain fast class. In transformers 4 and 5, tokenizer.json describes this class completely."""
     tokenizer.save_pretrained(folder)
     path = Path(folder, "tokenizer_config.json")
     settings = json.loads(path.read_text(encoding="utf-8"))
@@ -35,7 +35,7 @@ def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
 
 
 def add_old_names(folder: str | Path, base: dict[str, Any]) -> None:
-    """Adds the keys of transformers 4 to a folder's config.json, from the config of its base, or else from the new keys."""
+    """Adds the keys of transformers 4 to a folder's config.json, from `base` (config of its base) or the folder's own keys."""
     path = Path(folder, "config.json")
     config = json.loads(path.read_text(encoding="utf-8"))
     for new, own in ((config, base), (config.get("text_config") or {}, base.get("text_config") or {})):
@@ -46,14 +46,14 @@ def add_old_names(folder: str | Path, base: dict[str, Any]) -> None:
 
 
 def old_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config's rope_parameters with the key names of transformers 4. Each type of layer may have its own."""
+    """Returns a config's rope_parameters with the key names of transformers 4. Each type of layer may have its own parameters."""
     rope = config.get("rope_parameters") or {}
     full, sliding = rope.get("full_attention", rope), rope.get("sliding_attention")
     if not full:
         return {}
     old = {key: full[key] for key in ("rope_theta", "partial_rotary_factor") if key in full}
     old["rope_scaling"] = None
-    if (kind := full.get("rope_type", "default")) == "longrope":  # Phi-3 accepts no other keys
+    if (kind := full.get("rope_type", "default")) == "longrope":  # Phi-3 rejects any other key
         old["rope_scaling"] = {"type": kind, **{key: full[key] for key in ("short_factor", "long_factor")}}
     elif kind != "default":
         old["rope_scaling"] = {key: full[key] for key in full if key not in (*old, "type")}

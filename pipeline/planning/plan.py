@@ -1,6 +1,6 @@
 """Estimates what a job needs: the memory of one worker, item by item, and the hours on a GPU.
 
-Sizes are counted on the job's model (shape.py), not derived from the formulas of one architecture. The tensors of TRL's losses
+shape.py counts sizes on the job's model, so that no formula depends on one architecture. The tensors of TRL's losses
 have a factor that was fitted to measured peaks. Tests compare the sum with the peaks of real runs.
 """
 
@@ -26,10 +26,10 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    label: str  # label of its nodes (ray.io/accelerator-type), from ray.util.accelerators
+    label: str  # label of nodes with this GPU (ray.io/accelerator-type), from ray.util.accelerators
     memory: float  # GiB that torch can use
     tflops: float  # dense bf16 matrix products
-    bandwidth: float  # GB/s of its memory
+    bandwidth: float  # memory bandwidth in GB/s
 
 
 GPUS = {
@@ -47,14 +47,14 @@ GPUS = {
 # Share of the free memory that a run may need without recomputation. On a CPU, plans are within 15 % of measured peaks. Plans
 # have not been compared with a GPU.
 MAX_FILL = 0.9
-# Assumed share of a GPU's peak speed, for matrix products and for reading memory. The plan prints it.
+# Assumed share of a GPU's peak speed, for matrix products and for reading memory. The plan prints this share.
 UTILIZATION = 0.35
 RUNTIME = {
     "cpu": 0.75 * GIB,
     "cuda": 0.9 * GIB,
 }  # memory of Python, torch and Ray, or of CUDA's context and workspaces
 # Allocated memory divided by memory in use. glibc's allocator cannot place an aligned block into a hole of exactly its size, and
-# allocates twice the memory in use. MALLOC_MMAP_THRESHOLD_=65536 would avoid this, but takes a quarter more time.
+# allocates twice the memory in use. MALLOC_MMAP_THRESHOLD_=65536 would avoid this waste, but takes a quarter more time.
 SLACK = {"cpu": 2.0, "cuda": 1.1}
 # Layers of a sharded base in memory at once: the current layer, the next layer, and the shards from which the next layer is
 # joined. Not measured on a GPU.
@@ -125,7 +125,7 @@ def memory_settings(work: Sections, context: int) -> MemorySettings:
             work.trainer.get("per_device_train_batch_size", 8),
             min(longest or context, context),
             work.bf16,
-            work.trainer.get("gradient_checkpointing") is not False,  # TRL's default is true
+            work.trainer.get("gradient_checkpointing") is not False,  # TRL recomputes by default
             stage.sequences,
         )
     completion = args.response_length if stage.writes else 0
@@ -169,7 +169,7 @@ def make_plan(work: Sections, loras: Loras | None = None, learns: bool = True) -
         shape = Shape(model, work.lora, "reward" in (stage.learns, *stage.inputs))
         lora_of = {role: (loras or {}).get(starts.get(role, role), work.lora) for role in roles}
         size = {role: 4.0 * (lora.get("parameters") or shape.adapter(lora)) for role, lora in lora_of.items()}
-    except ValueError as error:  # peft found no such modules, or settings that exclude each other
+    except ValueError as error:  # peft found no modules to adapt, or settings that exclude each other
         why = f"peft rejects it for {model.name_or_path}: {str(error).splitlines()[0]}"
         raise InputError(why, key="lora") from error
     room_for_prompts(work.writes, work.data.max_length, shape.context)
@@ -307,7 +307,7 @@ def fitting(plan: Plan) -> list[str]:
 def fit_into(work: Sections, memory: float, loras: Loras | None = None) -> tuple[list[str], Plan]:
     """Returns the mildest overrides with which a worker fits into `memory` bytes, and their plan.
 
-    If no overrides suffice, returns all of them.
+    If even all overrides do not suffice, returns all of them.
     """
     made: dict[str, Any] = {}
     for key, value in _changes(work, loras):
@@ -327,9 +327,9 @@ def fit_into(work: Sections, memory: float, loras: Loras | None = None) -> tuple
 
 
 def _changes(work: Sections, loras: Loras | None = None) -> list[tuple[str, Any]]:
-    """Returns overrides that reduce the memory, mildest first. The last one, nf4, changes the result."""
+    """Returns overrides that reduce the memory, mildest first. The last override, nf4, changes the result."""
     asked, stage, workers = memory_settings(work, 1 << 20), work.stage, work.places.workers.fewest
-    # Only divisors, so that the batch stays divisible.
+    # Only divisors of the micro-batch, so that the batch stays divisible.
     fewer = [n for n in range(asked.rows - 1, stage.fewest_rows - 1, -1) if asked.rows % n == 0]
     changes: list[tuple[str, Any]] = []
     now = work.args.planned_rows(workers) if stage.online else asked.rollout_rows
@@ -391,7 +391,7 @@ def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
         filled = at_once * (row + completion / 2) * plan.shape.cache(asked.bf16)
         read = math.ceil(episodes / at_once) * completion * (plan.shape.moved + filled)
     else:
-        # The reference and the stage's further forwards have no backward.
+        # The forwards of the reference, and the stage's other forwards without gradients, have no backward.
         passes = (3 if asked.checkpointing else 2) + stage.keeps_reference + stage.further_forwards
         steps = work.trainer.get("max_steps", 0)
         if steps and steps > 0:  # only packed rows always have the maximum length
@@ -424,7 +424,7 @@ def recomputes(worker: Any) -> bool:
     peak = make_plan(_with(work, {"trainer.gradient_checkpointing": False}), loras).peak
     memory = free_bytes(torch.device(worker.device))
     why = f"keeping all needs {peak / GIB:.1f} GiB, and {memory / GIB:.1f} GiB are free"
-    needed, why = max(worker.gather((peak > MAX_FILL * memory, why)))  # True if any worker needs it
+    needed, why = max(worker.gather((peak > MAX_FILL * memory, why)))  # True if any worker needs to recompute
     if worker.rank == 0:
         kept = "recomputed" if needed else "kept"
         print(f"activations are {kept} (gradient_checkpointing: null): {why}", flush=True)

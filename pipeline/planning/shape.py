@@ -41,7 +41,7 @@ NF4_BYTES = (
 
 
 def config_of(model: Model) -> tuple[dict[str, Any], str | None]:
-    """Returns the base's config.json, and None. If it cannot be read, returns its values in SHAPES, and the reason."""
+    """Returns the base's config.json, and None. If the file cannot be read, returns the values in SHAPES, and the reason."""
     try:
         return base_config(model.name_or_path, model.revision), None
     except InputError as error:
@@ -84,7 +84,7 @@ class Shape:
         quantized = whole["linear"] if model.load_in_4bit else 0
         self.weights = (self.parameters - quantized) * self.dtype_bytes + quantized * NF4_BYTES
         # Bytes that a decoding step moves. For a matrix product, bitsandbytes writes and reads a copy of each nf4 weight in the
-        # compute dtype (functional.dequantize_4bit). Only its kernel for a single row makes no copy.
+        # compute dtype (functional.dequantize_4bit). Only the kernel of bitsandbytes for a single row makes no copy.
         self.moved = self.weights + 2.0 * quantized * self.dtype_bytes
 
     def sharded(self, workers: int, lm_head: bool) -> float:
@@ -117,7 +117,7 @@ class Shape:
 
     @property
     def keeps_other_state(self) -> bool:
-        """Returns whether a layer has another state than keys and values. Then the decoder reads all prompts in one forward."""
+        """Returns whether a layer has other state than keys and values, so that the decoder reads all prompts in one forward."""
         kinds = getattr(self.text, "layer_types", None) or ()
         return any(kind not in ("full_attention", "sliding_attention", "chunked_attention") for kind in kinds)
 

@@ -1,10 +1,10 @@
-"""Defines `PPOConfig`, the section `trainer` of a PPO job. It is plain data, and the module does not import torch.
+"""Defines `PPOConfig`, the section `trainer` of a PPO job. `PPOConfig` is plain data, and this module does not import torch.
 
-job/schema.py checks types and ranges of fields when it reads a job. The class checks combinations of fields, and raises an
+job/schema.py checks types and ranges of fields when it reads a job. `PPOConfig` checks combinations of fields, and raises an
 InputError with the key.
 
-Names follow TRL's last `PPOConfig` (1.12), or else TRL 1.16's online trainers (GRPO, RLOO). An *episode* is one completion of
-one prompt. An *update* is one rollout and the optimizer steps on it.
+Fields have the names of TRL's last `PPOConfig` (1.12), or else of TRL 1.16's online trainers (GRPO, RLOO). An *episode* is one
+completion of one prompt. An *update* is one rollout and the optimizer steps on its episodes.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from pipeline.job.ranges import (
 from pipeline.ppo import estimators
 from pipeline.ppo.estimators import Estimator
 
-# If free memory decides how many completions are decoded at once: the number in a plan, and the maximum in an evaluation
+# Completions decoded at once in a plan, and at most in an evaluation, if free memory decides the number
 PLANNED_ROWS = 64
-CHUNK_COMPLETIONS = 256  # size of a chunk if the job sets none
+CHUNK_COMPLETIONS = 256  # completions of a chunk if the job sets no number
 
 
 @dataclass(frozen=True)
@@ -74,18 +74,18 @@ class PPOConfig:
     response_length: Rows = 53
     """Maximum length of a completion in tokens, the end-of-sequence token included."""
     min_new_tokens: Annotated[int, Ge(0), Le(2**20)] = 0
-    """Tokens before a completion may end, 0 to `response_length` - 1. Until then, end-of-sequence tokens have probability 0
-    in sampling and in all log-probs."""
+    """Tokens before a completion may end, 0 to `response_length` - 1. Before that many tokens, end-of-sequence tokens have
+    probability 0 in sampling and in all log-probs."""
     temperature: Annotated[float, Ge(0.01), Le(100)] = 1.0  # vLLM raises smaller values to 0.01
-    """Divides the logits, in sampling and in all log-probs."""
+    """Sampling temperature: divides the logits, in sampling and in all log-probs."""
 
     # ---- reward
     normalize_rewards: bool = False
-    """Normalize the scores of reward adapters with the mean and standard deviation stored with their versions. Scores of
-    Python functions, judges and other models have no stored constants, and stay as they are."""
+    """Normalize the scores of reward adapters with the mean and standard deviation stored with their versions. Scores of Python
+    functions, judges and other models have no stored constants, and are not normalized."""
     reward_timeout_s: Patience = 600.0
-    """Seconds that an update waits for a judge or for a reward that is an async function. After that, the run ends, and the
-    same command with its run.name continues it. -1: no limit."""
+    """Seconds that an update waits for a judge or for a reward that is an async function. After this time, the run ends, and the
+    same command with its run.name continues the run. -1: no limit."""
     reward_clip: Factor | None = None
     """Clip the weighted sum of the (normalized) scores to [-reward_clip, reward_clip]. By default no clipping."""
     missing_eos_penalty: Weight | None = None
@@ -93,7 +93,7 @@ class PPOConfig:
     bootstrap_truncated: bool = False
     """Treat truncated completions as unfinished: the critic's value after the last token replaces the score."""
     mask_truncated_completions: bool = False
-    """Exclude truncated completions from the loss (DAPO's overlong filtering)."""
+    """Exclude completions truncated at `response_length` from the loss (DAPO's overlong filtering)."""
     whiten_rewards: bool = False
     """Scale token rewards to unit variance over the batch, keeping their mean."""
 
@@ -103,9 +103,9 @@ class PPOConfig:
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
     """Estimator of the KL per token in the reward or the loss (functional.kl_estimate). Metrics always report k1."""
     kl_in: Literal["reward", "loss"] = "reward"
-    """Subtract the KL from each token's reward (PPO), or add it to the loss (GRPO), with k2 or k3 only."""
+    """Subtract the KL from each token's reward (PPO), or add the KL to the loss (GRPO), with k2 or k3 only."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    """Keep `kl_coef` fixed, or adapt it to reach `kl_target`."""
+    """Keep `kl_coef` fixed, or adapt `kl_coef` to reach `kl_target`."""
     kl_target: Annotated[float, Ge(1e-6), Le(10**6)] = 6.0
     """Target of the adaptive controller: nats per completion, summed over its tokens. [KL_target, Ziegler et al.]"""
     kl_horizon: Annotated[float, Ge(1), Le(10**12)] = 10_000
@@ -113,7 +113,8 @@ class PPOConfig:
     sync_ref_model: bool = False
     """Mix the policy into the reference every `ref_model_sync_steps` updates."""
     ref_model_mixup_alpha: Share = 0.6
-    """Weight of the policy when it is mixed into the reference. A small weight in every update is the usual EMA. [alpha]"""
+    """Weight of the policy when it is mixed into the reference. A small weight, with a mix after every update, is the usual
+    exponential moving average. [alpha]"""
     ref_model_sync_steps: Count = 512
     """Updates after which the policy is mixed into the reference."""
 
@@ -150,7 +151,7 @@ class PPOConfig:
     clip-higher, 0.28). By default `cliprange`. [epsilon_high]"""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Which probability ratio is clipped. token: each token's ratio. sequence: the completion's ratio to the power 1 / length
-    (GSPO), for rloo and grpo. It is much closer to 1, so GSPO sets `cliprange` to about 0.0003."""
+    (GSPO), for rloo and grpo. The sequence ratio is much closer to 1, so GSPO sets `cliprange` to about 0.0003."""
     loss_aggregation: Literal["token", "sequence", "constant"] | None = None
     """How the policy's loss, with its KL and entropy terms, is averaged over a minibatch. token: over tokens, so that long
     completions weigh more (DAPO). sequence: over each completion's tokens, and then over completions (GRPO). constant: the
@@ -163,16 +164,16 @@ class PPOConfig:
     """Coefficient of the entropy bonus: one nat of a token's entropy lowers the loss by this. [c2 in the PPO paper]"""
     vf_coef: Weight = 0.1
     """Coefficient of the value loss. With `critic: adapter`, policy and critic share no parameters, and the coefficient only
-    scales the critic's gradient before `max_grad_norm` and `adam_epsilon` apply. Its step size is `critic_learning_rate`. With
-    `critic: head`, the coefficient weighs the value loss against the policy loss. If it and the rewards are large, the value
-    loss moves the policy, and the KL grows without use. [c1 in the PPO paper]"""
+    scales the critic's gradient before `max_grad_norm` and `adam_epsilon` apply. The step size of the critic is
+    `critic_learning_rate`. With `critic: head`, the coefficient weighs the value loss against the policy loss. If it and the
+    rewards are large, the value loss moves the policy, and the KL grows without use. [c1 in the PPO paper]"""
     cliprange_value: Factor | None = 0.2
-    """How far values may move from the values of the rollout. The unit is that of the reward, or with `normalize_values` a
-    standard deviation of the returns. null: no clipping."""
+    """How far values may move from the values of the rollout. The unit is the unit of the reward, or a standard deviation of the
+    returns with `normalize_values`. null: no clipping."""
     normalize_values: bool = False
     """Normalize the critic's targets by the running mean and standard deviation of the returns."""
     critic_warmup_steps: Steps = 0
-    """Number of first updates that train the critic alone. The policy's learning rate schedule begins after them."""
+    """Number of first updates that train the critic alone. The policy's learning rate schedule begins after these updates."""
     target_kl: Factor | None = None
     """End an update before the optimizer step of a minibatch if its approximate KL to the old policy (k2, mean nats per
     token) exceeds 1.5 times this. By default never."""
@@ -210,7 +211,7 @@ class PPOConfig:
     """Updates of linear warm-up: the n-th has n / (warmup_steps + 1) of the learning rate. The critic's warm-up begins with the
     run. The policy's warm-up begins when the policy begins to learn (`critic_warmup_steps`)."""
     max_grad_norm: Norm = 1.0
-    """Clip the L2 norms of the gradients of policy and critic, each separately, to this. With `critic: head`, the policy's
+    """Clip the L2 norms of the gradients of policy and critic, each separately, to this norm. With `critic: head`, the policy's
     gradient comes from both losses. 0: no clipping."""
 
     # ---- precision, memory
@@ -218,8 +219,8 @@ class PPOConfig:
     """Compute matrix products in bfloat16 (autocast). On a CPU, also load the base in bfloat16. Adapters, heads, log-softmax,
     ratios and losses stay fp32."""
     gradient_checkpointing: bool | None = False
-    """Recompute activations in the backward pass. It is about a quarter slower, and needs far less memory. null: only if, by the
-    job's plan, activations would not fit into a worker's free memory."""
+    """Recompute activations in the backward pass. Training is about a quarter slower, and needs far less memory. null: only if,
+    by the job's plan, activations would not fit into a worker's free memory."""
 
     # ---- run
     seed: Seed = 42
@@ -231,7 +232,8 @@ class PPOConfig:
     eval_steps: Steps = 0
     """Updates between two evaluations on the eval prompts. 0: only before and after training."""
     check_reference: bool = True
-    """End the run if the KL to the reference is not 0 before the first update, because the policy should start as its copy."""
+    """End the run if the KL to the reference is not 0 before the first update, because the policy should start as the
+    reference."""
 
     def __post_init__(self) -> None:
         require = partial(require_value, self)
@@ -302,7 +304,7 @@ class PPOConfig:
     def learns_in_one_forward(self) -> bool:
         """Returns True if the training forward's log-probs can also serve as old log-probs.
 
-        They can if an update is one optimizer step with all completions, and no advantage depends on old log-probs.
+        An update must be one optimizer step with all completions, and no advantage may depend on old log-probs.
         """
         return (
             self.num_ppo_epochs == self.num_mini_batches == 1
@@ -317,7 +319,7 @@ class PPOConfig:
         return self.batch_size // self.num_generations
 
     def total_updates(self, n_prompts: int) -> int:
-        """Returns the number of the run's updates on `n_prompts` training prompts. The last update is also a full batch."""
+        """Returns the number of the run's updates on `n_prompts` training prompts. The last update has a full batch, too."""
         episodes = self.total_episodes or self.num_train_epochs * n_prompts * self.num_generations
         return max(1, math.ceil(episodes / self.batch_size))
 
@@ -327,7 +329,7 @@ class PPOConfig:
         return min(self.local_rollout_forward_batch_size or CHUNK_COMPLETIONS, own)
 
     def planned_rows(self, workers: int) -> int:
-        """Returns the number for a plan, which assumes little memory, because workers decode more only in free memory."""
+        """Returns how many completions a plan assumes to be decoded at once: few, because more need free memory."""
         rows = self.decoded(workers)
         return min(rows, PLANNED_ROWS) if self.local_rollout_forward_batch_size is None else rows
 
@@ -336,5 +338,5 @@ class PPOConfig:
         return self.eval_steps > 0 and update % self.eval_steps == 0 and update < total
 
     def logs(self, update: int, total: int) -> bool:
-        """Returns True if this update, counted from 1, logs its metrics. Every evaluated update does."""
+        """Returns True if this update, counted from 1, logs its metrics. Every update with an evaluation logs them."""
         return update % self.logging_steps == 0 or update == total or self.evaluates(update, total)

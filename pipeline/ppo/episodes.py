@@ -1,8 +1,8 @@
 """Defines the episodes of an update, and splits them over workers and minibatches.
 
 Each worker samples completions for its share of the prompts. For learning, each minibatch is redistributed over the workers by
-token count, so that no worker waits for another. Minibatches depend only on seed and update, and cover the *global* batch. So
-the number of workers does not change what is computed.
+token count, so that no worker waits for another. Minibatches depend only on seed and update, and cover the *global* batch. The
+number of workers therefore does not change what is computed.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def minibatches(args: PPOConfig, update: int) -> list[np.ndarray]:
 def deal(lengths: Sequence[int], workers: int) -> list[list[int]]:
     """Returns the rows of each worker, as indices into `lengths` (tokens), with nearly equal numbers of tokens.
 
-    Assigns each row to the worker with the fewest tokens, in the order from the longest row (Graham 1969). A row may be a pack.
+    Assigns each row to the worker with the fewest tokens, in the order from the longest row (Graham 1969). A row may be a pack of
+    completions.
     """
     shares: list[list[int]] = [[] for _ in range(workers)]
     tokens = [0] * workers
@@ -119,14 +120,15 @@ def deal(lengths: Sequence[int], workers: int) -> list[list[int]]:
 
 
 class Totals(NamedTuple):
-    """Has counts over a full optimizer step and all workers. Losses are sums divided by these counts, so micro-batches add up."""
+    """Has counts over a full optimizer step and all workers. Losses are sums divided by the step's counts, so the losses of
+    micro-batches add up."""
 
     actions: float
-    completions: float  # completions with at least one counted action
+    completions: float  # completions with at least one action in the loss
 
     @classmethod
     def of(cls, learn: Tensor) -> Totals:
-        """Counts from a mask (B, R) of the actions that enter the loss."""
+        """Returns the totals from a mask (B, R) of the actions that enter the loss."""
         return cls(float(learn.sum()), float(learn.any(-1).sum()))
 
 
@@ -134,11 +136,10 @@ class Totals(NamedTuple):
 class Episodes(Sequences):
     """Episodes of an update: B rows with up to R actions. Action t of a row is its token `starts` + t."""
 
-    ended: Tensor  # (B,) bool; False if truncated at the length limit
+    ended: Tensor  # (B,) bool; (B,) bool, False if the completion is truncated at `response_length`
     sampler_logprobs: Tensor  # (B, R) log-probs reported by the engine
-    scores: (
-        Tensor  # (B,) float64, clipped weighted sum of the rewards' scores, minus the penalty for truncation
-    )
+    # (B,) float64, clipped weighted sum of the rewards' scores, minus the penalty for truncation
+    scores: Tensor
     greedy_scores: Tensor  # (B,) score of each prompt's greedy completion, if an estimator reads it
     old_logprobs: Tensor  # (B, R) log-probs of the policy before this update, computed by the trainer
     ref_logprobs: Tensor  # (B, R) log-probs of the reference
@@ -175,7 +176,7 @@ def collate(
     pad: int,
     device: torch.device,
 ) -> Episodes:
-    """Returns episodes of prompts (token ids) and completions. Tensors that are computed later are 0.
+    """Returns episodes of prompts (token ids) and completions. Tensors of the episodes that are computed later are 0.
 
     Args:
         indices: each row's index in the global batch of the update.

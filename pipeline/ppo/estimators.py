@@ -1,4 +1,4 @@
-"""Defines the advantage estimators. Each has a formula, a definition and defaults.
+"""Defines the advantage estimators, each with a formula, a definition and defaults.
 
 To add an estimator, write a formula and a definition here, and one line in ESTIMATORS. A job can also use its own formula
 without a change here: `trainer.advantage_estimator: python:MODULE:FUNCTION`. The function may have a definition as its attribute
@@ -10,15 +10,15 @@ The parameters of a formula and a definition name their inputs:
   adjacent rows, and all on one worker.
 * `mask` (B, R): bool, on at actions.
 * `values` (B, R) and `bootstrap` (B,): the critic's value before each action, and after the last action of a truncated
-  completion (0 if it ended). An estimator that names one of them needs a critic.
+  completion (0 if it ended). An estimator that names `values` or `bootstrap` needs a critic.
 * `greedy_scores` (B,): score of the greedy completion to each row's prompt. Greedy completions are sampled only for an
   estimator that names this parameter.
-* any key of the job's `trainer` section. An estimator that names `num_generations` compares the completions to a prompt. It
-  needs at least 2 of them, and gets its rewards in float64.
+* any key of the job's `trainer` section. An estimator that names `num_generations` compares the completions to a prompt. Such an
+  estimator needs at least 2 completions to a prompt, and gets its rewards in float64.
 
 A formula takes and returns tensors. A definition computes the same numbers for one prompt's completions with plain loops, and
-shares no code with the formula. It takes lists of numbers per completion, without padding and mask. The self-check of the first
-rollout compares the results of both.
+shares no code with the formula. A definition takes lists of numbers per completion, without padding and mask. The self-check of
+the first rollout compares the results of formula and definition.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Estimator:
 
 
 def call(function: Callable[..., Any], args: Any, known: Mapping[str, Any]) -> Any:
-    """Calls a formula or definition with the parameters in its signature.
+    """Calls a formula or definition with values for the parameters in its signature.
 
     Args:
         args: a PPOConfig, for the parameters that are keys of the trainer section.
@@ -103,7 +103,7 @@ def _gae(
 def _reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """Returns the discounted sum of the rewards from each action on (Hu 2025, REINFORCE++, 2501.03262).
 
-    It is GAE with lam = 1 and without a critic.
+    REINFORCE++ is GAE with lam = 1 and without a critic.
     """
     from pipeline.ppo import functional
 
@@ -119,7 +119,7 @@ def _remax(rewards: Tensor, mask: Tensor, greedy_scores: Tensor, gamma: float) -
 def _above_group_mean(rewards: Tensor, mask: Tensor, num_generations: int) -> tuple[Tensor, Tensor]:
     """Returns each group's total rewards minus their mean, and the totals, both (prompts, num_generations).
 
-    For equal totals the result is exactly 0, although their mean in floating point may differ from them.
+    If the totals of a group are equal, the differences are exactly 0, although the mean may differ from them by rounding.
     """
     group = rewards.double().where(mask, 0.0).sum(-1).view(-1, num_generations)
     tied = group.amax(-1, keepdim=True) == group.amin(-1, keepdim=True)

@@ -1,12 +1,12 @@
 """The mathematics of PPO as pure functions of tensors.
 
-Conventions, the same everywhere:
+Conventions of all functions:
 
 * Tensors are (batch, time). Time runs over the *actions* of a completion, and action t is its token t. The log-prob and the
-  value of action t are read one position earlier, in the state *before* the action. The caller has shifted both.
+  value of action t are read one position earlier, in the state *before* the action. The caller has shifted log-probs and values.
 * A mask is 1 (or True) on action tokens, including the end-of-sequence token, and 0 on padding. Masked positions may
   contain NaN and inf. `torch.where` replaces them before any arithmetic, because 0 * NaN is NaN, also in a gradient.
-  Results are 0 at masked positions.
+  Results of functions are 0 at masked positions.
 * Logarithms are natural, so KL and entropy are in nats.
 
 Sources: Schulman et al. 2017 (PPO, arXiv 1707.06347), 2015 (GAE, 1506.02438); "The N implementation details of RLHF
@@ -42,7 +42,7 @@ def whiten(
     """Returns `x` scaled to unit variance (unbiased, over the mask), with mean 0 or, with `shift_mean=False`, its own mean.
 
     Mean and variance are computed in fp64 and in two passes. The fp64 mean of equal fp32 values is exact, so their deviations
-    are exactly 0. Fewer than two values count as having variance 1.
+    are exactly 0. With fewer than two values, the variance is taken as 1.
 
     Args:
         eps: added to the variance.
@@ -65,9 +65,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator =
 
     With d = log p_policy - log p_reference, the estimators are:
 
-    * k1 = d. It is unbiased, and can be negative.
-    * k2 = d^2 / 2. It is biased, has a low variance, and its gradient is the gradient of the KL.
-    * k3 = exp(-d) - 1 + d. It is unbiased and never negative. It is constant for d < -LOG_RATIO_LIMIT.
+    * k1 = d. k1 is unbiased, and can be negative.
+    * k2 = d^2 / 2. k2 is biased and has a low variance, and its gradient is the gradient of the KL.
+    * k3 = exp(-d) - 1 + d. k3 is unbiased and never negative. It is constant if d < -LOG_RATIO_LIMIT.
     * abs = |d|.
     """
     difference = logprobs.float() - ref_logprobs.float()
@@ -85,7 +85,7 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
     """Returns the reward of every action: -kl_coef * kl, plus the row's score (batch,) on the last action."""
     mask = mask.bool()
     rewards = (-kl_coef * kl.float()).where(mask, 0.0).to(scores.dtype)
-    remaining = mask.flip(-1).cumsum(-1).flip(-1)  # number of actions from here on
+    remaining = mask.flip(-1).cumsum(-1).flip(-1)  # number of actions from each action to the end
     paid = scores.unsqueeze(-1).expand_as(rewards).where(mask & (remaining == 1), 0.0)
     return rewards + paid
 
@@ -158,7 +158,7 @@ def policy_loss(
         cliprange_high: None means `cliprange`. DAPO's clip-higher sets a larger value.
         dual_clip: a number above 1. If the advantage A is negative, the loss is at most -dual_clip * A, and not unbounded.
         importance_sampling_level: "sequence" (GSPO) gives every action of a row the same ratio: the completion's probability
-            ratio of new and old policy, to the power 1 / length. It is exp of the mean of the row's log-ratios.
+            ratio of new and old policy, to the power 1 / length. The sequence ratio is exp of the mean of the row's log-ratios.
 
     `stats` are means over actions, without gradient: ratio; approxkl, the k2 estimate between new and old policy in nats; and
     clipfrac, the fraction of actions with a clipped ratio.
@@ -196,8 +196,8 @@ def off_policy_weights(
     """Returns the probability ratio trainer / sampler (batch, time) of each action, at most `cap`, and 0 off the mask.
 
     The ratios correct for a sampler with other weights, kernels or precision (decoupled PPO, Hilton et al. 2021; truncated
-    importance sampling, Ionides 2008). The caller multiplies advantages by them: for w >= 0, w times the clipped surrogate of A
-    equals the clipped surrogate of w * A.
+    importance sampling, Ionides 2008). The caller multiplies advantages by these ratios: for w >= 0, w times the clipped
+    surrogate of A equals the clipped surrogate of w * A.
 
     Args:
         level: "token" means each action's ratio, "sequence" the product of the ratios of all actions of its completion.
@@ -218,19 +218,19 @@ def value_loss(
     actions: float,
     cliprange_value: float | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns (loss, stats) of 0.5 * max(clipped, unclipped) squared error, per action.
+    """Returns (loss, stats). The loss of an action is half the larger of the clipped and the unclipped squared error.
 
     Args:
         actions: as in `policy_loss`.
         cliprange_value: how far the new value in the clipped error may be from the old value. None means no clipping.
 
-    `stats` has, without gradient, clipfrac: the fraction of values whose clipped error is larger.
+    `stats` has clipfrac, without gradient: the fraction of values whose clipped error is larger than the unclipped one.
     """
     mask = mask.bool()
     values, old_values, returns = (x.float().where(mask, 0.0) for x in (values, old_values, returns))
     unclipped = clipped = (values - returns).square()
     if cliprange_value is not None:
-        # The rounding of old + (new - old).clamp() would count unclipped values as clipped.
+        # Because of rounding, old + (new - old).clamp() would make unclipped values look clipped.
         bounded = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
         clipped = (bounded - returns).square()
     with torch.no_grad():

@@ -38,16 +38,16 @@ VALUE_STATS = ("loss/value_avg", "val/clipfrac_avg")
 def fill_advantages(args: PPOConfig, config: RolloutConfig, episodes: Episodes, kl_coef: float) -> None:
     """Fills `rewards`, `advantages` and `returns` of the episodes."""
     estimator, mask = args.estimator, episodes.mask
-    # Groups compare scores in float64, because the fp32 mean of equal scores may differ from the scores.
+    # Scores of a group are compared in float64, because the fp32 mean of equal scores may differ from the scores.
     scores = episodes.scores if estimator.compares_groups else episodes.scores.float()
     bootstrap = torch.zeros_like(episodes.bootstrap)
     if args.bootstrap_truncated:
-        # The value replaces the score of a truncated completion, because both together would reward it twice.
+        # The critic's value replaces the score of a truncated completion, because their sum would reward it twice.
         scores, bootstrap = scores.where(episodes.ended, 0.0), episodes.bootstrap
     kl = kl_estimate(episodes.old_logprobs, episodes.ref_logprobs, args.kl_estimator)
     rewards = token_rewards(scores, kl, mask, kl_coef if args.kl_in == "reward" else 0.0)
     if args.whiten_rewards:
-        # Keeps the mean, because a shift would reward or punish the length of completions.
+        # Keeps the mean of the rewards, because a shift would reward or punish the length of completions.
         rewards = whiten(rewards, mask, shift_mean=False, all_reduce=all_reduce)
     episodes.rewards = rewards
     advantages = estimate_advantages(args, episodes, bootstrap)
@@ -92,7 +92,8 @@ def policy_objective(
     Args:
         totals: counts over the complete optimizer step and all workers.
         logprobs: (B, R) log-probs of the policy, in nats.
-        entropy: (B, R), with gradient. None means that there is no bonus, and the statistic is estimated from sampled tokens.
+        entropy: (B, R), with gradient. If None, the loss has no entropy bonus, and the entropy statistic is estimated from
+            sampled tokens.
     """
     weights = loss_weights(part.learn, args.aggregation, *totals, args.response_length)
     loss, stats = policy_loss(
@@ -133,14 +134,14 @@ def value_objective(
 
 
 class RunningMoments:
-    """Tracks mean and standard deviation of all returns so far (`normalize_values`). They are the same on all workers."""
+    """Tracks mean and standard deviation of all returns so far (`normalize_values`). All workers have the same values."""
 
     def __init__(self) -> None:
         self.mean, self.std, self.count = 0.0, 1.0, 0.0
-        self.center: float | None = None  # value for which the critic's head outputs 0; None means the mean
+        self.center: float | None = None  # value for which the critic's head outputs 0; if None, the mean
 
     def raw(self, output: Tensor) -> Tensor:
-        """Converts the output of a critic's head to values. `normal` is the inverse."""
+        """Converts the output of a critic's head to values. `normal` is the inverse function."""
         return output * self.std + (self.mean if self.center is None else self.center)
 
     def normal(self, value: Tensor) -> Tensor:

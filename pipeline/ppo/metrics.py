@@ -19,9 +19,9 @@ def episode_metrics(
     """Returns metrics of rollout, scores and values.
 
     `objective/kl` (to the reference), `objective/teacher_kl` and `objective/entropy` are sums over a completion's tokens, in
-    nats per *completion*. `policy/entropy_avg`, from the optimizer steps, is in nats per *token*. The KL is always k1, also if
-    `kl_estimator` is another one. `val/sampler_drift` is the mean absolute difference between the log-probs of sampler and
-    trainer, in nats per token.
+    nats per *completion*. `policy/entropy_avg`, from the optimizer steps, is in nats per *token*. The KL is always k1, for any
+    `kl_estimator`. `val/sampler_drift` is the mean absolute difference between the log-probs of sampler and trainer, in nats per
+    token.
 
     Args:
         raw: each reward's raw scores, by its name.
@@ -68,7 +68,7 @@ def off_policy_metrics(episodes: Episodes, config: RolloutConfig, mask: Tensor) 
     `rollout/sampler_kl` is the mean of the sampler's log-prob minus the trainer's, in nats per action.
 
     Args:
-        mask: (B, R), on at actions that count.
+        mask: (B, R), on at the actions that enter the loss.
     """
     level = config.corrects or "token"
     logprobs = (episodes.old_logprobs, episodes.sampler_logprobs, episodes.mask)
@@ -97,8 +97,8 @@ def seconds_at_peak(
     """Returns the seconds that an update would take at a GPU's `peak`, in FLOP/s.
 
     A forward takes 2 FLOPs per token and parameter. A backward through frozen weights also takes 2, because only activations
-    have gradients. Recomputation does not count. The result divided by the measured seconds is the model FLOPs utilization
-    (MFU, Chowdhery et al. 2022, section 4.1).
+    have gradients. The FLOPs of gradient checkpointing are not included. The result divided by the measured seconds is the model
+    FLOPs utilization (MFU, Chowdhery et al. 2022, section 4.1).
 
     Args:
         tokens: number of tokens of this worker's prompts and completions.

@@ -1,7 +1,7 @@
-"""Manages the rollouts of one trainer. This process or rollout workers sample them, up to `staleness` updates ahead.
+"""Manages the rollouts of one trainer. The trainer's process or rollout workers sample, up to `staleness` updates ahead.
 
-Version max(0, u - staleness) of the policy samples all episodes of update u, in any process and at any time. So the seed
-decides the result of a run, for any number and speed of rollout workers, even if some die.
+Version max(0, u - staleness) of the policy samples all episodes of update u, in any process and at any time. The seed alone
+therefore decides the result of a run, for any number and speed of rollout workers, even if some die.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeline.ppo.sampler import Chunk, Sampled, Sampler
 from pipeline.writing.rows import Completion
 
 VERSIONS_FILE = "versions.pt"
-Tensors = Mapping[str, Tensor]  # an adapter, with the tensor names of peft's files
+Tensors = Mapping[str, Tensor]  # the tensors of an adapter, by their names in peft's files
 
 
 class Versions:
@@ -102,7 +102,7 @@ class RolloutWorkers(Protocol):
 
 @dataclass
 class Rollout:
-    """One trainer's share of an update."""
+    """The sampled and scored episodes of one trainer's share of an update."""
 
     parts: list[tuple[Chunk, Sampled]]
     episodes: Episodes
@@ -117,8 +117,7 @@ class Rollouts:
         sampler: samples in this process the chunks that no rollout worker samples.
         staleness: how many updates rollout workers may sample ahead of the trainer.
         workers: rollout workers, if there are any.
-        chunks_of: update number -> the chunks of this trainer's share.
-        total: updates of the run.
+        chunks_of: update number -> the chunks of this trainer's share. total: updates of the run.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class Rollouts:
         self.requested: dict[int, list[Chunk]] = {}
 
     def chunks_for(self, update: int) -> list[tuple[Chunk, Sampled]]:
-        """Returns the sampled chunks of an update. Rollout workers also score them. Updates come in order."""
+        """Returns the sampled chunks of an update. Rollout workers also score them. Callers request updates in order."""
         if self.workers and self.versions:
             self.versions.add(update)
             self._request(self.workers, self.versions, update)

@@ -1,8 +1,8 @@
 """Samples the chunks of an update: completions, their scores, and the reference's log-probs.
 
 A chunk is the unit of sampling and scoring. The split of an update into chunks depends on the job, and not on a worker's memory.
-Sums over several completions stay within a chunk. The trainer's process and rollout workers run the same code, each with its
-own base and frozen roles. So all of them compute bit-identical chunks.
+No sum adds numbers from several chunks, so rounding does not depend on how chunks are distributed. The trainer's process and
+rollout workers run the same code, each with its own base and frozen roles. All processes therefore compute bit-identical chunks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Chunk:
     rank: int  # rank of the trainer that learns from the chunk
     number: int
     version: int  # version of the policy that samples the chunk: its number of updates
-    rows: list[int]  # indices of its completions in the rank's share
+    rows: list[int]  # indices of the chunk's completions in the rank's share
     prompt_ids: list[list[int]]  # token ids of each prompt
     data: list[str]  # JSON text of each prompt's data row
     episodes: list[int]  # number of each completion in the run, which decides its seed; grouped by prompt
@@ -60,7 +60,7 @@ class Sampled:
     """A sampled chunk. `raw` and `ref_logprobs` are None until they are computed."""
 
     key: Key
-    version: int  # version of the policy that sampled
+    version: int  # version of the policy that sampled the chunk
     digest: str  # digest of the sampler's parameters
     completions: list[Completion]
     greedy: Sampled | None = None  # one greedy completion per prompt, for remax
@@ -85,11 +85,11 @@ class Roles:
     """The models of a PPO run: roles on one frozen base, and rewards.
 
     Args:
-        shared: has the role `policy`. It has `critic`, with a head, if the estimator reads values. If it has no role
+        shared: has the role `policy`. `shared` has `critic`, with a head, if the estimator reads values. If `shared` has no role
             `reference`, the bare base is the reference.
         rewards: the weighted sum of their scores is a completion's score.
-        critic_reward: the reward whose adapter and head the critic starts from. None means that its values start at 0.
-        teacher: rates every token of the completions, with `teacher_coef`.
+        critic_reward: the reward whose adapter and head the critic starts from. If None, the critic's values start at 0.
+        teacher: rates every token of the completions (`teacher_coef`).
     """
 
     shared: SharedBase
@@ -102,8 +102,8 @@ class Sampler:
     """Samples and scores chunks with the roles and rewards of a run.
 
     Args:
-        tokenizer: decodes completions for Python rewards. Its pad id fills up rows.
-        decoder: generates the completions. None means the base itself.
+        tokenizer: decodes completions for Python rewards. The tokenizer's pad id fills up rows.
+        decoder: generates the completions. If None, the base itself generates.
     """
 
     def __init__(self, roles: Roles, tokenizer: Any, args: PPOConfig, decoder: Decoder | None = None) -> None:
@@ -120,7 +120,7 @@ class Sampler:
     def fit_to_memory(self, chunk: int, longest: int) -> None:
         """Sets from the free memory how many completions of a chunk are decoded at once, unless the job sets the number.
 
-        Every trainer calls this. All use the smallest of their numbers, because rounding depends on it.
+        Every trainer calls this. All trainers use the smallest of their numbers, because rounding depends on this number.
 
         Args:
             longest: tokens of the longest prompt.
@@ -194,7 +194,7 @@ class Sampler:
         return forward.parts_of(self.shared, episodes, tokens=self.args.max_tokens_per_micro_batch)
 
     def episodes(self, chunk: Chunk, sampled: Sampled) -> Episodes:
-        """Returns the chunk's padded completions. All values that are computed later are 0."""
+        """Returns the chunk's padded completions as episodes. Values that are computed later are 0."""
         indices = range(len(chunk.episodes))
         return collate(chunk.prompts, sampled.completions, indices, self.pad, self.shared.device)
 
@@ -205,7 +205,7 @@ class Sampler:
 
         Args:
             role: None means the bare base.
-            states: the role's hidden states from `forward.states`. None means that this method computes them.
+            states: the role's hidden states from `forward.states`. If None, this method computes the hidden states.
         """
         states = forward.states(self.shared, role, part) if states is None else states
         sampling = (self.sampling.temperature, self.sampling.eos, self.sampling.min_new_tokens)

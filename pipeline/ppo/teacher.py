@@ -1,4 +1,4 @@
-"""Distills a teacher into the policy. The teacher is a frozen role, and rates each token of the policy by its log-probability.
+"""Distills a teacher into the policy. The teacher is a frozen role, and rates each sampled token by the token's log-probability.
 
 The advantage of a token grows by teacher_coef * (log p_teacher - log p_policy). Without other rewards, the policy gradient
 estimates the gradient of the reverse KL from policy to teacher from the sampled tokens (on-policy distillation; Agarwal et al.
@@ -20,12 +20,12 @@ from pipeline.ppo.episodes import Episodes
 
 @dataclass(frozen=True)
 class Teacher:
-    """The teacher's role, and the tokens with which its prompts start instead.
+    """The teacher's role, and the tokens with which the teacher's prompts start.
 
     Args:
         role: a frozen role, or None for the bare base.
         head: the first tokens of each of the policy's prompts.
-        own_head: the tokens that replace `head` in the teacher's prompts. They contain the system message.
+        own_head: the tokens that replace `head` in the teacher's prompts. `own_head` contains the system message.
     """
 
     role: str | None
@@ -84,6 +84,6 @@ def make_teacher(
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Returns the number of equal first tokens."""
+    """Returns the number of first tokens that two rows share."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

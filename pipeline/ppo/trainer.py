@@ -2,11 +2,11 @@
 
 One update: prompts -> rollout -> scores -> old and reference log-probs, values -> token rewards -> advantages -> epochs x
 minibatches x micro-batches -> metrics. Policy, reference, critic and reward are adapters on one frozen base
-(models/adapters.py). They run one after the other, each with its own forward and backward. A critic that is a head on the
-policy uses the policy's forward and backward.
+(models/adapters.py). These adapters run one after the other, each with its own forward and backward. A critic that is a head on
+the policy uses the policy's forward and backward.
 
-Workers (torch.distributed, if it is initialized) share the episodes of an update. They do not use DDP. Losses are sums divided
-by the number of actions in the full optimizer step over all workers. So one all-reduce per step adds up the adapters'
+Workers (torch.distributed, if it is initialized) share the episodes of an update, without DDP. Losses are sums divided
+by the number of actions in the full optimizer step over all workers. One all-reduce per step therefore adds up the adapters'
 gradients, and the split of a step into micro-batches and over workers does not change the result.
 """
 
@@ -48,7 +48,7 @@ from pipeline.scoring import forward
 from pipeline.scoring.rewards import AdapterReward, Reward, weighted_sum
 from pipeline.system.rng import kept_rng_state, rng_state, set_rng_state
 
-STATE_FILE = "ppo_state.json"  # file in a checkpoint with the attributes STATE of the trainer
+STATE_FILE = "ppo_state.json"  # file in a checkpoint with the trainer's attributes named in STATE
 STATE = ("update", "kl_coef", "skipped_steps", "tokens", "history")
 
 OnUpdate = Callable[[dict[str, float], int, int], bool | None]
@@ -59,9 +59,9 @@ class PPOTrainer:
     """Trains the `policy` role (and `critic`) of the sampler's base on prompts.
 
     Args:
-        sampler: has the roles, the rewards and the settings. It samples and scores unless rollout workers do.
-        rollout: how far sampling may run ahead, and the off-policy correction. None means the defaults.
-        rollout_workers: sample and score chunks for this trainer. None means that the trainer does.
+        sampler: has the roles, the rewards and the settings. The sampler samples and scores unless rollout workers do.
+        rollout: how far sampling may run ahead, and the off-policy correction. None means `RolloutConfig()`.
+        rollout_workers: sample and score chunks for this trainer. If None, the trainer's own sampler does.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class PPOTrainer:
         if self.workers > 1:
             can_pack = torch.tensor(float(shared.can_pack), device=self.device)
             shared.can_pack = bool(all_reduce(can_pack, dist.ReduceOp.MIN))
-            # New adapters are random, so all ranks get the adapters of rank 0. The reference may be a copy of such a policy.
+            # New adapters are random, so all ranks get the adapters of rank 0. The reference may be a copy of a random policy.
             for role in filter(None, [*self.roles, self.sampler.reference]):
                 for parameter in shared.parameters_of(role):
                     dist.broadcast(parameter.data, src=0)
@@ -125,7 +125,7 @@ class PPOTrainer:
         mean, std = (reward.mean, reward.std) if normal else (0.0, 1.0)
         slope = reward.weight / std
         self.shared.heads["critic"].weight.data *= slope
-        self.moments.center = -slope * mean  # because a head has no bias
+        self.moments.center = -slope * mean  # not in the head, which has no bias
 
     @property
     def stored_roles(self) -> list[str]:
@@ -142,7 +142,7 @@ class PPOTrainer:
         Args:
             on_update: called after each update with its metrics, its number (from 1) and the total number of updates. If it
                 returns True, training ends.
-            evaluate: returns metrics of the policy on eval prompts. Every rank calls it every `eval_steps` updates.
+            evaluate: returns metrics of the policy on eval prompts. Every rank calls `evaluate` every `eval_steps` updates.
         """
         while self.update < self.total:
             metrics = self.run_update(evaluate)
@@ -173,14 +173,14 @@ class PPOTrainer:
             metrics |= off_policy_metrics(episodes, config, mask)
 
         self.scheduler.step()
-        # While only the critic learns, the KL is 0. The controller would then lower the coefficient.
+        # While only the critic learns, the KL is 0. The controller would lower the coefficient in these updates.
         if args.kl_controller == "adaptive" and "policy" in self.learning:
             kl = metrics["objective/kl"]
             self.kl_coef = adapted_kl_coef(kl_coef, kl, args.batch_size, args.kl_target, args.kl_horizon)
         if args.normalize_values:
             before = self.moments.std
             self.moments.update(episodes.returns, episodes.learn)
-            if self.moments.center is not None:  # keeps the values of a copied critic (PopArt, 1602.07714)
+            if self.moments.center is not None:  # keeps a copied critic's values (PopArt, 1602.07714)
                 self.shared.heads["critic"].weight.data *= before / self.moments.std
         self.update += 1
         if args.sync_ref_model and self.update % args.ref_model_sync_steps == 0:
@@ -277,7 +277,7 @@ class PPOTrainer:
             episodes.learn = episodes.mask & episodes.ended.unsqueeze(-1)
 
     def _paid(self, raw: dict[str, list[float]], ended: list[bool]) -> list[float]:
-        """Returns clipped weighted sums, minus the penalty for truncation. Clipping after the penalty could hide it."""
+        """Returns clipped weighted sums, minus the penalty for truncation. Clipping after the penalty could hide the penalty."""
         scores = weighted_sum(self.sampler.rewards, raw, self.args.normalize_rewards)
         limit, penalty = self.args.reward_clip, self.args.missing_eos_penalty or 0.0
         clipped = scores if limit is None else [min(max(s, -limit), limit) for s in scores]
@@ -309,19 +309,20 @@ class PPOTrainer:
                 values, last_value = self.values(part, None if self.args.has_critic_adapter else states)
                 values, last_value = (self.moments.raw(output) for output in (values, last_value))
                 episodes.values[rows, :width] = values.where(part.mask, 0.0)
-                # The value after EOS is 0. A truncated completion would have continued.
+                # The value after EOS is 0, but a truncated completion would have continued.
                 episodes.bootstrap[rows] = last_value.where(~part.ended, 0.0)
 
     @property
     def old_from_training(self) -> bool:
-        """Returns True if old log-probs come from the training forward. The checks of the first update need them earlier."""
+        """Returns True if old log-probs come from the training forward. The self-checks of the first update need old log-probs
+        earlier."""
         return self.args.learns_in_one_forward and self.update > 0 and not self.rollout_config.corrects
 
     def values(self, part: Episodes, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns the critic's values (B, R) before each action, and (B,) after the last action.
 
         Args:
-            states: the critic's hidden states. None means that they are computed here.
+            states: the critic's hidden states. If None, this method computes the hidden states.
         """
         states = forward.states(self.shared, "critic", part) if states is None else states
         values = self.shared.head("critic", states)
@@ -335,7 +336,7 @@ class PPOTrainer:
         return self.roles if self.update >= self.args.critic_warmup_steps else ["critic"]
 
     def learn(self, episodes: Episodes) -> dict[str, float]:
-        """Runs epochs x minibatches, with one optimizer step each. Returns the means of their statistics over the steps.
+        """Runs epochs x minibatches, with one optimizer step each. Returns the means of the steps' statistics.
 
         `policy/first_ratio_error` is the root mean square of the log-ratio before the first step, in nats. If rounding does not
         explain it, old and new log-probs belong to different policies.
@@ -357,7 +358,7 @@ class PPOTrainer:
             with cast_once():
                 summed = self.accumulate(episodes, rows, totals)
             stats = self.sync(summed)
-            # All workers have the same sum, so they take the same branch below.
+            # All workers have the same sum of squares, so all take the same branch below.
             approxkl = stats.get("policy/approxkl_avg", 0.0)
             if "policy" in self.learning and not first_ratio:
                 rms = first_ratio["policy/first_ratio_error"] = (2 * approxkl) ** 0.5
@@ -370,7 +371,7 @@ class PPOTrainer:
             sums = {key: sums.get(key, 0.0) + value for key, value in stats.items()}
             steps += 1
         if self.old_from_training and self.workers > 1:
-            old = all_reduce(episodes.old_logprobs)  # each row is on one worker, and 0 on the others
+            old = all_reduce(episodes.old_logprobs)  # each row is on one worker, and is 0 on the others
             mine.old_logprobs = old[mine.indices, : mine.mask.shape[1]]
         counts = {"policy/steps": float(steps), "skipped_steps": float(self.skipped_steps)}
         return {key: value / max(steps, 1) for key, value in sums.items()} | first_ratio | counts
@@ -378,9 +379,9 @@ class PPOTrainer:
     def accumulate(self, episodes: Episodes, rows: list[int], totals: Totals) -> dict[str, Tensor]:
         """Runs forward and backward of this worker's rows of a minibatch, in micro-batches. Returns their statistics.
 
-        The backward of an adapter runs before the forward of the next one. So only one role's activations are in memory, and a
-        checkpointed layer is recomputed with the adapter of its forward. A critic that is a head on the policy reads the policy's
-        hidden states, and one backward trains both. While only the critic learns, only the head is trained.
+        The backward of an adapter runs before the forward of the next adapter. Only one role's activations are therefore in
+        memory, and a checkpointed layer is recomputed with the adapter of its forward. A critic that is a head on the policy
+        reads the policy's hidden states, and one backward trains both. While only the critic learns, only the head is trained.
 
         Args:
             totals: counts over the complete minibatch and all workers.
@@ -427,7 +428,8 @@ class PPOTrainer:
         return dict(zip(stats, values.tolist(), strict=True))
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clips the gradients of policy and critic by their norms. Steps if the norms are finite. Returns the norms."""
+        """Clips the gradients of policy and critic by their norms. Runs the optimizer if the norms are finite. Returns the
+        norms."""
         norms: dict[str, float] = {}
         for role in self.roles:
             parameters = self.shared.parameters_of(role)
@@ -459,7 +461,7 @@ class PPOTrainer:
         return (None, tokens) if tokens else (self.args.per_device_train_batch_size, None)
 
     def save(self, folder: str | Path) -> None:
-        """Writes everything that `restore` needs to continue bit-identically on a CPU. Every rank calls it.
+        """Writes everything that `restore` needs to continue bit-identically on a CPU. Every rank calls this method.
 
         Rank 0 writes adapters, optimizer and state. Every rank writes its random state. The caller commits the folder
         atomically. `restore` loads no pickle: tensors are in safetensors files or in torch.save files that are read with
@@ -484,9 +486,9 @@ class PPOTrainer:
         (folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
 
     def restore(self, folder: str | Path) -> None:
-        """Continues from a folder written by `save`. Every rank calls it.
+        """Continues from a folder written by `save`. Every rank calls this method.
 
-        Random states are restored only for the same number of workers. Only rewards in evaluations draw from them.
+        Random states are restored only for the same number of workers. Only rewards in evaluations draw from random states.
         """
         folder = Path(folder)
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
@@ -498,7 +500,8 @@ class PPOTrainer:
         for key in STATE:
             setattr(self, key, state[key])
         vars(self.moments).update(state["returns"])
-        # Rounding depends on the number of rows decoded at once. So the number stays, unless less memory is free now.
+        # Rounding depends on the number of rows decoded at once. The restored number is therefore used, unless less memory is
+        # free now.
         rows, now = state["decoding"]["rows"], self.sampler.rows
         same = state["decoding"]["workers"] == self.workers and not self.args.local_rollout_forward_batch_size
         if rows and now and same:

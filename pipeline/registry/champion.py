@@ -25,10 +25,10 @@ class Gate:
 
 @dataclass(frozen=True)
 class Champion:
-    """The metrics of the champion. There are none if there is no champion, or if its metrics are not comparable."""
+    """The metrics of the champion, or none if there is no champion or its metrics are not comparable."""
 
     metrics: dict[str, float] = field(default_factory=dict)
-    note: str = ""  # says that the run is worse, or why both cannot be compared
+    note: str = ""  # text: the run is worse, or why run and champion cannot be compared
 
 
 def champion_of(
@@ -43,9 +43,9 @@ def champion_of(
     """Returns the champion of a registered model, compared with a run that has these metrics.
 
     Args:
-        own: the number of the run's version. If it is the champion already, nothing is compared.
+        own: the number of the run's version. If the champion is this version, nothing is compared.
         measured: tags for everything that the metrics depend on: eval rows, reward, tokenizer, ... The champion must have the
-            same.
+            same tags.
         prefix: prefix of the champion's tags.
     """
     models = mlflow.search_registered_models(search_filter("name", name))

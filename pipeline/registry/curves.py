@@ -28,7 +28,7 @@ class Point(NamedTuple):
 
 
 class Tracker:
-    """Records the metrics of one run. The methods may take long, and raise any error of their library."""
+    """Records the metrics of one run. Its methods may take long, and may raise any error of the tracker's library."""
 
     name: str  # for warnings
 
@@ -61,7 +61,7 @@ class MLflowRun(Tracker):
 
 
 class TensorBoard(Tracker):
-    """Event files in a folder. A resumed run writes them from the first step, because Worker.replay repeats the curve."""
+    """Event files in a folder. A resumed run writes the files from the first step, because Worker.replay repeats the curve."""
 
     name = "TensorBoard"
     UPLOAD_S = 60.0  # time between two uploads to a bucket
@@ -109,7 +109,7 @@ class WandB(Tracker):
         self.run: Any = None
         self.local = ""
         self.next = 0  # the smallest step that W&B still accepts
-        self.row: dict[str, float] = {}  # metrics of that step
+        self.row: dict[str, float] = {}  # metrics of step `next`
 
     def write(self, points: list[Point]) -> None:
         if self.run is None:
@@ -152,7 +152,7 @@ class WandB(Tracker):
         if final:
             self.run.log(
                 self.row, step=self.next, commit=True
-            )  # otherwise the uncommitted row would overwrite the summary
+            )  # else the uncommitted row would overwrite the summary
             self.run.summary.update(final)
         self.run.finish()
         if self.remote and os.path.isdir(files := os.path.join(self.local, "wandb")):
@@ -170,7 +170,7 @@ TRACKERS: dict[str, Callable[[Tracking, str], Tracker]] = {
 class Queue:
     """The points of one run that wait for one tracker. A point leaves the queue when the tracker has recorded it."""
 
-    BATCH = 1000  # most points of one call
+    BATCH = 1000  # maximum number of points in one call
 
     def __init__(self, tracker: Tracker):
         self.tracker, self.failed = tracker, False
@@ -178,7 +178,7 @@ class Queue:
         self.known: dict[str, dict[int, float]] = {}  # metric -> its recorded {step: value}
 
     def send(self, final: dict[str, float] | None = None) -> bool:
-        """Sends what is pending, and ends the recording if there are `final` results. Returns False if a call fails."""
+        """Sends the pending points, and ends the recording if there are `final` results. Returns False if a call fails."""
         try:
             while batch := list(itertools.islice(self.pending, self.BATCH)):
                 self._record(batch)
@@ -213,9 +213,9 @@ class Queue:
 
 
 class Curves:
-    """Sends the metrics of one run to all trackers from a thread. Training neither waits for a server nor fails with it.
+    """Sends the metrics of one run to all trackers from a thread. Training neither waits for servers nor fails with them.
 
-    A tracker gets its points in order, about once a second. If it does not answer, the next round tries again.
+    A tracker gets its points in order, about once a second. If a tracker does not answer, the next round tries again.
 
     MLflow's own asynchronous logging (mlflow 3.17, AsyncLoggingQueue) drops a batch whose call failed, and sends in any order.
     Replace this class when MLflow retries.
@@ -257,7 +257,7 @@ class Curves:
     def _send_rounds(self) -> None:
         left = self.queues
         while left and not self.abandoned:
-            if self.closing.wait(self.INTERVAL_S):  # then the queues have their last points
+            if self.closing.wait(self.INTERVAL_S):  # once `closing` is set, no more points come
                 left = [queue for queue in left if not queue.send(self.final)]
                 time.sleep(self.INTERVAL_S if left else 0)
             else:

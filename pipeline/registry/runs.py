@@ -17,7 +17,7 @@ from pipeline.system import process, storage
 from pipeline.system.credentials import without_credentials
 
 RUN_TAG = "pipeline.run"  # tag of an MLflow run: the folder of its run
-# Tag of an experiment. It makes MLflow's page show the runs first, because training has no traces.
+# Tag of an experiment. The tag makes MLflow's page show runs and not traces, because training has no traces.
 KIND = {"mlflow.experimentKind": "custom_model_development"}
 
 _parent: ContextVar[str | None] = ContextVar("parent", default=None)
@@ -35,12 +35,12 @@ def nested_under(run_id: str) -> Iterator[None]:
 
 @contextmanager
 def mlflow_run(tracking: Tracking, digests: dict[str, str], new_run: bool = False) -> Iterator[str]:
-    """Opens an MLflow run and yields its id. Ends it as FINISHED, FAILED, or, after Ctrl-C or SIGTERM, KILLED.
-
-    If the run of this run.name was interrupted, it is opened again.
+    """Opens an MLflow run and yields its id. Ends the run as FINISHED, FAILED, or, after Ctrl-C or SIGTERM, KILLED. Opens an
+    interrupted run of this run.name again.
 
     Args:
-        new_run: whether to start a new run anyway. If a killed driver left a run as RUNNING, that run ends as KILLED.
+        new_run: whether to start a new run instead of opening an interrupted run again. If a killed driver left a run as
+            RUNNING, that run ends as KILLED.
     """
     run = tracking.run
     mlflow = store.client(tracking.uri)
@@ -62,7 +62,7 @@ def mlflow_run(tracking: Tracking, digests: dict[str, str], new_run: bool = Fals
         with process.signals_ignored():
             try:
                 mlflow.set_terminated(run_id, "FAILED" if isinstance(failure, Exception) else "KILLED")
-            except Exception as error:  # the user has to see the failure itself
+            except Exception as error:  # a second error must not hide the run's failure from the user
                 why = f"server unreachable ({type(error).__name__})"
                 print(f"warning: cannot mark MLflow run {run_id} as ended: {why}", flush=True)
         raise
@@ -113,7 +113,7 @@ def _experiment(mlflow: Any, tracking: Tracking) -> str:
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-        return mlflow.get_experiment_by_name(name).experiment_id  # another process was first
+        return mlflow.get_experiment_by_name(name).experiment_id  # another process has just made it
 
 
 def _log_inputs(mlflow: Any, run_id: str, tracking: Tracking, digests: dict[str, str]) -> None:
@@ -130,7 +130,7 @@ def _log_inputs(mlflow: Any, run_id: str, tracking: Tracking, digests: dict[str,
     for start in range(0, len(params), 100):  # maximum number of parameters in one call
         mlflow.log_batch(run_id, params=params[start : start + 100])
     inputs = []
-    for context, paths in tracking.sources.items():  # digests of code are in the lineage
+    for context, paths in tracking.sources.items():  # the lineage has the digests of code
         if context not in digests:
             continue
         # MLflow warns that a local path has two equal "local" sources
@@ -161,7 +161,7 @@ def _newest(mlflow: Any, experiments: list[str], folder: str) -> Any:
 
 
 def read_curves(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
-    """Returns {metric: [(step, value)]} of a run, by ascending steps. If a step was logged twice, the later value counts."""
+    """Returns {metric: [(step, value)]} of a run, by ascending steps. If a step was logged twice, the later value is returned."""
     mlflow = store.client(uri)
     curves = {}
     for name in mlflow.get_run(run_id).data.metrics:
@@ -171,7 +171,7 @@ def read_curves(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
 
 
 def read_run(uri: str, run_id: str) -> dict[str, Any]:
-    """Returns name, stage, status, folder, job and result of a run from MLflow. Job and result are {} if they are missing."""
+    """Returns name, stage, status, folder, job and result of a run from MLflow. A missing job or result is {}."""
     try:
         store.check_reachable(uri)
         mlflow = store.client(uri)

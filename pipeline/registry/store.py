@@ -56,10 +56,10 @@ def file_of_uri(uri: str) -> str | None:
 
 
 def import_mlflow() -> None:
-    """Imports MLflow with few log messages and short timeouts."""
+    """Imports MLflow, reduces its log messages, and sets short timeouts."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # level of MLflow's logger
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # with 3, a refused connection takes 13 s
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # 3 retries would take 13 s
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     from mlflow import MlflowClient  # noqa: F401
@@ -94,7 +94,7 @@ def check_store(tracking: Tracking) -> None:
     """Raises InputError if the tracking server or SQLite file cannot be used. Creates the file if it is missing."""
     uri, name = tracking.uri, tracking.experiment
     file = file_of_uri(uri)
-    import_mlflow()  # before the time limit and the lock, because it is slow
+    import_mlflow()  # before the time limit and the lock, because the import is slow
     try:
         if file is None:
             experiment = deadline.call_with_deadline(lambda: client(uri).get_experiment_by_name(name))
@@ -121,7 +121,7 @@ def check_reachable(uri: str) -> None:
     if file := file_of_uri(uri):
         _try(file, "ro", "BEGIN")
     else:
-        import_mlflow()  # before the time limit, because it is slow
+        import_mlflow()  # before the time limit, because the import is slow
         deadline.call_with_deadline(lambda: client(uri).get_experiment_by_name("Default"))
 
 
@@ -132,7 +132,7 @@ def _created(path: str) -> Iterator[None]:
     with storage.locked(f"{path}.lock", f"another process to set up {path}"):
         if not os.path.exists(path):
             partial = f"{path}.partial"
-            # If there is no copy, MLflow makes the tables, in seconds
+            # Without this copy, MLflow makes the tables, which takes seconds
             with contextlib.suppress(Exception):
                 shutil.copyfile(empty_database(), partial)
                 os.replace(partial, path)
@@ -150,7 +150,7 @@ def empty_database() -> str:
         with tempfile.TemporaryDirectory(dir=os.path.dirname(path)) as folder:
             new = os.path.join(folder, "mlflow.db")
             engine = utils.create_sqlalchemy_engine(f"sqlite:///{new}")
-            utils._initialize_tables(engine)  # as a store does at its first start (mlflow 3.17, private)
+            utils._initialize_tables(engine)  # a new store's tables (mlflow 3.17, private)
             engine.dispose()
             os.replace(new, path)
     return path
@@ -171,12 +171,12 @@ def _try(path: str, mode: str, begin: str) -> None:
 
 
 def call_persistently(uri: str, folder: str, call: Callable[[], Any]) -> Any:
-    """Returns what `call` returns. Repeats it while the tracking server is away, for at most WAIT_S.
+    """Returns what `call` returns. Repeats the call while the tracking server is unreachable, for at most WAIT_S.
 
     Raises Failure if the SQLite file was deleted, because MLflow may still write into the deleted file.
 
     Args:
-        folder: of the run, which has the adapter.
+        folder: the folder of the run, which has the adapter.
     """
     give_up, pause = time.monotonic() + WAIT_S, 1.0
     while True:
@@ -212,8 +212,8 @@ def _is_away(uri: str, error: Exception) -> bool:
         if file_of_uri(uri) and "database is locked" in str(one):
             return True
         if isinstance(one, MlflowException) and not file_of_uri(uri):
-            return one.get_http_status_code() >= 500  # also if a request got no answer
-        if isinstance(one, RequestException):  # from the artifact store
+            return one.get_http_status_code() >= 500  # this error is also raised if a request got no answer
+        if isinstance(one, RequestException):  # error of the artifact store
             return one.response is None or one.response.status_code >= 500
     return False
 

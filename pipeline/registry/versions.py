@@ -24,7 +24,7 @@ DIGEST = 19  # length of a shortened digest, `sha256:...` or `commit:...`
 
 
 class Missing(InputError):
-    """Raised if no such version is registered."""
+    """Raised if a version that a job names is not registered."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ def publish(
 ) -> Version:
     """Registers an adapter folder as a new version, and moves the alias if the gate passes.
 
-    The order makes a crash harmless: upload, comparison of the uploaded files, version, alias. All steps may be repeated, because
-    a run is registered only once.
+    The order makes a crash harmless: upload, comparison of the uploaded files, version, alias. After a crash, all steps may be
+    repeated, because a run is registered only once.
 
     Args:
         problem: the reason for which the gate fails regardless of the metrics, or None.
@@ -76,7 +76,7 @@ def publish(
     description = describe(stage, metrics, lineage, reason, run)
     if known:
         version = known[0].version
-        mlflow.set_model_version_tag(name, version, "gate", reason)  # the gate may have changed
+        mlflow.set_model_version_tag(name, version, "gate", reason)  # the job's gate may have changed
         mlflow.update_model_version(name, version, description)
     else:
         model_id, source = _store(mlflow, stage, run, folder, tags)
@@ -99,7 +99,7 @@ def publish(
 def promote(
     uri: str, gate: Gate, reference: str, metrics: dict[str, float], measured: dict[str, str]
 ) -> Version:
-    """Applies the gate of an evaluation to a pinned version. Tags the version with the metrics, and moves the alias if they pass.
+    """Applies the gate of an evaluation to a pinned version. Adds the metrics as tags, and moves the alias if the gate passes.
 
     A version that failed the gate of its training also fails this gate. `measured` is the result of `measured_on`.
     """
@@ -121,7 +121,7 @@ def promote(
 def _store(mlflow: Any, stage: str, run: Any, folder: str, tags: dict[str, str]) -> tuple[str, str]:
     """Uploads the folder as a LoggedModel, downloads it and compares every file. Returns (model id, location)."""
     sent = folder_digests(folder)
-    # models of an earlier attempt
+    # models that an earlier attempt uploaded
     left = mlflow.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'")
     for model in left:
         if model.status == "READY" and _received(mlflow, model) == sent:
@@ -277,7 +277,8 @@ def _newest(mlflow: Any, name: str) -> Any:
 
 
 def fetch(reference: str, uri: str) -> str:
-    """Returns the local folder of a pinned version (`models:/name/3`) or of a pinned adapter on the Hub. Do not write into it.
+    """Returns the local folder of a pinned version (`models:/name/3`) or of a pinned adapter on the Hub. This folder is
+    read-only.
 
     Returns other references unchanged. Files from a bucket or a server are downloaded once for all processes and runs of a
     machine, because a version never changes.
@@ -294,13 +295,13 @@ def fetch(reference: str, uri: str) -> str:
             return _download(mlflow, location)
         # the same mlflow-artifacts:/... has other files on another server
         copy = storage.cache("versions", hashlib.sha256(f"{uri} {location}".encode()).hexdigest()[:32])
-        if not os.path.isdir(copy):  # os.rename makes it complete
+        if not os.path.isdir(copy):  # os.rename then publishes a complete folder
             with tempfile.TemporaryDirectory(dir=os.path.dirname(copy)) as into:
                 folder = _download(mlflow, location, into)
                 try:
                     os.rename(folder, copy)
                 except OSError:
-                    if not os.path.isdir(copy):  # otherwise, another process made the same folder first
+                    if not os.path.isdir(copy):  # if not, another process has just made the same folder
                         raise
         return copy
     except Exception as error:  # each artifact store raises errors of other types

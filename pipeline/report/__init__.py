@@ -1,4 +1,4 @@
-"""Draws a report about one run or several, which is one self-contained HTML page.
+"""Draws a report about one run or several, as one self-contained HTML page.
 
     python -m pipeline report RUN [RUN ...]       # folders, names under runs/, or MLflow run ids
 
@@ -37,7 +37,7 @@ def write_page(runs: list[Run], folder: str, result: dict[str, Any] | None = Non
 
 
 def of_run(result: dict[str, Any]) -> None:
-    """Stores the report of a finished run in its folder and in MLflow, if there is none yet."""
+    """Stores the report of a finished run in its folder and in MLflow, if it has no report yet."""
     folder = result["folder"]
     if storage.exists(storage.join(folder, REPORT)):
         return

@@ -1,4 +1,4 @@
-"""Draws whether a score can be trusted, from the tables that `evaluate` writes to evaluation.json."""
+"""Draws how far a score can be trusted, from the tables that `evaluate` writes to evaluation.json."""
 
 from typing import Any
 

@@ -61,7 +61,7 @@ class Run:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Returns {"policy": "models:/rlhf-sft/3", ...}. A run that has not finished has the names in its job."""
+        """Returns {"policy": "models:/rlhf-sft/3", ...}. For a run that has not finished, returns the names in its job."""
         if "inputs" in self.result:
             return self.result["inputs"]
         return {key: self.job[key] for key in INPUTS if isinstance(self.job.get(key), str)}

@@ -94,7 +94,7 @@ def picture(runs: dict[str, Run], group: str) -> bytes:
 
 
 def groups(run: Run, anchor: str) -> list[dict[str, Any]]:
-    """Returns the drawings of a run for the template. A few curves get one heading instead of a heading for each group."""
+    """Returns the drawings of a run for the template. If there are few curves, all groups share one heading."""
     made = drawn({"": run})
     curves = {name: made.pop(name) for name in GROUPS if name in made}
     few = [one for _, drawings in curves.values() for one in drawings]

@@ -1,6 +1,6 @@
 """Lists the curves of a report: panels in groups, each with a title and a sentence that says how to read it.
 
-A panel is drawn if at least one of its metrics was logged. So all stages share one list.
+A panel is drawn if at least one of its metrics was logged. Therefore, all stages share one list of panels.
 """
 
 import fnmatch
@@ -20,7 +20,7 @@ HELD_OUT = "held-out"
 class Panel:
     title: str
     lines: dict[str, str]  # {metric, or a pattern of metrics: name of the line}
-    note: str  # how to read it
+    note: str  # sentence that says how to read the panel
     kind: str = "lines"  # lines, stack (parts of a sum) or band (lowest, mean and highest)
     also: str = ""  # an eval metric that is drawn with the lines
     level: float | None = None  # a horizontal reference line

@@ -29,7 +29,7 @@ class Drawing(NamedTuple):
     """One picture of a report."""
 
     title: str
-    note: str  # how to read it
+    note: str  # sentence that says how to read the picture
     draw: Draw
 
 
@@ -143,7 +143,7 @@ def curve(panel: Panel, runs: dict[str, History], axis: str, kept: int | None = 
 
 
 def colors_of(names: list[str]) -> list[str]:
-    """Returns a color for each line: the one in FIXED, or else one that no other line of the panel has."""
+    """Returns a color for each line: the line's color in FIXED, or a color that no other line of the panel has."""
     free = itertools.cycle([one for one in COLORS if one not in map(FIXED.get, names)])
     return [FIXED.get(name) or next(free) for name in names]
 

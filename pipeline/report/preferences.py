@@ -52,7 +52,7 @@ def draw_margins(axes: Any, pairs: list[Pair]) -> None:
     values = margins(pairs)
     low, high = min(values), max(values)
     width = max((high - low) / 30, 1e-6)
-    # 0 is the edge of a bin, so that no bar has both right and wrong pairs.
+    # A margin of 0 is the edge of a bin, so that no bar has both right and wrong pairs.
     edges = [i * width for i in range(math.floor(low / width), math.floor(high / width) + 2)]
     _, _, bars = axes.hist(values, bins=edges)
     for bar in bars:

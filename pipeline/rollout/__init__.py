@@ -1,4 +1,4 @@
-"""Rollout workers: Ray actors that sample and score completions for the trainer. If some die, no result changes.
+"""Rollout workers: Ray actors that sample and score completions for the trainer. No result changes if some of the actors die.
 
     pool.py    one actor that distributes chunks to workers; Ray restarts workers that die
     worker.py  the actor with the models: the frozen base, the frozen roles, and the requested version of the policy

@@ -28,14 +28,15 @@ class Client:
 
     def __init__(self, worker: Worker, pool: Any) -> None:
         self.pool, self.rank = pool, worker.rank
-        # Rollout workers start now, so that trainers get their resources first. Both load models at the same time.
+        # Rollout workers start now, so that trainers get their resources first. Trainers and workers load models at the same
+        # time.
         pool.start.remote()
         self.session = worker.gather(uuid.uuid4().hex)[0]
         self.worker = worker
         self.waited = 0.0  # seconds that this trainer waited for chunks since the last call of `measured`
 
     def begin(self, trainer: PPOTrainer) -> None:
-        """Sends the trainers' numeric settings to the workers. Every rank calls it before the first update."""
+        """Sends the trainers' numeric settings to the workers. Every rank calls this method before the first update."""
         if self.rank == 0:
             settings = NumericSettings(
                 trainer.shared.can_pack, torch.get_num_threads(), trainer.prompts.longest
@@ -52,7 +53,8 @@ class Client:
         ray.get(self.pool.request.remote(self.session, requests))
 
     def collect(self, chunk: Chunk) -> Sampled | None:
-        """Waits for a chunk. Returns None if this trainer must sample it. Raises the original error of a rollout worker."""
+        """Waits for a chunk. Returns None if this trainer must sample the chunk. Raises the original error of a rollout
+        worker."""
         begin = time.perf_counter()
         try:
             sampled = ray.get(self.pool.collect.remote(self.session, chunk.key))

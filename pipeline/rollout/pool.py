@@ -25,9 +25,9 @@ from pipeline.settle.work import Work
 from pipeline.system import terminal
 
 LOAD_TIMEOUT_S = 3600.0  # time to load the models, or rollout.chunk_timeout_s if that is longer
-MAX_ATTEMPTS = 5  # number of workers that may die with a chunk before the chunk counts as the cause
+MAX_ATTEMPTS = 5  # number of workers that may die with a chunk before the chunk is taken as the cause
 RETRY_PAUSE_S = 2.0  # time before a chunk whose policy version is missing is distributed again
-# Errors with complete messages. Every worker would raise the same error.
+# Errors with complete messages, which every worker would raise in the same way.
 FINAL = (InputError, Failure, OutOfMemory, SelfCheckFailed)
 
 # A chunk's update, rank and number. This process does not import the type from ppo/sampler.py, because that imports torch.
@@ -64,9 +64,10 @@ class Pool:
         self.tasks: dict[Key, Task] = {}
         self.waiting: list[Task] = []
         self.versions: dict[int, list[Any]] = {}  # version -> [reference to its tensors]
-        # Workers that have loaded, or load for the first time. Trainers sample themselves only if there are none.
+        # Workers that have loaded their models, or load them for the first time. Trainers sample themselves only if there are no
+        # such workers.
         self.present: set[int] = set()
-        self.ready: set[int] = set()  # workers that have loaded
+        self.ready: set[int] = set()  # workers that have loaded their models
         self.alone_since = time.monotonic()  # time when the last worker was lost
         self.broken: BaseException | None = None
         self.measured, self.lost = time.monotonic(), 0
@@ -92,16 +93,14 @@ class Pool:
 
     async def begin(self, session: str, settings: NumericSettings) -> None:
         """Begins the session of a new group of trainers. Drops requests of earlier sessions."""
-        await self.start()  # because Ray may have restarted this actor
+        await self.start()  # the workers may be missing, because Ray may have restarted this actor
         for task in self.tasks.values():  # the trainers that waited for these chunks have ended
             task.result.cancel()
-        if (
-            self.session
-        ):  # an error of the last session may not return, because workers may be on other nodes now
-            self.broken = None
+        if self.session:
+            self.broken = None  # the error may not return, because workers may be on other nodes now
         self.session, self.settings = session, settings
         self.tasks, self.versions, self.waiting = {}, {}, []
-        self.alone_since = time.monotonic()  # because the trainers have not waited yet
+        self.alone_since = time.monotonic()  # the trainers have not waited yet
         await self._notify()
 
     async def publish(self, session: str, version: int, tensors: list[Any]) -> None:
@@ -113,7 +112,7 @@ class Pool:
             await self._notify()
 
     async def request(self, session: str, chunks: list[tuple[Key, int, bytes]]) -> None:
-        """Queues chunks. Each has a key, a policy version and the pickled chunk."""
+        """Queues chunks. Each request has a key, a policy version and the pickled chunk."""
         if session == self.session:
             for key, version, chunk in chunks:
                 result = asyncio.get_running_loop().create_future()
@@ -225,7 +224,7 @@ class Pool:
             while True:
                 if settings != self.settings:
                     _restart(worker)
-                    raise WorkerLost("has the settings of earlier trainers on other machines")
+                    raise WorkerLost("has the numeric settings of earlier trainers on other machines")
                 ready = [task for task in self.waiting if task.version in self.versions]
                 if ready:
                     task = min(ready, key=lambda task: task.key)
@@ -247,7 +246,7 @@ class Pool:
             return
         except WorkerLost as error:
             if getattr(error.__cause__, "preempted", False):
-                task.attempts -= 1  # because the node was the cause, and not the chunk
+                task.attempts -= 1  # the node was the cause, and not the chunk
             await self._requeue(task, error)
             raise
         finally:
@@ -302,7 +301,7 @@ class Pool:
 
 
 def _restart(worker: Any) -> None:
-    """Lets Ray end a worker's process and start another one."""
+    """Lets Ray end a worker's process and start a new process."""
     with contextlib.suppress(RayError):
         ray.kill(worker, no_restart=False)
 

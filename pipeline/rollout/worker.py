@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NumericSettings:
-    """Settings that change how sums are rounded. Trainers and rollout workers must have the same."""
+    """Settings that change how sums are rounded. Trainers and rollout workers must have the same settings."""
 
     can_pack: bool  # whether completions to a prompt share a row (SharedBase.can_pack)
     threads: int  # number of threads of torch's CPU kernels
@@ -37,8 +37,8 @@ class RolloutWorker:
         self.stack = contextlib.ExitStack()
         self.sampler: Sampler | None = None
         self.settings: NumericSettings | None = None
-        self.holds: tuple[str, int] | None = None  # (session, version) of its policy
-        self.digest = ""  # hash of its policy's tensors
+        self.holds: tuple[str, int] | None = None  # (session, version) of this worker's policy
+        self.digest = ""  # hash of the tensors of this worker's policy
 
     @ray.method(max_task_retries=-1)
     def placed(self) -> None:
@@ -93,10 +93,11 @@ class RolloutWorker:
         """Returns a sampled and scored chunk, pickled, or None if the trainer that published its policy version has ended.
 
         Args:
-            settings: the trainers' settings. They are applied if Ray restarted this process while it was idle.
+            settings: the trainers' settings. This worker applies the settings if Ray restarted its process while the worker was
+                idle.
             session: the trainers' session. Within a session, a version's number stands for one adapter.
             chunk: a pickled ppo.sampler.Chunk.
-            tensors: a list with the reference to the version's adapter, which is fetched if this worker has another one.
+            tensors: a list with the reference to the version's adapter, which is fetched if this worker has another version.
         """
         from pipeline.ppo.rollouts import digest
         from pipeline.run import memory

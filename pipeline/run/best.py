@@ -6,7 +6,7 @@
     best.save(folder), best.load(folder)       # as part of every checkpoint
     best.restore()                             # restores the weights of best.step
 
-The weights of the best step are in memory and in each checkpoint. So evaluations need no checkpoint, and run.num_to_keep
+The weights of the best step are in memory and in each checkpoint. Evaluations therefore need no checkpoint, and run.num_to_keep
 cannot delete the best weights.
 """
 
@@ -45,12 +45,12 @@ class Best:
     stop_if: dict[str, str] = field(default_factory=dict)  # {metric: condition} that ends training
     step: int | None = None  # None before the first evaluation with a finite value
     value: float | None = None
-    stale: int = 0  # evaluations since the best step
+    stale: int = 0  # number of evaluations since the best step
     stopped: str | None = None  # why the sweep or run.stop_if ended training
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def compare(self, metrics: dict[str, float], step: int) -> None:
-        """Keeps the weights of this step if its value is better than all earlier values. NaN is never better."""
+        """Keeps the weights of this step if its value is better than all earlier values. A value of NaN is never better."""
         for metric in (self.metric, *self.stop_if):
             if metric not in metrics:
                 key = "metric_for_best_model" if metric == self.metric else "stop_if"
@@ -79,7 +79,7 @@ class Best:
         return bool(self.stopped) or (self.patience is not None and self.stale >= self.patience)
 
     def restore(self) -> int | None:
-        """Restores the best weights. Returns their step, or None if the last weights stay."""
+        """Restores the best weights. Returns the step of the best weights, or None if the last weights stay."""
         if not self.weights:
             return None
         for name, parameter in self.parameters.items():
@@ -87,7 +87,7 @@ class Best:
         return self.step
 
     def save(self, folder: str) -> None:
-        """Writes the files that `load` reads. Only rank 0 calls it, because all ranks have the same state."""
+        """Writes the files that `load` reads. Only rank 0 calls this method, because all ranks have the same state."""
         state = {key: getattr(self, key) for key in ("step", "value", "stale", "stopped")}
         with open(os.path.join(folder, run_folder.BEST), "w", encoding="utf-8") as file:
             json.dump(state, file)

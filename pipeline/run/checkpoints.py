@@ -1,4 +1,4 @@
-"""Checkpoints are folders in the folder of a run. A checkpoint is complete once digests.json lists all its files.
+"""Stores checkpoints as folders in the folder of a run. A checkpoint is complete once digests.json lists all its files.
 
     files = store(source, run_folder, name)    # one worker of each node copies the files of its node
     seal(run_folder, name, files)              # rank 0 writes digests.json
@@ -28,7 +28,7 @@ def name_of(step: int) -> str:
 def unused(folder: str, name: str, attempt: int = 1) -> str:
     """Returns a name that no folder has: `name`, or `name-ATTEMPT` in a later attempt, with `.2`, `.3`, ... if needed.
 
-    So an attempt that has lost its lease, and does not know it yet, writes into no folder of its successor.
+    An attempt that has lost its lease, and does not know it yet, therefore writes into no folder of its successor.
     """
     mine = name if attempt == 1 else f"{name}-{attempt}"
     free, number = mine, 1
@@ -52,7 +52,7 @@ def seal(run_folder: str, name: str, files: dict[str, dict[str, Any]]) -> None:
 
 
 def prune(run_folder: str, num_to_keep: int | None) -> None:
-    """Removes all checkpoints except the newest `num_to_keep` complete ones. None keeps all complete checkpoints."""
+    """Removes all checkpoints except the newest `num_to_keep` complete ones. If None, all complete checkpoints are kept."""
     kept = complete(run_folder)[-(num_to_keep or 0) :]
     for name in _names(run_folder):
         if name not in kept:
@@ -60,7 +60,7 @@ def prune(run_folder: str, num_to_keep: int | None) -> None:
 
 
 def complete(run_folder: str) -> list[str]:
-    """Returns the names of the complete checkpoints, oldest first. Does not compare their files with the digests."""
+    """Returns the names of the complete checkpoints, oldest first. Does not compare files with their digests."""
     return [name for name in _names(run_folder) if storage.exists(storage.join(run_folder, name, DIGESTS))]
 
 
@@ -82,10 +82,10 @@ def newest(run_folder: str) -> str | None:
         else:
             storage.move(path, storage.join(aside, unused(aside, name)))
             print(f"warning: {run_folder}: {name} is damaged ({problem}): moved to {DAMAGED}/", flush=True)
-    if storage.folders(aside):  # an earlier attempt may have moved some
+    if storage.folders(aside):  # an earlier attempt may have moved some checkpoints
         raise InputError(
             f"all checkpoints of {run_folder} are damaged, see {DAMAGED}/; restore their files, or set run.overwrite=true to start "
-            "over. run.num_to_keep=2 or more keeps one to fall back to",
+            "over. with run.num_to_keep=2 or more, an earlier checkpoint is kept as a reserve",
             key="run.name",
         )
     return None

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.train import DataConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 
-# TorchConfig's own backend runs these private functions in the workers. Remove when Ray's `init_method` takes a URL.
+# TorchConfig's own backend runs these private functions in the workers. Remove these calls when Ray's `init_method` takes a URL.
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _set_torch_distributed_env_vars, _setup_torch_process_group, _TorchBackend
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
@@ -44,7 +44,7 @@ def fit(
     """
     trainer = _trainer(places, run, loop, config, rows)
     # Ray Train's handler of Ctrl-C would end this process with status 1 and without a message (ray 2.60, private). Without that
-    # handler, Ctrl-C raises KeyboardInterrupt. Remove when Ray has a public switch for its handler.
+    # handler, Ctrl-C raises KeyboardInterrupt. Remove this code when Ray has a public switch for its handler.
     controllers: list[Any] = []
     trainer._register_sigint_handler = controllers.append
     try:
@@ -53,7 +53,7 @@ def fit(
         # Waits until the workers have ended, so that no worker writes into the run's folder later.
         with process.signals_ignored():
             for controller in controllers:
-                # The call ends the controller's process, which Ray reports as an error.
+                # Ray reports the end of the controller's process as an error of this call.
                 with contextlib.suppress(ray.exceptions.RayError):
                     ray.get(controller.abort.remote(), timeout=5)
         raise
@@ -89,7 +89,7 @@ def _trainer(places: Places, run: Run, loop: Any, config: dict[str, Any], rows: 
     if folder:
         # Ray Train's cleaner of placement groups polls the dashboard of the Ray that this machine started last, even another
         # user's, and the end of the run waits 12 s for an answer (ray 2.60, private). An embedded Ray needs no cleaner, because
-        # its processes end with the driver. Remove when the cleaner queries the GCS of its own session.
+        # its processes end with the driver. Remove this code when the cleaner queries the GCS of its own session.
         defaults, cleaner = trainer._create_default_callbacks, PlacementGroupCleanerCallback
         trainer._create_default_callbacks = lambda: [c for c in defaults() if not isinstance(c, cleaner)]
     return trainer

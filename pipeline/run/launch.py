@@ -3,8 +3,8 @@
     launch(job, recipe) -> the content of result.json               for a stage that runs in Ray Train's workers
     with open_run(job, earlier) as (work, rows, report): ...        for every run
 
-Wrong input is an error before the first worker starts. An adapter is registered only after it was loaded back, and compared
-with its copy in the artifact store.
+Wrong input is an error before the first worker starts. An adapter is registered only after it was loaded again, and compared with
+its copy in the artifact store.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ class Recipe:
     train: Train  # runs in every worker, and returns what Worker.finish returns
     # f(work, result.json so far) -> the version that the run registers or promotes, or None
     register: Register = publish
-    # runs on the driver while the workers train; each worker gets the value that it yields
+    # runs on the driver while the workers train; each worker gets the value that the companion yields
     companion: Companion = lambda work: contextlib.nullcontext()
     show: Callable[[dict[str, Any]], None] = lambda result: None  # prints tables after the summary
 
@@ -167,7 +167,7 @@ def open_run(job: Job, earlier: Earlier) -> Iterator[tuple[Work, dict[str, Any],
 
 
 def _mlflow_run(work: Work, new_run: bool) -> contextlib.AbstractContextManager[str | None]:
-    """Returns the MLflow run of a stage that runs in Ray Train's workers. Other stages have none."""
+    """Returns the MLflow run of a stage that runs in Ray Train's workers. Other stages have no MLflow run."""
     if work.stage.runs_in != "train":
         return contextlib.nullcontext()
     return registry.mlflow_run(work.tracking, work.digests, new_run=new_run)
@@ -199,7 +199,7 @@ def write_result(work: Work, report: Any, entries: dict[str, Any]) -> dict[str, 
         "job": run.settings,
     }
     storage.write_json(storage.join(run.folder, run_folder.RESULT), result)
-    # Not earlier, because an interrupted run resumes from its parts.
+    # Deletes the parts only now, because an interrupted run resumes from its parts.
     storage.remove(storage.join(run.folder, run_folder.PARTS))
     return result
 
@@ -208,7 +208,8 @@ def write_result(work: Work, report: Any, entries: dict[str, Any]) -> dict[str, 
 def failure_recorded(work: Work) -> Iterator[None]:
     """Writes failed.json, which the report shows, if the block raises an error.
 
-    An interruption is no error. It gets a note with the name of the run, from which the command line says how to continue.
+    An interruption is no error. An interruption gets a note with the run's name, so that the command line can say how to
+    continue.
     """
     path = storage.join(work.folder, run_folder.FAILED)
     storage.remove(path)  # left by the attempt that this run continues
@@ -219,7 +220,7 @@ def failure_recorded(work: Work) -> Iterator[None]:
         raise
     except Exception as error:
         if any(isinstance(one, LeaseLost) for one in causes(error)):
-            raise  # another process has the folder now
+            raise  # another process owns the folder now
         failure = {
             "error": without_secrets(summary(error)),
             "traceback": without_secrets("".join(traceback.format_exception(error)))[-8000:],
@@ -264,7 +265,7 @@ def train_in_workers(work: Work, rows: dict[str, Any], train: Train, companion: 
 
 
 def cost_of(places: Places, usage: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Returns the cost of the GPUs that the workers and the rollout workers of a run had; see prices.cost_of_run."""
+    """Returns the cost of the GPUs that workers and rollout workers of a run used; see prices.cost_of_run."""
     gpus = 0.0
     if usage["gpu"]:
         gpus = usage["workers"] * places.workers.each.resources.get("GPU", 0)

@@ -30,13 +30,13 @@ def explained(work: Work) -> Iterator[None]:
 
 
 def remedy(work: Work, phase: str) -> str:
-    """Returns the settings to change, each with its current value. The mildest changes come first."""
+    """Returns the settings to change, each with its current value. The changes with the least effect come first."""
     facts, loading, lighter, new_run = work.stage, phase == "loading the base", [], []
     if not loading:
         lighter += _halved(work, _limit(work, phase))
         new_run += _switched(work, "trainer.bf16", True)
     if facts.learns and not loading and phase not in ROLLOUT:
-        if work.trainer.get("gradient_checkpointing", False) is None:  # `plan` has chosen it
+        if work.trainer.get("gradient_checkpointing", False) is None:  # `plan` has chosen the value
             lighter += ["trainer.gradient_checkpointing=true (now null)"]
         lighter += _switched(work, "trainer.gradient_checkpointing", True)
     new_run += _switched(work, "model.dtype", "bfloat16")
@@ -61,7 +61,7 @@ def _limit(work: Work, phase: str) -> str:
 
 def _halved(work: Work, key: str) -> list[str]:
     now = _value(work, key)
-    if now is None and key == "local_rollout_forward_batch_size":  # the free memory decides it
+    if now is None and key == "local_rollout_forward_batch_size":  # the free memory decides the value
         now = work.args.planned_rows(work.places.workers.fewest)
     if now is None and key == "max_tokens_per_micro_batch":
         from pipeline.scoring.forward import FORWARD_TOKENS

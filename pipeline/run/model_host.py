@@ -26,7 +26,7 @@ def load_model_host(job: Job) -> "ModelHost":
 
 
 class ModelHost:
-    """Loads the base and finds the inputs of a job, for the process that it is in."""
+    """Loads the base and finds the inputs of a job, for the current process."""
 
     rank = 0
 

@@ -2,8 +2,8 @@
 
     launch_rows(job, RowRecipe("completions.jsonl", load, measure)) -> the content of result.json
 
-Rows are processed in parts of consecutive rows. The file of a part is written atomically, and an existing part is not made
-again. So each input row has one output, in the same order. The output of a row depends only on the job, the row and its
+Rows are processed in parts of consecutive rows. The file of a part is written atomically, and an existing part is not made again.
+Each input row therefore has one output, in the order of the input. The output of a row depends only on the job, the row and its
 number, not on the number of actors or on interruptions. The workers of `evaluate` make their parts with `in_parts`.
 """
 
@@ -32,12 +32,12 @@ from pipeline.settle.work import Work
 from pipeline.system import console, storage
 from pipeline.system.lease import hold
 
-BATCHES = 4  # forwards per part: enough to sort rows by length, and little is lost in a crash
+BATCHES = 4  # forward passes per part: enough rows to sort by length, but few to lose in a crash
 
 Record = dict[str, Any]  # the result of a row
 # (token rows, number of the first row) -> records
 Answer = Callable[[list[dict[str, Any]], int], list[Record]]
-Load = Callable[[ModelHost], Answer]  # runs once in each actor
+Load = Callable[[ModelHost], Answer]  # loads the models, once in each actor
 Batches = Generator[dict[str, Any], None, None]  # result of Parts
 
 
@@ -118,7 +118,7 @@ def share_rows(worker: Worker, count: int, answer: Callable[[range], list[Any]])
 
 
 def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
-    """Makes the missing parts. Returns the number of rows in them."""
+    """Makes the missing parts. Returns the number of rows in the new parts."""
     size, count = part_size(work.args), len(chosen)
     missing = [i for i in range(-(-count // size)) if not storage.exists(part_file(work.folder, i))]
     there = count - sum(min(size, count - i * size) for i in missing)

@@ -35,12 +35,11 @@ def print_header(title: str) -> None:
 def prepared(
     job: Job, pinned: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[tuple[Work, dict[str, Any], Any]]:
-    """Yields the work of a job, its tokenized rows by name, and the report on them, with Ray if the job needs it.
+    """Starts Ray if the job needs it. Yields the job's Work, its tokenized rows by name, and the report on the rows, or None
+    without rows.
 
-    A stage without rows has no report.
-
-    Args:
-        pinned: versions of inputs that the run began with; they count even if aliases have moved.
+        Args:
+            pinned: versions of inputs that the run began with; they are used even if aliases have moved.
     """
     session.set_environment()
     check_sampler(job.rollout_config, job.model)
@@ -50,7 +49,7 @@ def prepared(
         rows, report = dict[str, Any](), None
         if work.stage.rows:
             work, rows, report = tokenize(work, _ray_for_rows(work))
-            check_with_libraries(job)  # after the rows, because it imports the libraries for seconds
+            check_with_libraries(job)  # checked after the rows, because importing the libraries takes seconds
         yield work, rows, report
 
 
@@ -69,6 +68,6 @@ def read_only(job: Job) -> Any:
 
 
 def _ray_for_rows(work: Work) -> Any:
-    """Returns what starts Ray if a job in process has many rows, or None for a job that runs on Ray."""
+    """Returns a function that starts Ray if a job in this process has many rows, or None for a job that runs on Ray."""
     start = partial(session.session, placement.ROWS, work.run.storage_path, work.uri)
     return start if work.places.in_process else None

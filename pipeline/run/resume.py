@@ -1,11 +1,11 @@
-"""The folder of a run or sweep: who owns it, what an earlier process left there, and what may differ on a resume.
+"""Reads the folder of a run or sweep: who owns the folder, what an earlier process left, and what may differ on a resume.
 
     earlier = find_earlier(run)                         # reads the folder once
     left = unfinished(earlier)                          # raises if this job would give other results
     with owned(folder, seen, overwrite) as lease:       # one driver at a time (lease.py)
         ...
 
-A run writes job.json before the work begins. This file has the resolved job and what its inputs were at that moment:
+A run writes job.json before the work begins. job.json has the resolved job and what its inputs were when the work began:
 versions behind aliases, digests of base and rows, versions of the libraries.
 """
 
@@ -97,7 +97,7 @@ def owned(folder: str, seen: dict[str, str], overwrite: bool) -> Iterator[lease.
             raise InputError(
                 f"another process has run {folder} meanwhile; run the same command again", key="run.name"
             )
-        if overwrite:  # not earlier, because a mistake in the job must not delete the old run
+        if overwrite:  # deleted only now, because a mistake in the job must not delete the old run
             for name in storage.names(folder).keys() - {lease.FOLDER}:
                 storage.remove(storage.join(folder, name))
         yield mine
@@ -115,7 +115,7 @@ def record(run: Identity, inputs: dict[str, str], base: str, rows: dict[str, str
 def read_left(folder: str, seen: dict[str, str], file: str, *keys: str) -> dict[str, Any]:
     """Returns a JSON object that an earlier process left in a folder, or {} if there is none.
 
-    Raises InputError if it is unreadable, or lacks one of `keys`.
+    Raises InputError if the file is unreadable, or lacks one of `keys`.
 
     Args:
         seen: owner_files() of the folder.
@@ -140,7 +140,7 @@ class Earlier:
     """What earlier attempts at a run left in its folder."""
 
     run: Identity
-    files: dict[str, str]  # owner_files() of its folder
+    files: dict[str, str]  # owner_files() of the run's folder
     job: dict[str, Any]  # job.json of an unfinished run, or {} if there is none or run.overwrite starts over
     result: dict[str, Any]  # result.json of a finished run, or {}
 
@@ -158,7 +158,8 @@ def find_earlier(run: Identity) -> Earlier:
 
 
 def _read(run: Identity, seen: dict[str, str], file: str) -> dict[str, Any]:
-    """Returns job.json or result.json, or {} if there is none. Raises InputError if another stage wrote the file."""
+    """Returns the content of job.json or result.json, or {} if the file does not exist. Raises InputError if another stage wrote
+    the file."""
     left = read_left(run.folder, seen, file, "stage")
     if left and left["stage"] != run.stage:
         kind = "an unfinished" if file == run_folder.JOB else "a finished"
@@ -182,7 +183,7 @@ def unfinished(earlier: Earlier) -> dict[str, Any]:
     free = [*MAY_CHANGE, *_resolved(run), "begun_with"]
     if run.settings["data"]["batch_size"] or run.facts.online:  # the key only limits the rows in memory
         free.append("trainer.per_device_train_batch_size")
-    if run.facts.learns:  # other stages use the judge's scores, and make parts of this many rows
+    if run.facts.learns:  # in other stages, the judge's scores matter, and a part has this many rows
         free += ["judge", "trainer.local_rollout_forward_batch_size"]
     changed = differences(left, run, free)
     workers = [one.get("scaling", {}).get("num_workers") for one in (left, run.settings)]
@@ -232,7 +233,7 @@ def pinned_inputs(left: dict[str, Any], run: Identity) -> dict[str, str]:
 def same_content(left: dict[str, Any], run: Identity, base: str, rows: dict[str, str]) -> bool:
     """Returns True if the run began with this base and these rows, or False if it must start again.
 
-    Raises InputError if it must start again, but has left checkpoints or parts.
+    Raises InputError if the run must start again, but has left checkpoints or parts.
 
     Args:
         base: digest of the base.

@@ -70,7 +70,7 @@ def reward(worker: ModelHost, shared: SharedBase | None, name: str, role: str) -
         shared.add(role, folder=folder, head=True)
         constants = given.facts.get("reward") or {"mean": 0.0, "std": 1.0}
         return AdapterReward(shared, role, **limits, weight=weight, **constants)
-    # The input is a full model, which is in memory in addition to the base.
+    # A full model as input is in memory in addition to the base.
     model_name, revision = hub.split(folder)
     settings = replace(worker.work.model, name_or_path=model_name, revision=revision, load_in_4bit=False)
     tokenizer = load_tokenizer(model_name, revision, trust_remote_code=settings.trust_remote_code)
@@ -157,7 +157,7 @@ def decoder(host: ModelHost, shared: SharedBase, wanted: Sequence[str | None]) -
     """Returns the decoder of a job that does not train, by `rollout.engine`. vLLM ends with this process.
 
     Args:
-        wanted: frozen roles that it may sample from; None is the bare base.
+        wanted: frozen roles that it may sample from; None means the bare base.
     """
     rows = host.args.local_rollout_forward_batch_size
     if host.work.rollout.engine != "vllm":
@@ -244,7 +244,7 @@ def folders(worker: ModelHost, shared: SharedBase) -> dict[str, str]:
     rewards = {_reward_role(index): f"reward.{index}" for index in range(len(worker.work.rewards))}
     rewards = {
         role: name for role, name in rewards.items() if role in shared.roles
-    }  # only adapters are roles
+    }  # inputs that are not adapters have no role
     inputs |= rewards
     inputs |= {"teacher": "teacher"} if "teacher" in worker.work.inputs else {}
     if rewards and not shared.is_head("critic"):

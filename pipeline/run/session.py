@@ -1,4 +1,4 @@
-"""A Ray session: an embedded Ray, or the cluster that this driver runs on.
+"""Starts a Ray session: an embedded Ray, or the cluster that this driver runs on.
 
     with session(places, storage_path, uri):      # starts nothing for a job in process
         ...
@@ -26,26 +26,26 @@ from pipeline.system import console, process, storage
 # Set before Ray starts, so that all its processes inherit them.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # otherwise every line of a worker appears twice
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # without this, every line of a worker appears twice
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # every process has the same working directory
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # otherwise `uv run` uploads the working directory at every start
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # `uv run` would upload the working directory at every start
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's future default; silences its warning on CPU workers
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",  # after a node died, Ray waits this long for it
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",  # time that Ray waits for a node that died
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2",  # a spot node gives 30 s to 120 s of notice
     # Rows are tokenized on the existing CPUs. By default, Ray Data requests twice as many, and the autoscaler of a cluster
     # whose nodes all have GPUs (cluster.yaml) repeats in the log of the job that no node type fits.
     "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_MAX_CPU_RESOURCE_DELTA": "0",
     # Lets a GPU's memory blocks grow, because sequences of new lengths leave holes between blocks of fixed sizes.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    # By default, oneDNN caches 1024 matmul kernels, one for each shape. In PPO, where lengths vary, they take 0.4 GiB.
+    # By default, oneDNN caches 1024 matmul kernels, one for each shape. In PPO, where lengths vary, these kernels take 0.4 GiB.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
-    "GIT_PYTHON_REFRESH": "quiet",  # MLflow queries the commit, and without git would print a page of advice
+    "GIT_PYTHON_REFRESH": "quiet",  # MLflow queries the commit, and prints much advice if git is missing
     **console.QUIET,
 }
 # Environment variables of Ray if it runs inside this process.
 EMBEDDED = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # the default, 2 s, would delay the end of every run
-    "RAY_prestart_worker_first_driver": "0",  # a process per CPU would slow the start, and few are used
+    "RAY_prestart_worker_first_driver": "0",  # a process per CPU would slow the start, and few would be used
     "RAY_worker_niceness": "0",  # with Ray's default, 15, other processes would slow down the training
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # no cloud reclaims this machine
 }
@@ -54,13 +54,13 @@ MAX_ROOT_CHARACTERS = 40  # Ray's socket names add 66, and the system allows 107
 
 
 def set_environment() -> None:
-    """Sets ENVIRONMENT, except variables that the user has set. Call it before the import of Ray, torch or MLflow."""
+    """Sets ENVIRONMENT, except variables that the user has set. Call this function before the import of Ray, torch or MLflow."""
     os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
 
 
 @contextlib.contextmanager
 def session(places: Places, storage_path: str, uri: str) -> Iterator[None]:
-    """Provides Ray for the block: the Ray of this process, the cluster's, or an embedded one. A job in process gets none.
+    """Provides Ray for the block: the Ray of this process, the cluster's, or an embedded one. A job in this process gets no Ray.
 
     Args:
         storage_path, uri: folder of the runs, and address of MLflow, which all nodes must reach.
@@ -100,7 +100,7 @@ def _cluster(storage_path: str, uri: str) -> Iterator[None]:
 
     try:
         ray.init(**RAY_LOGGING)
-    except Exception as error:  # many types: no connection, no token, another version
+    except Exception as error:  # many types of errors: no connection, no token, another version
         raise InputError(
             f"cannot join the cluster at {os.environ['RAY_ADDRESS']} ({in_brief(error)}); check `ray status` there, "
             "export RAY_AUTH_MODE=token if Ray requires a token, or unset RAY_ADDRESS",
@@ -136,7 +136,7 @@ def check_shared_storage(storage_path: str, uri: str) -> None:
         there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         answers[node["NodeManagerAddress"]] = sees.options(scheduling_strategy=there).remote(probe)
     for address, answer in answers.items():
-        # A spot node may have ended meanwhile.
+        # A spot node may have ended since the query.
         with contextlib.suppress(ray.exceptions.TaskUnschedulableError, ray.exceptions.WorkerCrashedError):
             if not ray.get(answer, timeout=60):
                 blind.append(address)
@@ -151,11 +151,11 @@ def check_shared_storage(storage_path: str, uri: str) -> None:
 
 # ------------------------------------------------------------------------------------------ an embedded Ray
 
-TOKEN = secrets.token_hex(32)  # all sessions of this process share it
+TOKEN = secrets.token_hex(32)  # all sessions of this process share the folder
 
 
 def secured() -> dict[str, str]:
-    """Returns the environment variables of a Ray that only this session can use. They override the user's settings."""
+    """Returns the environment variables of a Ray that only this session can use. These variables override the user's settings."""
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     return {
         # Makes Ray bind to loopback. The name refers to Windows and macOS, where this is the default
@@ -184,7 +184,7 @@ def _environment() -> Iterator[None]:
         _read_by_ray()
 
 
-_folders: list[str] = []  # the folder of this process's session, if there is one
+_folders: list[str] = []  # the folder of this process's session, if one is open
 
 
 def session_folder() -> str | None:
@@ -200,7 +200,8 @@ def belong_to(folder: str | None) -> None:
 def _read_by_ray() -> None:
     """Makes Ray read the environment again, which it reads at its import. A notebook may have imported Ray long before.
 
-    The names are private (ray 2.60). Remove when ray.init reads the environment, or takes address and token as arguments.
+    The names of Ray in this function are private (ray 2.60). Remove the function when ray.init reads the environment, or takes
+    address and token as arguments.
     """
     from ray._private import ray_constants as ray_settings
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
@@ -217,7 +218,7 @@ def embedded(**options: Any) -> Iterator[None]:
     import psutil
 
     root = _session_root()
-    # The newest session whose driver has ended stays, because its logs may be needed. Older ones are deleted.
+    # The newest session whose driver has ended stays, because its logs may be needed. Older sessions are deleted.
     sessions = sorted(path for path in root.glob("session_*_*") if path.is_dir() and not path.is_symlink())
     ended = [path for path in sessions if not psutil.pid_exists(int(path.name.rpartition("_")[2]))]
     for path in ended[:-1]:
@@ -239,7 +240,7 @@ def embedded(**options: Any) -> Iterator[None]:
             yield
             ray.shutdown()
             shutil.rmtree(_folders[-1], ignore_errors=True)
-        finally:  # the logs of a failed session stay for now; see above
+        finally:  # keeps the logs of a failed session; the next session deletes them
             with process.signals_ignored():
                 ray.shutdown()
             _folders.clear()

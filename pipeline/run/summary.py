@@ -82,7 +82,7 @@ def change(metrics: dict[str, float], one: Metric) -> str:
 
 
 def not_better(result: dict[str, Any]) -> str | None:
-    """Returns a warning if the eval win rate shows no gain, or None if it does, or if there is none."""
+    """Returns a warning if the eval win rate shows no gain, or None if it shows one, or if there is no win rate."""
     rate, low, high = (result["metrics"].get(f"eval_win_rate{end}") for end in ("", "_low", "_high"))
     if rate is None or low > 0.5:
         return None

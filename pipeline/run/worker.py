@@ -1,6 +1,6 @@
 """A worker of a stage: its rank and device, its rows, its log and its checkpoints.
 
-The `train(worker)` of a stage runs once in every worker of the group. It reads rows and inputs, logs steps, commits
+The `train(worker)` of a stage runs once in every worker of the group. `train` reads rows and inputs, logs steps, commits
 checkpoints, and returns worker.finish(...), which saves the adapter and checks that the adapter reloads.
 """
 
@@ -33,7 +33,7 @@ from pipeline.system.lease import hold, remove_abandoned
 PRINT_INTERVAL_S = 5.0  # at most one line of training steps in this time; evaluations are always printed
 LIVE_INTERVAL_S = 0.5  # time between two updates of the line of progress
 LIVE_METRICS = 3  # number of metrics in the line of progress
-NOTICE_INTERVAL_S = float(os.environ.get("PIPELINE_NOTICE_EVERY_S", "5"))  # spot nodes give 30 to 120 s
+NOTICE_INTERVAL_S = float(os.environ.get("PIPELINE_NOTICE_EVERY_S", "5"))  # spot nodes warn 30 to 120 s ahead
 
 
 def main(config: dict[str, Any]) -> dict[str, Any]:
@@ -98,14 +98,15 @@ def like_a_worker(places: Places) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-        torch.backends.fp32_precision = precision  # trainer.tf32 applies to one job
+        torch.backends.fp32_precision = precision  # resets TF32, because trainer.tf32 applies to one job
 
 
 def leave_group_of_one(world: int, use_gpu: bool) -> None:
     """Ends the torch.distributed group of a single worker on a CPU, in which accelerate would wrap models in DDP.
 
     On a GPU the group stays, because without a group transformers wraps a model in nn.DataParallel if it sees several GPUs.
-    Remove when TorchTrainer can start a worker without a group, or accelerate does not wrap models in a group of one.
+    Remove this function when TorchTrainer can start a worker without a group, or accelerate does not wrap models in a group of
+    one.
     """
     import torch
 
@@ -142,11 +143,11 @@ class PreemptionNotice:
     """Watches for Ray's notice that a node will be terminated, for example a spot node.
 
     Every rank calls `poll` after every step. A query is a barrier of a few milliseconds, so all ranks query at the same step.
-    At each query they agree on the step of the next query, about NOTICE_INTERVAL_S later.
+    At each query, all ranks agree on the step of the next query, about NOTICE_INTERVAL_S later.
     """
 
     def __init__(self) -> None:
-        self.active = False  # whether there is a notice, for which the run commits one checkpoint
+        self.active = False  # whether a notice has come, after which the run commits one checkpoint
         self._next, self._step, self._asked = 0, 0, time.monotonic()
 
     def poll(self, step: int) -> bool:
@@ -243,7 +244,7 @@ class Worker(ModelHost):
         left = (now - began) / (step - first) * (total - step) if step > first else 0.0
         shown = [f"{label} {value:<9.4g}" for label, value in line_of(self.work.run.stage, metrics)]
         ends = step in (first, total) or any(key.startswith("eval_") for key in metrics)
-        if ends or now - self.printed >= PRINT_INTERVAL_S:  # MLflow has every step
+        if ends or now - self.printed >= PRINT_INTERVAL_S:  # MLflow gets every step, the terminal only some
             self.printed = now
             ahead = f"  left {terminal.duration(left)}" if step > first else ""
             print(f"step {step:>{len(str(total))}}/{total}  {'  '.join(shown)}{ahead}".rstrip(), flush=True)
@@ -254,7 +255,7 @@ class Worker(ModelHost):
         self.metrics.log(metrics, step)
 
     def _report(self, value: float, step: int) -> str | None:
-        """Reports an evaluation to the sweep. Returns why the trial must stop, or None. All ranks get the same answer."""
+        """Reports an evaluation to the sweep. Returns why the trial must stop, or None. All ranks get the same result."""
         import ray
 
         assert self.work.sweep
@@ -267,7 +268,7 @@ class Worker(ModelHost):
                 self.metrics.log(metrics, step)
 
     def checkpoint(self, source: str, step: int) -> None:
-        """Commits the folder `source` as the checkpoint of `step`, and deletes `source`. Every rank must call it."""
+        """Commits the folder `source` as the checkpoint of `step`, and deletes `source`. Every rank must call this method."""
         self._commit(source, checkpoints.name_of(step))
         if self.notice.active and self.rank == 0:
             terminal.say(f"node is being reclaimed: checkpoint of step {step} committed")
@@ -316,13 +317,13 @@ class Worker(ModelHost):
 
         Args:
             save: writes adapter and head into a folder, and returns their digest, as adapter_files.write_adapter does.
-                Called on rank 0. None means that nothing was trained.
+                Called on rank 0. If None, nothing was trained.
             outputs: returns outputs on a few rows, of the adapter in a folder, or for None of the adapter in memory. Called
                 on rank 0.
         """
         import torch
 
-        # PPO resets the system's peak at each phase. Its metric has the highest peak, in GiB.
+        # PPO resets the system's peak at each phase. PPO's metric memory/peak has the highest peak, in GiB.
         metrics = outcome.metrics
         peak = max(peak_memory(self.device), int(metrics.get("memory/peak", 0.0) * 2**30))
         gpu = torch.cuda.get_device_name(self.device) if self.device.startswith("cuda") else None
@@ -334,7 +335,7 @@ class Worker(ModelHost):
             shutil.rmtree(final, ignore_errors=True)
             os.makedirs(final)
             if save:
-                assert outputs, "an adapter counts once it is checked to reload"
+                assert outputs, "an adapter is accepted only after a check that it reloads"
                 adapter = os.path.join(final, "adapter")
                 os.makedirs(adapter)
                 checked[f"adapter/{hub.TENSORS}"] = save(adapter)
@@ -346,7 +347,7 @@ class Worker(ModelHost):
                 held_out = {k: v for k, v in metrics.items() if k.startswith(("eval_", "initial_"))}
                 step = outcome.end["kept"]["step"] if outcome.end else self.step
                 self.metrics.log(held_out, step, final=True)
-                self.metrics.close()  # before the run is finished
+                self.metrics.close()  # registered before the run is finished
             for name, content in {**outcome.tables, OUTCOME: entries}.items():
                 with open(os.path.join(final, name), "w", encoding="utf-8") as file:
                     json.dump(content, file)
@@ -362,7 +363,7 @@ class Worker(ModelHost):
         if work.judged_by:
             facts["judged_by"] = work.judged_by
         facts["rows"] = work.row_format
-        # If all rows are messages, the policy was trained on nothing else.
+        # If all rows are messages, the policy was trained on messages only.
         chat = work.row_format == "chat"
         facts["text_as_chat"] = chat or text_as_chat(self.tokenizer, self.work.data.apply_chat_template)
         # The judge is not a parent: nothing was trained on it.

@@ -1,7 +1,7 @@
 """Runs forward passes of prompts with completions: groups rows, and returns hidden states.
 
-Rows of similar length share a micro-batch, and completions to one prompt share a row (models/packing.py). Both change results
-only by rounding.
+Rows of similar length share a micro-batch, and completions to one prompt share a row (models/packing.py). Micro-batches and
+shared rows change results only by rounding.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from torch import Tensor
 from pipeline.models.adapters import SharedBase
 from pipeline.models.packing import alone, micro_batches, packed, packs_that_pay
 
-# Maximum tokens of a forward pass without gradients. It needs memory for one layer's activations, about 100 KB per token at 8B.
+# Maximum tokens of a forward pass without gradients. Such a pass needs memory for one layer's activations, about 100 KB per token
+# at 8B.
 FORWARD_TOKENS = {"cpu": 4096, "cuda": 16384}
-# Maximum tokens of a row with several completions. Its attention mask has the square of this number of entries.
+# Maximum tokens of a row with several completions. The row's attention mask has the square of this number of entries.
 PACK_TOKENS = 4096
 
 
@@ -93,8 +94,7 @@ def states(shared: SharedBase, role: str | None, part: Sequences, last: bool = F
     """Returns the hidden states (B, R + 1, H) of a role before each action, and after the last action.
 
     Args:
-        role: None means the bare base.
-        last: whether to return only the states (B, 1, H) after the last action.
+        role: None means the bare base. last: whether to return only the states (B, 1, H) after the last action.
     """
     rows = (part.input_ids, part.starts, part.counts, part.mask.shape[1])
     packs = in_packs(shared, part, range(len(part)))
@@ -130,7 +130,7 @@ def parts_of(
     """Yields the rows, and their sequences, of each micro-batch of a pass without gradients.
 
     Args:
-        completions, tokens: limits of a micro-batch. By default, it has FORWARD_TOKENS.
+        completions, tokens: limits of a micro-batch. By default, a micro-batch has at most FORWARD_TOKENS.
     """
     tokens = tokens or FORWARD_TOKENS[shared.device.type]
     for rows in micro_batches_of(shared, sequences, range(len(sequences)), completions, tokens):
@@ -147,7 +147,7 @@ def micro_batches_of(
     """Splits rows of the sequences into micro-batches, without splitting packs.
 
     Args:
-        completions, tokens: limits of a micro-batch. Padding counts as tokens.
+        completions, tokens: limits of a micro-batch. Padding tokens are included.
     """
     packs = in_packs(shared, sequences, rows, completions, tokens)
     held = [len(pack) for pack in packs]

@@ -41,12 +41,10 @@ class Samples:
     ended: list[bool]
     rows: list[dict[str, Any]]
     tokenizer: Any
-    seeds: Sequence[
-        int
-    ] = ()  # seed of each completion, for functions that draw random numbers; empty: 0 for each
-    groups: Sequence[
-        int
-    ] = ()  # number of each completion's prompt; empty: all completions have different prompts
+    # seed of each completion, for functions that draw random numbers; empty: 0 for each
+    seeds: Sequence[int] = ()
+    # number of each completion's prompt; empty: all completions have different prompts
+    groups: Sequence[int] = ()
     # name of a reward -> its notes on each sample
     notes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
@@ -121,8 +119,8 @@ class Reward(ABC):
         mean, std: normalized scores are (score - mean) / std. By default, normalization changes nothing.
     """
 
-    columns: frozenset[str] = frozenset()  # columns of the data that it needs
-    compares = False  # whether it compares the completions to a prompt
+    columns: frozenset[str] = frozenset()  # columns of the data that the reward needs
+    compares = False  # whether the reward compares the completions to a prompt
 
     def __init__(self, name: str, weight: float = 1.0, mean: float = 0.0, std: float = 1.0) -> None:
         self.name, self.weight, self.mean, self.std = name, weight, mean, std
@@ -153,7 +151,7 @@ class Reward(ABC):
         return [value for value in values if value is not None]
 
     def _listed(self, scores: Any, samples: Samples) -> Sequence[Any]:
-        """Returns scores as a list. Raises InputError if they are no list of one value for each sample."""
+        """Returns scores as a list. Raises InputError if `scores` is not a list of one value for each sample."""
         # Arrays and tensors have tolist, also tensors that require gradients.
         listed = scores.tolist() if hasattr(scores, "tolist") else scores
         is_list = isinstance(listed, (list, tuple))
@@ -180,7 +178,7 @@ def _number(score: Any) -> float | None:
 
 
 class AdapterReward(Reward):
-    """Scores completions with a reward adapter on the shared base. Its head reads the last token of the completion.
+    """Scores completions with a reward adapter on the shared base. The adapter's head reads the last token of the completion.
 
     Args:
         role: the adapter's role on `shared`.
@@ -210,13 +208,14 @@ class AdapterReward(Reward):
 
 
 class ModelReward(Reward):
-    """Scores completions with a separate sequence-classification model, in addition to the base. The score is its only logit.
+    """Scores completions with a separate sequence-classification model, in addition to the base. The score is the model's only
+    logit.
 
     Args:
-        tokenizer: the model's tokenizer. It encodes prompt and completion as text, and with its chat template if the prompt is
-            a list of messages. None means that the model reads the policy's token ids.
+        tokenizer: the model's tokenizer. The tokenizer encodes prompt and completion as text, with its chat template if the
+            prompt is a list of messages. None means that the model reads the policy's token ids.
         rows, tokens, settings: as for `AdapterReward`.
-        control: whether special tokens in the text become special tokens. Otherwise they are encoded as ordinary text.
+        control: whether special tokens in the text become special tokens. If False, they are encoded as ordinary text.
     """
 
     def __init__(
@@ -271,7 +270,7 @@ class FunctionReward(Reward):
     Failure that shows the sample and the function's own stack frames.
 
     Each completion has its own seed for random numbers (`seeds`). The seed of the first completion of a call seeds the global
-    generators, so their numbers depend on which completions share the call.
+    generators, so the numbers of the global generators depend on which completions share the call.
 
     Args:
         reward_timeout_s: seconds after which a call of an async function ends the run. -1 means no limit.
@@ -314,12 +313,12 @@ class FunctionReward(Reward):
             found = f"a batch of {len(rows)} samples" if is_async else self._culprit(samples, rows)
             hint = f" for {found}" if isinstance(error, Exception) else "; expected a list of numbers"
             raise Failure(f"reward {self} raised {in_brief(error, 500)}{hint}:\n{_frames(error)}") from error
-        finally:  # training relies on these settings, which a function may change
+        finally:  # training relies on these global settings, which a function may change
             torch.set_default_dtype(dtype)
             torch.set_grad_enabled(has_gradients)
 
     def _culprit(self, samples: Samples, rows: Sequence[int]) -> str:
-        """Describes the first sample for which the function raises if it gets this sample alone."""
+        """Describes the first sample for which the function raises if it is called with this sample alone."""
         if len(rows) == 1:
             return samples.show(rows[0])
         for i in rows:

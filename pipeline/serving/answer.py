@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from ray.exceptions import TaskCancelledError
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 from tokenizers.decoders import DecodeStream
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from pipeline.errors import in_brief
 from pipeline.serving.batching import ServedRow, Token
@@ -23,15 +25,17 @@ from pipeline.serving.models import Served
 from pipeline.serving.protocol import ChatRequest, CompletionRequest, Refused
 from pipeline.writing.rows import Sampling
 
+BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level vocabularies
+
 
 @contextlib.asynccontextmanager
-async def time_limit(seconds: float) -> AsyncIterator[None]:
-    """Raises Refused (504) if the block takes longer."""
+async def time_limit(seconds: float, late: Refused | None = None) -> AsyncIterator[None]:
+    """Raises `late`, by default Refused (504), if the block takes longer."""
     try:
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError as error:
-        raise Refused(504, f"no answer within {seconds:g} s (serve.timeout_s)") from error
+        raise late or Refused(504, f"no answer within {seconds:g} s (serve.timeout_s)") from error
 
 
 class Text:
@@ -40,7 +44,7 @@ class Text:
     Holds back incomplete characters, and as many characters as may become a stop text.
 
     Args:
-        stops: texts that end the completion. They and all text after them are removed.
+        stops: texts that end the completion. A stop text and all text after it are removed.
     """
 
     def __init__(self, tokenizer: Any, stops: list[str]) -> None:
@@ -62,7 +66,7 @@ class Text:
         if self.stopped:
             return ""
         decoded = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        # Some decoders change earlier text, which the client has already.
+        # Some decoders change earlier text, which the client has already received.
         if decoded.startswith(self.written[: self.shown]):
             self.written = decoded
         return self._show(held_back=0)
@@ -100,7 +104,7 @@ class Answer:
         sampling = replace(
             default,
             max_new_tokens=min(request.token_limit or default.max_new_tokens, default.max_new_tokens),
-            temperature=temperature if temperature >= 1e-6 else 0.0,  # smaller ones overflow fp32 logits
+            temperature=temperature if temperature >= 1e-6 else 0.0,  # a smaller one overflows fp32 logits
             top_p=1.0 if request.top_p is None else request.top_p,
             seed=self.seed,
         )
@@ -202,11 +206,11 @@ class Answer:
         yield b"data: [DONE]\n\n"
 
     def _logprobs(self, tokens: Iterable[Token]) -> dict[str, Any] | None:
-        """Returns OpenAI's list of tokens with log-probs and most likely alternatives, if the request wants it."""
+        """Returns OpenAI's list of tokens with log-probs and most likely alternatives, if the request wants this list."""
 
         def entry(token: int, logprob: float) -> dict[str, Any]:
-            text = self.server.tokenizer.decode([token])
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+            written = bytes_of(self.server.tokenizer, token)
+            return {"token": token_text(written), "logprob": logprob, "bytes": list(written)}
 
         if self.request.top is None:
             return None
@@ -215,6 +219,27 @@ class Answer:
             for token in tokens
         ]
         return {"content": content, "refusal": None}
+
+
+@lru_cache(1 << 14)
+def bytes_of(tokenizer: Any, token: int) -> bytes:
+    """Returns the bytes that a token adds to a text, which may be part of a character."""
+    entry, decoder = tokenizer.backend_tokenizer.id_to_token(token), tokenizer.backend_tokenizer.decoder
+    if entry is None or decoder is None or token in tokenizer.added_tokens_decoder:
+        return str(tokenizer.decode([token])).encode()
+    if decoder.decode(["Ġ"]) == " " and all(character in BYTES for character in entry):
+        return bytes(BYTES[character] for character in entry)
+    if decoder.decode(["<0x41>"]) == "A" and re.fullmatch("<0x[0-9A-F]{2}>", entry):  # SentencePiece
+        return bytes.fromhex(entry[3:5])
+    return decoder.decode(["a", entry])[1:].encode()  # the first token of a text loses its space
+
+
+def token_text(written: bytes) -> str:
+    """Returns a token's text. For part of a character, returns `bytes:` and the escaped bytes, like OpenAI."""
+    try:
+        return written.decode()
+    except UnicodeDecodeError:
+        return f"bytes:{str(written)[2:-1]}"
 
 
 def answer_head(kind: str, request: ChatRequest | CompletionRequest, served: Served) -> dict[str, Any]:
@@ -245,7 +270,7 @@ class Stream(StreamingResponse):
         try:
             with contextlib.suppress(
                 TaskCancelledError
-            ):  # Ray Serve raises it if the client has disconnected
+            ):  # Ray Serve raises this if the client has disconnected
                 await super().__call__(scope, receive, send)
         finally:
             self.answer.cancel()

@@ -34,7 +34,7 @@ from pipeline.errors import in_brief
 from pipeline.run import memory
 from pipeline.run.model_host import ModelHost
 from pipeline.run.roles import longest_row
-from pipeline.serving import LOOPBACK, protocol
+from pipeline.serving import LOOPBACK, REQUEST_S, protocol
 from pipeline.serving.answer import Answer, Stream, complete_prompts, time_limit
 from pipeline.serving.feedback import FeedbackStore, feedback_encoders, feedback_folder
 from pipeline.serving.metrics import Metrics, MetricsPage
@@ -50,7 +50,8 @@ TOO_LONG = "context_length_exceeded"  # OpenAI's code
 HEAD = "node:__internal_head__"  # resource that Ray gives to the head node
 FLUSH_S = 0.2  # seconds between two reports to the recorder; feedback on an answer needs its report
 MAX_UNSENT_ANSWERS = 10_000  # number of answers that a replica keeps while the recorder restarts
-RETRY_HEADERS = {"Retry-After": "1"}
+RETRY, CLOSE = {"Retry-After": "1"}, {"Connection": "close"}
+HEADERS = {408: CLOSE, 413: CLOSE, 429: RETRY, 503: RETRY}  # {status of an error: headers of its response}
 app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
 
@@ -77,7 +78,7 @@ def application(work: Work, digests: list[str]) -> Any:
     server = serve.deployment(Ingress).options(
         name="server",
         ray_actor_options=workers.each.options(),
-        # So high that the replica gets every request and answers 429 if its queue is full. Ray Serve would answer 503.
+        # The limit is so high that replicas get every request, and answer 429 if their queue is full. Ray Serve would answer 503.
         max_ongoing_requests=4 * (limits.max_queue + work.args.local_rollout_forward_batch_size) + 64,
         graceful_shutdown_timeout_s=min(limits.timeout_s, 60.0),
         health_check_period_s=2.0,
@@ -143,7 +144,7 @@ def endpoint(handler: Callable[..., Awaitable[Response]]) -> Callable[..., Await
             if path != "/health":
                 self.check_sender(request)
             response = await handler(self, request, **given)
-        except (ClientDisconnect, TaskCancelledError):  # the client has disconnected
+        except (ClientDisconnect, TaskCancelledError):  # no response, because the client has disconnected
             response = Response(status_code=499)
         except Exception as error:
             if isinstance(error, RowError):
@@ -153,8 +154,7 @@ def endpoint(handler: Callable[..., Awaitable[Response]]) -> Callable[..., Await
             else:
                 print(f"a request failed: {in_brief(error)}", flush=True)
                 refused = Refused(500, without_credentials(f"{type(error).__name__}: {error}")[:1000])
-            retry = refused.status in (429, 503)
-            response = JSONResponse(refused.body(), refused.status, RETRY_HEADERS if retry else None)
+            response = JSONResponse(refused.body(), refused.status, HEADERS.get(refused.status))
         self.metrics.requests.labels(path, response.status_code).inc()
         return response
 
@@ -189,7 +189,7 @@ class Server:
         threading.Thread(target=self.models.watch_aliases, args=interval, daemon=True).start()
 
     def check_health(self) -> None:
-        """Raises an error if the batcher has ended. Ray Serve calls this method periodically, and then restarts the replica."""
+        """Raises an error if the batcher has ended. Ray Serve calls it periodically, and restarts a replica that raises."""
         if not self.batcher.alive:
             raise RuntimeError("the thread that has the model has ended")
 
@@ -213,7 +213,7 @@ class Server:
 
     async def _flush(self) -> None:
         """Sends metrics and finished answers to the recorder."""
-        async with self.flushing:  # a caller that waits for the lock finds its answer sent
+        async with self.flushing:  # a caller that waited for the lock finds its answer already sent
             self.metrics.running.set(len(self.batcher.rows))
             self.metrics.waiting.set(len(self.batcher.waiting))
             self.metrics.versions.clear()
@@ -261,10 +261,14 @@ class Server:
     async def _body(self, request: Request) -> Any:
         """Returns the JSON value of the request's body. Raises Refused."""
         most, body = self.serve.max_body_bytes, bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > most:
-                raise Refused(413, f"the body has more than {most} bytes (serve.max_body_bytes)")
+        too_large = Refused(413, f"the body has more than {most} bytes (serve.max_body_bytes)")
+        if int(request.headers.get("content-length", 0)) > most:
+            raise too_large
+        async with time_limit(REQUEST_S, Refused(408, f"no complete body within {REQUEST_S} s")):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > most:
+                    raise too_large
         return protocol.parse_json(bytes(body))
 
     async def _parse(self, request: Request, kind: type[Completion]) -> tuple[Completion, Served]:

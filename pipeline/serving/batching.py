@@ -25,7 +25,7 @@ class Token(NamedTuple):
     """One token of a row."""
 
     id: int
-    logprob: float  # at temperature 1 if the row reports alternatives
+    logprob: float  # log-prob of the token, at temperature 1 if the row reports alternatives
     top: list[tuple[int, float]]  # the most likely token ids, with their log-probs
     last: bool  # whether the token ends the row
 
@@ -61,12 +61,12 @@ class Batcher:
 
     Args:
         queue: maximum number of waiting rows.
-        prompt_tokens: maximum number of padded prompt tokens that join in one step. Other rows wait meanwhile.
+        prompt_tokens: maximum number of padded prompt tokens that join in one step. Other rows wait for a later step.
     """
 
     def __init__(self, decoder: Decoder, queue: int, prompt_tokens: int = 1 << 30) -> None:
         self.decoder, self.queue, self.prompt_tokens = decoder, queue, prompt_tokens
-        self.rows: list[ServedRow] = []  # rows that the decoder writes
+        self.rows: list[ServedRow] = []  # rows that the decoder is decoding
         self.waiting: deque[ServedRow] = deque()
         self.requested: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self.condition = threading.Condition()
@@ -110,7 +110,7 @@ class Batcher:
             return {row.role for row in (*self.rows, *self.waiting)}
 
     def _wake(self) -> None:
-        """Wakes the thread. If the batcher is closed, all waiting rows and calls get an error."""
+        """Wakes the thread. When the batcher is closed, all waiting rows and calls get an error."""
         while self.closed and self.waiting:
             self.waiting.popleft().fail(RuntimeError(ENDED))
         while self.closed and self.requested:
@@ -151,7 +151,7 @@ class Batcher:
                     self._deliver()
                 self.decoder.step()
                 self._deliver()
-            except Exception as error:  # for example out of memory: its rows are lost, the replica continues
+            except Exception as error:  # such as out of memory: only these rows are lost
                 lost, self.rows = self.rows, []
                 for row in lost:
                     row.fail(error)

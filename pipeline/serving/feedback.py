@@ -67,8 +67,8 @@ class FeedbackStore:
     """The feedback folder: files of rows, and conversations.db with the answers that can still get feedback.
 
     Args:
-        max_bytes: half is for rows, half for conversations. A row that exceeds its half is refused. If conversations
-            exceed their half, the oldest are deleted.
+        max_bytes: half is for rows, half for conversations. If rows fill their half, new rows are rejected. If conversations
+            exceed their half, the oldest conversations are deleted.
 
     Raises:
         InputError: if another process uses the folder, or it is unusable.
@@ -76,6 +76,8 @@ class FeedbackStore:
 
     def __init__(self, folder: str, max_bytes: int, encoders: dict[str, Encoder]) -> None:
         self.folder, self.max_bytes, self.encoders = Path(folder), max_bytes, encoders
+        # If the system clock jumps ahead later, no conversation gets too old.
+        self.epoch = time.time() - time.monotonic()
         try:
             with contextlib.ExitStack() as opened:
                 self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -84,7 +86,7 @@ class FeedbackStore:
                 self.bytes = sum(remove_incomplete_line(self.folder / f"{name}.jsonl") for name in FILES)
                 database = self.folder / "conversations.db"
                 database.touch()
-                database.chmod(0o600)  # it contains prompts and completions, like the rows
+                database.chmod(0o600)  # the database contains prompts and completions, like the rows
                 self.database = sqlite3.connect(database, check_same_thread=False)
                 opened.callback(self.database.close)
                 self.database.executescript(TABLES)
@@ -110,7 +112,7 @@ class FeedbackStore:
                 row = (answer["id"], answer["time"], json.dumps(answer, ensure_ascii=False))
                 if self.database.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?)", row).rowcount:
                     size += len(row[2].encode())
-            size -= self._delete("time < ?", time.time() - KEPT_S)
+            size -= self._delete("time < ?", self.epoch + time.monotonic() - KEPT_S)
             while size > self.max_bytes // 2:
                 size -= self._delete("id = (SELECT id FROM answers ORDER BY time LIMIT ?)", 1)
         self.conversation_bytes = size  # unchanged if the transaction fails
@@ -130,7 +132,7 @@ class FeedbackStore:
         return sum(length for (length,) in deleted)
 
     def add(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Writes one label, comparison or edit. Repeating the same feedback changes nothing.
+        """Writes one label, comparison or edit. If the same feedback is sent again, nothing changes.
 
         Raises:
             Refused: 404 for an unknown answer, 400 for an unknown choice and for a row that no stage can train on, 409 if
@@ -148,7 +150,7 @@ class FeedbackStore:
                 raise Refused(400, why, key)
         content = {"kind": feedback.kind, **feedback.model_dump(exclude_none=True, exclude={"id"})}
         if feedback.edit is not None:
-            content["edit"] = hashlib.sha256(feedback.edit.encode()).hexdigest()[:16]  # the row has the text
+            content["edit"] = hashlib.sha256(feedback.edit.encode()).hexdigest()[:16]  # the row has the edit
         name = feedback.id if feedback.kind == "comparisons" else f"{feedback.id}/{feedback.choice}"
         earlier = self.database.execute(
             "SELECT content FROM feedback WHERE answer = ? AND name = ? AND kind = ?",

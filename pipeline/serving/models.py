@@ -50,8 +50,8 @@ class Served:
 class Models:
     """The version behind each model id.
 
-    Starts with the versions that the driver pinned when it checked the job. `follow_aliases` replaces them when an alias moves.
-    If a version cannot be loaded, the previous version keeps answering.
+    Starts with the versions that the driver pinned when it checked the job. `follow_aliases` loads another version when an alias
+    moves. If a version cannot be loaded, the previous version keeps answering.
 
     Args:
         shared: the base. May be None if no reward needs it.
@@ -77,7 +77,7 @@ class Models:
     # --------------------------------------------------------------------------------------------- loading
 
     def _checked(self, key: str, version: str) -> Input:
-        """Returns a version that fits the base and the other policies. Raises InputError if it does not."""
+        """Returns a version that fits the base and the other policies. Raises InputError if the version does not fit."""
         work = self.host.work
         return self._with_same_template(key, check_inputs(work, {key: version}, self.files)[key])
 
@@ -95,7 +95,7 @@ class Models:
         return found
 
     def _serve(self, key: str, version: str, found: Input | None) -> None:
-        """Loads a version, unless it is loaded already, and makes it answer for its model id."""
+        """Loads a version, unless the version is loaded already, and makes it answer for its model id."""
         kind, _, name = key.partition(".")
         models = self.policies if kind == "policies" else self.rewards
         served = next((one for one in models.values() if one.version == version), None)
@@ -144,7 +144,7 @@ class Models:
                 version = registry.pin(reference, self.uri)
                 problem = f"{version} cannot be served"
                 if version != before:
-                    checked = self._checked(key, version)  # outside the batch, which does not wait
+                    checked = self._checked(key, version)  # here, so that the batch does not wait
                     self.batcher.run(partial(self._serve, key, version, checked)).result()
                     found[f"{name} {version}"] = f"{name}: {version}"
             except Exception as error:
@@ -173,9 +173,8 @@ def pinned(work: Work) -> dict[str, str]:
 
 
 def start_decoder(host: ModelHost) -> tuple[SharedBase | None, Batcher]:
-    """Loads the base and starts the batcher. Both have no roles yet.
-
-    vLLM loads the base in its own process. Then this process loads the base only for reward models, and otherwise returns None.
+    """Loads the base and starts the batcher. Base and batcher have no roles yet. vLLM loads the base in its own process. With
+    vLLM, this process loads the base only for reward models, and returns None if there are none.
     """
     work = host.work
     if work.rollout.engine == "vllm":
@@ -190,8 +189,8 @@ def start_decoder(host: ModelHost) -> tuple[SharedBase | None, Batcher]:
         host.args.local_rollout_forward_batch_size,
         host.tokenizer.pad_token_id,
         max_positions=work.serve.cache_tokens or fits,
-        look=1,  # so that clients get each token immediately
-        graphs=False,  # because rows join and leave too often
+        look=1,  # look at each step, so that clients get each token immediately
+        graphs=False,  # rows join and leave too often to replay CUDA graphs
     )
     decoder.check()
     return shared, Batcher(decoder, work.serve.max_queue, PREFILL_TOKENS[device.type])
@@ -221,6 +220,6 @@ def end_token_ids(host: ModelHost) -> list[int]:
     config = base_config(model.name_or_path, model.revision)
     text = config.get("text_config") or config
     generation = base_json(model.name_or_path, "generation_config.json", model.revision)
-    if generation is None:  # transformers then uses config.json
+    if generation is None:  # without this file, transformers uses config.json
         generation = {"eos_token_id": text.get("eos_token_id")}
     return [i for i in eos_ids(host.tokenizer, generation) if i < text.get("vocab_size", i + 1)]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
-TOP_LOGPROBS = 20  # maximum number of alternatives to a token, as at OpenAI
+TOP_LOGPROBS = 20  # maximum number of alternatives to a token, as in OpenAI's API
 TokenId = Annotated[int, Field(ge=0)]
 Request = TypeVar("Request", bound=BaseModel)
 Completion = TypeVar("Completion", bound="SampledRequest")
@@ -24,7 +24,7 @@ class Refused(Exception):
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(status, message, param, code)  # exceptions are pickled with their args
+        super().__init__(status, message, param, code)  # the args with which Exception is pickled
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def __str__(self) -> str:

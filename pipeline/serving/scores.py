@@ -33,7 +33,7 @@ class Scores:
         """Returns a future of each row's `score`, or of a pair's `score_chosen`, `score_rejected` and `score_margin`.
 
         Raises:
-            RowError: for the first wrong row. The row's number in the request is its line.
+            RowError: for the first wrong row. The row's number in the request is the line of the error.
         """
         samples: list[list[tuple[list[int], list[int], dict[str, Any]]]] = []
         for number, row in enumerate(rows, 1):

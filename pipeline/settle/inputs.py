@@ -66,7 +66,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
                 missing.append(name)
                 if len(missing) >= len(job.serve.inputs):
                     raise
-                # A server serves the models that exist.
+                # A server starts with those of its models that exist.
                 print(f"warning: serve.{name} is left out: {error.message}", flush=True)
                 continue
         if found != "base":
@@ -75,7 +75,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
 
 
 def first(names: list[str], uri: str, job_file: str) -> str:
-    """Returns the version of the first reference that exists. If none exists, raises the error of the first one."""
+    """Returns the version of the first reference that exists. If none exists, raises the error of the first reference."""
     errors: list[registry.Missing] = []
     for name in names:
         try:
@@ -117,7 +117,7 @@ def check_paths(job: Job) -> None:
             buckets.setdefault("/".join(path.split("/")[:3]), (path, key))
         else:
             files.find_files(path, key)
-    for path, key in buckets.values():  # several files may be in one bucket
+    for path, key in buckets.values():  # checks each bucket only once
         files.reach(path, key)
     if job.data.cache_dir and storage.is_remote(job.data.cache_dir):
         storage.require_writable(job.data.cache_dir, "data.cache_dir", "./cache")
@@ -132,7 +132,7 @@ def digests_of_functions(work: Work) -> dict[str, str]:
     """Returns {key of a reward, judge or estimator: digest of the Python modules whose code affects the results}."""
     found: dict[str, list[str]] = {}
     for name, one in work.inputs.items():
-        # No stage learns from its judge.
+        # The judge is left out, because no stage learns from its judge.
         if one.kind == "function" and (name != "judge" or not work.stage.learns):
             found.setdefault(work.keys[name].partition(".")[0], []).append(one.version)
     if (estimator := str(work.trainer.get("advantage_estimator"))).startswith("python:"):
@@ -154,7 +154,7 @@ def missing_parameter(source: str, columns: set[str]) -> str | None:
 
 
 def check_sampler(rollout: RolloutConfig, model: Model) -> None:
-    """Raises InputError if the job needs vLLM, or its plugin for NF4, and they are not installed here."""
+    """Raises InputError if the job needs vLLM, or vLLM's plugin for NF4, and it is not installed on this machine."""
     if rollout.engine != "vllm":
         return
     if importlib.util.find_spec("vllm") is None:
@@ -260,14 +260,14 @@ def makes_adapter(stage: Stage, args: Any, adapters: Iterable[str]) -> bool:
         adapters: names of the inputs that are adapters.
     """
     started_from = {"policy", "reward"} & stage.inputs.keys()
-    if stage.online and not args.has_critic_adapter:  # no adapter starts from the reward
+    if stage.online and not args.has_critic_adapter:  # no adapter starts from `reward`
         started_from.discard("reward")
     given = {name.partition(".")[0] for name in adapters}
     return stage.learns is not None and not (started_from and given >= started_from)
 
 
 def check_reward_model(model: Model, where: str) -> None:
-    """Raises InputError if a model is no sequence classifier with one label. Its head would be random."""
+    """Raises InputError if a model is no sequence classifier with one label, because its head would be random."""
     from pipeline.models.base import check_base
     from pipeline.models.tokenizer import load_tokenizer
 

@@ -1,6 +1,6 @@
 """Checks that the workers of a job can be placed, and on a cluster waits for them with a timeout.
 
-Without these checks, Ray waits silently and forever, both for resources that no node will ever have and for starting nodes.
+Without such checks, Ray waits silently and forever, both for resources that no node will ever have and for starting nodes.
 """
 
 import logging
@@ -51,7 +51,7 @@ class Bundle:
         return options
 
     def fits(self, resources: Mapping[str, float], labels: Mapping[str, str]) -> int:
-        """Returns how many of these bundles a node with these resources and labels holds."""
+        """Returns how many of these bundles fit on a node with these resources and labels."""
         if not matches(self.selector, labels):
             return 0
         shares = [resources.get(name, 0) / amount for name, amount in self.resources.items()]
@@ -78,8 +78,8 @@ class Places:
 
     in_process: bool
     workers: Group
-    bundles: list[Bundle]  # one for each of the fewest workers with which the job starts
-    rollout: Group | None  # None if the workers sample themselves
+    bundles: list[Bundle]  # one bundle for each of the fewest workers with which the job starts
+    rollout: Group | None  # rollout workers, or None if the training workers sample themselves
     on_gpu: bool
     rollout_on_gpu: bool  # whether rollout workers hold their models on GPUs
     scaling: dict[str, Any]  # the keys of Ray's ScalingConfig
@@ -165,12 +165,12 @@ def _autoscaler_limits() -> dict[str, float]:
 
 
 def side_by_side(places: Places) -> int:
-    """Returns how many runs of a job fit at the same time, at least 1. Nodes that an autoscaler may add count."""
+    """Returns how many runs of a job fit at the same time, at least 1. Nodes that an autoscaler may add are included."""
     import ray
 
     nodes = [(node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
     most = _autoscaler_limits()
-    if most:  # a total over all nodes, whose labels are unknown
+    if most:  # `most` is a total over all nodes, whose labels are unknown
         nodes = [(most, {})]
     elif not on_cluster():  # an embedded Ray offers more CPUs than the machine has
         nodes = [({**nodes[0][0], "CPU": float(os.cpu_count() or 1)}, {})]
@@ -199,11 +199,11 @@ class Wait:
         self.limit = places.timeout_s
         kind = places.scaling.get("accelerator_type")
         self.need = f"{places.count} x {places.workers.each}{f' with {kind}' if kind else ''}"
-        self.since: float | None = None  # None while the workers are placed
+        self.since: float | None = None  # start of the wait, or None while the workers are placed
         self.reported = 0.0
 
     def check(self) -> None:
-        """Raises Failure after the time limit. Call it repeatedly while the workers cannot be placed."""
+        """Raises Failure after the time limit. The caller repeats the call while the workers cannot be placed."""
         now = time.monotonic()
         if self.since is None:
             self.since = self.reported = now
@@ -240,7 +240,7 @@ def describe_cluster() -> str:
 def launch_failure() -> str:
     """Returns a text about nodes that the autoscaler could not start, with the reason, or "".
 
-    Ray (2.60) tries the same type of node forever. Only a log on the head, where the driver runs, has the reason.
+    Ray (2.60) tries the same type of node forever. The reason is only in a log on the head node, where the driver runs.
     """
     import ray
     from ray.autoscaler.v2.sdk import get_cluster_status
@@ -259,9 +259,9 @@ def launch_failure() -> str:
 def callback(places: Places) -> Any:
     """Returns a callback of Ray Train's controller that ends a run after too long a wait, or after a fatal error.
 
-    Ray (2.60) retries a placement forever, and restarts workers after any error. It has no settings for this. The controller
-    calls its callbacks at every change of its state and at each new try, and an error that they raise ends the run. Remove
-    when FailureConfig has a deadline, and a list of errors that are not retried.
+    Ray (2.60) retries a placement forever, and restarts workers after any error. Ray has no settings that limit retries. The
+    controller calls its callbacks at every change of its state and at each new try, and an error that they raise ends the run.
+    Remove this callback when FailureConfig has a deadline, and a list of errors that are not retried.
     """
     from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
     from ray.train.v2._internal.execution.callback import ControllerCallback
@@ -294,7 +294,7 @@ def callback(places: Places) -> Any:
 
 
 def wait_for_one(places: Places) -> None:
-    """Waits until one worker can be placed. Ray Data needs no more to start its pool of actors."""
+    """Waits until one worker can be placed. One worker is enough for Ray Data to start its pool of actors."""
     from ray.util import placement_group, remove_placement_group
 
     wait, one = Wait(places), places.workers.each

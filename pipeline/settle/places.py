@@ -34,7 +34,7 @@ def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
         amounts.setdefault(f"{ACCELERATOR_TYPE}{kind}", 0.001)
 
     def may_have(count: int) -> bool:
-        """Returns True if the job is valid with this number of workers. They may be unable to share its batch."""
+        """Returns True if the job is valid with this number of workers. Some numbers of workers cannot divide the job's batch."""
         return not any(find_problems(replace(job, scaling={**job.scaling, "num_workers": count})))
 
     config, on_gpu = job.rollout_config, bool(scaling.get("use_gpu"))
@@ -56,7 +56,7 @@ def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
 
 
 def _amounts_of(section: Mapping[str, Any], gpus: int) -> dict[str, float]:
-    """Returns {resource: amount} of one worker. By default, a worker on GPUs has `gpus` of them."""
+    """Returns {resource: amount} of one worker. By default, a worker on GPUs has `gpus` GPUs."""
     gpu = {"GPU": float(gpus)} if section.get("use_gpu") else {}
     given = section.get("resources_per_worker") or gpu or {"CPU": 1}
     return {**{name: amount for name, amount in given.items() if amount}, **({} if given.get("GPU") else gpu)}

@@ -107,7 +107,7 @@ def check_labels(trainer: dict[str, Any], desirable: int, undesirable: int) -> N
 
 
 def check_updates(args: Any, prompts: int) -> None:
-    """Raises InputError if ppo would train only its critic. Warns if the run ends within its warmup."""
+    """Raises InputError if ppo would train only its critic. Warns if the run ends during the warmup of the learning rate."""
     updates = args.total_updates(prompts)
     has = f"the run has {updates} update{'s' * (updates > 1)}"
     if args.critic_warmup_steps >= updates:

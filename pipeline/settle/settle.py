@@ -17,7 +17,7 @@ from pipeline.settle.work import Input, Sections, Work
 
 
 def settle(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> Work:
-    """Returns the work of a job, whose base, tokenizer and inputs have been checked. It has no rows yet.
+    """Returns the work of a job, whose base, tokenizer and inputs have been checked. The work has no rows yet.
 
     Args:
         pinned: versions of inputs that the run began with; see inputs.pin_inputs.
@@ -55,7 +55,7 @@ def settle(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> Work:
 
 
 def work_of(job: Job, places: Places, **known: Any) -> Work:
-    """Returns the work of a job with the fields `known`, for example its base. The other fields have their defaults."""
+    """Returns the work of a job with the fields `known`, for example its base. Its other fields have their defaults."""
     return Work(**vars(sections_of(job, places)), tracking=tracking_of(job), gate=gate_of(job), **known)
 
 
@@ -84,13 +84,13 @@ def _tokenizer(model: Model, adapters: Mapping[str, Input], names_policy: bool) 
     from pipeline.models.template import is_plain
     from pipeline.models.tokenizer import load_tokenizer
 
-    # The policy comes first. Without a policy, the reward decides.
+    # The policy's chat template takes precedence. Without a policy, the reward model's is used.
     policies = [name for name in adapters if name == "policy" or name.startswith("policies.")]
     rewards = [name for name in adapters if name.startswith("reward") and not names_policy]
     learned = next((adapters[name] for name in policies + rewards), None)
     template = model.chat_template
     if template is None and learned:
-        saved = os.path.join(learned.folder, "chat_template.jinja")  # from the adapter's training
+        saved = os.path.join(learned.folder, "chat_template.jinja")  # the template of the adapter's training
         template = saved if os.path.lexists(saved) else None
     tokenizer = load_tokenizer(model.name_or_path, model.revision, template, model.trust_remote_code)
     if learned and model.chat_template is None:  # plain prompts are encoded as in training

@@ -37,12 +37,12 @@ class Input:
 
 @dataclass(frozen=True)
 class Sections:
-    """The sections of a job, the facts about its stage, and its places. `plan` needs nothing else of a job."""
+    """The sections of a job, the facts about its stage, and its places. `plan` needs no other fields of a job."""
 
     stage: Stage
     run: Identity
     places: Places
-    model: Model  # after `settle` with the commit of the base, so that all workers load the same one
+    model: Model  # after `settle` with the base's commit, so that all workers load the same base
     lora: dict[str, Any]
     data: Data
     trainer: dict[str, Any]
@@ -74,13 +74,13 @@ class Sections:
 
 @dataclass(frozen=True)
 class Work(Sections):
-    """All values that are decided before the first worker starts. They are small and can be pickled."""
+    """All values that are decided before the first worker starts. The values are small and can be pickled."""
 
     tracking: Tracking
     gate: Gate  # conditions for the version that the run registers or promotes
     base: dict[str, Any] = field(default_factory=dict)  # models.base.base_identity
     tokenizer: Any = None
-    # maximum tokens of a row: context minus completion; None if the base has no maximum
+    # maximum tokens of a row: context minus completion; or None if the base has no maximum
     room: int | None = None
     inputs: dict[str, Input] = field(default_factory=dict)  # name -> input: policy, baseline, reward.0, ...
     # {dataset, data.transform or Python reward: digest}
@@ -93,7 +93,7 @@ class Work(Sections):
     mixture: Any = None  # data.mixture.Mixture: sources of the training rows if they have weights
     started: float = 0.0  # time.monotonic() at the start of the command, on the driver
     run_id: str | None = None  # MLflow's id of the run, or None to log nothing
-    sweep: SweepHandle | None = None  # None if the run is no trial
+    sweep: SweepHandle | None = None  # the run's sweep, or None if the run is no trial
     # the lease of the run's folder, where no other process may write; open_run sets it
     lease: Lease = field(default_factory=Lease)
 

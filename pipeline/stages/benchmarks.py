@@ -111,7 +111,8 @@ def best_of(row: Scored) -> float:
 
 
 def ties_score(rows: Sequence[Scored]) -> float:
-    """Returns the score of RewardBench 2 on its subset Ties: any correct completion may win, and their scores should be close.
+    """Returns the score of RewardBench 2 on its subset Ties: any correct completion may win, and the scores of correct
+    completions should be close.
 
     D is the spread of the correct scores, and G the gap between the worst correct and the best wrong score. The score is
     0.30 accuracy with several correct answers + 0.30 accuracy of their reference rows + 0.20 share of G > D + 0.20 share of
@@ -132,7 +133,7 @@ def ties_score(rows: Sequence[Scored]) -> float:
     spread = [max(tied[key].good) - min(tied[key].good) for key in both]
     gap = [_gap(tied[key]) for key in both]
     least = [min(_gap(ref[key]), _gap(tied[key])) for key in both]
-    # If D is 0, the quotient is infinite with the sign of `low`. As in RewardBench 2, 0 / 0 counts as 0.
+    # If D is 0, the quotient is infinite with the sign of `low`. As in RewardBench 2, 0 / 0 is 0.
     margins = [
         math.tanh(low / d - 1) if d else (low > 0) - (low < 0) for low, d in zip(least, spread, strict=True)
     ]

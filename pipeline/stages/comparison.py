@@ -30,9 +30,9 @@ from pipeline.system import console
 from pipeline.writing.decoder import SlotDecoder
 from pipeline.writing.rows import Completion, Decoder, Sampling, seed_of
 
-SEED_OFFSET = 1_000_003  # so that evaluation and training draw different random numbers
+SEED_OFFSET = 1_000_003  # added to seeds, so that evaluation and training draw different random numbers
 WIN_RATES = {"reward": "eval_win_rate", "judge": "eval_judge_win_rate"}
-THE_MODELS_OWN = Sampling(0, ())  # for log-probabilities at temperature 1, with all end tokens allowed
+THE_MODELS_OWN = Sampling(0, ())  # log-probabilities at temperature 1, with all end tokens allowed
 SAMPLES = 8  # number of completions in result.json: the first ones to different prompts
 
 
@@ -81,8 +81,8 @@ class Comparison:
     Args:
         prompts: rows with `input_ids` (token ids of a prompt) and `row` (JSON text of the row in the data).
         rewards, judge: from pipeline.scoring.rewards; the judge may be None.
-        baseline: a frozen role on `shared`; None is the bare base.
-        decoder: samples the completions. None means that the base itself does.
+        baseline: a frozen role on `shared`; None means the bare base.
+        decoder: samples the completions. If None, the base itself samples.
     """
 
     def __init__(
@@ -182,7 +182,8 @@ class Comparison:
         return metrics
 
     def _of_all(self, of: str, count: int, answer: Callable[[range], list[Any]]) -> Iterable[Any]:
-        """Returns the record of each of `count` rows, in order, on every rank. `evaluate` makes them in parts, to resume."""
+        """Returns the record of each of `count` rows, in order, on every rank. `evaluate` makes the records in parts, to
+        resume."""
         if not self.worker.work.stage.learns:
             return in_parts(self.worker, of, count, answer)
         return share_rows(self.worker, count, answer)

@@ -6,7 +6,7 @@
 `evaluate` trains and registers nothing. The metrics go to result.json, evaluation.json (with tables) and MLflow. If the `gate`
 of the job passes, the alias moves to the evaluated policy, or to the evaluated reward if there is no policy.
 
-Inference runs in Ray Train's workers, because they gather results, log to MLflow and restart after a lost node. They write
+Inference runs in Ray Train's workers, because they gather results, log to MLflow and restart after a lost node. The workers write
 their results in parts, from which a killed evaluation resumes.
 """
 

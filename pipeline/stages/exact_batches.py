@@ -2,7 +2,8 @@
 
 The stock data loader of transformers and accelerate repeats or drops rows if their number is not divisible by the workers.
 `ExactBatches`, mixed into a trainer, splits each *global* batch over the ranks instead. The rows of a step, and so its loss,
-are the same for any number of workers with the same global batch. The batches of eval rows are also the same.
+are the same for any number of workers with the same global batch. The batches of eval rows are also the same for any number of
+workers.
 """
 
 from collections import deque
@@ -45,8 +46,8 @@ class ExactBatchSampler(EvaluationSampler):
     seed + epoch that accelerate's SeedableRandomSampler makes.
 
     Each step takes the next `batch_size * world` rows of the order, and cuts them into `world` parts as evenly as possible. The
-    last step takes the rest, so some ranks may get an empty list. If these rows were part of the previous step, the number of
-    steps would depend on the number of workers, and a run resumed on another number could not find its position.
+    last step takes the rest, so some ranks may get an empty list. If the rest were part of the previous step, the number of steps
+    would depend on the number of workers, and a run resumed on another number could not find its position.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class CountedCollator:
     """Collates rows, and adds the number of `rows` to the batch.
 
     A rank without a row in the last global batch gets a dummy batch with the row `filler`, because all ranks must make the same
-    steps. Its `rows` is 0, and its labels do not count.
+    steps. A dummy batch has `rows` 0, and its labels are ignored in the loss.
     """
 
     def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], filler: dict[str, Any]):
@@ -100,7 +101,8 @@ class ExactBatches(Trainer):
     """Makes a transformers or TRL trainer use exact batches. List this class before the trainer among the bases.
 
     Losses equal the losses of one worker with `world` times the per-device batch. For losses per token (sft),
-    `num_items_in_batch` ensures this. For losses per row (rm, dpo, kto), each rank's mean is weighted by its share of the rows.
+    `num_items_in_batch` makes the losses equal. For losses per row (rm, dpo, kto), each rank's mean is weighted by its share of
+    the rows.
 
     Eval metrics are means over tokens (sft) or rows (rm, dpo, kto). Only min_reward and max_reward depend on
     per_device_eval_batch_size, because TRL computes them for each batch.
@@ -131,7 +133,7 @@ class ExactBatches(Trainer):
         return list(next(iter(self.get_train_dataloader().batch_sampler)))
 
     def num_examples(self, dataloader: Any) -> int:
-        """Returns the number of rows in an epoch. With a mixture, it differs from the rows of the table."""
+        """Returns the number of rows in an epoch. With a mixture, this number differs from the rows of the table."""
         sampler = dataloader.batch_sampler
         return sampler.rows if isinstance(sampler, ExactBatchSampler) else super().num_examples(dataloader)
 
@@ -158,7 +160,7 @@ class ExactBatches(Trainer):
             loader, self.accelerator.device, num_processes=1, process_index=0, put_on_device=True,
             non_blocking=args.dataloader_pin_memory,
         )  # fmt: skip
-        # Otherwise, gather_for_metrics would truncate the last batch. This attribute is private in accelerate 1.15.
+        # Keeps gather_for_metrics from truncating the last batch. The attribute is private in accelerate 1.15.
         prepared._drop_last = True
         return prepared
 
@@ -229,7 +231,7 @@ class ExactBatches(Trainer):
             pairs = [metrics[name] for metrics in batches if name in metrics]
             means[name] = sum(weight * value for weight, value in pairs) / max(1, sum(w for w, _ in pairs))
         output.metrics[f"{metric_key_prefix}_loss"] = means.pop("loss", 0.0)
-        self._metrics["eval"].clear()  # otherwise TRL's `log` would add these metrics
+        self._metrics["eval"].clear()  # TRL's `log` would add old metrics
         self._metrics["eval"].update({name: [mean] for name, mean in means.items()})
         return output
 
@@ -251,7 +253,7 @@ def uneven_gather(accelerator: Any, count: int) -> Iterator[None]:
     """Makes `accelerator.gather` work if ranks have different numbers of rows. This rank has `count` rows.
 
     TRL gathers tensors with one value per row for its metrics. torch.distributed would hang or fail on unequal shapes. Remove
-    this when TRL pads across processes before it gathers.
+    this function when TRL pads across processes before it gathers.
     """
     gather = accelerator.gather
 

@@ -2,9 +2,9 @@
 
 KTO compares the log-ratio of a completion with z0, the KL divergence from the reference. z0 is estimated on prompts with the
 completions of other prompts (https://arxiv.org/abs/2402.01306, section 4.1). TRL's KTOTrainer pairs rows once, in file order, so
-its rows cannot be shuffled, and it computes z0 for each micro-batch. Here, rows are paired in the order of the epoch, and z0 is
-the mean over the optimizer step. So z0 is the same for any number of workers and micro-batches. With one worker and one
-micro-batch per step, it equals TRL's.
+its rows cannot be shuffled, and KTOTrainer computes z0 for each micro-batch. Here, rows are paired in the order of the epoch, and
+z0 is the mean over the optimizer step. z0 is therefore the same for any number of workers and micro-batches. With one worker and
+one micro-batch per step, z0 equals TRL's.
 """
 
 from collections.abc import Iterator
@@ -15,9 +15,8 @@ from pipeline.stages.exact_batches import CountedCollator, EvaluationSampler, Ex
 
 
 class PairedBatchSampler(ExactBatchSampler):
-    """Yields the batches of ExactBatchSampler, each followed by the rows whose completions its KL term uses.
-
-    These are the rows of the optimizer step (`step` rows over all workers), shifted by one position (`mismatched`).
+    """Yields the batches of ExactBatchSampler, each followed by the rows whose completions its KL term uses. The added rows are
+    the rows of the optimizer step (`step` rows over all workers), shifted by one position (`mismatched`).
     """
 
     def __init__(self, *rows: Any, step: int, **more: Any):
@@ -37,7 +36,7 @@ class PairedBatchSampler(ExactBatchSampler):
 def mismatched(rows: Any, before: Any) -> Any:
     """Pairs each row of the step with the previous row or, if both are the same, with the nearest earlier row that differs.
 
-    If the step has only one row, pairs it with a row of the previous step (`before`), if any. Returns these other rows.
+    If the step has only one row, pairs it with a row of the previous step (`before`), if any. Returns the rows found.
     """
     import torch
 
@@ -78,7 +77,8 @@ def paired(row: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 class PairedBatches(ExactBatches):
     """Makes TRL's KTOTrainer use exact batches, and a KL term that does not depend on the number of workers.
 
-    Metrics of the desirable rows (`.../chosen`) or of the undesirable ones are means over these rows only.
+    Metrics of desirable rows (`.../chosen`) are means over desirable rows only, and metrics of undesirable rows over undesirable
+    rows.
     """
 
     # what TRL's `_compute_kl_logps` returns in this step: for the policy and for the reference
@@ -133,7 +133,7 @@ class PairedBatches(ExactBatches):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _compute_kl_logps(self, model: Any, batch: Any) -> Any:
-        # TRL calls this for the policy, then for the reference, and takes the mean of the difference.
+        # TRL calls this method for the policy, then for the reference, and takes the mean of the difference.
         of_step = next(self._due, None)
         return super()._compute_kl_logps(model, batch) if of_step is None else of_step
 

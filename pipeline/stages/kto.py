@@ -32,7 +32,7 @@ RECIPE = Recipe(train)
 def sampling(loss: str | None) -> str:
     """Returns KTOConfig.train_sampling_strategy for a loss.
 
-    For its KL term, TRL pairs rows in the order of the file, and requires that order. `PairedBatches` pairs rows at random.
+    For the KL term, TRL pairs rows in the order of the file, and requires that order. `PairedBatches` pairs rows at random.
     A loss without a KL term uses TRL's own batches.
     """
     return "random" if loss == "apo_zero_unpaired" else "sequential"

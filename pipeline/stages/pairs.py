@@ -1,7 +1,7 @@
 """Evaluates a reward model on preference pairs: accuracy, margin, calibration, length bias, agreement with a judge.
 
-The token ids of a pair are the same as in training, so the accuracy equals TRL's. Every pair counts once, for any batch size
-and any number of workers. The `judge` of the job scores the same pairs if they have the columns that it needs.
+The token ids of a pair are the same as in training, so the accuracy equals TRL's. Every pair has the same weight, for any batch
+size and any number of workers. The `judge` of the job scores the same pairs if the pairs have the columns that the judge needs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeline.statistics import calibration, correlation, mean, sigmoid, tempera
 from pipeline.writing.rows import seed_of
 
 SIDES = ("chosen_ids", "rejected_ids")
-# {NAME: which pairs eval_rm_accuracy_NAME is over}, by the lengths of the chosen and of the rejected completion.
+# {NAME: f(length of the chosen completion, length of the rejected one) -> whether eval_rm_accuracy_NAME has the pair}
 BY_LENGTH: dict[str, Callable[[int, int], bool]] = {
     "matched_length": lambda chosen, rejected: max(chosen, rejected) <= 1.1 * min(chosen, rejected),
     "chosen_shorter": lambda chosen, rejected: chosen < rejected,
@@ -95,7 +95,7 @@ def metrics_of(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[
     """
     chosen, rejected, judged, agreeing = (array("d") for _ in range(4))
     lengths = array("l"), array("l")
-    # Whether the chosen completion wins when it is shown first, and when it is shown last.
+    # Whether the chosen completion wins if a judge sees it first, and if a judge sees it last.
     by_place: tuple[list[bool], list[bool]] = ([], [])
     by_subset: dict[str, list[bool]] = defaultdict(list)
     for pair in pairs:
@@ -126,11 +126,11 @@ def metrics_of(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[
         "eval_rm_ece": ece,
         "eval_rm_ties": mean([margin == 0 for margin in margins]),
     }
-    if all(by_place):  # each position counts the same, for any number of draws in each
+    if all(by_place):  # both positions have the same weight, for any number of draws in each
         metrics["eval_rm_shown_first"] = 0.5 + (mean(by_place[0]) - mean(by_place[1])) / 2
     if agreeing:
         metrics["eval_rm_order_agreement"] = mean(agreeing)
-    if len(margins) > 1:  # fitted on every second pair, measured on the others
+    if len(margins) > 1:  # fits the temperature on every second pair, and measures ECE on the others
         metrics["eval_rm_calibration_temperature"] = scale = temperature(margins[::2])
         metrics["eval_rm_ece_calibrated"] = calibration([margin / scale for margin in margins[1::2]])[0]
     ends_of: dict[str, tuple[float, float]] = {}
@@ -184,7 +184,7 @@ def faults(metrics: dict[str, float], ends_of: dict[str, tuple[float, float]]) -
 
 
 def _higher(ends_of: dict[str, tuple[float, float]], one: str, other: str) -> str | None:
-    """Returns the name of the higher of two intervals, or None if they overlap or one is missing."""
+    """Returns the name of the higher of two intervals, or None if the intervals overlap or one is missing."""
     if not {one, other} <= set(ends_of):
         return None
     (low, high), (other_low, other_high) = ends_of[one], ends_of[other]
@@ -192,7 +192,7 @@ def _higher(ends_of: dict[str, tuple[float, float]], one: str, other: str) -> st
 
 
 def metric_name(subset: str) -> str:
-    """Returns a subset's name with the characters that MLflow allows. It rejects all metrics if one name is wrong."""
+    """Returns a subset's name with the characters that MLflow allows. MLflow rejects all metrics if one name is wrong."""
     return re.sub(r"[^\w.: -]", "_", subset).strip(" .") or "_"
 
 

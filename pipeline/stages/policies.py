@@ -18,8 +18,8 @@ def length_controlled(wins: Sequence[float], longer: Sequence[float]) -> tuple[f
     """Returns the win rate at equal lengths of the completions, with the ends of its 95 % interval.
 
     This is AlpacaEval 2 (https://arxiv.org/abs/2404.04475) without the difficulty of prompts, which is known only for its own
-    prompts. It fits a logistic regression of the wins on tanh(length difference / its standard deviation) and a constant. The
-    win rate is the sigmoid of the constant. The interval is from a bootstrap over the prompts.
+    prompts. The method fits a logistic regression of the wins on tanh(length difference / its standard deviation) and a constant.
+    The win rate is the sigmoid of the constant. The interval is from a bootstrap over the prompts.
 
     Args:
         wins: for each prompt 1 for a win, 0.5 for a tie, or 0.
@@ -52,8 +52,8 @@ def _at_equal_length(features: np.ndarray, shares: np.ndarray) -> float:
 def best_of_n(proxy: Sequence[float], gold: Sequence[float], n: int) -> float:
     """Returns the expected gold score of the completion that the proxy prefers among n.
 
-    The estimate is unbiased: a mean over all subsets of n of the N >= n completions of a prompt. It is the sum over i = n..N of
-    C(i-1, n-1) / C(N, n) times the gold score of the i-th completion by ascending proxy score (Nakano et al. 2021,
+    The estimate is unbiased: a mean over all subsets of n of the N >= n completions of a prompt. The estimate is the sum over i =
+    n..N of C(i-1, n-1) / C(N, n) times the gold score of the i-th completion by ascending proxy score (Nakano et al. 2021,
     https://arxiv.org/abs/2112.09332, appendix I).
     """
     ranked = [g for _, g in sorted(zip(proxy, gold, strict=True), key=lambda pair: pair[0])]
@@ -64,7 +64,7 @@ def best_of_n(proxy: Sequence[float], gold: Sequence[float], n: int) -> float:
 def best_of_curve(
     proxy: Sequence[Sequence[float]], gold: Sequence[Sequence[float]]
 ) -> list[dict[str, float]]:
-    """Returns for n = 1, 2, 4, ... the mean proxy and gold score of the best of n, and an upper bound of its KL.
+    """Returns for n = 1, 2, 4, ... the mean proxy and gold score of the best of n, and an upper bound of the KL of best-of-n.
 
     The bound is ln n - (n - 1) / n nats per completion (https://arxiv.org/abs/2401.01879).
     """

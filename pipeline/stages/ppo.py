@@ -131,7 +131,7 @@ def _after_update(
 
 
 def _logged(trainer: PPOTrainer) -> dict[int, dict[str, float]]:
-    """Returns {update: metrics} of all logged updates. The last update and every evaluated one are among them."""
+    """Returns {update: metrics} of all logged updates. The last update and every evaluated update are among them."""
     return {int(metrics["episode"]) // trainer.args.batch_size: metrics for metrics in trainer.history}
 
 

@@ -74,7 +74,7 @@ def measure(
     """Returns (metrics, tables for evaluation.json) of the weighted `rewards` on the first pairs of data.pairs.
 
     eval_rm_probe/NAME is the effect of an edit. eval_rm_probe_accuracy/NAME is the share of pairs whose chosen completion still
-    has the higher score after an edit of either completion; if the edit makes a completion worse, only the rejected one is
+    has the higher score after an edit of either completion; if the edit makes a completion worse, only the rejected completion is
     edited. eval_rm_probes_failed is the number of probes whose verdict is not "ok".
 
     Args:

@@ -2,7 +2,7 @@
 
     make rm    or    python -m pipeline rm jobs/demo/rm.yaml [section.key=value ...]
 
-It runs TRL's RewardTrainer (Bradley-Terry loss, optional margin and centering). The registered version has the mean and
+This stage runs TRL's RewardTrainer (Bradley-Terry loss, optional margin and centering). The registered version has the mean and
 standard deviation of its scores on eval completions, with which PPO normalizes scores.
 """
 
@@ -35,7 +35,7 @@ def train(worker: Worker) -> dict[str, Any]:
     trainer = trl_trainer.make_trainer(
         Trainer,
         worker.work.lora,
-        task_type="SEQ_CLS",  # otherwise, peft leaves the head random and frozen
+        task_type="SEQ_CLS",  # if not, peft leaves the head random and frozen
         model=worker.load_base(worker.tokenizer),
         args=args,
         train_dataset=rows,
@@ -51,7 +51,7 @@ def train(worker: Worker) -> dict[str, Any]:
     std = (sum((s - mean) ** 2 for s in scores) / max(1, len(scores) - 1)) ** 0.5
     outcome.facts = {"reward": {"mean": mean, "std": std}}
     if held_out is not None:
-        # Means over pairs. In TRL's mean over batches, a short last batch counts too much.
+        # Means over pairs. In TRL's mean over batches, a short last batch has too much weight.
         margins = [pair["chosen"] - pair["rejected"] for pair in pairs]
         outcome.metrics["eval_accuracy"] = sum(margin > 0 for margin in margins) / len(margins)
         outcome.metrics["eval_margin"] = sum(margins) / len(margins)
@@ -65,7 +65,7 @@ RECIPE = Recipe(train)
 def score_pairs(worker: Worker, trainer: Any, rows: Any) -> list[dict[str, float]]:
     """Returns {chosen, rejected, chosen_tokens, rejected_tokens} of each pair, in order.
 
-    These are the scores of both sides, and their lengths including the prompt.
+    `chosen` and `rejected` are the scores of the completions, and the lengths in tokens include the prompt.
     """
     import torch
 
@@ -94,7 +94,7 @@ def score_pairs(worker: Worker, trainer: Any, rows: Any) -> list[dict[str, float
 
 
 def doubtful(worker: Worker, rows: Any, pairs: list[dict[str, float]]) -> list[dict[str, Any]]:
-    """Returns the pairs with the lowest margins as text, each once. They show errors of the model or of the data."""
+    """Returns the pairs with the lowest margins as text, each once. Such pairs show errors of the model or of the data."""
     worst: dict[tuple[str, str, str], dict[str, Any]] = {}
     for index in sorted(range(len(pairs)), key=lambda i: pairs[i]["chosen"] - pairs[i]["rejected"]):
         if len(worst) == WORST:

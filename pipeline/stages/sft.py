@@ -2,7 +2,7 @@
 
     make sft    or    python -m pipeline sft jobs/demo/sft.yaml [section.key=value ...]
 
-It runs TRL's SFTTrainer with a loss on completions only. dpo, kto and ppo continue the adapter.
+This stage runs TRL's SFTTrainer with a loss on completions only. dpo, kto and ppo continue the adapter.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from pipeline.run.launch import Recipe
 from pipeline.run.worker import Worker
 
 SAMPLES = 8  # eval prompts in the report
-# Maximum tokens of these prompts and their completions, so that sampling takes less memory than training.
+# Maximum tokens of sampled prompts and of their completions, so that sampling takes less memory than training.
 PROMPT_TOKENS, SAMPLE_TOKENS = 512, 128
 
 

@@ -1,8 +1,8 @@
 """Self-checks of the TRL stages on their first rows, before the first optimizer step.
 
 TRL's loss on the prepared rows is compared with a plain forward of the model on single rows, without padding, packing or a
-collator. Otherwise a fault would cost the whole run. One odd row does not stop the run. Only a fault of *all* first rows, or a
-pair with equal completions, does.
+collator. Without these checks, a fault would cost the whole run. One odd row does not stop the run. Only a fault of *all* first
+rows, or a pair with equal completions, stops the run.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def first_step_checks(worker: Worker, trainer: Any) -> list[CheckResult]:
     if stage in ("rm", "dpo"):
         equal = sum(row["chosen_ids"] == row["rejected_ids"] for row in rows)
         found = f"{equal} of {len(rows)} pairs have the same tokens on both sides"
-        results.append(CheckResult("the sides of a pair differ", found, not equal))
+        results.append(CheckResult("chosen and rejected of a pair differ", found, not equal))
     if stage == "kto" and trainer.calculate_KL:
         results.append(pairs_other_rows(trainer))
     training, metrics = model.training, copy.deepcopy(trainer._metrics)
@@ -156,14 +156,14 @@ def special_tokens(tokenizer: Any, rows: Sequence[Completion]) -> list[CheckResu
     twice = sum(bos is not None and (prompt + ids)[:2] == [bos, bos] for prompt, ids in rows)
     begins = f"{twice} of {len(rows)} rows begin with {tokenizer.bos_token} twice"
     return [
-        # Otherwise collators mask EOS, and the model never learns it.
+        # If pad equals EOS, collators mask EOS, and the model never learns to end.
         CheckResult("the pad token is no EOS token", pad, tokenizer.pad_token_id not in ends),
         CheckResult("at most one BOS per row", begins, twice < max(1, len(rows))),
     ]
 
 
 def ends_learned(worker: Worker, rows: Sequence[Completion]) -> CheckResult:
-    """Checks that completions end with a trained EOS token. Otherwise the model never learns to stop."""
+    """Checks that completions end with a trained EOS token. Without such an end, the model never learns to stop."""
     ends, limit = set(eos_ids(worker.tokenizer)), worker.work.data.max_length or float("inf")
     # Rows as long as the limit may be truncated.
     complete = [ids for prompt, ids in rows if len(prompt) + len(ids) < limit]
@@ -179,7 +179,7 @@ def loss_after_generation_prompt(tokenizer: Any, rows: Sequence[Completion]) -> 
         found = f"in none of {len(rows)} rows: the prompt is trained, too, from its first token"
         return CheckResult(name, found, False)
     _, asks = user_header_and_generation_prompt(tokenizer)
-    # Only the start of a completion, which may have more turns, each after a generation prompt.
+    # Decodes only the start of a completion, which may have more turns, each after a generation prompt.
     texts = [(tokenizer.decode(prompt), tokenizer.decode(prompt + ids[:8])) for prompt, ids in rows]
     # A template may mark the trained tokens itself.
     marked = GENERATION.search(tokenizer.chat_template or "")
@@ -221,7 +221,7 @@ def pairs_other_rows(trainer: Any) -> CheckResult:
     """Checks that the KL term of the first batch pairs each prompt with the completion of another row of the same step."""
     loader = trainer.get_train_dataloader()
     drawn = next(iter(loader.batch_sampler))
-    count = len(drawn) // 2  # the second half are the paired rows
+    count = len(drawn) // 2  # the second half of a batch are the paired rows
     rows = list(trainer.train_dataset.select(drawn))
     batch = loader.collate_fn([dict(row) for row in rows])
     themselves = wrong = 0
@@ -317,10 +317,10 @@ NUMBERS = {"sft": sft_numbers, "rm": rm_numbers, "dpo": preference_numbers, "kto
 
 
 def affordable(model: Any, rows: list[Row]) -> list[Row]:
-    """Returns the shortest rows and the longest one within MAX_LOGITS, because most faults are about padding."""
+    """Returns the shortest rows and the longest row within MAX_LOGITS, because most faults are about padding."""
 
     def length(row: Row) -> int:
-        if "labels" in row:  # includes tokens after the last trained one
+        if "labels" in row:  # `labels` include tokens after the last trained token
             return max(row.get("seq_lengths") or [len(row["input_ids"])])
         return max((len(prompt) + len(completion) for prompt, completion in completions_of(row)), default=0)
 
@@ -330,7 +330,7 @@ def affordable(model: Any, rows: list[Row]) -> list[Row]:
 
 
 def collated(trainer: Any, model: Any, rows: list[Row]) -> dict[str, Any]:
-    """Returns the trainer's batch of some rows, on the model's device. In kto, each row is paired with the previous one."""
+    """Returns the trainer's batch of some rows, on the model's device. In kto, each row is paired with the previous row."""
     if "label" in rows[0]:
         rows = [paired(row, other) for row, other in zip(rows, [*rows[-1:], *rows[:-1]], strict=True)]
     batch = trainer.data_collator([dict(row) for row in rows])
@@ -338,14 +338,14 @@ def collated(trainer: Any, model: Any, rows: list[Row]) -> dict[str, Any]:
 
 
 def logprobs_alone(model: Any, ids: list[int]) -> Tensor:
-    """Returns the log-probs (T - 1,) of the tokens after the first, on the CPU, by a forward of this row alone."""
+    """Returns the log-probs (T - 1,) of the tokens after the first, on the CPU, by a forward of the row alone."""
     row = torch.tensor([ids], device=model.device)
     logits = model(input_ids=row).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, row[0, 1:].unsqueeze(-1)).squeeze(-1).cpu()
 
 
 def completion_logprob(model: Any, prompt: list[int], completion: list[int]) -> float:
-    """Returns the log-prob of a completion, by a forward of this row alone."""
+    """Returns the log-prob of a completion, by a forward of its row alone."""
     return float(logprobs_alone(model, prompt + completion)[len(prompt) - 1 :].sum())
 
 

@@ -32,8 +32,8 @@ REFERENCE = "ref"  # TRL's name of a DPOTrainer's frozen reference adapter
 def arguments(worker: Worker, config: Any, **fixed: Any) -> Any:
     """Returns the section `trainer` as an object of TRL's config class, with the pipeline's own settings.
 
-    `data.batch_size` is the number of rows of one optimizer step over all workers. It decides gradient accumulation, so a job
-    has the same steps on any number of workers. Call this function before the base is loaded.
+    `data.batch_size` is the number of rows of one optimizer step over all workers. `data.batch_size` decides gradient
+    accumulation, so a job has the same steps on any number of workers. Call this function before the base is loaded.
     """
     values = worker.work.trainer | {"gradient_checkpointing": plan.recomputes(worker)}
     if values.get("tf32") is None:  # transformers would turn TF32 on with torch_compile
@@ -63,7 +63,7 @@ class Reporter(TrainerCallback):
         self.evaluating: Bar | None = None  # progress of the current evaluation
         self.device = torch.device(worker.device)
         self.begun = self.seconds = 0.0  # start of the step; duration of the steps since the last log line
-        self.tokens = 0  # tokens of all workers up to the last log line
+        self.tokens = 0  # number of tokens of all workers up to the last log line
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.worker.resume:
@@ -77,7 +77,7 @@ class Reporter(TrainerCallback):
         self.begun = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.device.type == "cuda":  # the kernels of the step may still run
+        if self.device.type == "cuda":  # waits for the kernels of the step
             torch.cuda.synchronize(self.device)
         self.seconds += time.monotonic() - self.begun
         if self.worker.notice.poll(state.global_step):
@@ -91,8 +91,8 @@ class Reporter(TrainerCallback):
         self.tokens, self.seconds = self.tokens + tokens, 0.0
         found = {"train_tokens_per_second": tokens / seconds, "memory/peak": peak_memory(self.device) / 2**30}
         if peak := peak_flops(self.device):
-            # A forward takes 2 FLOPs per token and parameter. A backward through frozen weights takes 2 as well, because only
-            # activations have gradients. Recomputed activations do not count (Chowdhery et al. 2022, PaLM, sec. 4.1).
+            # A forward takes 2 FLOPs per token and parameter. A backward through frozen weights takes 2 FLOPs as well, because
+            # only activations have gradients. Recomputed activations are left out (Chowdhery et al. 2022, PaLM, sec. 4.1).
             facts = self.worker.work.stage
             passes = 2 + facts.keeps_reference + facts.further_forwards
             base = self.trainer.accelerator.unwrap_model(self.trainer.model).get_base_model()
@@ -117,7 +117,7 @@ class Reporter(TrainerCallback):
         numbers = _numbers(logs)
         if "loss" in numbers:
             numbers |= self.speed()
-        if "train_runtime" not in numbers:  # the summary at the end of training is no step
+        if "train_runtime" not in numbers:  # skips the summary at the end of training, which is no step
             self.worker.log(numbers, state.global_step, state.max_steps)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -142,9 +142,9 @@ def _history(state: Any) -> list[tuple[int, dict[str, float]]]:
     return [(e["step"], _numbers(e)) for e in state.log_history if "train_runtime" not in e]
 
 
-# transformers 5.23 and TRL 1.16 sum metrics between two lines of the log, but their checkpoints lack the sums. So the first line
-# after a resume would be a mean over fewer steps, and tokens would be counted from 0. The attributes are private. Remove when
-# trainer_state.json has the sums.
+# transformers 5.23 and TRL 1.16 sum metrics between two lines of the log, but their checkpoints lack the sums. The first line
+# after a resume would be a mean over fewer steps, and tokens would be counted from 0. The attributes are private. Remove these
+# functions when trainer_state.json has the sums.
 def save_sums(trainer: Any, path: str) -> None:
     sums = {
         "tr_loss": trainer._tr_loss.item(),
@@ -170,16 +170,16 @@ class TokenizedRows:
     """Mixin for TRL's preference trainers, for rows that are already tokenized."""
 
     def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
-        # TRL 1.16 would tokenize text columns. Remove when it accepts rows with `prompt_ids`, as its RewardTrainer accepts rows
-        # with `chosen_ids`.
+        # TRL 1.16 would tokenize text columns. Remove this class when TRL accepts rows with `prompt_ids`, as its RewardTrainer
+        # accepts rows with `chosen_ids`.
         return dataset
 
 
 def continue_policy(worker: Worker, trainer_class: Any, args: Any) -> Any:
     """Returns a TRL trainer that continues the `policy` adapter, with the frozen `policy` adapter as its reference.
 
-    A job without `policy` starts a new adapter, and its reference is the base. If the job names a `reference`, that is the
-    reference. TRL's reference is the adapter called `ref`, or without one the bare base (trl 1.16, DPOTrainer).
+    A job without `policy` starts a new adapter, and its reference is the base. If the job names a `reference`, this adapter is
+    the reference. TRL's reference is the adapter called `ref`, or without one the bare base (trl 1.16, DPOTrainer).
     """
     base, adapter = worker.load_base(), None
     if "policy" in worker.work.inputs:
@@ -198,12 +198,12 @@ def continue_policy(worker: Worker, trainer_class: Any, args: Any) -> Any:
     )
     if adapter is None:
         # On a 4-bit base, TRL rounds the adapter to bf16 after it has made the copy, which has the values of the file (trl 1.16,
-        # DPOTrainer and KTOTrainer). Remove with the cast in `train`.
+        # DPOTrainer and KTOTrainer). Remove this code together with the cast in `train`.
         named = dict(trainer.model.named_parameters())
         for name, parameter in named.items():
             if parameter.requires_grad:
                 parameter.data = named[name.replace(".default.", ".ref.")].data.float().clone()
-    if "reference" in worker.work.named:  # a key of dpo: another adapter, or `base`
+    if "reference" in worker.work.named:  # `reference` is a key of dpo: another adapter, or `base`
         if REFERENCE in trainer.model.peft_config:
             trainer.model.delete_adapter(REFERENCE)
         if "reference" in worker.work.inputs:
@@ -235,11 +235,11 @@ def train(worker: Worker, trainer: Any) -> Outcome:
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:
             # On a 4-bit base, TRL casts adapters and the head of a reward to bf16, where small updates vanish (trl 1.16,
-            # RewardTrainer.__init__; for DoRA: https://github.com/huggingface/trl/issues/7268). Here they are fp32 on any base.
-            # Remove when TRL leaves them in fp32.
+            # RewardTrainer.__init__; for DoRA: https://github.com/huggingface/trl/issues/7268). Here, adapters and head are fp32
+            # on any base. Remove the cast when TRL leaves them in fp32.
             parameter.data = parameter.data.float()
     # DDP would send the shards of rank 0 to the other ranks, which hold different shards of the base. Private in torch 2.13
-    # (https://github.com/pytorch/pytorch/issues/43690). Remove when DDP has a public list of parameters to ignore.
+    # (https://github.com/pytorch/pytorch/issues/43690). Remove this code when DDP has a public list of parameters to ignore.
     shards = [name for name, parameter in trainer.model.named_parameters() if isinstance(parameter, DTensor)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trainer.model, shards)
     trainer.mixture = worker.work.mixture
@@ -280,7 +280,8 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
         if best:
             best.load(worker.resume)
         if state.global_step >= state.max_steps > 0 or (best and best.exhausted):
-            # Nothing is left to train, but transformers 5.23 would make another step. Remove when train() returns at once.
+            # Nothing is left to train, but transformers 5.23 would make another step. Remove this branch when train() returns at
+            # once.
             trainer._load_from_checkpoint(worker.resume)
             trainer.state = state
             worker.replay(_history(state))
@@ -341,7 +342,7 @@ def save(trainer: Any, folder: str) -> dict[str, Any]:
 
 
 def outputs(trainer: Any, rows: list[list[int]], folder: str | None = None) -> list[torch.Tensor]:
-    """Returns the logits of rows of token ids, by the adapter in memory, or by the one in `folder` on the same base."""
+    """Returns the logits of rows of token ids, by the adapter in memory, or by the adapter in `folder` on the same base."""
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     if folder:
         model.load_adapter(folder, adapter_name="reloaded", is_trainable=False)

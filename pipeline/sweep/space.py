@@ -45,7 +45,7 @@ COMPARABLE = {
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """The keys `sweep.*` on the command line. Their names are those of Ray Tune."""
+    """The keys `sweep.*` on the command line. Their names come from Ray Tune."""
 
     max_trials: Annotated[int, Ge(1), Le(10_000)] = 64
     """The most trials that a sweep may have."""
@@ -61,7 +61,7 @@ class SweepSettings:
 class Trial:
     """One combination of values."""
 
-    name: str  # also the name of its folder
+    name: str  # name of the trial and of its folder
     values: dict[str, str]  # {varied key: value as typed}
     job: Job
 

@@ -1,4 +1,4 @@
-"""Makes the table of a sweep's results, with a row for each trial. It is printed and stored in sweep.json."""
+"""Makes the table of a sweep's results, with a row for each trial. The table is printed, and stored in sweep.json."""
 
 import math
 from typing import Any

@@ -140,7 +140,7 @@ def watching(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]) ->
             new[-1] += f"   [{overall(state, count, time.monotonic() - started, before)}]"
             try:
                 keep(state)
-            except OSError as error:  # the next report, or the end, writes it again
+            except OSError as error:  # the next report, or the end of the sweep, writes sweep.json again
                 new.append(f"warning: sweep.json was not written ({in_brief(error)})")
             print("\n".join(new), flush=True)
 
@@ -220,7 +220,8 @@ class Rungs:
     def report(self, trial: str, step: int, total: int, figure: float) -> str | None:
         """Records an evaluation. Returns why the trial must stop, or None.
 
-        Every worker of a trial reports an evaluation, and a resumed trial reports it again. All get the first decision.
+        Every worker of a trial reports an evaluation, and a resumed trial reports it again. Each report of an evaluation gets the
+        first decision.
         """
         for known in self.reports.get(trial, []):
             if known["step"] == step:
@@ -231,7 +232,7 @@ class Rungs:
         return stop
 
     def _note(self, trial: str, report: dict[str, Any]) -> str | None:
-        """Passes an evaluation to ASHA, and returns ASHA's decision or the one that an earlier driver recorded."""
+        """Passes an evaluation to ASHA. Returns ASHA's decision, or the decision that an earlier driver recorded."""
         if trial not in self.reports:
             self.reports[trial] = []
             if self.asha:

@@ -57,7 +57,7 @@ def waiting(what: str, seconds: float = 2.0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def native_lines_filtered() -> Iterator[None]:
-    """Removes NOISE that C++ code of Ray writes to stderr in the block. Python's streams do not see these lines."""
+    """Removes NOISE that C++ code of Ray writes to stderr in the block. These lines of C++ bypass Python's streams."""
     sys.stderr.flush()
     terminal = os.dup(2)
     read, write = os.pipe()
@@ -74,8 +74,8 @@ def native_lines_filtered() -> Iterator[None]:
         yield
     finally:
         sys.stderr.flush()
-        os.dup2(terminal, 2)  # closes the pipe, which ends the thread
-        thread.join(5.0)  # does not wait longer if a child process still has the pipe
+        os.dup2(terminal, 2)  # closing the pipe ends the thread
+        thread.join(5.0)  # a child process may keep the pipe open, so the wait is limited
 
 
 def attach_ray_printer(own: Collection[str] = (), sink: Any = None) -> None:
@@ -114,15 +114,15 @@ def show(data: dict[str, Any], own: Collection[str] = (), sink: Any = None) -> N
 
 
 def silence_libraries() -> None:
-    """Silences the libraries' warnings for developers. Errors, and warnings of a user's code, stay."""
-    blamed = (*LIBRARIES, "mlflow", "ray", "pipeline")  # some libraries blame their caller, `pipeline`
+    """Silences the libraries' warnings for developers, but no errors, and no warnings of a user's code."""
+    blamed = (*LIBRARIES, "mlflow", "ray", "pipeline")  # some warnings name their caller, `pipeline`
     warnings.filterwarnings("ignore", module=rf"({'|'.join(blamed)})(\.|$)")
     for name in (*LIBRARIES, "ray.train", "ray.data"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def for_notebook() -> None:
-    """Silences progress bars and warnings for developers in a notebook. Call it before importing large libraries."""
+    """Silences progress bars and warnings for developers in a notebook. Call this function before importing large libraries."""
     os.environ.update(QUIET)
     silence_libraries()
-    logging.getLogger("ray.widgets").setLevel(logging.ERROR)  # Ray asks to install ipywidgets
+    logging.getLogger("ray.widgets").setLevel(logging.ERROR)  # in a notebook, Ray asks to install ipywidgets

@@ -38,7 +38,7 @@ _SECRET_NAME = re.compile(
     r"(TOKEN|PASSWORD|PASSWD|SECRET|API_?KEY|ACCESS_KEY|CONNECTION_STRING)$", re.IGNORECASE
 )
 FORWARDED_MODULE = "rlhf_forwarded"  # module whose VARIABLES the submitter of a job forwards
-_MIN_LENGTH = 8  # characters of a secret; a shorter value may be an ordinary word
+_MIN_LENGTH = 8  # minimum characters of a secret; a shorter value may be an ordinary word
 
 
 def take_forwarded() -> None:
@@ -71,7 +71,7 @@ def user_and_password(uri: str) -> tuple[str, str]:
     return unquote(user), unquote(password)
 
 
-@functools.lru_cache(maxsize=1)  # every printed line calls it
+@functools.lru_cache(maxsize=1)  # cached, because every printed line calls it
 def _secrets(environment: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
     """Returns (secret, replacement) for the values of secret variables and for the credentials of variables that are URIs.
 

@@ -12,8 +12,8 @@ abandoned: list[threading.Thread] = []  # threads of calls that have timed out
 def call_with_deadline(call: Callable[..., Any], *arguments: Any) -> Any:
     """Returns `call(*arguments)`, or raises TimeoutError after SECONDS.
 
-    Libraries may retry for minutes, and some have no setting against that. After a timeout, the call continues in a daemon
-    thread.
+    A deadline is needed because libraries may retry for minutes, some without a setting that prevents it. After a timeout, the
+    call continues in a daemon thread.
     """
     future: Future[Any] = Future()
 

@@ -14,7 +14,7 @@ from pipeline.input_uri import InputURI
 
 
 def digest_functions(sources: Iterable[str]) -> str:
-    """Returns the SHA-256 of the functions' modules. If a module has no source, its name counts instead."""
+    """Returns the SHA-256 of the functions' modules. If a module has no source file, its name is hashed instead."""
     digests = []
     for source in sources:
         try:
@@ -26,7 +26,7 @@ def digest_functions(sources: Iterable[str]) -> str:
 
 
 def import_function(source: str) -> Callable[..., Any]:
-    """Returns the function of `python:module:function`. Raises InputError if it cannot be imported."""
+    """Returns the function of `python:module:function`. Raises InputError if the function cannot be imported."""
     ref = InputURI.parse(source)
     try:
         found = pkgutil.resolve_name(f"{ref.name}:{ref.function}")

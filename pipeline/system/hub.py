@@ -29,7 +29,7 @@ KEY = "model.name_or_path"
 
 
 def local(name_or_path: str) -> Path:
-    """Returns a base's name as a path with `~` expanded. Test it with os.path.isdir, because Path.is_dir raises on some names."""
+    """Returns a base's name as a path with `~` expanded. For a test, use os.path.isdir: Path.is_dir raises on some names."""
     return Path(os.path.expanduser(name_or_path))
 
 

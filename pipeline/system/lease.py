@@ -9,7 +9,7 @@ Attempt N creates `lease/N.json`, which succeeds for only one process, and renew
 the folder. A process that lost its connection finds a later attempt, and stops. The files remain as the history of the folder.
 
 No clocks are compared: a lease has expired if nobody renewed it while another process watched it for its duration. If all
-processes of a killed attempt ran on this machine, nobody waits, because the system knows which processes live.
+processes of a killed attempt ran on this machine, the next attempt does not wait, because the system knows which processes live.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ ABANDONED_S = (
 
 @dataclass(frozen=True)
 class Lease:
-    """The right of one attempt to write into a folder. Workers get a copy of it."""
+    """The right of one attempt to write into a folder. Workers get a copy of the lease."""
 
     folder: str = ""
     attempt: int = 0
@@ -136,7 +136,7 @@ def _wait_until_expired(folder: str, file: str, left: dict[str, Any]) -> None:
     import psutil
 
     path, running, patience = storage.scratch("runs", str(left.get("id")), HELD), "another process is", 0.0
-    if os.path.exists(path) and not left.get("cluster"):  # all its processes ran on this machine
+    if os.path.exists(path) and not left.get("cluster"):  # all processes of that attempt ran on this machine
         if not psutil.pid_exists(left["pid"]):
             running, patience = "workers of a killed process (ps lists them as ray::RayTrainWorker) are", 60.0
         what = "the workers of a killed process to exit"
@@ -192,7 +192,7 @@ def _who(record: dict[str, Any]) -> str:
 
 
 def _expiry() -> dict[str, str]:
-    """Returns the times of renewal and expiry by this machine's clock. Other processes only check whether they change."""
+    """Returns the times of renewal and expiry by this machine's clock. Other processes only check whether the times change."""
     return {"renewed": _time(), "expires": _time(SECONDS)}
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Returns the result of a coroutine, which runs in another thread. This thread may have an event loop, as in a notebook.
+    """Returns the result of a coroutine, which runs in another thread. The caller may have an event loop, as in a notebook.
 
-    If this thread is interrupted, for example by Ctrl-C, the coroutine is canceled.
+    If the calling thread is interrupted, for example by Ctrl-C, the coroutine is canceled.
     """
     loop = asyncio.new_event_loop()
     task = loop.create_task(coroutine)

@@ -15,11 +15,14 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pipeline.errors import Failure
 from pipeline.system import deadline, terminal
 
+_exit = os._exit
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE_S = 20.0  # seconds that a run has for its cleanup
 received: signal.Signals | None = None  # SIGTERM or SIGHUP, because ray.get() loses the code of a SystemExit
@@ -31,6 +34,8 @@ def run_main(main: Callable[[], int]) -> int:
     """Runs `main` as the work of this process, and returns its exit status."""
     global _is_command
     _is_command = True
+    for name in ("_exit", "abort", "execv", "execve"):  # os.execl and others call these
+        _forbid(name)
     # Runs last at exit, when Python restores the default handlers
     atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in SIGNALS])
     terminal.wrap_streams()
@@ -40,16 +45,29 @@ def run_main(main: Callable[[], int]) -> int:
     listen()
     status = main()
     # A signal during the shutdown of libraries must not change the status
-    listen(lambda *_: os._exit(status))
+    listen(lambda *_: _exit(status))
     if deadline.abandoned:  # otherwise, the exit would wait for an abandoned thread for minutes
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)
+        _exit(status)
     return status
 
 
+def _forbid(name: str) -> None:
+    """Makes os.`name` raise Failure in this process, because user code could end a run with status 0. Children may call it."""
+    real, command, library = getattr(os, name), os.getpid(), os.execl.__code__.co_filename
+
+    def end(*arguments: Any) -> Any:
+        if os.getpid() != command:
+            return real(*arguments)
+        caller = [frame for frame in traceback.extract_stack()[:-1] if frame.filename != library][-1]
+        raise Failure(f"{caller.filename}:{caller.lineno} called os.{name}, which no run may do")
+
+    setattr(os, name, end)
+
+
 def resume() -> None:
-    """Makes the next signal count again, for a process that continues after a signal."""
+    """Makes this process treat the next signal as its first again, if it continues after a signal."""
     global _since
     _since = None
 
@@ -60,7 +78,7 @@ def _on_signal(number: int, _: Any) -> None:
     now = time.monotonic()
     if _is_command and _since is not None:
         if now - _since > PATIENCE_S:
-            os._exit(128 + number)
+            _exit(128 + number)
         return
     _since = now
     if number == signal.SIGINT:

@@ -141,7 +141,7 @@ def create(path: str, value: Any) -> bool:
         import fsspec
 
         fs, inner = fsspec.core.url_to_fs(path)
-        fs.pipe_file(inner, content, mode="create")  # not atomic for every scheme
+        fs.pipe_file(inner, content, mode="create")  # the move is not atomic for every scheme
         return True
     except FileExistsError:
         return False
@@ -237,7 +237,7 @@ def local_copy(folder: str) -> Iterator[str]:
 
 
 def store_folder(folder: str, path: str) -> None:
-    """Copies the files of a folder into `path`. Both may be local or in a bucket."""
+    """Copies the files of a folder into `path`. Source and target may be local or in a bucket."""
     import pyarrow.fs as pafs
 
     (source, inner), (sink, copy) = filesystem(folder), filesystem(path)
@@ -270,7 +270,7 @@ def names(path: str) -> dict[str, str]:
 
 
 def move(path: str, target: str) -> None:
-    """Moves a folder. In a bucket, copies and deletes its files."""
+    """Moves a folder. In a bucket, copies and deletes the folder's files."""
     if is_remote(path):
         store_folder(path, target)
         remove(path)
@@ -309,7 +309,7 @@ def require_writable(path: str, key: str = "run.storage_path", example: str = ".
         if not create(probe := probe_in(path), {}) or create(probe, {}):
             raise OSError("it lets a process overwrite a file that must be new")
         remove(probe)
-    except Exception as error:  # pyarrow and each cloud's client raise their own types
+    except Exception as error:  # pyarrow and each cloud's client raise their own types of exceptions
         advice = f"set a folder or bucket that this user may write to, such as {key}={example}"
         why = without_credentials(f"{path!r} cannot be written ({error})")
         raise InputError(f"{key}: {why}; {advice}") from error

@@ -133,7 +133,7 @@ class Screen(Output):
         begun = getattr(self.begun, "text", "") + text
         self.begun.text = ""
         with self.lock:
-            if self.log is None and not marked(begun):  # shows parts of lines at once
+            if self.log is None and not marked(begun):  # also shows incomplete lines immediately
                 self.show(begun, end="")
             else:
                 *lines, self.begun.text = begun.split("\n")
@@ -171,7 +171,7 @@ class Screen(Output):
             self.show(text)
 
     def _rewrite(self, text: str) -> bool:
-        """Shows a line that the next line replaces. Returns False if stdout is no terminal."""
+        """Shows a line, which the next line replaces. Returns False if stdout is no terminal."""
         if not self.stream.isatty():
             return False
         self.put(WIPE + fitted(text))
@@ -203,7 +203,7 @@ class Screen(Output):
 
 
 def fitted(text: str) -> str:
-    """Returns the part of a line that fits the terminal with an echoed ^C. Cuts where two spaces separate its parts."""
+    """Returns the part of a line that fits the terminal with an echoed ^C. Cuts the line where two spaces separate its parts."""
     cut = text[: shutil.get_terminal_size().columns - len("^C") - 1]
     return cut if cut == text else cut.rpartition("  ")[0].rstrip() or cut
 
@@ -225,7 +225,7 @@ def wrap_streams() -> None:
 def logged() -> Iterator[Callable[[str], None]]:
     """Sends the details of the block to a log. Yields a function that opens log.txt in the folder of the run.
 
-    Until then, the details stay in memory, because a job with a mistake leaves no folder.
+    Until the log is open, the details stay in memory, because a job with a mistake leaves no folder.
     """
     if sys.stdout is not screen or screen.log:
         yield lambda folder: None

@@ -18,7 +18,7 @@ from pipeline.writing.graphs import Steps
 from pipeline.writing.rows import Completion, Decoder, Row, RowSettings, Sampling, draw
 from pipeline.writing.slots import SlotCache, live_first
 
-# Tokens in one forward of prompts, including padding. More would not make the forward faster, but needs memory for activations.
+# Tokens in one forward of prompts, including padding. More tokens would not make prompts faster, but need memory for activations.
 PREFILL_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 14}
 # Decoding steps between two checks for finished rows. On a CPU, a check costs nothing, and each row that leaves makes the next
 # step shorter. A GPU waits for the host at each check, and its steps take about as long with fewer rows.
@@ -38,10 +38,10 @@ class SlotDecoder(Decoder):
 
     Args:
         max_rows: maximum rows decoded at the same time, or None.
-        max_positions: maximum positions of the KV cache over all rows, or None. Rows that would exceed it wait.
+        max_positions: maximum positions of the KV cache over all rows, or None. Rows that would exceed this limit wait.
         pad: token id that pads prompts.
         look: decoding steps between two checks for finished rows, or None for the default of the device.
-        graphs: whether a GPU replays steps as CUDA graphs while all rows have one role. None means yes, if the base supports it.
+        graphs: whether a GPU replays steps as CUDA graphs while all rows have one role. None means: if the base supports it.
     """
 
     share = True  # whether equal prompts share a forward; benchmarks set False to measure the gain
@@ -65,7 +65,7 @@ class SlotDecoder(Decoder):
         self.graphs = Steps(self._forward, self._take_back) if wanted and self.masked else None
         self.look = look
         self.rows: list[Row] = []
-        self.cache: Any = None  # a SlotCache while there are rows
+        self.cache: Any = None  # a SlotCache, or None if there are no rows
         self.settings: RowSettings | None = None
         self.longest = 0  # tokens of the longest row in the cache
         self.equal = True  # whether all rows have the same number of tokens
@@ -88,7 +88,7 @@ class SlotDecoder(Decoder):
     def generate(
         self, role: str | None, prompts: Sequence[Sequence[int]], numbers: Sequence[int], sampling: Sampling
     ) -> list[Completion]:
-        with cast_once(), self.shared.use(role):  # selects the role once, and not at each step
+        with cast_once(), self.shared.use(role):  # selects the role once, before all steps
             return super().generate(role, prompts, numbers, sampling)
 
     def fits(self, joining: Sequence[Row], row: Row) -> bool:
@@ -97,7 +97,7 @@ class SlotDecoder(Decoder):
             return True
         if self.max_rows is not None and count > self.max_rows:
             return False
-        if not self.masked:  # only rows of one length need no mask
+        if not self.masked:  # rows of different lengths need a mask
             return not self.rows and len(joining[0].prompt) == len(row.prompt)
         if self.max_positions is None:
             return True
@@ -157,7 +157,7 @@ class SlotDecoder(Decoder):
         distinct = [rows[each[0] - first] for each in slots]
         lengths = [len(row.prompt) for row in distinct]
         parts = micro_batches(lengths, None, PREFILL_TOKENS[device.type], device.type)
-        if cache.other_layers:  # these layers are filled once, so all prompts must go through one forward
+        if cache.other_layers:  # such layers are filled once, by one forward of all prompts
             parts = [list(range(len(distinct)))]
         states: dict[int, Tensor] = {}
         for part in parts:
@@ -198,7 +198,7 @@ class SlotDecoder(Decoder):
     def _mask(self, lengths: Tensor, seen: int) -> Any:
         """Returns the (B, 1, 1, seen) attention mask of each row's newest token: 0 for tokens to attend to, and -inf for others.
 
-        For a model with layers of both kinds, returns {kind of layer: mask}.
+        For a model with full attention and sliding windows, returns {kind of layer: mask}.
         """
         columns, own = self.cache.columns[:seen], lengths.unsqueeze(-1)
         full = columns <= own
@@ -287,7 +287,7 @@ class SlotDecoder(Decoder):
         self._look_at_rows()
 
     def _look_at_rows(self) -> None:
-        """Updates `longest` and `equal`. The cache holds all tokens of a row except the newest."""
+        """Updates `longest` and `equal`. The cache has all tokens of a row except the newest token."""
         lengths = [len(row.prompt) + max(0, len(row.tokens) - 1) for row in self.rows]
         self.longest, self.equal = max(lengths), len(set(lengths)) == 1
 

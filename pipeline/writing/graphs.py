@@ -2,7 +2,7 @@
 
 Python and CUDA take about 1 ms to launch the kernels of one layer in a decoding step, and a GPU computes faster than that. A
 CUDA graph launches all kernels of a step at once, but always on the same tensors, so rows and positions must stay the same. The
-first step of each shape runs kernel by kernel. The second step is recorded, and later steps are replayed.
+first step of each shape runs kernel by kernel. The second step of this shape is recorded, and later steps are replayed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipeline.errors import in_brief
 
-FEWEST_REPLAYS = 4  # if fewer steps follow, recording takes longer than the replays save
+FEWEST_REPLAYS = 4  # with fewer later steps, recording takes longer than replays save
 TOLERANCE = 1e-2  # maximum relative difference between the first replay and the step that it repeats
 
 
@@ -80,7 +80,7 @@ class Steps:
         print(f"note: decoding without CUDA graphs: {why}", flush=True)
 
     def _capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Records a step. Returns a function that replays it, and the tensor that each replay writes."""
+        """Records a step. Returns a function that replays the step, and the tensor to which each replay writes."""
         # `with torch.cuda.graph` would take a second each time, to collect garbage and return free memory to the device.
         graph = torch.cuda.CUDAGraph()
         self.pool = self.pool or torch.cuda.graph_pool_handle()

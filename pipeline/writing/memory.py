@@ -1,6 +1,5 @@
 """Computes how many rows can be decoded in the free memory, and which share of a GPU vLLM needs."""
 
-import contextlib
 import math
 import os
 from pathlib import Path
@@ -15,7 +14,7 @@ VLLM_WORKSPACE = 3 * GIB
 MAX_VLLM_SHARE = 0.95  # maximum share of a GPU's free memory for vLLM
 MAX_VLLM_ROWS = 256  # maximum rows that vLLM decodes at once
 MAX_VLLM_TOKENS = 8192  # maximum tokens of one forward of vLLM, which splits longer prompts
-CGROUP = Path("/sys/fs/cgroup")  # the container's limits (cgroup version 2)
+CGROUP = Path("/sys/fs/cgroup")  # the container's limits
 
 
 def kv_bytes(config: Any, itemsize: int) -> int:
@@ -56,11 +55,17 @@ def free_of_node() -> float:
     if meminfo.exists():
         lines = meminfo.read_text().splitlines()
         found += [int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable")]
-    with contextlib.suppress(OSError, ValueError):  # without a limit, the file is missing or contains "max"
-        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+    for folder, limit, used in (
+        (CGROUP, "memory.max", "memory.current"),
+        (CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),  # version 1
+    ):
+        try:
+            free = int((folder / limit).read_text()) - int((folder / used).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # without a limit, the file is missing or contains "max"
+            continue
         # Cached files count as used, but the kernel drops them if memory runs short.
-        found.append(limit - used + float(stat["inactive_file"]))
+        found.append(free + float(stat.get("total_inactive_file", stat.get("inactive_file", 0))))
     return max(0.0, min(found))
 
 

@@ -1,12 +1,12 @@
 """Defines the inputs and outputs of a decoder, and draws tokens.
 
-Unless a row sets `top_p`, tokens are drawn from softmax(logits / temperature), without top-k or a repetition penalty. Other
-rules would sample from a distribution whose log-probs are not the log-probs in PPO's loss, and could make the estimated KL to
+Unless a row sets `top_p`, tokens are drawn from softmax(logits / temperature), without top-k or a repetition penalty. Top-k or a
+penalty would sample from a distribution whose log-probs are not the log-probs in PPO's loss, and could make the estimated KL to
 the reference negative.
 
 A completion depends only on seed, number, prompt and role. Each row has a separate stream of random numbers, from a
-counter-based generator with seed and number as its key. So the other rows of the batch and the number of workers do not change a
-sample. On a CPU, however, batches of different sizes round differently in the last bits.
+counter-based generator with seed and number as its key. Therefore, the other rows of the batch and the number of workers do not
+change a sample. On a CPU, however, batches of different sizes round differently in the last bits.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Sampling:
 class Completion:
     tokens: list[int]  # token ids, including the end-of-sequence token
     ended: bool  # False if the completion was truncated at the length limit
-    # The decoder's log-probs, in nats. PPO only compares them with the trainer's log-probs. They cannot be old log-probs, because
-    # the two differ by rounding, and the first ratio must be 1.
+    # The decoder's log-probs, in nats. PPO only compares them with the trainer's log-probs. PPO cannot use the decoder's as old
+    # log-probs, because the first ratio must be 1, and the two differ by rounding.
     logprobs: list[float]
 
 
@@ -56,15 +56,15 @@ class Row:
     prompt: Sequence[int]
     number: int  # determines the random numbers, together with the seed
     sampling: Sampling
-    role: str | None = None  # None means the bare base
-    # Number of alternatives to report with each token. `logprobs` are then the model's, at temperature 1. If `top` is None, they
-    # belong to the distribution that is sampled, with its temperature and masked EOS.
+    role: str | None = None  # role of the adapter, or None for the bare base
+    # Number of alternatives to report with each token. If set, `logprobs` are the model's at temperature 1. If None, `logprobs`
+    # are of the sampled distribution, with its temperature and masked EOS.
     top: int | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     tops: list[list[tuple[int, float]]] = field(default_factory=list)  # most likely ids, with log-probs
     ended: bool = False
-    cancelled: bool = False  # the caller sets it; the row then leaves at the next step
+    cancelled: bool = False  # set by the caller, so that the row leaves at the next step
     error: Exception | None = None  # reason why the decoder cannot complete the row
 
     @property
@@ -86,11 +86,11 @@ class Decoder(ABC):
 
     @abstractmethod
     def add(self, role: str, folder: str) -> None:
-        """Loads a role's adapter from a folder. Raises InputError if the decoder cannot run it."""
+        """Loads a role's adapter from a folder. Raises InputError if the decoder cannot run the adapter."""
 
     @abstractmethod
     def remove(self, role: str) -> None:
-        """Frees a role. No row may have it."""
+        """Frees a role. No row in the batch may have this role."""
 
     @abstractmethod
     def changed(self, role: str | None) -> None:
@@ -98,7 +98,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def fits(self, joining: Sequence[Row], row: Row) -> bool:
-        """Returns whether `row` can join now, together with `joining`. An empty decoder accepts any row."""
+        """Returns whether `row` can join the batch now, together with `joining`. An empty decoder accepts any row."""
 
     @abstractmethod
     def join(self, rows: Sequence[Row]) -> None:
@@ -142,7 +142,7 @@ class RowSettings(NamedTuple):
     temperature: Tensor  # (B,); 0 means greedy
     top_p: Tensor  # (B,)
     minimum: Tensor  # (B,) number of tokens before which EOS is masked
-    written: Tensor  # (B,) number of tokens decoded so far
+    written: Tensor  # (B,) number of tokens that each row has decoded
 
     @classmethod
     def of(cls, rows: Sequence[Row], device: torch.device) -> RowSettings:
@@ -163,7 +163,7 @@ class RowSettings(NamedTuple):
         return RowSettings(*(values[rows] for values in self))
 
     def and_of(self, others: RowSettings) -> RowSettings:
-        """Returns these settings followed by others."""
+        """Returns the settings of these rows, followed by those of `others`."""
         width = max(self.noise.shape[1], others.noise.shape[1])
         noise = [torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in (self.noise, others.noise)]
         rest = (torch.cat(pair) for pair in zip(self[1:], others[1:], strict=True))
@@ -171,7 +171,7 @@ class RowSettings(NamedTuple):
 
 
 def seed_of(seed: int, number: int) -> int:
-    """Returns a seed for one completion. It is a 32-bit hash of seed and number, so that streams are independent."""
+    """Returns a seed for one completion. The seed is a 32-bit hash of `seed` and `number`, so that streams are independent."""
     return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
 
 
@@ -189,7 +189,7 @@ def draw(
     Args:
         noise: (B,) uniform numbers in [0, 1).
         temperature: (B,) divides the logits, except in greedy rows.
-        top_p: (B,), or None if all are 1. It does not change the log-probs.
+        top_p: (B,), or None if all are 1. `top_p` does not change the log-probs.
         greedy: for each row, whether it takes the most likely token.
     """
     if all(greedy):

@@ -32,7 +32,7 @@ class Slots(DynamicLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         slots, positions = self.cache.slots, self.cache.positions
-        # Zeros and not `empty`, because attention multiplies masked values by 0, and 0 * NaN would be NaN.
+        # Allocated with `zeros`, not `empty`, because attention multiplies masked values by 0, and 0 * NaN would be NaN.
         self.keys, self.values = (
             x.new_zeros(slots, x.shape[1], positions, x.shape[3]) for x in (key_states, value_states)
         )

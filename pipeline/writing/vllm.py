@@ -1,8 +1,7 @@
 """Decodes in vLLM, in a separate process on the same device: `rollout.engine: vllm`. Needs the extra `vllm`.
 
-vLLM has a second copy of the base, and gets the adapters from the trainer. This pays off for large models and long completions.
-
-vLLM's kernels differ from the trainer's, so its log-probs differ slightly. PPO's old log-probs always come from the trainer, and
+vLLM has a second copy of the base, and gets the adapters from the trainer. vLLM pays off for large models and long completions.
+Its kernels differ from the trainer's, so its log-probs differ slightly. PPO's old log-probs always come from the trainer, and
 functional.off_policy_weights corrects for the difference. Up to rounding, a completion depends only on seed, number, prompt and
 role. vLLM draws other random numbers than SlotDecoder, but greedy completions are the same except in near-ties.
 """
@@ -121,7 +120,7 @@ class VllmDecoder(Decoder):
             prompt = {"prompt_token_ids": list(row.prompt)}
             try:
                 self.llm.llm_engine.add_request(name, prompt, params, lora_request=adapter)
-            except VLLMClientError as error:  # fails only this row
+            except VLLMClientError as error:  # the error ends only this row
                 row.error = error
                 continue
             self.requests[name] = row
@@ -159,7 +158,7 @@ class VllmDecoder(Decoder):
     def close(self) -> None:
         """Ends vLLM's process, which frees its memory.
 
-        Uses a private attribute. Remove when vLLM has a public method (https://github.com/vllm-project/vllm/pull/36283).
+        Uses a private attribute. Remove this method when vLLM has a public one (https://github.com/vllm-project/vllm/pull/36283).
         """
         self.llm.llm_engine.engine_core.shutdown()
         if self.folder.name:
@@ -188,7 +187,7 @@ def start_llm(model: str, device: torch.device | str, longest: int, rank: int, *
             enable_lora=rank > 0,
             max_lora_rank=accepted_rank(rank or 1),
             max_model_len=longest,
-            generation_config="vllm",  # ignores top-p and temperature of the model's generation config
+            generation_config="vllm",  # no top-p or temperature of the model's generation config
             disable_log_stats=True,
             use_tqdm_on_load=False,
             **options,
@@ -210,7 +209,7 @@ def sampling_params(sampling: Sampling, number: int, logprobs: int | None, **opt
         # vLLM also masks the model's EOS, which is one of `sampling.eos`.
         min_tokens=min(sampling.min_new_tokens, sampling.max_new_tokens),
         stop_token_ids=list(sampling.eos),
-        ignore_eos=True,  # stops only at stop_token_ids
+        ignore_eos=True,  # generation stops only at stop_token_ids
         seed=seed_of(sampling.seed, number),
         logprobs=logprobs,
         detokenize=False,
@@ -219,7 +218,7 @@ def sampling_params(sampling: Sampling, number: int, logprobs: int | None, **opt
 
 
 def largest_rank(shared: SharedBase, roles: Sequence[str | None]) -> int:
-    """Returns the largest rank of the roles' adapters, or 0 without one. Raises InputError if vLLM cannot run an adapter."""
+    """Returns the largest rank of the roles' adapters, or 0 without adapters. Raises InputError if vLLM cannot run an adapter."""
     configs = [shared.configs[role] for role in roles if role]
     for config in configs:
         if ignored := lora.ignored_by_vllm(vars(config)):

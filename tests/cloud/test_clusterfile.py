@@ -57,7 +57,10 @@ def test_a_cluster_file_is_valid_once_its_lines_are_filled_in(file, home):
     assert named and all("EDIT" in lines[number - 1] for number in named)
     shown = clusterfile.summary(clusterfile.check_cluster_file(filled(file, home)))
     if file == AWS:
-        assert "1 x m7i.2xlarge, $0.40 an hour (2026-11-20)" in shown
+        assert (
+            "1 x m7i.2xlarge, $0.40 an hour (2026-11-20), until `make down`, or 8 hours without a job"
+            in shown
+        )
         assert "0 to 4 x g6.2xlarge (gpu1), $0.98 an hour" in shown
         assert "0 to 4 x g6e.2xlarge (rollout_spot), spot, below $2.24 an hour" in shown
     if "gcp" in file.name:  # the GPU has a known price
@@ -70,6 +73,15 @@ def test_mistakes_are_found_before_anything_is_started(home, monkeypatch):
     message = r"gpu1\.node_config\.SecurityGroupIds: missing; Ray would open port 22 to the world"
     with pytest.raises(InputError, match=message):
         clusterfile.check_cluster_file(file)
+    file = filled(AWS, home)
+    file.write_text(re.sub(r"(?s)( gpu4:.*?min_workers: )0", r"\g<1>1", file.read_text()))
+    with pytest.raises(
+        InputError, match=r"gpu4\.min_workers: the head ends itself .* but not these workers; set 0"
+    ):
+        clusterfile.check_cluster_file(file)
+    file.write_text(file.read_text().replace("HEAD_IDLE_HOURS=8 ", ""))
+    shown = clusterfile.summary(clusterfile.check_cluster_file(file))
+    assert "1 to 1 x g6e.12xlarge (gpu4)" in shown and "until `make down`, even if no job runs" in shown
     file = filled(AWS, home)
     (home / ".ray/auth_token").unlink()
     with pytest.raises(InputError, match=r"there is no ~/\.ray/auth_token; .*ray get-auth-token --generate"):
@@ -111,6 +123,41 @@ def test_own_machines_need_no_account(home, monkeypatch, capsys):
     clusterfile.main(["down", str(file)])
     assert called[1:] == [["exec", str(file), "bash ~/rlhf/start-node.sh stop"], ["down", str(file)]]
     assert "not deleted: ~/rlhf and ~/mlflow on each machine" in capsys.readouterr().out
+
+
+def test_only_node_types_that_say_so_are_spot_and_the_head_has_no_gpu():
+    types = yaml.safe_load(AWS.read_text())["available_node_types"]
+    assert types["head"]["resources"]["GPU"] == 0
+    for name, kind in types.items():
+        assert kind["min_workers"] == 0
+        profile = "rlhf-head" if name == "head" else "rlhf-worker"
+        assert kind["node_config"]["IamInstanceProfile"]["Name"] == profile
+        # so that a process on the node cannot read the role's credentials with a plain GET
+        assert kind["node_config"]["MetadataOptions"]["HttpTokens"] == "required"
+        market = {"MarketType": "spot"} if name.endswith("_spot") else None
+        assert kind["node_config"].get("InstanceMarketOptions") == market
+        assert name == "head" or kind["labels"]["market"] == ("spot" if market else "on-demand")
+
+
+def test_the_head_may_give_instances_only_the_role_of_workers():
+    class Template(yaml.SafeLoader):
+        """Reads CloudFormation's !Ref, !Sub and !GetAtt as text."""
+
+    Template.add_multi_constructor("!", lambda loader, tag, node: node.value)
+    resources = yaml.load((ROOT / "jobs/cloud/aws.yaml").read_text(), Template)["Resources"]
+    (policy,) = resources["HeadRole"]["Properties"]["Policies"]
+    [passing] = [one for one in policy["PolicyDocument"]["Statement"] if "iam:PassRole" in one["Action"]]
+    assert passing["Resource"] == "WorkerRole.Arn"
+    assert passing["Condition"] == {"StringEquals": {"iam:PassedToService": "ec2.amazonaws.com"}}
+
+
+def test_no_worker_on_google_cloud_has_the_account_of_the_head():
+    types = yaml.safe_load((ROOT / "jobs/cloud/gcp.yaml").read_text())["available_node_types"]
+    accounts = {
+        name: {one["email"] for one in node["node_config"]["serviceAccounts"]} for name, node in types.items()
+    }
+    head = accounts.pop("head")
+    assert head and accounts and all(worker and not worker & head for worker in accounts.values())
 
 
 @pytest.fixture

@@ -8,7 +8,9 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
+from environments import install
 from running import ROOT
 
 from pipeline.commands import run as rlhf
@@ -16,6 +18,7 @@ from pipeline.job import load_job
 
 FILE = ROOT / "jobs/cloud/sky.yaml"
 TASK = yaml.safe_load(FILE.read_text())
+PARSE = "import sky, sys; sky.Task.from_yaml(sys.argv[1]).validate_run()"
 
 
 def started_by_sky(tmp_path, **env):
@@ -55,6 +58,21 @@ def test_sky_starts_valid_jobs_whose_runs_have_names(tmp_path, monkeypatch):
     assert all(job.scaling["use_gpu"] and job.run.storage_path == "s3://b/runs" for job in jobs.values())
 
 
+def test_sky_installs_a_python_that_its_image_lacks(tmp_path):
+    """SkyPilot's image has Python 3.10 and uv."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("uv", "make"):
+        (programs / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/log\n')
+        (programs / name).chmod(0o755)
+    node = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(tmp_path)}
+    subprocess.run(["bash", "-ec", TASK["setup"]], cwd=tmp_path, env=node, check=True, timeout=60)
+    log = (tmp_path / "log").read_text().splitlines()
+    assert log == ["uv venv --seed --python 3.11 .venv", "make .venv/.cloud"]
+    assert (TASK["resources"]["cpus"], TASK["resources"]["memory"]) == ("8+", "32+")
+    assert TASK["resources"]["autostop"]["down"]
+
+
 def test_sky_starts_a_valid_server(tmp_path, monkeypatch):
     command, path, *overrides = started_by_sky(tmp_path, COMMAND="serve", PROFILE="own")
     monkeypatch.chdir(ROOT)
@@ -63,6 +81,26 @@ def test_sky_starts_a_valid_server(tmp_path, monkeypatch):
     assert Path(job.serve.feedback_path).parent == Path(*TASK["file_mounts"]), (
         "the feedback would be lost with the node"
     )
+
+
+@pytest.mark.slow
+def test_skypilot_accepts_its_file_and_rejects_a_broken_copy(tmp_path):
+    pin = re.search(r'"skypilot\[aws\](==[\d.]+)"', FILE.read_text())[1]
+    python = install(tmp_path / "tool", f"skypilot{pin}") / "python"
+    copy = tmp_path / "sky.yaml"
+    home = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+
+    def parse(text):
+        copy.write_text(text)
+        command = [python, "-c", PARSE, copy]
+        return subprocess.run(command, capture_output=True, text=True, env=home, cwd=ROOT, timeout=120)
+
+    assert "'BUCKET' is None" in parse(FILE.read_text()).stderr
+    good = FILE.read_text().replace("BUCKET: ", "BUCKET: s3://a-bucket")
+    done = parse(good)
+    assert done.returncode == 0, done.stderr[-2000:]
+    broken = parse(good.replace("disk_size", "disk_sise"))
+    assert broken.returncode != 0 and "did you mean 'disk_size'" in broken.stderr
 
 
 def test_hf_accepts_the_documented_command_and_its_job_is_valid(monkeypatch):

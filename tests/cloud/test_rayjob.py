@@ -1,7 +1,8 @@
-"""Tests the KubeRay manifests of jobs: commands, pods, labels, volumes, and KubeRay's schema."""
+"""Tests the KubeRay manifests of jobs: commands, pods, labels, volumes, and the rules of KubeRay and Kueue."""
 
 import importlib
 import shlex
+import subprocess
 import urllib.request
 
 import jsonschema
@@ -47,7 +48,7 @@ def refused(capsys, *arguments):
 
 def groups(job, *overrides):
     """Returns the worker groups in a job's manifest."""
-    spec = rayjob.manifest(job, [*SHARED_STORAGE, *overrides])["spec"]
+    spec = rayjob.manifest([job], [*SHARED_STORAGE, *overrides])["spec"]
     return spec["rayClusterSpec"]["workerGroupSpecs"]
 
 
@@ -113,11 +114,14 @@ def test_a_fixed_number_of_workers_shares_pods_of_up_to_a_node(h100, monkeypatch
     assert shape("jobs/llama3-8b/sft.yaml", *twelve) == (3, 3, "4", "32")
     message = "NODE_GPUS: found 4, but 8 workers have to share one node"
     assert message in refused(capsys, "jobs/llama3-70b/sft.yaml", *SHARED_STORAGE)
+    monkeypatch.setenv("NODE_GPUS", "many")
+    message = "NODE_GPUS: found many, expected a number"
+    assert message in refused(capsys, "jobs/llama3-8b/sft.yaml", *SHARED_STORAGE)
 
 
 def test_only_a_range_of_workers_has_an_autoscaler():
     def cluster(*overrides):
-        spec = rayjob.manifest("jobs/demo/sft.yaml", [*SHARED_STORAGE, *overrides])["spec"]
+        spec = rayjob.manifest(["jobs/demo/sft.yaml"], [*SHARED_STORAGE, *overrides])["spec"]
         return spec["rayClusterSpec"]
 
     assert "enableInTreeAutoscaling" not in cluster("scaling.num_workers=2")
@@ -125,25 +129,78 @@ def test_only_a_range_of_workers_has_an_autoscaler():
     assert ranged["enableInTreeAutoscaling"] and ranged["autoscalerOptions"]["version"] == "v2"
 
 
+def test_kueue_accepts_a_job_with_a_queue(monkeypatch, capsys):
+    """Checks the rules of Kueue's webhook for RayJobs (v0.19)."""
+    monkeypatch.setenv("QUEUE", "team-a")
+    monkeypatch.setenv("PRIORITY_CLASS", "training")
+    manifest = rayjob.manifest(["jobs/demo"], SHARED_STORAGE)
+    assert manifest["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team-a"}
+    spec, cluster = manifest["spec"], manifest["spec"]["rayClusterSpec"]
+    assert spec["suspend"] and spec["shutdownAfterJobFinishes"] and "clusterSelector" not in spec
+    assert not cluster.get("enableInTreeAutoscaling")
+    names = [group["groupName"] for group in cluster["workerGroupSpecs"]]
+    assert len(set(names)) == len(names) < 18 and "head" not in names
+    assert {pod["priorityClassName"] for pod in pods(manifest)} == {"training"}
+    message = "QUEUE: Kueue accepts no cluster that grows"
+    assert message in refused(capsys, "jobs/demo/sft.yaml", *SHARED_STORAGE, "scaling.num_workers=[1,2]")
+    monkeypatch.setenv("SCHEDULE", "0 3 * * 1")
+    assert message in refused(capsys, "jobs/demo/sft.yaml", *SHARED_STORAGE)
+
+
 def test_a_folder_is_one_job_whose_runs_have_names():
-    manifest = rayjob.manifest("jobs/demo", ["run.storage_path=/mnt/runs", MLFLOW])
+    manifest = rayjob.manifest(["jobs/demo"], ["run.storage_path=/mnt/runs", MLFLOW])
     assert (manifest["kind"], manifest["metadata"]["name"]) == ("RayJob", "demo")
     command = shlex.split(manifest["spec"]["entrypoint"])
     assert command[:5] == ["python", "-m", "pipeline", "run", "jobs/demo"]
     jobs = rlhf.load("jobs/demo", command[5:])
     assert [job.run.name for job in jobs.values()] == [f"{stage}-demo" for stage in jobs]
-    named = rayjob.manifest("jobs/demo", ["run.storage_path=/mnt/runs", MLFLOW, "run.name=mine"])
+    named = rayjob.manifest(["jobs/demo"], ["run.storage_path=/mnt/runs", MLFLOW, "run.name=mine"])
     assert named["spec"]["entrypoint"].endswith("run.name=mine")
     groups = manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert len(groups) == 1, "identical workers share a pod group"
 
 
+@pytest.mark.parametrize("paths", [["jobs/own/kto.yaml", "jobs/own/evaluate.yaml"], ["jobs/own"]])
+def test_a_schedule_starts_new_runs(paths, monkeypatch, capsys):
+    """Several files run one after another in one cluster."""
+    monkeypatch.setenv("SCHEDULE", "0 3 * * 1")
+    text = made(capsys, *paths, *SHARED_STORAGE)
+    manifest = yaml.safe_load(text)
+    assert manifest["kind"] == "RayCronJob" and manifest["spec"]["schedule"] == "0 3 * * 1"
+    assert "SCHEDULE=0 3 * * 1" in text.splitlines()[0]
+    words = shlex.split(manifest["spec"]["jobTemplate"]["entrypoint"])
+    assert "run.name" not in text
+    if len(paths) == 1:
+        assert words[3:5] == ["run", "jobs/own"]
+        return
+    assert words[:2] == ["bash", "-c"]
+    commands = [shlex.split(one)[3:5] for one in words[2].split(" && ")]
+    assert commands == [["kto", paths[0]], ["evaluate", paths[1]]]
+    # `ray job submit` passes the command to a shell like this
+    line = subprocess.list2cmdline(["bash", "-c", "echo 'a b' && echo c"])
+    assert subprocess.check_output(line, shell=True, text=True) == "a b\nc\n"
+
+
 def test_arguments_that_make_no_manifest_are_refused(monkeypatch, capsys):
     sft, shared = "jobs/demo/sft.yaml", ["run.storage_path=/mnt/runs", MLFLOW]
-    assert "expected one folder of jobs or job file" in refused(capsys, sft, "jobs/demo", *shared)
+    serve, message = "jobs/demo/serve.yaml", "these make no single manifest; use one folder, one serve.yaml"
+    assert "expected a folder of jobs or job files" in refused(capsys, *shared)
+    for paths in ([serve, sft], [sft, serve], ["jobs/demo", "jobs/demo/kto.yaml"]):
+        assert f"{shlex.join(paths)}: {message}" in refused(capsys, *paths, *shared)
+    with monkeypatch.context() as patch:
+        patch.setenv("SCHEDULE", "0 3 * * 1")
+        assert message in refused(capsys, serve, *shared)
+        for job, name in (
+            (sft, "run.name=mine"),
+            ("jobs/demo", "run.name=a"),
+            ("jobs/demo", "ppo.run.name=b"),
+        ):
+            assert "which the second job of the schedule would find finished" in refused(
+                capsys, job, *shared, name
+            )
     assert "would be inside a single pod" in refused(capsys, sft)
     message = "serve.port: found 9000, but KubeRay checks and opens only port 8000; set serve.port=8000"
-    assert message in refused(capsys, "jobs/demo/serve.yaml", *shared, "serve.port=9000")
+    assert message in refused(capsys, serve, *shared, "serve.port=9000")
     for wrong in ("abc", "a=b,", "a=b=c"):
         monkeypatch.setenv("NODE_SELECTOR", wrong)
         message = f"NODE_SELECTOR: found {wrong!r}, expected NAME=VALUE,..."
@@ -171,7 +228,7 @@ def test_local_paths_that_pods_do_not_have_are_named(tmp_path, capsys):
     [("7B_run", "rlhf-7b-run"), (f"{'n' * 46}-x", "n" * 46), (f"7{'n' * 46}", f"rlhf-7{'n' * 41}")],
 )
 def test_a_name_follows_the_rules_of_kubernetes(run, name):
-    manifest = rayjob.manifest("jobs/demo/sft.yaml", [*SHARED_STORAGE, f"run.name={run}"])
+    manifest = rayjob.manifest(["jobs/demo/sft.yaml"], [*SHARED_STORAGE, f"run.name={run}"])
     assert manifest["metadata"]["name"] == name
 
 
@@ -199,6 +256,20 @@ def test_pods_have_the_secret_and_pass_the_restricted_standard(capsys, monkeypat
         assert container["envFrom"] == [{"secretRef": {"name": "rlhf", "optional": True}}]
         assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] == 1000
         assert not container["securityContext"]["allowPrivilegeEscalation"]
+
+
+def test_pods_of_the_platform_pass_the_restricted_standard():
+    platform = yaml.safe_load_all((ROOT / "jobs/cloud/kubernetes.yaml").read_text())
+    [postgres, mlflow] = [
+        one["spec"]["template"]["spec"] for one in platform if "template" in one.get("spec", {})
+    ]
+    for pod, user, group in ((postgres, 999, 999), (mlflow, 1000, 100)):  # the users of their images
+        security, (container,) = pod["securityContext"], pod["containers"]
+        assert (security["runAsUser"], security["fsGroup"]) == (user, group)
+        assert security["runAsNonRoot"] and security["seccompProfile"] == {"type": "RuntimeDefault"}
+        expected = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        assert container["securityContext"] == expected
+    assert "postgresql://" in mlflow["containers"][0]["args"][0]
 
 
 def test_rollout_workers_have_separate_pods(h100, monkeypatch):
@@ -230,7 +301,7 @@ def test_the_platform_has_what_the_manifests_name():
     text = (ROOT / "jobs/cloud/kubernetes.yaml").read_text()
     platform = {(one["kind"], one["metadata"]["name"]) for one in yaml.safe_load_all(text)}
     named = {("Secret", "rlhf"), ("Service", "mlflow")}
-    for pod in pods(rayjob.manifest("jobs/own", ["run.storage_path=/mnt/runs", MLFLOW])):
+    for pod in pods(rayjob.manifest(["jobs/own"], ["run.storage_path=/mnt/runs", MLFLOW])):
         claims = [one["persistentVolumeClaim"]["claimName"] for one in pod["volumes"]]
         named |= {("PersistentVolumeClaim", claim) for claim in claims}
         named.add(("ServiceAccount", pod["serviceAccountName"]))
@@ -238,19 +309,24 @@ def test_the_platform_has_what_the_manifests_name():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "path"), [("rayjob", "jobs/own"), ("rayservice", "jobs/own/serve.yaml")])
-def test_kuberay_has_every_field(kind, path):
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [("rayjob", "jobs/own"), ("rayservice", "jobs/own/serve.yaml"), ("raycronjob", "jobs/own/kto.yaml")],
+)
+def test_kuberay_has_every_field(kind, path, monkeypatch):
     """Uses a strict copy of KubeRay's schemas, because the operator silently drops an unknown field."""
     try:
         text = urllib.request.urlopen(CRDS.format(kind), timeout=30).read()
     except OSError as error:
         pytest.skip(f"needs {CRDS.format(kind)} ({error})")
+    monkeypatch.setenv("PRIORITY_CLASS", "training")
+    monkeypatch.setenv(*(("SCHEDULE", "0 3 * * 1") if kind == "raycronjob" else ("QUEUE", "team-a")))
     [schema] = [
         one["schema"]["openAPIV3Schema"]
         for one in yaml.safe_load(text)["spec"]["versions"]
         if one["name"] == "v1"
     ]
-    jsonschema.validate(rayjob.manifest(path, ["run.storage_path=/mnt/runs", MLFLOW]), closed(schema))
+    jsonschema.validate(rayjob.manifest([path], ["run.storage_path=/mnt/runs", MLFLOW]), closed(schema))
 
 
 def closed(schema):

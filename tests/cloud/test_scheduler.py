@@ -195,7 +195,7 @@ def test_the_pods_of_kuberay_have_resources_for_the_workers(name, monkeypatch):
     if name.endswith("serve"):
         overrides.append("serve.feedback_path=/mnt/feedback")
     job = load_job(f"jobs/{name}.yaml", overrides)
-    spec = rayjob.manifest(f"jobs/{name}.yaml", overrides)["spec"]
+    spec = rayjob.manifest([f"jobs/{name}.yaml"], overrides)["spec"]
     [group] = (spec.get("rayClusterSpec") or spec["rayClusterConfig"])["workerGroupSpecs"]
     config = autoscaling_config_of(spec)
     assert started(config, placed_bundles(job)) == {"workers": group["maxReplicas"]}

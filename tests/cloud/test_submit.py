@@ -151,7 +151,7 @@ def test_resources_include_nodes_that_the_autoscaler_may_start(job):
     preflight.check_resources(job(*gpus, "scaling.num_workers=[2, 8]").places, scaled_to_zero)
 
 
-def test_a_cluster_of_kuberay_may_have_an_autoscaler_with_unknown_types(job):
+def test_a_cluster_of_kuberay_may_have_an_autoscaler_with_unknown_types(job, capsys):
     head = [{"state": "ALIVE", "is_head_node": True, "node_ip": "10.0.0.1", "resources_total": {},
              "labels": {"ray.io/node-group": "headgroup"}}]  # fmt: skip
     python = "{}.{}.{}".format(*sys.version_info)
@@ -163,6 +163,9 @@ def test_a_cluster_of_kuberay_may_have_an_autoscaler_with_unknown_types(job):
     cluster = preflight.query_cluster(lambda path: answers.get(path, nodes), "http://h")
     assert cluster.several
     preflight.check_resources(job("scaling.num_workers=4", "data.batch_size=64").places, cluster)
+    assert (
+        "warning: scaling.num_workers: no live nodes have resources for 4 workers" in capsys.readouterr().out
+    )
 
 
 def test_several_nodes_need_shared_storage_and_a_shared_mlflow_server(tmp_path, monkeypatch):
@@ -236,18 +239,21 @@ def test_secrets_are_forwarded_by_name(monkeypatch, tmp_path, in_root):
 # ------------------------------------------------------------------------------------------------------- real jobs
 
 
-def submit_shell(api, name, lines=3, pause=0.0, status=0):
+def submit_shell(api, name, lines=3, pause=0.0, status=0, end="true"):
     """Submits a shell command that prints lines."""
-    code = f"for n in $(seq 0 {lines - 1}); do echo line $n; sleep {pause}; done; exit {status}"
+    code = f"for n in $(seq 0 {lines - 1}); do echo line $n; sleep {pause}; done; {end}; exit {status}"
     api.submit(submission_id=name, entrypoint=code, metadata={"run": name})
 
 
 def test_the_exit_status_is_the_status_of_the_job(cluster, capsys):
     api = submit.Api(cluster.address)
-    submit_shell(api, "fails", status=2)
+    submit_shell(api, "fails", status=2, end="echo error: key: wrong")
     assert submit.follow(api, "fails") == 2
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("line")]
     assert lines == ["line 0", "line 1", "line 2"]
+    submit_shell(api, "died", status=2)  # for example, a library that lacks one of its files
+    assert submit.follow(api, "died") == 1
+    assert "died failed: " in capsys.readouterr().err
 
 
 def test_a_lost_connection_loses_no_line_and_repeats_none(cluster, capsys, monkeypatch):

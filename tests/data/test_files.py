@@ -90,3 +90,9 @@ def test_suffixes_of_any_case_and_files_that_describe_others(tmp_path):
         text = b"a,b\n1,2\n"
         (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("GZ") else text)
         assert read_rows(tmp_path / name) == [(2, {"a": "1", "b": "2"})]
+
+
+def test_a_pipe_is_an_error(tmp_path):
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(InputError, match=r"rows\.jsonl' is a pipe or a device; write its rows to a file"):
+        files.find_files(str(tmp_path / "rows.jsonl"), "data.train")

@@ -275,3 +275,10 @@ def test_unlabeled_rows_do_not_confirm_a_guess():
 def test_rows_of_one_message_each_are_recognized():
     said = misfit(SETS["a message a row"], "sft", "log.csv")
     assert said.endswith("combine them into conversations with data.group_by=COLUMN and data.transform")
+
+
+def test_rankings_of_argilla_need_a_transform():
+    ranks = [{"value": "reply_1", "rank": 1}, {"value": "reply_2", "rank": 2}]
+    record = {"reply_1": "a b", "reply_2": "b c", "order.responses": [ranks], "order.responses.status": ["submitted"]}  # fmt: skip
+    said = "`order` is a ranking in Argilla's format; turn it into chosen and rejected with data.transform"
+    assert misfit([flat(record)], "rm", "a.jsonl").endswith(said)

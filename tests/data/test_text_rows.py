@@ -147,9 +147,11 @@ def test_csv_trains_and_its_errors_name_the_line(tmp_path):
     [
         ("a|b\n1|2\n", {"a": "1", "b": "2"}),
         ("a (x|y|z),b\n1,2\n", {"a (x|y|z)": "1", "b": "2"}),
+        ("\ufeffsep=;\r\na;b\r\n1,5;2\r\n", {"a": "1,5", "b": "2"}),
+        ("sep=,\na,b\n1,2\n", {"a": "1", "b": "2"}),
     ],
 )
-def test_other_delimiters(tmp_path, text, row):
+def test_other_delimiters_and_excels_sep_line(tmp_path, text, row):
     for name in ("a.csv", *(["a.tsv"] if "|" in text and "," not in text else [])):
         assert [found for _, found in read_rows(write(tmp_path / name, text))] == [row]
 

@@ -13,6 +13,10 @@ from types import ModuleType
 from typing import Any, Literal
 from unittest import mock
 
+# isort: off
+from tools.gpu.pretend import branches  # before the modules of pipeline/, whose statements it records
+# isort: on
+
 import pytest
 import resumed
 import served
@@ -36,8 +40,15 @@ def run_cut(arguments: list[str], step: int) -> dict[str, Any]:
     return run(arguments)
 
 
-def with_output(gpus: int, work: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """Returns the result of `work(*args)` on a machine with GPUs, plus its `output`."""
+def with_output(
+    statements: str, gpus: int, work: Callable[..., dict[str, Any]], *args: Any
+) -> dict[str, Any]:
+    """Returns the result of `work(*args)` on a machine with GPUs, plus its `output`.
+
+    Args:
+        statements: file for the statements that are executed (branches.FILE).
+    """
+    os.environ[branches.FILE] = statements
     output = io.StringIO()
     with redirect_stdout(output), redirect_stderr(output), machine(gpus):
         found = work(*args)

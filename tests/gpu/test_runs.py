@@ -1,4 +1,4 @@
-"""Tests that every command runs on a pretended GPU."""
+"""Tests that every command runs on a pretended GPU, and that together the commands execute all code for CUDA."""
 
 import json
 import multiprocessing
@@ -19,7 +19,7 @@ from toy_models import registered
 os.environ["PRETEND"] = "1"  # tools.gpu chooses its sizes and device at import
 from tests.gpu import runs as working
 from tools.gpu.experiments import isolated
-from tools.gpu.pretend import command, worker
+from tools.gpu.pretend import branches, command, worker
 
 del os.environ["PRETEND"]
 
@@ -57,7 +57,7 @@ RUNS = {  # name: (subcommand, its keys besides GPU)
 REPLAYED = {"ppo", "ppo-adapter-bf16", "ppo-grpo", "evaluate", "generate", "collect", "export"}
 ROWS = {"train": 16, "eval": 4, "pairs": 4}  # number of rows read from each file
 # subcommand, free GiB of the GPU's 80 GiB, and the share of the GPU that vLLM gets
-VLLM = [("ppo", 40, 0.04), ("serve", 40, 0.4)]
+VLLM = [("ppo", 40, 0.04), ("ppo", 2, 0.02), ("serve", 40, 0.4)]
 
 
 def few_rows(verb, storage):
@@ -75,14 +75,17 @@ class Runs:
     """Runs commands in processes that have used neither Ray nor other devices."""
 
     def __init__(self, storage):
-        self.storage = storage
+        self.storage, self.statements = storage, storage / "statements"
         registered(storage)
         multiprocessing.set_forkserver_preload([working.__name__])
 
     def child(self, work, *args):
         gpus = worker.GPUS if work in (working.run_on_ray, working.served_answer) else 1
-        return isolated(400, working.with_output, gpus, work, *args, method="forkserver")
+        return isolated(
+            400, working.with_output, str(self.statements), gpus, work, *args, method="forkserver"
+        )
 
+    @cache  # noqa: B019  (one object, until the tests of this file end)
     def of(self, name, verb, *keys, work=command.run, more=()):
         """Returns the result of `work` for this run, and the run's `result`."""
         keys = (*few_rows(verb, self.storage), f"run.storage_path={self.storage}", f"run.name={name}", *keys)
@@ -91,10 +94,35 @@ class Runs:
         file = self.storage / name / "result.json"
         return found | {"result": json.loads(file.read_text()) if file.exists() else {}}
 
-    @cache  # noqa: B019  (one object, until the tests of this file end)
     def table(self, name):
         verb, keys = RUNS[name]
         return self.of(name, verb, GPU, *keys)
+
+    def interrupted(self):
+        return self.of("cut", "ppo", GPU, *PPO, work=working.run_cut, more=(1,))
+
+    def with_two_workers(self):
+        keys = ["trainer.batch_size=8", "trainer.total_episodes=16", "scaling.num_workers=2"]
+        return self.of("two", "ppo", GPU, *PPO, *keys, work=working.run_on_ray)
+
+    def with_rollout_worker(self):
+        keys = ["scaling.num_workers=1", "rollout.num_workers=1"]
+        return self.of("rollout", "ppo", GPU, *PPO, *keys, work=working.run_on_ray)
+
+    @cache  # noqa: B019
+    def of_vllm(self, verb, free):
+        models = [POLICIES, REWARDS] if verb == "serve" else [POLICY, REWARD]
+        keys = [GPU, *models, "rollout.engine=vllm", f"run.storage_path={self.storage}"]
+        return self.child(working.options_of_vllm, verb, keys, free)
+
+    @cache  # noqa: B019
+    def served(self):
+        return self.child(working.served_answer, self.storage, GPU)
+
+    @cache  # noqa: B019
+    def planned(self):
+        words = ["plan", "jobs/demo/ppo.yaml", GPU, *PPO, f"run.storage_path={self.storage}"]
+        return self.child(command.run, words)
 
 
 @pytest.fixture(scope="module")
@@ -115,36 +143,30 @@ def test_a_command_runs_on_a_gpu(name, runs):
 
 
 def test_an_interrupted_run_resumes_to_the_same_adapter(runs):
-    cut = runs.of("cut", "ppo", GPU, *PPO, work=working.run_cut, more=(1,))
-    one, other = (
-        Path(run["result"]["adapter"], "adapter_model.safetensors") for run in (runs.table("ppo"), cut)
-    )
+    results = [run["result"] for run in (runs.table("ppo"), runs.interrupted())]
+    one, other = (Path(result["adapter"], "adapter_model.safetensors") for result in results)
     assert one.read_bytes() == other.read_bytes()
 
 
 def test_two_nccl_workers_train(runs):
-    keys = ["trainer.batch_size=8", "trainer.total_episodes=16", "scaling.num_workers=2"]
-    found = runs.of("two", "ppo", GPU, *PPO, *keys, work=working.run_on_ray)
+    found = runs.with_two_workers()
     assert found["status"] == 0 and found["result"]["peak_memory_bytes"] > BASE_BYTES
 
 
 def test_a_rollout_worker_on_its_own_gpu_gives_bit_identical_results(runs):
-    keys = ["scaling.num_workers=1", "rollout.num_workers=1"]
-    found = runs.of("rollout", "ppo", GPU, *PPO, *keys, work=working.run_on_ray)
+    found = runs.with_rollout_worker()
     assert found["status"] == 0 and found["result"]["metrics"]["rollout/workers"] > 0
     assert_equal(runs.storage, runs.table("ppo")["result"], found["result"])
 
 
 @pytest.mark.parametrize(("verb", "free", "share"), VLLM)
 def test_vllm_takes_only_free_memory(verb, free, share, runs):
-    models = [POLICIES, REWARDS] if verb == "serve" else [POLICY, REWARD]
-    keys = [GPU, *models, "rollout.engine=vllm", f"run.storage_path={runs.storage}"]
-    found = runs.child(working.options_of_vllm, verb, keys, free)
+    found = runs.of_vllm(verb, free)
     assert found == {"gpu_memory_utilization": share, "gpus": "3", "output": mock.ANY}
 
 
 def test_a_replica_answers(runs):
-    found = runs.child(working.served_answer, runs.storage, GPU)
+    found = runs.served()
     assert found["status"] == 200 and found["answer"]["choices"][0]["message"]["content"]
 
 
@@ -163,3 +185,13 @@ def test_the_command_of_the_pages_runs(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["status"] == 0 and found["peak"] > BASE_BYTES
+
+
+def test_all_code_for_cuda_is_executed(runs):
+    for name in RUNS:
+        runs.table(name)
+    for verb, free, _ in VLLM:
+        runs.of_vllm(verb, free)
+    runs.interrupted(), runs.with_two_workers(), runs.with_rollout_worker(), runs.served(), runs.planned()
+    executed = {*runs.statements.read_text().splitlines()}
+    assert [f"{at} {text}" for at, text in branches.statements().items() if at not in executed] == []

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from toy_models import DEMO, settings
 
 from pipeline.errors import InputError
-from pipeline.models import adapter_files
+from pipeline.models import adapter_files, probes
 from pipeline.models.base import check_base
 from pipeline.registry import lineage
 from pipeline.system.hub import SETTINGS, TENSORS
@@ -53,7 +53,12 @@ def change_tensors(folder: Path, change) -> Path:
 
 @pytest.mark.parametrize(
     "extra",
-    [{"use_dora": True}, {"target_modules": ["lm_head", "embed_tokens"]}, {"lora_bias": True}],
+    [
+        {"use_dora": True},
+        {"rank_pattern": {"q_proj": 2}},
+        {"target_modules": ["lm_head", "embed_tokens"]},
+        {"lora_bias": True},
+    ],
     ids=str,
 )
 def test_adapters_with_uncommon_settings_fit_their_base(extra, shared, tmp_path):
@@ -82,14 +87,20 @@ FOUND_BEFORE_LOADING = {
     "other outputs": ("policy", TENSORS, lambda t: t.update({B: zeros(64, 4)}), r"lora_B\.weight has shape \(64, 4\), .*another base"),
     "more modules": ("policy", SETTINGS, {"target_modules": ["q_proj"]}, "tensors and target_modules of .* differ"),
     "fewer modules": ("policy", TENSORS, lambda t: (t.pop(A), t.pop(B)), r"target_modules of .* differ, for example in model\.layers\.0\.self_attn\.q_proj"),
+    "another rank": ("policy", SETTINGS, {"r": 10_000_000}, r"r: found 10000000 for model\..*, but its tensors have rank 4"),
+    "a rank by pattern": ("policy", SETTINGS, {"rank_pattern": {".*q_proj": 8}}, r"r: found 8 for model\..*q_proj, but its tensors have rank 4"),
+    "a huge alpha": ("policy", SETTINGS, {"lora_alpha": 1e300}, r"lora_alpha: found 1e\+300 for .*, expected a number above 0, up to 1000000"),
+    "alpha NaN": ("policy", SETTINGS, {"alpha_pattern": {"q_proj": float("nan")}}, "lora_alpha: found nan for .*q_proj"),
+    "alpha text": ("policy", SETTINGS, {"lora_alpha": "8"}, "lora_alpha: found '8'"),
+    "no mapping": ("policy", SETTINGS, {"rank_pattern": [8]}, "rank_pattern: AttributeError"),
+    "lookaround": ("policy", SETTINGS, {"alpha_pattern": {"(?!a)b": 8}}, r"alpha_pattern: .*\(\?!"),
     "an unknown head": ("policy", TENSORS, lambda t: t.update({HEAD: zeros(1, 128)}), "contains a scalar head that .* does not mention"),
     "a lost head": ("reward", TENSORS, lambda t: t.pop(HEAD), r"lacks the scalar head that adapter_config\.json mentions"),
     "a reward as policy": ("policy", SETTINGS, {"task_type": "SEQ_CLS"}, "is a reward adapter .*expected one that `sft`"),
     "a policy as reward": ("reward", SETTINGS, {"task_type": "CAUSAL_LM"}, "is an adapter without a scalar head, so it cannot score; expected one that `rm`"),
 }  # fmt: skip
 FOUND_WHEN_LOADING = {
-    "another rank": ("policy", SETTINGS, {"r": 8}, r"lora_A\.weight has shape \(4, 256\); expected \(8, 256\)"),
-    "alpha text": ("policy", SETTINGS, {"lora_alpha": "8"}, "peft rejects these settings"),
+    "an unknown task": ("policy", SETTINGS, {"task_type": "NOPE"}, "peft rejects these settings"),
     "NaN": ("policy", TENSORS, lambda t: t[A].__setitem__((0, 0), np.nan), "q_proj.lora_A.weight contains NaN or infinity"),
     "two scores": ("reward", TENSORS, lambda t: t.update({HEAD: zeros(2, 128)}), r"score.weight has shape \(2, 128\); expected \(1, 128\)"),
 }  # fmt: skip
@@ -116,6 +127,38 @@ def test_a_folder_that_does_not_match_the_base_is_an_error(kind, copied, shared)
             lineage.read(str(folder), name)
             check(folder)
     assert not shared.roles and sum(p.numel() for p in shared.parameters()) == before
+
+
+def test_damaged_probes_are_an_error(tmp_path):
+    for text in ("[" * 100_000, "[1]", '{"input_ids": []}'):
+        (tmp_path / "probes.json").write_text(text)
+        with pytest.raises(InputError, match=r"probes\.json: .*; remove it, or save the adapter again"):
+            probes.read_probes(str(tmp_path))
+
+
+def test_a_rank_that_is_written_as_a_fraction_is_accepted(copied, shared):
+    folder = copied("policy")
+    content = json.loads((folder / SETTINGS).read_text())
+    (folder / SETTINGS).write_text(json.dumps({**content, "r": 4.0, "rank_pattern": {"q_proj": 4.0}}))
+    check(folder)
+    shared.add("x", folder=folder)
+    shared.remove("x")
+
+
+SLOW = r"(.*\w+)+\w+_projX"  # `re` would backtrack for years to match this pattern
+
+
+@pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
+def test_a_pattern_that_backtracks_forever_does_not_stop_the_loading(key, copied, shared):
+    folder = copied("policy")
+    content = json.loads((folder / SETTINGS).read_text())
+    value = {SLOW: 4} if key.endswith("pattern") else SLOW
+    (folder / SETTINGS).write_text(json.dumps({**content, key: value}))
+    check(folder)
+    shared.add("x", folder=folder)
+    adapted = {name for name, one in shared.base.named_modules() if "x" in getattr(one, "r", ())}
+    assert adapted == adapter_files.ranks(adapter_files.read_shapes(folder)).keys()
+    shared.remove("x")
 
 
 def test_patterns_set_the_ranks_and_alphas_of_modules(shared, tmp_path):

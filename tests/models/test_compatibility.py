@@ -106,6 +106,8 @@ def test_an_unknown_attention_is_an_error_of_its_key(base):
         ({"target_modules": ["embed_tokens"]}, "target_modules: adapts embed_tokens, which this base ties to its lm head"),
         ({"target_modules": "lm_head"}, "target_modules: adapts lm_head, which this base ties to its embeddings"),
         ({"lora_bias": True}, r"lora_bias: adds a bias to \w+_proj, which has none in this base"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [0, 7]}, "layers_to_transform: found 7, and these modules have layers 0 to 3"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": 0, "layers_pattern": "h"}, "layers_to_transform: found 0, and these modules have no layers of that name"),
     ],
     ids=str,
 )  # fmt: skip
@@ -120,6 +122,7 @@ def test_lora_settings_that_do_not_fit_the_base_are_rejected(changes, says):
         {},
         {"target_modules": r".*\.(q|v)_proj"},
         {"target_modules": ["layers.0.mlp.up_proj"]},
+        {"target_modules": ["q_proj"], "layers_to_transform": [0, 3], "layers_pattern": "layers"},
         {"target_modules": "all-linear", "exclude_modules": ["q_proj"], "rank_pattern": {"k_proj": 2}},
     ],
     ids=str,
@@ -148,6 +151,7 @@ def test_names_that_transformers_may_change_are_not_checked():
     experts = {"model.layers.0.mlp.experts.0.up_proj.weight": good.shapes[UP]}
     for config, shapes in (
         ({"text_config": {"vocab_size": 3}}, good.shapes),
+        ({"quantization_config": {"bits": 4}}, good.shapes),
         ({}, {**good.shapes, **experts}),
         ({}, {}),  # the weights are not on this machine
     ):

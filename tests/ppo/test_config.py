@@ -5,6 +5,7 @@ import pytest
 from pipeline.errors import InputError
 from pipeline.job import load_job
 from pipeline.job.rollout import RolloutConfig
+from pipeline.job.rules import find_warnings
 from pipeline.ppo.config import PPOConfig
 
 pytestmark = pytest.mark.usefixtures("in_root")
@@ -63,3 +64,19 @@ def test_the_last_update_is_a_full_one():
 )
 def test_the_default_correction(rollout, corrects):
     assert RolloutConfig(**rollout).corrects == corrects
+
+
+IDLE = "2 of 3 workers will be idle, because completions are sampled in chunks of 64"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "idle"),
+    [
+        (["rollout.num_workers=3"], True),
+        (["rollout.num_workers=2", "rollout.staleness=2"], False),
+        (["rollout.num_workers=3", "trainer.local_rollout_forward_batch_size=21"], False),
+    ],
+)
+def test_a_warning_names_rollout_workers_that_would_be_idle(overrides, idle):
+    job = load_job("jobs/demo/ppo.yaml", overrides, "ppo")
+    assert (IDLE in "\n".join(find_warnings(job))) == idle

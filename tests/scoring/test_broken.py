@@ -7,9 +7,16 @@ import re
 import pytest
 from judging import MODEL, chat, judging
 
+from pipeline.errors import Failure, InputError
 from pipeline.job.judge import Definition
+from pipeline.scoring.judges import client
 from pipeline.scoring.judges.reward import JudgeReward
 from pipeline.stages import pairs
+
+CRITERIA = [
+    {"name": "correct", "text": "Is it true?", "choices": ["wrong", "right"]},
+    {"name": "polite", "text": "Is it polite?", "choices": ["no", "yes"]},
+]
 
 
 class Tokenizer:
@@ -78,22 +85,34 @@ BROKEN = {
     "a position bias of a fifth": ("rank", rank(biased), r"prefers the completion that it sees first"),
     "the last place": ("rank", rank(lambda a, b, asked: "good" in a and random.Random(str(asked)).random() < 0.5), "sees last"),
     "a bias to length": ("score", score(lambda text: min(10, len(text) / 10)), "prefers the longer completion"),
+    "a bias to brevity": ("score", score(lambda text: 10 - min(9, len(text) / 10)), "prefers the shorter completion"),
     "ties only": ("score", score(lambda text: 7), r"100% of the pairs have equal scores"),
     "chance": ("score", lambda asked: f"Score: {random.Random(str(asked)).uniform(1, 10)}", r"may be chance"),
+    "always sure": ("yes", yes(lambda text: 0.999), r"equal scores"),
+    "NaN": ("score", score(lambda text: "nan"), r"no usable answer .*its last line `Score: NUMBER` is missing"),
+    "another scale": ("score", score(lambda text: 85), r"no usable answer .*it scores 85, expected 1 to 10"),
+    "a criterion missing": ("rubric", lambda asked: "correct: right", r"no usable answer .*no single line `polite: `"),
+    "no log-probs": ("yes", lambda asked: "Yes", r"no usable answer .*in top_logprobs, is Yes or No with a probability of only 0"),
+    "another model": ("score", lambda asked: chat("Score: 3", model="cheap"), r"answers as cheap; write `model: cheap`"),
 }  # fmt: skip
 
 
 def found(storage, form, answer):
     with judging(answer) as server:
-        given = Definition(MODEL, form, f"{server.address}/v1")
+        criteria = CRITERIA if form == "rubric" else None
+        given = Definition(MODEL, form, f"{server.address}/v1", criteria=criteria)
         judge = JudgeReward(given, str(storage), "run", reward_timeout_s=0.2)
-        made = pairs.compared([judge], rows(), 0, Tokenizer(), {0, 1})
+        try:
+            made = pairs.compared([judge], rows(), 0, Tokenizer(), {0, 1})
+        except (Failure, InputError) as error:
+            return [str(error)]
         assert server.paid.total() == len(server.paid) == (120 if form == "rank" else len(server.paid))
         return pairs.metrics_of(made)[1]["faults"]
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_the_fault_of_a_broken_judge_is_named(name, tmp_path):
+def test_the_fault_of_a_broken_judge_is_named(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "PAUSES_S", (0.01, 0.05))
     form, answer, says = BROKEN[name]
     faults = found(tmp_path, form, answer)
     assert any(re.search(says, fault) for fault in faults), faults

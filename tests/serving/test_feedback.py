@@ -174,9 +174,12 @@ def test_repeated_answers_and_answers_that_cannot_be_written_take_no_space(store
     assert full.value.status == 507 and store.conversation_bytes == held
 
 
-def test_a_conversation_is_deleted_after_thirty_days(stores):
+def test_a_conversation_is_deleted_after_thirty_days_but_not_if_the_clock_jumps(stores, monkeypatch):
     day, now = 24 * 3600, time.time()
     store = stores(answer("new", time=now - 29 * day), answer("old", time=now - 31 * day))
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: now + 40 * day)
+        store.remember([answer("ahead", time=now + 40 * day)])
     assert store.add({"id": "new", "label": True})
     refused(store, {"id": "old", "label": True}, 404)
 

@@ -14,6 +14,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import gcs
 import pytest
 from resumed import touched
 from running import NO_EVAL, ROOT, stage
@@ -32,14 +33,18 @@ def short(monkeypatch):
     monkeypatch.setattr(lease, "POLL_S", 0.05)
 
 
-@pytest.fixture(params=["folder", "memory", "s3"])
+@pytest.fixture(params=["folder", "memory", "s3", "gs"])
 def folder(request, tmp_path, monkeypatch):
-    """Returns a run's folder on the local disk, in fsspec's memory, or in a mock of S3."""
+    """Returns a run's folder on the local disk, in fsspec's memory, in a mock of S3, or in a fake of Google Cloud Storage."""
     with contextlib.ExitStack() as stack:
         if request.param == "s3":
             pytest.importorskip("moto", reason="needs the extra `mock`")
             stack.enter_context(mock_s3(monkeypatch))
+        if request.param == "gs":
+            pytest.importorskip("google.cloud.storage", reason="needs the extra `cloud`")
+            stack.enter_context(gcs.gcs(monkeypatch))
         places = {"folder": str(tmp_path), "memory": f"memory://{tmp_path.name}", "s3": "s3://bucket"}
+        places["gs"] = "gs://anonymous@bucket"
         yield f"{places[request.param]}/{tmp_path.name}/one"
 
 

@@ -22,9 +22,10 @@ def test_rows_fill_half_of_the_free_memory(monkeypatch):
 
 
 def test_free_memory_is_limited_by_the_container_but_not_by_cached_files(tmp_path, monkeypatch):
-    def free_of_node(**files):
+    def free_of_node(folder=tmp_path, **files):
+        folder.mkdir(exist_ok=True)
         for name, text in files.items():
-            (tmp_path / name.replace("memory_", "memory.")).write_text(text)
+            (folder / name.replace("memory_", "memory.", 1)).write_text(text)
         return memory.free_of_node()
 
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
@@ -35,6 +36,8 @@ def test_free_memory_is_limited_by_the_container_but_not_by_cached_files(tmp_pat
     assert free_of_node(memory_max=f"{8 * MIB}\n") == 5 * MIB
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert memory.free_bytes(torch.device("cpu")) == 2.5 * MIB
+    files = dict(memory_limit_in_bytes=str(4 * MIB), memory_usage_in_bytes=str(3 * MIB), memory_stat=stat)
+    assert free_of_node(tmp_path / "memory", **files) == 3 * MIB  # cgroup version 1
 
 
 def free_rows(monkeypatch, rows):

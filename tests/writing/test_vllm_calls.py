@@ -63,7 +63,7 @@ class Engine:
 @pytest.fixture
 def llm(monkeypatch):
     content = {
-        "vllm": {"SamplingParams": Given},
+        "vllm": {"SamplingParams": Given, "LLM": Given},
         "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(DELTA="delta")},
         "vllm.exceptions": {"VLLMClientError": ClientError},
         "vllm.lora": {},
@@ -104,6 +104,14 @@ def test_rows_become_requests_that_join_and_leave(llm):
     assert (long.tokens, long.ended, gone.tokens) == ([6, 7, 8], False, [51])
     decoder.remove("a")
     assert llm.llm_engine.calls[1:] == [("abort", [51]), ("remove", 1)]
+
+
+def test_vllm_finds_a_base_in_the_home_folder(llm, tmp_path, monkeypatch):
+    (tmp_path / "base").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(vllm, "accepted_rank", lambda rank: rank)
+    started = vllm.start_llm("~/base", "cpu", longest=64, rank=4)
+    assert started.args == (str(tmp_path / "base"),)
 
 
 def test_a_changed_role_gets_a_new_adapter_id(llm, tmp_path):

@@ -40,7 +40,7 @@ def test_these_tests_pass_in_the_environment_of_vllm():
         pytest.skip("there is no .bench/vllm; run `make .bench/vllm`")
     command = [PYTHON, "-m", "pytest", __file__, "-k", "not environment"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert re.search(r"^4 passed", done.stdout, re.MULTILINE), done.stdout + done.stderr
+    assert re.search(r"^5 passed", done.stdout, re.MULTILINE), done.stdout + done.stderr
 
 
 @with_vllm
@@ -120,6 +120,24 @@ def decoder(tmp_path_factory):
     decoder.close()
     process.join(30)
     assert not process.is_alive()
+
+
+@with_vllm
+def test_completions_and_alternatives_have_the_expected_form(decoder):
+    decoder.changed("policy")
+    for role in ("policy", None):
+        for written in decoder.generate(role, [PROMPT, PROMPT[:2]], [0, 1], Sampling(6, (825, 1), seed=3)):
+            assert 1 <= len(written.tokens) == len(written.logprobs) <= 6
+            assert all(isinstance(token, int) for token in written.tokens)
+            assert all(logprob <= 0 for logprob in written.logprobs)
+            assert written.ended or len(written.tokens) == 6
+    # Processed log-probs include the temperature.
+    rows = [Row(PROMPT, 0, Sampling(1, (825, 1), temperature=heat), top=2) for heat in (1.0, 0.5)]
+    decoder.join(rows)
+    while decoder.rows:
+        decoder.step()
+    (full, half) = ([logprob for _, logprob in row.tops[0]] for row in rows)
+    assert half[0] - half[1] == pytest.approx(2 * (full[0] - full[1]), rel=1e-3)
 
 
 @with_vllm

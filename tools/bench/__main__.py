@@ -1,13 +1,19 @@
-"""Compares speed and memory of our PPO and server with other programs on this machine.
+"""Compares speed and memory of our PPO, stages, evaluation, server and judges with other programs on this machine.
 
     make bench                                  everything, at both sizes
     make bench ARGS="ppo --size demo"           one part at one size
-    make bench ARGS="ppo --variant bf16-head"
-    make bench ARGS="serve --rounds 1"
+    make bench ARGS="ppo --variant bf16-head shared-long"
+    make bench ARGS="sft dpo --rounds 1"
 
-Parts: `ppo` (our PPOTrainer compared with that of TRL 1.12, the last version that had one) and `serve` (64 clients of two
-policies on one base, compared with a plain loop over two models). Sizes: `demo` (the demo model) and `large` (a random Llama of
-110M parameters). Variants of `ppo`: sizes.py.
+| part | what is measured | compared with |
+| --- | --- | --- |
+| ppo | our PPOTrainer, in the variants of sizes.py | the PPOTrainer of TRL 1.12, the last version that had one |
+| sft, rm, dpo | the pipeline's command line | TRL alone |
+| evaluate | a reward model on preference pairs | plain forwards |
+| serve | 64 clients of two policies on one base | a plain loop over two models |
+| judge | questions to an endpoint that answers after 100 ms, the same at each size | a plain asyncio loop |
+
+Sizes: `demo` (the demo model) and `large` (a random Llama of 110M parameters).
 
 Each measurement is a separate process. A round runs all measurements of a comparison once, one after the other. After each
 round, results.json and bench.md in runs/bench have the results. Parts that were not run keep their last results.
@@ -30,7 +36,14 @@ from typing import Any
 from report import GIB, Runs, ratios, render
 from sizes import CASES, ROOT, SIZES, TRL_PPO, VARIANTS, WORK
 
-PARTS = ("ppo", "serve")
+# part -> script, and name of the plain program to compare with
+PLAIN = {
+    **dict.fromkeys(("sft", "rm", "dpo"), ("stage.py", "bare TRL")),
+    "evaluate": ("evaluate.py", "plain forwards"),
+    "serve": ("serve.py", "plain loop"),
+    "judge": ("judge.py", "plain asyncio loop"),
+}
+PARTS = ("ppo", *PLAIN)
 
 Commands = dict[str, list[str]]  # name of a measurement -> script and arguments
 Rows = list[tuple[str, str | None]]  # rows of the table: our program, and the program to compare with
@@ -67,17 +80,18 @@ def comparisons(part: str, size: str, variants: list[str]) -> Iterator[tuple[str
         for case in CASES:
             commands, rows = {}, []
             for ours, theirs in map(VARIANTS.__getitem__, variants):
-                commands[str(ours)] = ["ppo_ours.py", size, case, json.dumps(asdict(ours))]
-                rows.append((str(ours), str(theirs) if TRL_PPO.is_dir() else None))
-                if TRL_PPO.is_dir():
-                    commands[str(theirs)] = ["ppo_trl.py", size, case, json.dumps(asdict(theirs))]
+                programs = [one for one in (ours, theirs) if not one.trl or TRL_PPO.is_dir()]
+                for one in programs:
+                    script = "ppo_trl.py" if one.trl else "ppo_ours.py"
+                    commands[str(one)] = [script, size, case, json.dumps(asdict(one))]
+                rows.append((str(ours), str(theirs) if theirs in programs else None))
             yield case, commands, rows
         return
-    commands = {"ours": ["serve.py", "ours", size]}
-    if importlib.util.find_spec("vllm"):
+    script, plain = PLAIN[part]
+    commands = {"ours": [script, "ours", size, part]}
+    if part == "serve" and importlib.util.find_spec("vllm"):
         commands["ours, vLLM"] = [*commands["ours"], "rollout.engine=vllm"]
-    plain = {"plain loop": ["serve.py", "plain", size]}
-    yield "", commands | plain, [(name, "plain loop") for name in commands]
+    yield "", commands | {plain: [script, "plain", size, part]}, [(name, plain) for name in commands]
 
 
 def measure(options: argparse.Namespace, what: dict[str, str], commands: Commands, rows: Rows) -> None:

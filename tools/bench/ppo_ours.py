@@ -27,7 +27,9 @@ def ppo(name: str, case: str, fields: str) -> None:
         response_length=size.new_tokens,
         num_ppo_epochs=2,
         num_mini_batches=2,
-        per_device_train_batch_size=size.together,
+        num_generations=size.generations if ours.prompts == "shared" else 1,
+        # Few rows save memory. Completions share a prompt only within a micro-batch, which is then the full minibatch.
+        per_device_train_batch_size=size.together if ours.prompts == "different" else size.prompts // 2,
         learning_rate=LEARNING_RATE,
         bf16=ours.bf16,
         seed=SEED,
@@ -35,12 +37,19 @@ def ppo(name: str, case: str, fields: str) -> None:
     history: list[dict[str, float]] = []
 
     def on_update(metrics: dict[str, float], update: int, total: int) -> None:
-        clock.update_ended()
+        clock.step(update)
         history.append(metrics)
 
-    rows = [{"input_ids": ids, "row": json.dumps({"prompt": ""})} for ids in size.token_ids(tokens)]
+    token_ids = size.token_ids(tokens, long=ours.prompts != "different")
+    if ours.prompts != "different":
+        token_ids = token_ids[: size.prompts * size.updates // size.generations]
+    if ours.prompts == "repeated":
+        token_ids = repeated(token_ids, size.generations)
+    rows = [{"input_ids": ids, "row": json.dumps({"prompt": ""})} for ids in token_ids]
     before = high_water()  # the trainer resets the system's record of the peak, and reports its own
     trainer = PPOTrainer(Sampler(Roles(shared, [AdapterReward(shared)]), tokens, args), Prompts(rows))
+    if ours.prompts == "repeated":
+        shared.can_pack = trainer.sampler.decoder.share = False
     trainer.train(on_update)
     clock.facts = {
         "phases": [{phase: metrics[f"time/{phase}"] for phase in PHASES} for metrics in history[1:]],
@@ -60,6 +69,18 @@ def shared_base(base: Any, ours: Setting) -> Any:
     critic = {"head_on": "policy"} if ours.critic == "head" else {"head": True, "copy_of": "reward"}
     shared.add("critic", trainable=True, **critic)
     return shared
+
+
+def repeated(distinct: list[list[int]], times: int) -> list[list[int]]:
+    """Returns prompts whose single completions are the same episodes as `times` completions to each distinct prompt."""
+    from pipeline.ppo.episodes import prompt_order
+
+    count = len(distinct) * times
+    found: list[list[int]] = [[]] * count
+    order = prompt_order(0, len(distinct), len(distinct), SEED)
+    for episode, row in enumerate(prompt_order(0, count, count, SEED)):
+        found[row] = distinct[order[episode // times]]
+    return found
 
 
 if __name__ == "__main__":

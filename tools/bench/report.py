@@ -11,8 +11,9 @@ Result = dict[str, Any]
 Runs = dict[str, list[Result]]  # name of a measurement -> its result in each round
 LEGEND = f"""
 Each row compares a program of ours with another one. Each round ran both, one after the other. Numbers are medians over the
-rounds; *speedup*, *ratio* and *later* are medians of the ratios and differences in each round. Units are samples of `ppo` and
-tokens of `serve`. *first s* is the time from the start of the process to the end of its first update or completion.
+rounds; *speedup*, *ratio* and *later* are medians of the ratios and differences in each round. Units are samples of `ppo`,
+steps of `sft`, `rm` and `dpo`, pairs of `evaluate`, tokens of `serve`, and questions of `judge`. *first s* is the time from the
+start of the process to the end of its first step.
 
 `ppo` {", ".join(f"`{case}`: {about}" for case, about in CASES.items())}. Both programs use LoRA of rank 16 on all linear layers,
 2 epochs of 2 minibatches, temperature 1, and equal learning rate, KL coefficient, clip ranges, gamma and lambda. Ours has one
@@ -20,7 +21,7 @@ base with adapters, Adam's epsilon at 1e-5, and clips gradients to norm 1. TRL h
 has an epsilon of 1e-8, and does not clip gradients. In bf16, our base is in bf16, and its adapters, heads and losses are in fp32.
 TRL has all its models in bf16, as with `accelerate launch --mixed_precision bf16`.
 
-`serve`: half of the clients use one policy and half another, over HTTP on the same machine. The plain loop generates with merged
+`evaluate` is compared with the forward passes alone, in batches of the same number, sorted by length. `serve`: half of the clients use one policy and half another, over HTTP on the same machine. The plain loop generates with merged
 models, one request after the other. The memory is that of a replica before its first request, and of the process with two models.
 """
 HEAD = "part | model | ours | other | units/s | other | speedup | peak GiB | other | ratio | first s | other | later"

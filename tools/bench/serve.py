@@ -1,4 +1,4 @@
-"""Measures `serve`. `make bench` runs `python tools/bench/serve.py ours|plain SIZE [section.key=value ...]`.
+"""Measures `serve`. `make bench` runs `python tools/bench/serve.py ours|plain SIZE serve [section.key=value ...]`.
 
 A step is a token of any client.
 """
@@ -18,7 +18,7 @@ def questions() -> list[str]:
     return [json.loads(row)["prompt"] for row in (DATA / "prompts_eval.jsonl").read_text().splitlines()]
 
 
-def ours(name: str, *overrides: str) -> None:
+def ours(name: str, _: str, *overrides: str) -> None:
     """Serves two policies on one base over HTTP. Each client waits for an answer before its next request.
 
     The peak is the private memory of the replica and of vLLM's processes before the first request. The replica has one
@@ -82,7 +82,7 @@ def ours(name: str, *overrides: str) -> None:
         write(found | {"under_load": private(), "answers": len(ends)})
 
 
-def plain(name: str) -> None:
+def plain(name: str, _: str) -> None:
     """Runs two merged models in memory, with transformers' `generate` for one request after the other, without HTTP.
 
     The peak is the private memory of the process.

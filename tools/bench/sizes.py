@@ -1,4 +1,4 @@
-"""What both programs of a comparison share: settings, models, prompts, and a clock.
+"""What both programs of a comparison share: settings, models, rows, and a clock.
 
 No program imports the other one, so that neither pays for the other's imports.
 """
@@ -6,6 +6,7 @@ No program imports the other one, so that neither pays for the other's imports.
 import json
 import os
 import random
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA, DEMO = ROOT / "jobs/demo/data", ROOT / "jobs/demo/model"
-WORK = ROOT / "runs/bench"  # random models, and outputs of measurements
+WORK = ROOT / "runs/bench"  # random models, rows, and outputs of measurements
 # TRL 1.12, the last version with a PPOTrainer. Only the process that measures this version imports it.
 TRL_PPO = ROOT / ".bench/trl"
 LORA: dict[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
@@ -38,6 +39,9 @@ class Setting:
     trl: bool = False
     critic: str = "head"
     bf16: bool = False  # dtype of base and trainer
+    # different: one completion to each prompt. shared: several completions to each. repeated: the episodes of `shared`, but each
+    # prompt has as many rows as completions, so that no forward pass shares a prompt
+    prompts: str = "different"
 
     @property
     def dtype(self) -> str:
@@ -45,7 +49,8 @@ class Setting:
 
     def __str__(self) -> str:
         name = f"{'TRL 1.12' if self.trl else 'ours'}, {'bf16' if self.bf16 else 'fp32'}"
-        return name + ("" if self.trl else f", critic {self.critic}")
+        name += "" if self.trl else f", critic {self.critic}"
+        return name if self.prompts == "different" else f"{name}, {self.prompts} prompts"
 
 
 # name -> our setting, and the setting to compare with
@@ -53,21 +58,30 @@ VARIANTS = {
     "head": (Setting(), Setting(trl=True)),
     "adapter": (Setting(critic="adapter"), Setting(trl=True)),
     "bf16-head": (Setting(bf16=True), Setting(trl=True, bf16=True)),  # for a processor with bf16
+    "shared-long": (Setting(prompts="shared"), Setting(prompts="repeated")),
 }
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model, and the amount of work in a measurement with it."""
+    """A model, and the amount of work in the measurements with it."""
 
     name: str
     shape: dict[str, int] | None  # shape of a random Llama; None means the trained demo model
     prompts: int  # prompts of one PPO update
     together: int  # rows of our forward and backward passes; TRL cannot split its minibatch
+    generations: int  # completions per prompt, if prompts are shared
     prompt_tokens: int | None  # tokens per prompt; None means the demo's prompts
+    long_prompt_tokens: int | None  # tokens of each prompt with several completions
     new_tokens: int  # maximum tokens of a completion
     eos_bias: float  # added to the logit of EOS in the case `own`, so that completions end at about 40% of the limit
     updates: int  # updates of PPO; the first is a warmup
+    rows: int  # rows per step of sft; rm and dpo have half as many pairs, of two rows each
+    words: int | None  # words per row of sft, rm and dpo; None means the demo's rows
+    steps: int  # steps of sft, rm, dpo
+    warmup: int  # number of first steps that are not measured
+    logging_steps: int
+    pairs: int  # pairs of `evaluate`
     serve_tokens: int  # tokens per completion of `serve`
     serve_seconds: int
 
@@ -80,22 +94,22 @@ class Size:
         return self.folder / "model" if self.shape else DEMO
 
     def prepare(self) -> None:
-        """Writes the random model, unless it exists."""
-        if not self.shape or (self.folder / "ready").exists():
+        """Writes the random model and the rows, unless they exist."""
+        if (self.folder / "ready").exists():
             return
-        import torch
-        from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-        torch.manual_seed(0)
-        ends = {"eos_token_id": EOS, "bos_token_id": BOS, "pad_token_id": None}
-        config = LlamaConfig(**self.shape, max_position_embeddings=512, tie_word_embeddings=True, **ends)
-        LlamaForCausalLM(config).save_pretrained(self.model)
-        AutoTokenizer.from_pretrained(DEMO).save_pretrained(self.model)  # has fewer tokens than the model
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.shape:
+            write_model(self.model, self.shape)
+        if self.words:
+            write_rows(self.folder, self.words)
+        else:
+            for name in ("demonstrations.jsonl", "preferences.jsonl"):
+                shutil.copy(DATA / name, self.folder)
         (self.folder / "ready").touch()
 
-    def adapter(self, seed: int) -> Path:
+    def adapter(self, seed: int, head: bool = False) -> Path:
         """Returns the folder of a random adapter, which is made once."""
-        folder = self.folder / f"policy-{seed}"
+        folder = self.folder / f"{'reward' if head else 'policy'}-{seed}"
         if not (folder / "adapter_model.safetensors").exists():
             import torch
             from transformers import AutoModelForCausalLM
@@ -104,7 +118,7 @@ class Size:
 
             shared = SharedBase(AutoModelForCausalLM.from_pretrained(self.model, dtype="float32"))
             torch.manual_seed(seed)
-            shared.add("random", lora=LORA)
+            shared.add("random", lora=LORA, head=head)
             for parameter in shared.parameters_of("random"):
                 parameter.data += 0.02 * torch.randn_like(parameter)
             shared.save("random", folder)
@@ -118,11 +132,13 @@ class Size:
         found.pad_token = "<|finetune_right_pad_id|>"
         return found
 
-    def token_ids(self, tokens: Any) -> list[list[int]]:
+    def token_ids(self, tokens: Any, long: bool = False) -> list[list[int]]:
         """Returns the token ids of the prompts of all updates."""
-        if self.prompt_tokens:
-            draw, count = random.Random(1), self.prompts * self.updates
-            return [[draw.randrange(10, 1000) for _ in range(self.prompt_tokens)] for _ in range(count)]
+        if width := self.long_prompt_tokens if long else self.prompt_tokens:
+            draw = random.Random(1)
+            return [
+                [draw.randrange(10, 1000) for _ in range(width)] for _ in range(self.prompts * self.updates)
+            ]
         lines = (DATA / "prompts.jsonl").read_text().splitlines()
         chats = [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in lines]
         return [tokens.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
@@ -147,6 +163,37 @@ class Size:
         return model
 
 
+def write_model(folder: Path, shape: dict[str, int]) -> None:
+    """Writes a random Llama with the demo's tokenizer, which has fewer tokens than the model."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    ends = {"eos_token_id": EOS, "bos_token_id": BOS, "pad_token_id": None}
+    config = LlamaConfig(**shape, max_position_embeddings=512, tie_word_embeddings=True, **ends)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder)
+
+
+def write_rows(folder: Path, words: int) -> None:
+    """Writes demonstrations and preference pairs, whose texts are random words of the demo."""
+    known = sorted(set((DATA / "demonstrations.jsonl").read_text().replace('"', " ").split()))
+    known, draw = [word for word in known if word.isalpha()], random.Random(0)
+    with (
+        (folder / "preferences.jsonl").open("w") as preferences,
+        (folder / "demonstrations.jsonl").open("w") as demonstrations,
+    ):
+        for _ in range(200):
+            keys = ("prompt", "chosen", "rejected")
+            pair = {key: " ".join(draw.choices(known, k=words // 2)) for key in keys}
+            turns = [
+                {"role": "user", "content": pair["prompt"]},
+                {"role": "assistant", "content": pair["chosen"]},
+            ]
+            preferences.write(json.dumps(pair) + "\n")
+            demonstrations.write(json.dumps({"messages": turns}) + "\n")
+
+
 def shape(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, int]:
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     return dict(zip(names, (vocabulary, hidden, intermediate, layers, heads), strict=True))
@@ -154,16 +201,19 @@ def shape(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: i
 
 ALL = (
     Size(  # for the test of the bench
-        name="toy", shape=shape(1024, 64, 96, 2, 2), prompts=4, together=2, prompt_tokens=8, new_tokens=6,
-        eos_bias=4.6, updates=2, serve_tokens=6, serve_seconds=3,
+        name="toy", shape=shape(1024, 64, 96, 2, 2), prompts=4, together=2, generations=2,
+        prompt_tokens=8, long_prompt_tokens=24, new_tokens=6, eos_bias=4.6, updates=2, rows=4, words=10, steps=2, warmup=1,
+        logging_steps=1, pairs=4, serve_tokens=6, serve_seconds=3,
     ),
     Size(  # the demo's model of 0.8M parameters
-        name="demo", shape=None, prompts=64, together=32, prompt_tokens=None, new_tokens=40,
-        eos_bias=0.0, updates=6, serve_tokens=40, serve_seconds=30,
+        name="demo", shape=None, prompts=64, together=32, generations=8, prompt_tokens=None,
+        long_prompt_tokens=None, new_tokens=40, eos_bias=0.0, updates=6, rows=16, words=None, steps=150, warmup=75,
+        logging_steps=5, pairs=200, serve_tokens=40, serve_seconds=30,
     ),
     Size(  # a random Llama of 110M parameters
-        name="large", shape=shape(32_000, 768, 2048, 12, 12), prompts=16, together=3, prompt_tokens=32, new_tokens=96,
-        eos_bias=6.6, updates=2, serve_tokens=64, serve_seconds=30,
+        name="large", shape=shape(32_000, 768, 2048, 12, 12), prompts=16, together=3,
+        generations=8, prompt_tokens=32, long_prompt_tokens=96, new_tokens=96, eos_bias=6.6, updates=2, rows=8, words=40,
+        steps=10, warmup=2, logging_steps=1, pairs=4, serve_tokens=64, serve_seconds=30,
     ),
 )  # fmt: skip
 SIZES = {size.name: size for size in ALL}
@@ -180,20 +230,25 @@ def since_start(at: float) -> float:
 
 
 class Clock:
-    """The time at which each update ended, and other results of a measurement."""
+    """The time at which each step ended, and other results of a measurement."""
 
     def __init__(self) -> None:
-        self.ends: list[float] = []
+        self.ends: list[tuple[int, float]] = []
         self.facts: dict[str, Any] = {}
 
-    def update_ended(self) -> None:
-        self.ends.append(time.time())
+    def step(self, number: int, at: float | None = None) -> None:
+        self.ends.append((number, at or time.time()))
 
-    def write(self, peak: int) -> None:
-        """Writes the seconds until the first update ended, the mean seconds of the other updates, and the peak bytes."""
-        first, *_, last = self.ends
-        mean = (last - first) / (len(self.ends) - 1)
-        write({"first_step": since_start(first), "step": mean, "peak": peak, **self.facts})
+    def write(self, peak: int, warmup: int = 1) -> None:
+        """Writes the seconds until the first step ended, the mean seconds of steps after the warmup, and the peak bytes."""
+        start, begin = next(step for step in self.ends if step[0] >= warmup)
+        last, end = self.ends[-1]
+        found = {
+            "first_step": since_start(self.ends[0][1]),
+            "step": (end - begin) / (last - start),
+            "peak": peak,
+        }
+        write(found | self.facts)
 
 
 def high_water() -> int:

@@ -19,17 +19,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from faults import FAULTS, TWO_WORKERS
+from faults import FAULTS, ROLLOUT, TWO_WORKERS
 from runs import Baselines, Server, differences
 
-STAGES = (
-    "sft",
-    "rm",
-    "dpo",
-    "kto",
-    "ppo",
-    "ahead",
-)  # `ahead` is ppo with a rollout worker that samples one update ahead
+# `ahead` is ppo with a rollout worker that samples one update ahead
+STAGES = ("sft", "rm", "dpo", "kto", "ppo", "ahead")
 
 
 def main() -> int:
@@ -48,7 +42,7 @@ def main() -> int:
             (stage, fault): cell(stage, fault, seed, baselines)
             for stage in options.stages
             for fault in options.faults
-            if stage == "ahead" or fault != "rollout-worker"
+            if stage == "ahead" or fault not in ROLLOUT
         }
     failed = [f"{stage} x {fault}" for (stage, fault), well in equal.items() if not well]
     if failed:

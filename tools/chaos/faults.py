@@ -94,24 +94,37 @@ def rollout_worker(run: Run, rng: random.Random) -> str:
     return f"killed the rollout worker after step {step}"
 
 
-def node(run: Run, rng: random.Random, notice: bool = False) -> str:
-    """Kills all processes of a node with a training worker. A spare node is available.
+def hang(run: Run, rng: random.Random) -> str:
+    """Stops the rollout worker with SIGSTOP, so that its process exists and does nothing."""
+    run.start()
+    step = moment(run, rng, last=STEPS - 3)
+    os.kill(actors(run, ROLLOUT_WORKER)[0], signal.SIGSTOP)
+    run.wait_for("has not answered")
+    ended(run)
+    return f"stopped the rollout worker after step {step}"
+
+
+def node(run: Run, rng: random.Random, notice: bool = False, actor: str = TRAINER) -> str:
+    """Kills all processes of a node with an actor of this name. A spare node is available.
 
     Args:
         notice: first announces that the node ends in 5 seconds, as clouds do for spot nodes. Then no training worker may fail.
     """
-    nodes = Nodes(run, 3, for_rollouts=int("rollout.num_workers=1" in run.arguments))
+    training = actor == TRAINER
+    ahead = int("rollout.num_workers=1" in run.arguments)  # a node of its own for the rollout worker
+    nodes = Nodes(run, 3, for_rollouts=ahead) if training else Nodes(run, 1, for_rollouts=2)
     if notice:
         run.pause = 1.2  # the run must not end before the node
-    run.start(f"run.max_failures={0 if notice else 3}")
+    run.start(*([f"run.max_failures={0 if notice else 3}"] if training else []))
     step = moment(run, rng, last=4 if notice else STEPS - 1)
-    victim = rng.choice(until(nodes.busy, "a node with a training worker"))
-    done = f"killed a node after step {step}"
+    victim = rng.choice(until(lambda: nodes.busy(actor), f"a node with a {actor}"))
+    done = f"{'drained' if notice else 'killed'} a node with a {actor} after step {step}"
     if notice:
         nodes.drain(victim, seconds=5)
-        run.wait_for(r"node is being reclaimed: checkpoint of step \d+ committed")
-        saved = next(line for line in run.lines if "node is being reclaimed" in line).strip()
-        done = f"{saved.removesuffix(' committed')} (after step {step})"
+        if training:
+            run.wait_for(r"node is being reclaimed: checkpoint of step \d+ committed")
+            saved = next(line for line in run.lines if "node is being reclaimed" in line).strip()
+            done = f"{saved.removesuffix(' committed')} (after step {step})"
         time.sleep(5)
     nodes.kill(victim)
     ended(run)
@@ -197,12 +210,12 @@ class Nodes:
     def add(self, num_cpus: int = 2, **more: Any) -> None:
         self.nodes.append(self.cluster.add_node(num_cpus=num_cpus, **self.small, **more))
 
-    def busy(self) -> list[Any]:
-        """Returns the nodes on which a training worker runs."""
+    def busy(self, actor: str) -> list[Any]:
+        """Returns the nodes on which an actor of this name runs."""
         return [
             node
             for node in self.nodes
-            if any(TRAINER in command for pid in self.raylets(node) for command in below(pid).values())
+            if any(actor in command for pid in self.raylets(node) for command in below(pid).values())
         ]
 
     @staticmethod
@@ -230,5 +243,9 @@ FAULTS = {
     "write": write,
     "corrupt": corrupt,
     "rollout-worker": rollout_worker,
+    "hang": hang,
+    "rollout-node": partial(node, actor=ROLLOUT_WORKER),
+    "rollout-drain": partial(node, actor=ROLLOUT_WORKER, notice=True),
 }
 TWO_WORKERS = ("worker", "node", "preemption")
+ROLLOUT = ("rollout-worker", "hang", "rollout-node", "rollout-drain")  # faults of runs with rollout workers

@@ -7,6 +7,7 @@ import tempfile
 import time
 
 import torch
+import torch.distributed as dist
 
 from pipeline.job import Model
 from pipeline.models import probes
@@ -96,6 +97,21 @@ def _one_micro_batch(device: torch.device) -> dict[str, torch.Tensor]:
     trainer.accumulate(episodes, [0, 1, 2, 3], Totals.of(episodes.learn))
     gradients = {f"gradient of the {role}": gradient_of(shared, role) for role in trainer.roles}
     return {"log-probs": logprobs, "values": values, **gradients}
+
+
+def collectives(record: Record) -> None:
+    """Runs the pipeline's collectives over NCCL in a group of one rank, because NCCL allows only one rank per GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("nccl", f"file://{folder}/group", rank=0, world_size=1)
+        x, parts = torch.ones(3, dtype=torch.float64, device=DEVICE), [None]
+        dist.all_reduce(x)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        dist.broadcast(x, 0)
+        dist.barrier()
+        dist.all_gather_object(parts, {"a": 1})
+        dist.destroy_process_group()
+    right = x.tolist() == [1.0] * 3 and parts == [{"a": 1}]
+    record.check("NCCL returns what this rank sent", "yes" if right else (x.tolist(), parts), right)
 
 
 def fp32_logits(record: Record) -> None:

@@ -67,6 +67,7 @@ EXPERIMENTS: dict[str, Callable[[Record], None]] = {  # first the checks of resu
     "machine": machine,
     **{f"checks-{name}": partial(correct.self_checks, precision=name) for name in models.PRECISIONS},
     "cpu-and-gpu": correct.cpu_and_gpu,
+    "collectives": correct.collectives,
     "fp32-logits": correct.fp32_logits,
     "nf4-load": correct.nf4_load,
     "lora-forward": partial(decoding.fused_lora, backward=False),

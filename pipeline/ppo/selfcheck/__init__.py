@@ -1,4 +1,4 @@
-"""Self-checks of PPO. They compare the first rollout and the first update of every run with their definitions.
+"""Self-checks of PPO. The checks compare the first rollout and the first update of every run with independent definitions.
 
 A check that fails ends the run. PPOTrainer calls the checks, on every rank:
 

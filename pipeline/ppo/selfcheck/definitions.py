@@ -1,7 +1,7 @@
 """Computes token rewards and advantages from their definitions, and checks the signs of the losses' gradients.
 
-The code loops over plain numbers of the rows of all workers, with numpy. It shares no code with the trainer (losses.py,
-functional.py), so a wrong sign, shift, mask or mean in the trainer makes a difference. Definitions of the estimators are in
+The definitions loop with numpy over plain numbers of the rows of all workers. They share no code with the trainer (losses.py,
+functional.py), so a wrong sign, shift, mask or mean in the trainer makes the results differ. Definitions of the estimators are in
 estimators.py.
 """
 
@@ -82,9 +82,9 @@ def root_mean_square(difference: Tensor, mask: Tensor) -> float:
 
 
 def advantages_by_definition(trainer: Learner, episodes: Episodes) -> CheckResult:
-    """Checks that token rewards and advantages equal their definitions. Every rank calls it."""
-    # Policy and reference are still equal, which hides a wrong sign or coefficient of the KL. So the check is repeated with
-    # shifted reference log-probs.
+    """Checks that token rewards and advantages equal their definitions. Every rank calls this function."""
+    # Policy and reference are still equal, which hides a wrong sign or coefficient of the KL. The check is therefore repeated
+    # with shifted reference log-probs.
     steps = torch.arange(episodes.mask.shape[1], device=episodes.mask.device)
     shift = 0.3 * torch.sin(1.0 + steps + episodes.indices.unsqueeze(-1))
     shifted = replace(episodes, ref_logprobs=(episodes.ref_logprobs + shift).where(episodes.mask, 0.0))
@@ -172,7 +172,7 @@ def _advantages(
 
 
 def _whitened(rows: list[Numbers], counted: list[bool], shift: bool = True) -> list[Numbers]:
-    """Returns all rows, whitened with the mean and standard deviation of the counted rows."""
+    """Returns all rows, whitened with the mean and standard deviation of the rows that enter the loss."""
     values = np.concatenate([np.zeros(0), *(row for row, on in zip(rows, counted, strict=True) if on)])
     mean = values.mean() if len(values) else 0.0
     scale = 1 / math.sqrt(values.var(ddof=1) + 1e-8) if len(values) > 1 else 1.0
@@ -190,7 +190,8 @@ def losses_pull_the_right_way(trainer: Learner, episodes: Episodes) -> CheckResu
     """Checks the signs of the losses' gradients with respect to log-probs, entropies and values.
 
     Actions with a positive advantage must become more likely. If the loss has a KL term, actions that are more likely than under
-    the reference must become less likely. Entropy must grow if it has a bonus. Values must move towards the returns.
+    the reference must become less likely. Entropy must grow if the loss has an entropy bonus. Values must move towards the
+    returns.
     """
     args, moments, wrong = trainer.args, trainer.moments, []
     part = episodes.take(range(min(len(episodes), CHECKED_ROWS)))
@@ -206,14 +207,14 @@ def losses_pull_the_right_way(trainer: Learner, episodes: Episodes) -> CheckResu
         by_logprob, by_entropy = policy_gradients(replace(part, ref_logprobs=old))
         if not float((by_logprob * part.advantages)[learn].sum()) < 0:
             wrong.append(
-                "rewarded actions become less likely: the sign of the policy loss or of the advantages"
+                "rewarded actions become less likely: check the sign of the policy loss and of the advantages"
             )
         if args.entropy_coef > 0 and not float(by_entropy[learn].sum()) < 0:
             wrong.append("entropy falls although it has a bonus")
     if args.kl_in == "loss" and trainer.kl_coef > 0 and learn.any():
         above = replace(part, ref_logprobs=old - 0.5, advantages=torch.zeros_like(part.advantages))
         if not float(policy_gradients(above)[0][learn].sum()) > 0:
-            wrong.append("the policy leaves the reference instead of staying: the sign of the KL in the loss")
+            wrong.append("the policy moves away from the reference: check the sign of the KL in the loss")
     if args.uses_critic and learn.any():  # uses values above the returns and outside the clip range
         above_returns = 1.0 + 2 * (part.values - part.returns).abs().max() / moments.std
         values = (moments.normal(part.returns) + above_returns).requires_grad_()
@@ -221,4 +222,4 @@ def losses_pull_the_right_way(trainer: Learner, episodes: Episodes) -> CheckResu
         if not float(torch.autograd.grad(loss, values)[0][learn].sum()) > 0:
             wrong.append("values move away from the returns")
     found = "; ".join(wrong) or "policy" + (", values" if args.uses_critic else "")
-    return CheckResult("losses pull the right way", found, not wrong)
+    return CheckResult("gradients of the losses have the right sign", found, not wrong)

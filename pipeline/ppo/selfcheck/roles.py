@@ -1,7 +1,8 @@
 """Checks the roles of a run before its first optimizer step, with a few extra passes over single rows.
 
-Adapters in memory must equal their files, and must give the outputs that were recorded after their training. The sampler must
-follow the policy. Gradients must reach only the learning roles, and must be the same with and without gradient checkpointing.
+Adapters in memory must equal their files, and must give the outputs that were recorded after their training. The sampler must use
+the current weights of the policy. Gradients must reach only the learning roles, and must be the same with and without gradient
+checkpointing.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def sampler_follows(trainer: Learner, episodes: Episodes) -> CheckResult:
     row = episodes.take([0])
     old, _ = sampler.logprobs("policy", row)
     moved, limit = 0.0, 5 * tolerance(shared)
-    for scale in (0.01, 0.03, 0.1, 0.3, 1.0):  # until the change of the outputs is large enough to measure
+    for scale in (0.01, 0.03, 0.1, 0.3, 1.0):  # grows until the outputs change measurably
         for parameter, start in zip(parameters, before, strict=True):
             noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
             # Writes in place, because CUDA graphs read the parameters at fixed addresses.
@@ -112,12 +113,12 @@ def sampler_follows(trainer: Learner, episodes: Episodes) -> CheckResult:
     for parameter, start in zip(parameters, before, strict=True):
         parameter.copy_(start)
     sampler.decoder.changed("policy")
-    found = f"the policy moved by {moved:.2g} nats, and then they differ by {apart:.2g}"
+    found = f"the policy moved by {moved:.2g} nats; sampler and trainer then differ by {apart:.2g}"
     return CheckResult(name, found, apart <= 3 * tolerance(shared) if moved > limit else None)
 
 
 def gradients(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
-    """Runs forward and backward of one completion. Checks which parameters get gradients, and checkpointing if it is on.
+    """Runs forward and backward of one completion. Checks which parameters get gradients, and gradient checkpointing if it is on.
 
     A layer that checkpointing recomputes in the backward must use the adapter of the forward.
     """
@@ -141,7 +142,7 @@ def gradients(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
     plain, again = found[0], found[-1]
     norms = {role: float(gradient.norm()) for role, gradient in again.items()}
     listed = ", ".join(f"{role} {norm:.3g}" for role, norm in norms.items())
-    if not all(map(math.isfinite, norms.values())):  # the trainer skips such steps
+    if not all(map(math.isfinite, norms.values())):  # the trainer skips such a step
         return [CheckResult(name, f"norms: {listed}", None) for name in names]
     holds = others == 0 and all(norms.values())
     reach = CheckResult(names[0], f"norms: {listed}; {others} other tensors", holds)

@@ -1,9 +1,10 @@
 """Checks the first rollout and update of every run: invariants, and numbers that independent code computes again.
 
 Most faults of a PPO implementation (active dropout, a temperature in sampler or trainer only, a shifted mask, the wrong adapter)
-break an invariant long before a reward curve shows them. The same fault in sampler and trainer does not. So plain forwards of
-single rows also compute log-probs, values and scores, and definitions.py computes rewards and advantages. Only the first tokens
-of some completions go through the model, so the checks take little time compared with an update.
+break an invariant long before a reward curve shows them. If sampler and trainer have the same fault, no invariant breaks.
+Therefore, plain forwards of single rows also compute log-probs, values and scores, and definitions.py computes rewards and
+advantages. Only the first tokens of some completions go through the model, so the checks take little time compared with an
+update.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from pipeline.scoring.rewards import AdapterReward
 MAX_TOKENS = 1024  # total number of checked actions
 CHECKED_COMPLETIONS = 4  # number of checked completions of rollout workers per update
 TAILS = (0.8, 0.9, 0.95, 0.99)  # probability mass of the tokens that are more likely than those of a tail
-Z_LIMIT = 5.0  # standard deviations below the mean, which chance exceeds once in two million runs
+Z_LIMIT = 5.0  # number of standard deviations below the mean; chance exceeds this once in two million runs
 MAX_SURPRISAL = 20.0  # upper limit of a surprisal, in nats
 
 
 def check_first_rollout(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
-    """Returns the results of all checks of the first update's episodes. Every rank calls it."""
+    """Returns the results of all checks of the first update's episodes. Every rank calls this function."""
     return [
         reference_is_policy(trainer, episodes),
         sampler_agrees(trainer, episodes),
@@ -85,9 +86,9 @@ def reference_is_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
 
 
 def sampler_agrees(trainer: Learner, episodes: Episodes) -> CheckResult:
-    """Checks that sampler and trainer compute the same log-probs, with the same temperature, mask and adapter."""
+    """Checks that sampler and trainer compute the same log-probs, and so use the same temperature, mask and adapter."""
     rms = root_mean_square(episodes.sampler_logprobs - episodes.old_logprobs, episodes.mask)
-    holds = rms <= 3 * tolerance(trainer.shared)  # because another engine may use other kernels
+    holds = rms <= 3 * tolerance(trainer.shared)  # a different engine may use different kernels
     return CheckResult("sampler and trainer agree on log-probs", f"they differ by {rms:.2g} nats", holds)
 
 
@@ -173,7 +174,7 @@ Sums = dict[str, tuple[float, float]]  # role -> sum and sum of squares of its p
 
 
 def sums_of(trainer: Learner) -> Sums:
-    """Returns sum and sum of squares of each role's trainable parameters. They show whether the parameters have changed."""
+    """Returns sum and sum of squares of each role's trainable parameters. Changed sums show that the parameters have changed."""
     sums = {}
     for role in trainer.roles:
         parameters = [parameter.detach() for parameter in trainer.shared.parameters_of(role)]
@@ -271,7 +272,7 @@ def stops_on_every_eos(trainer: Learner) -> CheckResult:
 def plain_logprobs(trainer: Learner, role: str | None, episodes: Episodes, row: int) -> tuple[Tensor, Tensor]:
     """Returns a row's first n actions (n, 1), and a role's log-probs (n, V) from the model's own forward without padding.
 
-    The log-probs are at the sampler's temperature and minimum length.
+    The log-probs have the sampler's temperature and minimum length.
     """
     shared, sampling = trainer.shared, trainer.sampler.sampling
     start = int(episodes.starts[row])
@@ -306,7 +307,7 @@ def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that completions are samples from the policy's full distribution, neither sharper (top-k, top-p) nor flatter.
 
     For a token x drawn from p, the mean of -log p(x) is the entropy H(p). The least likely tokens of p are drawn as often as
-    their probability mass implies. Both sums over all tokens are compared with their expected values.
+    their probability mass implies. Both, summed over all tokens, are compared with their expected values.
     """
     name = "completions are drawn from the policy's whole distribution"
     sums = torch.zeros(1 + len(TAILS), 2, dtype=torch.float64, device=episodes.mask.device)
@@ -320,7 +321,7 @@ def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
         sums[0, 1] += (p * (surprisal - entropy.unsqueeze(-1)).square()).sum()
         above = (p * (p > p.gather(-1, drawn))).sum(-1)  # mass of tokens more likely than the drawn token
         ordered = p.sort(descending=True).values
-        # Is True at the first of several equally likely tokens, because they count as one.
+        # Is True at the first of several equally likely tokens, because the check treats them as one token.
         first = torch.ones_like(ordered, dtype=torch.bool)
         first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
         before = (ordered.cumsum(-1) - ordered).where(first, 0.0).cummax(-1).values
@@ -332,8 +333,8 @@ def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
         return CheckResult(name, copies, False)
     deviations = excess / math.sqrt(max(variance, 1.0))
     found = f"log-probs are {-deviations:+.1f} standard deviations from their mean"
-    # The sum is not normally distributed, because rare tokens have a large surprisal. Chance exceeds Bernstein's bound once in a
-    # million runs.
+    # The sum of surprisals is not normally distributed, because rare tokens have a large surprisal. Chance exceeds Bernstein's
+    # bound once in a million runs.
     sharp = deviations < -Z_LIMIT
     flat = excess > 0 and excess**2 > 28 * (variance + MAX_SURPRISAL * excess / 3)
     for tail, (count, expected) in zip(TAILS, tails, strict=True):
@@ -345,7 +346,7 @@ def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
     if sharp:
         found += ": top-k, top-p or a lower temperature is on"
     elif flat:
-        found += ": another temperature, or another policy"
+        found += ": check for a different temperature or a different policy"
     return CheckResult(name, found, not (sharp or flat))
 
 
@@ -358,7 +359,7 @@ def _improbable(count: float, expected: float) -> bool:
 
 
 def _copied(trainer: Learner, episodes: Episodes) -> str:
-    """Returns a message if all completions of every prompt are equal, which chance does not explain, or else ""."""
+    """Returns a message if all completions of every prompt are equal, which chance does not explain, or ""."""
     n = trainer.args.num_generations
     ids, starts, counts = (x.tolist() for x in (episodes.input_ids, episodes.starts, episodes.counts))
     completions = [
@@ -405,7 +406,7 @@ def scores_at_the_end(trainer: Learner, episodes: Episodes) -> CheckResult:
     name, args = "scores are read at the last token of the completion", trainer.args
     rewards = [reward for reward in trainer.sampler.rewards if isinstance(reward, AdapterReward)]
     if len(rewards) < len(trainer.sampler.rewards):
-        return CheckResult(name, "not checked: a reward is no adapter on the base", None)
+        return CheckResult(name, "not checked: one of the rewards is no adapter on the base", None)
     shared, largest, unit = trainer.shared, 0.0, 0.0
     for row in {int(episodes.counts.argmin()), int(episodes.counts.argmax())}:
         ids = episodes.input_ids[row : row + 1, : int(episodes.starts[row] + episodes.counts[row])]

@@ -45,16 +45,13 @@ class Client:
     Args:
         definition: the judge's definition.
         name: the judge's name in messages.
-        reward_timeout_s: seconds without a usable answer after a failure. Then a call ends. -1 means no limit.
+        reward_timeout_s: seconds without a usable answer after a failure. A call ends once this limit is reached. -1 means no
+            limit.
     """
 
     def __init__(self, definition: Definition, store: Store, name: str, reward_timeout_s: float = -1) -> None:
-        self.definition, self.store, self.name, self.reward_timeout_s = (
-            definition,
-            store,
-            name,
-            reward_timeout_s,
-        )
+        self.definition, self.store, self.name = definition, store, name
+        self.reward_timeout_s = reward_timeout_s
         self.counts = dict.fromkeys(COUNTS, 0.0)  # counts of this call
         self.failing: float | None = None  # time of the first failure since the last usable answer
         self.free_at = 0.0  # time at which the next request may begin
@@ -110,7 +107,7 @@ class Client:
             headers["Authorization"] = f"Bearer {self.key}"
         connector = aiohttp.TCPConnector(limit=self.definition.concurrency)
         async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
-            # Starts more tasks than concurrent requests, because some tasks wait for the disk.
+            # Starts more tasks than there may be concurrent requests, because some tasks wait for the disk.
             count = min(2 * self.definition.concurrency, len(by_key))
             self.places = asyncio.Semaphore(self.definition.concurrency)
             await asyncio.gather(*(self._work(session, missing) for _ in range(count)))
@@ -122,7 +119,7 @@ class Client:
         return [self.store.answers[key] for key in keys]
 
     async def _work(self, session: aiohttp.ClientSession, missing: Any) -> None:
-        """Takes one missing question after another, until there is none left or the call fails."""
+        """Takes one question without an answer after another, until no question is left or the call fails."""
         for key, one, body in missing:  # all tasks share this iterator
             try:
                 async with self.store.asking(key) as open_question:
@@ -194,7 +191,7 @@ class Client:
     async def _reserve(self, request: JudgeRequest) -> None:
         """Counts a request as open. Raises Failure if the run's budget does not allow another request.
 
-        Waits for open requests first, because a failed request costs nothing.
+        Waits for open requests first if they may use up the budget, because a failed request costs nothing.
         """
         definition, totals = self.definition, self.store.totals[self.store.run]
         while True:
@@ -260,18 +257,17 @@ class Client:
             choice = body["choices"][0]
             text = choice["message"]["content"] or ""
             text = text if isinstance(text, str) else "".join(part.get("text", "") for part in text)
-            answer["text"] = text.encode(
-                errors="replace"
-            ).decode()  # because a lone surrogate cannot be written to a file
+            # replaces lone surrogates, which cannot be written to a file
+            answer["text"] = text.encode(errors="replace").decode()
             top = ((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs")
             answer["top"] = [[one["token"], float(one["logprob"])] for one in top] if top else None
             if choice.get("finish_reason") == "length" and self.definition.form != "yes":
-                raise Unusable("it is truncated at max_tokens; raise it")
+                raise Unusable("the answer is truncated at max_tokens; raise it")
             request.check(answer)
         except Unusable as problem:
             why = f"found {self._quoted(answer['text'])!r}: {problem}"
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            why = f"it is no chat completion ({self._quoted(in_brief(error, 80))})"
+            why = f"the body is no chat completion ({self._quoted(in_brief(error, 80))})"
         if not isinstance(body, dict) or body.keys().isdisjoint(("choices", "usage")):
             raise Unusable(why)
         usage = body["usage"] if isinstance(body.get("usage"), dict) else {}
@@ -288,7 +284,7 @@ class Client:
             return ""
         model = self._quoted(model)
         found = f"{definition.endpoint} answers as {model}"
-        if not (self.named or self.store.answers):  # otherwise, the change may be temporary
+        if not (self.named or self.store.answers):  # else, the change may be temporary
             self.error = self.error or InputError(
                 f"{self.name}: {found}; write `model: {model}` into the judge's file"
             )

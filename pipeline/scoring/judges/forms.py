@@ -16,9 +16,9 @@ from pipeline.job.judge import PLACEHOLDER, Definition, plain
 from pipeline.statistics import mean
 
 NUMBER = r"[-+]?\d+(?:\.\d+)?"
-LEAD = r"[ >+-]*(?:\d+[.)] )?"  # start of a line in a list or a quotation
+LEAD = r"[ >+-]*(?:\d+[.)] )?"  # start of a line in a list or a quotation, before `NAME:`
 LEAST_SHARE = 0.5  # minimum probability that the first token begins one of the two words
-TOP_LOGPROBS = 20  # alternatives per token; endpoints return at most this many
+TOP_LOGPROBS = 20  # number of alternatives per token that a request asks for, the maximum of the endpoints
 
 
 class Unusable(Exception):
@@ -116,7 +116,7 @@ def _score(definition: Definition, question: Question, answer: dict[str, Any]) -
     scale = re.escape(f"{definition.high:g}")
     found = re.fullmatch(rf"({NUMBER})(?: ?(?:/|out of) ?{scale})?", "".join(last))
     if not found:
-        raise Unusable("its last line `Score: NUMBER` is missing, or is no number")
+        raise Unusable("the answer's last line `Score: NUMBER` is missing, or is no number")
     number = float(found[1])
     low, high = sorted((definition.low, definition.high))
     if not low <= number <= high:
@@ -144,7 +144,7 @@ def _rank(definition: Definition, question: Question, answer: dict[str, Any]) ->
     last = "".join(_lines(answer, "(?:final )?ranking")[-1:])
     order = [part.strip().removeprefix("response ").upper() for part in last.split(">")]
     if sorted(order) != sorted(known):
-        raise Unusable(f"its last line `Ranking: ` lacks each of {', '.join(known)} once")
+        raise Unusable(f"the answer's last line `Ranking: ` lacks each of {', '.join(known)} once")
     return [1 - order.index(label) / (len(known) - 1) for label in known]
 
 

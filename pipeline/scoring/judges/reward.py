@@ -16,8 +16,8 @@ from pipeline.system import loop
 class JudgeReward(Reward):
     """Scores completions from 0 to 1 by the answers of a judge.
 
-    It adds its notes to the samples: `words`, the judge's answers about each sample, and for `rank` also `orders`. An order has
-    the sample's place in a question, counted from 0, and its score.
+    The reward adds its notes to the samples: `words`, the judge's answers about each sample, and for `rank` also `orders`. An
+    order has the sample's place in a question, counted from 0, and its score.
 
     Args:
         definition: the judge's definition.
@@ -35,11 +35,8 @@ class JudgeReward(Reward):
         **settings: Any,
     ) -> None:
         super().__init__(**{"name": "judge", **settings})
-        self.definition, self.columns, self.compares = (
-            definition,
-            frozenset(definition.columns),
-            definition.form == "rank",
-        )
+        self.definition, self.columns = definition, frozenset(definition.columns)
+        self.compares = definition.form == "rank"
         store = Store(folder(storage_path, definition), run)
         self.client = Client(
             definition, store, f"reward {self.name!r} (judge {definition.model})", reward_timeout_s

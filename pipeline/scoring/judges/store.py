@@ -1,7 +1,7 @@
 """Stores answers of a judge on disk. A process writes one file, and reads the files of all processes and earlier runs.
 
 A line is JSON: an answer with its `key` and `tokens`, the `tokens` of an unusable answer, or the other `counts` of a call. Files
-in a bucket cannot grow, so there each group of answers is a new file.
+in a bucket cannot grow, so each group of answers in a bucket is a new file.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Store:
         if not self.remote:
             os.makedirs(folder, exist_ok=True)
             # Each byte of this file is the lock of a question. The file grows with each write, so that other processes see
-            # new answers. It is never closed, because closing would release all locks of this process.
+            # new answers. The file is never closed, because closing would release all locks of this process.
             self.lock = os.open(f"{folder}/lock", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
 
     def refresh(self) -> None:
@@ -114,7 +114,7 @@ class Store:
             fcntl.lockf(self.lock, fcntl.LOCK_UN, 1, place)
 
     async def write(self, **record: Any) -> None:
-        """Writes a record, together with other waiting records. Returns when it is on disk or in the bucket."""
+        """Writes a record, together with other waiting records. Returns when the record is on disk or in the bucket."""
         done = asyncio.get_running_loop().create_future()
         self.waiting.append(({"run": self.run, **record}, done))
         if self.writing is None:
@@ -129,7 +129,7 @@ class Store:
                 try:
                     await asyncio.to_thread(self._append, lines)
                 except Exception as error:  # a full disk, or a bucket that does not answer
-                    # a new file, because the last line of the old one may be incomplete
+                    # a new file, because the last line of the old file may be incomplete
                     self.name = uuid.uuid4().hex
                     for _, done in group:
                         if not done.done():
@@ -156,5 +156,5 @@ class Store:
             os.fsync(file.fileno())
         self.read[f"{self.name}.jsonl"] = 1 << 62  # a process need not read its own file
         os.write(self.lock, b".")
-        if os.fstat(self.lock).st_size == self.seen + 1:  # no other process has written in between
+        if os.fstat(self.lock).st_size == self.seen + 1:  # no other process has written between the two reads
             self.seen += 1

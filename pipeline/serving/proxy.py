@@ -1,0 +1,31 @@
+"""Limits the time for a request's headers in Ray Serve's proxy, because uvicorn 0.54 and Ray Serve 2.60 have no limit."""
+
+from typing import Any
+
+from uvicorn.protocols.http import auto
+
+# Names the function that the proxy calls before it starts uvicorn
+ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "pipeline.serving.proxy:limit_headers"}
+
+
+class TimedProtocol(auto.AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """uvicorn's HTTP protocol, in which the timer between two requests runs until the next headers are complete."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        timer = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self.timeout_keep_alive_task = timer
+
+    def data_received(self, data: bytes) -> None:
+        timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None  # uvicorn would cancel it
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self.timeout_keep_alive_task = timer
+        elif timer:
+            timer.cancel()
+
+
+def limit_headers() -> list[Any]:
+    """Makes uvicorn use TimedProtocol in this process. Returns no middlewares."""
+    auto.AutoHTTPProtocol = TimedProtocol
+    return []

@@ -1,0 +1,95 @@
+"""Tests requests with incomplete headers or body, on real sockets with short limits."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import uvicorn
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from uvicorn.protocols.http import auto
+
+from pipeline.serving import app, proxy
+from pipeline.serving.app import Server, endpoint
+from tools.chaos.runs import until
+
+LIMIT_S = 1
+HEADERS = b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 20\r\n"
+
+
+@pytest.fixture(scope="module")
+def port():
+    """Starts uvicorn as Ray Serve's proxy does, with a handler that reads the body like `Server`. Returns the port."""
+
+    @endpoint
+    async def echo(server, request):
+        body = await Server._body(server, request)
+        await asyncio.sleep(body["sleep"])
+        return JSONResponse(body)
+
+    settings = SimpleNamespace(max_body_bytes=1000)
+    counter = SimpleNamespace(labels=lambda *given: SimpleNamespace(inc=lambda: None))
+    server = SimpleNamespace(
+        serve=settings, check_sender=lambda request: None, metrics=SimpleNamespace(requests=counter)
+    )
+
+    async def asgi(scope, receive, send):
+        response = await echo(server, Request({**scope, "route": SimpleNamespace(path="/score")}, receive))
+        await response(scope, receive, send)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app, "REQUEST_S", LIMIT_S)
+        patch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)
+        assert proxy.limit_headers() == []
+        config = uvicorn.Config(asgi, port=0, timeout_keep_alive=LIMIT_S, lifespan="off", log_config=None)
+        running = uvicorn.Server(config)
+        thread = threading.Thread(target=running.run)
+        thread.start()
+        until(lambda: running.started, "uvicorn")
+        yield running.servers[0].sockets[0].getsockname()[1]
+        running.should_exit = True
+        thread.join()
+
+
+def after(port, *parts, wait=0.0):
+    """Returns the response to parts of a request, and the seconds until the server closed the connection."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as one:
+        for part in parts:
+            time.sleep(wait)
+            one.sendall(part)
+        began, received = time.monotonic(), b""
+        with contextlib.suppress(ConnectionResetError):
+            while more := one.recv(1000):
+                received += more
+        return received, time.monotonic() - began
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST", HEADERS], ids=["nothing", "a word", "no end of the headers"])
+def test_a_connection_with_incomplete_headers_is_closed(port, sent):
+    received, open_s = after(port, sent) if sent else after(port)
+    assert received == b"" and open_s < LIMIT_S + 0.5
+
+
+def test_a_connection_that_sends_headers_byte_by_byte_is_closed(port):
+    with pytest.raises(OSError, match=r"reset|Broken pipe"):
+        after(port, *(bytes([byte]) for byte in HEADERS), wait=LIMIT_S / 20)
+
+
+def test_a_missing_body_gets_408_and_the_connection_is_closed(port):
+    received, open_s = after(port, HEADERS + b"\r\n{")
+    assert b" 408 " in received and b"no complete body within 1 s" in received
+    assert open_s < LIMIT_S + 0.5
+
+
+def test_a_long_answer_and_a_reused_connection_are_not_timeouts(port):
+    slow = HEADERS + b'\r\n{"sleep":       2.5}'
+    quick = HEADERS + b'\r\n{"sleep":         0}'
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as one:
+        for body in (slow, *[quick] * 4):
+            one.sendall(body)
+            assert b"200 OK" in one.recv(1000)
+            time.sleep(LIMIT_S / 2)
