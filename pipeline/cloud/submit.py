@@ -227,7 +227,7 @@ class Api:
         seconds = (3, 10)  # time limits to connect and to answer
         answer = requests.get(self.address + path, timeout=seconds, **self.access)
         if answer.status_code in (401, 403):
-            advice = "copy its ~/.ray/auth_token to the same place here, or export RAY_AUTH_TOKEN"
+            advice = "copy ~/.ray/auth_token from the head to the same path on this machine, or export RAY_AUTH_TOKEN"
             raise InputError(f"the cluster at {self.address} has another token; {advice}", key="RAY_ADDRESS")
         answer.raise_for_status()
         return answer.json()

@@ -243,7 +243,7 @@ class Report:
             why = "all of them are truncated (data.max_length)"
             if split.truncated < split.kept:
                 why = "the chat template leaves it out (model.chat_template)"
-            what = "no completion is trained with a token that generation stops on"
+            what = "no completion to train on contains a token that ends generation"
             yield f"{what}, so the model does not learn to stop: {why}"
         prompts, same = self.overlap if name == "eval" and self.overlap else (0, 0)
         if prompts:

@@ -79,8 +79,8 @@ def _allocate(base: nn.Module, device: torch.device) -> None:
         computed = dict(module.named_buffers(recurse=False))
         if computed and not hasattr(module, "config"):
             raise InputError(
-                f"{type(base).__name__}: {name} has buffers that no file contains, such as {min(computed)!r}, and they cannot be "
-                "computed from its configuration; set model.fsdp=false",
+                f"{type(base).__name__}: {name} has buffers that no file contains, such as {min(computed)!r}, and these cannot be "
+                "computed from the model's configuration; set model.fsdp=false",
                 key="model.fsdp",
             )
         if computed:

@@ -183,7 +183,7 @@ def make_plan(work: Sections, loras: Loras | None = None, learns: bool = True) -
                 f"base, {model.dtype}: a shard of {workers}, and the lm head",
                 shape.sharded(workers, stage.learns != "reward"),
             ),
-            Item("gathered as it computes: the embedding and the layers at hand", at_hand),
+            Item("gathered while computing: the embedding and the current layers", at_hand),
         ]
     else:
         items = [Item(f"base, {'nf4' if model.load_in_4bit else model.dtype}, once", shape.weights)]

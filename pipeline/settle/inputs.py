@@ -236,7 +236,7 @@ def _check_supported(work: Work, name: str, folder: str, base: Base, scores: boo
     merged = stage.runs_in == "here" or (stage.learns and name == "policy")
     ignored = None if scores or name == "teacher" else lora.ignored_by_vllm(adapter)
     if on_head and stage.trl:
-        problem = "adapts lm_head, to which TRL's trainers apply no adapter; train one without it"
+        problem = "adapts lm_head, to which TRL's trainers apply no adapter; train an adapter without lm_head"
     elif merged and (found := unmergeable(base, modules, bool(adapter.get("lora_bias")), scores)):
         problem = found.message
     elif dora and stage.runs_in == "serve":

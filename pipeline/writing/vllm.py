@@ -222,7 +222,7 @@ def largest_rank(shared: SharedBase, roles: Sequence[str | None]) -> int:
     configs = [shared.configs[role] for role in roles if role]
     for config in configs:
         if ignored := lora.ignored_by_vllm(vars(config)):
-            why = f"vLLM ignores {ignored} of an adapter; train one without lora.{ignored}"
+            why = f"vLLM ignores {ignored} of an adapter; train an adapter without lora.{ignored}"
             raise InputError(why, "rollout.engine")
     return max((config.r for config in configs), default=0)
 
