@@ -218,7 +218,7 @@ def pod(
     claims: dict[str, str],
     nodes: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Returns a pod that mounts the claims, for nodes with these labels."""
+    """Returns a pod that mounts the claims, for nodes with the labels `nodes`."""
     made = copy.deepcopy(TEMPLATE["pod"])
     spec, (main,) = made["spec"], made["spec"]["containers"]
     image = os.environ.get("IMAGE", "")

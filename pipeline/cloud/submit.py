@@ -74,7 +74,7 @@ def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
                 metadata={"run": name, "verb": verb, "job": path},
             )
         except RuntimeError as error:
-            if "already exists" in str(error):  # another process has just submitted this name
+            if "already exists" in str(error):  # another process has just submitted a job of the same name
                 next_attempt(api, name)
             raise
     return follow(api, submission)

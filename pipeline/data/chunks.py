@@ -53,7 +53,7 @@ class Chunk:
     format: Format = "lines"
     zipped: bool = False
     size: int = 0  # approximate bytes in the file
-    source: int = 0  # index of the file's source in the job's sources for this split
+    source: int = 0  # index of the file's source among the job's sources for the split
     group_by: str | None = None  # column with the same value in all rows of a group
 
 

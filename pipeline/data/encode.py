@@ -1,7 +1,7 @@
 """Converts records to token ids: chat template, begin and end tokens, special tokens, lengths. Does not import torch.
 
-A completion is tokenized together with its prompt, as the model reads them. It begins after the longest common prefix of the
-prompt's tokens and the tokens of prompt plus completion. A token across the border of prompt and completion belongs to the
+A completion is tokenized together with its prompt, as the model reads them. A completion begins after the longest common prefix
+of the prompt's tokens and the tokens of prompt plus completion. A token across the border of prompt and completion belongs to the
 completion, as in TRL. A demonstration may have several completions. template.py finds them in the rendered *text*, and character
 offsets map them to tokens. Special tokens in a row's text stay text (models/control_tokens.py). Rows are rejected if a completion
 has no tokens, or if both completions of a pair have the same tokens.

@@ -313,7 +313,7 @@ def agreed(repeated: Text, given: Text, key: str) -> Text:
     """Returns the prompt of a row with a prompt in the field `key` (`given`) and in both completions (`repeated`).
 
     If one prompt is the end of the other, returns the longer prompt, because the field often has only the last question, or adds
-    system turns. If the given prompt is the first of several questions, returns the repeated one. Otherwise raises RowError.
+    system turns. If the given prompt is the first of several questions, returns the repeated one. Else raises RowError.
     """
 
     def stripped(turns: Turns) -> list[tuple[str, str]]:

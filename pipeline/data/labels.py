@@ -37,7 +37,8 @@ MEANINGS = ("first", "second", "tie", "good", "bad")
 UNRATED = ("nan", "n/a", "na", "#n/a", "<na>", "null", "none")
 MAX_VALUES = 12  # a column with more distinct values is not a label
 RARE = 0.05  # up to this fraction of the labels, an unknown text is an error in its row
-# A label with such a name is the number of a completion, as in better_response_id. A column `label` may mean anything.
+# Words in names of labels that are numbers of completions, as in better_response_id. A column
+# `label` may mean anything.
 NUMBER_OF = re.compile(r"(?i)(?<![a-z])(id|idx|index|choice|better|best|winner)(?![a-z])")
 
 

@@ -32,7 +32,7 @@ SIDES = ("chosen", "rejected")
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of a part whose content is text
 # Keys of the thoughts of a reasoning model. A template gets the first one as `reasoning_content` and as `thinking`.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-# Templates keep only the text after this marker in all turns except the last one.
+# Templates keep only the text after the end marker of the thoughts, in all turns except the last one.
 END_OF_THOUGHTS = re.compile(r"</(?:think|thinking|thought|thoughts|reasoning)>|\[/THINK\]")
 UNSEEN = ("Zs", "Zl", "Zp", "Cc", "Cf")  # Unicode categories: white space, control and format characters
 WEIGHTS = ("weight", "train", "loss")  # keys of a message that say whether the message is trained

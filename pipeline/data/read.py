@@ -61,7 +61,7 @@ def prepare_rows(
     Args:
         stage: the job's stage, or `pairs` or `benchmarks` for the rows of these keys.
         data: the job's `data` section.
-        context_length: tokens that the model can read, or None if this is unknown.
+        context_length: number of tokens that the model can read, or None if the number is unknown.
         packing: whether to pack rows, if they are demonstrations.
         ray_for_rows: for a job that runs in this process, starts Ray to tokenize files above SMALL bytes. The tables are
             pyarrow's. For a job on Ray it is None, and the tables are Ray Data's.
@@ -239,7 +239,7 @@ def set_up_ray_data() -> None:
     context.print_on_execution_start = False
     context.enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)  # Ray Data would print a line for each execution
-    # This logger would warn that there are no progress bars.
+    # Ray's progress logger would warn that there are no progress bars.
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
 
 

@@ -356,7 +356,7 @@ def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Iterato
 def check_rows_are_usable(counts: Sequence[Counts], options: Options) -> None:
     """Raises InputError for bad rows, unless data.on_error skips them, and for a dataset without usable rows.
 
-    A file without rows counts as one bad row.
+    A file without rows is treated as one bad row.
     """
     read = Counter[str]()
     for one in counts:

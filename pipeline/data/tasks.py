@@ -1,6 +1,5 @@
-"""Runs one task: reads the rows of a chunk, writes the token rows into a part, and counts everything.
-
-The driver receives only `Counts`, whose size does not depend on the size of the chunk.
+"""Runs one task: reads the rows of a chunk, writes the token rows into a part, and counts rows, tokens and labels. The driver
+receives only `Counts`, whose size does not depend on the size of the chunk.
 """
 
 import functools
@@ -57,7 +56,7 @@ class Options:
 
 
 def run_chunks(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:
-    """Runs the work on the chunks with these numbers, for Ray Data. `shared` references what read.run_tasks sends once."""
+    """Runs the work on the chunks numbered in `batch`, for Ray Data. `shared` references what read.run_tasks sends once."""
     chunks, work = _fetched(shared)
     for index in map(int, batch["id"]):
         yield {"index": [index], "result": [pickle.dumps(work(chunks[index], index))]}

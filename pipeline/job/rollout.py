@@ -22,16 +22,16 @@ class RolloutConfig:
     """Settings of sampling: the engine, the rollout workers, and how many updates old the policy may be."""
 
     engine: Literal["transformers", "vllm"] = "transformers"
-    """What decodes. transformers: the frozen base that the process holds anyway. vllm (the extra `vllm`):
-    faster for large models, but it loads a second copy of the base."""
+    """The decoding engine. transformers: decodes on the frozen base that is already loaded. vllm (the extra `vllm`): faster for
+    large models, but loads a second copy of the base."""
     num_workers: Annotated[int, Ge(0), Le(1000)] = 0
-    """Rollout workers: Ray actors that hold the frozen base and every frozen role, sample completions and score them.
+    """Rollout workers: Ray actors that load the frozen base and every frozen role, sample completions and score them.
     0: the training workers sample."""
     staleness: Annotated[int, Ge(0), Le(64)] = 0
     """How many updates old the policy is that samples. 0: sampling and learning take turns. 1 or more:
     rollout workers sample while the trainer learns. The policy after update u - staleness samples the episodes of update u."""
     use_gpu: bool | None = None
-    """Whether a rollout worker holds its models on a GPU. By default the same as `scaling.use_gpu`."""
+    """Whether a rollout worker has its models on a GPU. By default the same as `scaling.use_gpu`."""
     resources_per_worker: dict[str, Annotated[float, Ge(0)]] | None = None
     """Resources that each rollout worker requests from Ray. By default {CPU: 1}, or {GPU:
     tensor_parallel_size} with `use_gpu`."""

@@ -322,7 +322,7 @@ def _mapping_problems(reward: Any, judge: Any) -> Problems:
 
 
 def _names_input(item: dict[str, Any], kinds: tuple[Any, ...], weighted: bool) -> bool:
-    """Returns whether a mapping has one of these keys with a text, and perhaps a weight."""
+    """Returns whether a mapping has one of the `keys` with a text, and perhaps a weight."""
     names = {key: value for key, value in item.items() if key != "weight"}
     has_weight = type(item.get("weight", 1)) in (int, float) if weighted else "weight" not in item
     return names.keys() in kinds and all(isinstance(name, str) for name in names.values()) and has_weight

@@ -92,7 +92,7 @@ def _validator() -> Any:
 
 
 def problem(value: Any, schema: Mapping[str, Any]) -> str | None:
-    """Returns why a key cannot have this value, or None."""
+    """Returns why a key cannot have the value, or None."""
     validator = _validator()(schema)
     if (error := next(validator.iter_errors(value), None)) is None:
         return None

@@ -1,6 +1,6 @@
 """Generates schema.json, the JSON Schema of job files, from our dataclasses and the config classes of TRL, peft and Ray.
 
-The classes below narrow the types of those libraries. The table below has the keys that the pipeline sets.
+Classes in this module narrow the libraries' types. The table REFUSED has the keys that the pipeline sets.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "scaling": _by_key({"workers train on CPUs or on NVIDIA GPUs": "trainer_resources use_tpu topology"}),
 }
 
-# Types of the libraries' keys. They exclude values with which a run fails late, or learns nothing.
+# Types of the libraries' keys. The types exclude values with which a run fails late, or learns nothing.
 Whole = Annotated[float, Ge(1), Le(10**9), MultipleOf(1)]
 Interval = Annotated[float, Gt(0), Lt(1)] | Whole  # a share of the run, or a number of steps
 

@@ -81,7 +81,7 @@ class Stage:
 
     @property
     def trl(self) -> bool:
-        """Returns True if a TRL trainer does the work. Only a worker imports its config class."""
+        """Returns True if a TRL trainer does the work. Only a worker imports the config class of a TRL stage."""
         return self.trainer.startswith("trl.")
 
     @property
@@ -160,7 +160,7 @@ STAGE: dict[str, Stage] = {
         rows="answered_prompts",
         writes=True,
         scores=True,
-        unused={**_NO_SERVER, **_DECODES, **_NOTHING_TRAINED, "data.train": "it trains nothing; set data.eval to the prompts"},
+        unused={**_NO_SERVER, **_DECODES, **_NOTHING_TRAINED, "data.train": "no rows are trained on; name the prompts in data.eval"},
         title="Evaluation",
         headline=(
             "eval_judge_win_rate", "eval_judge", "eval_win_rate", "eval_reward",

@@ -127,7 +127,7 @@ def _parse(text: str, name: str, where: dict[str, str]) -> Any:
         mark = error.problem_mark or error.context_mark
         position = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         raise InputError(f"{position}: not valid YAML: {error.problem or error.context}") from None
-    # PyYAML raises errors of all these types
+    # YAML parsers raise errors of each of the types
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
         what = "a character, a tag (!!) or an alias that cannot be read"
         raise InputError(f"{name}: not valid YAML: {what}; remove it") from None

@@ -116,7 +116,7 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
         "use_safetensors": None if model.allow_pickle else True,
         "trust_remote_code": model.trust_remote_code,
         "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # the check below rejects such weights
+        "ignore_mismatched_sizes": True,  # the check of `info` rejects such weights
         "tqdm_class": Bar,
         "device_map": None if device is None else {"": device},
     }
@@ -127,7 +127,7 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
     where = source(model.name_or_path)
     with without_load_report(), loading_shown(), unreadable(model):
         loaded, info = auto.from_pretrained(where, **options)
-    # transformers only warns about these weights, and initializes them randomly.
+    # For missing weights, transformers only prints a warning, and initializes them randomly.
     wrong = {f"{key} (another shape)" for key, *_ in info["mismatched_keys"]}
     wrong |= {key for key in info["missing_keys"] if not (scorer and key.startswith(HEAD_NAMES))}
     if wrong:
@@ -168,7 +168,7 @@ def configured(model: Model, scorer_tokenizer: Any) -> tuple[Any, Any]:
     """Returns the transformers configuration of a base, without dropout, and the Auto class to load it with.
 
     Args:
-        scorer_tokenizer: as for `load_base`. A scorer's configuration has one label and this tokenizer's pad token.
+        scorer_tokenizer: as for `load_base`. A scorer's configuration has one label and the tokenizer's pad token.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -247,8 +247,8 @@ def _nf4(dtype: torch.dtype) -> Any:
 def _one_nf4_path(model: torch.nn.Module) -> None:
     """Prevents bitsandbytes 0.50 from repacking NF4 weights at the first inference on a CPU with avx512_bf16.
 
-    The packed form rounds differently from the form used in training, and is never unpacked. Its flag is private. Remove this
-    when both forms round alike (https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804).
+    The packed form rounds differently from the form used in training, and is never unpacked. The flag is private. Remove this
+    function when both forms round alike (https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804).
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

@@ -148,7 +148,7 @@ def check_lora(base: Base, lora: dict[str, Any], scores: bool = False) -> None:
 
 
 def unmergeable(base: Base, adapted: Iterable[str], bias: bool, scores: bool) -> InputError | None:
-    """Returns an error if an adapter on these modules cannot be merged into its base, or None if it can.
+    """Returns an error if an adapter on the modules `adapted` cannot be merged into its base, or None if it can.
 
     Args:
         bias: whether the adapter has biases (`lora_bias`).

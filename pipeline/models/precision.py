@@ -1,7 +1,7 @@
 """Multiplies half-precision matrices with fp32 results, and names the precision of a base.
 
-torch computes the product of two bf16 matrices in fp32, but rounds the result to bf16, which has 8 bits. The error of a logit
-of 10, and of its log-prob, is then up to 0.03.
+torch computes the product of two bf16 matrices in fp32, but rounds the result to bf16, which has 8 bits. In bf16, the error of a
+logit of 10, and of its log-prob, is up to 0.03.
 """
 
 from __future__ import annotations

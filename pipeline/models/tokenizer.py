@@ -42,7 +42,7 @@ def load_tokenizer(
     trust_remote_code: bool = False,
 ) -> Any:
     """Returns the tokenizer of a base, with a chat template, a pad token and an end-of-sequence token. The tokenizer can be
-    pickled. It has two attributes that transformers does not know: `text_as_chat` (see template.set_template), and
+    pickled. The tokenizer has two attributes that transformers does not know: `text_as_chat` (see template.set_template), and
     `generation_eos`, the ids in the base's generation_config.json that end a completion.
 
     Raises InputError if the base, its tokenizer or the template is missing or damaged, or if no token can pad or end.
@@ -77,7 +77,7 @@ def _read(name_or_path: str, revision: str | None, trust_remote_code: bool) -> A
     settings = base_json(name_or_path, "tokenizer_config.json", revision) or {}
     options: dict[str, Any] = {"revision": revision}
     if settings.get("pad_token") in NEVER_PRODUCED:
-        # This pipeline chose and saved the token. If the pad token became special, it would also match this character in a text.
+        # This pipeline chose and saved the token. If the pad token became special, it would also match its character in a text.
         options["pad_token"] = None
     plain = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
     try:

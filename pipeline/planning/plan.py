@@ -54,7 +54,7 @@ RUNTIME = {
     "cuda": 0.9 * GIB,
 }  # memory of Python, torch and Ray, or of CUDA's context and workspaces
 # Allocated memory divided by memory in use. glibc's allocator cannot place an aligned block into a hole of exactly its size, and
-# allocates twice the memory in use. MALLOC_MMAP_THRESHOLD_=65536 would avoid this waste, but takes a quarter more time.
+# allocates twice the memory in use. MALLOC_MMAP_THRESHOLD_=65536 would avoid the waste, but takes a quarter more time.
 SLACK = {"cpu": 2.0, "cuda": 1.1}
 # Layers of a sharded base in memory at once: the current layer, the next layer, and the shards from which the next layer is
 # joined. Not measured on a GPU.
@@ -290,12 +290,12 @@ def _logits(stage: Stage, shape: Shape, tokens: int, device: str) -> float:
 
 
 def gpus_called(label: str) -> list[str]:
-    """Returns the GPUs that an accelerator type may mean, or [] if it is unknown. Ray calls both sizes of the A100 "A100"."""
+    """Returns the GPUs that an accelerator type may mean, or [] if it is unknown. Both sizes of A100 are "A100" in Ray."""
     return [name for name in GPUS if label in (name, name.partition("-")[0])]
 
 
 def memory_of(label: str) -> float | None:
-    """Returns the GiB of a GPU of this accelerator type, or None if it is unknown. Of two sizes, returns the smaller one."""
+    """Returns the GiB of a GPU of the accelerator type, or None if the type is unknown. Of two sizes, returns the smaller one."""
     return min((GPUS[name].memory for name in gpus_called(label)), default=None)
 
 
@@ -370,7 +370,7 @@ def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
     """Returns the hours of a run on GPUs of one kind, if matrix products and decoding steps reach UTILIZATION.
 
     Completions are assumed to have their maximum length. A decoding step is assumed to take as long as reading the weights and
-    the KV cache, which is half full on average. The time to gather a base in shards is not counted.
+    the KV cache, which is half full on average. The time to gather a base in shards is not included.
 
     Args:
         name: a key of GPUS.

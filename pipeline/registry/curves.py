@@ -95,7 +95,7 @@ class TensorBoard(Tracker):
 
 
 class WandB(Tracker):
-    """A run in Weights & Biases. Its id is that of the MLflow run, and its project is named like the experiment.
+    """A run in Weights & Biases. The W&B run has the MLflow run's id, and its project is named like the experiment.
 
     Offline, a resumed run is written from the first step. A server already has the earlier steps. The steps of W&B can only
     ascend, so final values of an earlier step are only in the run's summary.
@@ -218,7 +218,7 @@ class Curves:
     A tracker gets its points in order, about once a second. If a tracker does not answer, the next round tries again.
 
     MLflow's own asynchronous logging (mlflow 3.17, AsyncLoggingQueue) drops a batch whose call failed, and sends in any order.
-    Replace this class when MLflow retries.
+    Replace `Curves` when MLflow retries.
     """
 
     INTERVAL_S = 1.0  # time between two rounds

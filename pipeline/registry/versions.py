@@ -316,7 +316,7 @@ def _is_here(location: str) -> bool:
 
 
 def _download(mlflow: Any, location: str, into: str | None = None) -> str:
-    """Returns the local folder of an artifact location. In a local store, this is the stored folder itself, not a copy.
+    """Returns the local folder of an artifact location. In a local store, the result is the stored folder itself, not a copy.
 
     The location is not a `models:/` reference, because MLflow would resolve it with the server of the process, not of the client.
     """

@@ -38,7 +38,7 @@ class Panel:
         return {label for metric, label in self.lines.items() if metric.startswith("eval_")}
 
     def select(self, history: History) -> History:
-        """Returns {name of a line: its points} for the lines of this panel that a run has logged."""
+        """Returns {name of a line: its points} for the panel's lines that a run has logged."""
         selected = {}
         for pattern, label in self.lines.items():
             for metric in sorted(fnmatch.filter(history, pattern)):

@@ -130,7 +130,7 @@ class Answer:
                 if isinstance(token, BaseException):
                     raise Refused(503, f"the answer was lost ({in_brief(token)}); try again") from token
                 if self.reasons[choice]:
-                    continue  # this token follows a stop text
+                    continue  # the token follows a stop text
                 if not any(self.tokens):
                     metrics.first_token.observe(time.monotonic() - self.began)
                 self.tokens[choice].append(token)

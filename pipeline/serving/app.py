@@ -93,8 +93,8 @@ def application(work: Work, digests: list[str]) -> Any:
 def bind_to_node_address() -> None:
     """Makes the gRPC server of this replica listen only on the node's address in Ray, which is 127.0.0.1 on a local Ray.
 
-    The server unpickles all of its input, and Ray Serve 2.60 binds it to all interfaces. Remove this private patch when Ray
-    Serve accepts an address.
+    The server unpickles all of its input, and Ray Serve 2.60 binds it to all interfaces. Remove the private patch when Ray Serve
+    accepts an address.
     """
     import ray
     from ray.serve._private import replica

@@ -8,7 +8,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
 
-REPORT_TIMEOUT_S = 30.0  # a replica counts as lost after this time without a report
+REPORT_TIMEOUT_S = 30.0  # time without a report after which a replica is treated as lost
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 

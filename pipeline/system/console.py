@@ -23,9 +23,9 @@ NOISE = (
     "Reporting training result ",
     # bitsandbytes does not find an optional package with faster CPU kernels.
     "Failed to load CPU gemm_4bit_forward from kernels-community",
-    # Ray Serve itself ends its controller, and then reports the end as a failure.
+    # Ray Serve ends its controller itself, but reports the end as a failure.
     "Task ServeController.graceful_shutdown failed",
-    # Ray Serve logs this for each request to a replica on a lost node. Another replica answers the request.
+    # Ray Serve logs a line for each request to a replica on a lost node. Another replica answers the request.
     "Failed to get queue length from Replica",
 )
 

@@ -29,7 +29,7 @@ class Sampling:
     eos: tuple[int, ...]  # token ids that end a completion; all rows of a batch have the same
     min_new_tokens: int = 0  # number of tokens before which EOS cannot be drawn
     temperature: float = 1.0  # 0 means greedy decoding
-    # Draws only from the most likely tokens, with this total probability (https://arxiv.org/abs/1904.09751).
+    # Draws only from the most likely tokens, whose total probability is top_p (https://arxiv.org/abs/1904.09751).
     top_p: float = 1.0
     seed: int = 0
 

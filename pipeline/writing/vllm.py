@@ -1,7 +1,7 @@
 """Decodes in vLLM, in a separate process on the same device: `rollout.engine: vllm`. Needs the extra `vllm`.
 
 vLLM has a second copy of the base, and gets the adapters from the trainer. vLLM pays off for large models and long completions.
-Its kernels differ from the trainer's, so its log-probs differ slightly. PPO's old log-probs always come from the trainer, and
+vLLM's kernels differ from the trainer's, so log-probs differ slightly. PPO's old log-probs always come from the trainer, and
 functional.off_policy_weights corrects for the difference. Up to rounding, a completion depends only on seed, number, prompt and
 role. vLLM draws other random numbers than SlotDecoder, but greedy completions are the same except in near-ties.
 """
@@ -67,7 +67,7 @@ class VllmDecoder(Decoder):
         self.llm.llm_engine.remove_lora(self.adapters.pop(role).lora_int_id)
 
     def changed(self, role: str | None) -> None:
-        """Passes the adapter to vLLM with a new id, because vLLM caches the keys and values of prompts by this id."""
+        """Passes the adapter to vLLM with a new id, because vLLM caches the keys and values of prompts by the adapter's id."""
         if role is None:
             return
         assert self.shared
@@ -132,7 +132,7 @@ class VllmDecoder(Decoder):
             for name in gone:
                 del self.requests[name]
         for output in engine.step() if self.requests else ():
-            if row := self.requests.get(output.request_id):  # None if the row was cancelled
+            if row := self.requests.get(output.request_id):  # no row if the row was cancelled
                 self._note(row, output)
 
     def _note(self, row: Row, output: Any) -> None:
@@ -166,7 +166,7 @@ class VllmDecoder(Decoder):
 
 
 def start_llm(model: str, device: torch.device | str, longest: int, rank: int, **options: Any) -> Any:
-    """Starts a vllm.LLM in a separate process. Raises ValueError if vLLM does not support adapters of this rank.
+    """Starts a vllm.LLM in a separate process. Raises ValueError if vLLM does not support adapters of rank `rank`.
 
     Args:
         model: folder or Hub id of the base.
@@ -228,7 +228,7 @@ def largest_rank(shared: SharedBase, roles: Sequence[str | None]) -> int:
 
 
 def accepted_rank(rank: int) -> int:
-    """Returns the smallest maximum rank that vLLM offers for this rank. Raises ValueError if the rank is too large."""
+    """Returns the smallest max_lora_rank of vLLM that is at least `rank`. Raises ValueError if the rank is too large."""
     from vllm.config.lora import MaxLoRARanks  # undocumented; remove when vllm.LLM accepts any rank
 
     ranks = [r for r in sorted(get_args(MaxLoRARanks)) if r >= rank]
