@@ -209,7 +209,6 @@ def log_files(uri: str, run_id: str, files: list[str], samples: list[dict[str, A
     columns = list(dict.fromkeys(key for row in rows for key in row))
     table = {"columns": columns, "data": [[row.get(column) for column in columns] for row in rows]}
     mlflow.log_dict(run_id, table, "samples.json")
-    # MLflow's table view needs a tag. MlflowClient.log_table also sets it, but appends to the table on a
-    # rerun.
+    # MLflow's table view needs a tag. MlflowClient.log_table also sets it, but appends to the table on a rerun.
     tag = json.dumps([{"path": "samples.json", "type": "table"}])
     mlflow.set_tag(run_id, "mlflow.loggedArtifacts", tag)

@@ -1,8 +1,7 @@
 """Continuous batching: each step writes one token of every completion, for all requests and policies together.
 
-A row is one completion. A row joins the batch at any step, and leaves when it ends. One thread owns the decoder: it
-adds waiting rows, delivers new tokens, and between two steps calls functions of other threads, such as scoring and loading a
-version.
+A row is one completion. A row joins the batch at any step, and leaves when it ends. One thread owns the decoder: it adds waiting
+rows, delivers new tokens, and between two steps calls functions of other threads, such as scoring and loading a version.
 """
 
 from __future__ import annotations
