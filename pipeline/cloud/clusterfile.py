@@ -48,7 +48,7 @@ class NodeType:
 
 
 def read_cluster_file(file: Path) -> dict[str, Any]:
-    """Returns the parsed cluster file. Raises InputError if it cannot be read or is no cluster file."""
+    """Returns the parsed cluster file. Raises InputError if the file cannot be read or is no cluster file."""
     try:
         config = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:

@@ -179,7 +179,7 @@ def check_memory(workload: Workload, cluster: Cluster) -> None:
 
 def upload_files(folder: str = ".") -> dict[str, int]:
     """Returns {path: bytes} of the files that Ray uploads. Raises InputError above 100 MiB and names the five largest."""
-    # This private function of Ray 2.60 makes the upload. Replace it when Ray has a public one that lists the files.
+    # This private function of Ray 2.60 makes the upload. Replace the function when Ray has a public one that lists the files.
     from ray._private.runtime_env.packaging import _dir_travel
 
     root, sizes = Path(folder).absolute(), {}

@@ -140,7 +140,7 @@ class Encoder:
         return [self.one_bos(encoding.ids) for encoding in encodings]
 
     def one_bos(self, ids: list[int]) -> list[int]:
-        """Returns the ids with one begin token if the tokenizer begins texts with it, and never with two."""
+        """Returns the ids with exactly one begin token if the tokenizer begins texts with a begin token."""
         if self.bos is None:
             return ids
         start = 0

@@ -272,7 +272,7 @@ def answer_lists(row: Row, prompt_key: str, *sides: str) -> Record:
 
 def pair(row: Row, prompt_key: str, *sides: str) -> Record:
     """Parses a prompt and two completions, which may repeat the prompt."""
-    if any(repeats_prompt(row[side]) for side in sides):  # UltraFeedback's completions repeat it
+    if any(repeats_prompt(row[side]) for side in sides):  # UltraFeedback repeats it in completions
         empty = isinstance(row[prompt_key], str) and not row[prompt_key].strip()  # contradicts nothing
         prompt, completions = split_transcripts(row, row.get("system") if empty else None)
         prompt = prompt if empty else agreed(prompt, prompt_in(row, prompt_key), prompt_key)
@@ -297,7 +297,7 @@ def distinct(pair: tuple[Text, ...], key: str) -> tuple[Text, ...]:
 
 
 def margin_in(row: Row) -> float | None:
-    """Returns the row's margin, or None if it has none. Raises RowError if TRL could not train with it."""
+    """Returns the row's margin, or None if it has none. Raises RowError if TRL could not train with the margin."""
     margin = decoded(row.get("margin"))  # in CSV, numbers and missing values are text
     if margin in (None, ""):
         return None

@@ -103,7 +103,7 @@ def majority(label: Any) -> Any:
 
 
 def score(value: Any, name: str) -> float | None:
-    """Returns a score in the field `name`, or None if it is blank. Raises RowError if it is not a finite number."""
+    """Returns a score in the field `name`, or None if it is blank. Raises RowError if the score is not a finite number."""
     if is_blank(value):
         return None
     number = comparable(value)
@@ -170,7 +170,7 @@ class Rule:
     tie: tuple[Any, ...] = ()
     good: tuple[Any, ...] = ()
     bad: tuple[Any, ...] = ()
-    derived: bool = False  # from the first rows; if True, words also have the meanings of SIDE_WORDS
+    derived: bool = False  # whether from the first rows; if so, words of SIDE_WORDS have meanings, too
 
     @classmethod
     def from_job(cls, label: Mapping[str, Any]) -> "Rule":

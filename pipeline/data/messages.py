@@ -15,7 +15,7 @@ from pipeline.data.values import RowError, decoded, fields_of, nearest, show
 Message = dict[str, Any]  # role, content, perhaps tool_calls, and other keys that the chat template reads
 Turns = list[Message]
 Text = str | Turns  # raw text, or messages for the chat template
-_TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # only at the start of a paragraph
+_TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # a turn begins only at the start of a paragraph
 # lower-case role -> role that the chat template knows
 ROLES = {
     name: role
@@ -66,7 +66,7 @@ def text_after_thoughts(content: str) -> str:
 def without_unread(value: Any, key: str, keys: frozenset[str], unread: list[str]) -> Any:
     """Returns the messages in a value without the keys that neither this module nor the chat template (`keys`) reads.
 
-    Adds these keys to `unread`, such as `messages[].id`, if they are not null or empty.
+    Adds the removed keys to `unread`, such as `messages[].id`, if their values are not null or empty.
     """
     if isinstance(value, list):
         return [without_unread(one, f"{key.removesuffix('[]')}[]", keys, unread) for one in value]

@@ -31,7 +31,7 @@ from pipeline.errors import InputError
 from pipeline.job.job import sources_of
 from pipeline.system import storage
 
-VERSION = 17  # format of the parts; raise it if the same rows give other tokens or another report
+VERSION = 17  # of the parts; to be raised if the same rows give other tokens or another report
 SMALL = 64 << 20  # maximum bytes of files to tokenize without Ray, whose start takes seconds
 
 
@@ -64,7 +64,7 @@ def prepare_rows(
         context_length: number of tokens that the model can read, or None if the number is unknown.
         packing: whether to pack rows, if they are demonstrations.
         ray_for_rows: for a job that runs in this process, starts Ray to tokenize files above SMALL bytes. The tables are
-            pyarrow's. For a job on Ray it is None, and the tables are Ray Data's.
+            pyarrow's. For a job on Ray, `ray_for_rows` is None, and the tables are Ray Data's.
 
     Raises InputError if files are missing, if rows cannot be used, or if no row is left.
     """

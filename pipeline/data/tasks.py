@@ -115,7 +115,7 @@ def tokenize_chunk(
     for name, writer in task.writers.items():
         counts.parts[name] = writer.close()
         counts.add(name, "rows", number=counts.parts[name][1])
-    # Finding the line of an error means counting the lines before the chunk, so it is done once, at the end.
+    # Finding the line of an error means counting the lines before the chunk, so lines are found once, at the end.
     if named := {id(error): error for error in (*counts.errors.values(), counts.unread) if error}:
         locate([*named.values()], chunk)
     return counts

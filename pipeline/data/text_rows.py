@@ -3,8 +3,8 @@
 A RowError replaces an unreadable row.
 
 Why not ijson: version 3.6.0 was no faster. ijson stops at a NaN or an integer over 64 bits without naming the row, replaces lone
-surrogates (half of a UTF-16 pair), and loses a row's bytes, which identify duplicates. Why not pyarrow's CSV reader: it guesses
-types (a prompt `42` becomes a number in some blocks), and its line numbers are wrong after a row of several lines.
+surrogates (half of a UTF-16 pair), and loses a row's bytes, which identify duplicates. Why not pyarrow's CSV reader: that reader
+guesses types (a prompt `42` becomes a number in some blocks), and its line numbers are wrong after a row of several lines.
 """
 
 import codecs

@@ -244,7 +244,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Inference(Forward):
-    """The `trainer` section of `generate` and `serve`. Requests to `serve` may override it."""
+    """The `trainer` section of `generate` and `serve`. Requests to `serve` may override these keys."""
 
     response_length: Rows = 256
     """Maximum new tokens of a completion, the end-of-sequence token included."""

@@ -52,7 +52,7 @@ class SharedBase(nn.Module):
     Raises InputError if the base changes its logits after the lm head in an unknown way.
 
     Args:
-        base_model: a causal language model. The constructor freezes it and sets every dropout to 0.
+        base_model: a causal language model. The constructor freezes the model and sets every dropout to 0.
         autocast: dtype of the matrix products of all forwards, or None for the dtype of the base. Adapters, heads, log-softmax
             and losses are always fp32.
     """

@@ -1,6 +1,6 @@
 """The frozen base model: identifies it (`base_identity`, no torch import) and loads it (`load_base`).
 
-A base is a folder or a Hugging Face Hub id. `load_base` freezes it and turns off every dropout. Only adapters are trained.
+A base is a folder or a Hugging Face Hub id. `load_base` freezes the base and turns off every dropout. Only adapters are trained.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipeline.job.job import Model
 
 WHOLE_FILE_BYTES = 1 << 30  # weight files up to 1 GiB are hashed in full
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of larger files, the header and 64 pieces of 64 KiB are hashed
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of larger weight files, the header and 64 pieces of 64 KiB are hashed
 # Keys of config.json that the digest excludes.
 VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 # Keys of config.json that name the number of positions.
@@ -98,8 +98,8 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
 
     Args:
         model: the job's `model` section. `load_in_4bit` gives NF4 with double quantization, also on a CPU.
-        scorer_tokenizer: for a reward model, its tokenizer. With it, the model is an AutoModelForSequenceClassification of
-            one label, with an untrained head that computes in fp32. Without it, the model is an AutoModelForCausalLM.
+        scorer_tokenizer: for a reward model, its tokenizer. With a tokenizer, the result is an AutoModelForSequenceClassification
+            of one label, with an untrained head in fp32. With None, the result is an AutoModelForCausalLM.
         device: the device on which the base is loaded and quantized. None means the CPU, which takes half an hour for 70B.
     """
     import torch

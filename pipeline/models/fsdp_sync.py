@@ -1,8 +1,8 @@
 """Keeps the number of forwards equal on all ranks that share one sharded base (models/shards.py).
 
 A forward of a sharded base gathers each layer from all ranks, and so does its backward. If one rank ran fewer forwards, the
-other ranks would wait forever. A rank runs fewer if its completions end earlier, if it has fewer micro-batches, or when rank 0
-alone checks the saved adapter. Therefore, before each forward, the ranks all-reduce (MAX) a code of their next
+other ranks would wait forever. A rank runs fewer forwards if its completions end earlier, if it has fewer micro-batches, or when
+rank 0 alone checks the saved adapter. Therefore, before each forward, the ranks all-reduce (MAX) a code of their next
 step: nothing, a forward with gradients (and its role), or a forward without gradients. A rank whose code is smaller joins with
 a forward of one token, until all codes are equal. Each rank calls `catch_up` before any other collective. `catch_up` returns when
 no rank has a forward left to run.

@@ -24,7 +24,7 @@ PROBES = [
 
 
 def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
-    """Sets the tokenizer's `chat_template`. Raises InputError if it cannot be read, or if it cannot render any of the PROBES.
+    """Sets the tokenizer's `chat_template`. Raises InputError if the template cannot be read or renders none of the PROBES.
 
     Also sets the attribute `text_as_chat`, which says whether a prompt of plain text becomes a user message. `text_as_chat` is
     False if the tokenizer has no template and the job sets none.

@@ -66,7 +66,7 @@ def load_tokenizer(
         tokenizer.eos_token = tokens[0]
     set_template(tokenizer, chat_template, name_or_path)
     _check_ids(tokenizer, rows, name_or_path)
-    tokenizer.generation_eos = _as_list(generation.get("eos_token_id"))  # training rows end with them
+    tokenizer.generation_eos = _as_list(generation.get("eos_token_id"))  # training rows end so
     tokenizer.pad_token = _pad_token(tokenizer, set(eos_ids(tokenizer)), rows, name_or_path)
     tokenizer.padding_side = "right"
     return tokenizer
@@ -198,7 +198,7 @@ def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> 
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Returns a SHA-256 of the settings that determine token ids. Saving, loading and pickling do not change it."""
+    """Returns a SHA-256 of the settings that determine token ids. Saving, loading and pickling do not change the digest."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     backend.pop("padding")  # padding and truncation depend on the last call
     backend.pop("truncation")

@@ -394,7 +394,7 @@ def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
         # The forwards of the reference, and the stage's other forwards without gradients, have no backward.
         passes = (3 if asked.checkpointing else 2) + stage.keeps_reference + stage.further_forwards
         steps = work.trainer.get("max_steps", 0)
-        if steps and steps > 0:  # only packed rows always have the maximum length
+        if steps and steps > 0:  # rows have the maximum length only if they are packed
             width = longest if work.trainer.get("packing") else row
             tokens = steps * (work.data.batch_size or 8 * workers) * width
         else:

@@ -30,7 +30,7 @@ class Point(NamedTuple):
 class Tracker:
     """Records the metrics of one run. Its methods may take long, and may raise any error of the tracker's library."""
 
-    name: str  # for warnings
+    name: str  # name in warnings
 
     def recorded(self, key: str) -> dict[int, float]:
         """Returns {step: value} of a metric for the values that an earlier process recorded."""

@@ -113,7 +113,7 @@ def _experiment(mlflow: Any, tracking: Tracking) -> str:
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-        return mlflow.get_experiment_by_name(name).experiment_id  # another process has just made it
+        return mlflow.get_experiment_by_name(name).experiment_id  # made by another process
 
 
 def _log_inputs(mlflow: Any, run_id: str, tracking: Tracking, digests: dict[str, str]) -> None:

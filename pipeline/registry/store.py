@@ -1,4 +1,4 @@
-"""The MLflow store of a job: a server, or a SQLite file. Checks that it responds."""
+"""The MLflow store of a job: a server, or a SQLite file. Checks that the store responds."""
 
 import contextlib
 import logging
@@ -25,7 +25,7 @@ WAIT_S = 600  # time that the end of a run waits for an unreachable server
 class Tracking:
     """The place where a run is recorded."""
 
-    uri: str  # of MLflow
+    uri: str  # tracking URI of MLflow
     experiment: str
     also: list[str]  # other trackers that get the same metrics
     run: Identity

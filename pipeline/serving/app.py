@@ -189,7 +189,7 @@ class Server:
         threading.Thread(target=self.models.watch_aliases, args=interval, daemon=True).start()
 
     def check_health(self) -> None:
-        """Raises an error if the batcher has ended. Ray Serve calls it periodically, and restarts a replica that raises."""
+        """Raises an error if the batcher has ended. Ray Serve calls this periodically, and restarts failing replicas."""
         if not self.batcher.alive:
             raise RuntimeError("the thread that has the model has ended")
 

@@ -151,7 +151,7 @@ class Batcher:
                     self._deliver()
                 self.decoder.step()
                 self._deliver()
-            except Exception as error:  # such as out of memory: only these rows are lost
+            except Exception as error:  # such as out of memory; loses only these rows
                 lost, self.rows = self.rows, []
                 for row in lost:
                     row.fail(error)

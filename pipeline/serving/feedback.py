@@ -103,10 +103,10 @@ class FeedbackStore:
         self.opened.close()
 
     def remember(self, answers: list[dict[str, Any]]) -> None:
-        """Stores answers that can get feedback, and deletes the oldest if they exceed their half of the folder."""
+        """Stores answers that can get feedback, and deletes the oldest answers if all exceed their half of the folder."""
         size = self.conversation_bytes
         with self._transaction():
-            for answer in answers:  # a replica that missed the reply sends them again
+            for answer in answers:  # a replica that missed the reply sends its answers again
                 row = (answer["id"], answer["time"], json.dumps(answer, ensure_ascii=False))
                 if self.database.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?)", row).rowcount:
                     size += len(row[2].encode())
@@ -168,7 +168,7 @@ class FeedbackStore:
         return {"id": feedback.id, "object": "feedback", "kind": feedback.kind, "version": answer["version"]}
 
     def _row(self, answer: dict[str, Any], feedback: Feedback) -> dict[str, Any]:
-        """Returns the row for a stage. Raises Refused if it would prefer a truncated choice."""
+        """Returns the row for a stage. Raises Refused if the row would prefer a truncated choice."""
         kind, choice, texts = feedback.kind, feedback.choice, answer["texts"]
         preferred = feedback.chosen if kind == "comparisons" else choice if feedback.label else None
         if preferred in answer["truncated"]:

@@ -54,7 +54,7 @@ class Models:
     moves. If a version cannot be loaded, the previous version keeps answering.
 
     Args:
-        shared: the base. May be None if no reward needs it.
+        shared: the base. May be None if no reward needs a base.
     """
 
     def __init__(self, host: ModelHost, shared: SharedBase | None, batcher: Batcher) -> None:

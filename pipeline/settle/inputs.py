@@ -154,7 +154,7 @@ def missing_parameter(source: str, columns: set[str]) -> str | None:
 
 
 def check_sampler(rollout: RolloutConfig, model: Model) -> None:
-    """Raises InputError if the job needs vLLM, or vLLM's plugin for NF4, and it is not installed on this machine."""
+    """Raises InputError if the job needs vLLM, or vLLM's plugin for NF4, and the package is not installed on this machine."""
     if rollout.engine != "vllm":
         return
     if importlib.util.find_spec("vllm") is None:

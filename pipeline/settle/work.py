@@ -25,7 +25,7 @@ class SweepHandle:
 
 @dataclass(frozen=True)
 class Input:
-    """A model, Python function or judge that the job names. The driver has pinned, fetched and checked it."""
+    """A model, Python function or judge that the job names. The driver has pinned, fetched and checked this input."""
 
     # models:/NAME/3, hf://OWNER/NAME@COMMIT, a folder, python:MODULE:FUNCTION, or judge:FILE@DIGEST
     version: str

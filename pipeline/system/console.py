@@ -1,7 +1,7 @@
 """What Ray and other libraries print: lines of a stage unchanged, lines of other processes with a name, and no noise.
 
 Ray prefixes each line of a worker with `(name pid=1234)`. `attach_ray_printer` replaces the printer that ray.init() installed,
-which is private in Ray 2.60. Remove it when ray.init takes a function that prints.
+which is private in Ray 2.60. Remove `attach_ray_printer` when ray.init takes a function that prints.
 """
 
 import contextlib
@@ -83,7 +83,7 @@ def attach_ray_printer(own: Collection[str] = (), sink: Any = None) -> None:
 
     Args:
         own: names of processes whose lines are shown without the name.
-        sink: a text file for the lines. By default, they go to stdout and stderr.
+        sink: a text file for the lines. By default, the lines go to stdout and stderr.
     """
     from ray._private import worker
     from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher

@@ -101,7 +101,7 @@ def exists(path: str) -> bool:
 
 
 def read_json(path: str) -> Any:
-    """Returns the value of a JSON file. Raises OSError or ValueError if it cannot be read."""
+    """Returns the value of a JSON file. Raises OSError or ValueError if the file cannot be read."""
     with _opened(path) as stream:
         try:
             return json.loads(stream.read())

@@ -44,8 +44,8 @@ class Sampling:
 class Completion:
     tokens: list[int]  # token ids, including the end-of-sequence token
     ended: bool  # False if the completion was truncated at the length limit
-    # The decoder's log-probs, in nats. PPO only compares them with the trainer's log-probs. PPO cannot use the decoder's as old
-    # log-probs, because the first ratio must be 1, and the two differ by rounding.
+    # The decoder's log-probs, in nats. PPO only compares the decoder's log-probs with the trainer's. PPO cannot use the decoder's
+    # as old log-probs, because the first ratio must be 1, and the two differ by rounding.
     logprobs: list[float]
 
 

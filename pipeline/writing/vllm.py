@@ -34,7 +34,7 @@ class VllmDecoder(Decoder):
         max_rank: maximum rank of an adapter, for which vLLM was started.
         max_rows: maximum rows in vLLM at the same time, or None.
         shared: the SharedBase whose roles `changed` passes to vLLM, or None if all roles come from folders (`add`).
-        folder: the folder in which `changed` passes adapters to vLLM. `close` removes it.
+        folder: the folder in which `changed` passes adapters to vLLM. `close` removes the folder.
     """
 
     def __init__(
