@@ -214,4 +214,4 @@ def check_paths(paths: Iterable[tuple[str, str]], cluster: Cluster, files: dict[
         names = [os.path.relpath(one) for one in found if os.path.isfile(one)]
         if missing := [name for name in names if name not in files]:
             why = f"{missing[0]!r} would not be uploaded, because .rayignore or .gitignore names it"
-            raise InputError(f"{why}; change that, or put the file into a bucket", key=key)
+            raise InputError(f"{why}; change that ignore file, or put the file into a bucket", key=key)

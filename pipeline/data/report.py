@@ -242,7 +242,7 @@ class Report:
         if completions == "learned" and name == "train" and split.kept and not split.ended:
             why = "all of them are truncated (data.max_length)"
             if split.truncated < split.kept:
-                why = "the chat template leaves it out (model.chat_template)"
+                why = "the chat template omits such a token (model.chat_template)"
             what = "no completion to train on contains a token that ends generation"
             yield f"{what}, so the model does not learn to stop: {why}"
         prompts, same = self.overlap if name == "eval" and self.overlap else (0, 0)

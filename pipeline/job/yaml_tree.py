@@ -101,7 +101,7 @@ def _extended(tree: Tree, folder: Path) -> Tree:
     below = Tree(tree.source)
     for name, one in [*((name, _tree(folder / name)) for name in names), ("", tree)]:
         if "extends" in one.data:
-            raise tree.error("extends", f"found {show(name)}, which extends a job itself: name that one")
+            raise tree.error("extends", f"found {show(name)}, which extends a job itself: name that job")
         for section, value in one.data.items():
             before = below.data.get(section)
             if isinstance(before, dict) and isinstance(value, dict) and value:

@@ -152,7 +152,7 @@ def warn_of_endless(ended: float, completions: str) -> None:
     if ended < MIN_ENDED:
         print(
             f"warning: {ended:.0%} of {completions} ended by themselves, the others were truncated at trainer.response_length; "
-            "raise it, or train sft on rows that end, and check its eos_accuracy",
+            "raise this key, or train sft on rows that end, and check its eos_accuracy",
             flush=True,
         )
 

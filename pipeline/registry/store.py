@@ -188,7 +188,7 @@ def call_persistently(uri: str, folder: str, call: Callable[[], Any]) -> Any:
         file = file_of_uri(uri)
         if file and not (os.path.exists(file) and os.path.getsize(file)):
             raise Failure(
-                f"{file} is gone: something has deleted it. The same command makes a new one"
+                f"{file} was deleted by another process. The same command makes a new file"
             ) from error
         if error is None:
             return found

@@ -155,7 +155,7 @@ class FeedbackStore:
             (feedback.id, name, feedback.kind),
         ).fetchone()
         if earlier is not None and json.loads(earlier[0]) != content:
-            raise Refused(409, "different feedback was given before; the first one counts", "id")
+            raise Refused(409, "the answer already has different feedback, which is kept", "id")
         if earlier is None:
             row = self._row(answer, feedback)
             self._check_row(feedback.kind, row)

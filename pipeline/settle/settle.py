@@ -46,8 +46,8 @@ def settle(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> Work:
         check_lora(files, work.lora, work.stage.learns == "reward")
     elif unused := [key for key in job.overridden if key.partition(".")[0] == "lora"]:
         print(
-            f"warning: {', '.join(unused)} changes nothing: the adapters that this job trains are copies of those it starts from; "
-            "policy=base starts a new one",
+            f"warning: {', '.join(unused)} changes nothing: the adapters that this job trains are copies of its input adapters; "
+            "policy=base starts a new adapter",
             flush=True,
         )
     tokenizer = _tokenizer(work.model, adapters, "policy" in work.named)
