@@ -190,7 +190,7 @@ def labels_of(each: Bundle, section: str) -> dict[str, str]:
     """Returns the labels that a pod needs so that Ray places the workers in it."""
     labels = {}
     for key, value in each.selector.items():
-        if placement.matches({key: value}, {}):  # the selector only excludes values
+        if placement.matches({key: value}, {}):  # a selector that only excludes values needs no label
             continue
         names = re.sub(r"^in\((.*)\)$", r"\1", value).split(",")
         if key == placement.GPU_LABEL and os.environ.get("GPU"):

@@ -125,7 +125,7 @@ def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
 
 
 def lines_before(chunk: Chunk) -> int:
-    """Returns how many lines or rows of the file come before the chunk. Only error messages need this number of lines."""
+    """Returns how many lines or rows of the file come before the chunk. Only error messages need this offset."""
     if chunk.start == 0 or chunk.format != "lines":
         return chunk.start
     count, left = 1, chunk.start - 1

@@ -73,7 +73,7 @@ def reach(item: str, key: str) -> None:
 
 
 def matching(item: str, key: str, aside: dict[str, str]) -> list[File]:
-    """Returns the files of a path, glob, folder or URI, and adds unread files to `aside`. Raises InputError if there are none."""
+    """Returns the files of a path, glob, folder or URI, and adds unread files to `aside`. Raises InputError without files."""
     if found := files_of(item, key):
         files = []
         for path in found[0]:

@@ -55,7 +55,7 @@ from pipeline.job.stages import rows_of
 class Record:
     """A row after parsing.
 
-    `pairs` holds the completions: one 1-tuple for a demonstration, (chosen, rejected) for each preference pair, nothing for a
+    `pairs` has the completions: one 1-tuple for a demonstration, (chosen, rejected) for each preference pair, nothing for a
     prompt. Completions are text if `prompt` is text, or else messages that begin with an assistant turn.
     """
 
@@ -222,7 +222,7 @@ def untrained(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[
 
     Raises RowError if no assistant turn is left to train.
     """
-    added = len(turns) - len(items)  # 1 if the system prompt comes from a separate field
+    added = len(turns) - len(items)  # 1 if a system prompt from a separate field was added
     off = (i for i, item in enumerate(items) if any(is_good(item.get(name)) is False for name in WEIGHTS))
     excluded = {index + added for index in off}
     assistant = {index for index, turn in enumerate(turns) if turn["role"] == "assistant"}

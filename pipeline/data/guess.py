@@ -1,6 +1,6 @@
 """Guesses which columns of a file hold the fields that a stage needs, from the columns' names and values.
 
-Messages suggest a guess as the data.columns to set. A run never uses a guess by itself. A guess must fit most rows.
+Messages suggest a guess as the data.columns to set. A run never uses a guess by itself. Only guesses that fit most rows are used.
 """
 
 import contextlib

@@ -37,8 +37,7 @@ MEANINGS = ("first", "second", "tie", "good", "bad")
 UNRATED = ("nan", "n/a", "na", "#n/a", "<na>", "null", "none")
 MAX_VALUES = 12  # a column with more distinct values is not a label
 RARE = 0.05  # up to this fraction of the labels, an unknown text is an error in its row
-# Words in names of labels that are numbers of completions, as in better_response_id. A column
-# `label` may mean anything.
+# A label whose name has such a word is the number of a completion, as in better_response_id. A column `label` may mean anything.
 NUMBER_OF = re.compile(r"(?i)(?<![a-z])(id|idx|index|choice|better|best|winner)(?![a-z])")
 
 
@@ -250,7 +249,7 @@ def derive_rule(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "d
     ends = [f"{one:g}" for one in scale] if scale else sorted(map(str, distinct.values()))
     said = "{first: VALUE, second: VALUE, tie: VALUE}"
     when = "where a VALUE may be a list"
-    if len(ends) == len(distinct) > 1 and (scale or len(ends) == 2):  # three words have no order
+    if len(ends) == len(distinct) > 1 and (scale or len(ends) == 2):  # of three words, the order is unknown
         said = f"{{first: {ends[0]}, second: {ends[-1]}}}"
         when = f"if {ends[0]} means that the first completion is better (and tie: VALUE for neither)"
     column = ", ".join(listed(columns.get("label", "label")))

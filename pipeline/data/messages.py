@@ -30,7 +30,7 @@ ROLES = {
 
 SIDES = ("chosen", "rejected")
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of a part whose content is text
-# Keys of the thoughts of a reasoning model. A template gets the first one as `reasoning_content` and as `thinking`.
+# Keys of the thoughts of a reasoning model. Templates get a row's first such key as `reasoning_content` and as `thinking`.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # Templates keep only the text after the end marker of the thoughts, in all turns except the last one.
 END_OF_THOUGHTS = re.compile(r"</(?:think|thinking|thought|thoughts|reasoning)>|\[/THINK\]")

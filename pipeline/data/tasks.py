@@ -134,7 +134,7 @@ def encoder_of(tokenizer: Any, options: Options, chunk: Chunk | None = None) -> 
 
 
 def parse_or_error(row: Any, kind: Kind) -> Record | RowError:
-    """Returns a row as a Record, or its error."""
+    """Returns a row as a Record, or the row's RowError."""
     try:
         return parse_row(row, kind)
     except RowError as error:

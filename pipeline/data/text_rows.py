@@ -116,7 +116,7 @@ def elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
         try:
             value, end = read_value(text, begin)
         except json.JSONDecodeError as error:
-            # An error far from the end of the text is real. Near its end, the rest of the element may be unread.
+            # An error far from the end of the text is real. Near the end of the text, the rest of the element may be unread.
             if final or (error.pos < len(text) - 4096 and not error.msg.startswith("Unterminated")):
                 raise
             data = stream.read1(block)

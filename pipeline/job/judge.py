@@ -120,9 +120,9 @@ class Definition:
     timeout_s: Seconds = 120.0
     """Seconds to wait for an answer before the request is repeated."""
     dollars_per_million_input: Weight = 0.0
-    """Price of a million tokens that are sent."""
+    """Price in dollars of a million tokens that are sent."""
     dollars_per_million_output: Weight = 0.0
-    """Price of a million tokens of answers."""
+    """Price in dollars of a million tokens of answers."""
     most_calls: Annotated[int, Ge(1), Le(10**12)] | None = None
     """Maximum number of answers that a run may pay for, before the run ends. By default no limit."""
     most_dollars: Annotated[float, Gt(0), Le(10**9)] | None = None

@@ -81,7 +81,7 @@ class Stage:
 
     @property
     def trl(self) -> bool:
-        """Returns True if a TRL trainer does the work. Only a worker imports the config class of a TRL stage."""
+        """Returns True if the stage trains with a TRL trainer. Only a worker imports the config class of a TRL stage."""
         return self.trainer.startswith("trl.")
 
     @property

@@ -313,7 +313,7 @@ class SharedBase(nn.Module):
         return {key: parameter.data.contiguous().cpu() for key, parameter in self._named(role).items()}
 
     def fill(self, role: str, tensors: Mapping[str, Tensor]) -> None:
-        """Copies tensors into an existing role. `tensors_of` made them here, or in a process with the same roles."""
+        """Copies tensors into an existing role. The tensors are from `tensors_of`, here or in another process."""
         for key, parameter in self._named(role).items():
             parameter.data.copy_(tensors[key])
 

@@ -68,7 +68,7 @@ def base_identity(name_or_path: str, revision: str | None = None) -> dict[str, A
 
 
 def context_length(config: dict[str, Any]) -> int | None:
-    """Returns the number of positions in config.json, or None if it names no limit."""
+    """Returns the number of positions in config.json, or None if config.json names no limit."""
     for part in (config, config.get("text_config") or {}):
         for key in CONTEXT_KEYS:
             if isinstance(part.get(key), int):

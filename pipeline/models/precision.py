@@ -15,7 +15,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def precision_of(base: Any, autocast: bool) -> str:
-    """Returns `quantized`, `half` (half-precision products or weights) or `fp32`. A model's outputs differ among the three."""
+    """Returns `quantized`, `half` (half-precision products or weights) or `fp32`. A model's outputs differ by precision."""
     if getattr(base, "is_quantized", False):
         return "quantized"
     return "half" if autocast or base.dtype != torch.float32 else "fp32"

@@ -57,7 +57,7 @@ RUNTIME = {
 # allocates twice the memory in use. MALLOC_MMAP_THRESHOLD_=65536 would avoid the waste, but takes a quarter more time.
 SLACK = {"cpu": 2.0, "cuda": 1.1}
 # Layers of a sharded base in memory at once: the current layer, the next layer, and the shards from which the next layer is
-# joined. Not measured on a GPU.
+# joined. The number has not been measured on a GPU.
 GATHERED = 3
 # Tokens and vocabulary entries of a tile, in which TRL's losses of sft, dpo and kto compute logits.
 LOGIT_TILE = (4096, 32768)
@@ -353,7 +353,7 @@ def _changes(work: Sections, loras: Loras | None = None) -> list[tuple[str, Any]
 
 
 def _with(work: Sections, changes: dict[str, Any]) -> Sections:
-    """Returns the work of a job with other values in the sections `trainer` and `model`."""
+    """Returns a copy of `work` with other values in the sections `trainer` and `model`."""
     for key, value in changes.items():
         section, name = key.split(".")
         if section == "trainer":

@@ -144,7 +144,7 @@ class WandB(Tracker):
                 x_save_requirements=False,
             ),
         )
-        self.next = self.run.step  # above 0 if a server has the steps of an earlier process
+        self.next = self.run.step  # next step; above 0 if W&B's server has earlier steps
 
     def close(self, final: dict[str, float]) -> None:
         if self.run is None:

@@ -109,10 +109,8 @@ def promote(
     ok, reason = evaluate_gate(gate.conditions, metrics, champion)
     trained = mlflow.get_model_version(ref.name, ref.version).tags.get("gate", "")
     if ok and trained.startswith("failed"):
-        ok, reason = (
-            False,
-            f"failed: the gate of the training failed, too ({trained.removeprefix('failed: ')})",
-        )
+        why = trained.removeprefix("failed: ")
+        ok, reason = False, f"failed: the gate of the training failed, too ({why})"
     held_out = {metric_key(key): f"{value:.6g}" for key, value in metrics.items() if key.startswith("eval_")}
     for key, value in (held_out | measured | {"gate": reason}).items():
         mlflow.set_model_version_tag(ref.name, ref.version, f"evaluate.{key}", value)

@@ -100,7 +100,7 @@ class Answer:
         sampling = replace(
             default,
             max_new_tokens=min(request.token_limit or default.max_new_tokens, default.max_new_tokens),
-            temperature=temperature if temperature >= 1e-6 else 0.0,  # a smaller one overflows fp32 logits
+            temperature=temperature if temperature >= 1e-6 else 0.0,  # smaller values overflow fp32 logits
             top_p=1.0 if request.top_p is None else request.top_p,
             seed=self.seed,
         )
@@ -111,7 +111,7 @@ class Answer:
 
     def _deliver(self, choice: int, token: Token | BaseException) -> None:
         """Passes a token or an error from the batcher's thread to the event loop."""
-        with contextlib.suppress(RuntimeError):  # the replica ends and has closed the loop
+        with contextlib.suppress(RuntimeError):  # the replica is ending, and has closed its event loop
             self.loop.call_soon_threadsafe(self.arrived.put_nowait, (choice, token))
 
     def cancel(self) -> None:

@@ -16,7 +16,7 @@ class Metrics:
     """The metrics of one replica."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()  # its metrics go to the recorder
+        self.registry = registry = CollectorRegistry()  # prometheus_client's registry, sent to the recorder
         counter = partial(Counter, namespace="rlhf", registry=registry)
         gauge = partial(Gauge, namespace="rlhf", registry=registry)
         histogram = partial(Histogram, namespace="rlhf", registry=registry, buckets=SECONDS)

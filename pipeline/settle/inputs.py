@@ -174,7 +174,7 @@ def check_inputs(work: Work, versions: Mapping[str, str], files: Base) -> dict[s
     """Returns {name: input} of pinned versions. Raises InputError if an adapter was trained on another base, or does not fit.
 
     Args:
-        work: the work of a job, whose base is known.
+        work: the Work object of a job, whose base is known.
         files: the files of the base.
     """
     inputs = {}

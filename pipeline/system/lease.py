@@ -47,7 +47,7 @@ class Lease:
 
     folder: str = ""
     attempt: int = 0
-    id: str = ""  # unique for each attempt on any folder
+    id: str = ""  # random id of the attempt, unique over all folders
 
     @property
     def file(self) -> str:

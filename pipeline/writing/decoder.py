@@ -41,7 +41,7 @@ class SlotDecoder(Decoder):
         max_positions: maximum positions of the KV cache over all rows, or None. Rows that would exceed this limit wait.
         pad: token id that pads prompts.
         look: decoding steps between two checks for finished rows, or None for the default of the device.
-        graphs: whether a GPU replays steps as CUDA graphs while all rows have one role. None means yes if the base can.
+        graphs: whether a GPU replays steps as CUDA graphs while all rows have one role. None means: if the base supports graphs.
     """
 
     share = True  # whether equal prompts share a forward; benchmarks set False to measure the gain

@@ -163,7 +163,7 @@ class RowSettings(NamedTuple):
         return RowSettings(*(values[rows] for values in self))
 
     def and_of(self, others: RowSettings) -> RowSettings:
-        """Returns the settings of these rows, followed by those of `others`."""
+        """Returns the settings of these rows, then the settings of `others`."""
         width = max(self.noise.shape[1], others.noise.shape[1])
         noise = [torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in (self.noise, others.noise)]
         rest = (torch.cat(pair) for pair in zip(self[1:], others[1:], strict=True))

@@ -94,7 +94,7 @@ class VllmDecoder(Decoder):
         )
         return [
             Completion(
-                list(written.token_ids),  # includes the end-of-sequence token
+                list(written.token_ids),  # token ids, including the end-of-sequence token
                 written.finish_reason == "stop",
                 [
                     float(known[token].logprob)
