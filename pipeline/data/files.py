@@ -273,7 +273,7 @@ def _declared(
     if format not in FORMATS:
         found = f"{item!r} has files in the format {format!r}"
         raise InputError(f"{found}; expected {', '.join(FORMATS)}", key=key)
-    # Such settings in a README say where the rows are in a file, or what the columns are called.
+    # Settings of a README that say where the rows are in a file, or what the columns are called.
     if given := [name for name in ("field", "column_names", "names") if getattr(builder.config, name, None)]:
         raise InputError(f"the README of {item!r} sets `{given[0]}`; name the files themselves", key=key)
     files = {str(name): list(paths) for name, paths in builder.config.data_files.items()}

@@ -111,7 +111,7 @@ class Data:
     on_error: Literal["raise", "skip"] = "raise"
     """Whether a bad row stops the run, or is counted and left out."""
     deduplicate: bool = False
-    """Leaves out rows that are equal to an earlier row of `train` or of `eval`, byte by byte."""
+    """Leaves out rows that are equal, byte by byte, to an earlier row of the same split (`train` or `eval`)."""
     overlong: Literal["error", "drop", "truncate"] = "error"
     """What happens to rows with more than `max_length` tokens."""
     apply_chat_template: bool | None = None
@@ -185,7 +185,7 @@ class Serve:
     rewards: dict[str, str] = field(default_factory=dict)
     """{model id in requests to /score: reward}, which may also be python:MODULE:FUNCTION."""
     host: str = "127.0.0.1"
-    """The address to listen on. Any address but 127.0.0.1 needs tokens in RLHF_SERVE_TOKENS."""
+    """The address to listen on. Any address but this machine's (127.0.0.1) needs tokens in RLHF_SERVE_TOKENS."""
     port: Annotated[int, Ge(0), Le(65_535)] = 8000
     """The port to listen on. 0 means any free port."""
     max_queue: Annotated[int, Ge(1), Le(10**6)] = 256

@@ -114,7 +114,7 @@ def _error(tokenizer: Any) -> Exception | None:
 def user_header_and_generation_prompt(tokenizer: Any) -> tuple[str, str]:
     """Returns the text that a chat template writes before a question, and the text that requests a completion, both stripped.
 
-    Both texts are "" if there is no template, or if it rejects a conversation of one question.
+    Returns ("", "") if there is no template, or if the template rejects a conversation of one question.
     """
     question = [{"role": "user", "content": "?"}]
     try:

@@ -55,7 +55,7 @@ def settle(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> Work:
 
 
 def work_of(job: Job, places: Places, **known: Any) -> Work:
-    """Returns a job's Work object with the fields `known`, such as its base. Its other fields have their defaults."""
+    """Returns a job's Work object with the fields `known`, such as its base. All other fields have their defaults."""
     return Work(**vars(sections_of(job, places)), tracking=tracking_of(job), gate=gate_of(job), **known)
 
 

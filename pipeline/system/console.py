@@ -57,7 +57,7 @@ def waiting(what: str, seconds: float = 2.0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def native_lines_filtered() -> Iterator[None]:
-    """Removes NOISE that C++ code of Ray writes to stderr in the block. These lines of C++ bypass Python's streams."""
+    """Removes NOISE that C++ code of Ray writes to stderr in the block. Lines of C++ code bypass Python's streams."""
     sys.stderr.flush()
     terminal = os.dup(2)
     read, write = os.pipe()
