@@ -48,7 +48,7 @@ class NodeType:
 
 
 def read_cluster_file(file: Path) -> dict[str, Any]:
-    """Returns the parsed cluster file. Raises InputError if it cannot be read or is no cluster file."""
+    """Returns the parsed cluster file. Raises InputError if the file cannot be read or is no cluster file."""
     try:
         config = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
@@ -66,7 +66,7 @@ def worker_types(config: dict[str, Any]) -> dict[str, NodeType]:
             continue
         resources = {key: float(value) for key, value in (kind.get("resources") or {}).items()}
         labels = kind.get("labels") or {}
-        if gpu := labels.get(GPU_LABEL):  # Ray names both sizes of A100 (40 and 80 GB) A100
+        if gpu := labels.get(GPU_LABEL):  # Ray's resource is A100 for A100-40G and A100-80G
             resources.setdefault(f"{ACCELERATOR_TYPE}{re.sub('^A100-.*', 'A100', gpu)}", 1.0)
         most = int(kind.get("max_workers", config.get("max_workers", 2)))
         found[name] = NodeType(resources, most, int(kind.get("min_workers", 0)), _instance(kind), labels)

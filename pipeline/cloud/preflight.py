@@ -186,7 +186,7 @@ def check_memory(workload: Workload, cluster: Cluster) -> None:
 
 def upload_files(folder: str = ".") -> dict[str, int]:
     """Returns {path: bytes} of the files that Ray uploads. Raises InputError above 100 MiB and names the five largest."""
-    # This private function of Ray 2.60 makes the upload. Replace it when Ray has a public one that lists the files.
+    # This private function of Ray 2.60 makes the upload. Replace the function when Ray has a public one that lists the files.
     from ray._private.runtime_env.packaging import _dir_travel
 
     root, sizes = Path(folder).absolute(), {}
@@ -221,4 +221,4 @@ def check_paths(paths: Iterable[tuple[str, str]], cluster: Cluster, files: dict[
         names = [os.path.relpath(one) for one in found if os.path.isfile(one)]
         if missing := [name for name in names if name not in files]:
             why = f"{missing[0]!r} would not be uploaded, because .rayignore or .gitignore names it"
-            raise InputError(f"{why}; change that, or put the file into a bucket", key=key)
+            raise InputError(f"{why}; change that ignore file, or put the file into a bucket", key=key)

@@ -224,7 +224,7 @@ def labels_of(each: Bundle, section: str) -> dict[str, str]:
     """Returns the labels that a pod needs so that Ray places the workers in it."""
     labels = {}
     for key, value in each.selector.items():
-        if placement.matches({key: value}, {}):  # the selector only excludes values
+        if placement.matches({key: value}, {}):  # a selector that only excludes values needs no label
             continue
         names = re.sub(r"^in\((.*)\)$", r"\1", value).split(",")
         if key == placement.GPU_LABEL and os.environ.get("GPU"):
@@ -252,7 +252,7 @@ def pod(
     claims: dict[str, str],
     nodes: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Returns a pod that mounts the claims, for nodes with these labels."""
+    """Returns a pod that mounts the claims, for nodes with the labels `nodes`."""
     made = copy.deepcopy(TEMPLATE["pod"])
     spec, (main,) = made["spec"], made["spec"]["containers"]
     image = os.environ.get("IMAGE", "")

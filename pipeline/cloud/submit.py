@@ -34,7 +34,7 @@ from pipeline.system.credentials import FORWARDED_MODULE, without_credentials
 # Stages that submit their run.name as the name of the job
 RUNS = tuple(name for name, facts in STAGE.items() if facts.runs_in != "here")
 VERBS = (*RUNS, "sweep", "validate", "run")
-# Environment variables that a job gets if this machine has them. AWS_* are not, because nodes have their own role.
+# Environment variables that a job gets if this machine has them. AWS_* variables are left out, because nodes have their own role.
 FORWARDED = """HF_TOKEN HF_ENDPOINT HF_HUB_OFFLINE MLFLOW_TRACKING_URI MLFLOW_TRACKING_USERNAME MLFLOW_TRACKING_PASSWORD
     MLFLOW_TRACKING_TOKEN MLFLOW_TRACKING_INSECURE_TLS WANDB_API_KEY WANDB_BASE_URL WANDB_ENTITY WANDB_MODE
     RLHF_SERVE_TOKENS""".split()
@@ -74,7 +74,7 @@ def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
                 metadata={"run": name, "verb": verb, "job": path},
             )
         except RuntimeError as error:
-            if "already exists" in str(error):  # another process has just submitted this name
+            if "already exists" in str(error):  # another process has just submitted a job of the same name
                 next_attempt(api, name)
             raise
     return follow(api, submission)
@@ -88,7 +88,7 @@ def runtime_env(variables: dict[str, str]) -> Iterator[dict[str, Any]]:
     """
     environment: dict[str, Any] = {"working_dir": ".", "env_vars": session.ENVIRONMENT, "py_modules": []}
     package = Path(pipeline.__file__).parent
-    if package.parent != Path.cwd():  # the package is installed, not a clone
+    if package.parent != Path.cwd():  # the package was installed, so there is no clone
         environment["py_modules"].append(str(package))
     with tempfile.TemporaryDirectory() as folder:
         if variables:
@@ -227,7 +227,7 @@ class Api:
         seconds = (3, 10)  # time limits to connect and to answer
         answer = requests.get(self.address + path, timeout=seconds, **self.access)
         if answer.status_code in (401, 403):
-            advice = "copy its ~/.ray/auth_token to the same place here, or export RAY_AUTH_TOKEN"
+            advice = "copy ~/.ray/auth_token from the head to the same path on this machine, or export RAY_AUTH_TOKEN"
             raise InputError(f"the cluster at {self.address} has another token; {advice}", key="RAY_ADDRESS")
         answer.raise_for_status()
         return answer.json()

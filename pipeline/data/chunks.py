@@ -53,7 +53,7 @@ class Chunk:
     format: Format = "lines"
     zipped: bool = False
     size: int = 0  # approximate bytes in the file
-    source: int = 0  # index of the file's source in the job's sources for this split
+    source: int = 0  # index of the file's source among the job's sources for the split
     group_by: str | None = None  # column with the same value in all rows of a group
 
 
@@ -125,7 +125,7 @@ def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
 
 
 def lines_before(chunk: Chunk) -> int:
-    """Returns how many lines or rows of the file come before the chunk. Only error messages need this number of lines."""
+    """Returns how many lines or rows of the file come before the chunk. Only error messages need this offset."""
     if chunk.start == 0 or chunk.format != "lines":
         return chunk.start
     count, left = 1, chunk.start - 1

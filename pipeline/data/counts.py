@@ -1,4 +1,4 @@
-"""Counts the rows of a task. `totals` adds up the counts of all tasks, of a split, or of a source."""
+"""Counts the rows of a task. `totals` sums the counts over all tasks, over a split, or over a source."""
 
 import hashlib
 from collections import Counter, defaultdict
@@ -10,7 +10,7 @@ from pipeline.data.chunks import Chunk
 from pipeline.data.values import Dropped, Reason, RowError
 
 FIRST = 10  # number of reasons for bad rows that a message lists
-# {name: how many 64-bit numbers a row has}: `rows` has a hash of the row's bytes, `records` has Record.digests
+# {name of a comparison: number of 64-bit hashes of a row}: `rows` has a hash of the row's bytes, `records` has Record.digests
 WIDTH = {"rows": 1, "records": 2}
 
 
@@ -52,7 +52,7 @@ class Counts:
     unread: RowError | None = None
     samples: list[str] = field(default_factory=list)
     digest: RowsDigest = field(default_factory=RowsDigest)  # digest of the chunk's rows
-    # name in WIDTH -> the compared numbers of all rows
+    # name in WIDTH -> hashes by which rows are compared
     keys: dict[str, bytearray] = field(default_factory=lambda: {name: bytearray() for name in WIDTH})
 
     def add(self, split: str, label: str, detail: Any = "", number: int = 1) -> None:
@@ -76,7 +76,7 @@ class Counts:
 def totals(
     counts: Iterable[Counts], split: str | None = None, source: int | None = None
 ) -> dict[str, Counter]:
-    """Returns {label: {detail: number}} over all counts, or over the counts of one split or source."""
+    """Returns {label: {detail: number}}, summed over all counts, or over the counts of one split or source."""
     total: dict[str, Counter] = defaultdict(Counter)
     for one in counts:
         if source in (None, one.chunk.source):
@@ -105,7 +105,7 @@ def first_errors(counts: Iterable[Counts]) -> list[tuple[RowError, int]]:
 
 
 def compared(name: str, counts: Iterable[Counts], split: str) -> Any:
-    """Returns the numbers to compare for all rows of a split, as an array [rows, WIDTH]."""
+    """Returns the hashes by which the rows of a split are compared, as an array [rows, WIDTH]."""
     import numpy as np
 
     whole = b"".join(one.keys[name] for one in of_split(split, counts))

@@ -1,7 +1,7 @@
 """Converts records to token ids: chat template, begin and end tokens, special tokens, lengths. Does not import torch.
 
-A completion is tokenized together with its prompt, as the model reads them. It begins after the longest common prefix of the
-prompt's tokens and the tokens of prompt plus completion. A token across the border of prompt and completion belongs to the
+A completion is tokenized together with its prompt, as the model reads them. A completion begins after the longest common prefix
+of the prompt's tokens and the tokens of prompt plus completion. A token across the border of prompt and completion belongs to the
 completion, as in TRL. A demonstration may have several completions. template.py finds them in the rendered *text*, and character
 offsets map them to tokens. Special tokens in a row's text stay text (models/control_tokens.py). Rows are rejected if a completion
 has no tokens, or if both completions of a pair have the same tokens.
@@ -140,7 +140,7 @@ class Encoder:
         return [self.one_bos(encoding.ids) for encoding in encodings]
 
     def one_bos(self, ids: list[int]) -> list[int]:
-        """Returns the ids with one begin token if the tokenizer begins texts with it, and never with two."""
+        """Returns the ids with exactly one begin token if the tokenizer begins texts with a begin token."""
         if self.bos is None:
             return ids
         start = 0

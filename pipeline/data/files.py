@@ -31,7 +31,7 @@ SUFFIXES = (
     ".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz",
     ".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet", ".pq", ".arrow",
 )  # fmt: skip
-# A file or folder with one of these words in its name has rows for evaluation. "set" may follow the word, as in `testset`. The
+# A file or folder with a word of HELD_OUT in its name has rows for evaluation. "set" may follow the word, as in `testset`. The
 # datasets library knows all words but the last three.
 HELD_OUT = "test testing validation valid val eval evaluation dev holdout heldout validate".split()
 BY_NAME = "left out by its name"  # reason why a file of a folder is not read
@@ -73,7 +73,7 @@ def reach(item: str, key: str) -> None:
 
 
 def matching(item: str, key: str, aside: dict[str, str]) -> list[File]:
-    """Returns the files of a path, glob, folder or URI, and adds unread files to `aside`. Raises InputError if there are none."""
+    """Returns the files of a path, glob, folder or URI, and adds unread files to `aside`. Raises InputError without files."""
     if found := files_of(item, key):
         files = []
         for path in found[0]:
@@ -275,7 +275,7 @@ def _declared(
     if format not in FORMATS:
         found = f"{item!r} has files in the format {format!r}"
         raise InputError(f"{found}; expected {', '.join(FORMATS)}", key=key)
-    # These settings of a README say where the rows are in a file, or what the columns are called.
+    # Settings of a README that say where the rows are in a file, or what the columns are called.
     if given := [name for name in ("field", "column_names", "names") if getattr(builder.config, name, None)]:
         raise InputError(f"the README of {item!r} sets `{given[0]}`; name the files themselves", key=key)
     files = {str(name): list(paths) for name, paths in builder.config.data_files.items()}

@@ -55,7 +55,7 @@ from pipeline.job.stages import rows_of
 class Record:
     """A row after parsing.
 
-    `pairs` holds the completions: one 1-tuple for a demonstration, (chosen, rejected) for each preference pair, nothing for a
+    `pairs` has the completions: one 1-tuple for a demonstration, (chosen, rejected) for each preference pair, nothing for a
     prompt. Completions are text if `prompt` is text, or else messages that begin with an assistant turn.
     """
 
@@ -222,7 +222,7 @@ def untrained(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[
 
     Raises RowError if no assistant turn is left to train.
     """
-    added = len(turns) - len(items)  # 1 if the system prompt comes from a separate field
+    added = len(turns) - len(items)  # 1 if a system prompt from a separate field was added
     off = (i for i, item in enumerate(items) if any(is_good(item.get(name)) is False for name in WEIGHTS))
     excluded = {index + added for index in off}
     assistant = {index for index, turn in enumerate(turns) if turn["role"] == "assistant"}
@@ -272,7 +272,7 @@ def answer_lists(row: Row, prompt_key: str, *sides: str) -> Record:
 
 def pair(row: Row, prompt_key: str, *sides: str) -> Record:
     """Parses a prompt and two completions, which may repeat the prompt."""
-    if any(repeats_prompt(row[side]) for side in sides):  # UltraFeedback's completions repeat it
+    if any(repeats_prompt(row[side]) for side in sides):  # UltraFeedback repeats it in completions
         empty = isinstance(row[prompt_key], str) and not row[prompt_key].strip()  # contradicts nothing
         prompt, completions = split_transcripts(row, row.get("system") if empty else None)
         prompt = prompt if empty else agreed(prompt, prompt_in(row, prompt_key), prompt_key)
@@ -297,7 +297,7 @@ def distinct(pair: tuple[Text, ...], key: str) -> tuple[Text, ...]:
 
 
 def margin_in(row: Row) -> float | None:
-    """Returns the row's margin, or None if it has none. Raises RowError if TRL could not train with it."""
+    """Returns the row's margin, or None if it has none. Raises RowError if TRL could not train with the margin."""
     margin = decoded(row.get("margin"))  # in CSV, numbers and missing values are text
     if margin in (None, ""):
         return None
@@ -313,7 +313,7 @@ def agreed(repeated: Text, given: Text, key: str) -> Text:
     """Returns the prompt of a row with a prompt in the field `key` (`given`) and in both completions (`repeated`).
 
     If one prompt is the end of the other, returns the longer prompt, because the field often has only the last question, or adds
-    system turns. If the given prompt is the first of several questions, returns the repeated one. Otherwise raises RowError.
+    system turns. If the given prompt is the first of several questions, returns the repeated one. Else raises RowError.
     """
 
     def stripped(turns: Turns) -> list[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """Guesses which columns of a file hold the fields that a stage needs, from the columns' names and values.
 
-Messages suggest a guess as the data.columns to set. A run never uses a guess by itself. A guess must fit most rows.
+Messages suggest a guess as the data.columns to set. A run never uses a guess by itself. Only guesses that fit most rows are used.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ LOOKED = 50  # number of rows to read to test a guess
 PAIRED = (("1", "2"), ("0", "1"), ("a", "b"), ("first", "second"), ("left", "right"))
 STEM = r"[\W_]*(\d+|(?<![a-z])([a-z]|first|second|left|right)(?![a-z]))"  # where the names of a pair's columns differ
 PREFERENCES = "label preference winner choice choose better preferred annotator vote judge verdict".split()
-# In columns with these words, a larger number is better. In columns of ranks and lengths, a larger number is not better.
+# In a column whose name has such a word, a larger number is better. In columns of ranks and lengths, a smaller one may be.
 SCORES = "score rating reward votes likes points winner".split()
 RATING_WORDS = {word.removesuffix("s") for word in (*NAMES["label"], *"grade quality score stars".split())}
 
@@ -225,9 +225,9 @@ def doubt(rows: Rows, used: Collection[str] = ()) -> str:
 
 
 def reads(rows: Rows, guess: dict[str, Any], kind: Kind) -> bool:
-    """Returns True if at least half of the rows can be read with these columns. Ties and unlabeled rows are ignored."""
+    """Returns True if at least half of the rows can be read with the columns of `guess`. Ties and unlabeled rows are ignored."""
     rows = rows[:LOOKED]
-    labels = tuple(map(comparable, labels_of(guess, rows)))  # this field accepts any value
+    labels = tuple(map(comparable, labels_of(guess, rows)))  # the rule accepts any label
     rule = Rule(labels) if "first" in guess else Rule(good=labels if "label" in guess else ())
     kind = kind.with_preprocess(Preprocess(guess, rule))
     if not kind.formats:

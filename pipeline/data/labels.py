@@ -37,7 +37,7 @@ MEANINGS = ("first", "second", "tie", "good", "bad")
 UNRATED = ("nan", "n/a", "na", "#n/a", "<na>", "null", "none")
 MAX_VALUES = 12  # a column with more distinct values is not a label
 RARE = 0.05  # up to this fraction of the labels, an unknown text is an error in its row
-# A label with such a name is the number of a completion, as in better_response_id. A column `label` may mean anything.
+# A label whose name has such a word is the number of a completion, as in better_response_id. A column `label` may mean anything.
 NUMBER_OF = re.compile(r"(?i)(?<![a-z])(id|idx|index|choice|better|best|winner)(?![a-z])")
 
 
@@ -102,7 +102,7 @@ def majority(label: Any) -> Any:
 
 
 def score(value: Any, name: str) -> float | None:
-    """Returns a score in the field `name`, or None if it is blank. Raises RowError if it is not a finite number."""
+    """Returns a score in the field `name`, or None if it is blank. Raises RowError if the score is not a finite number."""
     if is_blank(value):
         return None
     number = comparable(value)
@@ -169,7 +169,7 @@ class Rule:
     tie: tuple[Any, ...] = ()
     good: tuple[Any, ...] = ()
     bad: tuple[Any, ...] = ()
-    derived: bool = False  # from the first rows; if True, words also have the meanings of SIDE_WORDS
+    derived: bool = False  # whether from the first rows; if so, words of SIDE_WORDS have meanings, too
 
     @classmethod
     def from_job(cls, label: Mapping[str, Any]) -> "Rule":
@@ -249,7 +249,7 @@ def derive_rule(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "d
     ends = [f"{one:g}" for one in scale] if scale else sorted(map(str, distinct.values()))
     said = "{first: VALUE, second: VALUE, tie: VALUE}"
     when = "where a VALUE may be a list"
-    if len(ends) == len(distinct) > 1 and (scale or len(ends) == 2):  # three words have no order
+    if len(ends) == len(distinct) > 1 and (scale or len(ends) == 2):  # of three words, the order is unknown
         said = f"{{first: {ends[0]}, second: {ends[-1]}}}"
         when = f"if {ends[0]} means that the first completion is better (and tie: VALUE for neither)"
     column = ", ".join(listed(columns.get("label", "label")))

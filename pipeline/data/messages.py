@@ -15,7 +15,7 @@ from pipeline.data.values import RowError, decoded, fields_of, nearest, show
 Message = dict[str, Any]  # role, content, perhaps tool_calls, and other keys that the chat template reads
 Turns = list[Message]
 Text = str | Turns  # raw text, or messages for the chat template
-_TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # only at the start of a paragraph
+_TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # a turn begins only at the start of a paragraph
 # lower-case role -> role that the chat template knows
 ROLES = {
     name: role
@@ -30,9 +30,9 @@ ROLES = {
 
 SIDES = ("chosen", "rejected")
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of a part whose content is text
-# Keys of the thoughts of a reasoning model. A template gets the first one as `reasoning_content` and as `thinking`.
+# Keys of the thoughts of a reasoning model. Templates get a row's first such key as `reasoning_content` and as `thinking`.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-# Templates keep only the text after this marker in all turns except the last one.
+# Templates keep only the text after the end marker of the thoughts, in all turns except the last one.
 END_OF_THOUGHTS = re.compile(r"</(?:think|thinking|thought|thoughts|reasoning)>|\[/THINK\]")
 UNSEEN = ("Zs", "Zl", "Zp", "Cc", "Cf")  # Unicode categories: white space, control and format characters
 WEIGHTS = ("weight", "train", "loss")  # keys of a message that say whether the message is trained
@@ -66,7 +66,7 @@ def text_after_thoughts(content: str) -> str:
 def without_unread(value: Any, key: str, keys: frozenset[str], unread: list[str]) -> Any:
     """Returns the messages in a value without the keys that neither this module nor the chat template (`keys`) reads.
 
-    Adds these keys to `unread`, such as `messages[].id`, if they are not null or empty.
+    Adds the removed keys to `unread`, such as `messages[].id`, if their values are not null or empty.
     """
     if isinstance(value, list):
         return [without_unread(one, f"{key.removesuffix('[]')}[]", keys, unread) for one in value]

@@ -38,8 +38,7 @@ class Mixture:
 
         parts, start = [], 0
         for source, (size, draws) in enumerate(zip(self.sizes, self.draws, strict=True)):
-            # All epochs share one row order. Each epoch continues where the previous one ended, and wraps around at the
-            # end.
+            # All epochs share one row order. Each epoch continues where the previous one ended, and wraps around at the end.
             order = np.random.default_rng([seed, source]).permutation(size)
             parts.append(start + order[(epoch * draws + np.arange(draws)) % size])
             start += size

@@ -202,7 +202,7 @@ def check_unread_label(head: Head) -> None:
 
 
 def check_printed_lists(head: Head) -> None:
-    """Raises InputError if all cells of a CSV column are lists in Python's notation. A single such cell may be text."""
+    """Raises InputError if all cells of a CSV column are lists in Python's notation. A single cell of this form may be text."""
     for field in TEXTS if re.search(r"\.[ct]sv(\.gz)?$", head.path.lower()) else ():
         column = head.kind.preprocess.columns.get(field, field)
         cells = [row.get(column) for row in head.rows] if isinstance(column, str) else []

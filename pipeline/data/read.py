@@ -31,7 +31,7 @@ from pipeline.errors import InputError
 from pipeline.job.job import sources_of
 from pipeline.system import storage
 
-VERSION = 17  # format of the parts; raise it if the same rows give other tokens or another report
+VERSION = 17  # of the parts; to be raised if the same rows give other tokens or another report
 SMALL = 64 << 20  # maximum bytes of files to tokenize without Ray, whose start takes seconds
 
 
@@ -61,10 +61,10 @@ def prepare_rows(
     Args:
         stage: the job's stage, or `pairs` or `benchmarks` for the rows of these keys.
         data: the job's `data` section.
-        context_length: tokens that the model can read, or None if this is unknown.
+        context_length: number of tokens that the model can read, or None if the number is unknown.
         packing: whether to pack rows, if they are demonstrations.
         ray_for_rows: for a job that runs in this process, starts Ray to tokenize files above SMALL bytes. The tables are
-            pyarrow's. For a job on Ray it is None, and the tables are Ray Data's.
+            pyarrow's. For a job on Ray, `ray_for_rows` is None, and the tables are Ray Data's.
 
     Raises InputError if files are missing, if rows cannot be used, or if no row is left.
     """
@@ -239,7 +239,7 @@ def set_up_ray_data() -> None:
     context.print_on_execution_start = False
     context.enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)  # Ray Data would print a line for each execution
-    # This logger would warn that there are no progress bars.
+    # Ray's progress logger would warn that there are no progress bars.
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
 
 

@@ -242,8 +242,8 @@ class Report:
         if completions == "learned" and name == "train" and split.kept and not split.ended:
             why = "all of them are truncated (data.max_length)"
             if split.truncated < split.kept:
-                why = "the chat template leaves it out (model.chat_template)"
-            what = "no completion is trained with a token that generation stops on"
+                why = "the chat template omits such a token (model.chat_template)"
+            what = "no completion to train on contains a token that ends generation"
             yield f"{what}, so the model does not learn to stop: {why}"
         prompts, same = self.overlap if name == "eval" and self.overlap else (0, 0)
         if prompts:
@@ -356,7 +356,7 @@ def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Iterato
 def check_rows_are_usable(counts: Sequence[Counts], options: Options) -> None:
     """Raises InputError for bad rows, unless data.on_error skips them, and for a dataset without usable rows.
 
-    A file without rows counts as one bad row.
+    A file without rows is treated as one bad row.
     """
     read = Counter[str]()
     for one in counts:

@@ -96,7 +96,7 @@ class Preprocess:
     rule: Rule | None = None  # None if the rows have no labels, or if the rule is not yet derived
     transform: str | None = None
     transform_digest: str = ""
-    group_by: str | None = None  # `transform` gets all consecutive rows with the same value in this column
+    group_by: str | None = None  # `transform` gets consecutive rows that are equal in this column
 
     def transformed(self, row: Any) -> Iterator[Any]:
         """Yields the results of data.transform for a row, or for a group's list of rows: rows, RowError or Dropped."""

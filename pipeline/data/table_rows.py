@@ -97,7 +97,7 @@ def _groups(file: Any, format: str) -> Iterator[tuple[int, int, Callable[[], Ite
 
     def slices(batch: Any) -> Iterator[Any]:
         try:
-            batch.validate(full=True)  # otherwise, a damaged file would end the process
+            batch.validate(full=True)  # an unchecked damaged file would end the process
         except ValueError as error:
             if "UTF8" not in str(error):
                 raise

@@ -1,6 +1,5 @@
-"""Runs one task: reads the rows of a chunk, writes the token rows into a part, and counts everything.
-
-The driver receives only `Counts`, whose size does not depend on the size of the chunk.
+"""Runs one task: reads the rows of a chunk, writes the token rows into a part, and counts rows, tokens and labels. The driver
+receives only `Counts`, whose size does not depend on the size of the chunk.
 """
 
 import functools
@@ -57,7 +56,7 @@ class Options:
 
 
 def run_chunks(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:
-    """Runs the work on the chunks with these numbers, for Ray Data. `shared` references what read.run_tasks sends once."""
+    """Runs the work on the chunks numbered in `batch`, for Ray Data. `shared` references what read.run_tasks sends once."""
     chunks, work = _fetched(shared)
     for index in map(int, batch["id"]):
         yield {"index": [index], "result": [pickle.dumps(work(chunks[index], index))]}
@@ -116,7 +115,7 @@ def tokenize_chunk(
     for name, writer in task.writers.items():
         counts.parts[name] = writer.close()
         counts.add(name, "rows", number=counts.parts[name][1])
-    # Finding the line of an error means counting the lines before the chunk, so it is done once, at the end.
+    # Finding the line of an error means counting the lines before the chunk, so lines are found once, at the end.
     if named := {id(error): error for error in (*counts.errors.values(), counts.unread) if error}:
         locate([*named.values()], chunk)
     return counts
@@ -135,7 +134,7 @@ def encoder_of(tokenizer: Any, options: Options, chunk: Chunk | None = None) -> 
 
 
 def parse_or_error(row: Any, kind: Kind) -> Record | RowError:
-    """Returns a row as a Record, or its error."""
+    """Returns a row as a Record, or the row's RowError."""
     try:
         return parse_row(row, kind)
     except RowError as error:

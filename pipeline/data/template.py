@@ -33,7 +33,7 @@ class ChatTemplate:
         self.variables, self.message_keys = names_in(self.text) if self.text else (frozenset(), frozenset())
 
     def of_row(self, tools: list[dict[str, Any]] | None, settings: dict[str, Any]) -> "ChatTemplate":
-        """Returns this template for a row with these tools, and with the variables in its chat_template_kwargs."""
+        """Returns the template for a row: with the row's tools, and the variables in its chat_template_kwargs."""
         if not tools and not settings:
             return self
         other = copy.copy(self)

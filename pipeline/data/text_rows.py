@@ -3,8 +3,8 @@
 A RowError replaces an unreadable row.
 
 Why not ijson: version 3.6.0 was no faster. ijson stops at a NaN or an integer over 64 bits without naming the row, replaces lone
-surrogates (half of a UTF-16 pair), and loses a row's bytes, which identify duplicates. Why not pyarrow's CSV reader: it guesses
-types (a prompt `42` becomes a number in some blocks), and its line numbers are wrong after a row of several lines.
+surrogates (half of a UTF-16 pair), and loses a row's bytes, which identify duplicates. Why not pyarrow's CSV reader: that reader
+guesses types (a prompt `42` becomes a number in some blocks), and its line numbers are wrong after a row of several lines.
 """
 
 import codecs
@@ -116,7 +116,7 @@ def elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
         try:
             value, end = read_value(text, begin)
         except json.JSONDecodeError as error:
-            # An error far from the end of the text is real. Near its end, the rest of the element may be unread.
+            # An error far from the end of the text is real. Near the end of the text, the rest of the element may be unread.
             if final or (error.pos < len(text) - 4096 and not error.msg.startswith("Unterminated")):
                 raise
             data = stream.read1(block)

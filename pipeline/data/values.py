@@ -32,7 +32,7 @@ class RowError(Exception):
     file: str = ""
     line: int = 0
     unit: Literal["line", "element", "row"] = "line"
-    # which part of the file is not read because of this error, or "" if reading continues
+    # which part of the file is not read because of the error, or "" if reading continues
     rest: str = ""
 
     def reason(self) -> Reason:

@@ -91,7 +91,7 @@ class Metrics:
         )
 
     def unknown(self, metric: str, known: Iterable[str]) -> str:
-        """Returns the message about a metric that is not among the known ones."""
+        """Returns the message about a metric that is not in `known`."""
         near = get_close_matches(metric, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(list(known)[:40])}"
         return f"`{self.stage}` has no such metric ({short(metric)}); {hint}"

@@ -34,7 +34,7 @@ class Model:
     """Dtype of the frozen base. Adapters and heads are float32. With trainer.bf16 on a CPU, the base is
     bfloat16."""
     load_in_4bit: bool = False
-    """Loads the base in 4-bit NF4 with double quantization. It computes in `dtype`."""
+    """Loads the base in 4-bit NF4 with double quantization. Matrix products are still in `dtype`."""
     fsdp: bool = False
     """Shards the base over the workers (FSDP2). Adapters are not sharded."""
     attn_implementation: str | None = None
@@ -60,7 +60,7 @@ class Source:
     weight: Annotated[float, Gt(0), Le(10**9)] | None = None
     """Share of an epoch, relative to the weights of the other sources."""
     revision: str | None = None
-    """Commit, tag or branch of a dataset on the Hub. Its path may also end with @REVISION."""
+    """Commit, tag or branch of a dataset on the Hub. The dataset's path may also end with @REVISION."""
     columns: dict[str, str | list[str]] | None = None
     """Replaces data.columns for the rows of this source."""
     label: dict[str, Any] | None = None
@@ -93,10 +93,10 @@ class Data:
     benchmarks: str | list[str | dict[str, Any]] | None = None
     """Benchmarks for `evaluate`: RewardBench 2, RM-Bench, or rows with lists of `chosen` and `rejected`."""
     transform: str | None = None
-    """A Python function of a row, python:module:function. It returns a row, several, or None, and runs
-    before `columns`."""
+    """A Python function of a row, python:module:function. The function returns a row, several rows, or None, and runs before
+    `columns`."""
     group_by: str | None = None
-    """A column. Consecutive rows with the same value in it go to `transform` together, as a list."""
+    """A column. Consecutive rows with the same value in this column go to `transform` together, as a list."""
     columns: dict[str, str | list[str]] | None = None
     """{field: column}: the column of each field that the stage reads. A path such as a.0.b names a part of a
     column. Fields are prompt, completion, label; chosen, rejected; first, second, and label or first_score,
@@ -111,7 +111,7 @@ class Data:
     on_error: Literal["raise", "skip"] = "raise"
     """Whether a bad row stops the run, or is counted and left out."""
     deduplicate: bool = False
-    """Leaves out rows that are equal to an earlier row of their set, byte by byte."""
+    """Leaves out rows that are equal, byte by byte, to an earlier row of the same split (`train` or `eval`)."""
     overlong: Literal["error", "drop", "truncate"] = "error"
     """What happens to rows with more than `max_length` tokens."""
     apply_chat_template: bool | None = None
@@ -126,7 +126,7 @@ class Data:
     seed: Seed = 0
     """Seed of `eval_fraction`, and of the order in which `collect` takes prompts."""
     subset: str | None = None
-    """A column of `pairs`. The accuracy is also reported for each of its values."""
+    """A column of `pairs`. The accuracy is also reported for each value in this column."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Run:
     """The held-out metric that compares evaluations. By default eval_loss; for ppo, eval_judge or without a
     judge eval_reward."""
     greater_is_better: bool | None = None
-    """Whether a larger value of that metric is better. By default false for a loss, a perplexity, a KL and
+    """Whether a larger value of metric_for_best_model is better. By default false for a loss, a perplexity, a KL and
     eval_repetition, and true for accuracies, margins, rewards and judges."""
     early_stopping_patience: Annotated[int, Ge(1), Le(10**6)] | None = None
     """Training stops after this many evaluations in a row without a better one. By default never."""
@@ -185,20 +185,20 @@ class Serve:
     rewards: dict[str, str] = field(default_factory=dict)
     """{model id in requests to /score: reward}, which may also be python:MODULE:FUNCTION."""
     host: str = "127.0.0.1"
-    """The address to listen on. Any other one needs tokens in RLHF_SERVE_TOKENS."""
+    """The address to listen on. Any address but this machine's (127.0.0.1) needs tokens in RLHF_SERVE_TOKENS."""
     port: Annotated[int, Ge(0), Le(65_535)] = 8000
     """The port to listen on. 0 means any free port."""
     max_queue: Annotated[int, Ge(1), Le(10**6)] = 256
-    """Completions that may wait for a place in a replica's batch. A request beyond that gets 429."""
+    """Completions that may wait for a place in a replica's batch. A request beyond this limit gets HTTP status 429."""
     max_n: Annotated[int, Ge(1), Le(128)] = 16
     """Maximum number of completions of one request (its `n`)."""
     max_body_bytes: Annotated[int, Ge(2**10), Le(2**30)] = 1048576
-    """Maximum size of a request. A larger one gets 413."""
+    """Maximum bytes of a request. A larger request gets HTTP status 413."""
     timeout_s: Seconds = 300.0
-    """Seconds for a complete answer, including the wait for a place in the batch. A request that takes
-    longer gets 504."""
+    """Seconds for a complete answer, including the wait for a place in the batch. A request that takes longer gets HTTP status
+    504."""
     cache_tokens: Annotated[int, Ge(16), Le(10**12)] | None = None
-    """Size of the KV cache. By default as many tokens as fit into half of a GPU's free memory, or a quarter
+    """Number of tokens in the KV cache. By default as many as fit into half of a GPU's free memory, or a quarter
     of a CPU's."""
     alias_poll_interval_s: Seconds = 5.0
     """Seconds between two checks for aliases that have moved."""
@@ -208,7 +208,7 @@ class Serve:
     feedback_path: str | None = None
     """A local folder for conversations and feedback. By default <run.storage_path>/feedback."""
     max_feedback_bytes: Annotated[int, Ge(4096), Le(10**12)] = 1073741824
-    """Largest size of that folder: half for rows, beyond which feedback gets 507, and half for
+    """Maximum bytes of the feedback folder: half for rows, beyond which feedback gets HTTP status 507, and half for
     conversations."""
 
     @property
@@ -233,8 +233,8 @@ class Forward:
     bf16: bool = False
     """Computes matrix products in bfloat16 (autocast). On a CPU, the base is bfloat16, too."""
     reward_timeout_s: Patience = 600.0
-    """Seconds to wait for a reward that is an async function. Then the run ends. The same command with its
-    run.name continues it. -1 means no limit."""
+    """Seconds to wait for a reward that is an async function, before the run ends. The same command with the run's run.name
+    continues the run. -1 means no limit."""
 
     @property
     def rows_per_forward(self) -> int:
@@ -244,7 +244,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Inference(Forward):
-    """The `trainer` section of `generate` and `serve`. Requests to `serve` may override it."""
+    """The `trainer` section of `generate` and `serve`. Requests to `serve` may override these keys."""
 
     response_length: Rows = 256
     """Maximum new tokens of a completion, the end-of-sequence token included."""
@@ -284,7 +284,7 @@ class Collect(Inference):
     """Number of prompts to draw from data.train without replacement, in an order by data.seed. By default all
     prompts, in the file's order."""
     skip_prompts: Steps = 0
-    """Number of prompts to skip in that order. After the last prompt, a new order is drawn."""
+    """Number of prompts to skip in the order of data.seed. After the last prompt, a new order is drawn."""
 
     @property
     def rows_per_forward(self) -> int:
@@ -324,8 +324,8 @@ class Job:
     gate: dict[str, str] = field(default_factory=dict)
     """{metric: condition}, for example {eval_accuracy: ">= 0.95"}."""
     policy: str | list[str] | None = None
-    """models:/NAME@ALIAS, a folder, an adapter on the Hub (NAME or NAME@REVISION), or `base`: no adapter. Of
-    a list, the first that exists."""
+    """models:/NAME@ALIAS, a folder, an adapter on the Hub (NAME or NAME@REVISION), or `base`: no adapter. From a list, the job
+    uses the first policy that exists."""
     reference: str | None = None
     """For dpo: the frozen adapter that training stays close to. By default the policy that training starts
     from."""
@@ -333,13 +333,12 @@ class Job:
     """A name, {judge: FILE}, or a list of names, {reward: NAME, weight: NUMBER} and {judge: FILE, weight:
     NUMBER}."""
     baseline: str | None = None
-    """For evaluate: the policy that `policy` is compared with. It is named in the same way."""
+    """For evaluate: the policy that `policy` is compared with, in the same notation as `policy`."""
     teacher: str | None = None
     """For ppo: the adapter, or `base`, that rates every token that the policy writes
     (trainer.teacher_coef)."""
     judge: str | dict[str, Any] | None = None
-    """A Python function, a second reward model, or {judge: FILE}. Its scores are reported, and never trained
-    on."""
+    """A Python function, a second reward model, or {judge: FILE}. The judge's scores are reported, and never trained on."""
     source: str = ""
     """The job file."""
     overridden: tuple[str, ...] = ()

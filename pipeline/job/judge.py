@@ -98,15 +98,14 @@ class Definition:
     high: float = 10.0
     """For `form: score`: the number that means 1."""
     criteria: list[dict[str, Any]] | None = None
-    """For `form: rubric`: a list of {name: ..., text: ..., choices: [worst, ..., best]}. Each may have a
-    weight."""
+    """For `form: rubric`: a list of {name: ..., text: ..., choices: [worst, ..., best]}. Each criterion may have a weight."""
     orders: Literal["drawn", "both"] = "drawn"
     """For `form: rank`, also when `collect` labels pairs: one random order of the completions, or also its
     reverse."""
     draws: Annotated[int, Ge(1), Le(64)] = 1
-    """Number of answers to each question. Their mean counts."""
+    """Number of answers to each question. The score is their mean."""
     body: dict[str, Any] = field(default_factory=dict)
-    """Fields that are merged into each request. null removes a field. Use it for endpoints that expect other
+    """Fields that are merged into each request. null removes a field. Use `body` for endpoints that expect other
     fields than `temperature` and `max_tokens`."""
     temperature: Annotated[float, Ge(0), Le(100)] = 0.0
     """Temperature of the judge's answers. Above 0, each answer has a seed."""
@@ -121,13 +120,13 @@ class Definition:
     timeout_s: Seconds = 120.0
     """Seconds to wait for an answer before the request is repeated."""
     dollars_per_million_input: Weight = 0.0
-    """Price of a million tokens that are sent."""
+    """Price in dollars of a million tokens that are sent."""
     dollars_per_million_output: Weight = 0.0
-    """Price of a million tokens of answers."""
+    """Price in dollars of a million tokens of answers."""
     most_calls: Annotated[int, Ge(1), Le(10**12)] | None = None
-    """Maximum number of answers that a run may pay for. Then the run ends. By default no limit."""
+    """Maximum number of answers that a run may pay for, before the run ends. By default no limit."""
     most_dollars: Annotated[float, Gt(0), Le(10**9)] | None = None
-    """Maximum number of dollars that a run may pay. Then the run ends. By default no limit."""
+    """Maximum number of dollars that a run may pay, before the run ends. By default no limit."""
 
     @property
     def asks(self) -> str:
@@ -202,7 +201,7 @@ def _problems(given: Definition) -> list[tuple[str, str]]:
     if given.form == "rubric" and "criteria" not in shown:
         problems.append(("prompt", "lacks {criteria}, which `form: rubric` needs; add it"))
     if (given.form == "rubric") != bool(given.criteria):
-        problems.append(("criteria", "`form: rubric` needs them, and no other form has any"))
+        problems.append(("criteria", "`form: rubric` needs criteria, and no other form has any"))
     if given.draws > 1 and (given.temperature == 0 or given.form == "yes"):
         problem = "but all answers are equal without a temperature, or with `form: yes`; use 1"
         problems.append(("draws", f"found {given.draws}, {problem}"))

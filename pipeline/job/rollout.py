@@ -22,33 +22,32 @@ class RolloutConfig:
     """Settings of sampling: the engine, the rollout workers, and how many updates old the policy may be."""
 
     engine: Literal["transformers", "vllm"] = "transformers"
-    """What decodes. transformers: the frozen base that the process holds anyway. vllm (the extra `vllm`):
-    faster for large models, but it loads a second copy of the base."""
+    """The decoding engine. transformers: decodes on the frozen base that is already loaded. vllm (the extra `vllm`): faster for
+    large models, but loads a second copy of the base."""
     num_workers: Annotated[int, Ge(0), Le(1000)] = 0
-    """Rollout workers: Ray actors that hold the frozen base and every frozen role, sample completions and score them.
+    """Rollout workers: Ray actors that load the frozen base and every frozen role, sample completions and score them.
     0: the training workers sample."""
     staleness: Annotated[int, Ge(0), Le(64)] = 0
     """How many updates old the policy is that samples. 0: sampling and learning take turns. 1 or more:
-    rollout workers sample while the trainer learns. The policy after update u - staleness then samples the
-    episodes of update u."""
+    rollout workers sample while the trainer learns. The policy after update u - staleness samples the episodes of update u."""
     use_gpu: bool | None = None
-    """Whether a rollout worker holds its models on a GPU. By default the same as `scaling.use_gpu`."""
+    """Whether a rollout worker has its models on a GPU. By default the same as `scaling.use_gpu`."""
     resources_per_worker: dict[str, Annotated[float, Ge(0)]] | None = None
     """Resources that each rollout worker requests from Ray. By default {CPU: 1}, or {GPU:
     tensor_parallel_size} with `use_gpu`."""
     label_selector: dict[str, str] | None = None
     """Labels of the nodes for rollout workers, as in Ray's label_selector: for example {market: spot}."""
     worker_wait_timeout_s: Patience = 600.0
-    """Seconds that the trainer waits if there is no rollout worker. Then it samples by itself, until a
-    rollout worker comes. -1 means no limit."""
+    """Seconds that the trainer waits if there is no rollout worker. After that, the trainer samples by itself, until a rollout
+    worker joins. -1 means no limit."""
     chunk_timeout_s: Annotated[float, Ge(1), Le(365 * 86_400)] = 3600.0
-    """Seconds that a chunk may take, its rewards included, before its rollout worker is replaced. Loading the models may take
-    an hour, or this long if it is more."""
+    """Seconds that a chunk may take, its rewards included, before its rollout worker is replaced. Loading the models may take an
+    hour, or chunk_timeout_s if that is longer."""
     tensor_parallel_size: Annotated[int, Ge(1), Le(64)] = 1
     """GPUs over which vLLM splits the base in each rollout worker."""
     gpu_memory_utilization: Annotated[float, Gt(0), Lt(1)] | None = None
-    """Fraction of the GPU's memory for vLLM's copy of the base and its KV cache. By default what they need, or less
-    if less is free."""
+    """Fraction of the GPU's memory for vLLM's copy of the base and its KV cache. By default what both need, or less if less is
+    free."""
     vllm_kwargs: dict[str, Any] | None = None
     """Other arguments of vllm.LLM, for example {max_num_seqs: 128, enforce_eager: true}."""
     correction: Literal["none", "token", "sequence"] | None = None
@@ -56,7 +55,7 @@ class RolloutConfig:
     completion, truncated at `correction_cap`. By default token for vllm, else none, because the correction made runs with
     `staleness: 2` worse (docs/rollouts.md)."""
     correction_cap: Annotated[float, Gt(1), Le(10**6)] = 3.0
-    """Maximum of that ratio."""
+    """Maximum of the probability ratio in `correction`."""
 
     def __post_init__(self) -> None:
         require = partial(require_value, self)

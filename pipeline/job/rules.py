@@ -59,7 +59,7 @@ EXCLUDES = [
     ("model.fsdp", "model.load_in_4bit", "FSDP cannot gather 4-bit weights"),
     ("model.fsdp", "lora.use_dora", "DoRA takes norms of unsharded weights"),
     ("data.eval_fraction", "data.eval", "held-out rows are a separate file, or a share of data.train"),
-    ("trainer.gradient_accumulation_steps", "data.batch_size", "the one follows from the other"),
+    ("trainer.gradient_accumulation_steps", "data.batch_size", "each follows from the other"),
     ("trainer.fp16", "trainer.bf16", "matrix products have one dtype"),
 ]
 
@@ -158,7 +158,7 @@ def _trl_problems(
         yield "lora.target_modules", "found lm_head, to which TRL's trainers apply no adapter; remove it"
     for what in ("eval", "save", "logging"):
         if f"{what}_steps" in trainer and trainer.get(f"{what}_strategy") == "epoch":
-            counts = f"which counts only with trainer.{what}_strategy=steps; the job sets epoch"
+            counts = f"which has an effect only with trainer.{what}_strategy=steps; the job sets epoch"
             yield f"trainer.{what}_steps", f"found {show(trainer[f'{what}_steps'])}, {counts}"
     if batch_size is None and workers[0] < workers[1]:
         why = "with elastic scaling.num_workers it keeps the global batch fixed"
@@ -174,7 +174,7 @@ def _ppo_problems(args: Any, reward: Any, teacher: str | None, workers: int) -> 
         yield "reward", f"missing; {needs}. {advice}"
     if reward and alone:
         advice = "set reward=null, or another estimator"
-        yield "trainer.advantage_estimator", f"found none, with which no reward counts; {advice}"
+        yield "trainer.advantage_estimator", f"found none, with which the reward has no effect; {advice}"
     if not teacher and (args.teacher_coef or alone):
         yield "teacher", "missing; the job learns from a teacher: models:/NAME@ALIAS, a folder, or base"
     if teacher and not args.teacher_coef:
@@ -328,7 +328,7 @@ def _mapping_problems(reward: Any, judge: Any) -> Problems:
 
 
 def _names_input(item: dict[str, Any], kinds: tuple[Any, ...], weighted: bool) -> bool:
-    """Returns whether a mapping has one of these keys with a text, and perhaps a weight."""
+    """Returns whether a mapping has one of the `keys` with a text, and perhaps a weight."""
     names = {key: value for key, value in item.items() if key != "weight"}
     has_weight = type(item.get("weight", 1)) in (int, float) if weighted else "weight" not in item
     return names.keys() in kinds and all(isinstance(name, str) for name in names.values()) and has_weight

@@ -1,8 +1,8 @@
 """The schema of job files: types, defaults, ranges and meanings of all keys.
 
 schema.json is generated from our dataclasses and from the config classes of TRL, peft and Ray, whose import takes seconds.
-Validation, `rlhf help KEY`, and editors read it. Regenerate schema.json after a change of a key or of a pinned version: python -m
-pipeline.job.schema_of
+Validation, `rlhf help KEY`, and editors read schema.json. Regenerate schema.json after a change of a key or of a pinned version:
+python -m pipeline.job.schema_of
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _validator() -> Any:
 
 
 def problem(value: Any, schema: Mapping[str, Any]) -> str | None:
-    """Returns why a key cannot have this value, or None."""
+    """Returns why a key cannot have the value, or None."""
     validator = _validator()(schema)
     if (error := next(validator.iter_errors(value), None)) is None:
         return None

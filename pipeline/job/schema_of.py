@@ -1,6 +1,6 @@
 """Generates schema.json, the JSON Schema of job files, from our dataclasses and the config classes of TRL, peft and Ray.
 
-The classes below narrow the types of those libraries. The table below has the keys that the pipeline sets.
+Classes in this module narrow the libraries' types. The table REFUSED has the keys that the pipeline sets.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ REFUSED: dict[str, dict[str, str]] = {
             "use run.load_best_model_at_end=true, run.metric_for_best_model and run.greater_is_better": """load_best_model_at_end
                 metric_for_best_model greater_is_better""",
             "use data.max_length and data.overlong": "max_length truncation_mode",
-            "it would change the global batch; set trainer.per_device_train_batch_size": "auto_find_batch_size",
+            "this key would change the global batch; set trainer.per_device_train_batch_size": "auto_find_batch_size",
             _MODEL: "model_init_kwargs trust_remote_code chat_template_path eos_token pad_token use_cache",
             "the reference is a frozen adapter on the shared base": """sync_ref_model precompute_ref_log_probs
                 precompute_ref_batch_size""",
@@ -63,8 +63,8 @@ REFUSED: dict[str, dict[str, str]] = {
                 dataloader_drop_last accelerator_config""",
             "adapters train data-parallel over scaling.num_workers; model.fsdp shards the frozen base": """deepspeed fsdp
                 fsdp_config parallelism_config ddp_find_unused_parameters local_rank ddp_backend""",
-            "scaling.use_gpu decides it": "use_cpu",
-            "the stage decides it": """do_train do_eval do_predict batch_eval_metrics disable_tqdm enable_jit_checkpoint
+            "scaling.use_gpu decides this": "use_cpu",
+            "the stage decides this": """do_train do_eval do_predict batch_eval_metrics disable_tqdm enable_jit_checkpoint
                 save_only_model""",
             "models go to the MLflow registry (mlflow.registered_model)": """push_to_hub hub_token hub_private_repo hub_model_id
                 hub_strategy hub_always_push hub_revision""",
@@ -74,7 +74,7 @@ REFUSED: dict[str, dict[str, str]] = {
         {
             "the base stays frozen and shared": """modules_to_save layer_replication trainable_token_indices loftq_config
                 eva_config corda_config lora_ga_config""",
-            "the stage sets it": "task_type peft_type peft_version auto_mapping inference_mode",
+            "the stage sets this key": "task_type peft_type peft_version auto_mapping inference_mode",
             _MODEL: "base_model_name_or_path revision megatron_config megatron_core",
             "an experimental kind of LoRA, which the shared base does not support": """arrow_config kasa_config velora_config
                 monteclora_config use_bdlora runtime_config alora_invocation_tokens use_qalora qalora_group_size target_parameters
@@ -84,7 +84,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "scaling": _by_key({"workers train on CPUs or on NVIDIA GPUs": "trainer_resources use_tpu topology"}),
 }
 
-# Types of the libraries' keys. They exclude values with which a run fails late, or learns nothing.
+# Types of the libraries' keys. The types exclude values with which a run fails late, or learns nothing.
 Whole = Annotated[float, Ge(1), Le(10**9), MultipleOf(1)]
 Interval = Annotated[float, Gt(0), Lt(1)] | Whole  # a share of the run, or a number of steps
 

@@ -15,28 +15,28 @@ OURS = "pipeline.job.job"
 INPUTS = ("policy", "reference", "baseline", "teacher", "reward", "judge")
 # {key that a stage does not use: reason}
 _NO_SERVER = {"serve": "only `serve` answers requests"}
-_NO_ROLLOUT = {"rollout": "only `ppo` samples what it learns from"}
+_NO_ROLLOUT = {"rollout": "only `ppo` samples completions to learn from"}
 _LEARNS = _NO_SERVER | dict.fromkeys(
     ("data.pairs", "data.benchmarks"),
-    "only `evaluate` reads it; the held-out rows of this stage are data.eval",
+    "only `evaluate` reads this key; the held-out rows of this stage are data.eval",
 )
 _NOTHING_TRAINED = dict.fromkeys(
     """lora data.deduplicate data.batch_size data.eval_fraction data.seed run.load_best_model_at_end
     run.metric_for_best_model run.greater_is_better run.early_stopping_patience run.stop_if run.num_to_keep
     mlflow.registered_model""".split(),
-    "it trains nothing",
+    "this stage trains nothing",
 )
 # A stage that writes completions without learning from them uses only the decoding keys of `rollout`.
 _DECODES = dict.fromkeys(
     """rollout.num_workers rollout.staleness rollout.use_gpu rollout.resources_per_worker rollout.label_selector
     rollout.worker_wait_timeout_s rollout.chunk_timeout_s rollout.tensor_parallel_size rollout.correction
     rollout.correction_cap""".split(),
-    "only `ppo` learns from what it samples; this stage uses only rollout.engine and the engine's settings",
+    "only `ppo` learns from its samples; this stage uses only rollout.engine and the engine's settings",
 )
-_NO_MLFLOW_RUN, _ACTORS = "it makes no MLflow run", "Ray places and restarts its actors one by one"
-_EVALUATES_NOTHING = "it evaluates nothing; all its rows are data.train"
+_NO_MLFLOW_RUN, _ACTORS = "this stage makes no MLflow run", "Ray places and restarts its actors one by one"
+_EVALUATES_NOTHING = "this stage evaluates nothing; all its rows are data.train"
 _ROW_BY_ROW = _NOTHING_TRAINED | {
-    "model.fsdp": "each of its processes holds the full base; only sft, rm, dpo, kto, ppo and evaluate shard it",
+    "model.fsdp": "each process of this stage holds the full base; only sft, rm, dpo, kto, ppo and evaluate shard it",
     "data.pairs": _EVALUATES_NOTHING,
     "data.benchmarks": _EVALUATES_NOTHING,
     "data.eval": _EVALUATES_NOTHING,
@@ -81,7 +81,7 @@ class Stage:
 
     @property
     def trl(self) -> bool:
-        """Returns True if a TRL trainer does the work. Only a worker imports its config class."""
+        """Returns True if the stage trains with a TRL trainer. Only a worker imports the config class of a TRL stage."""
         return self.trainer.startswith("trl.")
 
     @property
@@ -160,7 +160,7 @@ STAGE: dict[str, Stage] = {
         rows="answered_prompts",
         writes=True,
         scores=True,
-        unused={**_NO_SERVER, **_DECODES, **_NOTHING_TRAINED, "data.train": "it trains nothing; put the prompts under data.eval"},
+        unused={**_NO_SERVER, **_DECODES, **_NOTHING_TRAINED, "data.train": "no rows are trained on; name the prompts in data.eval"},
         title="Evaluation",
         headline=(
             "eval_judge_win_rate", "eval_judge", "eval_win_rate", "eval_reward",
@@ -169,7 +169,7 @@ STAGE: dict[str, Stage] = {
     ),
     "generate": Stage(
         f"{OURS}.Inference",
-        "write completions to a file of prompts",
+        "generate completions for the prompts in a file",
         {"policy": True, "reward": False},
         rows="prompts",
         writes=True,
@@ -179,7 +179,7 @@ STAGE: dict[str, Stage] = {
     ),
     "collect": Stage(
         f"{OURS}.Collect",
-        "make rows to train on from scored completions of a policy",
+        "turn scored completions of a policy into training rows",
         {"policy": True, "reward": True},
         rows="prompts",
         writes=True,
@@ -206,8 +206,8 @@ STAGE: dict[str, Stage] = {
             **_DECODES,
             **_ROW_BY_ROW,
             **dict.fromkeys("""data.train data.on_error data.overlong data.columns data.label data.transform data.group_by
-                data.cache_dir data.subset""".split(), "it reads no rows"),
-            "trainer.seed": "a request may set one; otherwise each has a different one",
+                data.cache_dir data.subset""".split(), "this stage reads no rows"),
+            "trainer.seed": "a request may set a seed; otherwise each request has a different seed",
             "run.overwrite": "there is nothing to resume",
         },
     ),
@@ -220,10 +220,10 @@ STAGE: dict[str, Stage] = {
             **_NO_SERVER,
             **_NO_ROLLOUT,
             **_ROW_BY_ROW,
-            "data": "it reads no rows",
+            "data": "this stage reads no rows",
             "model.load_in_4bit": "an adapter is merged into the unquantized base in model.dtype",
             **dict.fromkeys("""run.placement_timeout_s scaling.num_workers scaling.resources_per_worker scaling.accelerator_type
-                scaling.label_selector""".split(), "it runs in this process; scaling.use_gpu chooses the device"),
+                scaling.label_selector""".split(), "this stage runs in the command's process; scaling.use_gpu chooses the device"),
         },
     ),
 }  # fmt: skip

@@ -105,7 +105,7 @@ def _extended(tree: Tree, folder: Path) -> Tree:
     below = Tree(tree.source)
     for name, one in [*((name, _tree(folder / name)) for name in names), ("", tree)]:
         if "extends" in one.data:
-            raise tree.error("extends", f"found {show(name)}, which extends a job itself: name that one")
+            raise tree.error("extends", f"found {show(name)}, which extends a job itself: name that job")
         for section, value in one.data.items():
             before = below.data.get(section)
             if isinstance(before, dict) and isinstance(value, dict) and value:
@@ -131,7 +131,7 @@ def _parse(text: str, name: str, where: dict[str, str]) -> Any:
         mark = error.problem_mark or error.context_mark
         position = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         raise InputError(f"{position}: not valid YAML: {error.problem or error.context}") from None
-    # PyYAML raises errors of all these types
+    # YAML parsers raise errors of each of the types
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
         what = "a character, a tag (!!) or an alias that cannot be read"
         raise InputError(f"{name}: not valid YAML: {what}; remove it") from None

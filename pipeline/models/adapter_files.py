@@ -54,7 +54,7 @@ def write_adapter(folder: str | Path, config: Any, tensors: dict[str, Any]) -> d
     """Writes adapter_config.json and adapter_model.safetensors. Returns SHA-256 and bytes of the tensors in memory.
 
     Args:
-        config: the adapter's peft.LoraConfig, with task type and base. This function does not change it.
+        config: the adapter's peft.LoraConfig, with task type and base. The function does not change `config`.
         tensors: the tensors of the adapter and its head, with their names in peft's files.
     """
     from peft.utils.other import get_pattern_key

@@ -5,10 +5,10 @@ role is a LoRA adapter, with a scalar head in fp32 if it needs one. Some roles a
 With one base for all roles, PPO's four models need the memory of one. `with shared.use(role)` selects a role for the block.
 Methods that compute take a role and select this role themselves.
 
-This module avoids two traps. First, peft's `set_adapter` turns off `requires_grad` of every other adapter, so an optimizer
-would lose the policy while the critic runs. `use` only switches the active adapter of the tuner layers. Second, gradient
-checkpointing runs a layer's forward again during `backward`, with the adapter that is active *then*. The checkpoint's context
-restores the role of its forward.
+The module avoids two traps of peft and of gradient checkpointing. First, peft's `set_adapter` turns off `requires_grad` of every
+other adapter, so an optimizer would lose the policy while the critic runs. `use` only switches the active adapter of the tuner
+layers. Second, gradient checkpointing runs a layer's forward again during `backward`, with the adapter that is active *then*. The
+checkpoint's context restores the role of its forward.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SharedBase(nn.Module):
     Raises InputError if the base changes its logits after the lm head in an unknown way.
 
     Args:
-        base_model: a causal language model. The constructor freezes it and sets every dropout to 0.
+        base_model: a causal language model. The constructor freezes the model and sets every dropout to 0.
         autocast: dtype of the matrix products of all forwards, or None for the dtype of the base. Adapters, heads, log-softmax
             and losses are always fp32.
     """
@@ -80,7 +80,7 @@ class SharedBase(nn.Module):
         self._scale = (getattr(config, "logit_scale", None) or 1.0) / (
             getattr(config, "logits_scaling", None) or 1.0
         )
-        # Whether this rank has only its shard of the base (shards.py).
+        # Whether the process has only its shard of the base (shards.py).
         self.sharded = any(isinstance(parameter, DTensor) for parameter in base_model.parameters())
         freeze(self.base)
         if self.device.type != "meta":
@@ -118,13 +118,13 @@ class SharedBase(nn.Module):
             lora: the fields of peft.LoraConfig for a new adapter.
             folder: the folder of a saved adapter. A head in the folder is loaded too.
             copy_of: the role to copy.
-            head_on: a role whose adapter this role uses but does not own. The new role only adds a head.
+            head_on: a role whose adapter the new role uses but does not own. The new role only adds a head.
             head: whether the role has a scalar head. The head comes from the folder or the copied role. A new head is 0, so
                 that a new critic predicts 0 and not noise as large as the reward.
             trainable: whether the role's parameters get gradients.
 
         Raises:
-            InputError: if the adapter does not fit this base.
+            InputError: if the adapter does not fit the base.
         """
         try:
             if head_on is not None:
@@ -314,7 +314,7 @@ class SharedBase(nn.Module):
         return {key: parameter.data.contiguous().cpu() for key, parameter in self._named(role).items()}
 
     def fill(self, role: str, tensors: Mapping[str, Tensor]) -> None:
-        """Copies tensors into an existing role. `tensors_of` made them here, or in a process with the same roles."""
+        """Copies tensors into an existing role. The tensors are from `tensors_of`, here or in another process."""
         for key, parameter in self._named(role).items():
             parameter.data.copy_(tensors[key])
 
@@ -397,7 +397,7 @@ class SharedBase(nn.Module):
     def can_pack(self) -> bool:
         """Returns whether completions packed into one row with their prompt (packing.py) have the same hidden states as alone.
 
-        A sliding window counts positions within a row, so such bases cannot pack. Other bases are tested on two completions.
+        Bases with sliding windows, which count positions in a row, cannot pack. Other bases are tested on two completions.
         """
         config = self.base.config.get_text_config()
         windows = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)

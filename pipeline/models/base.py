@@ -1,6 +1,6 @@
 """The frozen base model: identifies it (`base_identity`, no torch import) and loads it (`load_base`).
 
-A base is a folder or a Hugging Face Hub id. `load_base` freezes it and turns off every dropout. Only adapters are trained.
+A base is a folder or a Hugging Face Hub id. `load_base` freezes the base and turns off every dropout. Only adapters are trained.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipeline.job.job import Model
 
 WHOLE_FILE_BYTES = 1 << 30  # weight files up to 1 GiB are hashed in full
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of larger files, the header and 64 pieces of 64 KiB are hashed
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of larger weight files, the header and 64 pieces of 64 KiB are hashed
 # Keys of config.json that the digest excludes.
 VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 # Keys of config.json that name the number of positions.
@@ -68,7 +68,7 @@ def base_identity(name_or_path: str, revision: str | None = None) -> dict[str, A
 
 
 def context_length(config: dict[str, Any]) -> int | None:
-    """Returns the number of positions in config.json, or None if it names no limit."""
+    """Returns the number of positions in config.json, or None if config.json names no limit."""
     for part in (config, config.get("text_config") or {}):
         for key in CONTEXT_KEYS:
             if isinstance(part.get(key), int):
@@ -98,8 +98,8 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
 
     Args:
         model: the job's `model` section. `load_in_4bit` gives NF4 with double quantization, also on a CPU.
-        scorer_tokenizer: for a reward model, its tokenizer. With it, the model is an AutoModelForSequenceClassification of
-            one label, with an untrained head that computes in fp32. Without it, the model is an AutoModelForCausalLM.
+        scorer_tokenizer: for a reward model, its tokenizer. With a tokenizer, the result is an AutoModelForSequenceClassification
+            of one label, with an untrained head in fp32. With None, the result is an AutoModelForCausalLM.
         device: the device on which the base is loaded and quantized. None means the CPU, which takes half an hour for 70B.
     """
     import torch
@@ -116,7 +116,7 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
         "use_safetensors": None if model.allow_pickle else True,
         "trust_remote_code": model.trust_remote_code,
         "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # the check below rejects such weights
+        "ignore_mismatched_sizes": True,  # the check of `info` rejects such weights
         "tqdm_class": Bar,
         "device_map": None if device is None else {"": device},
     }
@@ -127,7 +127,7 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
     where = source(model.name_or_path)
     with without_load_report(), loading_shown(), unreadable(model):
         loaded, info = auto.from_pretrained(where, **options)
-    # transformers only warns about these weights, and initializes them randomly.
+    # For missing weights, transformers only prints a warning, and initializes them randomly.
     wrong = {f"{key} (another shape)" for key, *_ in info["mismatched_keys"]}
     wrong |= {key for key in info["missing_keys"] if not (scorer and key.startswith(HEAD_NAMES))}
     if wrong:
@@ -168,7 +168,7 @@ def configured(model: Model, scorer_tokenizer: Any) -> tuple[Any, Any]:
     """Returns the transformers configuration of a base, without dropout, and the Auto class to load it with.
 
     Args:
-        scorer_tokenizer: as for `load_base`. A scorer's configuration has one label and this tokenizer's pad token.
+        scorer_tokenizer: as for `load_base`. A scorer's configuration has one label and the tokenizer's pad token.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -247,8 +247,8 @@ def _nf4(dtype: torch.dtype) -> Any:
 def _one_nf4_path(model: torch.nn.Module) -> None:
     """Prevents bitsandbytes 0.50 from repacking NF4 weights at the first inference on a CPU with avx512_bf16.
 
-    The packed form rounds differently from the form used in training, and is never unpacked. Its flag is private. Remove this
-    when both forms round alike (https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804).
+    The packed form rounds differently from the form used in training, and is never unpacked. The flag is private. Remove this
+    function when both forms round alike (https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804).
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

@@ -155,7 +155,7 @@ def check_lora(base: Base, lora: dict[str, Any], scores: bool = False) -> None:
 
 
 def unmergeable(base: Base, adapted: Iterable[str], bias: bool, scores: bool) -> InputError | None:
-    """Returns an error if an adapter on these modules cannot be merged into its base, or None if it can.
+    """Returns an error if an adapter on the modules `adapted` cannot be merged into its base, or None if it can.
 
     Args:
         bias: whether the adapter has biases (`lora_bias`).
@@ -165,9 +165,11 @@ def unmergeable(base: Base, adapted: Iterable[str], bias: bool, scores: bool) ->
         name = module.rpartition(".")[2]
         if base.tied and not scores and name in (*LM_HEADS, *EMBEDDINGS):
             twin = "embeddings" if name in LM_HEADS else "lm head"
-            why = f"adapts {name}, which this base ties to its {twin}: merging it would change both; train one without it"
+            fix = "merging the adapter would change both; train an adapter without this module"
+            why = f"adapts {name}, which this base ties to its {twin}: {fix}"
             return InputError(why, "lora.target_modules")
         if bias and base.shape_of(module) and not base.shape_of(module, "bias"):
-            why = f"adds a bias to {name}, which has none in this base and could not be merged; train one with lora.lora_bias=false"
+            fix = "train an adapter with lora.lora_bias=false"
+            why = f"adds a bias to {name}, which has none in this base and could not be merged; {fix}"
             return InputError(why, "lora.lora_bias")
     return None

@@ -24,7 +24,7 @@ class ControlTokens:
     """Finds the control tokens of a tokenizer in a text, and escapes them.
 
     Args:
-        as_text: whether control tokens in content are plain text. If False, they stay control tokens.
+        as_text: whether control tokens in content are plain text. If False, control tokens stay.
     """
 
     def __init__(self, tokenizer: Any, as_text: bool = True):

@@ -1,11 +1,11 @@
 """Keeps the number of forwards equal on all ranks that share one sharded base (models/shards.py).
 
 A forward of a sharded base gathers each layer from all ranks, and so does its backward. If one rank ran fewer forwards, the
-other ranks would wait forever. A rank runs fewer if its completions end earlier, if it has fewer micro-batches, or when rank 0
-alone checks the saved adapter. Therefore, before each forward, the ranks all-reduce (MAX) a code of their next
+other ranks would wait forever. A rank runs fewer forwards if its completions end earlier, if it has fewer micro-batches, or when
+rank 0 alone checks the saved adapter. Therefore, before each forward, the ranks all-reduce (MAX) a code of their next
 step: nothing, a forward with gradients (and its role), or a forward without gradients. A rank whose code is smaller joins with
-a forward of one token, until all codes are equal. Each rank calls `catch_up` before any other collective. It returns when no
-rank has a forward left to run.
+a forward of one token, until all codes are equal. Each rank calls `catch_up` before any other collective. `catch_up` returns when
+no rank has a forward left to run.
 
 A rank that joins a forward with gradients runs the matching backward immediately. Therefore a rank with more work, as in ppo,
 must run the backward of a forward before its next forward. TRL gives all ranks the same number of batches.
@@ -35,8 +35,8 @@ class Lockstep:
         self.body = body
         # A SharedBase, which has the same roles on all ranks. None means that one adapter is always in use.
         self.shared: Any = None
-        # The group uses the CPU, because the ranks must agree without waiting for a GPU. Its timeout is long, because another
-        # rank may wait for rollout workers. The process that starts the ranks notices if one dies.
+        # The group uses the CPU, because the ranks must agree without waiting for a GPU. The group's timeout is long, because
+        # another rank may wait for rollout workers. The process that starts the ranks notices if one dies.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
         self.joining = False
         body.register_forward_pre_hook(self._before, prepend=True)  # runs before FSDP gathers anything
@@ -94,6 +94,6 @@ current: Lockstep | None = None
 
 
 def catch_up() -> None:
-    """Runs the forwards of a sharded base for which other ranks wait. Every rank must call this before a collective."""
+    """Runs the forwards of a sharded base for which other ranks wait. Every rank must call this function before a collective."""
     if current is not None:
         current.catch_up()

@@ -61,7 +61,7 @@ def bar(logits: Tensor, rows: Tensor, tokens: Sequence[int]) -> Tensor:
 class _RowWise(torch.autograd.Function):
     """Computes y (K, N) = run(x) for hidden states x (N, H). y[:, n] must depend only on x[n], and `run` trains no parameters.
 
-    Under these conditions, the gradient of sum(y[k]) consists of the derivatives of every y[k, n]. The forward computes all K
+    If both hold, the gradient of sum(y[k]) consists of the derivatives of every y[k, n]. The forward computes all K
     gradients while the chunk's logits are in memory. For backward, K tensors (N, H) are kept instead of the logits (N, V).
     """
 

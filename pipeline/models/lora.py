@@ -2,8 +2,8 @@
 
 With x (..., K), the frozen W (N, K), A (r, K), B (N, r) and the scaling s, a LoRA layer is y = x W' + s (x A') B'. peft
 computes base product, A, B, scaling and sum one after the other. B, scaling and sum each write a tensor of the layer's full
-width. The fused layer adds the adapter's part to the base's product in place (BLAS: C += s A B). Its results differ from peft's
-only by the order of additions and rounding. Like peft, it stores x and x A' for backward.
+width. The fused layer adds the adapter's part to the base's product in place (BLAS: C += s A B). The fused layer's results differ
+from peft's only by the order of additions and rounding. Like peft, the fused layer stores x and x A' for backward.
 
 Under autocast, peft casts x to the adapter's fp32 and back. The fused layer casts A and B to autocast's dtype, within
 `cast_once` only once. The parameters stay fp32, and their gradients are not rounded.
@@ -25,7 +25,7 @@ from pipeline.models.precision import mm_fp32
 def fuse(model: nn.Module) -> None:
     """Turns the plain LoRA layers of a model into fused layers, in place. Parameters and names stay the same.
 
-    Sets `__class__`, because peft 0.21 chooses the classes of its layers itself. Its hook for other classes,
+    Sets `__class__`, because peft 0.21 chooses the classes of its layers itself. peft's hook for other classes,
     LoraConfig._register_custom_module, is private. Remove this function when peft accepts a layer class, or has a fused layer.
     """
     for layer in model.modules():
@@ -40,7 +40,7 @@ _kept: dict[tuple[int, torch.dtype], Tensor] | None = None
 def cast_once() -> Iterator[None]:
     """Within the block, each adapter is cast to autocast's dtype once and not in every forward and backward.
 
-    No adapter may change within the block. PPO uses it for a rollout, and for the micro-batches of an optimizer step.
+    No adapter may change within the block. PPO uses `cast_once` for a rollout, and for the micro-batches of an optimizer step.
     """
     global _kept
     outer, _kept = _kept, {} if _kept is None else _kept

@@ -39,7 +39,7 @@ def alone(input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int) -> Ba
     """Puts each completion in a separate row.
 
     Args:
-        input_ids: (B, T) prompts with their completions. Their lengths are `starts` (B,) and `counts` (B,).
+        input_ids: (B, T) prompts with their completions. Prompts have `starts` (B,) tokens, completions `counts` (B,).
         actions: R, at least the length of the longest completion.
     """
     steps = torch.arange(actions + 1, device=input_ids.device).minimum(counts.unsqueeze(-1))
@@ -90,7 +90,7 @@ def packs_that_pay(
     completions: int | None = None,
     tokens: int | None = None,
 ) -> list[list[int]]:
-    """Packs completions into rows while this saves computation. Returns the indices of each row's completions.
+    """Packs completions into rows as long as packing saves computation. Returns the indices of each row's completions.
 
     A row of T tokens costs about T * (12 W**2 + 2 T W) multiplications per layer, for the products with the weights and for
     attention. A pack also computes the masked attention between its completions.
@@ -146,7 +146,7 @@ def micro_batches(
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         batch = batches[-1] if batches else []
         used = sum(lengths[j] for j in batch)
-        padded = (len(batch) + 1) * lengths[i]  # this row would be the longest of the batch
+        padded = (len(batch) + 1) * lengths[i]  # the next row would be the longest of the batch
         full = rows is not None and sum(held[j] for j in batch) + held[i] > rows
         full |= tokens is not None and padded > tokens
         sparse = used >= BUSY_TOKENS[device] and padded - used - lengths[i] > padded / 8

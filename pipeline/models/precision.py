@@ -1,7 +1,7 @@
 """Multiplies half-precision matrices with fp32 results, and names the precision of a base.
 
-torch computes the product of two bf16 matrices in fp32, but rounds the result to bf16, which has 8 bits. The error of a logit
-of 10, and of its log-prob, is then up to 0.03.
+torch computes the product of two bf16 matrices in fp32, but rounds the result to bf16, which has 8 bits. In bf16, the error of a
+logit of 10, and of its log-prob, is up to 0.03.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def precision_of(base: Any, autocast: bool) -> str:
-    """Returns `quantized`, `half` (half-precision products or weights) or `fp32`. A model's outputs differ among the three."""
+    """Returns `quantized`, `half` (half-precision products or weights) or `fp32`. A model's outputs differ by precision."""
     if getattr(base, "is_quantized", False):
         return "quantized"
     return "half" if autocast or base.dtype != torch.float32 else "fp32"

@@ -18,7 +18,7 @@ LENGTHS = (4, 9, 17, 30)  # tokens of each probe
 
 
 def sequences(vocab_size: int, pad: int | None) -> list[list[int]]:
-    """Returns the probes' token ids. They contain no pad token, because transformers would end a sequence there."""
+    """Returns the probes' token ids, without pad tokens, because transformers would end a sequence there."""
     rng = random.Random(0)
     ids = [i for i in range(vocab_size) if i != pad]
     return [rng.choices(ids, k=length) for length in LENGTHS]

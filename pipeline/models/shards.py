@@ -65,7 +65,7 @@ def load_shards(
     if scorer_tokenizer is not None:
         fp32_head(base)
     elif base_file(model.name_or_path, "generation_config.json", model.revision) is not None:
-        with unreadable(model):  # this file may name additional tokens that end a completion
+        with unreadable(model):  # generation_config.json may name other tokens that end a completion
             where = source(model.name_or_path)
             base.generation_config = GenerationConfig.from_pretrained(where, revision=model.revision)
     fsdp_sync.current = fsdp_sync.Lockstep(base.base_model)
@@ -79,8 +79,8 @@ def _allocate(base: nn.Module, device: torch.device) -> None:
         computed = dict(module.named_buffers(recurse=False))
         if computed and not hasattr(module, "config"):
             raise InputError(
-                f"{type(base).__name__}: {name} has buffers that no file contains, such as {min(computed)!r}, and they cannot be "
-                "computed from its configuration; set model.fsdp=false",
+                f"{type(base).__name__}: {name} has buffers that no file contains, such as {min(computed)!r}, and these cannot be "
+                "computed from the model's configuration; set model.fsdp=false",
                 key="model.fsdp",
             )
         if computed:
@@ -92,10 +92,10 @@ def _allocate(base: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
-    """Reads this rank's rows of each parameter. safetensors maps the files, so the other rows are not copied."""
+    """Reads the rank's rows of each parameter. safetensors maps the files, so rows of other ranks are not copied."""
     head, embedding, twins = base.get_output_embeddings(), base.get_input_embeddings(), dict[str, str]()
     if head is not None and base.config.get_text_config().tie_word_embeddings:
-        # The files have one tensor for the tied pair. In memory, each of the two has its own, because both are frozen.
+        # The files have one tensor for the tied pair. In memory, each weight of the pair has its own tensor, as both are frozen.
         pair = [name for name, p in base.named_parameters() if p is head.weight or p is embedding.weight]
         twins = dict(zip(pair, pair[::-1], strict=True))
     missing = []
@@ -121,7 +121,7 @@ def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
 
 
 def _read(stored: Any, parameter: nn.Parameter, name: str) -> None:
-    """Copies this rank's rows from a slice of safetensors into a parameter. FSDP2 splits rows like torch.chunk."""
+    """Copies the rank's rows from a slice of safetensors into a parameter. FSDP2 splits rows like torch.chunk."""
     if tuple(stored.get_shape()) != tuple(parameter.shape):
         raise InputError(
             f"{name} has shape {tuple(stored.get_shape())} but config.json says {tuple(parameter.shape)}; fetch or save the "

@@ -27,7 +27,7 @@ PROBES = [
 
 
 def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
-    """Sets the tokenizer's `chat_template`. Raises InputError if it cannot be read, or if it cannot render any of the PROBES.
+    """Sets the tokenizer's `chat_template`. Raises InputError if the template cannot be read or renders none of the PROBES.
 
     Also sets the attribute `text_as_chat`, which says whether a prompt of plain text becomes a user message. `text_as_chat` is
     False if the tokenizer has no template and the job sets none.
@@ -120,7 +120,7 @@ def _error(tokenizer: Any) -> Exception | None:
 def user_header_and_generation_prompt(tokenizer: Any) -> tuple[str, str]:
     """Returns the text that a chat template writes before a question, and the text that requests a completion, both stripped.
 
-    Both texts are "" if there is no template, or if it rejects a conversation of one question.
+    Returns ("", "") if there is no template, or if the template rejects a conversation of one question.
     """
     question = [{"role": "user", "content": "?"}]
     try:

@@ -24,8 +24,8 @@ MIN_ENDED = 0.1  # if fewer completions end by themselves, the policy probably h
 LLAMA_PAD = "<|finetune_right_pad_id|>"
 RESERVED = re.compile(r"reserved|unused|placeholder|dummy|control_\d|extra_id|extra_\d", re.IGNORECASE)
 
-# Tokens of bytes that no UTF-8 text contains, in byte-level BPE and in SentencePiece's byte fallback. No text contains them. The
-# rarest character, ÿ, is first, because other programs that load a saved tokenizer may take this character for the pad token.
+# Tokens of bytes that no UTF-8 text contains, in byte-level BPE and in SentencePiece's byte fallback. No text has such a token.
+# The rarest character, ÿ, is first, because other programs that load a saved tokenizer may take this character for the pad token.
 NEVER_PRODUCED = tuple(
     spelling
     for byte in (0xFF, 0xFE, 0xFD, 0xFC, 0xFB, 0xFA, 0xF9, 0xF8, 0xF7, 0xF6, 0xF5, 0xC1, 0xC0)
@@ -42,7 +42,7 @@ def load_tokenizer(
     trust_remote_code: bool = False,
 ) -> Any:
     """Returns the tokenizer of a base, with a chat template, a pad token and an end-of-sequence token. The tokenizer can be
-    pickled. It has two attributes that transformers does not know: `text_as_chat` (see template.set_template), and
+    pickled. The tokenizer has two attributes that transformers does not know: `text_as_chat` (see template.set_template), and
     `generation_eos`, the ids in the base's generation_config.json that end a completion.
 
     Raises InputError if the base, its tokenizer or the template is missing or damaged, or if no token can pad or end.
@@ -66,7 +66,7 @@ def load_tokenizer(
         tokenizer.eos_token = tokens[0]
     set_template(tokenizer, chat_template, name_or_path)
     _check_ids(tokenizer, rows, name_or_path)
-    tokenizer.generation_eos = _as_list(generation.get("eos_token_id"))  # training rows end with them
+    tokenizer.generation_eos = _as_list(generation.get("eos_token_id"))  # ids that end rows, too
     tokenizer.pad_token = _pad_token(tokenizer, set(eos_ids(tokenizer)), rows, name_or_path)
     tokenizer.padding_side = "right"
     return tokenizer
@@ -77,7 +77,7 @@ def _read(name_or_path: str, revision: str | None, trust_remote_code: bool) -> A
     settings = base_json(name_or_path, "tokenizer_config.json", revision) or {}
     options: dict[str, Any] = {"revision": revision}
     if settings.get("pad_token") in NEVER_PRODUCED:
-        # This pipeline chose and saved the token. If the pad token became special, it would also match this character in a text.
+        # This pipeline chose and saved the token. If the pad token became special, it would also match its character in a text.
         options["pad_token"] = None
     plain = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
     try:
@@ -152,7 +152,7 @@ def warn_of_endless(ended: float, completions: str) -> None:
     if ended < MIN_ENDED:
         print(
             f"warning: {ended:.0%} of {completions} ended by themselves, the others were truncated at trainer.response_length; "
-            "raise it, or train sft on rows that end, and check its eos_accuracy",
+            "raise this key, or train sft on rows that end, and check its eos_accuracy",
             flush=True,
         )
 
@@ -198,7 +198,7 @@ def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> 
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Returns a SHA-256 of the settings that determine token ids. Saving, loading and pickling do not change it."""
+    """Returns a SHA-256 of the settings that determine token ids. Saving, loading and pickling do not change the digest."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     backend.pop("padding")  # padding and truncation depend on the last call
     backend.pop("truncation")

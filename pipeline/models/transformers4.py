@@ -1,6 +1,6 @@
 """Saves tokenizers and configs with the key names of transformers 5 and 4, so that both versions load the same model.
 
-transformers 4 silently ignores most new names. For example, it would use a RoPE base of 10000 for every model.
+transformers 4 silently ignores most new names. For example, transformers 4 would use a RoPE base of 10000 for every model.
 """
 
 import json

@@ -54,10 +54,10 @@ RUNTIME = {
     "cuda": 0.9 * GIB,
 }  # memory of Python, torch and Ray, or of CUDA's context and workspaces
 # Allocated memory divided by memory in use. glibc's allocator cannot place an aligned block into a hole of exactly its size, and
-# allocates twice the memory in use. MALLOC_MMAP_THRESHOLD_=65536 would avoid this waste, but takes a quarter more time.
+# allocates twice the memory in use. MALLOC_MMAP_THRESHOLD_=65536 would avoid the waste, but takes a quarter more time.
 SLACK = {"cpu": 2.0, "cuda": 1.1}
 # Layers of a sharded base in memory at once: the current layer, the next layer, and the shards from which the next layer is
-# joined. Not measured on a GPU.
+# joined. The number has not been measured on a GPU.
 GATHERED = 3
 # Tokens and vocabulary entries of a tile, in which TRL's losses of sft, dpo and kto compute logits.
 LOGIT_TILE = (4096, 32768)
@@ -183,7 +183,7 @@ def make_plan(work: Sections, loras: Loras | None = None, learns: bool = True) -
                 f"base, {model.dtype}: a shard of {workers}, and the lm head",
                 shape.sharded(workers, stage.learns != "reward"),
             ),
-            Item("gathered as it computes: the embedding and the layers at hand", at_hand),
+            Item("gathered while computing: the embedding and the current layers", at_hand),
         ]
     else:
         items = [Item(f"base, {'nf4' if model.load_in_4bit else model.dtype}, once", shape.weights)]
@@ -290,12 +290,12 @@ def _logits(stage: Stage, shape: Shape, tokens: int, device: str) -> float:
 
 
 def gpus_called(label: str) -> list[str]:
-    """Returns the GPUs that an accelerator type may mean, or [] if it is unknown. Ray calls both sizes of the A100 "A100"."""
+    """Returns the GPUs that an accelerator type may mean, or [] if it is unknown. Both sizes of A100 are "A100" in Ray."""
     return [name for name in GPUS if label in (name, name.partition("-")[0])]
 
 
 def memory_of(label: str) -> float | None:
-    """Returns the GiB of a GPU of this accelerator type, or None if it is unknown. Of two sizes, returns the smaller one."""
+    """Returns the GiB of a GPU of the accelerator type, or None if the type is unknown. Of two sizes, returns the smaller one."""
     return min((GPUS[name].memory for name in gpus_called(label)), default=None)
 
 
@@ -353,7 +353,7 @@ def _changes(work: Sections, loras: Loras | None = None) -> list[tuple[str, Any]
 
 
 def _with(work: Sections, changes: dict[str, Any]) -> Sections:
-    """Returns the work of a job with other values in the sections `trainer` and `model`."""
+    """Returns a copy of `work` with other values in the sections `trainer` and `model`."""
     for key, value in changes.items():
         section, name = key.split(".")
         if section == "trainer":
@@ -370,7 +370,7 @@ def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
     """Returns the hours of a run on GPUs of one kind, if matrix products and decoding steps reach UTILIZATION.
 
     Completions are assumed to have their maximum length. A decoding step is assumed to take as long as reading the weights and
-    the KV cache, which is half full on average. The time to gather a base in shards is not counted.
+    the KV cache, which is half full on average. The time to gather a base in shards is not included.
 
     Args:
         name: a key of GPUS.
@@ -394,7 +394,7 @@ def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
         # The forwards of the reference, and the stage's other forwards without gradients, have no backward.
         passes = (3 if asked.checkpointing else 2) + stage.keeps_reference + stage.further_forwards
         steps = work.trainer.get("max_steps", 0)
-        if steps and steps > 0:  # only packed rows always have the maximum length
+        if steps and steps > 0:  # rows have the maximum length only if they are packed
             width = longest if work.trainer.get("packing") else row
             tokens = steps * (work.data.batch_size or 8 * workers) * width
         else:

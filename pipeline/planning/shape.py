@@ -18,7 +18,7 @@ from pipeline.job import Model
 from pipeline.system.hub import base_config
 from pipeline.writing.memory import kv_bytes
 
-# Parts of config.json of gated models, for which a plan then needs neither access nor a network.
+# Parts of config.json of gated models, so that a plan needs neither access nor a network for them.
 _LLAMA_3 = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -93,7 +93,7 @@ class Shape:
         return body / workers + self.embedding * lm_head
 
     def adapter(self, lora: dict[str, Any]) -> int:
-        """Returns the number of parameters of an adapter with these peft settings, including its head."""
+        """Returns the number of parameters of an adapter with the peft settings `lora`, including its head."""
         settings = json.dumps(lora, sort_keys=True)
         one, two = (_count(self.model, settings, layers)["adapter"] for layers in (1, 2))
         return one + (self.layers - 1) * (two - one)
@@ -127,7 +127,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class _Model:
-    """The part of a job on which the counts below depend. Jobs with the same model share cached counts."""
+    """The part of a job on which counts of parameters and bytes depend. Jobs with the same model share cached counts."""
 
     config: str  # config.json
     dtype: str
@@ -170,7 +170,7 @@ def saved(model: _Model, lora: str, layers: int, rows: int, width: int, bf16: bo
         parameters = {p.untyped_storage()._cdata for p in shared.parameters()}
         ids = torch.zeros(rows, width, dtype=torch.long)
         # transformers (5.23) reads the values of position_ids to detect packed rows. Fake tensors have no values, so transformers
-        # would add a mask. Remove this patch when transformers supports fake tensors here.
+        # would add a mask. Remove the patch when transformers accepts fake tensors as position_ids.
         unpacked = patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_, **__: None)
         with unpacked, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             hidden = shared.hidden("policy", ids)

@@ -40,7 +40,7 @@ def champion_of(
     measured: dict[str, str],
     prefix: str = "",
 ) -> Champion:
-    """Returns the champion of a registered model, compared with a run that has these metrics.
+    """Returns the champion of a registered model, compared with a run that has the given metrics.
 
     Args:
         own: the number of the run's version. If the champion is this version, nothing is compared.
@@ -94,7 +94,7 @@ def _rounded(value: float) -> float:
 def conditions(
     gate: dict[str, str], metrics: dict[str, float], champion: dict[str, float]
 ) -> Iterator[tuple[str, str, float | None, bool]]:
-    """Yields (metric, condition, value, whether the condition holds). A missing metric and NaN fail their conditions.
+    """Yields (metric, condition, value, whether the condition is met). A missing metric and NaN fail their conditions.
 
     If the champion lacks a metric, any other value passes the comparison with the champion.
     """
@@ -111,7 +111,7 @@ def conditions(
 def evaluate_gate(
     gate: dict[str, str], metrics: dict[str, float], champion: Champion = Champion()
 ) -> tuple[bool, str]:
-    """Returns whether every condition holds, and the reason as text."""
+    """Returns whether every condition is met, and the reason as text."""
     failures = [
         f"{name} = {'missing' if value is None else f'{value:.4g}'}, required {condition}"
         for name, condition, value, holds in conditions(gate, metrics, champion.metrics)

@@ -30,7 +30,7 @@ class Point(NamedTuple):
 class Tracker:
     """Records the metrics of one run. Its methods may take long, and may raise any error of the tracker's library."""
 
-    name: str  # for warnings
+    name: str  # name in warnings
 
     def recorded(self, key: str) -> dict[int, float]:
         """Returns {step: value} of a metric for the values that an earlier process recorded."""
@@ -95,7 +95,7 @@ class TensorBoard(Tracker):
 
 
 class WandB(Tracker):
-    """A run in Weights & Biases. Its id is that of the MLflow run, and its project is named like the experiment.
+    """A run in Weights & Biases. The W&B run has the MLflow run's id, and its project is named like the experiment.
 
     Offline, a resumed run is written from the first step. A server already has the earlier steps. The steps of W&B can only
     ascend, so final values of an earlier step are only in the run's summary.
@@ -144,7 +144,7 @@ class WandB(Tracker):
                 x_save_requirements=False,
             ),
         )
-        self.next = self.run.step  # above 0 if a server has the steps of an earlier process
+        self.next = self.run.step  # next step; above 0 if W&B's server has earlier steps
 
     def close(self, final: dict[str, float]) -> None:
         if self.run is None:
@@ -219,7 +219,7 @@ class Curves:
     A tracker gets its points in order, about once a second. If a tracker does not answer, the next round tries again.
 
     MLflow's own asynchronous logging (mlflow 3.17, AsyncLoggingQueue) drops a batch whose call failed, and sends in any order.
-    Replace this class when MLflow retries.
+    Replace `Curves` when MLflow retries.
     """
 
     INTERVAL_S = 1.0  # time between two rounds

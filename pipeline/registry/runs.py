@@ -113,7 +113,7 @@ def _experiment(mlflow: Any, tracking: Tracking) -> str:
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-        return mlflow.get_experiment_by_name(name).experiment_id  # another process has just made it
+        return mlflow.get_experiment_by_name(name).experiment_id  # made by another process
 
 
 def _log_inputs(mlflow: Any, run_id: str, tracking: Tracking, digests: dict[str, str]) -> None:
@@ -150,7 +150,7 @@ def find_run(uri: str, folder: str) -> str | None:
 
 
 def _newest(mlflow: Any, experiments: list[str], folder: str) -> Any:
-    """Returns the newest run of a run folder in these experiments, or None."""
+    """Returns the newest run of a run folder in the experiments, or None."""
     runs = mlflow.search_runs(
         experiments,
         filter_string=store.search_filter(f"tags.`{RUN_TAG}`", folder),
@@ -209,6 +209,6 @@ def log_files(uri: str, run_id: str, files: list[str], samples: list[dict[str, A
     columns = list(dict.fromkeys(key for row in rows for key in row))
     table = {"columns": columns, "data": [[row.get(column) for column in columns] for row in rows]}
     mlflow.log_dict(run_id, table, "samples.json")
-    # MLflow's table view needs this tag. MlflowClient.log_table also sets it, but appends to the table on a rerun.
+    # MLflow's table view needs a tag. MlflowClient.log_table also sets it, but appends to the table on a rerun.
     tag = json.dumps([{"path": "samples.json", "type": "table"}])
     mlflow.set_tag(run_id, "mlflow.loggedArtifacts", tag)

@@ -1,4 +1,4 @@
-"""The MLflow store of a job: a server, or a SQLite file. Checks that it responds."""
+"""The MLflow store of a job: a server, or a SQLite file. Checks that the store responds."""
 
 import contextlib
 import logging
@@ -25,7 +25,7 @@ WAIT_S = 600  # time that the end of a run waits for an unreachable server
 class Tracking:
     """The place where a run is recorded."""
 
-    uri: str  # of MLflow
+    uri: str  # tracking URI of MLflow
     experiment: str
     also: list[str]  # other trackers that get the same metrics
     run: Identity
@@ -197,7 +197,7 @@ def call_persistently(uri: str, folder: str, call: Callable[[], Any]) -> Any:
         file = file_of_uri(uri)
         if file and not (os.path.exists(file) and os.path.getsize(file)):
             raise Failure(
-                f"{file} is gone: something has deleted it. The same command makes a new one"
+                f"{file} was deleted by another process. The same command makes a new file"
             ) from error
         if error is None:
             return found

@@ -109,7 +109,8 @@ def promote(
     ok, reason = evaluate_gate(gate.conditions, metrics, champion)
     trained = mlflow.get_model_version(ref.name, ref.version).tags.get("gate", "")
     if ok and trained.startswith("failed"):
-        ok, reason = False, f"failed: so did the gate of its training ({trained.removeprefix('failed: ')})"
+        why = trained.removeprefix("failed: ")
+        ok, reason = False, f"failed: the gate of the training failed, too ({why})"
     held_out = {metric_key(key): f"{value:.6g}" for key, value in metrics.items() if key.startswith("eval_")}
     for key, value in (held_out | measured | {"gate": reason}).items():
         mlflow.set_model_version_tag(ref.name, ref.version, f"evaluate.{key}", value)
@@ -316,7 +317,7 @@ def _is_here(location: str) -> bool:
 
 
 def _download(mlflow: Any, location: str, into: str | None = None) -> str:
-    """Returns the local folder of an artifact location. In a local store, this is the stored folder itself, not a copy.
+    """Returns the local folder of an artifact location. In a local store, the result is the stored folder itself, not a copy.
 
     The location is not a `models:/` reference, because MLflow would resolve it with the server of the process, not of the client.
     """

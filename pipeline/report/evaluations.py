@@ -9,8 +9,8 @@ def drawings(evaluation: dict[str, Any]) -> list[Drawing]:
     made = []
     if probes := evaluation.get("probes"):
         note = (
-            "How far each edit of a completion moves its score, with 95 % intervals. The last edits make it worse, so the score "
-            "should fall; the others should not move it."
+            "How far each edit of a completion moves its score, with 95 % intervals. The last edits make the completion worse, so "
+            "the score should fall; the other edits should not move the score."
         )
         made.append(Drawing("Probes of the reward", note, lambda axes: draw_probes(axes, probes)))
     if curve := evaluation.get("best_of_n"):

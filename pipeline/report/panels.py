@@ -38,7 +38,7 @@ class Panel:
         return {label for metric, label in self.lines.items() if metric.startswith("eval_")}
 
     def select(self, history: History) -> History:
-        """Returns {name of a line: its points} for the lines of this panel that a run has logged."""
+        """Returns {name of a line: its points} for the panel's lines that a run has logged."""
         selected = {}
         for pattern, label in self.lines.items():
             for metric in sorted(fnmatch.filter(history, pattern)):
@@ -58,7 +58,7 @@ def varies(points: Points) -> bool:
 GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
     "learning": ("Is it learning?", (
         Panel("Loss", {"loss": "training", "eval_loss": HELD_OUT},
-              "Held-out should fall with training. If it rises again, the rest of the run memorizes."),
+              "The held-out loss should fall with the training loss. If it rises again, the rest of the run memorizes."),
         Panel("Token accuracy", {"mean_token_accuracy": "training", "eval_mean_token_accuracy": HELD_OUT},
               "Share of the completion's tokens that the model ranks first."),
         Panel("Accuracy on pairs", {"accuracy": "training", "eval_accuracy": HELD_OUT},
@@ -70,25 +70,25 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
         Panel("Accuracy on pairs", {"rewards/accuracies": "training", "eval_rewards/accuracies": HELD_OUT},
               "Share of pairs whose chosen completion gained more probability over the reference.", level=0.5),
         Panel("Implicit rewards", {"rewards/chosen": "chosen", "rewards/rejected": "rejected"},
-              "They should diverge. If both fall, the policy moves away from both completions."),
+              "Both rewards should diverge. If both fall, the policy moves away from both completions."),
         Panel("Margin", {"rewards/margins": "training", "eval_rewards/margins": HELD_OUT},
               "Implicit reward of chosen minus rejected."),
         Panel("Score of the completions", {"rewards/*/mean": ""},
-              "Mean score of an update's completions, by reward, and of the completions to held-out prompts.", also="eval_reward"),
+              "Mean score, by reward, of an update's completions, and of the completions to held-out prompts.", also="eval_reward"),
         Panel("What PPO maximizes", {"objective/scores": "normalized", "objective/rlhf_reward": "less the KL penalty"},
               "Score as PPO uses it (normalized and clipped if the job sets so), and that score less the KL penalty."),
         Panel("Win rate on held-out prompts", {"eval_win_rate": "by the reward", "eval_judge_win_rate": "by the judge"},
-              "Share of completions that score higher than those before training. If only the reward says so, it is being "
-              "exploited.", level=0.5, when=varies),
+              "Share of completions that score higher than the completions before training. If only the reward's share rises, "
+              "the reward is being exploited.", level=0.5, when=varies),
     )),
     "policy": ("How did its behavior change?", (
         Panel("KL from the reference", {"objective/kl": "training"},
               "How far the policy has moved; 0 at the start. A score that costs more and more KL is suspect.", level=0.0, also="eval_kl"),
         Panel("KL to the teacher", {"objective/teacher_kl": ""},
-              "Of the policy's completions, token by token. It should fall towards 0.", level=0.0),
+              "KL on the policy's completions, token by token. It should fall towards 0.", level=0.0),
         Panel("KL estimate", {"kl": "training"},
               "KTO's reference point: mean log-ratio of completions after prompts of other rows, at least 0. A completion counts as "
-              "likelier if it gains more.", level=0.0, also="eval_kl"),
+              "likelier if its log-ratio exceeds this point.", level=0.0, also="eval_kl"),
         Panel("Entropy of a completion", {"objective/entropy": ""},
               "Mean -log p of a completion. Near 0 the policy has collapsed to one completion and no longer explores."),
         Panel("Entropy", {"entropy": "training", "eval_entropy": HELD_OUT},
@@ -100,19 +100,19 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
         Panel("Log-probability", {"logps/chosen": "chosen", "logps/rejected": "rejected"},
               "Log-probability of chosen (desirable) and rejected completions under the policy."),
         Panel("KL coefficient", {"objective/kl_coef": ""},
-              "As the adaptive controller sets it.", when=varies),
+              "KL coefficient, as the adaptive controller sets it.", when=varies),
     )),
     "health": ("Is the optimization sound?", (
         Panel("Explained variance of the values", {"val/explained_variance": ""},
-              "1: the critic predicts the return at every token. 0: no better than their mean.", level=0.0),
+              "At 1, the critic predicts the return of every token; at 0, it is no better than the mean return.", level=0.0),
         Panel("Value loss", {"loss/value_avg": ""},
               "Clipped squared error of the critic, halved.", zero=True),
         Panel("Clipped", {"policy/clipfrac_avg": "policy", "val/clipfrac_avg": "value"},
               "Tokens whose ratio left the clip range. Above about 0.2 the steps are too large.", zero=True),
         Panel("KL of one update", {"policy/approxkl_avg": ""},
-              "Between the policy before and after the update.", zero=True),
+              "KL between the policies before and after the update.", zero=True),
         Panel("Ratio new to old", {"val/ratio": ""},
-              "Mean probability ratio. It should stay near 1.", level=1.0),
+              "Mean probability ratio of new to old policy. It should stay near 1.", level=1.0),
         Panel("Sampler against trainer", {"val/sampler_drift": "sampler", "policy/first_ratio_error": "first ratio"},
               "Difference between the log-probs of trainer and sampler, and between new and old ones at the first step of an update: "
               "only rounding errors.", zero=True),
@@ -120,11 +120,11 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
               "Shares of the actions: effective sample size under the weights, and actions whose ratio trainer / sampler was cut. "
               "Staler completions leave fewer.", zero=True),
         Panel("Gradient norm", {"grad_norm": "gradient", "grad_norm/policy": "policy", "grad_norm/critic": "critic"},
-              "Before clipping. Spikes are unusual batches; a steady climb is a problem."),
+              "Norm before clipping. Spikes are unusual batches; a steady climb is a problem."),
         Panel("Skipped steps", {"skipped_steps": ""},
               "Optimizer steps skipped because a gradient was not finite.", when=lambda points: any(value for _, value in points)),
         Panel("Learning rate", {"learning_rate": "", "lr": ""},
-              "As the schedule set it.", when=varies),
+              "Learning rate, as the schedule set it.", when=varies),
     )),
     "cost": ("What did it cost?", (
         Panel("Seconds per update", {"time/*": ""},

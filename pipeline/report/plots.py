@@ -17,7 +17,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 INK, FAINT, GRID = "#1f2328", "#6e7781", "#d8dee4"
 # {color: CSS variable that replaces it in an SVG}, so that a dark page can have lighter colors
 VARIABLES = {color: f"c{i}" for i, color in enumerate(COLORS)} | {INK: "ink", FAINT: "faint", GRID: "grid"}
-# Lines with these names have the same color in all panels.
+# Lines with the names in FIXED have the same color in all panels.
 FIXED = dict(zip(("rollout", HELD_OUT, "update", "values", "score"), COLORS, strict=False))
 SIZE = (3.9, 2.15)  # inches of one panel
 SMOOTH_FROM = 60  # points from which on a line gets a running mean, drawn over the pale raw line

@@ -104,7 +104,7 @@ class Answer:
         sampling = replace(
             default,
             max_new_tokens=min(request.token_limit or default.max_new_tokens, default.max_new_tokens),
-            temperature=temperature if temperature >= 1e-6 else 0.0,  # a smaller one overflows fp32 logits
+            temperature=temperature if temperature >= 1e-6 else 0.0,  # smaller values overflow fp32 logits
             top_p=1.0 if request.top_p is None else request.top_p,
             seed=self.seed,
         )
@@ -115,7 +115,7 @@ class Answer:
 
     def _deliver(self, choice: int, token: Token | BaseException) -> None:
         """Passes a token or an error from the batcher's thread to the event loop."""
-        with contextlib.suppress(RuntimeError):  # the replica ends and has closed the loop
+        with contextlib.suppress(RuntimeError):  # the replica is ending, and has closed its event loop
             self.loop.call_soon_threadsafe(self.arrived.put_nowait, (choice, token))
 
     def cancel(self) -> None:
@@ -134,7 +134,7 @@ class Answer:
                 if isinstance(token, BaseException):
                     raise Refused(503, f"the answer was lost ({in_brief(token)}); try again") from token
                 if self.reasons[choice]:
-                    continue  # this token follows a stop text
+                    continue  # the token follows a stop text
                 if not any(self.tokens):
                     metrics.first_token.observe(time.monotonic() - self.began)
                 self.tokens[choice].append(token)

@@ -94,8 +94,8 @@ def application(work: Work, digests: list[str]) -> Any:
 def bind_to_node_address() -> None:
     """Makes the gRPC server of this replica listen only on the node's address in Ray, which is 127.0.0.1 on a local Ray.
 
-    The server unpickles all of its input, and Ray Serve 2.60 binds it to all interfaces. Remove this private patch when Ray
-    Serve accepts an address.
+    The server unpickles all of its input, and Ray Serve 2.60 binds it to all interfaces. Remove the private patch when Ray Serve
+    accepts an address.
     """
     import ray
     from ray.serve._private import replica
@@ -189,7 +189,7 @@ class Server:
         threading.Thread(target=self.models.watch_aliases, args=interval, daemon=True).start()
 
     def check_health(self) -> None:
-        """Raises an error if the batcher has ended. Ray Serve calls it periodically, and restarts a replica that raises."""
+        """Raises an error if the batcher has ended. Ray Serve calls this periodically, and restarts failing replicas."""
         if not self.batcher.alive:
             raise RuntimeError("the thread that has the model has ended")
 

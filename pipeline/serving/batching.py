@@ -1,6 +1,6 @@
 """Continuous batching: each step writes one token of every completion, for all requests and policies together.
 
-A row is one completion. It joins the batch at any step and leaves when it ends. One thread owns the decoder: it adds waiting
+A row is one completion. A row joins the batch at any step, and leaves when it ends. One thread owns the decoder: it adds waiting
 rows, delivers new tokens, and between two steps calls functions of other threads, such as scoring and loading a version.
 """
 
@@ -151,7 +151,7 @@ class Batcher:
                     self._deliver()
                 self.decoder.step()
                 self._deliver()
-            except Exception as error:  # such as out of memory: only these rows are lost
+            except Exception as error:  # such as out of memory; loses only these rows
                 lost, self.rows = self.rows, []
                 for row in lost:
                     row.fail(error)

@@ -105,10 +105,10 @@ class FeedbackStore:
         self.opened.close()
 
     def remember(self, answers: list[dict[str, Any]]) -> None:
-        """Stores answers that can get feedback, and deletes the oldest if they exceed their half of the folder."""
+        """Stores answers that can get feedback, and deletes the oldest answers if all exceed their half of the folder."""
         size = self.conversation_bytes
         with self._transaction():
-            for answer in answers:  # a replica that missed the reply sends them again
+            for answer in answers:  # a replica that missed the reply sends its answers again
                 row = (answer["id"], answer["time"], json.dumps(answer, ensure_ascii=False))
                 if self.database.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?)", row).rowcount:
                     size += len(row[2].encode())
@@ -157,7 +157,7 @@ class FeedbackStore:
             (feedback.id, name, feedback.kind),
         ).fetchone()
         if earlier is not None and json.loads(earlier[0]) != content:
-            raise Refused(409, "different feedback was given before; the first one counts", "id")
+            raise Refused(409, "the answer already has different feedback, which is kept", "id")
         if earlier is None:
             row = self._row(answer, feedback)
             self._check_row(feedback.kind, row)
@@ -170,7 +170,7 @@ class FeedbackStore:
         return {"id": feedback.id, "object": "feedback", "kind": feedback.kind, "version": answer["version"]}
 
     def _row(self, answer: dict[str, Any], feedback: Feedback) -> dict[str, Any]:
-        """Returns the row for a stage. Raises Refused if it would prefer a truncated choice."""
+        """Returns the row for a stage. Raises Refused if the row would prefer a truncated choice."""
         kind, choice, texts = feedback.kind, feedback.choice, answer["texts"]
         preferred = feedback.chosen if kind == "comparisons" else choice if feedback.label else None
         if preferred in answer["truncated"]:

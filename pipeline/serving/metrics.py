@@ -8,7 +8,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
 
-REPORT_TIMEOUT_S = 30.0  # a replica counts as lost after this time without a report
+REPORT_TIMEOUT_S = 30.0  # time without a report after which a replica is treated as lost
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
@@ -16,7 +16,7 @@ class Metrics:
     """The metrics of one replica."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()  # its metrics go to the recorder
+        self.registry = registry = CollectorRegistry()  # prometheus_client's registry, sent to the recorder
         counter = partial(Counter, namespace="rlhf", registry=registry)
         gauge = partial(Gauge, namespace="rlhf", registry=registry)
         histogram = partial(Histogram, namespace="rlhf", registry=registry, buckets=SECONDS)

@@ -54,7 +54,7 @@ class Models:
     moves. If a version cannot be loaded, the previous version keeps answering.
 
     Args:
-        shared: the base. May be None if no reward needs it.
+        shared: the base. May be None if no reward needs a base.
     """
 
     def __init__(self, host: ModelHost, shared: SharedBase | None, batcher: Batcher) -> None:
@@ -82,7 +82,7 @@ class Models:
         return self._with_same_template(key, check_inputs(work, {key: version}, self.files)[key])
 
     def _with_same_template(self, key: str, found: Input) -> Input:
-        """Returns an input. Raises InputError if its chat template differs from the template of the other policies."""
+        """Returns an input. Raises InputError if a version's chat template differs from the template of the other policies."""
         if not key.startswith("policies.") or self.host.work.model.chat_template is not None:
             return found
         template = found.facts.get("chat_template")
@@ -116,7 +116,7 @@ class Models:
     # ------------------------------------------------------------------------------------------- following
 
     def watch_aliases(self, poll_interval_s: float) -> None:
-        """Follows the aliases, and prints what changes. Never returns."""
+        """Loads the versions to which aliases move, and prints each change. Never returns."""
         printed: dict[str, str] = {}
         while True:
             time.sleep(poll_interval_s)

@@ -154,7 +154,7 @@ def missing_parameter(source: str, columns: set[str]) -> str | None:
 
 
 def check_sampler(rollout: RolloutConfig, model: Model) -> None:
-    """Raises InputError if the job needs vLLM, or vLLM's plugin for NF4, and it is not installed on this machine."""
+    """Raises InputError if the job needs vLLM, or vLLM's plugin for NF4, and the package is not installed on this machine."""
     if rollout.engine != "vllm":
         return
     if importlib.util.find_spec("vllm") is None:
@@ -174,7 +174,7 @@ def check_inputs(work: Work, versions: Mapping[str, str], files: Base) -> dict[s
     """Returns {name: input} of pinned versions. Raises InputError if an adapter was trained on another base, or does not fit.
 
     Args:
-        work: the work of a job, whose base is known.
+        work: the Work object of a job, whose base is known.
         files: the files of the base.
     """
     inputs = {}
@@ -236,7 +236,7 @@ def _check_supported(work: Work, name: str, folder: str, base: Base, scores: boo
     merged = stage.runs_in == "here" or (stage.learns and name == "policy")
     ignored = None if scores or name == "teacher" else lora.ignored_by_vllm(adapter)
     if on_head and stage.trl:
-        problem = "adapts lm_head, to which TRL's trainers apply no adapter; train one without it"
+        problem = "adapts lm_head, to which TRL's trainers apply no adapter; train an adapter without lm_head"
     elif merged and (found := unmergeable(base, modules, bool(adapter.get("lora_bias")), scores)):
         problem = found.message
     elif dora and stage.runs_in == "serve":

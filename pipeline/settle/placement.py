@@ -51,7 +51,7 @@ class Bundle:
         return options
 
     def fits(self, resources: Mapping[str, float], labels: Mapping[str, str]) -> int:
-        """Returns how many of these bundles fit on a node with these resources and labels."""
+        """Returns how many bundles like this fit on a node with the given resources and labels."""
         if not matches(self.selector, labels):
             return 0
         shares = [resources.get(name, 0) / amount for name, amount in self.resources.items()]
@@ -81,7 +81,7 @@ class Places:
     bundles: list[Bundle]  # one bundle for each of the fewest workers with which the job starts
     rollout: Group | None  # rollout workers, or None if the training workers sample themselves
     on_gpu: bool
-    rollout_on_gpu: bool  # whether rollout workers hold their models on GPUs
+    rollout_on_gpu: bool  # whether rollout workers have their models on GPUs
     scaling: dict[str, Any]  # the keys of Ray's ScalingConfig
     smaller: list[int]  # fewer workers with which the job could run, largest first
     timeout_s: float  # time limit for the placement of workers; -1: no limit
@@ -108,7 +108,7 @@ ROWS = Places(False, Group("scaling", "worker", 1, 1, _CPU), [_CPU], None, False
 
 
 def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    """Returns True if a node with these labels satisfies a label selector, by Ray's own function (2.60, private)."""
+    """Returns True if a node's labels satisfy a label selector, by Ray's own function (2.60, private)."""
     from ray._raylet import node_labels_match_selector  # type: ignore[attr-defined]
 
     return bool(node_labels_match_selector(dict(labels), dict(selector)))

@@ -34,7 +34,7 @@ def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
         amounts.setdefault(f"{ACCELERATOR_TYPE}{kind}", 0.001)
 
     def may_have(count: int) -> bool:
-        """Returns True if the job is valid with this number of workers. Some numbers of workers cannot divide the job's batch."""
+        """Returns True if the job is valid with `count` workers. Some numbers of workers cannot divide the job's batch."""
         return not any(find_problems(replace(job, scaling={**job.scaling, "num_workers": count})))
 
     config, on_gpu = job.rollout_config, bool(scaling.get("use_gpu"))

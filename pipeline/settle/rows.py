@@ -14,7 +14,7 @@ from pipeline.system import functions, storage
 
 
 def tokenize(work: Work, start_ray: Callable[[], Any] | None = None) -> tuple[Work, dict[str, Any], Any]:
-    """Returns the work with digests of its rows, the tokenized rows by name, and the report on the rows.
+    """Returns the Work object with digests of its rows, the tokenized rows by name, and the report on the rows.
 
     Args:
         start_ray: opens a Ray session if there are many rows, or None if Ray runs already.

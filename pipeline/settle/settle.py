@@ -17,7 +17,7 @@ from pipeline.settle.work import Input, Sections, Work
 
 
 def settle(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> Work:
-    """Returns the work of a job, whose base, tokenizer and inputs have been checked. The work has no rows yet.
+    """Returns the Work object of a job, whose base, tokenizer and inputs have been checked. The rows have not been read yet.
 
     Args:
         pinned: versions of inputs that the run began with; see inputs.pin_inputs.
@@ -46,8 +46,8 @@ def settle(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> Work:
         check_lora(files, work.lora, work.stage.learns == "reward")
     elif unused := [key for key in job.overridden if key.partition(".")[0] == "lora"]:
         print(
-            f"warning: {', '.join(unused)} changes nothing: the adapters that this job trains are copies of those it starts from; "
-            "policy=base starts a new one",
+            f"warning: {', '.join(unused)} changes nothing: the adapters that this job trains are copies of its input adapters; "
+            "policy=base starts a new adapter",
             flush=True,
         )
     tokenizer = _tokenizer(work.model, adapters, "policy" in work.named)
@@ -55,7 +55,7 @@ def settle(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> Work:
 
 
 def work_of(job: Job, places: Places, **known: Any) -> Work:
-    """Returns the work of a job with the fields `known`, for example its base. Its other fields have their defaults."""
+    """Returns a job's Work object with the fields `known`, such as its base. All other fields have their defaults."""
     return Work(**vars(sections_of(job, places)), tracking=tracking_of(job), gate=gate_of(job), **known)
 
 

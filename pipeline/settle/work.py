@@ -25,7 +25,7 @@ class SweepHandle:
 
 @dataclass(frozen=True)
 class Input:
-    """A model, Python function or judge that the job names. The driver has pinned, fetched and checked it."""
+    """A model, Python function or judge that the job names. The driver has pinned, fetched and checked this input."""
 
     # models:/NAME/3, hf://OWNER/NAME@COMMIT, a folder, python:MODULE:FUNCTION, or judge:FILE@DIGEST
     version: str
@@ -59,8 +59,8 @@ class Sections:
     def frozen(self) -> Model:
         """Returns the section `model` with the dtype of the frozen base in memory.
 
-        It is model.dtype, or bfloat16 on a CPU that multiplies matrices in bfloat16, because casting a float32 weight before
-        each matrix product takes as long as the product of a few rows.
+        The dtype is model.dtype, or bfloat16 on a CPU that multiplies matrices in bfloat16, because casting a float32 weight
+        before each matrix product takes as long as the product of a few rows.
         """
         on_cpu = self.stage.runs_in != "here" and not self.places.on_gpu
         return replace(self.model, dtype="bfloat16") if on_cpu and self.bf16 else self.model

@@ -1,7 +1,7 @@
 """What Ray and other libraries print: lines of a stage unchanged, lines of other processes with a name, and no noise.
 
 Ray prefixes each line of a worker with `(name pid=1234)`. `attach_ray_printer` replaces the printer that ray.init() installed,
-which is private in Ray 2.60. Remove it when ray.init takes a function that prints.
+which is private in Ray 2.60. Remove `attach_ray_printer` when ray.init takes a function that prints.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ NOISE = (
     "Reporting training result ",
     # bitsandbytes does not find an optional package with faster CPU kernels.
     "Failed to load CPU gemm_4bit_forward from kernels-community",
-    # Ray Serve itself ends its controller, and then reports the end as a failure.
+    # Ray Serve ends its controller itself, but reports the end as a failure.
     "Task ServeController.graceful_shutdown failed",
-    # Ray Serve logs this for each request to a replica on a lost node. Another replica answers the request.
+    # Ray Serve logs a line for each request to a replica on a lost node. Another replica answers the request.
     "Failed to get queue length from Replica",
 )
 
@@ -57,7 +57,7 @@ def waiting(what: str, seconds: float = 2.0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def native_lines_filtered() -> Iterator[None]:
-    """Removes NOISE that C++ code of Ray writes to stderr in the block. These lines of C++ bypass Python's streams."""
+    """Removes NOISE that C++ code of Ray writes to stderr in the block. Lines of C++ code bypass Python's streams."""
     sys.stderr.flush()
     terminal = os.dup(2)
     read, write = os.pipe()
@@ -83,7 +83,7 @@ def attach_ray_printer(own: Collection[str] = (), sink: Any = None) -> None:
 
     Args:
         own: names of processes whose lines are shown without the name.
-        sink: a text file for the lines. By default, they go to stdout and stderr.
+        sink: a text file for the lines. By default, the lines go to stdout and stderr.
     """
     from ray._private import worker
     from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher

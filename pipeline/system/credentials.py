@@ -75,7 +75,7 @@ def user_and_password(uri: str) -> tuple[str, str]:
 def _secrets(environment: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
     """Returns (secret, replacement) for the values of secret variables and for the credentials of variables that are URIs.
 
-    In such a variable, everything before the last @ is credentials, whatever characters a password has.
+    In a variable that is a URI, everything before the last @ is credentials, whatever characters a password has.
     """
     replacements: dict[str, str] = {}
     for name, value in environment:

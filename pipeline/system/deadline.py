@@ -29,6 +29,6 @@ def call_with_deadline(call: Callable[..., Any], *arguments: Any) -> Any:
         return future.result(timeout=SECONDS)
     except TimeoutError:
         if future.done():
-            raise  # the call itself raised TimeoutError
+            raise  # `call` itself raised the TimeoutError
         abandoned.append(thread)
         raise TimeoutError(f"no answer within {SECONDS:.0f} seconds") from None

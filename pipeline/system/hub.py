@@ -103,7 +103,7 @@ def base_json(name_or_path: str, filename: str, revision: str | None = None) -> 
 
 
 def json_object(path: str | Path, fix: str = "fetch or save it again") -> dict[str, Any]:
-    """Returns the content of a JSON file. Raises InputError if it is not a JSON object; the message ends with `fix`."""
+    """Returns the content of a JSON file. Raises InputError if the file is not a JSON object; the message ends with `fix`."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -116,7 +116,7 @@ def json_object(path: str | Path, fix: str = "fetch or save it again") -> dict[s
 
 
 def base_config(name_or_path: str, revision: str | None = None) -> dict[str, Any]:
-    """Returns the base's config.json. Raises InputError if the base has none, for example because it is an adapter."""
+    """Returns the base's config.json. Raises InputError if the base has no config.json, for example because it is an adapter."""
     config = base_json(name_or_path, "config.json", revision)
     if config is not None:
         return config
@@ -196,6 +196,6 @@ def fetch(reference: str) -> str:
     if settings is None:
         return reference
     for file in ADAPTER:
-        if try_to_load_from_cache(repo, file, revision=commit) is None:  # not requested yet
+        if try_to_load_from_cache(repo, file, revision=commit) is None:  # the Hub has not been requested yet
             base_file(repo, file, commit)
     return str(settings.parent)

@@ -8,7 +8,7 @@
 Attempt N creates `lease/N.json`, which succeeds for only one process, and renews the file until it ends. The newest attempt owns
 the folder. A process that lost its connection finds a later attempt, and stops. The files remain as the history of the folder.
 
-No clocks are compared: a lease has expired if nobody renewed it while another process watched it for its duration. If all
+No clocks are compared: a lease has expired if it was not renewed while another process watched it for its duration. If all
 processes of a killed attempt ran on this machine, the next attempt does not wait, because the system knows which processes live.
 """
 
@@ -47,7 +47,7 @@ class Lease:
 
     folder: str = ""
     attempt: int = 0
-    id: str = ""  # unique for each attempt on any folder
+    id: str = ""  # random id of the attempt, unique over all folders
 
     @property
     def file(self) -> str:

@@ -50,7 +50,7 @@ def private(parent: str, name: str, variable: str) -> str:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         found = os.stat(folder)
         if {os.lstat(folder).st_uid, found.st_uid} != {os.getuid()}:  # owners of a link and of its target
-            raise OSError(None, "it belongs to another user")
+            raise OSError(None, "the folder belongs to another user")
         if found.st_mode & 0o077:
             os.chmod(folder, 0o700)
     except OSError as error:
@@ -101,7 +101,7 @@ def exists(path: str) -> bool:
 
 
 def read_json(path: str) -> Any:
-    """Returns the value of a JSON file. Raises OSError or ValueError if it cannot be read."""
+    """Returns the value of a JSON file. Raises OSError or ValueError if the file cannot be read."""
     with _opened(path) as stream:
         try:
             return json.loads(stream.read())
@@ -307,7 +307,7 @@ def require_writable(path: str, key: str = "run.storage_path", example: str = ".
     try:
         reach(path)
         if not create(probe := probe_in(path), {}) or create(probe, {}):
-            raise OSError("it lets a process overwrite a file that must be new")
+            raise OSError("the storage lets a process overwrite a file that must be new")
         remove(probe)
     except Exception as error:  # pyarrow and each cloud's client raise their own types of exceptions
         advice = f"set a folder or bucket that this user may write to, such as {key}={example}"

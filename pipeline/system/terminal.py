@@ -179,7 +179,7 @@ class Screen(Output):
         return True
 
     def show(self, text: str, end: str = "\n") -> None:
-        """Shows a line that stays. The last line of progress stays above it."""
+        """Shows a line that stays. A final line of progress stays above the new line."""
         self.wipe()
         self.last = time.monotonic()
         self.put(clean(text) + end)

@@ -41,7 +41,7 @@ class SlotDecoder(Decoder):
         max_positions: maximum positions of the KV cache over all rows, or None. Rows that would exceed this limit wait.
         pad: token id that pads prompts.
         look: decoding steps between two checks for finished rows, or None for the default of the device.
-        graphs: whether a GPU replays steps as CUDA graphs while all rows have one role. None means: if the base supports it.
+        graphs: whether a GPU replays steps as CUDA graphs while all rows have one role. None means: if the base supports graphs.
     """
 
     share = True  # whether equal prompts share a forward; benchmarks set False to measure the gain
@@ -298,7 +298,7 @@ class SlotDecoder(Decoder):
         """Decodes three short prompts that join and leave. Raises InputError if a forward without a cache disagrees."""
         shared, size = self.shared, min(self.shared.vocab_size, 97)
         limit = 1e-3 if shared.autocast is None and shared.base.dtype == torch.float32 else 0.2
-        why, worst = "its log-probs differ from those of a forward without a cache", 0.0
+        why, worst = "log-probs of decoding differ from those of a forward without a cache", 0.0
         prompts = [[(7 * i + 3 * j) % size for i in range(2 + 3 * j)] for j in range(3)]
         greedy = [Sampling(most, (), temperature=0.0) for most in (1, 4, 3)]
         rows = [Row(prompt, 0, how, top=1) for prompt, how in zip(prompts, greedy, strict=True)]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipeline.errors import in_brief
 
-FEWEST_REPLAYS = 4  # with fewer later steps, recording takes longer than replays save
+FEWEST_REPLAYS = 4  # if fewer steps follow, recording a step takes longer than replays save
 TOLERANCE = 1e-2  # maximum relative difference between the first replay and the step that it repeats
 
 
@@ -45,7 +45,7 @@ class Steps:
         self.key = self.replay = None
 
     def __call__(self, key: Hashable, rows: int, seen: int, ahead: int) -> Tensor:
-        """Returns the (B, H) hidden states of a step. The next call may overwrite them.
+        """Returns the (B, H) hidden states of a step. The next call may overwrite the states.
 
         Args:
             key: identifies the shape of the step.

@@ -18,7 +18,7 @@ CGROUP = Path("/sys/fs/cgroup")  # the container's limits
 
 
 def kv_bytes(config: Any, itemsize: int) -> int:
-    """Returns the bytes of one token's keys and values in all layers of a text model with this config."""
+    """Returns the bytes of one token's keys and values in all layers of a text model with the given config."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * size * itemsize

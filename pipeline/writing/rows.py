@@ -29,7 +29,7 @@ class Sampling:
     eos: tuple[int, ...]  # token ids that end a completion; all rows of a batch have the same
     min_new_tokens: int = 0  # number of tokens before which EOS cannot be drawn
     temperature: float = 1.0  # 0 means greedy decoding
-    # Draws only from the most likely tokens, with this total probability (https://arxiv.org/abs/1904.09751).
+    # Draws only from the most likely tokens, whose total probability is top_p (https://arxiv.org/abs/1904.09751).
     top_p: float = 1.0
     seed: int = 0
 
@@ -44,8 +44,8 @@ class Sampling:
 class Completion:
     tokens: list[int]  # token ids, including the end-of-sequence token
     ended: bool  # False if the completion was truncated at the length limit
-    # The decoder's log-probs, in nats. PPO only compares them with the trainer's log-probs. PPO cannot use the decoder's as old
-    # log-probs, because the first ratio must be 1, and the two differ by rounding.
+    # The decoder's log-probs, in nats. PPO only compares the decoder's log-probs with the trainer's. PPO cannot use the decoder's
+    # as old log-probs, because the first ratio must be 1, and the two differ by rounding.
     logprobs: list[float]
 
 
@@ -163,7 +163,7 @@ class RowSettings(NamedTuple):
         return RowSettings(*(values[rows] for values in self))
 
     def and_of(self, others: RowSettings) -> RowSettings:
-        """Returns the settings of these rows, followed by those of `others`."""
+        """Returns the settings of these rows, then the settings of `others`."""
         width = max(self.noise.shape[1], others.noise.shape[1])
         noise = [torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in (self.noise, others.noise)]
         rest = (torch.cat(pair) for pair in zip(self[1:], others[1:], strict=True))

@@ -85,11 +85,11 @@ class SlotCache(DynamicCache):
         self.lengths = torch.zeros(slots, dtype=torch.long, device=device)  # number of tokens in each slot
         self.newest = torch.zeros(slots, dtype=torch.long, device=device)  # next input token of each slot
         self.seen = 0  # number of positions that the newest tokens attend to
-        # While prompts are read: (slots, index of each slot's prompt in the batch). Otherwise None.
+        # While prompts are read: (slots, index of each slot's prompt in the batch). None at all other times.
         self.joining: tuple[Tensor, Tensor] | None = None
 
     def size_with(self, slots: int, positions: int) -> tuple[int, int]:
-        """Returns the (slots, positions) of a cache that was doubled until it holds at least these."""
+        """Returns the (slots, positions) of the cache after doubling it until at least `slots` and `positions` fit."""
         return doubled(self.slots, slots), doubled(self.positions, positions)
 
     def reserve(self, slots: int, positions: int) -> None:

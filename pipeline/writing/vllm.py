@@ -1,7 +1,7 @@
 """Decodes in vLLM, in a separate process on the same device: `rollout.engine: vllm`. Needs the extra `vllm`.
 
 vLLM has a second copy of the base, and gets the adapters from the trainer. vLLM pays off for large models and long completions.
-Its kernels differ from the trainer's, so its log-probs differ slightly. PPO's old log-probs always come from the trainer, and
+vLLM's kernels differ from the trainer's, so log-probs differ slightly. PPO's old log-probs always come from the trainer, and
 functional.off_policy_weights corrects for the difference. Up to rounding, a completion depends only on seed, number, prompt and
 role. vLLM draws other random numbers than SlotDecoder, but greedy completions are the same except in near-ties.
 """
@@ -34,7 +34,7 @@ class VllmDecoder(Decoder):
         max_rank: maximum rank of an adapter, for which vLLM was started.
         max_rows: maximum rows in vLLM at the same time, or None.
         shared: the SharedBase whose roles `changed` passes to vLLM, or None if all roles come from folders (`add`).
-        folder: the folder in which `changed` passes adapters to vLLM. `close` removes it.
+        folder: the folder in which `changed` passes adapters to vLLM. `close` removes the folder.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class VllmDecoder(Decoder):
         self.llm.llm_engine.remove_lora(self.adapters.pop(role).lora_int_id)
 
     def changed(self, role: str | None) -> None:
-        """Passes the adapter to vLLM with a new id, because vLLM caches the keys and values of prompts by this id."""
+        """Passes the adapter to vLLM with a new id, because vLLM caches the keys and values of prompts by the adapter's id."""
         if role is None:
             return
         assert self.shared
@@ -94,7 +94,7 @@ class VllmDecoder(Decoder):
         )
         return [
             Completion(
-                list(written.token_ids),  # includes the end-of-sequence token
+                list(written.token_ids),  # token ids, including the end-of-sequence token
                 written.finish_reason == "stop",
                 [
                     float(known[token].logprob)
@@ -132,7 +132,7 @@ class VllmDecoder(Decoder):
             for name in gone:
                 del self.requests[name]
         for output in engine.step() if self.requests else ():
-            if row := self.requests.get(output.request_id):  # None if the row was cancelled
+            if row := self.requests.get(output.request_id):  # no row if the row was cancelled
                 self._note(row, output)
 
     def _note(self, row: Row, output: Any) -> None:
@@ -166,7 +166,7 @@ class VllmDecoder(Decoder):
 
 
 def start_llm(model: str, device: torch.device | str, longest: int, rank: int, **options: Any) -> Any:
-    """Starts a vllm.LLM in a separate process. Raises ValueError if vLLM does not support adapters of this rank.
+    """Starts a vllm.LLM in a separate process. Raises ValueError if vLLM does not support adapters of rank `rank`.
 
     Args:
         model: folder or Hub id of the base.
@@ -222,13 +222,13 @@ def largest_rank(shared: SharedBase, roles: Sequence[str | None]) -> int:
     configs = [shared.configs[role] for role in roles if role]
     for config in configs:
         if ignored := lora.ignored_by_vllm(vars(config)):
-            why = f"vLLM ignores {ignored} of an adapter; train one without lora.{ignored}"
+            why = f"vLLM ignores {ignored} of an adapter; train an adapter without lora.{ignored}"
             raise InputError(why, "rollout.engine")
     return max((config.r for config in configs), default=0)
 
 
 def accepted_rank(rank: int) -> int:
-    """Returns the smallest maximum rank that vLLM offers for this rank. Raises ValueError if the rank is too large."""
+    """Returns the smallest max_lora_rank of vLLM that is at least `rank`. Raises ValueError if the rank is too large."""
     from vllm.config.lora import MaxLoRARanks  # undocumented; remove when vllm.LLM accepts any rank
 
     ranks = [r for r in sorted(get_args(MaxLoRARanks)) if r >= rank]

@@ -93,7 +93,7 @@ def test_a_job_with_a_mistake_is_not_submitted(cluster, capsys, tmp_path, monkey
     assert "has another token" in refused(capsys, *sft, runs)
     monkeypatch.delenv("RAY_AUTH_TOKEN")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "nothing"))
-    assert "copy its ~/.ray/auth_token" in refused(capsys, *sft, runs)
+    assert "copy ~/.ray/auth_token from the head" in refused(capsys, *sft, runs)
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
     assert submit.Api(cluster.address).jobs() == []
 

@@ -67,8 +67,8 @@ def judged(*winners):
 
 
 SAID = [  # stage, rows, options, texts that the report has, texts that it lacks
-    ("sft", [TALK], {"template": APART}, ["no completion is trained with a token that generation stops on",
-        "the chat template leaves it out (model.chat_template)"], []),
+    ("sft", [TALK], {"template": APART}, ["no completion to train on contains a token that ends generation",
+        "the chat template omits such a token (model.chat_template)"], []),
     ("sft", ROWS, {"max_length": 15, "overlong": "truncate"}, ["all of them are truncated (data.max_length)"], []),
     ("sft", ROWS, {}, [], ["stops on"]),
     ("sft", ROWS[:1], {}, ["read        1 row\n"], []),

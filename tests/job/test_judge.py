@@ -31,7 +31,7 @@ def rubric(*changed):
         (RIGHT + "endpoint: http://me:secret@there/v1\n", r"judge\.yaml:3: the value looks like a secret"),
         (RIGHT + "prompt: Is it good?\n", r"judge\.yaml:3: prompt: lacks \{completion\}"),
         ("model: wise\nform: rank\nprompt: '{completions} {completion}'\n", r"prompt: shows \{completion\}, which"),
-        ("model: wise\nform: rubric\n", r"criteria: `form: rubric` needs them"),
+        ("model: wise\nform: rubric\n", r"criteria: `form: rubric` needs criteria"),
         (rubric("{choices: ['A', 'A*']}"), "expected two or more different choices"),
         (rubric("{choices: ['bad, rude', good]}"), "choices, on one line and without commas"),
         (rubric("{name: a_b}", "{name: ab}"), "criteria: 1: .*expected a name of its own, on one line; case, Markdown"),

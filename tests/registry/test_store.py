@@ -159,6 +159,6 @@ def test_a_store_that_is_deleted_during_a_run_is_reported(job, tmp_path, capfd):
         (tmp_path / "mlflow.db").unlink()
         mlflow.search_experiments()
 
-    with pytest.raises(Failure, match=r"/mlflow\.db is gone: something has deleted it"):
+    with pytest.raises(Failure, match=r"/mlflow\.db was deleted by another process"):
         store.call_persistently(tracking_of(job).uri, job.folder, call)
     assert capfd.readouterr() == ("", "")

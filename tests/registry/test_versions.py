@@ -220,7 +220,7 @@ def test_the_gate_of_an_evaluation_may_compare_with_the_champion(job, adapter):
     assert str(mlflow(job).get_model_version_by_alias("rlhf-sft", "champion").version) == "3"
     mlflow(job).set_model_version_tag("rlhf-sft", "1", "gate", "failed: nothing was learned")
     unlearned = promote(1, 0.9)
-    assert unlearned.gate == "failed: so did the gate of its training (nothing was learned)"
+    assert unlearned.gate == "failed: the gate of the training failed, too (nothing was learned)"
     assert unlearned.alias is None
 
 

@@ -56,7 +56,7 @@ def test_a_folder_of_another_user_is_refused(planted, tmp_path):
         theirs = tmp_path / ("target" if planted == "link to their folder" else "mine")
         os.chown(theirs, OTHER, OTHER, follow_symlinks=False)
     with pytest.raises(
-        InputError, match=r"TMPDIR: cannot use .*/mine \(it belongs to another user\); export TMP"
+        InputError, match=r"TMPDIR: cannot use .*/mine \(the folder belongs to another user\); export TMP"
     ):
         storage.private(str(tmp_path), "mine", "TMPDIR")
 
@@ -77,7 +77,7 @@ def test_a_bucket_without_exclusive_creation_is_refused(tmp_path, monkeypatch):
     storage.require_writable(place)
     monkeypatch.setitem(storage.CREATE, "memory", lambda bucket, key, content: True)
     with pytest.raises(
-        InputError, match=r"run\.storage_path: .*it lets a process overwrite a file that must"
+        InputError, match=r"run\.storage_path: .*the storage lets a process overwrite a file that must"
     ):
         storage.require_writable(place)
 
