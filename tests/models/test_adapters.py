@@ -75,7 +75,8 @@ def test_every_dropout_is_off_even_in_train_mode():
     ids=["embedding", "option"],
 )
 def test_copies_of_base_weights_in_a_peft_file_must_equal_the_base(targets, save, tmp_path):
-    """peft saves base weights next to adapters of embeddings. All readers compare and ignore them."""
+    """peft saves base weights next to adapters of embeddings. All readers compare these weights with the base, and ignore
+    them."""
     made = peft.get_peft_model(
         toy.base(), peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets)
     )
@@ -118,7 +119,7 @@ def test_copies_of_base_weights_in_a_peft_file_must_equal_the_base(targets, save
             ):
                 read()
         save_file(tensors, file)
-    save_file({**tensors, key: tensors[key].bfloat16()}, file)  # as saved by a training in bfloat16
+    save_file({**tensors, key: tensors[key].bfloat16()}, file)  # as if saved by a training in bfloat16
     as_peft_model(toy.base(), tmp_path)
 
 

@@ -16,7 +16,7 @@ from running import NO_EVAL, stage
 pytestmark = pytest.mark.usefixtures("embedded_ray")
 TRL = [
     "trainer.max_steps=5", "data.batch_size=8", "trainer.per_device_train_batch_size=4", "trainer.save_strategy=steps",
-    "trainer.save_steps=2", "trainer.logging_steps=3",  # so that no log line is at a checkpoint
+    "trainer.save_steps=2", "trainer.logging_steps=3",  # no log line is at a checkpoint
     "mlflow.registered_model=null", *NO_EVAL,
 ]  # fmt: skip
 PPO = [

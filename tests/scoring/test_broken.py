@@ -20,7 +20,7 @@ class Tokenizer:
 
 
 def rows(count=120):
-    """Returns preference pairs. In half of them, the chosen completion is the longer one."""
+    """Returns preference pairs. In half of the pairs, the chosen completion is the longer one."""
     draw = random.Random(0)
     made = []
     for i in range(count):

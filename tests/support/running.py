@@ -45,7 +45,7 @@ def tracked() -> list[str]:
 
 
 def copy_repository(folder: Path, *stamps: str) -> Path:
-    """Copies the repository into a folder. There, `make` uses this environment and installs nothing."""
+    """Copies the repository into a folder. In this folder, `make` uses this environment and installs nothing."""
     for name in tracked():
         if (ROOT / name).is_file() or (ROOT / name).is_symlink():  # pipeline/jobs is a link to jobs
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -90,7 +90,7 @@ def test_a_sys_exit_inside_a_run_is_a_failure(monkeypatch, capsys):
 
 
 def test_a_signal_after_the_last_line_does_not_change_the_status():
-    """The signal comes while Python exits."""
+    """The signal arrives while Python exits."""
     text = """
     import os, signal, time
     class Late:

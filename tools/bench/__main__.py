@@ -5,9 +5,9 @@
     make bench ARGS="ppo --variant bf16-head"
     make bench ARGS="serve --rounds 1"
 
-Parts: `ppo` (our PPOTrainer compared with that of TRL 1.12, the last version that had one) and `serve` (64 clients of two
-policies on one base, compared with a plain loop over two models). Sizes: `demo` (the demo model) and `large` (a random Llama of
-110M parameters). Variants of `ppo`: sizes.py.
+Parts: `ppo` (our PPOTrainer compared with the PPOTrainer of TRL 1.12, the last version with a PPOTrainer) and `serve` (64 clients
+of two policies on one base, compared with a plain loop over two models). Sizes: `demo` (the demo model) and `large` (a random
+Llama of 110M parameters). Variants of `ppo`: sizes.py.
 
 Each measurement is a separate process. A round runs all measurements of a comparison once, one after the other. After each
 round, results.json and bench.md in runs/bench have the results. Parts that were not run keep their last results.
@@ -96,7 +96,7 @@ def measure(options: argparse.Namespace, what: dict[str, str], commands: Command
 
 
 def run(options: argparse.Namespace, title: str, command: list[str]) -> dict[str, Any]:
-    """Returns the result of a new process. Its output goes to a log, which is printed if the process fails."""
+    """Returns the result of a new process. The output of the process goes to a log, which is printed if the process fails."""
     name = re.sub(r"[^a-z0-9.]+", "-", title.lower())
     found, log = options.out / f"{name}.json", options.out / f"{name}.log"
     print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)

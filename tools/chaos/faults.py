@@ -32,7 +32,7 @@ def moment(run: Run, rng: random.Random, first: int = 1, last: int = STEPS - 1) 
 
 
 def ended(run: Run) -> None:
-    """Waits for the end of a run. Raises RuntimeError if it failed."""
+    """Waits for the end of a run. Raises RuntimeError if the run failed."""
     status = run.ends()
     if status != 0:
         raise RuntimeError(f"exit status {status}; see {run.log}\n" + "".join(run.lines[-15:]))
@@ -66,7 +66,7 @@ def again(run: Run) -> None:
 
 
 def worker(run: Run, rng: random.Random) -> str:
-    """Kills one of two training workers with SIGKILL. Ray Train restarts both."""
+    """Kills one of two training workers with SIGKILL. Ray Train restarts both workers."""
     run.start(RESTARTS)
     step = moment(run, rng)
     victims = until(lambda: actors(run, TRAINER), "a training worker")
@@ -86,7 +86,7 @@ def driver(run: Run, rng: random.Random) -> str:
 
 
 def rollout_worker(run: Run, rng: random.Random) -> str:
-    """Kills the rollout worker with SIGKILL. Another one replaces it."""
+    """Kills the rollout worker with SIGKILL. Another rollout worker replaces it."""
     run.start()
     step = moment(run, rng)
     kill(actors(run, ROLLOUT_WORKER)[0])
@@ -98,7 +98,8 @@ def node(run: Run, rng: random.Random, notice: bool = False) -> str:
     """Kills all processes of a node with a training worker. A spare node is available.
 
     Args:
-        notice: first announces that the node ends in 5 seconds, as clouds do for spot nodes. Then no training worker may fail.
+        notice: first announces that the node ends in 5 seconds, as clouds do for spot nodes. After such a notice, no training
+            worker may fail.
     """
     nodes = Nodes(run, 3, for_rollouts=int("rollout.num_workers=1" in run.arguments))
     if notice:
@@ -140,9 +141,9 @@ def write(run: Run, rng: random.Random) -> str:
 
 
 def corrupt(run: Run, rng: random.Random) -> str:
-    """Corrupts the newest checkpoint between two runs: flips a bit, truncates a file, or deletes one."""
+    """Corrupts the newest checkpoint between two runs: flips a bit, truncates a file, or deletes a file."""
     run.start()
-    step = moment(run, rng, first=8)  # two checkpoints exist, so that the older one can replace the newer one
+    step = moment(run, rng, first=8)  # waits for two checkpoints, so that the older can replace the newer
     kill(run.process.pid, *below(run.process.pid))
     run.process.wait()
     complete = (path for path in run.folder.glob("checkpoint_*[0-9]") if (path / "digests.json").exists())
@@ -159,7 +160,7 @@ def corrupt(run: Run, rng: random.Random) -> str:
         victim.write_bytes(content)
     since = len(run.lines)
     again(run)
-    # A checkpoint without digests counts as unfinished.
+    # A checkpoint without digests is unfinished.
     if not run.says(rf"{newest.name} (is damaged|was never finished)", since):
         raise RuntimeError(f"{how} {newest.name}/{victim.name}, and no line said so")
     return f"killed all after step {step}, {how} {newest.name}/{victim.relative_to(newest)}"
@@ -173,7 +174,7 @@ class Nodes:
     """
 
     def __init__(self, run: Run, count: int, for_rollouts: int = 0):
-        # Workers are children of the nodes and get their environment. With two threads, sums would have another order.
+        # Workers are children of the nodes and get their environment. With two threads, the order of sums would change.
         before = dict(os.environ)
         run.finally_do.append(lambda: (os.environ.clear(), os.environ.update(before), _read_by_ray()))
         os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0", **AUTHENTICATION)

@@ -99,7 +99,7 @@ def _one_micro_batch(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def fp32_logits(record: Record) -> None:
-    """Checks that logits, log-probs and their gradients equal those of fp32 sums, and that sampler and trainer agree."""
+    """Checks that logits, log-probs and their gradients equal the results of fp32 sums, and that sampler and trainer agree."""
     rows, hidden, vocabulary = small(300, 30), small(4096, 256), small(32000, 500)
     a = torch.randn(rows, hidden, device=DEVICE).bfloat16()
     b = torch.randn(vocabulary, hidden, device=DEVICE).bfloat16().t()
