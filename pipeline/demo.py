@@ -117,8 +117,7 @@ class Question(NamedTuple):
 
 
 def questions(held_out: bool | None = None) -> list[Question]:
-    """Returns all questions about the world, only the questions about held-out countries (True), or only the questions about
-    other countries (False)."""
+    """Returns all questions about the world, or only those about held-out countries (True) or other countries (False)."""
     return [
         Question(text.format(**fact._asdict()), kind, fact)
         for fact in FACTS

@@ -103,8 +103,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """Distributes complete scopes. With the pinned versions, pytest-xdist's own `--dist loadgroup` splits the tests that use
-    Ray."""
+    """Distributes complete scopes. With the pinned versions, pytest-xdist's own `--dist loadgroup` splits scopes."""
     from xdist.scheduler import LoadScopeScheduling
 
     config.option.loadscopereorder = False  # keeps the order of scopes

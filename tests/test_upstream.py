@@ -80,8 +80,7 @@ def test_the_environment_variables_are_still_read():
 
 
 def test_a_workers_error_is_still_found_inside_what_ray_train_wraps_around_it():
-    """pipeline/errors.py, causes, reads `worker_failures` and `_base_exc`. Without these attributes, wrong input ends with status
-    1."""
+    """pipeline/errors.py, causes, reads `worker_failures` and `_base_exc`. Without both, wrong input ends with status 1."""
     from ray import cloudpickle
     from ray.train import WorkerGroupError
     from ray.train.v2._internal.exceptions import UserExceptionWithTraceback

@@ -232,8 +232,7 @@ class PPOConfig:
     eval_steps: Steps = 0
     """Updates between two evaluations on the eval prompts. 0: only before and after training."""
     check_reference: bool = True
-    """End the run if the KL to the reference is not 0 before the first update, because the policy should start as the
-    reference."""
+    """End the run if the KL to the reference is not 0 before the first update: the policy should start as the reference."""
 
     def __post_init__(self) -> None:
         require = partial(require_value, self)

@@ -28,8 +28,7 @@ class Client:
 
     def __init__(self, worker: Worker, pool: Any) -> None:
         self.pool, self.rank = pool, worker.rank
-        # Rollout workers start now, so that trainers get their resources first. Trainers and workers load models at the same
-        # time.
+        # Rollout workers start now, so that trainers get their resources first. Trainers load models meanwhile.
         pool.start.remote()
         self.session = worker.gather(uuid.uuid4().hex)[0]
         self.worker = worker
@@ -53,8 +52,7 @@ class Client:
         ray.get(self.pool.request.remote(self.session, requests))
 
     def collect(self, chunk: Chunk) -> Sampled | None:
-        """Waits for a chunk. Returns None if this trainer must sample the chunk. Raises the original error of a rollout
-        worker."""
+        """Waits for a chunk, or returns None if this trainer must sample it. Raises the original error of a rollout worker."""
         begin = time.perf_counter()
         try:
             sampled = ray.get(self.pool.collect.remote(self.session, chunk.key))

@@ -200,7 +200,7 @@ def belong_to(folder: str | None) -> None:
 def _read_by_ray() -> None:
     """Makes Ray read the environment again, which it reads at its import. A notebook may have imported Ray long before.
 
-    The names of Ray in this function are private (ray 2.60). Remove the function when ray.init reads the environment, or takes
+    Ray's names here are private (ray 2.60). Remove this function when ray.init reads the environment, or takes
     address and token as arguments.
     """
     from ray._private import ray_constants as ray_settings

@@ -210,8 +210,7 @@ class AdapterReward(Reward):
 
 
 class ModelReward(Reward):
-    """Scores completions with a separate sequence-classification model, in addition to the base. The score is the model's only
-    logit.
+    """Scores completions with a separate sequence-classification model. The score is the model's only logit.
 
     Args:
         tokenizer: the model's tokenizer. The tokenizer encodes prompt and completion as text, with its chat template if the

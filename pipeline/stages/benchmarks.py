@@ -111,8 +111,7 @@ def best_of(row: Scored) -> float:
 
 
 def ties_score(rows: Sequence[Scored]) -> float:
-    """Returns the score of RewardBench 2 on its subset Ties: any correct completion may win, and the scores of correct
-    completions should be close.
+    """Returns the score of RewardBench 2 on its subset Ties: any correct completion may win, and correct scores should be close.
 
     D is the spread of the correct scores, and G the gap between the worst correct and the best wrong score. The score is
     0.30 accuracy with several correct answers + 0.30 accuracy of their reference rows + 0.20 share of G > D + 0.20 share of

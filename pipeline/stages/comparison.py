@@ -182,8 +182,7 @@ class Comparison:
         return metrics
 
     def _of_all(self, of: str, count: int, answer: Callable[[range], list[Any]]) -> Iterable[Any]:
-        """Returns the record of each of `count` rows, in order, on every rank. `evaluate` makes the records in parts, to
-        resume."""
+        """Returns the record of each of `count` rows, in order, on every rank. `evaluate` makes parts, to resume."""
         if not self.worker.work.stage.learns:
             return in_parts(self.worker, of, count, answer)
         return share_rows(self.worker, count, answer)

@@ -280,8 +280,7 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
         if best:
             best.load(worker.resume)
         if state.global_step >= state.max_steps > 0 or (best and best.exhausted):
-            # Nothing is left to train, but transformers 5.23 would make another step. Remove this branch when train() returns at
-            # once.
+            # Nothing is left to train, but transformers 5.23 would make another step. Remove when train() returns at once.
             trainer._load_from_checkpoint(worker.resume)
             trainer.state = state
             worker.replay(_history(state))

@@ -107,7 +107,7 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
     known = SweepSettings(**schema.checked(tree, "sweep", schema.keys("pipeline.sweep.space.SweepSettings")))
     base = load_job(path, shared)
     if not base.facts.learns:
-        raise InputError(f"{path}: `{base.stage}` trains nothing; a sweep is of one of {', '.join(TRAINED)}")
+        raise InputError(f"{path}: `{base.stage}` trains nothing; a sweep needs one of {', '.join(TRAINED)}")
     for key in varied:
         if {key, key.partition(".")[0]} & {*FIXED} and key != "data.batch_size":
             why = "trials differ only in what is learned"

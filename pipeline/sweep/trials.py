@@ -138,8 +138,7 @@ class Rungs:
     def report(self, trial: str, step: int, total: int, figure: float) -> str | None:
         """Records an evaluation. Returns why the trial must stop, or None.
 
-        Every worker of a trial reports an evaluation, and a resumed trial reports it again. Each report of an evaluation gets the
-        first decision.
+        Every worker of a trial reports an evaluation, and a resumed trial reports it again. All reports get the first decision.
         """
         for known in self.reports.get(trial, []):
             if known["step"] == step:

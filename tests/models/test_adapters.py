@@ -75,8 +75,7 @@ def test_every_dropout_is_off_even_in_train_mode():
     ids=["embedding", "option"],
 )
 def test_copies_of_base_weights_in_a_peft_file_must_equal_the_base(targets, save, tmp_path):
-    """peft saves base weights next to adapters of embeddings. All readers compare these weights with the base, and ignore
-    them."""
+    """peft saves base weights next to adapters of embeddings. All readers compare and ignore such weights."""
     made = peft.get_peft_model(
         toy.base(), peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets)
     )

@@ -93,8 +93,7 @@ def test_random_states_continue_with_a_gpu_or_without_one(gpu_before, gpu_now, t
 
 
 def wide():
-    """Returns a base with adapters of at least 4096 numbers, because bitsandbytes stores moments of smaller parameters in
-    fp32."""
+    """Returns a base with adapters of at least 4096 numbers, because bitsandbytes stores smaller moments in fp32."""
     shared = toy.SharedBase(toy.base())
     shared.add("policy", lora={**toy.LORA, "r": 128}, trainable=True)
     return shared

@@ -44,8 +44,7 @@ async def requested(one, session="a"):
 
 
 def answers(result=None):
-    """Returns an actor's method with this result. If the result is None, the method never returns. If the result is an exception,
-    the method raises it."""
+    """Returns an actor's method, which returns or raises this result. If the result is None, the method never returns."""
 
     def remote(*_):
         answer = concurrent.futures.Future()

@@ -205,7 +205,7 @@ def test_best_of_n_is_the_mean_over_all_subsets():
 
 
 def test_the_length_controlled_win_rate_minimizes_the_loss():
-    """The policy wins because it is longer. At equal length, the policy would lose. scipy minimizes the same loss
+    """The longer policy wins, but would lose at equal length. scipy minimizes the same loss
     independently."""
     from scipy.optimize import minimize
 

@@ -119,8 +119,7 @@ STEPS = 6  # optimizer steps: two epochs of 21 or 23 rows with a global batch of
 def trainer(
     stage: str, rows: int, size: int, accumulate: int, folder: str, mixed: bool = True, held_out: int = 5
 ):
-    """Returns a small TRL trainer that trains and evaluates on random rows. If `mixed` is False, the trainer's batches are
-    TRL's."""
+    """Returns a small TRL trainer that trains and evaluates on random rows. Without `mixed`, the batches are TRL's."""
     random.seed(0)
     torch.set_num_threads(1)
 

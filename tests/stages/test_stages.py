@@ -214,8 +214,7 @@ def bare(name, policy=None):
     if name in ("dpo", "kto"):
         model, adapter = PeftModel.from_pretrained(model, policy, is_trainable=True), {}
     if name == "kto":
-        # TRL computes its KL term per micro-batch in file order. A full step is therefore one micro-batch in the pipeline's
-        # order.
+        # TRL computes its KL term per micro-batch in file order. So a full step is one micro-batch in the pipeline's order.
         args.per_device_train_batch_size, args.gradient_accumulation_steps = 16, 1
         data = data.select(torch.randperm(len(data), generator=torch.Generator().manual_seed(args.seed)))
     made = getattr(trl, f"{trainer}Trainer")(

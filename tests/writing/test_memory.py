@@ -69,8 +69,7 @@ def test_a_resumed_run_decodes_as_many_rows_as_before(tmp_path, monkeypatch, cap
 
 
 def test_chunks_do_not_depend_on_memory(monkeypatch):
-    """If chunks followed the memory, a smaller GPU would change the random numbers of a reward and the work of rollout
-    workers."""
+    """If they did, a smaller GPU would change the random numbers of a reward and the chunks of rollout workers."""
     found = []
     for rows in (100, 5):
         free_rows(monkeypatch, rows)

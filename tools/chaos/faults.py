@@ -98,8 +98,8 @@ def node(run: Run, rng: random.Random, notice: bool = False) -> str:
     """Kills all processes of a node with a training worker. A spare node is available.
 
     Args:
-        notice: first announces that the node ends in 5 seconds, as clouds do for spot nodes. After such a notice, no training
-            worker may fail.
+        notice: first announces that the node ends in 5 seconds, as clouds do for spot nodes. With a notice, no training worker
+            may fail.
     """
     nodes = Nodes(run, 3, for_rollouts=int("rollout.num_workers=1" in run.arguments))
     if notice:

@@ -45,8 +45,7 @@ class Client:
     Args:
         definition: the judge's definition.
         name: the judge's name in messages.
-        reward_timeout_s: seconds without a usable answer after a failure. A call ends once this limit is reached. -1 means no
-            limit.
+        reward_timeout_s: seconds without a usable answer after a failure. After this time, a call ends. -1 means no limit.
     """
 
     def __init__(self, definition: Definition, store: Store, name: str, reward_timeout_s: float = -1) -> None:

@@ -135,7 +135,7 @@ def _yes(definition: Definition, question: Question, answer: dict[str, Any]) -> 
     total = sum(shares.values())
     if not total >= LEAST_SHARE:
         words = " or ".join(definition.words)
-        raise Unusable(f"its first token, in top_logprobs, is {words} with a probability of only {total:.2g}")
+        raise Unusable(f"the first token, in top_logprobs, is {words} with a probability of only {total:.2g}")
     return [shares[good] / total]
 
 
@@ -154,7 +154,7 @@ def _rubric(definition: Definition, question: Question, answer: dict[str, Any]) 
         choices = [plain(str(choice)) for choice in one["choices"]]
         found = _lines(answer, re.escape(plain(one["name"])))
         if len(found) != 1 or found[0] not in choices:
-            raise Unusable(f"it has no single line `{one['name']}: ` with one of {', '.join(choices)}")
+            raise Unusable(f"the answer needs one line `{one['name']}: ` with one of {', '.join(choices)}")
         weight = float(one.get("weight", 1.0))
         total += weight * choices.index(found[0]) / (len(choices) - 1)
         weights += weight

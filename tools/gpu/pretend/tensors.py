@@ -365,8 +365,7 @@ def _require(func: Any, args: Any, kwargs: Any, device: torch.device) -> None:
 
 @cache
 def _draws(func: Any) -> str:
-    """Returns the source of an operation's random numbers: its `generator`, torch's default, or "" if the operation draws
-    none."""
+    """Returns the source of an operation's random numbers: its `generator`, torch's default, or "" for no draws."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return ""
     return "generator" if any(x.name == "generator" for x in func._schema.arguments) else "default"
