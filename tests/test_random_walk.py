@@ -249,7 +249,7 @@ def verdict(arguments, runs):
 
 
 def check(cases, make, runs):
-    """Runs random cases, which must end with status 0 or 2. Both statuses must occur often."""
+    """Runs random cases, which must end with status 0 or 2. Status 0 and status 2 must occur often."""
     failures, ended = [], {0: 0, 2: 0}
 
     @seed(SEED)

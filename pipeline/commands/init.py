@@ -2,9 +2,9 @@
 
     rlhf init my --name velo --model Qwen/Qwen2.5-0.5B-Instruct        or   python -m pipeline init ...
 
-The jobs come from the profile `own`, or from the profile that --profile names. They get your files and columns, lengths that fit
-your rows, and names for the models to train. Columns are guessed from names and values. `validate` shows the rows as the model
-will see them.
+The jobs come from the profile `own`, or from the profile that --profile names. The jobs get your files and columns, lengths that
+fit your rows, and names for the models to train. Columns are guessed from names and values. `validate` shows the rows as the
+model will see them.
 """
 
 import contextlib

@@ -134,7 +134,7 @@ class Totals(NamedTuple):
 class Episodes(Sequences):
     """Episodes of an update: B rows with up to R actions. Action t of a row is its token `starts` + t."""
 
-    ended: Tensor  # (B,) bool; (B,) bool, False if the completion is truncated at `response_length`
+    ended: Tensor  # (B,) bool; False if the completion is truncated at `response_length`
     sampler_logprobs: Tensor  # (B, R) log-probs reported by the engine
     scores: (
         Tensor  # (B,) float64, clipped weighted sum of the rewards' scores, minus the penalty for truncation

@@ -84,7 +84,7 @@ def session(places: Places, storage_path: str, uri: str) -> Iterator[None]:
     ):
         process.listen()  # ray.init() has installed its own handlers
         console.attach_ray_printer(JOBS)
-        # This logger would warn of a hang whenever no CPU is free.
+        # Ray Data's logger would warn of a hang whenever no CPU is free.
         logging.getLogger("ray.data.dataset").setLevel(logging.ERROR)
         placement.check_fits(places)  # again, because Ray's resources are known now
         yield
@@ -151,7 +151,7 @@ def check_shared_storage(storage_path: str, uri: str) -> None:
 
 # ------------------------------------------------------------------------------------------ an embedded Ray
 
-TOKEN = secrets.token_hex(32)  # all sessions of this process share the folder
+TOKEN = secrets.token_hex(32)  # all sessions of this process share the token
 
 
 def secured() -> dict[str, str]:

@@ -347,7 +347,7 @@ class Worker(ModelHost):
                 held_out = {k: v for k, v in metrics.items() if k.startswith(("eval_", "initial_"))}
                 step = outcome.end["kept"]["step"] if outcome.end else self.step
                 self.metrics.log(held_out, step, final=True)
-                self.metrics.close()  # registered before the run is finished
+                self.metrics.close()  # sends the last metrics before the run is finished
             for name, content in {**outcome.tables, OUTCOME: entries}.items():
                 with open(os.path.join(final, name), "w", encoding="utf-8") as file:
                     json.dump(content, file)

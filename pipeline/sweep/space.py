@@ -45,7 +45,7 @@ COMPARABLE = {
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """The keys `sweep.*` on the command line. Their names come from Ray Tune."""
+    """The keys `sweep.*` on the command line. The names of the keys come from Ray Tune."""
 
     max_trials: Annotated[int, Ge(1), Le(10_000)] = 64
     """The most trials that a sweep may have."""

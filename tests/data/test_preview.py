@@ -45,7 +45,7 @@ def test_the_rule_of_a_label_is_found_once_for_all_rows(tmp_path):
         *ones,
         {**PAIR, "better": {"by": "me"}},
         {**PAIR, "better": 1, "margin": 1.0},
-    ]  # these rows are checked when they are read
+    ]  # rows after the preview are checked when they are read
     assert look(tmp_path, by, columns=COLUMNS).rule == Rule((1.0,), (2.0,), derived=True)
 
 

@@ -221,7 +221,7 @@ def test_rows_of_one_batch_can_use_different_adapters(extra, autocast):
         again = shared.hidden("policy", ids[:1])
     if autocast is None:
         assert torch.allclose(together, alone, atol=1e-5)
-    else:  # both results are rounded, in different orders
+    else:  # the two results are rounded in different orders
         shared.autocast = None
         with torch.no_grad():
             exact = torch.cat([shared.hidden(role, ids[i : i + 1]) for i, role in enumerate(roles)])

@@ -377,7 +377,7 @@ def test_a_pair_of_token_rows_becomes_prompt_and_completions():
     asked = {"role": "user", "content": "What is the capital of Peru?"}
     chats = [[asked, {"role": "assistant", "content": text}] for text in texts]
     sides = tokenizer.apply_chat_template(chats, return_dict=False)
-    # Both completions are shown in full, although they begin with the same words.
+    # The page shows both completions in full, although they begin with the same words.
     assert as_text(tokenizer, *sides) == (asked["content"], *texts)
     assert as_text(tokenizer, *map(tokenizer.encode, texts))[1:] == (" Lima.", " Oslo.")
 

@@ -1,6 +1,6 @@
 """Tests that an interrupted run ends like an uninterrupted one: bit-identical adapter, same metrics and curve.
 
-`make chaos` interrupts every stage with every fault at random moments. These tests use a few fixed moments.
+`make chaos` interrupts every stage with every fault at random moments. The tests in this file use a few fixed moments.
 """
 
 import functools

@@ -1,6 +1,7 @@
 """Faults that can happen to a run.
 
-`FAULTS[name](run, rng)` starts the run, disturbs it at a random moment, and waits for its end. It returns a description.
+`FAULTS[name](run, rng)` starts the run, disturbs it at a random moment, and waits for its end. The function returns a
+description.
 """
 
 import contextlib

@@ -72,7 +72,7 @@ def labels(count: int) -> list[str]:
 
 
 def _orders(definition: Definition, prompt: str, texts: list[str]) -> list[list[str]]:
-    """Returns the orders in which the question shows texts. They depend only on the texts, so all processes agree."""
+    """Returns the orders in which the question shows texts. Orders depend only on the texts, so all processes agree."""
     drawn = sorted(texts)
     Random(hashlib.sha256("\0".join([definition.digest, prompt, *drawn]).encode()).digest()).shuffle(drawn)
     return [drawn, drawn[::-1]] if definition.orders == "both" else [drawn]

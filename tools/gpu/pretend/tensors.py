@@ -268,7 +268,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     elif device is None:
         made = func(*args, **kwargs)
         if not tensors and isinstance(made, torch.Tensor) and torch._C._current_graph_task_id() != -1:
-            # These are autograd's zeros for an output without a gradient. On CUDA, such zeros are on the output's GPU.
+            # Autograd makes zeros for an output without a gradient. On CUDA, such zeros are on the output's GPU.
             made._of_any_device = True
         return made
     assert device is not None
