@@ -110,7 +110,7 @@ def test_the_settings_of_ray_data_still_exist():
 
 
 def test_the_states_of_a_run_that_waits_for_workers_still_have_these_names():
-    """pipeline/settle/placement.py, callback. A worker in an unknown state counts as placed, so a run could wait forever."""
+    """pipeline/settle/placement.py, callback. A worker in an unknown state is taken as placed, so a run could wait forever."""
     from ray.train.v2._internal.execution.controller import state
 
     assert set(placement.WAITING) <= set(vars(state))

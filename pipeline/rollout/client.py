@@ -41,7 +41,7 @@ class Client:
                 trainer.shared.can_pack, torch.get_num_threads(), trainer.prompts.longest
             )
             ray.get(self.pool.begin.remote(self.session, settings))
-        self.worker.gather(None)  # because no rank may request chunks before the session has begun
+        self.worker.gather(None)  # waits: no rank may request chunks before the session has begun
 
     def publish(self, version: int, tensors: Tensors) -> None:
         # The reference is in a list, because Ray would fetch a bare reference for the pool, which only passes it on.

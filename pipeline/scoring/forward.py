@@ -38,7 +38,7 @@ class Sequences:
         return len(self.indices)
 
     def lengths(self, packs: Sequence[Sequence[int]] | None = None) -> list[int]:
-        """Returns the number of tokens of each row, or of each pack of rows, whose prompt counts once."""
+        """Returns the number of tokens of each row, or of each pack of rows with one shared prompt."""
         starts, counts = self.starts.tolist(), self.counts.tolist()
         if packs is None:
             packs = [[row] for row in range(len(self))]

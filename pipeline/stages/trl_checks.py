@@ -63,7 +63,7 @@ def first_step_checks(worker: Worker, trainer: Any) -> list[CheckResult]:
         results.append(pairs_other_rows(trainer))
     training, metrics = model.training, copy.deepcopy(trainer._metrics)
     tokens = trainer._total_train_tokens
-    model.eval()  # so that TRL's means over training steps do not change
+    model.eval()  # eval mode, so that TRL's means over training steps do not change
     try:
         with torch.no_grad():
             return results + compare(

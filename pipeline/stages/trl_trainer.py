@@ -293,7 +293,7 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
     kept = {key for key in summary if key.startswith("train_")} | {"epoch", "total_flos"}
     metrics = {key: float(value) for key, value in summary.items() if key in kept}
     total = trainer._total_loss_scalar
-    if worker.world > 1:  # transformers 5.23 counts only this rank's steps since the last line of the log
+    if worker.world > 1:  # transformers 5.23 sums only this rank's losses since the last log line
         mine = trainer._tr_loss
         total += (trainer.accelerator.gather(mine).mean() - mine).item()
     metrics["train_loss"] = total / max(1, trainer.state.global_step)

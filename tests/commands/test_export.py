@@ -198,7 +198,7 @@ def test_an_interrupted_push_continues(models, storage, hub, capsys, monkeypatch
     assert set(hub.files("owner/mine")) == {".gitattributes"}  # the repository has no incomplete file
     hub.broken_after = None
     result = stage("export", storage, "cut", *POLICY, *ADAPTER, PUSH)
-    assert "the adapter" not in capsys.readouterr().out  # because the adapter was exported before
+    assert "the adapter" not in capsys.readouterr().out  # the first attempt exported the adapter
     assert of_folder(Path(result["exported"]["policy"]["folder"])).items() <= hub.files("owner/mine").items()
 
 

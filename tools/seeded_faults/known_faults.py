@@ -389,7 +389,7 @@ FAULTS = [
           lambda call, logits, *rest: of_all(logits, logits.argmax(-1)), quick=True),
     Fault("a prompt's completions share their random numbers", "ppo", "completions of each prompt are the same",
           (rows, "uniforms"), lambda call, row: call(replace(row, number=row.number // 2)), "trainer.num_generations=2"),
-    Fault("the sampler keeps the first policy", "ppo", "the sampler follows the policy", (decoder.SlotDecoder, "generate"),
+    Fault("the sampler keeps the first policy", "ppo", "the sampler uses the policy's weights", (decoder.SlotDecoder, "generate"),
           lambda call, self, role, *rest: call(self, "reference", *rest), quick=True),
     Fault("the sampler attends to padding", "ppo", AGREE, (decoder.SlotDecoder, "_look_at_rows"),
           afterwards(padding_is_attended)),

@@ -86,7 +86,7 @@ def behaves_as_trained(trainer: Learner, role: str, folder: str) -> CheckResult:
 @torch.no_grad()
 def sampler_follows(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Changes the policy, checks that the decoder samples from the changed policy, and restores the policy."""
-    name, shared, sampler = "the sampler follows the policy", trainer.shared, trainer.sampler
+    name, shared, sampler = "the sampler uses the policy's weights", trainer.shared, trainer.sampler
     if trainer.rollouts.workers:
         return CheckResult(name, "rollout workers sample; their log-probs are checked in each update", None)
     parameters = shared.parameters_of("policy")

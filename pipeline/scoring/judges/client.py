@@ -262,7 +262,7 @@ class Client:
             text = text if isinstance(text, str) else "".join(part.get("text", "") for part in text)
             answer["text"] = text.encode(
                 errors="replace"
-            ).decode()  # because a lone surrogate cannot be written to a file
+            ).decode()  # replaces lone surrogates, which cannot be written to a file
             top = ((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs")
             answer["top"] = [[one["token"], float(one["logprob"])] for one in top] if top else None
             if choice.get("finish_reason") == "length" and self.definition.form != "yes":

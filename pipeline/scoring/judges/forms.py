@@ -112,7 +112,7 @@ def _lines(answer: dict[str, Any], name: str) -> list[str]:
 
 
 def _score(definition: Definition, question: Question, answer: dict[str, Any]) -> list[float]:
-    last = _lines(answer, "(?:final |overall )?score")[-1:]  # because earlier lines may be quotations
+    last = _lines(answer, "(?:final |overall )?score")[-1:]  # the last line; earlier lines may be quotations
     scale = re.escape(f"{definition.high:g}")
     found = re.fullmatch(rf"({NUMBER})(?: ?(?:/|out of) ?{scale})?", "".join(last))
     if not found:
