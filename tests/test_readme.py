@@ -36,7 +36,7 @@ TEXTS = {
 
 
 def commands_of(text):
-    """Returns the commands in a page's bash blocks, except those that need an account."""
+    """Returns the commands in a page's bash blocks, except commands that need an account."""
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     lines = "".join(blocks).replace("\\\n", "").splitlines()
     lines = [line for line in lines if not line.endswith("# account")]

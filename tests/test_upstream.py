@@ -34,7 +34,7 @@ SOURCES = [
     ("ray._private.worker", '"ray_print_logs"', "pipeline/system/console.py"),
     # Without this, sampling and training round the base's weights differently.
     ("bitsandbytes.nn.Linear4bit.forward", "self.support_avx512bf16_for_cpu", "pipeline/models/base.py"),
-    # If a library prints a message no more, remove the message from NOISE.
+    # If a library no longer prints a message, remove the message from NOISE.
     ("ray.train.v2._internal.execution.context", console.NOISE[1], "pipeline/system/console.py"),
     ("bitsandbytes.backends.cpu.ops", console.NOISE[2], "pipeline/system/console.py"),
 ]

@@ -2,7 +2,7 @@
 
     make report RUN=runs/ppo-...   or   python -m pipeline report RUN [RUN ...]
 
-A RUN is its folder, or its name under runs/. The page of one run goes into its folder. The page of several runs goes into
+A RUN is its folder, or its name under runs/. The page of one run goes into the run's folder. The page of several runs goes into
 `report` in the folder of the last one, and draws runs of one stage in the same charts.
 """
 

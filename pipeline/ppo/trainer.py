@@ -314,7 +314,7 @@ class PPOTrainer:
 
     @property
     def old_from_training(self) -> bool:
-        """Returns True if old log-probs come from the training forward. The first self-checks need them earlier."""
+        """Returns True if old log-probs come from the training forward. The first self-checks need old log-probs earlier."""
         return self.args.learns_in_one_forward and self.update > 0 and not self.rollout_config.corrects
 
     def values(self, part: Episodes, states: Tensor | None = None) -> tuple[Tensor, Tensor]:

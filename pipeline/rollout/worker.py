@@ -42,7 +42,8 @@ class RolloutWorker:
 
     @ray.method(max_task_retries=-1)
     def placed(self) -> None:
-        """Returns when this worker has resources. After its death, Ray repeats the call on the process that replaces it."""
+        """Returns when this worker has resources. If this worker dies, Ray repeats the call on the process that replaces the
+        worker."""
 
     def load(self) -> None:
         """Loads base and roles, at the same time as the trainers."""

@@ -198,7 +198,8 @@ def belong_to(folder: str | None) -> None:
 
 
 def _read_by_ray() -> None:
-    """Makes Ray read the environment again, which it reads at its import. A notebook may have imported Ray long before.
+    """Makes Ray read the environment again, because Ray otherwise reads it only at import. A notebook may have imported Ray long
+    before.
 
     Ray's names here are private (ray 2.60). Remove this function when ray.init reads the environment, or takes
     address and token as arguments.

@@ -274,7 +274,8 @@ class Worker(ModelHost):
             terminal.say(f"node is being reclaimed: checkpoint of step {step} committed")
 
     def _commit(self, source: str | None, name: str, checked: dict[str, Any] | None = None) -> None:
-        """Copies the folder `source` of every node into the run's folder, seals the checkpoint, and removes the oldest ones.
+        """Copies the folder `source` of every node into the run's folder, seals the checkpoint, and removes the oldest
+        checkpoints.
 
         Args:
             source: None if this node has no files.

@@ -45,7 +45,7 @@ class Sequences:
         return [starts[pack[0]] + sum(counts[row] for row in pack) for pack in packs]
 
     def take(self, rows: Sequence[int]) -> Self:
-        """Returns some of the rows, trimmed to the longest one."""
+        """Returns some of the rows, trimmed to the longest of them."""
         index = torch.as_tensor(rows, device=self.indices.device)
         width = int((self.starts + self.counts)[index].max())
         actions = int(self.counts[index].max())

@@ -133,7 +133,7 @@ class Reward(ABC):
 
     @abstractmethod
     def score(self, samples: Samples) -> list[float]:
-        """Returns one raw score for each sample. `checked` checks the result."""
+        """Returns one raw score for each sample. The method `checked` checks the result."""
 
     def checked(self, samples: Samples) -> list[float]:
         """Returns the scores from `score` as floats.

@@ -102,7 +102,7 @@ def metrics_of(rows: Sequence[Scored]) -> tuple[dict[str, float], dict[str, Any]
 
 
 def best_of(row: Scored) -> float:
-    """Returns 1 if a correct completion has the highest score. Completions that share this score share the credit.
+    """Returns 1 if a correct completion has the highest score. Completions that share the highest score share the credit.
 
     RewardBench 2 has this rule for one correct completion (https://arxiv.org/abs/2506.01937).
     """

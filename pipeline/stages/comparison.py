@@ -170,7 +170,7 @@ class Comparison:
         return policies.best_of_curve(*([of[start : start + n] for start in starts] for of in (proxy, gold)))
 
     def length_controlled(self) -> dict[str, float]:
-        """Returns the length-controlled win rates, with intervals, for the completions of the last call of `of`."""
+        """Returns the length-controlled win rates, with intervals, for the completions from the last call of the method `of`."""
         metrics: dict[str, float] = {}
         assert self.before and self.after
         lengths = (one.numbers["characters"] for one in (self.after, self.before))

@@ -35,7 +35,8 @@ def length_controlled(wins: Sequence[float], longer: Sequence[float]) -> tuple[f
 
 
 def _at_equal_length(features: np.ndarray, shares: np.ndarray) -> float:
-    """Returns the sigmoid of the constant. As in AlpacaEval, a row is a win and a loss, weighted by its share of a win."""
+    """Returns the sigmoid of the constant. As in AlpacaEval, each row enters as a win and as a loss, weighted by its share of a
+    win."""
     from sklearn.linear_model import LogisticRegression
 
     weights = np.concatenate([shares, 1 - shares])

@@ -163,7 +163,7 @@ def special_tokens(tokenizer: Any, rows: Sequence[Completion]) -> list[CheckResu
 
 
 def ends_learned(worker: Worker, rows: Sequence[Completion]) -> CheckResult:
-    """Checks that completions end with a trained EOS token. Without such an end, the model never learns to stop."""
+    """Checks that completions end with a trained EOS token. Without a trained EOS, the model never learns to stop."""
     ends, limit = set(eos_ids(worker.tokenizer)), worker.work.data.max_length or float("inf")
     # Rows as long as the limit may be truncated.
     complete = [ids for prompt, ids in rows if len(prompt) + len(ids) < limit]

@@ -33,7 +33,7 @@ INTERVAL_S = 2.0  # time between two queries for new reports
 def run_trials(
     sweep: Sweep, handle: SweepHandle, places: Places, keep: Callable[[dict[str, Any]], Any]
 ) -> dict[str, str]:
-    """Runs the unfinished trials, and prints what they report.
+    """Runs the unfinished trials, and prints the trials' reports.
 
     Returns {trial: error} of the trials whose driver died too often.
 

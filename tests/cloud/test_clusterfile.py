@@ -160,7 +160,7 @@ def head_and_profile(boto3):
 
 @needs_moto
 def test_ray_up_starts_the_head_on_ec2(ec2, home):
-    """Runs the real `ray up` until the mock has an instance, to which it cannot log in."""
+    """Runs the real `ray up` until the mock has an instance, to which `ray up` cannot log in."""
     [stack] = ec2.client("cloudformation").describe_stacks(StackName="rlhf")["Stacks"]
     made = {one["OutputKey"]: one["OutputValue"] for one in stack["Outputs"]}["SecurityGroup"]
     file = filled(AWS, home)

@@ -231,7 +231,8 @@ def test_the_code_of_a_card_gives_the_adapters_outputs(models_of, merge, engine,
 
 
 def test_a_card_has_the_fields_that_the_hub_reads(models, storage, hub, in_root):
-    """The base is on the Hub. The card has its license, the datasets of all ancestors, and the versions that wrote rows."""
+    """The base is on the Hub. The card has the base's license, the datasets of all ancestors, and the versions that wrote
+    rows."""
     readme = b"---\nlicense: llama3.1\nlicense_link: https://x.org/licence\n---\nA base."
     hub.put("org/base", of_folder(Path(BASE)) | {"README.md": readme})
     folder = storage / "on-the-hub"

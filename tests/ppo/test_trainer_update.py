@@ -35,8 +35,8 @@ SET = dict(
 EVEN = dict(rows=[row | {"input_ids": 2 * row["input_ids"][:3]} for row in toy.prompts()], min_new_tokens=7)
 
 
-# The trainer sorts a minibatch by length, so its sums have another order, unless all rows have the same length. Rounding makes
-# the two updates differ by 6e-7 of their size. A missing step makes them differ by 5e-2 or more.
+# The trainer sorts a minibatch by length, so the trainer's sums have another order, unless all rows have the same length.
+# Rounding makes the two updates differ by 6e-7 of their size. A missing step makes them differ by 5e-2 or more.
 @pytest.mark.parametrize(("changes", "rounding"), [(EVEN, 0.0), ({}, 1e-4)], ids=["even", "ragged"])
 def test_the_update_in_the_documentation_equals_the_trainers(changes, rounding):
     """Compares second updates, in which the policy differs from the reference, and Adam has moments."""

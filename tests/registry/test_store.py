@@ -57,7 +57,7 @@ def test_a_server_that_does_not_answer_is_found_before_work(job, monkeypatch):
 
 @pytest.mark.parametrize("name", ["a%20b?c=d#e", """it's "both" ü😀 \\[a]*;$HOME"""])
 def test_a_folder_with_an_unusual_name_can_hold_a_registry(name, migrated, adapter, tmp_path, in_root):
-    """MLflow puts paths into filters and URIs, where quotes and percent signs have a meaning."""
+    """MLflow puts paths into filters and URIs, where quotes and percent signs have a special meaning."""
     home = tmp_path / "home" / name
     home.mkdir(parents=True)
     job = load_job("jobs/demo/sft.yaml", ["gate={}", "run.name=one"], "sft")

@@ -221,7 +221,7 @@ SHOWN = [  # all lines of stdout if it is not a terminal
 
 @pytest.mark.parametrize("run", ["sft"], indirect=True)
 def test_a_run_announces_each_phase_and_says_nothing_else(run):
-    """No library may print anything, because its warnings would hide the warnings of the pipeline."""
+    """No library may print anything, because a library's warnings would hide the pipeline's warnings."""
     from pipeline.data.report import Report
 
     log, result = (run.folder / "log.txt").read_text(), json.loads((run.folder / "result.json").read_text())

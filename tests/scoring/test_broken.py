@@ -58,7 +58,7 @@ def rank(prefers_first, swapped=False):
 
 
 def biased(first, second, asked):
-    """Prefers the first place in a fifth of the questions, even if its response is bad."""
+    """Prefers the first response in a fifth of the questions, even if this response is bad."""
     return "good" in first or random.Random(str(asked)).random() < 0.4
 
 

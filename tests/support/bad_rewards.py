@@ -35,5 +35,5 @@ def leaks(completions, **_):
 
 
 def of_e(completions, **_):
-    """Counts the letter e in each completion. A policy learns to write this letter within a few updates."""
+    """Counts the letter e in each completion. A policy learns to write the letter e within a few updates."""
     return [float(text.count("e")) for text in completions]

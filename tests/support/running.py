@@ -21,7 +21,7 @@ NO_EVAL = ["data.eval=null", "trainer.eval_strategy=no", "trainer.eval_on_start=
 def stage(
     verb: str, storage: Path, name: str, *overrides: str, job: str | None = None, status: int = 0
 ) -> dict[str, Any]:
-    """Runs one stage with a storage path. Returns its result.json. By default, the job has no gate."""
+    """Runs one stage with a storage path. Returns the run's result.json. By default, the job has no gate."""
     before = os.getcwd()
     os.chdir(ROOT)
     try:

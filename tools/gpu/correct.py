@@ -55,7 +55,7 @@ def self_checks(record: Record, precision: str) -> None:
 
 
 def _saved(shared: SharedBase, role: str, folder: str) -> str:
-    """Saves a role's adapter with its probes, like a stage does. Returns its folder."""
+    """Saves a role's adapter with its probes, like a stage does. Returns the adapter's folder."""
     at = f"{folder}/{role}"
     shared.save(role, at)
 

@@ -31,7 +31,7 @@ ROUNDING = 1e-3  # how much another order of summation changes a gradient in fp3
 
 
 def check_roles(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
-    """Returns the results of all checks of a run's roles. Changes no parameter. Every rank calls it."""
+    """Returns the results of all checks of a run's roles. Changes no parameter. Every rank calls this function."""
     folders = trainer.folders
     return [
         *(same_as_file(trainer, role, folder) for role, folder in folders.items()),
