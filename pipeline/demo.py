@@ -1,7 +1,7 @@
 """Defines the demo: a small world, questions about it, and the judge that scores completions.
 
 The world is a table of countries with their capitals and continents. A good completion is right, a full sentence and polite.
-The function `gold` scores completions. Its scores label preference pairs and judge completions to eval prompts. No stage trains
+The function `gold` scores completions. The scores label preference pairs and judge completions to eval prompts. No stage trains
 on the scores of `gold`. jobs/demo/make.py makes the data files and the base model.
 
 This module does not import torch, so that `python:pipeline.demo:gold` starts quickly as a reward.
@@ -117,8 +117,7 @@ class Question(NamedTuple):
 
 
 def questions(held_out: bool | None = None) -> list[Question]:
-    """Returns all questions about the world, only the questions about held-out countries (True), or only the questions about
-    other countries (False)."""
+    """Returns all questions about the world, or only those about held-out countries (True) or other countries (False)."""
     return [
         Question(text.format(**fact._asdict()), kind, fact)
         for fact in FACTS

@@ -66,7 +66,7 @@ def engine(models):
 
 @pytest.fixture(scope="session", autouse=True)
 def databases_that_do_not_wait_for_the_disk():
-    """Makes SQLite's commits fast. They would wait for the disk, which only helps after a power failure."""
+    """Makes SQLite's commits fast. Without this, commits wait for the disk, which only helps after a power failure."""
     from sqlalchemy import Engine, event
 
     def without_waiting(connection, _):
@@ -103,7 +103,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """Distributes complete scopes. With the pinned versions, pytest-xdist's own `--dist loadgroup` splits them."""
+    """Distributes complete scopes. With the pinned versions, pytest-xdist's own `--dist loadgroup` splits scopes."""
     from xdist.scheduler import LoadScopeScheduling
 
     config.option.loadscopereorder = False  # keeps the order of scopes

@@ -78,7 +78,7 @@ JOB = [
          overrides=["trainer.critic_warmup_steps=9", "trainer.total_episodes=72", "trainer.batch_size=8"]),
     # models
     case("base that is a file", "sft", r"model\.name_or_path: there is no folder 'pyproject\.toml'; expected a folder", overrides=["model.name_or_path=pyproject.toml"]),
-    # damaged files of a base, and adapters that do not fit it (details: tests/models)
+    # damaged files of a base, and adapters that do not fit their base (details: tests/models)
     case("no room for a prompt", "ppo", r"trainer\.response_length: 256 tokens leave no room.*context of 256; set trainer\.response_length=128", overrides=["trainer.response_length=256"]),
     case("no room for prompt and completion", "ppo", r"data\.max_length: 192 .*context of 256 tokens less trainer\.response_length=100; use data\.max_length=156", overrides=["trainer.response_length=100"]),
     # inputs

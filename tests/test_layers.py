@@ -6,18 +6,18 @@ import re
 import pytest
 from running import ROOT
 
-# The rooms of the core from the bottom; each may import earlier ones and itself.
+# The packages of the core, lowest layer first; each may import itself and the packages before it.
 CORE = """errors input_uri text metrics run_folder statistics checks system job models writing data scoring ppo demo penalties
     registry settle planning run rollout stages""".split()
-# What a run does not need: no room of the core imports them. Only the doors above do.
+# Packages that a run does not need: no package of the core imports them, only the packages above do.
 EXTRAS = "report sweep serving".split()
 LAYERS = [*CORE, *EXTRAS, "commands", "cloud", "__main__"]
-# rooms that can be read, tested and profiled alone, with torch, transformers and peft
+# packages that can be read, tested and profiled alone, with torch, transformers and peft
 ALONE = ("models", "writing", "scoring/forward.py", "scoring/rewards.py", "ppo")
 
 
 def imports(file, type_checking=False):
-    """Returns the dotted names of a file's imports, also in functions; with `type_checking`, those for type checkers too."""
+    """Returns the dotted names of a file's imports, also in functions; with `type_checking`, imports for type checkers, too."""
     names, waiting = [], [ast.parse(file.read_text(encoding="utf-8"))]
     while waiting:
         node = waiting.pop()
@@ -79,7 +79,7 @@ def test_no_files_import_each_other_in_a_circle():
 
 
 def test_what_tests_and_tools_import_is_there():
-    """This includes files that few machines run: benches against TRL 1.12, GPUs, several hosts."""
+    """Checks all files, also files that few machines run: benches against TRL 1.12, GPUs, several hosts."""
     files = {name_of(file): file for file in FILES}
     made = {name: names_in(file) for name, file in files.items()}
     missing = [
@@ -110,7 +110,7 @@ ABOVE = [file for file in FILES if layer(name_of(file)) not in ("job", "settle")
 
 
 def test_few_functions_take_a_whole_job():
-    """Others take the values that settle/ makes of a job: places, inputs, arguments. Lower the numbers if you can."""
+    """Other functions take the values that settle/ makes of a job: places, inputs, arguments. Lower the numbers if you can."""
     taking = {
         f"{file.relative_to(ROOT)}: {one.name}"
         for file in FILES

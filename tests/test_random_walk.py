@@ -152,7 +152,7 @@ def wrong_rows(draw, kind, folder, inputs):
 
 # ------------------------------------------------------------------------------------------------- job files
 
-OWN = {"run.storage_path", "mlflow.tracking_uri"}  # set by the test itself
+OWN = {"run.storage_path", "mlflow.tracking_uri"}  # keys that the test itself sets
 TOP = "policy reward judge baseline gate gate.eval_loss gate.nothing stage nothing data lora.task_type trainer.output_dir".split()
 
 
@@ -249,7 +249,7 @@ def verdict(arguments, runs):
 
 
 def check(cases, make, runs):
-    """Runs random cases, which must end with status 0 or 2. Both statuses must occur often."""
+    """Runs random cases, which must end with status 0 or 2. Status 0 and status 2 must occur often."""
     failures, ended = [], {0: 0, 2: 0}
 
     @seed(SEED)
@@ -272,7 +272,7 @@ def check(cases, make, runs):
 
 
 def loaded(cases, seed):
-    """Loads jobs with random keys and values. Returns the accepted ones. The others must raise an InputError on one line."""
+    """Loads jobs with random keys and values. Returns the accepted jobs. All other jobs must raise an InputError on one line."""
     dice, accepted = random.Random(seed), []
     for _ in range(cases):
         kind = dice.choice(JOBS)

@@ -38,7 +38,7 @@ TEXTS = {
 
 
 def commands_of(text):
-    """Returns the commands in a page's bash blocks, except those that need an account."""
+    """Returns the commands in a page's bash blocks, except commands that need an account."""
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     lines = "".join(blocks).replace("\\\n", "").splitlines()
     lines = [line for line in lines if not line.endswith("# account")]
@@ -50,7 +50,7 @@ TRANSCRIPT = re.search(r"```\n(jobs/demo: .*?)```", PAGES["runs.md"], re.DOTALL)
 TUTORIALS = {"tutorial.md": ["validate", "sft", "rm"], "failed_gates.md": ["init", "validate", "sft"]}
 COMMANDS = commands_of("".join(text for name, text in TEXTS.items() if name not in TUTORIALS))
 TRL = "gate={} trainer.max_steps=2 trainer.eval_on_start=false trainer.eval_strategy=no"
-# {target of make: settings that shorten its run}. They follow the ARGS of a command.
+# {target of make: settings that shorten its run}. These settings follow the ARGS of a command.
 SHORT = {
     "rlhf": "sft.gate={} rm.gate={} ppo.gate={} sft.trainer.max_steps=2 rm.trainer.max_steps=2 ppo.trainer.total_episodes=64",
     **dict.fromkeys(("init", "validate", "evaluate", "generate", "score", "export"), ""),
@@ -250,7 +250,7 @@ def test_a_make_command(command, copy):
         assert shell(INIT, copy).returncode == 0
     done = shell(shortened(command), copy)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    if command == "make rlhf":  # its gates are open in this test, and its times differ
+    if command == "make rlhf":  # the gates of `make rlhf` are open in this test, and times differ
         assert TRANSCRIPT.count("\n") <= 45 and done.stdout.count("\n") <= 45
         assert shape(done.stdout) == shape(TRANSCRIPT)
 
@@ -283,7 +283,7 @@ def test_make_chat_answers(command, copy):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", commands_with("make ui", "make serve"))
 def test_a_service_answers(command, copy, monkeypatch):
-    monkeypatch.setenv("RLHF_SERVE_TOKENS", "planted0" * 4)  # for the command before serve.host=0.0.0.0
+    monkeypatch.setenv("RLHF_SERVE_TOKENS", "planted0" * 4)  # token for the command with serve.host=0.0.0.0
     words = [*shlex.split(command), "PORT=8077"]
     if target(command) == "serve":
         words.append(f"ARGS={arguments_of(command)} serve.port=8077")

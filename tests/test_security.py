@@ -95,7 +95,7 @@ def test_a_password_of_the_mlflow_server_appears_nowhere(tmp_path):
 
 
 def test_credentials_of_the_tracking_uri_are_used_for_that_server_only(monkeypatch):
-    """The stored address has no credentials. The client takes them from the environment."""
+    """The stored address has no credentials. The client takes credentials from the environment."""
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:{PASSWORD}@127.0.0.1:9")

@@ -76,7 +76,7 @@ def test_what_the_pinned_packages_ask_for_is_pinned_on_linux(python):
 
 
 def test_the_libraries_that_torch_loads_on_a_gpu_are_pinned():
-    """The metadata of the CPU build of torch does not name these libraries. Its source does."""
+    """torch's source names these libraries, but the metadata of its CPU build does not."""
     import torch
 
     source, locked = Path(torch.__file__).read_text(), locked_in("constraints.txt")
@@ -106,7 +106,7 @@ def test_the_workflow_runs_what_ci_runs_on_pythons_that_are_supported():
 
 
 # ---------------------------------------------------------------- make
-# A fake Python. It passes the version check, copies itself into a "venv", and records what make installs or runs.
+# A fake Python. The fake Python passes the version check, copies itself into a "venv", and records what make installs or runs.
 FAKE = """#!/usr/bin/env bash
 case "$*" in
   *sys.version_info*) exit ${FAKE_TOO_OLD:-0} ;;
@@ -166,7 +166,7 @@ def test_setup_installs_once_and_again_when_the_pins_change(make):
         later = (make.folder / ".venv/.core").stat().st_mtime + number
         os.utime(make.folder / name, (later, later))
         assert len(make("setup").installs) == number
-        now = later + 0.5  # the install is newer than the changed file
+        now = later + 0.5  # the stamp of the install is newer than the changed file
         os.utime(make.folder / ".venv/.core", (now, now))
 
 
@@ -198,7 +198,7 @@ def test_an_unsupported_python_is_an_error(make):
     ["trainer.learning_rate=1e-4", "policy=base"],
 )
 def test_a_key_outside_of_args_stops_make(key, make):
-    """Otherwise make would take the key for a variable, and the job would train with the value of its file."""
+    """If make took the key for a variable, the job would train with the value of its file."""
     done = make("sft", key, "PROFILE=own", "JOB=a.yaml", "ARGS=trainer.seed=2 lora.r=8")
     assert (done.returncode, done.stdout) == (2, "")
     assert "keys of a job go into ARGS: make sft JOB='a.yaml' PROFILE='own' " in done.stderr
@@ -207,7 +207,7 @@ def test_a_key_outside_of_args_stops_make(key, make):
 
 
 def test_a_variable_of_make_init_stops_make_sft(make):
-    """Otherwise `make sft NAME=velo MODEL=org/model` would train the base of the demo."""
+    """Without this error, `make sft NAME=velo MODEL=org/model` would train the base of the demo."""
     done = make("sft", "NAME=velo", "MODEL=org/model")
     assert (done.returncode, done.stdout) == (2, "") and "NAME is for make init; run" in done.stderr
     assert "PROFILE=velo" in done.stderr and 'ARGS="model.name_or_path=org/model' in done.stderr

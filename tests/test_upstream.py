@@ -1,6 +1,6 @@
-"""Tests undocumented details of libraries that the pipeline uses. If a new version of a library breaks one, a test fails here.
-
-Each test names the file that needs the detail. Read the comment there, and adapt the file or remove the workaround.
+"""Tests undocumented details of libraries that the pipeline uses. If a new version of a library breaks such a detail, a test
+fails here. Each test names the file that needs the detail. Read the comment in that file, and adapt the file or remove the
+workaround.
 """
 
 import inspect
@@ -34,7 +34,7 @@ SOURCES = [
     ("ray._private.worker", '"ray_print_logs"', "pipeline/system/console.py"),
     # Without this, sampling and training round the base's weights differently.
     ("bitsandbytes.nn.Linear4bit.forward", "self.support_avx512bf16_for_cpu", "pipeline/models/base.py"),
-    # If a library prints a message no more, remove the message from NOISE.
+    # If a library no longer prints a message, remove the message from NOISE.
     ("ray.train.v2._internal.execution.context", console.NOISE[1], "pipeline/system/console.py"),
     ("bitsandbytes.backends.cpu.ops", console.NOISE[2], "pipeline/system/console.py"),
 ]
@@ -59,7 +59,7 @@ def test_the_function_still_takes_the_parameters(name, parameters, file):
 
 
 def test_the_environment_variables_are_still_read():
-    """Ray's sources or binaries must contain the names. Ray ignores a variable whose name they do not contain."""
+    """Ray's sources or binaries must contain the names. Ray ignores a variable whose name its sources do not contain."""
     from mlflow import environment_variables
     from ray.train.v2._internal.constants import ENV_VARS_TO_PROPAGATE
 
@@ -80,7 +80,7 @@ def test_the_environment_variables_are_still_read():
 
 
 def test_a_workers_error_is_still_found_inside_what_ray_train_wraps_around_it():
-    """pipeline/errors.py, causes, reads `worker_failures` and `_base_exc`. Without them, wrong input ends with status 1."""
+    """pipeline/errors.py, causes, reads `worker_failures` and `_base_exc`. Without both, wrong input ends with status 1."""
     from ray import cloudpickle
     from ray.train import WorkerGroupError
     from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
@@ -110,7 +110,7 @@ def test_the_settings_of_ray_data_still_exist():
 
 
 def test_the_states_of_a_run_that_waits_for_workers_still_have_these_names():
-    """pipeline/settle/placement.py, callback. A worker in an unknown state counts as placed, so a run could wait forever."""
+    """pipeline/settle/placement.py, callback. A worker in an unknown state is taken as placed, so a run could wait forever."""
     from ray.train.v2._internal.execution.controller import state
 
     assert set(placement.WAITING) <= set(vars(state))
@@ -155,7 +155,7 @@ def test_the_reward_trainer_still_puts_the_chosen_first():
 
 
 def test_a_prepared_loader_still_keeps_its_last_batch():
-    """ExactBatches sets `_drop_last` of a prepared loader. Otherwise the last batch of an epoch has no metrics."""
+    """ExactBatches sets `_drop_last` of a prepared loader. Without `_drop_last`, the last batch of an epoch has no metrics."""
     from accelerate.data_loader import prepare_data_loader
     from torch.utils.data import DataLoader
 

@@ -6,8 +6,7 @@ from pipeline.job.stages import STAGE
 
 
 class Command(NamedTuple):
-    """A subcommand. The subcommand's file has `run(job)`, or `run(path, overrides)` if the subcommand reads the job files
-    itself."""
+    """A subcommand. The subcommand's file has `run(job)`, or `run(path, overrides)` to read the job files itself."""
 
     summary: str  # one line for --help
     # What follows the subcommand: a job file that is checked first, a file that the subcommand reads itself, or other words

@@ -2,9 +2,9 @@
 
     make chat    or    python -m pipeline chat jobs/demo/generate.yaml [policy=models:/NAME/3] [trainer.temperature=0]
 
-`chat` takes a job of `generate`, but does not read the job's rows. Formats typed text with the chat template that the policy was
-trained with. /reset starts a new conversation, /system TEXT sets the system prompt, and /quit ends. Lines may also come from a
-pipe.
+`chat` takes a job of `generate`, but does not read the job's rows. `chat` formats typed text with the chat template that the
+policy was trained with. /reset starts a new conversation, /system TEXT sets the system prompt, and /quit ends. Lines may also
+come from a pipe.
 """
 
 import io

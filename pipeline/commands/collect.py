@@ -66,7 +66,7 @@ def origin(inputs: Mapping[str, str]) -> dict[str, Any]:
 
 
 def cleaned(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a prompt's row without the columns in REPLACED. Keeps its completion as `reference_completion`."""
+    """Returns a prompt's row without the columns in REPLACED. Keeps the prompt's completion as `reference_completion`."""
     kept = {name: value for name, value in row.items() if name not in REPLACED}
     return ({"reference_completion": row["completion"]} if "completion" in row else {}) | kept
 

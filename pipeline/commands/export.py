@@ -83,7 +83,7 @@ def write_all(work: Work) -> dict[str, Any]:
 
 
 def write(host: ModelHost, name: str, folder: str) -> dict[str, float]:
-    """Writes one adapter to `folder`, merged or as it is. The folder appears only when it is complete.
+    """Writes one adapter to `folder`, merged into its base or unmerged. The folder appears only when it is complete.
 
     Returns the differences between the merged model and the adapter. Raises Failure if a difference is too large.
     """

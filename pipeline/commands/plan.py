@@ -107,7 +107,7 @@ def check_fit(
 
 
 def named(places: Places) -> list[str]:
-    """Returns the names of the GPUs that the workers may get. Raises InputError if the table of `plan` has none of them."""
+    """Returns the names of the GPUs that the workers may get. Raises InputError if the table of `plan` has none of these GPUs."""
     wanted = places.scaling.get("accelerator_type")
     names = plan.gpus_called(wanted) if wanted else list(GPUS)
     for bundle in places.bundles:

@@ -66,8 +66,8 @@ class PPOConfig:
     """Tokens per forward and backward pass on one worker, padding included. By default `per_device_train_batch_size`
     episodes; in passes without gradients, 16384 tokens on a GPU and 4096 on a CPU."""
     local_rollout_forward_batch_size: Rows | None = None
-    """Completions of a chunk, which a worker decodes at once. An update is split into chunks. They are sampled and scored one by
-    one, and rollout workers share them (`rollout.num_workers`). By default, a chunk has 256 completions, and a worker decodes
+    """Completions of a chunk, which a worker decodes at once. An update is split into chunks. Chunks are sampled and scored one
+    by one, and rollout workers share them (`rollout.num_workers`). By default, a chunk has 256 completions, and a worker decodes
     as many at once as fit into half of its free memory when the run starts."""
 
     # ---- rollout: sampling without top-k and top-p, so that log-probs are those of the sampled distribution
@@ -165,7 +165,7 @@ class PPOConfig:
     vf_coef: Weight = 0.1
     """Coefficient of the value loss. With `critic: adapter`, policy and critic share no parameters, and the coefficient only
     scales the critic's gradient before `max_grad_norm` and `adam_epsilon` apply. The step size of the critic is
-    `critic_learning_rate`. With `critic: head`, the coefficient weighs the value loss against the policy loss. If it and the
+    `critic_learning_rate`. With `critic: head`, the coefficient weighs the value loss against the policy loss. If coefficient and
     rewards are large, the value loss moves the policy, and the KL grows without use. [c1 in the PPO paper]"""
     cliprange_value: Factor | None = 0.2
     """How far values may move from the values of the rollout. The unit is the unit of the reward, or a standard deviation of the
@@ -232,8 +232,7 @@ class PPOConfig:
     eval_steps: Steps = 0
     """Updates between two evaluations on the eval prompts. 0: only before and after training."""
     check_reference: bool = True
-    """End the run if the KL to the reference is not 0 before the first update, because the policy should start as the
-    reference."""
+    """End the run if the KL to the reference is not 0 before the first update: the policy should start as the reference."""
 
     def __post_init__(self) -> None:
         require = partial(require_value, self)

@@ -107,8 +107,7 @@ def minibatches(args: PPOConfig, update: int) -> list[np.ndarray]:
 def deal(lengths: Sequence[int], workers: int) -> list[list[int]]:
     """Returns the rows of each worker, as indices into `lengths` (tokens), with nearly equal numbers of tokens.
 
-    Assigns each row to the worker with the fewest tokens, in the order from the longest row (Graham 1969). A row may be a pack of
-    completions.
+    Assigns each row to the worker with the fewest tokens, longest row first (Graham 1969). A row may be a pack of completions.
     """
     shares: list[list[int]] = [[] for _ in range(workers)]
     tokens = [0] * workers
@@ -120,8 +119,7 @@ def deal(lengths: Sequence[int], workers: int) -> list[list[int]]:
 
 
 class Totals(NamedTuple):
-    """Has counts over a full optimizer step and all workers. Losses are sums divided by the step's counts, so the losses of
-    micro-batches add up."""
+    """Counts over a full optimizer step and all workers. Losses are sums divided by them, so micro-batches add up."""
 
     actions: float
     completions: float  # completions with at least one action in the loss
@@ -136,7 +134,7 @@ class Totals(NamedTuple):
 class Episodes(Sequences):
     """Episodes of an update: B rows with up to R actions. Action t of a row is its token `starts` + t."""
 
-    ended: Tensor  # (B,) bool; (B,) bool, False if the completion is truncated at `response_length`
+    ended: Tensor  # (B,) bool; False if the completion is truncated at `response_length`
     sampler_logprobs: Tensor  # (B, R) log-probs reported by the engine
     # (B,) float64, clipped weighted sum of the rewards' scores, minus the penalty for truncation
     scores: Tensor

@@ -67,7 +67,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator =
 
     * k1 = d. k1 is unbiased, and can be negative.
     * k2 = d^2 / 2. k2 is biased and has a low variance, and its gradient is the gradient of the KL.
-    * k3 = exp(-d) - 1 + d. k3 is unbiased and never negative. It is constant if d < -LOG_RATIO_LIMIT.
+    * k3 = exp(-d) - 1 + d. k3 is unbiased and never negative. k3 is constant if d < -LOG_RATIO_LIMIT.
     * abs = |d|.
     """
     difference = logprobs.float() - ref_logprobs.float()

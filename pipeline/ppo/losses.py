@@ -92,8 +92,7 @@ def policy_objective(
     Args:
         totals: counts over the complete optimizer step and all workers.
         logprobs: (B, R) log-probs of the policy, in nats.
-        entropy: (B, R), with gradient. If None, the loss has no entropy bonus, and the entropy statistic is estimated from
-            sampled tokens.
+        entropy: (B, R), with gradient. None means no bonus, and a statistic estimated from sampled tokens.
     """
     weights = loss_weights(part.learn, args.aggregation, *totals, args.response_length)
     loss, stats = policy_loss(

@@ -1,4 +1,4 @@
-"""Computes the metrics of an update as means over the episodes of all workers. Their names are those of TRL's PPOTrainer."""
+"""Computes the metrics of an update as means over the episodes of all workers. The metrics have the names of TRL's PPOTrainer."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def learning_rate_factors(
     """Returns a function from an update, counted from 0, to the factor of a role's learning rate.
 
     The factor is 0 before the update `begin`, and then follows transformers' schedule until `total`. In transformers, the first
-    update of a warmup has a rate of 0. Here, the n-th of w warmup updates has n / (w + 1) of the full rate.
+    update of a warmup has a rate of 0. In this schedule, the n-th of w warmup updates has n / (w + 1) of the full rate.
     """
     parameter = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([parameter], lr=learning_rate)

@@ -136,7 +136,7 @@ class Rollouts:
         self.requested: dict[int, list[Chunk]] = {}
 
     def chunks_for(self, update: int) -> list[tuple[Chunk, Sampled]]:
-        """Returns the sampled chunks of an update. Rollout workers also score them. Callers request updates in order."""
+        """Returns the sampled chunks of an update. Rollout workers also score the chunks. Callers request updates in order."""
         if self.workers and self.versions:
             self.versions.add(update)
             self._request(self.workers, self.versions, update)

@@ -314,8 +314,7 @@ class PPOTrainer:
 
     @property
     def old_from_training(self) -> bool:
-        """Returns True if old log-probs come from the training forward. The self-checks of the first update need old log-probs
-        earlier."""
+        """Returns True if old log-probs come from the training forward. The first self-checks need old log-probs earlier."""
         return self.args.learns_in_one_forward and self.update > 0 and not self.rollout_config.corrects
 
     def values(self, part: Episodes, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -428,8 +427,7 @@ class PPOTrainer:
         return dict(zip(stats, values.tolist(), strict=True))
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clips the gradients of policy and critic by their norms. Runs the optimizer if the norms are finite. Returns the
-        norms."""
+        """Clips the gradients of policy and critic. Runs the optimizer if their norms are finite. Returns the norms."""
         norms: dict[str, float] = {}
         for role in self.roles:
             parameters = self.shared.parameters_of(role)
@@ -500,8 +498,7 @@ class PPOTrainer:
         for key in STATE:
             setattr(self, key, state[key])
         vars(self.moments).update(state["returns"])
-        # Rounding depends on the number of rows decoded at once. The restored number is therefore used, unless less memory is
-        # free now.
+        # Rounding depends on the number of rows decoded at once. So the number is restored, unless less memory is free.
         rows, now = state["decoding"]["rows"], self.sampler.rows
         same = state["decoding"]["workers"] == self.workers and not self.args.local_rollout_forward_batch_size
         if rows and now and same:

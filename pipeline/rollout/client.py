@@ -28,8 +28,7 @@ class Client:
 
     def __init__(self, worker: Worker, pool: Any) -> None:
         self.pool, self.rank = pool, worker.rank
-        # Rollout workers start now, so that trainers get their resources first. Trainers and workers load models at the same
-        # time.
+        # Rollout workers start now, so that trainers get their resources first. Trainers load models meanwhile.
         pool.start.remote()
         self.session = worker.gather(uuid.uuid4().hex)[0]
         self.worker = worker
@@ -42,7 +41,7 @@ class Client:
                 trainer.shared.can_pack, torch.get_num_threads(), trainer.prompts.longest
             )
             ray.get(self.pool.begin.remote(self.session, settings))
-        self.worker.gather(None)  # because no rank may request chunks before the session has begun
+        self.worker.gather(None)  # waits: no rank may request chunks before the session has begun
 
     def publish(self, version: int, tensors: Tensors) -> None:
         # The reference is in a list, because Ray would fetch a bare reference for the pool, which only passes it on.
@@ -53,8 +52,7 @@ class Client:
         ray.get(self.pool.request.remote(self.session, requests))
 
     def collect(self, chunk: Chunk) -> Sampled | None:
-        """Waits for a chunk. Returns None if this trainer must sample the chunk. Raises the original error of a rollout
-        worker."""
+        """Waits for a chunk, or returns None if this trainer must sample it. Raises the original error of a rollout worker."""
         begin = time.perf_counter()
         try:
             sampled = ray.get(self.pool.collect.remote(self.session, chunk.key))

@@ -64,8 +64,7 @@ class Pool:
         self.tasks: dict[Key, Task] = {}
         self.waiting: list[Task] = []
         self.versions: dict[int, list[Any]] = {}  # version -> [reference to its tensors]
-        # Workers that have loaded their models, or load them for the first time. Trainers sample themselves only if there are no
-        # such workers.
+        # Workers that have loaded, or load for the first time. Trainers sample themselves only without such workers.
         self.present: set[int] = set()
         self.ready: set[int] = set()  # workers that have loaded their models
         self.alone_since = time.monotonic()  # time when the last worker was lost

@@ -42,7 +42,8 @@ class RolloutWorker:
 
     @ray.method(max_task_retries=-1)
     def placed(self) -> None:
-        """Returns when this worker has resources. After its death, Ray repeats the call on the process that replaces it."""
+        """Returns when this worker has resources. If this worker dies, Ray repeats the call on the process that replaces the
+        worker."""
 
     def load(self) -> None:
         """Loads base and roles, at the same time as the trainers."""
@@ -93,8 +94,7 @@ class RolloutWorker:
         """Returns a sampled and scored chunk, pickled, or None if the trainer that published its policy version has ended.
 
         Args:
-            settings: the trainers' settings. This worker applies the settings if Ray restarted its process while the worker was
-                idle.
+            settings: the trainers' settings. Applied here if Ray restarted this process while the worker was idle.
             session: the trainers' session. Within a session, a version's number stands for one adapter.
             chunk: a pickled ppo.sampler.Chunk.
             tensors: a list with the reference to the version's adapter, which is fetched if this worker has another version.

@@ -3,7 +3,7 @@
     best = make_tracker(run, gate, parameters) # None if nothing is compared
     best.compare(metrics, step)                # after each evaluation, on every rank with the same metrics
     best.exhausted                             # True if training must stop
-    best.save(folder), best.load(folder)       # as part of every checkpoint
+    best.save(folder), best.load(folder)       # parts of every checkpoint
     best.restore()                             # restores the weights of best.step
 
 The weights of the best step are in memory and in each checkpoint. Evaluations therefore need no checkpoint, and run.num_to_keep

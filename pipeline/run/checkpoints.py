@@ -85,7 +85,7 @@ def newest(run_folder: str) -> str | None:
     if storage.folders(aside):  # an earlier attempt may have moved some checkpoints
         raise InputError(
             f"all checkpoints of {run_folder} are damaged, see {DAMAGED}/; restore their files, or set run.overwrite=true to start "
-            "over. with run.num_to_keep=2 or more, an earlier checkpoint is kept as a reserve",
+            "over. With run.num_to_keep=2 or more, an earlier checkpoint is kept as a reserve",
             key="run.name",
         )
     return None

@@ -35,8 +35,8 @@ def estimate_costs(work: Work, rows: Mapping[str, Any], counts: Mapping[str, int
         budgets += [prices.in_dollars(given.most_dollars)] if given.most_dollars else []
         cost = f", about {prices.in_dollars(dollars)} with the longest answers" if dollars else ""
         yield (
-            f"judge {judge.at_version(work.inputs[name].version)[0]}: at most {questions:,} questions{cost}, less what is in the "
-            f"store; budget: {' and '.join(budgets) or 'no limit'}"
+            f"judge {judge.at_version(work.inputs[name].version)[0]}: at most {questions:,} questions{cost}, minus the "
+            f"answers that are already stored; budget: {' and '.join(budgets) or 'no limit'}"
         )
 
 

@@ -210,8 +210,7 @@ def write_result(work: Work, report: Any, entries: dict[str, Any]) -> dict[str, 
 def failure_recorded(work: Work) -> Iterator[None]:
     """Writes failed.json, which the report shows, if the block raises an error.
 
-    An interruption is no error. An interruption gets a note with the run's name, so that the command line can say how to
-    continue.
+    An interruption is no error. An interruption gets a note with the run's name, for a hint how to continue.
     """
     path = storage.join(work.folder, run_folder.FAILED)
     storage.remove(path)  # left by the attempt that this run continues

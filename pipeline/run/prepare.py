@@ -38,8 +38,8 @@ def prepared(
     """Starts Ray if the job needs it. Yields the job's Work, its tokenized rows by name, and the report on the rows, or None
     without rows.
 
-        Args:
-            pinned: versions of inputs that the run began with; they are used even if aliases have moved.
+    Args:
+        pinned: versions of inputs that the run began with; they are used even if aliases have moved.
     """
     session.set_environment()
     check_sampler(job.rollout_config, job.model)

@@ -158,8 +158,7 @@ def find_earlier(run: Identity) -> Earlier:
 
 
 def _read(run: Identity, seen: dict[str, str], file: str) -> dict[str, Any]:
-    """Returns the content of job.json or result.json, or {} if the file does not exist. Raises InputError if another stage wrote
-    the file."""
+    """Returns the content of job.json or result.json, or {} if there is no file. Raises InputError if another stage wrote it."""
     left = read_left(run.folder, seen, file, "stage")
     if left and left["stage"] != run.stage:
         kind = "an unfinished" if file == run_folder.JOB else "a finished"

@@ -84,7 +84,7 @@ def session(places: Places, storage_path: str, uri: str) -> Iterator[None]:
     ):
         process.listen()  # ray.init() has installed its own handlers
         console.attach_ray_printer(JOBS)
-        # This logger would warn of a hang whenever no CPU is free.
+        # Ray Data's logger would warn of a hang whenever no CPU is free.
         logging.getLogger("ray.data.dataset").setLevel(logging.ERROR)
         placement.check_fits(places)  # again, because Ray's resources are known now
         yield
@@ -151,7 +151,7 @@ def check_shared_storage(storage_path: str, uri: str) -> None:
 
 # ------------------------------------------------------------------------------------------ an embedded Ray
 
-TOKEN = secrets.token_hex(32)  # all sessions of this process share the folder
+TOKEN = secrets.token_hex(32)  # all sessions of this process share the token
 
 
 def secured() -> dict[str, str]:
@@ -198,9 +198,10 @@ def belong_to(folder: str | None) -> None:
 
 
 def _read_by_ray() -> None:
-    """Makes Ray read the environment again, which it reads at its import. A notebook may have imported Ray long before.
+    """Makes Ray read the environment again, because Ray otherwise reads it only at import. A notebook may have imported Ray long
+    before.
 
-    The names of Ray in this function are private (ray 2.60). Remove the function when ray.init reads the environment, or takes
+    Ray's names here are private (ray 2.60). Remove this function when ray.init reads the environment, or takes
     address and token as arguments.
     """
     from ray._private import ray_constants as ray_settings

@@ -274,7 +274,8 @@ class Worker(ModelHost):
             terminal.say(f"node is being reclaimed: checkpoint of step {step} committed")
 
     def _commit(self, source: str | None, name: str, checked: dict[str, Any] | None = None) -> None:
-        """Copies the folder `source` of every node into the run's folder, seals the checkpoint, and removes the oldest ones.
+        """Copies the folder `source` of every node into the run's folder, seals the checkpoint, and removes the oldest
+        checkpoints.
 
         Args:
             source: None if this node has no files.
@@ -347,7 +348,7 @@ class Worker(ModelHost):
                 held_out = {k: v for k, v in metrics.items() if k.startswith(("eval_", "initial_"))}
                 step = outcome.end["kept"]["step"] if outcome.end else self.step
                 self.metrics.log(held_out, step, final=True)
-                self.metrics.close()  # registered before the run is finished
+                self.metrics.close()  # sends the last metrics before the run is finished
             for name, content in {**outcome.tables, OUTCOME: entries}.items():
                 with open(os.path.join(final, name), "w", encoding="utf-8") as file:
                     json.dump(content, file)

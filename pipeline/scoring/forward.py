@@ -38,14 +38,14 @@ class Sequences:
         return len(self.indices)
 
     def lengths(self, packs: Sequence[Sequence[int]] | None = None) -> list[int]:
-        """Returns the number of tokens of each row, or of each pack of rows, whose prompt counts once."""
+        """Returns the number of tokens of each row, or of each pack of rows with one shared prompt."""
         starts, counts = self.starts.tolist(), self.counts.tolist()
         if packs is None:
             packs = [[row] for row in range(len(self))]
         return [starts[pack[0]] + sum(counts[row] for row in pack) for pack in packs]
 
     def take(self, rows: Sequence[int]) -> Self:
-        """Returns some of the rows, trimmed to the longest one."""
+        """Returns some of the rows, trimmed to the longest of them."""
         index = torch.as_tensor(rows, device=self.indices.device)
         width = int((self.starts + self.counts)[index].max())
         actions = int(self.counts[index].max())

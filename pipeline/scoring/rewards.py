@@ -131,7 +131,7 @@ class Reward(ABC):
 
     @abstractmethod
     def score(self, samples: Samples) -> list[float]:
-        """Returns one raw score for each sample. `checked` checks the result."""
+        """Returns one raw score for each sample. The method `checked` checks the result."""
 
     def checked(self, samples: Samples) -> list[float]:
         """Returns the scores from `score` as floats.
@@ -208,8 +208,7 @@ class AdapterReward(Reward):
 
 
 class ModelReward(Reward):
-    """Scores completions with a separate sequence-classification model, in addition to the base. The score is the model's only
-    logit.
+    """Scores completions with a separate sequence-classification model. The score is the model's only logit.
 
     Args:
         tokenizer: the model's tokenizer. The tokenizer encodes prompt and completion as text, with its chat template if the
@@ -264,10 +263,10 @@ class ModelReward(Reward):
 class FunctionReward(Reward):
     """Scores completions with a Python function `f(prompts, completions, **columns) -> list of numbers`, as in TRL.
 
-    The function may be async. Its arguments are lists: `prompts`, `completions`, `completion_ids`, `seeds`, `groups` and the
-    data's other columns. The function gets the arguments in its signature, or all of them if it takes **kwargs. Completions to
-    the same prompt have the same number in `groups`, and are in the same call. If the function raises, the run stops with a
-    Failure that shows the sample and the function's own stack frames.
+    The function may be async. The function's arguments are lists: `prompts`, `completions`, `completion_ids`, `seeds`, `groups`
+    and the data's other columns. The function gets the arguments in its signature, or all of them if it takes **kwargs.
+    Completions to the same prompt have the same number in `groups`, and are in the same call. If the function raises, the run
+    stops with a Failure that shows the sample and the function's own stack frames.
 
     Each completion has its own seed for random numbers (`seeds`). The seed of the first completion of a call seeds the global
     generators, so the numbers of the global generators depend on which completions share the call.

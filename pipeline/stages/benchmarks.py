@@ -102,17 +102,16 @@ def metrics_of(rows: Sequence[Scored]) -> tuple[dict[str, float], dict[str, Any]
 
 
 def best_of(row: Scored) -> float:
-    """Returns 1 if a correct completion has the highest score. Completions that share this score share the credit.
+    """Returns 1 if a correct completion has the highest score. Completions that share the highest score share the credit.
 
-    This is the rule of RewardBench 2 for one correct completion (https://arxiv.org/abs/2506.01937).
+    RewardBench 2 has this rule for one correct completion (https://arxiv.org/abs/2506.01937).
     """
     largest = max(row.scores)
     return row.good.count(largest) / row.scores.count(largest)
 
 
 def ties_score(rows: Sequence[Scored]) -> float:
-    """Returns the score of RewardBench 2 on its subset Ties: any correct completion may win, and the scores of correct
-    completions should be close.
+    """Returns the score of RewardBench 2 on its subset Ties: any correct completion may win, and correct scores should be close.
 
     D is the spread of the correct scores, and G the gap between the worst correct and the best wrong score. The score is
     0.30 accuracy with several correct answers + 0.30 accuracy of their reference rows + 0.20 share of G > D + 0.20 share of

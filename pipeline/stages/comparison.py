@@ -170,7 +170,7 @@ class Comparison:
         return policies.best_of_curve(*([of[start : start + n] for start in starts] for of in (proxy, gold)))
 
     def length_controlled(self) -> dict[str, float]:
-        """Returns the length-controlled win rates, with intervals, for the completions of the last call of `of`."""
+        """Returns the length-controlled win rates, with intervals, for the completions from the last call of the method `of`."""
         metrics: dict[str, float] = {}
         assert self.before and self.after
         lengths = (one.numbers["characters"] for one in (self.after, self.before))
@@ -182,8 +182,7 @@ class Comparison:
         return metrics
 
     def _of_all(self, of: str, count: int, answer: Callable[[range], list[Any]]) -> Iterable[Any]:
-        """Returns the record of each of `count` rows, in order, on every rank. `evaluate` makes the records in parts, to
-        resume."""
+        """Returns the record of each of `count` rows, in order, on every rank. `evaluate` makes parts, to resume."""
         if not self.worker.work.stage.learns:
             return in_parts(self.worker, of, count, answer)
         return share_rows(self.worker, count, answer)

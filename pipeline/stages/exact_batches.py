@@ -231,7 +231,7 @@ class ExactBatches(Trainer):
             pairs = [metrics[name] for metrics in batches if name in metrics]
             means[name] = sum(weight * value for weight, value in pairs) / max(1, sum(w for w, _ in pairs))
         output.metrics[f"{metric_key_prefix}_loss"] = means.pop("loss", 0.0)
-        self._metrics["eval"].clear()  # TRL's `log` would add old metrics
+        self._metrics["eval"].clear()  # TRL's `log` would add the batches' metrics
         self._metrics["eval"].update({name: [mean] for name, mean in means.items()})
         return output
 

@@ -77,8 +77,7 @@ def paired(row: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 class PairedBatches(ExactBatches):
     """Makes TRL's KTOTrainer use exact batches, and a KL term that does not depend on the number of workers.
 
-    Metrics of desirable rows (`.../chosen`) are means over desirable rows only, and metrics of undesirable rows over undesirable
-    rows.
+    Metrics of desirable rows (`.../chosen`), or of undesirable rows, are means over rows with this label only.
     """
 
     # what TRL's `_compute_kl_logps` returns in this step: for the policy and for the reference

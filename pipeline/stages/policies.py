@@ -17,9 +17,9 @@ STRENGTH = 100.0  # inverse of the l1 penalty, as in AlpacaEval's fit without cr
 def length_controlled(wins: Sequence[float], longer: Sequence[float]) -> tuple[float, float, float]:
     """Returns the win rate at equal lengths of the completions, with the ends of its 95 % interval.
 
-    This is AlpacaEval 2 (https://arxiv.org/abs/2404.04475) without the difficulty of prompts, which is known only for its own
-    prompts. The method fits a logistic regression of the wins on tanh(length difference / its standard deviation) and a constant.
-    The win rate is the sigmoid of the constant. The interval is from a bootstrap over the prompts.
+    The win rate is AlpacaEval 2 (https://arxiv.org/abs/2404.04475) without the difficulty of prompts, which is known only for its
+    own prompts. The method fits a logistic regression of the wins on tanh(length difference / its standard deviation) and a
+    constant. The win rate is the sigmoid of the constant. The interval is from a bootstrap over the prompts.
 
     Args:
         wins: for each prompt 1 for a win, 0.5 for a tie, or 0.
@@ -35,7 +35,8 @@ def length_controlled(wins: Sequence[float], longer: Sequence[float]) -> tuple[f
 
 
 def _at_equal_length(features: np.ndarray, shares: np.ndarray) -> float:
-    """Returns the sigmoid of the constant. As in AlpacaEval, a row is a win and a loss, weighted by its share of a win."""
+    """Returns the sigmoid of the constant. As in AlpacaEval, each row enters as a win and as a loss, weighted by its share of a
+    win."""
     from sklearn.linear_model import LogisticRegression
 
     weights = np.concatenate([shares, 1 - shares])

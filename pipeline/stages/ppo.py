@@ -52,7 +52,7 @@ def train(worker: Worker) -> dict[str, Any]:
         from pipeline.rollout.client import Client  # imports Ray
 
         client = Client(worker, worker.companion)
-    set_seed(args.seed)  # so that every rank initializes new adapters with the same random numbers
+    set_seed(args.seed)  # every rank initializes new adapters with the same random numbers
     shared = roles.shared_base(worker)
     reference = roles.add_policy(worker, shared, args)
     rewards = roles.add_rewards(worker, shared)

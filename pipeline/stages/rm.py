@@ -31,7 +31,7 @@ def train(worker: Worker) -> dict[str, Any]:
     rows, held_out = worker.rows("train"), worker.rows("eval")
     # Pairs that are too long have been dropped already.
     args = trl_trainer.arguments(worker, RewardConfig, max_length=None)
-    set_seed(args.seed)  # so that every rank initializes the head with the same random numbers
+    set_seed(args.seed)  # every rank initializes the head with the same random numbers
     trainer = trl_trainer.make_trainer(
         Trainer,
         worker.work.lora,

@@ -63,7 +63,7 @@ def first_step_checks(worker: Worker, trainer: Any) -> list[CheckResult]:
         results.append(pairs_other_rows(trainer))
     training, metrics = model.training, copy.deepcopy(trainer._metrics)
     tokens = trainer._total_train_tokens
-    model.eval()  # so that TRL's means over training steps do not change
+    model.eval()  # eval mode, so that TRL's means over training steps do not change
     try:
         with torch.no_grad():
             return results + compare(
@@ -163,7 +163,7 @@ def special_tokens(tokenizer: Any, rows: Sequence[Completion]) -> list[CheckResu
 
 
 def ends_learned(worker: Worker, rows: Sequence[Completion]) -> CheckResult:
-    """Checks that completions end with a trained EOS token. Without such an end, the model never learns to stop."""
+    """Checks that completions end with a trained EOS token. Without a trained EOS, the model never learns to stop."""
     ends, limit = set(eos_ids(worker.tokenizer)), worker.work.data.max_length or float("inf")
     # Rows as long as the limit may be truncated.
     complete = [ids for prompt, ids in rows if len(prompt) + len(ids) < limit]

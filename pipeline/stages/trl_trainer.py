@@ -280,8 +280,7 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
         if best:
             best.load(worker.resume)
         if state.global_step >= state.max_steps > 0 or (best and best.exhausted):
-            # Nothing is left to train, but transformers 5.23 would make another step. Remove this branch when train() returns at
-            # once.
+            # Nothing is left to train, but transformers 5.23 would make another step. Remove when train() returns at once.
             trainer._load_from_checkpoint(worker.resume)
             trainer.state = state
             worker.replay(_history(state))
@@ -294,7 +293,7 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
     kept = {key for key in summary if key.startswith("train_")} | {"epoch", "total_flos"}
     metrics = {key: float(value) for key, value in summary.items() if key in kept}
     total = trainer._total_loss_scalar
-    if worker.world > 1:  # transformers 5.23 counts only this rank's steps since the last line of the log
+    if worker.world > 1:  # transformers 5.23 sums only this rank's losses since the last log line
         mine = trainer._tr_loss
         total += (trainer.accelerator.gather(mine).mean() - mine).item()
     metrics["train_loss"] = total / max(1, trainer.state.global_step)

@@ -45,7 +45,7 @@ COMPARABLE = {
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """The keys `sweep.*` on the command line. Their names come from Ray Tune."""
+    """The keys `sweep.*` on the command line. The names of the keys come from Ray Tune."""
 
     max_trials: Annotated[int, Ge(1), Le(10_000)] = 64
     """The most trials that a sweep may have."""
@@ -107,7 +107,7 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
     known = SweepSettings(**schema.checked(tree, "sweep", schema.keys("pipeline.sweep.space.SweepSettings")))
     base = load_job(path, shared)
     if not base.facts.learns:
-        raise InputError(f"{path}: `{base.stage}` trains nothing; a sweep is of one of {', '.join(TRAINED)}")
+        raise InputError(f"{path}: `{base.stage}` trains nothing; a sweep needs one of {', '.join(TRAINED)}")
     for key in varied:
         if {key, key.partition(".")[0]} & {*FIXED} and key != "data.batch_size":
             why = "trials differ only in what is learned"

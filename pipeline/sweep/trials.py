@@ -43,8 +43,17 @@ ENVIRONMENT = {
 }
 
 
+<<<<<<< HEAD
 def run_trials(sweep: Sweep, handle: SweepHandle, places: Places) -> dict[str, str]:
     """Runs the unfinished trials. Returns {trial: error} of the trials whose driver died too often.
+=======
+def run_trials(
+    sweep: Sweep, handle: SweepHandle, places: Places, keep: Callable[[dict[str, Any]], Any]
+) -> dict[str, str]:
+    """Runs the unfinished trials, and prints the trials' reports.
+
+    Returns {trial: error} of the trials whose driver died too often.
+>>>>>>> h-words2
 
     Args:
         places: the resources of one trial.
@@ -220,8 +229,7 @@ class Rungs:
     def report(self, trial: str, step: int, total: int, figure: float) -> str | None:
         """Records an evaluation. Returns why the trial must stop, or None.
 
-        Every worker of a trial reports an evaluation, and a resumed trial reports it again. Each report of an evaluation gets the
-        first decision.
+        Every worker of a trial reports an evaluation, and a resumed trial reports it again. All reports get the first decision.
         """
         for known in self.reports.get(trial, []):
             if known["step"] == step:

@@ -20,7 +20,7 @@ from pipeline.errors import InputError
 
 AWS = ROOT / "cluster.yaml"
 FILES = [AWS, ROOT / "jobs/cloud/gcp.yaml", ROOT / "jobs/cloud/local.yaml"]
-TWO_SECONDS = "0.0006"  # as hours for start-node.sh
+TWO_SECONDS = "0.0006"  # in hours, the unit of start-node.sh
 IMAGE = "ami-12c6146b"  # an AMI that the mock knows
 needs_moto = pytest.mark.skipif(importlib.util.find_spec("moto") is None, reason="needs the extra `mock`")
 pytestmark = pytest.mark.usefixtures("in_root")
@@ -31,7 +31,7 @@ def home(tmp_path, monkeypatch):
     """Returns a home folder with only a token. Fakes ssh and rsync."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "bin").mkdir()
-    for tool in clusterfile.TOOLS:  # empty files suffice, because the check only searches for them
+    for tool in clusterfile.TOOLS:  # empty files, because the check only searches for files
         (tmp_path / "bin" / tool).touch(mode=0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     (tmp_path / ".ray").mkdir()
@@ -95,7 +95,7 @@ def signed_out(monkeypatch, folder):
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(folder))
-    # otherwise boto3 would query this machine's metadata service
+    # boto3 would query this machine's metadata service
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 
@@ -207,7 +207,7 @@ def head_and_profile(boto3):
 
 @needs_moto
 def test_ray_up_starts_the_head_on_ec2(ec2, home):
-    """Runs the real `ray up` until the mock has an instance, to which it cannot log in."""
+    """Runs the real `ray up` until the mock has an instance, to which `ray up` cannot log in."""
     [stack] = ec2.client("cloudformation").describe_stacks(StackName="rlhf")["Stacks"]
     made = {one["OutputKey"]: one["OutputValue"] for one in stack["Outputs"]}["SecurityGroup"]
     file = filled(AWS, home)
@@ -349,6 +349,6 @@ def test_a_worker_without_a_head_shuts_down(node):
     assert done.returncode == 0, done.stderr
     asked = [line for line in log if line == "timeout 10 bash -c < /dev/tcp/10.0.0.9/6379"]
     assert len(asked) >= 3 and log[-1] == "sudo shutdown -h now"
-    for file in FILES[:2]:  # not on own machines
+    for file in FILES[:2]:  # not on the user's own machines
         [start] = yaml.safe_load(file.read_text())["worker_start_ray_commands"][1:]
         assert start == "HEAD_IDLE_HOURS=1 bash ~/rlhf/start-node.sh worker"

@@ -1,4 +1,4 @@
-"""Tests the copy of a head's MLflow database: it is complete even during writes, and the next head restores it."""
+"""Tests the copy of a head's MLflow database: the copy is complete even during writes, and the next head restores the copy."""
 
 import sqlite3
 import subprocess

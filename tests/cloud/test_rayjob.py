@@ -90,7 +90,7 @@ def test_workers_get_what_the_job_asks_for(capsys, h100):
     accounts = [one["template"]["spec"]["serviceAccountName"] for one in (head, group)]
     assert accounts == ["rlhf-head", "rlhf-worker"], "workers must not start pods"
     assert "tolerations" not in head["template"]["spec"]
-    # The operator's pod queries the dashboard, so it listens on all interfaces and needs a token.
+    # The operator's pod queries the dashboard, so the dashboard listens on all interfaces and needs a token.
     assert head["rayStartParams"]["dashboard-host"] == "0.0.0.0"
     assert spec["rayClusterSpec"]["authOptions"] == {"mode": "token"}
     command = ["python", "-m", "pipeline", "sft", "jobs/llama3-8b/sft.yaml", *overrides]

@@ -1,4 +1,4 @@
-"""Tests where Ray's autoscaler places the shipped jobs, and that the checks before the upload agree with it."""
+"""Tests where Ray's autoscaler places the shipped jobs, and that the checks before the upload agree with the autoscaler."""
 
 import re
 from collections import Counter
@@ -82,7 +82,7 @@ def read(file):
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_job_passes_the_checks_and_gets_gpus_with_enough_memory(name, aws):
-    """Also removes the chosen node types one after another, as if the cloud had no capacity for them."""
+    """Also removes the chosen node types one after another, as if the cloud had no capacity for these types."""
     job = load_job(f"jobs/{name}.yaml", [])
     run_checks(job, aws)
     planned = plan_of(job).peak / plan.GIB

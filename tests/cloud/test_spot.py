@@ -43,7 +43,7 @@ def test_notices_of_aws_and_google(service):
     assert spot.seconds_left() is None
     service.answers[("GET", "/latest/meta-data/spot/instance-action")] = aws_notice(120)
     assert 100 < spot.seconds_left() <= 120
-    # IMDSv2: cluster.yaml allows nothing else
+    # IMDSv2, the only version that cluster.yaml allows
     assert service.asked[-1].get("X-aws-ec2-metadata-token") == "T0KEN"
     service.shutdown()
     service.server_close()

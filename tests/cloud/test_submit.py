@@ -147,7 +147,7 @@ def test_resources_include_nodes_that_the_autoscaler_may_start(job):
         )
     with pytest.raises(InputError, match="workers with 2 GPU each, but the cluster has resources for 0"):
         preflight.check_resources(job(*gpus, "scaling.resources_per_worker={GPU: 2}").places, scaled_to_zero)
-    # two workers suffice for this range
+    # num_workers=[2, 8] needs only two workers
     preflight.check_resources(job(*gpus, "scaling.num_workers=[2, 8]").places, scaled_to_zero)
 
 
@@ -300,7 +300,7 @@ def test_a_job_whose_log_cannot_be_read_ends_with_its_state(capsys, monkeypatch)
     assert "the end of the log is missing" in message and "job failed: its node died" in message
     assert submit.follow(ClientWithoutLog(OSError("no route"), "SUCCEEDED"), "job") == 0
     monkeypatch.setattr(submit, "SILENT_SECONDS", -1)
-    with pytest.raises(OSError, match="no route"):  # although its client can be created
+    with pytest.raises(OSError, match="no route"):  # although Ray's client can be created
         submit.follow(ClientWithoutLog(OSError("no route")), "job")
 
 
@@ -383,7 +383,7 @@ def test_an_address_with_a_vendors_scheme_is_resolved_by_ray(cluster, tmp_path, 
 
 @pytest.mark.slow
 def test_a_stage_runs_on_the_cluster(cluster, capfd, tmp_path):
-    """Also submits the run twice at the same time: one submitter runs it, the other exits with a message."""
+    """Also submits the run twice at the same time: one submitter runs the run, and the other exits with a message."""
     short = ["gate={}", "trainer.max_steps=1", "trainer.eval_on_start=false", "trainer.eval_strategy=no"]
     arguments = ["sft", "jobs/demo/sft.yaml", f"run.storage_path={tmp_path}/runs", "run.name=far", *short]
     command = [sys.executable, "-m", "pipeline", *arguments]
@@ -401,7 +401,7 @@ def test_a_stage_runs_on_the_cluster(cluster, capfd, tmp_path):
 
 
 def test_a_command_on_this_machine_needs_the_registry_of_the_cluster(monkeypatch, capsys, tmp_path, in_root):
-    """Otherwise it would search an empty SQLite file here."""
+    """Without a tracking URI, the command would search an empty SQLite file on this machine."""
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:9")
     command = ["chat", "jobs/llama3-8b/generate.yaml", f"run.storage_path={tmp_path}"]
     error = refused(capsys, *command)

@@ -73,7 +73,7 @@ def test_hosts_of_rollout_workers_die_and_rejoin(cluster):
     expected = undisturbed.result()
     cluster.leave(other)
 
-    # At each time only one host has a rollout worker, which therefore samples the update.
+    # Only one host at a time has a rollout worker, which therefore samples the update.
     run = Ppo(cluster, "disturbed")
     for step, leaves, joins in ((3, one, other), (6, other, one)):
         run.reaches(step)

@@ -88,7 +88,7 @@ class Load:
     """Eight clients that send one request after another, and repeat a failed request once, after a second.
 
     Args:
-        requests: total number. None means until the block ends.
+        requests: total number. If None, the clients send requests until the block ends.
     """
 
     def __init__(self, client, requests=None):

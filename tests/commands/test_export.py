@@ -57,14 +57,14 @@ def test_a_folder_has_the_files_that_transformers_needs(exported, models):
         wanted = {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "README.md"}
         assert wanted <= names
         assert not any(name.startswith(("adapter", "pytorch_model")) for name in names)
-        settings = json.loads((folder / "config.json").read_text())  # transformers 4 reads these names
+        settings = json.loads((folder / "config.json").read_text())  # transformers 4 reads these key names
         assert settings["rope_theta"] == 10000.0 and settings["torch_dtype"] == settings["dtype"] == "float32"
         words = json.loads((folder / "tokenizer_config.json").read_text())
         assert words["tokenizer_class"] == "PreTrainedTokenizerFast"
         card = (folder / "README.md").read_text()
         version = "toy-policy/1" if kind == "policy" else "toy-rm/1"
         named = (f"models:/{version}", "sha256:abababab", "eval_accuracy: 0.75", "trl 1.16.0")
-        for text in (*named, "Needs transformers 5.0 or newer"):  # because the base needs it
+        for text in (*named, "Needs transformers 5.0 or newer"):  # because the base needs transformers 5
             assert text in card
     assert "as its policy" in card and "models:/toy-policy/1" in card
     said = json.loads((Path(exported["policy"]["folder"]) / "generation_config.json").read_text())
@@ -100,7 +100,7 @@ def test_a_failed_merge_is_not_exported(models, storage, capsys, monkeypatch):
     assert stage("export", storage, "wrong-merge", *POLICY, status=1) == {}
     assert "the exported policy differs from the adapter" in capsys.readouterr().err
     left = {path.name for path in (storage / "wrong-merge").iterdir()}
-    assert left == {"job.json", "failed.json", "lease"}  # and no folder with a model
+    assert left == {"job.json", "failed.json", "lease"}  # no folder with a model was written
 
 
 def test_an_error_keeps_the_run_that_was_to_be_overwritten(models, storage, capsys, tmp_path, in_root):
@@ -221,7 +221,7 @@ def test_an_interrupted_push_continues(models, storage, hub, capsys, monkeypatch
     assert set(hub.files("owner/mine")) == {".gitattributes"}  # the repository has no incomplete file
     hub.broken_after = None
     result = stage("export", storage, "cut", *POLICY, *ADAPTER, PUSH)
-    assert "the adapter" not in capsys.readouterr().out  # because the adapter was exported before
+    assert "the adapter" not in capsys.readouterr().out  # the first attempt exported the adapter
     assert of_folder(Path(result["exported"]["policy"]["folder"])).items() <= hub.files("owner/mine").items()
 
 
@@ -254,7 +254,8 @@ def test_the_code_of_a_card_gives_the_adapters_outputs(models_of, merge, engine,
 
 
 def test_a_card_has_the_fields_that_the_hub_reads(models, storage, hub, in_root):
-    """The base is on the Hub. The card has its license, the datasets of all ancestors, and the versions that wrote rows."""
+    """The base is on the Hub. The card has the base's license, the datasets of all ancestors, and the versions that wrote
+    rows."""
     readme = b"---\nlicense: llama3.1\nlicense_link: https://x.org/licence\n---\nA base."
     hub.put("org/base", of_folder(Path(BASE)) | {"README.md": readme})
     folder = storage / "on-the-hub"

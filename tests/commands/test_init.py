@@ -159,7 +159,7 @@ def test_unreadable_rows_are_reported(here, capsys):
 
 
 def test_messages_and_a_base_without_a_chat_template_use_the_built_in_one_in_every_job(here, tmp_path):
-    """Otherwise the reward model would read plain text, and the policy conversations."""
+    """If the jobs differed, the reward model would read plain text, and the policy conversations."""
     shutil.copytree(MODEL, here / "base")
     (here / "base/chat_template.jinja").unlink()
     turns = [{"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}]} for n in range(9)]  # fmt: skip
@@ -173,7 +173,7 @@ def test_messages_and_a_base_without_a_chat_template_use_the_built_in_one_in_eve
 
 
 def talks(count, tools=False):
-    """Yields conversations with a system prompt and two questions. With `tools`, every second one calls a tool."""
+    """Yields conversations with a system prompt and two questions. With `tools`, every second conversation calls a tool."""
     for n in range(count):
         call = [{"type": "function", "function": {"name": "book", "arguments": "{}"}}]
         answer = {"content": None, "tool_calls": call} if tools and n % 2 else {"content": f"{n}!"}
@@ -199,7 +199,7 @@ def test_columns_may_be_set(here, capsys):
 
 
 def test_a_set_column_is_not_guessed_as_another_field(here):
-    """Otherwise sft would learn to write the verdicts."""
+    """If verdicts were guessed as completions, sft would learn to write verdicts."""
     names = {
         "Question": "Why {}?",
         "Answer A": "So {}.",
@@ -291,7 +291,11 @@ def test_evaluate_gets_the_eval_prompts_of_ppo_with_all_their_columns(here):
 
 
 def test_a_label_with_an_unclear_meaning_is_left_to_the_user(here, capsys):
+<<<<<<< HEAD
     """Lengths do not depend on what the label means."""
+=======
+    """The jobs keep the lengths of the profile, or the context of the model if the context is shorter."""
+>>>>>>> h-words2
     unclear = [row | {"preference": n % 2} for n, row in enumerate(PAIRS)]
     written = init(rows(here / "u.jsonl", unclear))
     assert (written("u", "rm").data.max_length, written("u", "ppo").trainer["response_length"]) == (64, 16)
@@ -302,7 +306,7 @@ def test_a_label_with_an_unclear_meaning_is_left_to_the_user(here, capsys):
 
 
 def test_ratings_under_any_name_are_the_label_in_every_job(here):
-    """Otherwise sft would imitate badly rated completions."""
+    """Without the label, sft would imitate badly rated completions."""
     made = [f"Say {n}.,{n} there.,{n % 5 + 1}.0,NaN" for n in range(60)]
     (here / "r.csv").write_text("\n".join(["prompt,completion,rating_anna,rating_ben", *made]) + "\n")
     init("r.csv")

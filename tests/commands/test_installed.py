@@ -26,7 +26,7 @@ def wheel(tmp_path_factory):
 
 
 def rlhf(wheel, cwd, *arguments):
-    """Runs the console command `rlhf` with the installed package, as the script that pip installs does."""
+    """Runs the console command `rlhf` with the installed package, like the script that pip installs."""
     command = "import sys; sys.argv[0] = 'rlhf'; from pipeline.__main__ import command; command()"
     program, env = [sys.executable, "-P", "-c", command], {**os.environ, "PYTHONPATH": str(wheel)}
     return subprocess.run([*program, *arguments], cwd=cwd, env=env, capture_output=True, text=True)
@@ -87,7 +87,7 @@ def test_completion_knows_subcommands_job_files_and_their_keys():
 
 
 def test_python_functions_of_the_current_folder_are_found(wheel, tmp_path):
-    """The message shows that the module was imported. It lacks the function, so that the run ends there."""
+    """The message shows that the module was imported. The module lacks the function, so that the run ends there."""
     shutil.copytree(wheel / "pipeline/jobs/demo", tmp_path / "jobs/demo")
     (tmp_path / "my_rewards.py").write_text("def f(prompts, completions, rows):\n    return [1.0]\n")
     done = rlhf(wheel, tmp_path, "score", "jobs/demo/score.yaml", "reward=python:my_rewards:g")

@@ -43,7 +43,7 @@ def left(folder):
 
 
 def test_a_sweep_registers_the_better_of_two_trials(embedded_ray, in_root, tmp_path, capsys):
-    """One trial has ended under an earlier driver. So the test runs one trial, whose three processes start slowly."""
+    """One trial has ended under an earlier driver. The test therefore runs one trial, whose three processes start slowly."""
     ended = {"metrics": {"eval_loss": 9.0}, "ended": {"step": 2, "of": 2, "early": None}}
     first = tmp_path / "two/learning_rate-1e-3/result.json"
     first.parent.mkdir(parents=True)

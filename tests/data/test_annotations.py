@@ -34,7 +34,7 @@ def json_of_argilla(votes, **more):
 
 
 def task(kind, key, votes, **more):
-    """Returns a task of Label Studio. Its last annotation was canceled."""
+    """Returns a task of Label Studio. The task's last annotation was canceled."""
 
     def annotation(vote, cancelled=False):
         result = {"id": "a", "from_name": "better", "to_name": "x", "type": kind, "value": {key: vote}}

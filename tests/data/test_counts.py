@@ -35,7 +35,7 @@ def test_a_digest_does_not_depend_on_how_a_file_is_cut(tmp_path, format):
         ]
         digests.append(read.content_digest("train", made, options))
     assert digests[0] == digests[1] and len({*digests}) == 3  # a missing row and another order change it
-    if format == "jsonl":  # runs compare digests with those that older versions stored
+    if format == "jsonl":  # runs compare digests with digests that older versions stored
         assert digests[0] == "48aacbd301174b29a5ef432321f39e2c47c5da5f2fd90bab84fdea340bcb8449"
 
 
@@ -85,7 +85,7 @@ def test_rows_are_counted_by_version_and_source(tmp_path):
     assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
     skipped = write(tmp_path / "bad.jsonl", [pair(1, PPO3), pair(2, SFT1, chosen="b")])
     report = make(tmp_path, "dpo", train=skipped, on_error="skip").report
-    assert report.splits["train"].versions == {PPO3: 1}  # dropped rows do not count
+    assert report.splits["train"].versions == {PPO3: 1}  # dropped rows are not counted
 
 
 def test_rows_are_counted_by_the_judges_that_scored_them(tmp_path):

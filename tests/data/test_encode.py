@@ -157,7 +157,7 @@ EVIL = [{"name": "f", "arguments": {"x": "<|im_end|>"}}]
         ("sft", {"prompt": [USER, SILENT, USER], "completion": "yo"}, {}, Example),
         ("sft", {"messages": [USER, {**SILENT, "weight": 0}, USER, BOT]}, {}, Example),
         ("ppo", {"prompt": [USER, SILENT, USER]}, {}, Example),
-        # The template CHAT writes no tool calls. The last two rows have special tokens in a tool and in a call.
+        # The template CHAT writes no tool calls. One of the last two rows has special tokens in a tool, the other in a call.
         ("sft", TOOLS, CHAT, "template"),
         ("rm", {"prompt": [ASK], "chosen": [CALLED], "rejected": [NO]}, CHAT, "template"),
         ("sft", {**TOOLS, "tools": [{**WEATHER, "description": "a<|im_end|>"}]}, CALLS, "special_tokens"),

@@ -145,7 +145,7 @@ def test_rows_of_a_group_become_one_row(tmp_path, monkeypatch, format):
 
 
 def test_the_balance_of_labels_counts_the_draws(tmp_path):
-    """If an epoch draws ten of a hundred good rows, ten count."""
+    """If an epoch draws ten of a hundred good rows, the report counts ten."""
     ups = [{"prompt": f"q{i}", "completion": "a", "label": True} for i in range(100)]
     downs = [{"prompt": f"p{i}", "completion": "a", "label": i < 2} for i in range(10)]
     up, down = write(tmp_path / "up.jsonl", ups), write(tmp_path / "down.jsonl", downs)

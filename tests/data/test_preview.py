@@ -45,7 +45,7 @@ def test_the_rule_of_a_label_is_found_once_for_all_rows(tmp_path):
         *ones,
         {**PAIR, "better": {"by": "me"}},
         {**PAIR, "better": 1, "margin": 1.0},
-    ]  # these rows are checked when they are read
+    ]  # rows after the preview are checked when they are read
     assert look(tmp_path, by, columns=COLUMNS).rule == Rule((1.0,), (2.0,), derived=True)
 
 
@@ -77,7 +77,7 @@ def test_the_preview_applies_the_transform(tmp_path):
 
 
 def test_ratings_are_not_labels(tmp_path):
-    """Otherwise, a 1 on a scale from 1 to 5 would be desirable. data.on_error=skip does not hide the error."""
+    """Without this check, a 1 on a scale from 1 to 5 would be desirable. data.on_error=skip does not hide the error."""
     rows = [{"prompt": "Why?", "completion": "Because of this.", "label": i % 5 + 1} for i in range(10)]
     found = r"`label`: found 2; expected true or false, .* set data\.label=\{good: 4, bad: 2\}"
     with pytest.raises(InputError, match=found):
@@ -106,7 +106,7 @@ def test_each_source_has_its_own_columns_and_labels(tmp_path):
     one, other = several(tmp_path, "sft", asked=(ASKED, mapped), talks=(TALKS, {}))
     assert (one.columns, other.columns) == (mapped["columns"], {})
     ones = [{**PAIR, "better": i % 2 + 1} for i in range(6)]
-    same = [{**PAIR, "better": 1}]  # a 1 alone would be ambiguous
+    same = [{**PAIR, "better": 1}]  # the label 1 alone would be ambiguous
     two, one = several(tmp_path, "rm", x=(ones, {"columns": COLUMNS}), y=(same, {"columns": {**COLUMNS}}))
     assert two.rule == one.rule  # sources with the same columns share a rule
     said = {"columns": COLUMNS, "label": {"first": 1, "second": 0}}
@@ -132,7 +132,7 @@ def test_an_error_of_a_source_names_its_entry(tmp_path, stage, rows, said, messa
 @pytest.mark.parametrize("stage", ["sft", "kto"])
 @pytest.mark.parametrize("name", ["label", "rating"])
 def test_a_zero_next_to_minus_one_needs_a_setting(tmp_path, stage, name):
-    """The 0 may mean that a completion is not rated. Then it must not be trained as a bad one."""
+    """The 0 may mean that a completion is not rated. Such a completion must not be trained as undesirable."""
     marks = (0, 0, -1, None, [1, 0], 0, 1, "0")
     rows = [{"prompt": f"Why {i}?", "completion": "So.", name: mark} for i, mark in enumerate(marks)]
     columns = {"label": name} if name == "rating" else None
@@ -160,7 +160,7 @@ BESIDE = {
 
 @pytest.mark.parametrize(("name", "mapped"), [(name, len(name) % 2) for name in BESIDE])
 def test_a_label_next_to_the_columns_that_sft_reads_needs_a_setting(tmp_path, name, mapped):
-    """Otherwise, sft would imitate the completions that the column calls bad."""
+    """Without the error, sft would imitate the completions that the column calls bad."""
     marks, says = BESIDE[name]
     fields = ("question", "answer") if mapped else ("prompt", "completion")
     rows = [{fields[0]: f"Why {i}?", fields[1]: "So it is.", name: marks[i % len(marks)]} for i in range(9)]

@@ -30,7 +30,7 @@ def commands(text: str) -> list[str]:
 
 def test_control_characters_are_shown_escaped(capsys):
     assert visible(EVIL) == str(InputError(EVIL)) == SHOWN and not commands(SHOWN)
-    assert visible("é 東京 🦙 👨‍👩‍👧 \t\n") == "é 東京 🦙 👨‍👩‍👧 \t\n"  # these are no control characters
+    assert visible("é 東京 🦙 👨‍👩‍👧 \t\n") == "é 東京 🦙 👨‍👩‍👧 \t\n"  # no control characters
     assert visible("a\nb\tc", lines=False) == r"a\nb\tc"
     error = RowError("null", f"x{EVIL}\n", show(EVIL), "a text", file=f"{EVIL}\nerror: no", line=1)
     assert not commands(str(error)) and "\n" not in str(error)

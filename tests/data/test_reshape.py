@@ -139,7 +139,7 @@ def test_the_meaning_of_values_is_derived_if_it_is_unique(values, first, second,
         ([-1, 0, 1], "{first: -1, second: 1}"),
         (["model_1"], "data.label="),  # the other value may be model_0
         (["gpt-4", "claude"], "{first: claude, second: gpt-4}"),
-        (["right"], "data.label="),  # right may mean correct
+        (["right"], "data.label="),  # the value `right` may mean correct
         ([None, ""], "data.columns.label=COLUMN"),
     ],
 )
@@ -163,7 +163,7 @@ SIDES = [  # data.label, the row's label or scores, the chosen completion
     *((ONE_TWO, {"label": votes}, end) for votes, end in
       [([1, 1, 2], "first"), ([2, 2, 0], "second"), ([1, 2, 0], "tie"), ([0, 0, 1], "tie"), ([1, 2], "tie"),
        ([1, None, None], "first"), ([None, None, ""], "unlabeled"), ([], "unlabeled"), (["2", 2, "1"], "second")]),
-    # A value between first and second has a meaning only if each of them is one number.
+    # A value between `first` and `second` has a meaning only if both are single numbers.
     ({"first": 1, "second": 4}, {"label": 1.2}, "first"),
     ({"first": [1, 2], "second": "b"}, {"label": 1.2}, "unknown_label"),
     ({"first": [1, 2], "second": [3, 4]}, {"label": 2.5}, "unknown_label"),

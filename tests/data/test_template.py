@@ -264,7 +264,7 @@ def test_calls_with_thoughts_are_trained_alone_in_gpt_oss_template():
      ("phi3", "[THINK]a[/THINK]"), ("llama3", "<think>\none\n</think>")],
 )  # fmt: skip
 def test_a_turn_with_only_thoughts_is_an_empty_one(name, said):
-    """This holds for templates that keep the thoughts, and for templates that drop them."""
+    """Tests templates that keep the thoughts, and templates that drop the thoughts."""
     quiet = {"role": "assistant", "content": said}
     turns = [USER, quiet, USER, BOT]
     template = real_template(name)

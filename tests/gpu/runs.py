@@ -99,7 +99,7 @@ def options_of_vllm(verb: str, keys: list[str], free: int) -> dict[str, Any]:
 
 @contextmanager
 def ray() -> Iterator[None]:
-    """Starts an embedded Ray, whose workers also pretend."""
+    """Starts an embedded Ray, whose workers also pretend to have GPUs."""
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # an empty value would hide the GPU from Ray
     for wait in ("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"):
         os.environ[wait] = "300"  # seconds, because each process imports torch

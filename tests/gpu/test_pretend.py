@@ -65,7 +65,7 @@ def _on_gpu():
     return torch.arange(6.0, device=GPU).view(2, 3)
 
 
-ERRORS = {  # besides those of the FAULTS below
+ERRORS = {  # in addition to the errors of the FAULTS below
     "an index of another GPU": (lambda: _on_gpu()[torch.tensor([0], device="cuda:1")], "indices should be either"),
     "an index of a GPU into a tensor of the CPU": (lambda: torch.ones(3)[torch.tensor([0], device=GPU)], "indices should"),
     "numpy": (lambda: _on_gpu().numpy(), "can't convert cuda:0 device type tensor to numpy"),
@@ -301,7 +301,7 @@ def optimizer_state_on_the_cpu(trainer, monkeypatch):
 
 
 def nothing(trainer, monkeypatch):
-    """Plants no fault. The test then expects no error and no message."""
+    """Plants no fault. A trainer without a fault must give no error and no message."""
 
 
 FAULTS = {

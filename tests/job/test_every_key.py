@@ -22,7 +22,7 @@ from pipeline.ppo.config import PPOConfig
 from pipeline.scoring.rewards import AdapterReward, FunctionReward
 from pipeline.stages import trl_trainer
 
-# {key of PPOConfig: a value other than toy.trainer's}, and the settings that it needs to have an effect
+# {key of PPOConfig: a value other than toy.trainer's}, and the settings that the key needs to have an effect
 OTHER = {
     "total_episodes": 16, "num_train_epochs": 2.0, "batch_size": 8, "num_ppo_epochs": 1, "num_mini_batches": 1,
     "critic": "head", "num_generations": 2, "per_device_train_batch_size": 4, "max_tokens_per_micro_batch": 20, "local_rollout_forward_batch_size": 4,
@@ -99,7 +99,7 @@ def test_every_key_of_ppo_is_tried():
      (config.Source, "source"), *((c, "args") for c in (config.Forward, config.Inference, config.Evaluate, config.Collect, config.Export))],
 )  # fmt: skip
 def test_every_key_of_our_sections_is_read_by_what_runs(section, name):
-    """job/ only checks values, so it does not count. The test searches `job.run.name` or `run.name`, not any `name`.
+    """Reads in job/ are ignored, because job/ only checks values. The test searches `job.run.name` or `run.name`, not any `name`.
 
     A source or the section describes what rows become. Source.location reads path and revision.
     """

@@ -87,7 +87,7 @@ def test_an_adapter_that_changes_the_base_is_detected(start, dtype):
     ids=["embedding", "option"],
 )
 def test_copies_of_base_weights_in_a_peft_file_must_equal_the_base(targets, save, tmp_path):
-    """peft saves base weights next to adapters of embeddings. All readers compare and ignore them."""
+    """peft saves base weights next to adapters of embeddings. All readers compare and ignore such weights."""
     made = peft.get_peft_model(
         toy.base(), peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets)
     )
@@ -130,7 +130,7 @@ def test_copies_of_base_weights_in_a_peft_file_must_equal_the_base(targets, save
             ):
                 read()
         save_file(tensors, file)
-    save_file({**tensors, key: tensors[key].bfloat16()}, file)  # as saved by a training in bfloat16
+    save_file({**tensors, key: tensors[key].bfloat16()}, file)  # as if saved by a training in bfloat16
     as_peft_model(toy.base(), tmp_path)
 
 
@@ -233,7 +233,7 @@ def test_rows_of_one_batch_can_use_different_adapters(extra, autocast):
         again = shared.hidden("policy", ids[:1])
     if autocast is None:
         assert torch.allclose(together, alone, atol=1e-5)
-    else:  # both results are rounded, in different orders
+    else:  # the two results are rounded in different orders
         shared.autocast = None
         with torch.no_grad():
             exact = torch.cat([shared.hidden(role, ids[i : i + 1]) for i, role in enumerate(roles)])

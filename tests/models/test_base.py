@@ -1,4 +1,4 @@
-"""Tests that a base is loaded frozen and complete, and that its identity distinguishes it from other bases."""
+"""Tests that a base is loaded frozen and complete, and that the digest distinguishes a base from other bases."""
 
 import shutil
 from pathlib import Path
@@ -76,7 +76,7 @@ def test_a_base_and_a_reward_model_are_loaded_frozen_and_without_dropout(folders
 
 
 def test_the_head_of_a_reward_model_computes_in_fp32_under_autocast(folders):
-    """Scores that are rounded to bf16 would often be equal, and equal scores count as wrong."""
+    """Scores that are rounded to bf16 would often be equal, and a pair with equal scores is taken as wrong."""
     scorer = load_base(settings(folders["qwen3"], dtype="bfloat16"), load_tokenizer(str(folders["qwen3"])))
     scorer = peft.get_peft_model(scorer, peft.LoraConfig(task_type="SEQ_CLS", r=2))
     head = score_head(scorer.base_model.model).modules_to_save["default"]

@@ -1,4 +1,4 @@
-"""Tests that the checks before a job starts import no torch, which takes seconds."""
+"""Tests that no check that runs before a job imports torch, because that import takes seconds."""
 
 import subprocess
 import sys

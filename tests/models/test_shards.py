@@ -202,7 +202,7 @@ def test_both_ranks_raise_if_they_train_different_roles(monkeypatch, one_rank):
 
 
 def private_bytes():
-    """Returns the bytes that this process has written. Mapped weight files do not count, because the system can drop them."""
+    """Returns the bytes that this process has written. Mapped weight files are not included, because the system can drop them."""
     with open("/proc/self/smaps_rollup") as file:
         (size,) = (line.split()[1] for line in file if line.startswith("Private_Dirty:"))
     return int(size) * 1024
@@ -243,7 +243,7 @@ def test_no_rank_ever_loads_the_full_base(tmp_path, monkeypatch):
     deep = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=142)
     base = toy.base(**deep)
     size = sum(p.numel() * 4 for p in base.parameters())
-    # The base is loaded in another dtype than its files have. Otherwise its weights could be the mapped files.
+    # The base is loaded in another dtype than its files have. With the same dtype, the weights could be the mapped files.
     base.bfloat16().save_pretrained(tmp_path, max_shard_size="25MB")
     toy.base().save_pretrained(tmp_path / "small")
     del base

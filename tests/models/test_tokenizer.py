@@ -168,7 +168,7 @@ def test_the_digest_changes_only_with_the_tokens(tmp_path):
     tokenizer = load_tokenizer(make_folder(tmp_path / "a", LLAMA_31, eos_token="<|eot_id|>"))
     digest = tokenizer_digest(tokenizer)
     tokenizer(["hello", "hello, how are you?"], padding=True, truncation=True, max_length=4)
-    assert tokenizer_digest(tokenizer) == digest  # padding and truncation of a call do not count
+    assert tokenizer_digest(tokenizer) == digest  # padding and truncation of a call do not change the digest
     copy = pickle.loads(pickle.dumps(tokenizer))
     assert tokenizer_digest(copy) == digest
     assert copy.text_as_chat is False and copy.pad_token == tokenizer.pad_token

@@ -39,7 +39,7 @@ FAMILIES = {
 
 
 def saved(case, folder):
-    """Saves a model twice: `kept` has the old key names of its base, and `made` has names converted from the new ones."""
+    """Saves a model twice: `kept` has the old key names of its base, and `made` has names converted from the new names."""
     model_type, keys = FAMILIES[case]
     base = {**SIZE, "model_type": model_type, "torch_dtype": "float32", **keys}
     (folder / "base").mkdir(parents=True)

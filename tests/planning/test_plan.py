@@ -192,7 +192,7 @@ def test_hours_are_matrix_products_divided_by_speed(llama_8b):
 
 
 def test_a_decoding_step_with_nf4_moves_an_unpacked_copy_of_the_weights(llama_8b):
-    """A weight is read with half a byte, written with two bytes, and read again. These are 4.5 bytes, and 2 for bf16."""
+    """A weight is read with half a byte, written with two bytes, and read again. The sum is 4.5 bytes, and 2 for bf16."""
     bf16, nf4 = (plan_of(job(llama_8b, f"{name}/ppo")) for name in ("llama3-8b", "llama3-8b-qlora"))
     assert bf16.shape.moved == 2 * bf16.shape.parameters
     linear, others = 6.98e9, 1.05e9  # embedding and lm head
@@ -323,7 +323,7 @@ OTHER_MACHINES = [(4, "A10G"), (1, "A100-80G")]
 
 
 def jobs_of_profile(profile, tmp_path):
-    """Returns {path: overrides} of the jobs of a profile that have workers. The overrides let them use GPUs."""
+    """Returns {path: overrides} of the jobs of a profile that have workers. The overrides let these jobs use GPUs."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
     found = {}
     for path in sorted((ROOT / "jobs" / profile).glob("*.yaml")):
@@ -346,7 +346,7 @@ def jobs_of_profile(profile, tmp_path):
 def test_a_profile_starts_on_a_machine_with_gpus_or_says_what_to_change(
     profile, count, gpu, tmp_path, in_root, monkeypatch
 ):
-    """Applies the changes that the messages name. Then the workers find GPUs and fit, or the message names larger GPUs."""
+    """Applies the changes that the messages name. The changed jobs find GPUs and fit, or the message names larger GPUs."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(NvidiaGPUAcceleratorManager, "get_current_node_num_accelerators", lambda: count)
     memory, fitted = plan.GPUS[gpu].memory * plan.GIB, 0

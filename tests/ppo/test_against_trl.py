@@ -1,7 +1,7 @@
 """Compares our PPO formulas with TRL 1.12's PPOTrainer. The test runs lines of TRL's source without changes.
 
-Both agree only if all completions have full length. For shorter completions, TRL places the score one position after the end,
-and its GAE runs over padding. `make test-all` installs TRL 1.12 into a separate folder, like `make bench`.
+Our formulas and TRL's agree only if all completions have full length. For shorter completions, TRL places the score one position
+after the end, and its GAE runs over padding. `make test-all` installs TRL 1.12 into a separate folder, like `make bench`.
 """
 
 import ast

@@ -54,6 +54,6 @@ def test_a_long_row_does_not_pad_a_batch_that_is_busy_without_it():
     assert micro_batches([10, 90], 16, None) == [[0, 1]]  # a second batch would cost more than padding
     # Limits: 3 rows and 20 tokens. The long row gets its own batch.
     assert micro_batches([5, 9, 2, 7, 7, 30, 1], 3, 20) == [[6, 2, 0], [3, 4], [1], [5]]
-    # So few tokens cost a GPU only the kernel launches, so one padded forward is cheaper.
+    # A few tokens cost a GPU only the kernel launches, so one padded forward is cheaper.
     assert micro_batches(lengths, 16, None, "cuda") == [[6, 2, 0, 3, 1, 4, 5]]
     assert len(micro_batches([100] * 40 + [200] * 4, 64, None, "cuda")) == 2

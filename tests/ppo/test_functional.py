@@ -111,7 +111,7 @@ def test_the_upper_clip_range_can_differ_from_the_lower():
 
 
 def test_a_sequences_ratio_is_the_geometric_mean_of_its_tokens():
-    """Checks equations 5 to 7 of GSPO, and its gradient (equation 10)."""
+    """Checks equations 5 to 7 of GSPO, and GSPO's gradient (equation 10)."""
     new = t([0.3, -0.1, NAN], [0.5, 0.5, 0.5]).requires_grad_()
     old, mask = t([0.0, 0.0, 1.0], [0.0, 0.0, 0.0]), t([1, 1, 0], [1, 1, 1])
     advantages = t([2.0, 2.0, NAN], [3.0, 3.0, 3.0])

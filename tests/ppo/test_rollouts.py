@@ -23,7 +23,7 @@ AHEAD = {k: RolloutConfig(num_workers=1, staleness=k) for k in (0, 1, 2)}
 
 
 class Elsewhere:
-    """A rollout worker with its own base, roles and engine. It copies published weights into its policy."""
+    """A rollout worker with its own base, roles and engine. The worker copies published weights into its policy."""
 
     def __init__(self, trainer=None, absent=()):
         self.versions, self.requests, self.done, self.absent = {}, [], [], absent
@@ -107,7 +107,7 @@ def test_chunks_depend_on_the_rows_and_not_on_the_sampler():
 
 
 def test_an_asynchronous_run_is_a_function_of_its_seed(tmp_path):
-    """The result is the same for any sampler and after a resume. It differs from the synchronous run."""
+    """The result is the same for any sampler and after a resume. The result differs from the synchronous run."""
     worker, staleness = Elsewhere(), 2
     whole = run(staleness, worker, rows=8)
     assert (
@@ -117,7 +117,7 @@ def test_an_asynchronous_run_is_a_function_of_its_seed(tmp_path):
     versions = {chunk.update: chunk.version for chunk, _ in worker.done}
     assert versions == {0: 0, 1: 0, 2: 0, 3: 1, 4: 2}
     same(run(staleness, Elsewhere(absent=range(5)), rows=8), whole)
-    same(run(staleness, Elsewhere(absent=[1, 3]), rows=8), whole)  # there is no worker in two updates
+    same(run(staleness, Elsewhere(absent=[1, 3]), rows=8), whole)  # in two updates, there is no worker
     run(staleness, Elsewhere(), rows=8, folder=tmp_path, stop=3)
     resumed = Elsewhere()
     same(run(staleness, resumed, rows=8, resume=tmp_path), whole)

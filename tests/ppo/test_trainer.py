@@ -17,7 +17,7 @@ from pipeline.writing.rows import Completion, Sampling
 
 GROUP = dict(num_generations=4)
 LOSS_KL = dict(kl_in="loss", kl_estimator="k3")
-# Together, these runs use every option that changes what PPO learns from. The first two run in `make test`.
+# Together, these runs use every option that changes what PPO learns from. `make test` runs the first two of these runs.
 VARIANTS = {
     "gae": dict(whiten_rewards=True, normalize_values=True, bootstrap_truncated=True, gamma=0.99, lam=1.0),
     "head": dict(critic="head", kl_controller="adaptive", kl_target=0.5, kl_horizon=100, **GROUP),
@@ -153,7 +153,7 @@ def shared_run(number, spread=0.0):
         loads.append(sum(episodes.lengths()[row] for row in rows))
         return accumulate(episodes, rows, *rest)
 
-    def learned(episodes):  # counts only here, because the self-checks accumulate single rows
+    def learned(episodes):  # records only here, because the self-checks accumulate single rows
         trainer.accumulate = counted
         metrics = learn(episodes)
         trainer.accumulate = accumulate
@@ -172,7 +172,7 @@ def worker(rank, folder, numbers):
         patch.setattr(memory, "free_bytes", lambda device: 2.0 * row * (2 + 3 * rank))
         assert toy.trainer().sampler.rows == 2, "workers decode different numbers of rows"
     for number in numbers:
-        # The ranks start with different weights, and rank 0's must win.
+        # The ranks start with different weights, and rank 0's must reach all ranks.
         trainer, path, loads = shared_run(number, spread=rank * 0.5)
         torch.save((path, trainer.history, loads), f"{folder}/{number}_{rank}.pt")
         trainer.save(f"{folder}/{number}")

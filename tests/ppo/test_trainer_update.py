@@ -25,7 +25,8 @@ GSPO = dict(
 )  # fmt: skip
 # the code of the update in docs/architecture.md
 [PAGE] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/architecture.md").read_text(), re.DOTALL)
-# Settings that the page reads. None is a default, and each has an effect: clipping changes the policy's gradient only.
+# Settings that the page reads. No setting is a default, and each setting has an effect: clipping changes the policy's gradient
+# only.
 SET = dict(
     temperature=0.8, gamma=0.98, lam=0.9, kl_coef=0.3, cliprange=0.05, cliprange_value=0.1, vf_coef=0.2, max_grad_norm=0.5,
     lr_scheduler_type="linear", critic_learning_rate=5e-3, weight_decay=0.01,
@@ -34,11 +35,11 @@ SET = dict(
 EVEN = dict(rows=[row | {"input_ids": 2 * row["input_ids"][:3]} for row in toy.prompts()], min_new_tokens=7)
 
 
-# The trainer sorts a minibatch by length, so its sums have another order, unless all rows have the same length. This rounding
-# makes the two updates differ by 6e-7 of their size. A missing step makes them differ by 5e-2 or more.
+# The trainer sorts a minibatch by length, so the trainer's sums have another order, unless all rows have the same length.
+# Rounding makes the two updates differ by 6e-7 of their size. A missing step makes them differ by 5e-2 or more.
 @pytest.mark.parametrize(("changes", "rounding"), [(EVEN, 0.0), ({}, 1e-4)], ids=["even", "ragged"])
 def test_the_update_in_the_documentation_equals_the_trainers(changes, rounding):
-    """Compares second updates, because then the policy has left the reference, and Adam has moments."""
+    """Compares second updates, in which the policy differs from the reference, and Adam has moments."""
 
     def after_an_update():
         shared = toy.shared_base()
@@ -116,7 +117,7 @@ def test_micro_batches_do_not_change_the_update(loss, changes):
 
 @pytest.mark.parametrize("aggregation", ["token", "constant", None])
 def test_policy_loss_kl_and_entropy_are_aggregated_the_same_way(aggregation):
-    """Compares with a loop over completions. Masked completions count neither in the loss nor in its divisor."""
+    """Compares with a loop over completions. Masked completions are neither in the loss nor in its divisor."""
     trainer = toy.trainer(**{**GSPO, "loss_aggregation": aggregation, "importance_sampling_level": "token"})
     episodes = toy.first_episodes(trainer)
     for parameter in trainer.shared.parameters_of("policy"):
@@ -168,7 +169,7 @@ def test_a_critic_that_starts_from_no_reward_predicts_zero_and_learns():
     trainer, start = toy.trainer(shared), toy.weights(shared, ["critic"])
     assert trainer.run_update()["val/explained_variance"] == pytest.approx(0, abs=1e-6)
     moved = toy.weights(shared, ["critic"]) != start
-    assert moved[-32:].all() and moved[:-32].any()  # the head learned, and gave the adapter a gradient
+    assert moved[-32:].all() and moved[:-32].any()  # the head has learned, and gives the adapter a gradient
 
 
 def test_each_role_warms_up_when_it_begins_to_learn():
@@ -242,7 +243,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(monkeypatch):
 
 def test_a_batch_without_an_action_to_learn_from_is_harmless():
     trainer = toy.trainer(mask_truncated_completions=True)
-    trainer.run_update()  # now Adam has momentum
+    trainer.run_update()  # after one step, Adam has momentum
     start = toy.weights(trainer)
     trainer.sampler.sampling = Sampling(8, eos=(), seed=1)  # no completion ends any more
     metrics = trainer.run_update()
@@ -295,7 +296,7 @@ def test_advantages_are_corrected_for_the_samplers_log_probs(correction):
 @pytest.mark.parametrize("settings", [GRPO, dict(advantage_estimator="reinforce_plus_plus")])
 def test_equal_scores_have_no_advantage(settings):
     trainer = toy.trainer(reward=lambda completions: [2718.2817] * len(completions), kl_coef=0.0, **settings)
-    trainer.run_update()  # the self-check agrees
+    trainer.run_update()  # the self-check agrees with the loss
     assert (toy.first_episodes(trainer).advantages == 0).all()
 
 

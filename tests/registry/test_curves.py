@@ -1,4 +1,4 @@
-"""Tests that metrics reach MLflow in order and once, also if it is away for a time. Uses MLflow on SQLite."""
+"""Tests that metrics reach MLflow in order and once, even if the MLflow server is away for a time. Uses MLflow on SQLite."""
 
 import shutil
 import sys
@@ -57,7 +57,7 @@ def test_a_worker_that_repeats_steps_adds_only_missing_metrics(run):
 
 
 def test_metrics_are_sent_after_the_server_comes_back(run, monkeypatch, capsys):
-    """The server is away for the first call, and records the second one although its answer is lost."""
+    """The server is away for the first call, and records the second call although its answer is lost."""
     calls = []
 
     class Flaky(registry.MLflowRun):

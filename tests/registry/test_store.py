@@ -69,7 +69,7 @@ def test_a_server_that_does_not_answer_is_found_before_work(job, monkeypatch):
 
 @pytest.mark.parametrize("name", ["a%20b?c=d#e", """it's "both" ü😀 \\[a]*;$HOME"""])
 def test_a_folder_with_an_unusual_name_can_hold_a_registry(name, migrated, adapter, tmp_path, in_root):
-    """MLflow puts paths into filters and URIs, where quotes and percent signs have a meaning."""
+    """MLflow puts paths into filters and URIs, where quotes and percent signs have a special meaning."""
     home = tmp_path / "home" / name
     home.mkdir(parents=True)
     job = load_job("jobs/demo/sft.yaml", ["gate={}", "run.name=one"], "sft")
@@ -96,7 +96,7 @@ def first_run(rank, folder):
 
 
 def test_first_runs_that_start_at_the_same_time_create_one_store(tmp_path, monkeypatch, in_root):
-    """If two runs create MLflow's tables at the same time, one of them fails."""
+    """If two runs create MLflow's tables at the same time, one run fails."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     printed = in_processes(first_run, str(tmp_path / "new"), processes=3)
     assert not re.search("Traceback|INFO", "".join(printed))

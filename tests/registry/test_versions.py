@@ -28,7 +28,7 @@ from pipeline.system import storage
 
 
 def register(job, adapter, metrics=None, lineage=LINEAGE):
-    """Publishes an adapter in a run of its job. Returns the version."""
+    """Publishes an adapter from an MLflow run of the job. Returns the version."""
     with registry.mlflow_run(tracking_of(job), {"train": "d" * 64}) as run_id:
         return published(job, run_id, adapter, metrics or {}, lineage)
 
@@ -77,7 +77,7 @@ def test_a_resumed_run_with_another_model_name_registers_under_that_name(job, ad
 
 @pytest.mark.parametrize("start", [None, "policy"])
 def test_the_alias_stays_if_nothing_was_learned(start, job, tmp_path, capsys):
-    """A short run that ends within its warmup must not become the champion, whatever its metrics are."""
+    """A short run that ends within its warmup must not become the champion, regardless of its metrics."""
     toy_models.make(str(tmp_path / "policy"), seed=0, head=False)
     toy_models.make(str(tmp_path / "other"), seed=1, head=False)
     if start is None:  # peft's new adapter

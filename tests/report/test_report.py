@@ -98,7 +98,7 @@ def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True, r
 
 @pytest.fixture(scope="module")
 def runs(store):
-    """Returns the results of four runs: sft, rm, ppo from both of them, and evaluate."""
+    """Returns the results of four runs: sft, rm, ppo from these two, and evaluate."""
     curves = {"loss": [0.6, 0.5], "eval_loss": [0.6, 0.55]}
     sft = finish(store, begin(store, "one-sft", "sft"), curves, {"eval_loss": 0.5, "initial_loss": 0.7})
     rm = finish(store, begin(store, "one-rm", "rm"), {"accuracy": [0.5, 0.9]}, {"eval_accuracy": 0.975})
@@ -123,7 +123,7 @@ def runs(store):
 
 
 def test_an_evaluation_shows_probes_benchmarks_and_the_best_of_n(store, runs):
-    """Of the examples, the page shows only the worst one of a failed probe."""
+    """The page shows only the worst example of a failed probe."""
     sides = {"completion": "Oslo", "score": 1.0}, {"completion": "Sure! <b>Oslo</b>", "score": 4.25}
     example = {"prompt": SCRIPT, "before": sides[0], "after": sides[1]}
     failed = {"verdict": "raises the score", "effect": 0.5, "low": 0.4, "high": 0.6, "worst": [example]}
@@ -380,7 +380,7 @@ def test_the_command_writes_a_page(runs, store, capsys):
     assert main(["report", str(store / "one-ppo")]) == 0
     assert f"{store}/one-ppo/report.html" in capsys.readouterr().out
     assert main(["report", str(store / "one-sft"), str(store / "one-ppo")]) == 0
-    # The page of several runs is in the folder of the last one, so that no other page overwrites it.
+    # The page of several runs is in the folder of the last run, so that no other page overwrites it.
     assert (store / "one-ppo/report/report.html").exists()
 
 
@@ -455,7 +455,7 @@ def test_a_pair_of_token_rows_becomes_prompt_and_completions():
     asked = {"role": "user", "content": "What is the capital of Peru?"}
     chats = [[asked, {"role": "assistant", "content": text}] for text in texts]
     sides = tokenizer.apply_chat_template(chats, return_dict=False)
-    # Both completions are shown in full, although they begin with the same words.
+    # The page shows both completions in full, although they begin with the same words.
     assert as_text(tokenizer, *sides) == (asked["content"], *texts)
     assert as_text(tokenizer, *map(tokenizer.encode, texts))[1:] == (" Lima.", " Oslo.")
 

@@ -44,7 +44,7 @@ async def requested(one, session="a"):
 
 
 def answers(result=None):
-    """Returns an actor's method with this result. None means that it never returns. An exception is raised."""
+    """Returns an actor's method, which returns or raises this result. If the result is None, the method never returns."""
 
     def remote(*_):
         answer = concurrent.futures.Future()
@@ -93,7 +93,7 @@ async def test_the_trainers_wait_times_out_only_if_there_is_no_worker():
     one = pool(worker_wait_timeout_s=0)
     _, waiting = await requested(one)
     assert await waiting is None and one.waiting == [] and one.tasks == {}
-    one.present.add(0)  # as if the worker were loading for the first time
+    one.present.add(0)  # as if the worker were loading its models for the first time
     _, waiting = await requested(one, "b")
     assert not (await asyncio.wait({waiting}, timeout=0.5))[0]
     waiting.cancel()

@@ -174,6 +174,6 @@ def test_a_sweep_gets_every_evaluation_and_can_stop_a_trial(tmp_path):
     best.save(str(tmp_path))
     again = Best("eval_x", False, None, weights(), report)
     again.load(str(tmp_path))
-    assert again.exhausted and len(told) == 2  # a stopped trial reports nothing more
+    assert again.exhausted and len(told) == 2  # a stopped trial reports no evaluation
     with pytest.raises(SelfCheckFailed, match="eval_x is nan at step 3"):
         compared(best, math.nan)

@@ -80,7 +80,7 @@ def test_a_refusal_imports_nothing_heavy():
 )  # fmt: skip
 def test_a_command_imports_only_what_it_needs_and_does_not_start_ray(may_import, arguments, tmp_path):
     assert ran(may_import, [*arguments, f"run.storage_path={tmp_path}"])[0] == 0
-    if "mlflow" in may_import:  # transformers 4 also has the class
+    if "mlflow" in may_import:  # transformers 4 has this class, too
         saved = [
             *tmp_path.glob("*/final/adapter/tok*_config.json"),
             *tmp_path.glob("artifacts/**/tok*_config.json"),

@@ -66,7 +66,7 @@ def test_a_worker_has_a_gpu_unless_the_job_says_otherwise():
 
 
 def test_one_machine_ignores_keys_that_choose_among_nodes(monkeypatch, capsys):
-    """So the same job file runs on a cluster and on one machine."""
+    """The same job file therefore runs on a cluster and on one machine."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     selected = job("scaling.label_selector={zone: a}", "scaling.accelerator_type=H100")
     here = places_of(selected, note=True)
@@ -77,7 +77,7 @@ def test_one_machine_ignores_keys_that_choose_among_nodes(monkeypatch, capsys):
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert places_of(selected).workers.each.selector == {"zone": "a"}
     assert places_of(selected).scaling == selected.scaling
-    monkeypatch.setenv("RAY_ADDRESS", "")  # means the same as an unset variable
+    monkeypatch.setenv("RAY_ADDRESS", "")  # an empty variable means the same as an unset one
     assert job("scaling.num_workers=0").in_process
 
 

@@ -1,6 +1,6 @@
 """Tests that an interrupted run ends like an uninterrupted one: bit-identical adapter, same metrics and curve.
 
-`make chaos` interrupts every stage with every fault at random moments. These tests use a few fixed moments.
+`make chaos` interrupts every stage with every fault at random moments. The tests in this file use a few fixed moments.
 """
 
 import functools
@@ -16,7 +16,7 @@ from running import NO_EVAL, stage
 pytestmark = pytest.mark.usefixtures("embedded_ray")
 TRL = [
     "trainer.max_steps=5", "data.batch_size=8", "trainer.per_device_train_batch_size=4", "trainer.save_strategy=steps",
-    "trainer.save_steps=2", "trainer.logging_steps=3",  # so that no log line is at a checkpoint
+    "trainer.save_steps=2", "trainer.logging_steps=3",  # no log line is at a checkpoint
     "mlflow.registered_model=null", *NO_EVAL,
 ]  # fmt: skip
 PPO = [

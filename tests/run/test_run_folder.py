@@ -142,7 +142,7 @@ def digests(job):
 
 
 def test_an_edited_python_reward_counts_as_changed_content(halfway, tmp_path, in_root, monkeypatch):
-    """Otherwise `collect` would mix rows of two rewards under one reward_version."""
+    """Without this error, `collect` would mix rows of two rewards under one reward_version."""
     monkeypatch.syspath_prepend(tmp_path)
     module = tmp_path / "edited_reward.py"
     module.write_text("def score(completions, **_):\n    return [0.0 for _ in completions]\n")

@@ -77,7 +77,7 @@ def grpc_codes(address, port):
 
 
 def knock(address, port, ended):
-    """Returns the answers of a server to requests without a token, by HTTP or gRPC. Tries again if it is still starting.
+    """Returns the answers of a server to requests without a token, by HTTP or gRPC. Tries again if the server is still starting.
 
     Args:
         ended: event that is set when the run has ended.
@@ -161,7 +161,7 @@ def run(request, tmp_path_factory):
                     names.add(name)  # the name of a process changes when it becomes a RayTrainWorker
                 if os.getuid() == 0:
                     folders, opened = map(set.union, (folders, opened), open_to_others(root))
-                time.sleep(2)  # the search takes much of a core
+                time.sleep(2)  # pauses, because the search takes much of a core
         finally:
             driver.kill()
             ended.set()
@@ -221,7 +221,7 @@ SHOWN = [  # all lines of stdout if it is not a terminal
 
 @pytest.mark.parametrize("run", ["sft"], indirect=True)
 def test_a_run_announces_each_phase_and_says_nothing_else(run):
-    """No library may print anything, because its warnings would hide the warnings of the pipeline."""
+    """No library may print anything, because a library's warnings would hide the pipeline's warnings."""
     from pipeline.data.report import Report
 
     log, result = (run.folder / "log.txt").read_text(), json.loads((run.folder / "result.json").read_text())
@@ -296,7 +296,7 @@ def test_a_killed_session_leaves_only_rays_agents_and_an_ended_one_no_process_an
 
     def only_agents():
         _, alive = psutil.wait_procs(left, timeout=0)
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+        with contextlib.suppress(psutil.NoSuchProcess):  # the process has ended meanwhile
             return all("Agent" in process.name() for process in alive)
 
     until(only_agents, "the end of all but the agents", patience=8)

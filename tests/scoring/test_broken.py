@@ -27,7 +27,7 @@ class Tokenizer:
 
 
 def rows(count=120):
-    """Returns preference pairs. In half of them, the chosen completion is the longer one."""
+    """Returns preference pairs. In half of the pairs, the chosen completion is the longer one."""
     draw = random.Random(0)
     made = []
     for i in range(count):
@@ -65,7 +65,7 @@ def rank(prefers_first, swapped=False):
 
 
 def biased(first, second, asked):
-    """Prefers the first place in a fifth of the questions, even if its response is bad."""
+    """Prefers the first response in a fifth of the questions, even if this response is bad."""
     return "good" in first or random.Random(str(asked)).random() < 0.4
 
 

@@ -220,7 +220,7 @@ print(json.dumps([one["text"] for one in asyncio.run(client.answers(asked))]), f
 
 def process(server, storage, count):
     facts = dict(model=MODEL, endpoint=f"{server.address}/v1", storage=str(storage / "answers"), count=count)
-    code = [sys.executable, "-c", ASKS.format(**facts)]  # without torch, which takes seconds
+    code = [sys.executable, "-c", ASKS.format(**facts)]  # without importing torch, which takes seconds
     return subprocess.Popen(
         code, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
@@ -232,7 +232,7 @@ def test_processes_with_the_same_questions_pay_once_even_if_one_is_killed(tmp_pa
         deadline = time.monotonic() + 60
         while len(server.requests) < 10 and time.monotonic() < deadline:
             time.sleep(0.01)
-        time.sleep(0.3)  # now all its open requests hang
+        time.sleep(0.3)  # from here on, all open requests of the run hang
         killed.kill()
         killed.wait()
         assert server.paid.total() == 6

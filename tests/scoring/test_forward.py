@@ -51,7 +51,7 @@ def forwards(**settings):
     trainer = toy.trainer(**{"num_mini_batches": 1, "per_device_train_batch_size": 64, **settings})
     trainer.update = 1  # only update 0 runs the self-check
     rollout = trainer.rollout()
-    assert trainer.shared.can_pack  # the first use runs the base once, which does not count
+    assert trainer.shared.can_pack  # the first use runs the base once, outside of the count
     calls = []
     trainer.shared.base.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
     trainer.score(rollout)
@@ -89,7 +89,7 @@ ONE_STEP = dict(
 
 def test_old_logprobs_come_from_the_training_forward_if_an_update_has_one_step(monkeypatch):
     """An update of one step needs no extra forward for old log-probs. Weights and metrics stay the same."""
-    assert forwards(**ONE_STEP) == 2  # one for the reference, one for training
+    assert forwards(**ONE_STEP) == 2  # one forward for the reference, one for training
     runs = []
     for later in (True, False):
         trainer = toy.trainer(**ONE_STEP, total_episodes=48)

@@ -132,9 +132,9 @@ def test_an_error_of_a_reward_shows_only_frames_of_the_rewards_code(monkeypatch)
         assert all(f'File "{__file__}"' in line for line in frames if "File" in line)
     assert len(asked) == 1, "an async function is not called again, because its requests may cost money"
     with pytest.raises(Failure, match=r"raised SystemExit: 0; expected a list of numbers"):
-        FunctionReward(lambda **_: sys.exit(0)).checked(samples())  # would end the worker silently
+        FunctionReward(lambda **_: sys.exit(0)).checked(samples())  # SystemExit would end the worker silently
     monkeypatch.setattr(process, "received", signal.SIGTERM)
-    with pytest.raises(SystemExit):  # a signal ends the run, and does not count as a failure of the reward
+    with pytest.raises(SystemExit):  # a signal ends the run, and is no failure of the reward
         FunctionReward(lambda **_: sys.exit(143)).checked(samples())
 
 

@@ -44,7 +44,7 @@ def batcher(shared):
 
 
 class Client:
-    """Collects the tokens and errors of its rows."""
+    """Collects the tokens and errors of the test's rows."""
 
     def __init__(self):
         self.delivered, self.ended = {}, queue.SimpleQueue()
@@ -122,7 +122,7 @@ def test_rows_and_calls_get_an_error_if_the_batcher_has_ended(batcher):
 
 
 def test_a_batcher_ends_if_a_new_version_has_changed_the_base(batcher):
-    """Otherwise all later completions would be wrong. Ray Serve then restarts the replica."""
+    """All later completions of the batcher would be wrong. Ray Serve restarts the replica."""
 
     def add():
         raise SelfCheckFailed("adding an adapter changed the base")

@@ -56,7 +56,7 @@ def test_lm_eval_gets_equal_completions_from_the_server_and_from_the_folder(serv
 
 
 def _written(folder, words):
-    """Runs lm_eval. Returns its metric and the completions."""
+    """Runs lm_eval. Returns the tool's metric and the completions."""
     out = folder / words[2]
     words += ["--include_path", str(folder), "--output_path", str(out), "--log_samples"]
     words = [sys.executable, "-m", *words]

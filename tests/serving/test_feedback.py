@@ -107,7 +107,7 @@ def test_feedback_that_no_stage_can_use_is_refused_and_not_written(
     stores, tmp_path, request_, status, message
 ):
     store = stores(answer(texts=("", "Lima.", "word " * 2048)), answer("same", ("Lima.", "Lima.")))
-    for _ in range(2):  # refused feedback does not count as an earlier one
+    for _ in range(2):  # refused feedback is not taken as earlier feedback
         refused(store, request_, status, message)
     assert not list(tmp_path.glob("*.jsonl"))
 

@@ -254,7 +254,7 @@ def test_a_client_that_disconnects_does_not_fail_the_server(server, capfd):
     def counted():
         with socket.create_connection(("127.0.0.1", server.work.serve.port)) as one:
             one.sendall(b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{")
-            time.sleep(0.3)  # now the replica reads the request
+            time.sleep(0.3)  # waits until the replica reads the request
         page = ask(server.url, "/metrics")[2].decode()
         return re.search(r'rlhf_requests_total{path="/score",.*status="499"}', page)
 

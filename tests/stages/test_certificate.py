@@ -35,9 +35,9 @@ def test_best_of_by_hand():
 
 @pytest.mark.parametrize(("wrong", "expected"), [(1, 1.01), (3, -0.01), (2, 0.0)])
 def test_equal_correct_scores_have_a_spread_of_zero(wrong, expected):
-    """G / 0 is infinite, so its tanh is 1 or -1. 0 / 0 counts as 0."""
+    """If D is 0, G / D is infinite, so its tanh is 1 or -1. 0 / 0 is 0."""
     rows = [scored([9, 1], id="ref:0"), scored([2, 2, wrong], correct=2, id="tied:0")]
-    right = 0.3 if wrong > 1 else 0.0  # from the reference row alone
+    right = 0.3 if wrong > 1 else 0.0  # 0.3 of the reference row, which is not in `expected`
     assert benchmarks.ties_score(rows) == pytest.approx(expected + right)
 
 
@@ -205,7 +205,8 @@ def test_best_of_n_is_the_mean_over_all_subsets():
 
 
 def test_the_length_controlled_win_rate_minimizes_the_loss():
-    """The policy wins because it is longer. At equal length it would lose. scipy minimizes the same loss independently."""
+    """The longer policy wins, but would lose at equal length. scipy minimizes the same loss
+    independently."""
     from scipy.optimize import minimize
 
     random = np.random.default_rng(4)
@@ -226,7 +227,7 @@ def test_the_length_controlled_win_rate_minimizes_the_loss():
 
 
 def test_the_temperature_undoes_a_factor():
-    """The margins are those of a calibrated model, multiplied by 4."""
+    """The margins are the margins of a calibrated model, multiplied by 4."""
     random = np.random.default_rng(5)
     margins = random.normal(0, 2, 20_000)
     right = random.random(20_000) < 1 / (1 + np.exp(-np.abs(margins)))

@@ -119,7 +119,7 @@ STEPS = 6  # optimizer steps: two epochs of 21 or 23 rows with a global batch of
 def trainer(
     stage: str, rows: int, size: int, accumulate: int, folder: str, mixed: bool = True, held_out: int = 5
 ):
-    """Returns a small TRL trainer that trains and evaluates on random rows. If `mixed` is False, its batches are TRL's."""
+    """Returns a small TRL trainer that trains and evaluates on random rows. Without `mixed`, the batches are TRL's."""
     random.seed(0)
     torch.set_num_threads(1)
 
@@ -273,7 +273,7 @@ def test_two_workers_have_the_losses_of_one(stage, rows, two_workers, tmp_path, 
 
 @pytest.mark.parametrize("stage,rows", CASES)
 def test_eval_metrics_do_not_depend_on_the_number_of_workers(stage, rows, two_workers, tmp_path):
-    """The metrics equal those of all rows in one batch, so a short last batch weighs less than a full one."""
+    """The metrics equal those of all rows in one batch, so a short last batch weighs less than a full batch."""
     figures, _ = two_workers(stage, rows)
     alone = evaluated(stage, rows, tmp_path)
     assert figures["metrics"] == alone  # bit-identical
@@ -282,7 +282,7 @@ def test_eval_metrics_do_not_depend_on_the_number_of_workers(stage, rows, two_wo
     if stage == "kto":  # z0 depends on the batch
         assert alone["eval_rewards/margins"] and alone["eval_kl"]
         changing += ["eval_kl", "eval_loss"]
-    if stage in ("dpo", "kto"):  # TRL averages these over tokens, ExactBatches over rows
+    if stage in ("dpo", "kto"):  # TRL averages these metrics over tokens, ExactBatches over rows
         changing += ["logits", "entropy", "token"]
     same = [name for name in at_once if not any(part in name for part in changing)]
     assert {"eval_loss" if stage != "kto" else "eval_rewards/margins"} < set(same)

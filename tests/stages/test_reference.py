@@ -15,7 +15,7 @@ from pipeline.stages import trl_trainer
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory):
-    """Makes an adapter for the policy and another one for the reference, both with dropout."""
+    """Makes an adapter for the policy and an adapter for the reference, both with dropout."""
     folders = {}
     for seed, name in enumerate(("policy", "reference")):
         folder = folders[name] = str(tmp_path_factory.mktemp(name))

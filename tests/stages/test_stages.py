@@ -51,7 +51,7 @@ def test_a_training_stage_leaves_a_result_a_version_and_small_checkpoints(name, 
     assert str(alias.version) == result["version"]
     assert client(storage).get_run(result["mlflow_run_id"]).info.status == "FINISHED"
     known = load_job(ROOT / f"jobs/demo/{name}.yaml", [], name).metrics.lacks
-    # Only some jobs have these: a mixture of experts, counted tokens, rows with reference completions.
+    # Entries that only some jobs have: a mixture of experts, counted tokens, rows with reference completions.
     beyond = re.compile("aux_loss|tokens_per_second|perplexity")
     lacking = {metric for metric, lacks in known.items() if not lacks} - set(result["metrics"])
     assert [metric for metric in lacking if not beyond.search(metric)] == [], "a gate on it could never hold"
@@ -59,7 +59,7 @@ def test_a_training_stage_leaves_a_result_a_version_and_small_checkpoints(name, 
     newest = max((storage / f"toy-{name}").glob("checkpoint_*[0-9]"))
     size = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
     planned = plan_of(load_job(ROOT / f"jobs/demo/{name}.yaml", [], name)).checkpoint
-    assert planned < size < 1.1 * planned + 100_000  # plus tokenizer, states and curves
+    assert planned < size < 1.1 * planned + 100_000  # allows for tokenizer, states and curves
     assert size < 10e6
 
 

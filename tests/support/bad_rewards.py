@@ -1,4 +1,4 @@
-"""Reward functions that tests name as `python:bad_rewards:FUNCTION`. Most of them fail."""
+"""Reward functions that tests name as `python:bad_rewards:FUNCTION`. Most of these functions fail."""
 
 import math
 
@@ -35,5 +35,5 @@ def leaks(completions, **_):
 
 
 def of_e(completions, **_):
-    """Counts the letter e in each completion. A policy learns to write it within a few updates."""
+    """Counts the letter e in each completion. A policy learns to write the letter e within a few updates."""
     return [float(text.count("e")) for text in completions]

@@ -19,7 +19,7 @@ def at_step(stage: str, step: int | None, once: str, happens: Callable[[], None]
     """Returns the stage's `train`, changed so that it calls `happens()` after `step`.
 
     Args:
-        step: None means after the last step, before the adapter is saved.
+        step: If `step` is None, `happens()` is called after the last step, before the adapter is saved.
         once: file that records the call, so that it does not happen again after a restart.
     """
 

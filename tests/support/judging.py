@@ -31,7 +31,7 @@ def chat(text, model=MODEL, top=None, tokens=(100, 10)):
 
 
 class Judging(Handler):
-    """Treats each request as the next entry of `server.faults` says. After the last entry, it answers requests."""
+    """Treats each request as the next entry of `server.faults` says. After the last entry, the server answers requests."""
 
     def do_POST(self):
         server, asked = self.server, json.loads(self.body())

@@ -21,7 +21,7 @@ NO_EVAL = ["data.eval=null", "trainer.eval_strategy=no", "trainer.eval_on_start=
 def stage(
     verb: str, storage: Path, name: str, *overrides: str, job: str | None = None, status: int = 0
 ) -> dict[str, Any]:
-    """Runs one stage with a storage path. Returns its result.json. By default, the job has no gate."""
+    """Runs one stage with a storage path. Returns the run's result.json. By default, the job has no gate."""
     before = os.getcwd()
     os.chdir(ROOT)
     try:
@@ -45,7 +45,7 @@ def tracked() -> list[str]:
 
 
 def copy_repository(folder: Path, *stamps: str) -> Path:
-    """Copies the repository into a folder. There, `make` uses this environment and installs nothing."""
+    """Copies the repository into a folder. In this folder, `make` uses this environment and installs nothing."""
     for name in tracked():
         if (ROOT / name).is_file() or (ROOT / name).is_symlink():  # pipeline/jobs is a link to jobs
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Fake servers on loopback, as context managers. Some of them misbehave on purpose."""
+"""Fake servers on loopback, as context managers. Some of the servers misbehave on purpose."""
 
 import contextlib
 import socket

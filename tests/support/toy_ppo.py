@@ -92,7 +92,7 @@ def prompts(count=32, seed=1):
 
 
 def low(completion_ids, **columns):
-    """Returns for each completion the fraction of its tokens below 20. This is the reward of the toy runs."""
+    """Returns for each completion the fraction of its tokens below 20. This fraction is the reward of the toy runs."""
     return [sum(t < 20 for t in ids) / len(ids) for ids in completion_ids]
 
 
@@ -130,7 +130,7 @@ def weights(trainer_or_shared, roles=("policy", "critic")):
 
 
 def greedy_score(trainer, prompts, rewards=None):
-    """Returns the mean score of greedy completions. By default, the trainer's rewards score them."""
+    """Returns the mean score of greedy completions. By default, the trainer's rewards score the completions."""
     ids = [[int(i) for i in row["input_ids"]] for row in prompts]
     trainer.sampler.decoder.changed("policy")
     greedy = replace(trainer.sampler.sampling, temperature=0.0)
@@ -163,7 +163,7 @@ def recorded(trainer):
 
 
 def first_episodes(trainer, spread=0.0):
-    """Returns the episodes of the first update. `spread` is the size of random changes of the policy before it."""
+    """Returns the episodes of the first update. `spread` is the size of random changes of the policy before this update."""
     for parameter in trainer.shared.parameters_of("policy"):
         parameter.data += spread * torch.randn_like(parameter)
     return trainer.make_experience().episodes
@@ -176,7 +176,7 @@ def samples_of(trainer, rollout):
 
 
 def in_some_rows(condition):
-    """Returns `condition`. Asserts that it holds in some rows and not in others, so that the test proves something."""
+    """Returns `condition`. Asserts that the condition holds in some rows and not in others, so that the test proves something."""
     assert condition.any() and not condition.all()
     return condition
 

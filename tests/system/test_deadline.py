@@ -1,4 +1,5 @@
-"""Tests that buckets, tracking servers and clusters without an answer are named within seconds. Real clients, local servers."""
+"""Tests that buckets, tracking servers and clusters without an answer are named within seconds. Uses real clients and local
+servers."""
 
 import json
 import shutil
@@ -31,7 +32,7 @@ def nobody(monkeypatch, tmp_path):
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{where}")
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
             monkeypatch.setenv(name, "x")
-        monkeypatch.setenv("HOME", str(tmp_path))  # also without a credentials file
+        monkeypatch.setenv("HOME", str(tmp_path))  # removes the credentials file, too
         monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
         yield
 

@@ -187,9 +187,9 @@ def test_a_process_that_was_suspended_for_longer_than_its_lease_writes_nothing_m
         with lease.held(str(tmp_path / "one")) as mine:
             lines = len(written.read_text().split())
             writer.send_signal(signal.SIGCONT)
-            output = writer.stdout.read()  # until the writer has ended
+            output = writer.stdout.read()  # waits until the writer has ended
             assert "stops:" in output and "belongs to attempt 2" in output, output
-            # it may have been suspended between its check and its write
+            # the writer may have been suspended between its check and its write
             assert len(written.read_text().split()) - lines <= 1
             time.sleep(S)
             mine.require()
@@ -228,7 +228,7 @@ def test_a_run_without_its_lease_commits_no_checkpoint_and_registers_nothing(
         assert storage.create(str(run / "lease/000002.json"), record)
         left.update(everything(run))
 
-    monkeypatch.setattr(lease, "SECONDS", 600.0)  # the process has not noticed yet
+    monkeypatch.setattr(lease, "SECONDS", 600.0)  # the process has not yet noticed the loss of its lease
     touched(monkeypatch, "sft", step, tmp_path / "once", taken_over)
     steps = ["trainer.max_steps=4", "trainer.save_strategy=steps", "trainer.save_steps=2"]
     stage("sft", tmp_path, "one", *steps, *NO_EVAL, "scaling.num_workers=0", "run.max_failures=3", status=1)

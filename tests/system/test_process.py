@@ -125,7 +125,7 @@ def test_user_code_cannot_end_a_run_with_the_status_of_success(tmp_path):
 
 
 def test_a_signal_after_the_last_line_does_not_change_the_status():
-    """The signal comes while Python exits."""
+    """The signal arrives while Python exits."""
     text = """
     import os, signal, time
     class Late:

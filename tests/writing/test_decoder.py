@@ -65,7 +65,7 @@ def completions(shared, prompts, sampling, decoder=None, numbers=None):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_is_decoded_as_if_alone_while_other_rows_join_and_leave(kind):
-    """Rows with several roles and temperatures join at random. Some share a prompt, and one is cancelled."""
+    """Rows with several roles and temperatures join at random. Some rows share a prompt, and one row is canceled."""
     shared, dice = base(kind, critic=kind != "convolutions"), random.Random(3)
     roles = (None, "policy") if kind == "convolutions" else (None, "policy", "reference")
     rows = []
@@ -168,7 +168,7 @@ def seen_by(shared, monkeypatch):
 def test_rows_join_only_while_the_cache_stays_within_its_limit():
     decoder = SlotDecoder(base(), 8, max_positions=4 * 64)
     rows = [Row([5 + i] * (3 + i), i, Sampling(20, ())) for i in range(20)]
-    rows.append(Row([9] * 90, 20, Sampling(400, ())))  # exceeds the limit by itself, so it runs alone
+    rows.append(Row([9] * 90, 20, Sampling(400, ())))  # a row that exceeds the limit by itself runs alone
     waiting, largest = list(rows), 0
     while waiting or decoder.rows:
         joining: list[Row] = []

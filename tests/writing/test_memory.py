@@ -68,11 +68,11 @@ def test_a_resumed_run_decodes_as_many_rows_as_before(tmp_path, monkeypatch, cap
     state = json.loads((tmp_path / "ppo_state.json").read_text())
     assert state["decoding"] == {"workers": 1, "rows": 5}
     (tmp_path / "ppo_state.json").write_text(json.dumps(state | {"decoding": {"workers": 2, "rows": 5}}))
-    assert resumed(9) == 9  # with another number of workers, each one has other completions
+    assert resumed(9) == 9  # with another number of workers, each worker has other completions
 
 
 def test_chunks_do_not_depend_on_memory(monkeypatch):
-    """If they did, a smaller GPU would change the random numbers of a reward and the work of rollout workers."""
+    """If they did, a smaller GPU would change the random numbers of a reward and the chunks of rollout workers."""
     found = []
     for rows in (100, 5):
         free_rows(monkeypatch, rows)

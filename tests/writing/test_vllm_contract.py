@@ -1,7 +1,7 @@
 """Tests that the pinned vLLM has the names, arguments and outputs that pipeline/ uses.
 
 The tests run in an environment with vLLM's CPU build, which `make .bench/vllm` makes. In other environments, the first test
-starts them there.
+starts the tests in that environment.
 """
 
 import dataclasses

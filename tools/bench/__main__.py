@@ -5,6 +5,7 @@
     make bench ARGS="ppo --variant bf16-head shared-long"
     make bench ARGS="sft dpo --rounds 1"
 
+<<<<<<< HEAD
 | part | what is measured | compared with |
 | --- | --- | --- |
 | ppo | our PPOTrainer, in the variants of sizes.py | the PPOTrainer of TRL 1.12, the last version that had one |
@@ -14,6 +15,11 @@
 | judge | questions to an endpoint that answers after 100 ms, the same at each size | a plain asyncio loop |
 
 Sizes: `demo` (the demo model) and `large` (a random Llama of 110M parameters).
+=======
+Parts: `ppo` (our PPOTrainer compared with the PPOTrainer of TRL 1.12, the last version with a PPOTrainer) and `serve` (64 clients
+of two policies on one base, compared with a plain loop over two models). Sizes: `demo` (the demo model) and `large` (a random
+Llama of 110M parameters). Variants of `ppo`: sizes.py.
+>>>>>>> h-words2
 
 Each measurement is a separate process. A round runs all measurements of a comparison once, one after the other. After each
 round, results.json and bench.md in runs/bench have the results. Parts that were not run keep their last results.
@@ -110,7 +116,7 @@ def measure(options: argparse.Namespace, what: dict[str, str], commands: Command
 
 
 def run(options: argparse.Namespace, title: str, command: list[str]) -> dict[str, Any]:
-    """Returns the result of a new process. Its output goes to a log, which is printed if the process fails."""
+    """Returns the result of a new process. The output of the process goes to a log, which is printed if the process fails."""
     name = re.sub(r"[^a-z0-9.]+", "-", title.lower())
     found, log = options.out / f"{name}.json", options.out / f"{name}.log"
     print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)

@@ -60,7 +60,7 @@ def ppo(name: str, case: str, fields: str) -> None:
 
 
 def shared_base(base: Any, ours: Setting) -> Any:
-    """Returns the base with its roles. The bare base is the reference, as in TRL with LoRA."""
+    """Returns the base with the roles policy, reward and critic. The bare base is the reference, as in TRL with LoRA."""
     from pipeline.models.adapters import SharedBase
 
     shared = SharedBase(base)

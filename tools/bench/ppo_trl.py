@@ -40,7 +40,7 @@ def ppo(name: str, case: str, fields: str) -> None:
 
 
 def trainer_of(size: Size, policy: Any, reward: Any, critic: Any, watch: Any, bf16: bool) -> Any:
-    """Returns TRL's trainer for a size. It reports its updates to `watch`."""
+    """Returns TRL's trainer for a size. The trainer reports its updates to `watch`."""
     import datasets
     from peft import LoraConfig
     from trl.experimental.ppo import PPOConfig, PPOTrainer

@@ -61,7 +61,7 @@ def table(head: str, rows: Iterable[list[str]]) -> list[str]:
 
 
 def cells(result: Result, row: Result) -> list[str]:
-    """Returns the cells of a comparison. They have dashes if the other program was not measured."""
+    """Returns the cells of a comparison. The cells have dashes if the other program was not measured."""
     scales = {"step": lambda s: result["units"] / s, "peak": lambda size: size / GIB, "first_step": float}
     found = [part_of(result), result["size"], row["ours"], row["other"] or "-"]
     for (key, scale), ratio in zip(scales.items(), ("speed", "peak", "later"), strict=True):

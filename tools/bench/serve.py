@@ -1,6 +1,6 @@
 """Measures `serve`. `make bench` runs `python tools/bench/serve.py ours|plain SIZE serve [section.key=value ...]`.
 
-A step is a token of any client.
+One step generates one token for one client.
 """
 
 import json

@@ -4,7 +4,7 @@
     make chaos ARGS="--seed 7 --stages sft ppo --faults worker node"
 
 After a killed driver, the same command runs again. Compared with an undisturbed run, a run must have a bit-identical adapter,
-the same final metrics, and the same curves in MLflow, with each step once. It must have one FINISHED MLflow run and one
+the same final metrics, and the same curves in MLflow, with each step once. A run must have one FINISHED MLflow run and one
 registered version. The exit status is 1 if a run differs or fails.
 """
 
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def cell(stage: str, fault: str, seed: int, baselines: Baselines) -> bool:
-    """Runs one stage with one fault. Prints the fault and the differences. Returns True if there are none."""
+    """Runs one stage with one fault. Prints the fault and the differences. Returns True if there are no differences."""
     from mlflow import MlflowClient
 
     workers = 2 if fault in TWO_WORKERS else 1

@@ -1,6 +1,7 @@
 """Faults that can happen to a run.
 
-`FAULTS[name](run, rng)` starts the run, disturbs it at a random moment, and waits for its end. It returns a description.
+`FAULTS[name](run, rng)` starts the run, disturbs it at a random moment, and waits for its end. The function returns a
+description.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ def moment(run: Run, rng: random.Random, first: int = 1, last: int = STEPS - 1) 
 
 
 def ended(run: Run) -> None:
-    """Waits for the end of a run. Raises RuntimeError if it failed."""
+    """Waits for the end of a run. Raises RuntimeError if the run failed."""
     status = run.ends()
     if status != 0:
         raise RuntimeError(f"exit status {status}; see {run.log}\n" + "".join(run.lines[-15:]))
@@ -66,7 +67,7 @@ def again(run: Run) -> None:
 
 
 def worker(run: Run, rng: random.Random) -> str:
-    """Kills one of two training workers with SIGKILL. Ray Train restarts both."""
+    """Kills one of two training workers with SIGKILL. Ray Train restarts both workers."""
     run.start(RESTARTS)
     step = moment(run, rng)
     victims = until(lambda: actors(run, TRAINER), "a training worker")
@@ -86,7 +87,7 @@ def driver(run: Run, rng: random.Random) -> str:
 
 
 def rollout_worker(run: Run, rng: random.Random) -> str:
-    """Kills the rollout worker with SIGKILL. Another one replaces it."""
+    """Kills the rollout worker with SIGKILL. Another rollout worker replaces it."""
     run.start()
     step = moment(run, rng)
     kill(actors(run, ROLLOUT_WORKER)[0])
@@ -108,7 +109,8 @@ def node(run: Run, rng: random.Random, notice: bool = False, actor: str = TRAINE
     """Kills all processes of a node with an actor of this name. A spare node is available.
 
     Args:
-        notice: first announces that the node ends in 5 seconds, as clouds do for spot nodes. Then no training worker may fail.
+        notice: first announces that the node ends in 5 seconds, as clouds do for spot nodes. With a notice, no training worker
+            may fail.
     """
     training = actor == TRAINER
     ahead = int("rollout.num_workers=1" in run.arguments)  # a node of its own for the rollout worker
@@ -153,9 +155,9 @@ def write(run: Run, rng: random.Random) -> str:
 
 
 def corrupt(run: Run, rng: random.Random) -> str:
-    """Corrupts the newest checkpoint between two runs: flips a bit, truncates a file, or deletes one."""
+    """Corrupts the newest checkpoint between two runs: flips a bit, truncates a file, or deletes a file."""
     run.start()
-    step = moment(run, rng, first=8)  # two checkpoints exist, so that the older one can replace the newer one
+    step = moment(run, rng, first=8)  # waits for two checkpoints, so that the older can replace the newer
     kill(run.process.pid, *below(run.process.pid))
     run.process.wait()
     complete = (path for path in run.folder.glob("checkpoint_*[0-9]") if (path / "digests.json").exists())
@@ -172,7 +174,7 @@ def corrupt(run: Run, rng: random.Random) -> str:
         victim.write_bytes(content)
     since = len(run.lines)
     again(run)
-    # A checkpoint without digests counts as unfinished.
+    # A checkpoint without digests is unfinished.
     if not run.says(rf"{newest.name} (is damaged|was never finished)", since):
         raise RuntimeError(f"{how} {newest.name}/{victim.name}, and no line said so")
     return f"killed all after step {step}, {how} {newest.name}/{victim.relative_to(newest)}"
@@ -186,7 +188,7 @@ class Nodes:
     """
 
     def __init__(self, run: Run, count: int, for_rollouts: int = 0):
-        # Workers are children of the nodes and get their environment. With two threads, sums would have another order.
+        # Workers are children of the nodes and get their environment. With two threads, the order of sums would change.
         before = dict(os.environ)
         run.finally_do.append(lambda: (os.environ.clear(), os.environ.update(before), _read_by_ray()))
         os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0", **AUTHENTICATION)

@@ -1,6 +1,6 @@
 """Runs the command line with a pause after each step, which gives time for faults: python slowly.py STAGE JOB.yaml [...]
 
-The pause happens when every rank asks for notices of preemption. It changes no result, and each step prints its line. If
+The pause happens when every rank asks for notices of preemption. The pause changes no result, and each step prints its line. If
 CHAOS_ROWS names a folder, the workers of TRL's stages write the rows of each step there.
 """
 

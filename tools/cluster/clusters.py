@@ -110,7 +110,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster_of(count: int, dashboard: bool = False, **more: str) -> Iterator[Cluster]:
-    """Starts a cluster with one node and `count` hosts. Removes all of them at the end."""
+    """Starts a cluster with one node and `count` hosts. Removes cluster and hosts at the end."""
     folder = Path(tempfile.mkdtemp(prefix="rlhf.")).resolve()  # short, because socket paths have a limit
     try:
         with Hosts(folder, count, [Path(sys.prefix), ROOT, folder], ssh=False) as hosts:

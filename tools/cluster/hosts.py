@@ -3,7 +3,7 @@
     with Hosts(folder, 3) as hosts:         # hosts[0].ip; hosts.key logs in as root
     hosts[0].here("ray", "status")          # a command line for this host, without sshd
 
-The hosts are Linux namespaces around one network bridge. They share the other parts of the file system, like machines with a
+The hosts are Linux namespaces around one network bridge. The hosts share the other parts of the file system, like machines with a
 network mount. Needs root and TOOLS. Removes everything at the end.
 """
 
@@ -152,9 +152,9 @@ class Hosts:
 
     def __exit__(self, *_: object) -> None:
         for host in self.hosts:
-            host.process.kill()  # this ends all processes of the host
+            host.process.kill()  # ends all processes of the host
             host.process.wait()
-            # otherwise, the bridge stays until the host's last process has ended
+            # without this, the bridge stays until the host's last process has ended
             subprocess.run(["ip", "link", "del", f"v{host.name}"])
             subprocess.run(["ip", "netns", "del", host.name])
         subprocess.run(["ip", "link", "del", "rlhfbr"])

@@ -56,7 +56,7 @@ def self_checks(record: Record, precision: str) -> None:
 
 
 def _saved(shared: SharedBase, role: str, folder: str) -> str:
-    """Saves a role's adapter with its probes, like a stage does. Returns its folder."""
+    """Saves a role's adapter with its probes, like a stage does. Returns the adapter's folder."""
     at = f"{folder}/{role}"
     shared.save(role, at)
 
@@ -115,7 +115,7 @@ def collectives(record: Record) -> None:
 
 
 def fp32_logits(record: Record) -> None:
-    """Checks that logits, log-probs and their gradients equal those of fp32 sums, and that sampler and trainer agree."""
+    """Checks that logits, log-probs and their gradients equal the results of fp32 sums, and that sampler and trainer agree."""
     rows, hidden, vocabulary = small(300, 30), small(4096, 256), small(32000, 500)
     a = torch.randn(rows, hidden, device=DEVICE).bfloat16()
     b = torch.randn(vocabulary, hidden, device=DEVICE).bfloat16().t()

@@ -5,10 +5,10 @@
     make gpu PRETEND=1                      all of them with tiny models on a pretended GPU: the code for CUDA runs on a CPU
     python -m tools.gpu [NAME ...] [--out FOLDER]      from the root of the repository
 
-The experiments need torch, transformers and peft. Some also need bitsandbytes, Ray with TRL and MLflow, or vLLM. Weights are
-random, and nothing is downloaded. Each experiment runs in its own process, so the others continue if one fails. After each
-experiment, gpu.md and gpu.json in FOLDER (runs/gpu) have the results. The exit status is 1 if an experiment failed, and 2 for
-an unknown name. docs/gpu.md describes the experiments.
+The experiments need torch, transformers and peft. Some experiments also need bitsandbytes, Ray with TRL and MLflow, or vLLM.
+Weights are random, and nothing is downloaded. Each experiment runs in its own process, so the others continue if one fails. After
+each experiment, gpu.md and gpu.json in FOLDER (runs/gpu) have the results. The exit status is 1 if an experiment failed, and 2
+for an unknown name. docs/gpu.md describes the experiments.
 """
 
 from __future__ import annotations

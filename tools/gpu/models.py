@@ -159,7 +159,7 @@ def trainer(
     Args:
         prompt: lengths of the shortest and the longest prompt.
         completion: maximum tokens of a completion.
-        full_length: whether completions have the maximum length. Otherwise one token in 256 ends them.
+        full_length: whether completions have the maximum length. If False, one token in 256 ends a completion.
     """
     given = dict(
         total_episodes=episodes * 8,

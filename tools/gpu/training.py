@@ -150,7 +150,7 @@ def _step(
     model.train()
     learning = [p for p in model.parameters() if p.requires_grad]
     for parameter in learning:
-        parameter.data = parameter.data.float()  # the pipeline's stages do the same
+        parameter.data = parameter.data.float()  # fp32, as in the pipeline's stages
     optimizer = torch.optim.AdamW([*learning, *head], lr=1e-3)
     ids = torch.tensor(models.prompts(sequences * rows, length, length), device=DEVICE)
     losses: list[float] = []

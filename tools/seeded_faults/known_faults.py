@@ -1,6 +1,6 @@
 """Known bugs, each of which changes a few lines of one function of the pipeline.
 
-A fault is named if a message of its run matches the regular expression `cause`. Other failures do not count.
+A fault is named if a message of its run matches the regular expression `cause`. Other failures do not name the fault.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Fault:
     change: Change
     settings: str = ""  # keys of the run
     quick: bool = False  # `make test` also plants this fault
-    unnamed: str = ""  # why no check can name the fault, if this is so
+    unnamed: str = ""  # why no check can name the fault, if none can
 
     def is_named(self, said: list[str]) -> bool:
         return bool(self.cause) and any(re.search(self.cause, line, re.DOTALL) for line in said)
@@ -367,7 +367,7 @@ FAULTS = [
     Fault("a checkpointed layer is recomputed with another role", "ppo", "checkpointed gradients are the plain ones",
           (SharedBase, "checkpoint_contexts"), lambda call, self: (contextlib.nullcontext(), self.use("critic")),
           "trainer.gradient_checkpointing=true trainer.critic=adapter"),
-    # prompts and the ends of texts
+    # faults in prompts and in the ends of texts
     Fault("prompts begin with two begin tokens", "ppo", "begin with BOS twice", (encode.Encoder, "one_bos"),
           lambda call, self, ids: [self.bos, *call(self, ids)]),
     Fault("prompts lack the generation prompt", "ppo", "generation prompt", (ChatTemplate, "render"),
@@ -389,14 +389,14 @@ FAULTS = [
           lambda call, logits, *rest: of_all(logits, logits.argmax(-1)), quick=True),
     Fault("a prompt's completions share their random numbers", "ppo", "completions of each prompt are the same",
           (rows, "uniforms"), lambda call, row: call(replace(row, number=row.number // 2)), "trainer.num_generations=2"),
-    Fault("the sampler keeps the first policy", "ppo", "the sampler follows the policy", (decoder.SlotDecoder, "generate"),
+    Fault("the sampler keeps the first policy", "ppo", "the sampler uses the policy's weights", (decoder.SlotDecoder, "generate"),
           lambda call, self, role, *rest: call(self, "reference", *rest), quick=True),
     Fault("the sampler attends to padding", "ppo", AGREE, (decoder.SlotDecoder, "_look_at_rows"),
           afterwards(padding_is_attended)),
     Fault("the minimum length applies only to sampling", "ppo", f"{AGREE}|minimum length", (SharedBase, "logprobs"),
           lambda call, self, role, ids, starts, mask, temperature=1.0, barred=(), steps=0, *rest:
               call(self, role, ids, starts, mask, temperature, (), 0, *rest), "trainer.min_new_tokens=8"),
-    # log-probs, values, scores
+    # faults in log-probs, values and scores
     Fault("log-probs are those of the next token", "ppo", "log-probs are those of the model's own forward", (forward, "states"),
           logprobs_are_late, quick=True),
     Fault("values are those after the action", "ppo", BEFORE, VALUES, values_are_late, quick=True),

@@ -31,7 +31,7 @@ ROUNDING = 1e-3  # how much another order of summation changes a gradient in fp3
 
 
 def check_roles(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
-    """Returns the results of all checks of a run's roles. Changes no parameter. Every rank calls it."""
+    """Returns the results of all checks of a run's roles. Changes no parameter. Every rank calls this function."""
     folders = trainer.folders
     return [
         *(same_as_file(trainer, role, folder) for role, folder in folders.items()),
@@ -86,7 +86,7 @@ def behaves_as_trained(trainer: Learner, role: str, folder: str) -> CheckResult:
 @torch.no_grad()
 def sampler_follows(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Changes the policy, checks that the decoder samples from the changed policy, and restores the policy."""
-    name, shared, sampler = "the sampler follows the policy", trainer.shared, trainer.sampler
+    name, shared, sampler = "the sampler uses the policy's weights", trainer.shared, trainer.sampler
     if trainer.rollouts.workers:
         return CheckResult(name, "rollout workers sample; their log-probs are checked in each update", None)
     parameters = shared.parameters_of("policy")

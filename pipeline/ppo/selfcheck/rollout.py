@@ -307,7 +307,7 @@ def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that completions are samples from the policy's full distribution, neither sharper (top-k, top-p) nor flatter.
 
     For a token x drawn from p, the mean of -log p(x) is the entropy H(p). The least likely tokens of p are drawn as often as
-    their probability mass implies. Both, summed over all tokens, are compared with their expected values.
+    their probability mass implies. Surprisals and least likely tokens are summed, and compared with their expected values.
     """
     name = "completions are drawn from the policy's whole distribution"
     sums = torch.zeros(1 + len(TAILS), 2, dtype=torch.float64, device=episodes.mask.device)

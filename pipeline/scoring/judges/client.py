@@ -45,8 +45,7 @@ class Client:
     Args:
         definition: the judge's definition.
         name: the judge's name in messages.
-        reward_timeout_s: seconds without a usable answer after a failure. A call ends once this limit is reached. -1 means no
-            limit.
+        reward_timeout_s: seconds without a usable answer after a failure. After this time, a call ends. -1 means no limit.
     """
 
     def __init__(self, definition: Definition, store: Store, name: str, reward_timeout_s: float = -1) -> None:
@@ -257,8 +256,14 @@ class Client:
             choice = body["choices"][0]
             text = choice["message"]["content"] or ""
             text = text if isinstance(text, str) else "".join(part.get("text", "") for part in text)
+<<<<<<< HEAD
             # replaces lone surrogates, which cannot be written to a file
             answer["text"] = text.encode(errors="replace").decode()
+=======
+            answer["text"] = text.encode(
+                errors="replace"
+            ).decode()  # replaces lone surrogates, which cannot be written to a file
+>>>>>>> h-words2
             top = ((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs")
             answer["top"] = [[one["token"], float(one["logprob"])] for one in top] if top else None
             if choice.get("finish_reason") == "length" and self.definition.form != "yes":

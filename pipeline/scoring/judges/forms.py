@@ -72,7 +72,7 @@ def labels(count: int) -> list[str]:
 
 
 def _orders(definition: Definition, prompt: str, texts: list[str]) -> list[list[str]]:
-    """Returns the orders in which the question shows texts. They depend only on the texts, so all processes agree."""
+    """Returns the orders in which the question shows texts. Orders depend only on the texts, so all processes agree."""
     drawn = sorted(texts)
     Random(hashlib.sha256("\0".join([definition.digest, prompt, *drawn]).encode()).digest()).shuffle(drawn)
     return [drawn, drawn[::-1]] if definition.orders == "both" else [drawn]
@@ -112,7 +112,7 @@ def _lines(answer: dict[str, Any], name: str) -> list[str]:
 
 
 def _score(definition: Definition, question: Question, answer: dict[str, Any]) -> list[float]:
-    last = _lines(answer, "(?:final |overall )?score")[-1:]  # because earlier lines may be quotations
+    last = _lines(answer, "(?:final |overall )?score")[-1:]  # the last line; earlier lines may be quotations
     scale = re.escape(f"{definition.high:g}")
     found = re.fullmatch(rf"({NUMBER})(?: ?(?:/|out of) ?{scale})?", "".join(last))
     if not found:
@@ -135,7 +135,7 @@ def _yes(definition: Definition, question: Question, answer: dict[str, Any]) -> 
     total = sum(shares.values())
     if not total >= LEAST_SHARE:
         words = " or ".join(definition.words)
-        raise Unusable(f"its first token, in top_logprobs, is {words} with a probability of only {total:.2g}")
+        raise Unusable(f"the first token, in top_logprobs, is {words} with a probability of only {total:.2g}")
     return [shares[good] / total]
 
 
@@ -154,7 +154,7 @@ def _rubric(definition: Definition, question: Question, answer: dict[str, Any]) 
         choices = [plain(str(choice)) for choice in one["choices"]]
         found = _lines(answer, re.escape(plain(one["name"])))
         if len(found) != 1 or found[0] not in choices:
-            raise Unusable(f"it has no single line `{one['name']}: ` with one of {', '.join(choices)}")
+            raise Unusable(f"the answer needs one line `{one['name']}: ` with one of {', '.join(choices)}")
         weight = float(one.get("weight", 1.0))
         total += weight * choices.index(found[0]) / (len(choices) - 1)
         weights += weight

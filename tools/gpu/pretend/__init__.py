@@ -50,7 +50,7 @@ NAME = "NVIDIA H100 80GB HBM3"
 
 @contextmanager
 def cuda(gpus: int = 2, gib: float = 80) -> Iterator[None]:
-    """Pretends that this process has `gpus` GPUs with `gib` GiB each. This includes threads that start in the block."""
+    """Pretends that this process has `gpus` GPUs with `gib` GiB each. Threads that start in the block pretend, too."""
     with suppress(ImportError):
         import bitsandbytes  # looks for CUDA's libraries once, at import
     torch.utils._device._device_constructors()  # fills torch's own list before torch.tensor is replaced
@@ -312,7 +312,7 @@ def _restored(storage: Any, location: str) -> Any:
 
 
 def _loader(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a replacement for torch.load. Tensors go to the device of `map_location`, or to that of the file."""
+    """Returns a replacement for torch.load. Tensors go to the device of `map_location`, or to the device in the file."""
 
     def load(*args: Any, **kwargs: Any) -> Any:
         _loaded.clear()

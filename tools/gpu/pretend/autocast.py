@@ -1,7 +1,7 @@
 """Autocast for tensors of a pretended GPU.
 
-torch's autocast kernels check a tensor's C++ device, which is the CPU, and would cast nothing. The kernels here replace them
-for the key AutocastCUDA, for the operations in torch's CUDA table (ATen/autocast_mode.h) that language models use.
+torch's autocast kernels check a tensor's C++ device, which is the CPU, and would cast nothing. The kernels here replace torch's
+kernels for the key AutocastCUDA, for the operations in torch's CUDA table (ATen/autocast_mode.h) that language models use.
 """
 
 from __future__ import annotations

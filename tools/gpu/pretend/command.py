@@ -27,7 +27,7 @@ def machine(gpus: int = 1) -> Iterator[None]:
 
 
 def run(arguments: list[str]) -> dict[str, Any]:
-    """Runs a command. Returns its exit status, host reads, graph replays and peak memory."""
+    """Runs a command. Returns the command's exit status, host reads, graph replays and peak memory."""
     status = main(arguments)
     return {
         "status": status,

@@ -37,9 +37,9 @@ def tree_leaves(tree: Any) -> list[Any]:
 
 
 class Memory:
-    """Counts the bytes of a GPU's live tensors. Tensors that share a storage count once.
+    """Counts the bytes of a GPU's live tensors. Tensors that share a storage are counted once.
 
-    Unlike torch's allocator, it has no fragments: `reserved` is the maximum in use since `empty_cache`.
+    Unlike torch's allocator, this counter has no fragments: `reserved` is the maximum in use since `empty_cache`.
     """
 
     def __init__(self, total: int) -> None:
@@ -97,7 +97,7 @@ class Memory:
 
 
 class Random:
-    """A GPU's random generator, with a seed and an offset like Philox. Its numbers differ from CUDA's."""
+    """A GPU's random generator, with a seed and an offset like Philox. The generator's numbers differ from CUDA's."""
 
     def __init__(self) -> None:
         self.seed, self.offset = 0, 0
@@ -211,7 +211,7 @@ class Slot:
 
 
 class Fixed:
-    """Refers to a tensor from before the capture. A replay uses its memory, even if another tensor owns that memory then."""
+    """Refers to a tensor from before the capture. A replay uses this tensor's memory, even if another tensor owns it by then."""
 
     def __init__(self, tensor: torch.Tensor, memory: Memory) -> None:
         # a second tensor on the same memory, so that the graph does not keep the first tensor alive

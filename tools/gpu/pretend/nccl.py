@@ -39,7 +39,7 @@ def get_backend(plain: Callable[..., str]) -> Callable[..., str]:
 
 
 def object_device(plain: Callable[..., torch.device]) -> Callable[..., torch.device]:
-    """Returns a replacement for torch's choice of device for pickled objects. NCCL sends them from the current GPU."""
+    """Returns a replacement for torch's choice of device for pickled objects. NCCL sends pickled objects from the current GPU."""
 
     def device(group: Any = None) -> torch.device:
         return machine.device() if Groups.nccl and group in (None, dist.group.WORLD) else plain(group)

@@ -126,7 +126,7 @@ def _class_of(tensor: torch.Tensor) -> type:
 def wrap(
     plain: torch.Tensor, device: torch.device, kind: type = torch.Tensor, requires_grad: bool = False
 ) -> GpuTensor:
-    """Returns a GPU tensor that shares the memory of a plain one.
+    """Returns a GPU tensor that shares the memory of a plain tensor.
 
     Args:
         kind: class of the plain tensor.
@@ -168,7 +168,7 @@ def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
         grad, ours = self.grad, ("_t", "_device", "_is_param")
         vars(new).update({key: one for key, one in vars(self).items() if key not in ours})
         torch.utils.swap_tensors(self, new)
-        if grad is not None:  # otherwise the gradient would stay on its device
+        if grad is not None:  # without this, the gradient would stay on its device
             self.grad = grad.to(value.device)
     else:
         _plain_data.__set__(self, value)
@@ -247,7 +247,7 @@ def is_pinned(self: torch.Tensor, *_: Any) -> bool:
 
 
 class Mode(TorchDispatchMode):
-    """Sends operations without a GPU tensor to `run`, because some create one (torch.zeros(3, device="cuda"))."""
+    """Sends operations without a GPU tensor to `run`, because some operations create one (torch.zeros(3, device="cuda"))."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})
@@ -268,7 +268,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     elif device is None:
         made = func(*args, **kwargs)
         if not tensors and isinstance(made, torch.Tensor) and torch._C._current_graph_task_id() != -1:
-            # These are autograd's zeros for an output without a gradient. On CUDA they are on the output's GPU.
+            # Autograd makes zeros for an output without a gradient. On CUDA, such zeros are on the output's GPU.
             made._of_any_device = True
         return made
     assert device is not None
@@ -365,7 +365,7 @@ def _require(func: Any, args: Any, kwargs: Any, device: torch.device) -> None:
 
 @cache
 def _draws(func: Any) -> str:
-    """Returns the source of an operation's random numbers: its `generator`, torch's default, or "" if it draws none."""
+    """Returns the source of an operation's random numbers: its `generator`, torch's default, or "" for no draws."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return ""
     return "generator" if any(x.name == "generator" for x in func._schema.arguments) else "default"
@@ -397,7 +397,7 @@ def _with_default_generator(func: Any, args: Any, kwargs: Any, device: torch.dev
 
 
 def _product(*args: Any, beta: float = 1, alpha: float = 1, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns a product of matrices, plus a matrix if given, in `out_dtype`. torch has this only on CUDA."""
+    """Returns a product of matrices, plus a matrix if given, in `out_dtype`. torch has this operation only on CUDA."""
     *added, a, b, dtype = args
     if a.dtype != b.dtype:
         raise RuntimeError(f"expected mat1 and mat2 to have the same dtype, but got: {a.dtype} != {b.dtype}")

@@ -12,5 +12,5 @@ for_good = ExitStack()
 
 
 def begin() -> None:
-    """Pretends until this process ends. Ray calls this in each new worker process."""
+    """Pretends to have GPUs until this process ends. Ray calls this function in each new worker process."""
     for_good.enter_context(pretend.cuda(GPUS))
