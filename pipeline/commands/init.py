@@ -2,15 +2,9 @@
 
     rlhf init my --name velo --model Qwen/Qwen2.5-0.5B-Instruct        or   python -m pipeline init ...
 
-<<<<<<< HEAD
 The jobs are those of the profile `own`, or of the one that --profile names, with your files and their columns, lengths that
 fit your rows, and names for the models that they train. Columns are guessed from names and values. `validate` shows the rows
 as the model will see them. If the profile of --name exists, only the jobs that it lacks are written.
-=======
-The jobs come from the profile `own`, or from the profile that --profile names. The jobs get your files and columns, lengths that
-fit your rows, and names for the models to train. Columns are guessed from names and values. `validate` shows the rows as the
-model will see them.
->>>>>>> h-words2
 """
 
 import contextlib

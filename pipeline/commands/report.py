@@ -2,13 +2,8 @@
 
     make report RUN=runs/ppo-...   or   python -m pipeline report RUN [RUN ...]
 
-<<<<<<< HEAD
 A RUN is its folder, its name under runs/, or its MLflow id. The page of one run goes into its folder. The page of several runs
 goes into `report` in the folder of the last one, and draws runs of one stage over each other.
-=======
-A RUN is its folder, or its name under runs/. The page of one run goes into the run's folder. The page of several runs goes into
-`report` in the folder of the last one, and draws runs of one stage in the same charts.
->>>>>>> h-words2
 """
 
 from pipeline import report

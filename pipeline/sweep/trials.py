@@ -43,17 +43,8 @@ ENVIRONMENT = {
 }
 
 
-<<<<<<< HEAD
 def run_trials(sweep: Sweep, handle: SweepHandle, places: Places) -> dict[str, str]:
     """Runs the unfinished trials. Returns {trial: error} of the trials whose driver died too often.
-=======
-def run_trials(
-    sweep: Sweep, handle: SweepHandle, places: Places, keep: Callable[[dict[str, Any]], Any]
-) -> dict[str, str]:
-    """Runs the unfinished trials, and prints the trials' reports.
-
-    Returns {trial: error} of the trials whose driver died too often.
->>>>>>> h-words2
 
     Args:
         places: the resources of one trial.

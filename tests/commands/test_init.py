@@ -291,11 +291,7 @@ def test_evaluate_gets_the_eval_prompts_of_ppo_with_all_their_columns(here):
 
 
 def test_a_label_with_an_unclear_meaning_is_left_to_the_user(here, capsys):
-<<<<<<< HEAD
     """Lengths do not depend on what the label means."""
-=======
-    """The jobs keep the lengths of the profile, or the context of the model if the context is shorter."""
->>>>>>> h-words2
     unclear = [row | {"preference": n % 2} for n, row in enumerate(PAIRS)]
     written = init(rows(here / "u.jsonl", unclear))
     assert (written("u", "rm").data.max_length, written("u", "ppo").trainer["response_length"]) == (64, 16)

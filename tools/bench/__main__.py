@@ -5,7 +5,6 @@
     make bench ARGS="ppo --variant bf16-head shared-long"
     make bench ARGS="sft dpo --rounds 1"
 
-<<<<<<< HEAD
 | part | what is measured | compared with |
 | --- | --- | --- |
 | ppo | our PPOTrainer, in the variants of sizes.py | the PPOTrainer of TRL 1.12, the last version that had one |
@@ -15,11 +14,6 @@
 | judge | questions to an endpoint that answers after 100 ms, the same at each size | a plain asyncio loop |
 
 Sizes: `demo` (the demo model) and `large` (a random Llama of 110M parameters).
-=======
-Parts: `ppo` (our PPOTrainer compared with the PPOTrainer of TRL 1.12, the last version with a PPOTrainer) and `serve` (64 clients
-of two policies on one base, compared with a plain loop over two models). Sizes: `demo` (the demo model) and `large` (a random
-Llama of 110M parameters). Variants of `ppo`: sizes.py.
->>>>>>> h-words2
 
 Each measurement is a separate process. A round runs all measurements of a comparison once, one after the other. After each
 round, results.json and bench.md in runs/bench have the results. Parts that were not run keep their last results.

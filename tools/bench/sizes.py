@@ -15,13 +15,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA, DEMO = ROOT / "jobs/demo/data", ROOT / "jobs/demo/model"
-<<<<<<< HEAD
 WORK = ROOT / "runs/bench"  # random models, rows, and outputs of measurements
 # TRL 1.12, the last version with a PPOTrainer. Only the process that measures this version imports it.
-=======
-WORK = ROOT / "runs/bench"  # random models, and outputs of measurements
-# TRL 1.12, the last version with a PPOTrainer. Only the process that measures TRL 1.12 imports this folder.
->>>>>>> h-words2
 TRL_PPO = ROOT / ".bench/trl"
 LORA: dict[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
 LEARNING_RATE = 1e-5

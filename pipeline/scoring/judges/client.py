@@ -256,14 +256,8 @@ class Client:
             choice = body["choices"][0]
             text = choice["message"]["content"] or ""
             text = text if isinstance(text, str) else "".join(part.get("text", "") for part in text)
-<<<<<<< HEAD
             # replaces lone surrogates, which cannot be written to a file
             answer["text"] = text.encode(errors="replace").decode()
-=======
-            answer["text"] = text.encode(
-                errors="replace"
-            ).decode()  # replaces lone surrogates, which cannot be written to a file
->>>>>>> h-words2
             top = ((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs")
             answer["top"] = [[one["token"], float(one["logprob"])] for one in top] if top else None
             if choice.get("finish_reason") == "length" and self.definition.form != "yes":
