@@ -36,7 +36,8 @@ def script(verbs: list[str]) -> str:
     """Returns the completion script for some subcommands."""
     cases = []
     for verb in verbs:
-        known = {key for stage in stages_of(verb) for key in (*keys_of(stage), *STAGE[stage].inputs)}
+        stages = {name: facts for name, facts in STAGE.items() if name in stages_of(verb)}
+        known = {key for name, facts in stages.items() for key in (*keys_of(name), *facts.inputs)}
         keys = " ".join(f"{key}=" for key in sorted(known))
         cases.append(f'    {verb}) keys="{keys}" ;;')
     return SCRIPT.format(verbs=" ".join(verbs), cases="\n".join(cases))
