@@ -72,7 +72,7 @@ def drawn(runs: dict[str, Run]) -> dict[str, tuple[str, list[Drawing]]]:
         runs: {name: run} of one run, or of several runs of one stage.
     """
     first, alone = next(iter(runs.values())), len(runs) == 1
-    axis = "update" if first.stage == "ppo" else "step"  # PPO logs its metrics once in each update
+    axis = {"ppo": "update"}.get(first.stage, "step")  # PPO logs its metrics once in each update
     best = first.result.get("kept") or {}
     kept = best.get("step") if alone and best.get("by") else None
     histories = {name: run.history for name, run in runs.items()}
