@@ -36,8 +36,9 @@ def script(verbs: list[str]) -> str:
     """Returns the completion script for some subcommands."""
     cases = []
     for verb in verbs:
-        stages = {name: facts for name, facts in STAGE.items() if name in stages_of(verb)}
-        known = {key for name, facts in stages.items() for key in (*keys_of(name), *facts.inputs)}
+        stages = stages_of(verb)
+        taken = [(stage, facts) for stage, facts in STAGE.items() if stage in stages]
+        known = {key for stage, facts in taken for key in (*keys_of(stage), *facts.inputs)}
         keys = " ".join(f"{key}=" for key in sorted(known))
         cases.append(f'    {verb}) keys="{keys}" ;;')
     return SCRIPT.format(verbs=" ".join(verbs), cases="\n".join(cases))
