@@ -112,7 +112,7 @@ class Encoder:
         return (*record.unread, *hidden)
 
     def unlearned_end(self) -> tuple[str, str] | None:
-        """Returns (the template's text after a completion, the stop tokens), or None if the text contains a stop token."""
+        """Returns (the text that the template writes after a completion, stop tokens), or None if the text has a stop token."""
         prompt = {"role": "user", "content": "Who is there?"}
         completion = {"role": "assistant", "content": "Hello."}
         try:
@@ -291,7 +291,7 @@ class Encoder:
         return self._fit_labels(with_bos, trained)
 
     def _train_ends(self, ids: list[int], trained: list[bool], whole: str, offsets: list[Span]) -> None:
-        """Marks the end token of each completion as trained, and the template's white space after it as not trained."""
+        """Marks the end token of each completion as trained, and the template's white space after the end token as untrained."""
         at = 0
         while True in trained[at:]:
             at = trained.index(True, at)
