@@ -1,8 +1,8 @@
-"""Cuts files into the chunks that tasks read, and reads the rows of one chunk. Does not use Ray.
+"""Splits files into chunks, one for each task, and reads the rows of a chunk. Does not use Ray.
 
 A chunk is a byte range of an uncompressed JSON Lines file, or a range of rows of a Parquet or Arrow file. Compressed files, JSON
 arrays and CSV files are one chunk each, because the rows of a CSV file may contain line ends. The rows of a chunk are read one
-after another, so memory never holds more than one chunk.
+after another, so at most one chunk is in memory.
 """
 
 import codecs
@@ -44,7 +44,7 @@ FOREIGN = {
 
 @dataclass(frozen=True)
 class Chunk:
-    """The part of a file that one task reads: bytes [start, stop) of JSON Lines, rows [start, stop) of a table, or everything."""
+    """The part of a file that one task reads: bytes [start, stop) of JSON Lines, rows [start, stop) of a table, or all."""
 
     path: str
     split: str  # train or eval
@@ -52,9 +52,9 @@ class Chunk:
     stop: int = -1  # -1 means the end of the file
     format: Format = "lines"
     zipped: bool = False
-    size: int = 0  # approximate bytes in the file
+    size: int = 0  # approximate bytes of the chunk in the file
     source: int = 0  # index of the file's source among the job's sources for the split
-    group_by: str | None = None  # column with the same value in all rows of a group
+    group_by: str | None = None  # column that has the same value in all rows of a group
 
 
 def plan_chunks(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) -> list[Chunk]:
@@ -64,7 +64,7 @@ def plan_chunks(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) ->
     try:
         with open_bytes(file.path) as stream:
             head = stream.read(BLOCK // 4)
-    except OSError as error:  # some file systems open a folder, but cannot read it
+    except OSError as error:  # some file systems can open a folder but not read it
         raise unreadable(file.path, error) from error
     zipped = head[:2] == b"\x1f\x8b" or name.endswith(".gz")
     if zipped:
@@ -78,7 +78,7 @@ def plan_chunks(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) ->
             raise InputError(f"data: {visible(file.path, lines=False)} is {found}")
     text: Format = "array" if start.lstrip()[:1] == b"[" else "lines"
     format = NAMED.get(os.path.splitext(name.removesuffix(".gz"))[1]) or MAGIC.get(head[:4]) or text
-    parts = [(0, -1, file.size)]  # start, stop, bytes. With data.group_by, a file is one chunk.
+    parts = [(0, -1, file.size)]  # (start, stop, bytes). With data.group_by, a file is one chunk.
     if format in ("parquet", "arrow") and not group_by:
         parts = pieces(path, format, file.size, chunk_bytes)
     elif format == "lines" and not zipped:
@@ -97,7 +97,7 @@ def plan_chunks(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) ->
 def chunk_rows(chunk: Chunk) -> Iterator[Row]:
     """Returns the rows of a chunk with their numbers *in the chunk*. With data.group_by, returns lists of rows.
 
-    Blank lines have a number, but are no rows. A RowError replaces each row that cannot be decoded.
+    Blank lines are counted, but are not rows. For a row that cannot be decoded, returns a RowError instead of the row.
     """
     if chunk.format in ("parquet", "arrow"):
         found = table_rows(chunk.path, chunk.format, chunk.start, chunk.stop)
@@ -107,11 +107,11 @@ def chunk_rows(chunk: Chunk) -> Iterator[Row]:
 
 
 def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
-    """Yields consecutive rows with the same value in a column as one list, with the number of the first row."""
+    """Yields lists of consecutive rows with the same value in a column, each with the number of its first row."""
 
     def value(row: Row) -> Any:
         has_value = isinstance(row[1], dict) and column in row[1]
-        return (row[1][column],) if has_value else row[0]  # a row without this value is its own group
+        return (row[1][column],) if has_value else row[0]  # a row without this value is a group by itself
 
     for _, same in itertools.groupby(numbered, value):
         numbers, group, raws = zip(*same, strict=True)
@@ -125,7 +125,7 @@ def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
 
 
 def lines_before(chunk: Chunk) -> int:
-    """Returns how many lines or rows of the file come before the chunk. Only error messages need this offset."""
+    """Returns how many lines or rows of the file come before the chunk. Only error messages use this number."""
     if chunk.start == 0 or chunk.format != "lines":
         return chunk.start
     count, left = 1, chunk.start - 1
@@ -136,7 +136,7 @@ def lines_before(chunk: Chunk) -> int:
 
 
 def locate(errors: list[RowError], chunk: Chunk) -> None:
-    """Sets the file and unit of errors, and changes `line` from the number in the chunk to the number in the file."""
+    """Sets the file and the unit of errors. Changes `line` from the number in the chunk to the number in the file."""
     file, before = storage.relative(chunk.path), lines_before(chunk)
     for error in errors:
         error.file, error.line, error.unit = file, error.line + before, UNITS.get(chunk.format, "line")

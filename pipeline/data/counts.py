@@ -1,4 +1,4 @@
-"""Counts the rows of a task. `totals` sums the counts over all tasks, over a split, or over a source."""
+"""Counts the rows that a task reads and drops. `totals` sums the counts over all tasks, a split, or a source."""
 
 import hashlib
 from collections import Counter, defaultdict
@@ -10,7 +10,7 @@ from pipeline.data.chunks import Chunk
 from pipeline.data.values import Dropped, Reason, RowError
 
 FIRST = 10  # number of reasons for bad rows that a message lists
-# {name of a comparison: number of 64-bit hashes of a row}: `rows` has a hash of the row's bytes, `records` has Record.digests
+# {how rows are compared: number of 64-bit hashes per row}. `rows` hashes the bytes of a row. `records` uses Record.digests.
 WIDTH = {"rows": 1, "records": 2}
 
 
@@ -19,7 +19,7 @@ class RowsDigest:
     """The digest of a sequence of rows. The digest depends on the rows and their order, but not on their chunks.
 
     The digest is a polynomial in the SHA-256 hashes of the rows: h0 * B^(n-1) + ... + h(n-1), modulo a prime. Therefore, the
-    digests of two consecutive sequences combine to the digest of both. An attacker could find other rows with the same digest.
+    digest of a sequence can be computed from the digests of its parts. The digest does not protect against deliberate collisions.
     """
 
     count: int = 0
@@ -32,7 +32,7 @@ class RowsDigest:
         self.extend(RowsDigest(1, int.from_bytes(hashlib.sha256(row).digest())))
 
     def extend(self, other: "RowsDigest") -> None:
-        """Appends the rows of another digest."""
+        """Updates this digest as if the rows of another digest were appended."""
         self.count += other.count
         self.value = (self.value * pow(self.BASE, other.count, self.PRIME) + other.value) % self.PRIME
 
@@ -48,18 +48,18 @@ class Counts:
     parts: dict[str, tuple[str, int]] = field(default_factory=dict)
     # the first row dropped for each reason
     errors: dict[Reason, RowError] = field(default_factory=dict)
-    # why the task stopped before the end of the chunk, or None
+    # the error that stopped the task before the end of the chunk, or None
     unread: RowError | None = None
     samples: list[str] = field(default_factory=list)
     digest: RowsDigest = field(default_factory=RowsDigest)  # digest of the chunk's rows
-    # name in WIDTH -> hashes by which rows are compared
+    # key of WIDTH -> hashes by which rows are compared
     keys: dict[str, bytearray] = field(default_factory=lambda: {name: bytearray() for name in WIDTH})
 
     def add(self, split: str, label: str, detail: Any = "", number: int = 1) -> None:
         self.tally[split, label, detail] += number
 
     def leave_out(self, split: str, number: int, why: RowError | Dropped) -> None:
-        """Counts a dropped row, which is bad, or for example too long."""
+        """Counts a row that was dropped because it has an error or, for example, is too long."""
         error = why if isinstance(why, RowError) else why.error
         self.add(split, "dropped", why.kind if isinstance(why, RowError) else why.reason)
         if error is None:
@@ -76,7 +76,7 @@ class Counts:
 def totals(
     counts: Iterable[Counts], split: str | None = None, source: int | None = None
 ) -> dict[str, Counter]:
-    """Returns {label: {detail: number}}, summed over all counts, or over the counts of one split or source."""
+    """Returns {label: {detail: number}}, summed over the counts of all splits and sources, or of one split or source."""
     total: dict[str, Counter] = defaultdict(Counter)
     for one in counts:
         if source in (None, one.chunk.source):
@@ -87,12 +87,12 @@ def totals(
 
 
 def of_split(name: str, counts: Iterable[Counts]) -> list[Counts]:
-    """Returns the counts of the chunks in files of `train` or `eval`."""
+    """Returns the counts of the chunks whose files belong to `train` or `eval`."""
     return [one for one in counts if one.chunk.split == name]
 
 
 def first_errors(counts: Iterable[Counts]) -> list[tuple[RowError, int]]:
-    """Returns (the first row dropped for a reason, number of such rows) for the most frequent reasons."""
+    """For each of the most frequent reasons, returns (the first row dropped for it, number of rows dropped for it)."""
     rows, first = totals(counts)["reasons"], dict[Reason, RowError]()
     for one in counts:
         for reason, error in one.errors.items():
@@ -101,7 +101,7 @@ def first_errors(counts: Iterable[Counts]) -> list[tuple[RowError, int]]:
     return [(error, rows[reason]) for reason, error in first.items() if reason in often]
 
 
-# ---- rows that are compared with each other --------------------------------------------------------------------------
+# ---- comparing rows -----------------------------------------------------------------------------------------------------
 
 
 def compared(name: str, counts: Iterable[Counts], split: str) -> Any:
@@ -121,7 +121,7 @@ def duplicates(counts: Sequence[Counts]) -> int:
 
 
 def overlap(counts: Sequence[Counts]) -> tuple[int, int] | None:
-    """Counts the eval rows with a prompt that is also in `train`, and the eval rows whose completions are there, too.
+    """Counts eval rows whose prompt also occurs in `train`, and eval rows whose prompt and completions both occur there.
 
     Returns None if there are no eval rows.
     """
@@ -134,7 +134,7 @@ def overlap(counts: Sequence[Counts]) -> tuple[int, int] | None:
     return prompts, rows
 
 
-# ---- numbers in words ------------------------------------------------------------------------------------------------
+# ---- texts for numbers ------------------------------------------------------------------------------------------------
 
 
 def count(number: int, what: str = "row") -> str:
@@ -143,7 +143,7 @@ def count(number: int, what: str = "row") -> str:
 
 
 def most_frequent(counts: Mapping[str, int], most: int) -> dict[str, int]:
-    """Returns the `most` largest counts, the largest first. The entry `others` is the sum of all other counts."""
+    """Returns the `most` largest counts, the largest first, and as `others` the sum of all other counts."""
     named = [item for item in counts.items() if item[0] != "others"]
     kept = dict(sorted(named, key=lambda item: (-item[1], item[0]))[:most])
     others = sum(counts.values()) - sum(kept.values())
@@ -151,7 +151,7 @@ def most_frequent(counts: Mapping[str, int], most: int) -> dict[str, int]:
 
 
 def versions_in_words(versions: Mapping[str, int], kept: int) -> str:
-    """Describes which versions wrote `kept` rows: `300 rows from models:/demo-ppo/3, 12 without a version`."""
+    """Describes which model versions generated `kept` rows: `300 rows from models:/demo-ppo/3, 12 without a version`."""
     named = [f"{count(rows)} from {version}" for version, rows in most_frequent(versions, 8).items()]
     rest = kept - sum(versions.values())
     return ", ".join([*named, *([f"{rest:,} without a version"] if rest else [])])

@@ -1,10 +1,11 @@
-"""Converts records to token ids: chat template, begin and end tokens, special tokens, lengths. Does not import torch.
+"""Converts records to token ids, and applies the chat template and the maximum length. Does not import torch.
 
-A completion is tokenized together with its prompt, as the model reads them. A completion begins after the longest common prefix
-of the prompt's tokens and the tokens of prompt plus completion. A token across the border of prompt and completion belongs to the
-completion, as in TRL. A demonstration may have several completions. template.py finds them in the rendered *text*, and character
-offsets map them to tokens. Special tokens in a row's text stay text (models/control_tokens.py). Rows are rejected if a completion
-has no tokens, or if both completions of a pair have the same tokens.
+A completion is tokenized together with its prompt, because the model reads them together. The completion begins after the longest
+common prefix of the prompt's tokens and the tokens of prompt plus completion. A token that spans the border between prompt and
+completion belongs to the completion, as in TRL. A demonstration may have several completions. template.py finds them in the
+rendered text, and character offsets map them to tokens. Special tokens in a row's text are encoded as plain text
+(models/control_tokens.py). Rows are rejected if a completion has no tokens, or if both completions of a pair have the same
+tokens.
 """
 
 import json
@@ -19,34 +20,34 @@ from pipeline.data.template import ChatTemplate, Span, holds, without_tokens
 from pipeline.data.values import Dropped, RowError, show
 from pipeline.models.control_tokens import ControlTokens, Escaping, texts_of
 
-FEW = 8  # a text with more distinct tokens cannot be only white space
+FEW = 8  # a text with more distinct tokens than this is assumed not to be blank
 
-Rendered = tuple[str, Escaping | None]  # a text, and the escaping of the row's special tokens in it
+Rendered = tuple[str, Escaping | None]  # a text, and how its special tokens are escaped
 
 
 @dataclass
 class Example:
-    """One token row: its columns, and the lengths that the report counts."""
+    """A token row: its columns, and the lengths that the report counts."""
 
     columns: dict[str, Any]
     prompt_tokens: int
     completion_tokens: int
     truncated: bool = False
-    ended: bool = True  # whether an end token is trained
+    ended: bool = True  # whether the trained tokens include an end token
 
 
 Outcome = Example | Dropped | RowError
 
 
 class Encoder:
-    """Turns records of one kind into token rows, a batch at a time.
+    """Converts records of one kind into token rows, one batch at a time.
 
     Args:
         max_length: maximum tokens of a row.
         overlong: error | drop | truncate.
-        apply_template: whether a text prompt becomes a user message.
-        ends: all ids that end a completion; `tokenizer.eos_token_id` is added to a completion without any of these ids.
-        parse_special_tokens: whether special tokens in the text of a row are control tokens, not text.
+        apply_template: whether a plain-text prompt becomes a user message.
+        ends: all ids that end a completion. A completion that ends with none of them gets `tokenizer.eos_token_id`.
+        parse_special_tokens: whether special tokens in the text of a row are encoded as special tokens, not as plain text.
     """
 
     def __init__(
@@ -98,12 +99,12 @@ class Encoder:
         return outcomes
 
     def special_in(self, record: Record) -> list[str]:
-        """Returns the special tokens in the text of a row."""
+        """Returns the special tokens that occur in the text of a row."""
         texts = contents(record.prompt, *(completion for pair in record.pairs for completion in pair))
         return list(dict.fromkeys(name for text in texts for name in self.control.tokens_in(text)))
 
     def unread(self, record: Record) -> tuple[str, ...]:
-        """Returns the columns that the model does not see: no code reads them, or the chat template leaves them out."""
+        """Returns the columns that the model does not see: no code reads them, or the chat template omits them."""
         chat = self.apply_template or not isinstance(record.prompt, str)
         variables = self.chat.variables if chat else ()
         hidden = ["tools"] if record.tools and "tools" not in variables else []
@@ -111,7 +112,7 @@ class Encoder:
         return (*record.unread, *hidden)
 
     def unlearned_end(self) -> tuple[str, str] | None:
-        """Returns (the template's text after a completion, the stop tokens), or None if the text contains a stop token."""
+        """Returns (the text that the template writes after a completion, stop tokens), or None if the text has a stop token."""
         prompt = {"role": "user", "content": "Who is there?"}
         completion = {"role": "assistant", "content": "Hello."}
         try:
@@ -128,19 +129,19 @@ class Encoder:
     # ---- text -> ids -------------------------------------------------------------------------------------------
 
     def encodings(self, texts: list[Rendered], batch: Any) -> list[Any]:
-        """Encodes texts with `batch`, a method of the tokenizer's backend. Encodes escaped texts one by one."""
+        """Encodes texts with `batch`, a method of the tokenizer's backend. Encodes texts with an escaping one by one."""
         encodings = iter(
             batch([text for text, escaping in texts if escaping is None], add_special_tokens=False)
         )
         return [next(encodings) if escaping is None else escaping.encode(text) for text, escaping in texts]
 
     def ids(self, texts: list[Rendered]) -> list[list[int]]:
-        """Returns the token ids of complete texts, with the begin token."""
+        """Returns the token ids of full texts, including the begin token."""
         encodings = self.encodings(texts, self.backend.encode_batch_fast)
         return [self.one_bos(encoding.ids) for encoding in encodings]
 
     def one_bos(self, ids: list[int]) -> list[int]:
-        """Returns the ids with exactly one begin token if the tokenizer begins texts with a begin token."""
+        """If the tokenizer adds a begin token to texts, returns the ids with exactly one begin token."""
         if self.bos is None:
             return ids
         start = 0
@@ -151,7 +152,7 @@ class Encoder:
         return ids[start:] if start else ids
 
     def ended(self, ids: list[int]) -> list[int]:
-        """Returns ids that end with an end token. Removes white space after an end token, or adds an end token."""
+        """Makes the ids end with an end token: removes white space after an end token, or adds an end token."""
         for at in range(len(ids) - 1, max(len(ids) - 4, -1), -1):
             if ids[at] in self.ends:
                 if at + 1 == len(ids) or not self.tokenizer.decode(ids[at + 1 :]).strip():
@@ -160,14 +161,14 @@ class Encoder:
         return [*ids, self.eos]
 
     def blank(self, ids: list[int]) -> bool:
-        """Returns True if token ids have no content, only control tokens and white space."""
+        """Returns True if token ids contain only control tokens and white space."""
         rest = set(ids) - self.silent
         return len(rest) <= FEW and not self.tokenizer.decode(sorted(rest)).strip()
 
-    # ---- prompts, completions and pairs of them -----------------------------------------------------------------
+    # ---- prompts and completions ----------------------------------------------------------------------------------
 
     def _texts(self, record: Record) -> list[list[Rendered]]:
-        """Returns for each pair of completions the text of the prompt, and of the prompt with each completion."""
+        """For each pair, returns the text of the prompt, and the text of the prompt with each completion."""
         texts = []
         for completions in record.pairs or [()]:
             prompt, completions, escaping = self.turns(record, completions)
@@ -182,7 +183,7 @@ class Encoder:
         return texts
 
     def _fit(self, record: Record, at: int, ids: list[list[int]]) -> Outcome:
-        """Returns the example of pair `at` of a record, from the ids of the prompt and of the prompt with each completion."""
+        """Returns the example for pair `at` of a record. Gets the ids of the prompt, and of the prompt with each completion."""
         prompt, *sides = ids[0], *map(self.ended, ids[1:])
         border = min([len(prompt), *(min(shared_length(prompt, side), len(side) - 1) for side in sides)])
         prompt, sides = prompt[:border], [side[border:] for side in sides]
@@ -197,11 +198,11 @@ class Encoder:
         length = len(prompt) + max(map(len, sides), default=0)
         if length > self.max_length:
             chat = self.apply_template or not isinstance(record.prompt, str)
-            # Truncation at the start of a chat would remove the system prompt and the header of a turn.
+            # Cutting off the start of a chat would remove the system prompt and the header of a turn.
             if self.overlong != "truncate" or (chat and not sides):
                 return self.over_length(length)
             if not sides:
-                # A prompt is truncated at its start, because the question is at its end.
+                # Cut off the start of a prompt, because the question is at its end.
                 begin = prompt[:1] if prompt[0] == self.bos else []
                 prompt = begin + prompt[length - self.max_length + len(begin) :]
             elif "row" in self.kind.columns and len(prompt) >= self.max_length:  # scoring must keep every row
@@ -222,7 +223,7 @@ class Encoder:
         )
 
     def _distinct(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """Drops two consecutive examples that differ only in their label, because truncation made a pair equal."""
+        """Drops two consecutive examples that differ only in their label, because truncation made their completions equal."""
         kept: list[Outcome] = []
         for one in outcomes:
             before = kept[-1] if kept else None
@@ -240,7 +241,7 @@ class Encoder:
     # ---- demonstrations ----------------------------------------------------------------------------------------
 
     def _spans(self, record: Record) -> tuple[Rendered, list[Span], bool]:
-        """Returns the text, its trained spans, and whether the last turn is trained."""
+        """Returns the rendered text, its trained spans, and whether the last turn is trained."""
         prompt, (completion,), escaping = self.turns(record, record.pairs[0])
         if isinstance(prompt, str):
             whole = prompt + str(completion)
@@ -256,27 +257,27 @@ class Encoder:
 
     @staticmethod
     def _note_unseen(record: Record, chat: ChatTemplate, turns: Turns, text: str, asks: bool) -> None:
-        """Adds to `record.unread` what the chat template leaves out: thoughts of earlier turns, as Qwen3's does, or other keys.
+        """Adds to `record.unread` what the chat template omits: thoughts of earlier turns (as Qwen3's template), or other keys.
 
         Args:
-            text: the rendered turns.
+            text: the turns, as the template renders them.
             asks: whether the text ends with a generation prompt.
         """
         unseen = (
             [] if all(holds(text, thoughts(turn)) for turn in turns) else ["thoughts before the last turn"]
         )
         keys = {key for turn in turns for key in turn} - {"role", "content", "tool_calls", *THOUGHTS}
-        for key in sorted(keys):  # the key's name occurs in the template, perhaps for another purpose
+        for key in sorted(keys):  # the template may use the key's name for another purpose
             without = [{name: one for name, one in turn.items() if name != key} for turn in turns]
             if chat.render(without, asks) == text:
                 unseen.append(f"messages[].{key}")
         record.unread = tuple(dict.fromkeys([*record.unread, *unseen]))
 
     def _labelled(self, encoding: Any, text: Rendered, spans: list[Span], trains_end: bool) -> Outcome:
-        """Returns the example of a text. `labels` are the ids of the trained tokens, and -100 for other tokens."""
+        """Returns the example of a text. `labels` has the ids of trained tokens, and -100 for other tokens."""
         ids, offsets = encoding.ids, encoding.offsets
         starts, trained = [start for start, _ in offsets], [False] * len(ids)
-        for begin, stop in spans:  # a token across the border of prompt and completion is not trained
+        for begin, stop in spans:  # a token that spans the border is not trained
             first, last = bisect_left(starts, begin), bisect_left(starts, stop)
             trained[first:last] = [True] * (last - first)
         self._train_ends(ids, trained, text[0], offsets)
@@ -290,13 +291,13 @@ class Encoder:
         return self._fit_labels(with_bos, trained)
 
     def _train_ends(self, ids: list[int], trained: list[bool], whole: str, offsets: list[Span]) -> None:
-        """Marks the end token of each completion as trained, and the template's white space after it as not trained."""
+        """Marks the end token of each completion as trained, and the template's white space after the end token as untrained."""
         at = 0
         while True in trained[at:]:
             at = trained.index(True, at)
             stop = trained.index(False, at) if False in trained[at:] else len(ids)
             if ids[stop - 1] not in self.ends and stop < len(ids) and ids[stop] in self.ends:
-                # The span ends before the end token: at the end of a generation block or of the completion's words.
+                # A span ends before the end token, at the end of a generation block or of the completion's text.
                 trained[stop] = True
                 stop += 1
             last = stop - 1
@@ -312,7 +313,7 @@ class Encoder:
             if self.overlong != "truncate":
                 return self.over_length(length)
             ids, trained = ids[: self.max_length], trained[: self.max_length]
-        # The first token is never predicted.
+        # The first token is not trained, because no earlier token predicts it.
         if self.blank([token for token, on in zip(ids[1:], trained[1:], strict=True) if on]):
             return self.prompt_too_long() if length > self.max_length else without_tokens("completion")
         labels = [token if on else -100 for token, on in zip(ids, trained, strict=True)]
@@ -325,9 +326,9 @@ class Encoder:
     def turns(
         self, record: Record, completions: tuple[Text, ...]
     ) -> tuple[Text, tuple[Text, ...], Escaping | None]:
-        """Returns prompt and completions, as messages if the template applies, and the escaping of their special tokens.
+        """Returns prompt and completions (messages, if the template applies), and how their special tokens are escaped.
 
-        Raises RowError if tools or their calls contain a special token.
+        Raises RowError if tools or tool calls contain a special token.
         """
         prompt = record.prompt
         if isinstance(prompt, str) and self.apply_template:

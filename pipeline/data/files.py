@@ -4,9 +4,9 @@
     path/to/folder/test, path/to/folder:config/test   a clone or snapshot of a Hub dataset, whose README lists its files
     hf://datasets/NAME[@revision][:config][/split]    the dataset on the Hub
 
-Without a split, data.train means `train`. The datasets library reads the README and finds the files. No code of a dataset runs.
-Nothing is downloaded, because rows are read directly from the Hub, at the current commit of the revision. With HF_HUB_OFFLINE=1,
-a dataset comes from this machine's cache (`hf download`).
+If data.train names no split, the split is `train`. The datasets library reads the README and finds the files. No code of a
+dataset is run. Rows are read directly from the Hub, at the current commit of the revision, without downloading the files. With
+HF_HUB_OFFLINE=1, a dataset is read from this machine's cache (`hf download`).
 """
 
 import difflib
@@ -31,11 +31,11 @@ SUFFIXES = (
     ".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz",
     ".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet", ".pq", ".arrow",
 )  # fmt: skip
-# A file or folder with a word of HELD_OUT in its name has rows for evaluation. "set" may follow the word, as in `testset`. The
-# datasets library knows all words but the last three.
+# A file or folder whose name has a word of HELD_OUT contains rows for evaluation. "set" may follow the word, as in `testset`.
+# The datasets library recognizes all of these words except the last three.
 HELD_OUT = "test testing validation valid val eval evaluation dev holdout heldout validate".split()
 BY_NAME = "left out by its name"  # reason why a file of a folder is not read
-# names of files without rows in a folder, which need no warning
+# names of files without rows, about which no warning is printed
 ASIDE = re.compile(r"(?i)(readme|license)[^/]*|dataset_infos?\.json|dataset_dict\.json|state\.json")
 
 
@@ -52,9 +52,9 @@ Paths = tuple[list[str], str]  # files of a dataset's split, and its commit on t
 
 
 def find_files(spec: Any, key: str, aside: dict[str, str] | None = None) -> list[File]:
-    """Returns the files of the sources that a job names. `key` is the setting that errors name.
+    """Returns the files of the sources that a job names. Error messages name the setting `key`.
 
-    Adds the files of folders that are not read to `aside`, {path: why}, and only files without rows if the key is `data`.
+    Adds files of folders that are not read to `aside`, as {path: reason}. If the key is `data`, adds only files without rows.
     """
     files: list[File] = []
     for index, source in enumerate(sources_of(spec)):
@@ -73,7 +73,7 @@ def reach(item: str, key: str) -> None:
 
 
 def matching(item: str, key: str, aside: dict[str, str]) -> list[File]:
-    """Returns the files of a path, glob, folder or URI, and adds unread files to `aside`. Raises InputError without files."""
+    """Returns the files of a path, glob, folder or URI. Adds unread files to `aside`. Raises InputError if there are none."""
     if found := files_of(item, key):
         files = []
         for path in found[0]:
@@ -104,7 +104,7 @@ def matching(item: str, key: str, aside: dict[str, str]) -> list[File]:
         close = difflib.get_close_matches(os.path.basename(inner), names, 1, 0.7)
         hint = f"; did you mean {os.path.join(os.path.dirname(item), close[0])!r}?" if close else ""
         problem = f"there is no file {item!r}{hint}; expected a path, a glob, a folder, or s3:// gs:// hf://"
-        if info.type.name == "Unknown":  # rows are read several times, a pipe only once
+        if info.type.name == "Unknown":  # rows are read several times, but a pipe can be read only once
             problem = f"{item!r} is a pipe or a device; write its rows to a file, and name this file"
     if not infos:
         raise InputError(problem, key=key)
@@ -112,9 +112,10 @@ def matching(item: str, key: str, aside: dict[str, str]) -> list[File]:
 
 
 def in_folder(fs: Any, inner: str, key: str) -> tuple[list[Any], dict[Any, str]]:
-    """Returns the files of a folder that the setting `key` reads, and {other file: why it is not read}.
+    """Returns the files of a folder that the setting `key` reads, and {other file: reason why it is not read}.
 
-    data.train reads files for training. data.eval reads the files for evaluation, if there are any. `data` reads all files.
+    data.train reads files for training. data.eval reads the files for evaluation, or all files if none is for evaluation. `data`
+    reads all files.
     """
     found = [one for one in below(fs, inner) if not ASIDE.fullmatch(one.base_name)]
     rows = [one for one in found if one.path.lower().endswith(SUFFIXES)]
@@ -141,7 +142,7 @@ def below(fs: Any, inner: str, pattern: bool = False) -> list[Any]:
     paths = sorted(wrapped.glob(inner) if pattern else wrapped.find(inner), reverse=True)
     start = min(map(inner.find, [char for char in "*?[" if char in inner])) - 1 if pattern else len(inner)
     paths = [path for path in paths if "/." not in path[start:]]
-    # A link to a folder above would list each file again and again.
+    # Do not follow a link to a parent folder, which would list each file repeatedly.
     once = {(os.path.realpath(os.path.dirname(path)), os.path.basename(path)): path for path in paths}
     infos = fs.get_file_info([*once.values()])
     return sorted((info for info in infos if info.is_file), key=lambda info: info.path)
@@ -186,9 +187,10 @@ def readable(item: str, key: str) -> Iterator[None]:
 
 
 def files_of(item: str, key: str) -> Paths | None:
-    """Returns the files of the dataset that `item` names, for the setting `key`, or None if it names no dataset.
+    """Returns the files of the dataset that `item`, a value of the setting `key`, names, or None if it names no dataset.
 
-    Raises InputError if the dataset lacks the config or split, has other formats, or if the Hub cannot be reached.
+    Raises InputError if the dataset lacks the config or split, if its file format is unsupported, or if the Hub cannot be
+    reached.
     """
     with readable(item, key):
         if item.startswith(HUB):
@@ -212,9 +214,9 @@ def files_of(item: str, key: str) -> Paths | None:
 def _in_folder(
     folder: str, config: str, split: str, item: str, key: str, named: bool = False
 ) -> Paths | None:
-    """Returns the files of a local folder, or None if it is no dataset.
+    """Returns the files of a dataset in a local folder, or None if the folder is not a dataset.
 
-    `named` is True if `item` has the syntax of a dataset. If it is False, only a README makes a folder a dataset.
+    `named` is True if `item` has the syntax of a dataset. If it is False, a folder is a dataset only if a README says so.
     """
     if (saved := None if config else _saved(folder, split, item, key)) or not (named or _has_card(folder)):
         return saved
@@ -235,7 +237,7 @@ def _has_card(folder: str) -> bool:
 
 
 def _saved(folder: str, split: str, item: str, key: str) -> Paths | None:
-    """Returns the Arrow files of a Dataset or DatasetDict that save_to_disk wrote here, or None."""
+    """Returns the Arrow files that save_to_disk wrote into a folder for a Dataset or DatasetDict, or None."""
     if storage.exists(index := storage.join(folder, "dataset_dict.json")):
         splits = storage.read_json(index)["splits"]
         folder = storage.join(folder, _split(splits, split, item, key))
@@ -248,7 +250,7 @@ def _saved(folder: str, split: str, item: str, key: str) -> Paths | None:
 
 
 def _split(splits: Sequence[str], split: str, item: str, key: str) -> str:
-    """Returns the requested split: by name, or the only split, or `train` for data.train."""
+    """Returns the split to read: the requested split, the only split, or `train` for data.train."""
     if not split and (len(splits) == 1 or (key == "data.train" and "train" in splits)):
         return splits[0] if len(splits) == 1 else "train"
     if split in splits:
@@ -260,13 +262,13 @@ def _split(splits: Sequence[str], split: str, item: str, key: str) -> str:
     )
 
 
-# ---- sets with a README ----------------------------------------------------------------------------------------
+# ---- datasets with a README ---------------------------------------------------------------------------------------
 
 
 def _declared(
     path: str, config: str, split: str, item: str, key: str, revision: str | None = None
 ) -> list[str]:
-    """Returns the files of a split, which the datasets library finds in a README, or by the names of the files."""
+    """Returns the files of a split. The datasets library finds them from a README, or by their names."""
     import datasets
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -275,7 +277,7 @@ def _declared(
     if format not in FORMATS:
         found = f"{item!r} has files in the format {format!r}"
         raise InputError(f"{found}; expected {', '.join(FORMATS)}", key=key)
-    # Settings of a README that say where the rows are in a file, or what the columns are called.
+    # Settings in a README for the position of rows in a file, or for the names of columns.
     if given := [name for name in ("field", "column_names", "names") if getattr(builder.config, name, None)]:
         raise InputError(f"the README of {item!r} sets `{given[0]}`; name the files themselves", key=key)
     files = {str(name): list(paths) for name, paths in builder.config.data_files.items()}
@@ -283,7 +285,7 @@ def _declared(
 
 
 def _on_hub(item: str, key: str) -> Paths | None:
-    """Returns the files of a dataset on the Hub or in the local cache, or None if `item` names another path in its repository."""
+    """Returns the files of a dataset on the Hub or in the local cache, or None if `item` names a path in a repository."""
     match = NAME.fullmatch(item)
     if match is None or any(sign in item for sign in "*?["):
         return None
@@ -306,7 +308,7 @@ def _on_hub(item: str, key: str) -> Paths | None:
 
 
 def _snapshot(item: str, key: str, repo: str, revision: str) -> tuple[str, str]:
-    """Returns the URI of a dataset at the current commit of a revision, or its folder in the local cache; and the commit."""
+    """Returns the URI of a dataset at the current commit of a revision, or its folder in the local cache, and the commit."""
     from huggingface_hub import HfApi, is_offline_mode, snapshot_download
 
     version, download = revision or None, f"run `hf download --repo-type dataset {repo}`"

@@ -1,7 +1,7 @@
-"""Row formats: which fields a row of each format has, and the function that parses such a row. Uses no tokenizer.
+"""Defines the row formats: the fields of each format, and the function that parses a row. Does not use a tokenizer.
 
-KINDS is the table of all kinds of rows, each with its formats. job.stages.STAGE says which kind a stage reads. A row has the
-first format whose fields all exist in the row.
+KINDS lists all kinds of rows, each with its formats. job.stages.STAGE says which kind each stage reads. The format of a row is
+the first format whose fields all exist in the row.
 """
 
 import hashlib
@@ -53,37 +53,37 @@ from pipeline.job.stages import rows_of
 
 @dataclass
 class Record:
-    """A row after parsing.
+    """The result of parsing a row.
 
-    `pairs` has the completions: one 1-tuple for a demonstration, (chosen, rejected) for each preference pair, nothing for a
-    prompt. Completions are text if `prompt` is text, or else messages that begin with an assistant turn.
+    `pairs` has the completions: one 1-tuple for a demonstration, (chosen, rejected) for each preference pair, and nothing for a
+    lone prompt. Completions are text if `prompt` is text. Otherwise, they are messages that begin with an assistant turn.
     """
 
     prompt: Text
     pairs: list[tuple[Text, ...]] = field(default_factory=list)
     all_turns: bool = False  # whether assistant turns inside `prompt` are also trained
-    # untrained turns, numbered through prompt and completion
+    # indices of untrained turns in the conversation of prompt and completion
     untrained: frozenset[int] = frozenset()
     margin: float | None = None
-    # for rated completions: whether each 1-tuple in `pairs` is desirable
+    # for rated completions: whether each completion in `pairs` is desirable
     labels: tuple[bool, ...] = ()
-    # the registered version that wrote the row, models:/NAME/NUMBER, or None if the row names none
+    # the model version that generated the row, models:/NAME/NUMBER, or None if the row does not say
     version: str | None = None
     judges: tuple[str, ...] = ()  # judges (judge:FILE@DIGEST) that scored the row, by its `reward_version`
     tools: list[dict[str, Any]] | None = None  # JSON schemas of the functions that a completion may call
-    # variables of the chat template, such as enable_thinking
+    # variables for the chat template, such as enable_thinking
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     unread: tuple[str, ...] = ()  # columns of the row, and keys of its messages, that no code reads
-    row: str = ""  # JSON of the prompt and all other columns, as a Python reward gets them
+    row: str = ""  # JSON of the prompt and all other columns, for Python rewards
 
     def joined(self) -> bool:
-        """Returns True if no white space separates a text prompt from its completion."""
+        """Returns True if no white space separates a plain-text prompt from its completion."""
         if not isinstance(self.prompt, str) or self.prompt[-1:].isspace():
             return False
         return any(not str(side)[:1].isspace() for pair in self.pairs for side in pair)
 
     def prompt_content(self) -> str:
-        """Returns a key for splitting off eval rows. A text prompt and a message with the same content have the same key."""
+        """Returns a key by which eval rows are chosen. It is the same for a text and for a message with the same content."""
         turns = as_turns(self.prompt)
         if len(turns) == 1:
             return words(turns[0]).strip()
@@ -104,7 +104,7 @@ def digest(text: str) -> int:
 Row = dict[str, Any]
 Ids = list[int]
 Parser = Callable[..., Record]  # (row, each field of the format) -> Record; raises RowError
-Formats = dict[str, Parser]  # the fields of a format, joined with + -> parser
+Formats = dict[str, Parser]  # fields of a format, joined with "+" -> its parser
 KindParser = Callable[[Row, Parser, tuple[str, ...]], Record]  # (row, parser of its format, its fields)
 
 
@@ -116,22 +116,22 @@ def field_names(format: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Kind:
-    """The rows of one kind, from JSON to token ids."""
+    """A kind of rows: how they are parsed from JSON, and which token columns they become."""
 
     formats: Formats
     parse: KindParser
     columns: tuple[str, ...]  # columns of the token table
-    # learned: the policy learns to write the completions of the rows. scored: a reward model scores these completions.
-    # written: the rows have only prompts, and the policy writes the completions.
+    # learned: the policy is trained on the completions of the rows. scored: a reward model scores the completions of the rows.
+    # written: the rows have only prompts, and the policy generates completions.
     completions: Literal["learned", "scored", "written"]
-    further: frozenset[str] = frozenset()  # fields that no format needs, but the kind reads
+    further: frozenset[str] = frozenset()  # optional fields that the kind also reads
     # keys of messages that the chat template reads, other than messages.READ
     message_keys: frozenset[str] = frozenset({*THOUGHTS, *ABOUT_TOOLS})
     stage: str = ""  # the stage that error messages name
     preprocess: Preprocess = NOTHING  # how the job changes a raw row
 
     def with_preprocess(self, preprocess: Preprocess) -> "Kind":
-        """Returns the kind of rows that a job changes, with the formats that have all mapped fields."""
+        """Returns a kind with the job's changes, and only with formats that have all fields in data.columns."""
         return replace(self, formats=formats_with(preprocess.columns, self.formats), preprocess=preprocess)
 
     @property
@@ -154,7 +154,7 @@ class Kind:
         return self.completions != "written" and "rejected" in self.format_fields
 
     def rows(self, row: Any, note_label: NoteLabel | None = None) -> Iterator[Any]:
-        """Yields what becomes of a decoded row after the job's changes: rows, RowError or Dropped."""
+        """Applies the job's changes to a decoded row. Yields rows, a RowError or Dropped."""
         for made in self.preprocess.transformed(row):
             try:
                 yield self._changed(made, note_label) if isinstance(made, dict) else made
@@ -162,7 +162,7 @@ class Kind:
                 yield error
 
     def _changed(self, row: Row, note_label: NoteLabel | None) -> Row | Dropped:
-        """Returns a row with the job's columns, and with one value for each label, or Dropped."""
+        """Returns a row after applying data.columns and data.label, or Dropped."""
         columns = self.preprocess.columns
         row = renamed(row, columns, self.needed) if columns else row
         made = self.preprocess.apply_label(row, self.has_pairs, note_label)
@@ -173,10 +173,10 @@ class Kind:
         return Dropped("unlabeled") if any(map(is_unrated, labels.values())) else {**made, **labels}
 
     def example(self, record: Record, at: int, prompt: Ids, sides: list[Ids]) -> dict[str, Any]:
-        """Returns the columns of pair `at` of a record, from the token ids of the prompt and of each completion."""
+        """Returns the token row for pair `at` of a record, given the token ids of the prompt and of each completion."""
         chosen, rejected = [*sides, None, None][:2]
         row = record.row
-        if row and len(record.pairs) > 1:  # a row with several answers gives several pairs
+        if row and len(record.pairs) > 1:  # a row with several answers becomes several token rows
             row = json.dumps({**json.loads(row), "pair": at}, ensure_ascii=False)
         values: dict[str, Any] = dict.fromkeys(("prompt_ids", "input_ids"), prompt)
         values |= {"completion_ids": chosen, "chosen_ids": chosen, "rejected_ids": rejected, "row": row}
@@ -188,7 +188,7 @@ class Kind:
         return {name: values[name] for name in self.columns}
 
 
-# ---- demonstrations: a prompt and the completion to learn ------------------------------------------------------------
+# ---- demonstrations: a prompt and the completion to train ------------------------------------------------------------
 
 
 def conversation(row: Row, key: str) -> Record:
@@ -200,7 +200,7 @@ def conversation(row: Row, key: str) -> Record:
 
 
 def demonstration(row: Row, prompt_key: str, key: str) -> Record:
-    """Parses a prompt and its completion, each a text or messages."""
+    """Parses a prompt and its completion, each of which is a text or messages."""
     prompt = prompt_in(row, prompt_key)
     completion, value = completion_text(row[key], key, prompt), row[key]
     excluded = frozenset[int]()
@@ -218,7 +218,7 @@ def prompt_in(row: Row, key: str) -> Text:
 
 
 def untrained(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[int]:
-    """Returns the numbers of the assistant turns that a row excludes from training, with `weight: 0` or `train: false`.
+    """Returns the indices of assistant turns that a row excludes from training, with `weight: 0` or `train: false`.
 
     Raises RowError if no assistant turn is left to train.
     """
@@ -238,7 +238,7 @@ DEMONSTRATIONS: Formats = {
 
 
 def parse_imitated(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
-    """Parses a demonstration, unless a label calls it bad. A label that means neither good nor bad is an unread column."""
+    """Parses a demonstration, unless its label means bad. A label that means neither good nor bad is an unread column."""
     labels = {name: is_good(row[name]) for name in sorted(LABEL_FIELDS & row.keys())}
     if bad := [name for name, good in labels.items() if good is False]:
         found = f"{show(row[bad[0]])}: a completion that is not to be imitated"
@@ -251,8 +251,8 @@ def parse_imitated(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
 
 # ---- preferences: a prompt, a chosen and a rejected completion -------------------------------------------------------
 
-# Maximum margin of a pair. TRL's RewardTrainer minimizes -logsigmoid(score_chosen - score_rejected - margin). Above some tens
-# the gradient no longer depends on the pair, and the scores diverge. Llama 2's margins are 1/3 to 3.
+# Maximum margin of a pair. TRL's RewardTrainer minimizes -logsigmoid(score_chosen - score_rejected - margin). With a margin
+# above about 30, the gradient no longer depends on the scores, so the scores diverge. Llama 2's margins are 1/3 to 3.
 LARGEST_MARGIN = 100.0
 
 
@@ -271,8 +271,8 @@ def answer_lists(row: Row, prompt_key: str, *sides: str) -> Record:
 
 
 def pair(row: Row, prompt_key: str, *sides: str) -> Record:
-    """Parses a prompt and two completions, which may repeat the prompt."""
-    if any(repeats_prompt(row[side]) for side in sides):  # UltraFeedback repeats it in completions
+    """Parses a prompt and two completions. The completions may repeat the prompt."""
+    if any(repeats_prompt(row[side]) for side in sides):  # as in UltraFeedback
         empty = isinstance(row[prompt_key], str) and not row[prompt_key].strip()  # contradicts nothing
         prompt, completions = split_transcripts(row, row.get("system") if empty else None)
         prompt = prompt if empty else agreed(prompt, prompt_in(row, prompt_key), prompt_key)
@@ -289,7 +289,7 @@ def transcripts(row: Row, *sides: str) -> Record:
 
 
 def distinct(pair: tuple[Text, ...], key: str) -> tuple[Text, ...]:
-    """Returns a pair. Raises RowError if both completions have the same text."""
+    """Returns the pair (chosen, rejected). Raises RowError if both completions have the same text."""
     if plain(pair[0]) == plain(pair[1]):
         found = f"the same text on both sides: {show(plain(pair[0]))}"
         raise RowError("equal_pair", key, found, "two different completions")
@@ -310,10 +310,11 @@ def margin_in(row: Row) -> float | None:
 
 
 def agreed(repeated: Text, given: Text, key: str) -> Text:
-    """Returns the prompt of a row with a prompt in the field `key` (`given`) and in both completions (`repeated`).
+    """Returns the prompt of a row that has one in the field `key` (`given`) and one in both completions (`repeated`).
 
-    If one prompt is the end of the other, returns the longer prompt, because the field often has only the last question, or adds
-    system turns. If the given prompt is the first of several questions, returns the repeated one. Else raises RowError.
+    If one of the two prompts is the end of the other, returns the longer one. The shorter one may be only the last question, or
+    lack the system prompt. If the given prompt is the first of several questions, returns the repeated prompt. Otherwise raises
+    RowError.
     """
 
     def stripped(turns: Turns) -> list[tuple[str, str]]:
@@ -332,7 +333,7 @@ def agreed(repeated: Text, given: Text, key: str) -> Text:
 
 
 def as_list(value: Any, key: str) -> list[Any]:
-    """Returns a list, or the list in a JSON text. Any other text becomes the only element of a list."""
+    """Returns a list unchanged, and the list in a JSON text. Returns a list with one element for any other text."""
     found = list_in(value, key)
     check_values(found, key)
     if isinstance(found, str):
@@ -349,7 +350,7 @@ PREFERENCES: Formats = {
 }
 
 
-# ---- rated completions: desirable or not; a pair gives one of each ---------------------------------------------------
+# ---- rated completions: desirable or not; a pair becomes one of each --------------------------------------------------
 
 RATED: Formats = {
     **{f"{one}+{name}": DEMONSTRATIONS[one] for name in ("label", "kto_tag") for one in DEMONSTRATIONS},
@@ -358,7 +359,7 @@ RATED: Formats = {
 
 
 def parse_rated(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
-    """Parses a completion and its label, in the last field, or the desirable and undesirable completions of pairs."""
+    """Parses a completion with its label (the last field), or a pair into a desirable and an undesirable completion."""
     if (name := keys[-1]) not in LABEL_FIELDS:
         record = parser(row, *keys)
         record.labels = (True, False) * len(record.pairs)
@@ -384,7 +385,7 @@ def unclear(label: Any, name: str) -> RowError:
 
 
 def parse_scored(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
-    """Parses a demonstration or a preference, and stores the row for Python rewards."""
+    """Parses a demonstration or a preference pair, and stores the row's columns for Python rewards."""
     record = parser(row, *keys)
     record.row = as_json({**row, "prompt": record.prompt})
     return record
@@ -392,13 +393,13 @@ def parse_scored(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
 
 # ---- benchmarks of reward models: a prompt and several completions, the correct ones first ---------------------------
 
-STYLED = 3  # number of correct and of wrong completions in a row of RM-Bench: concise, detailed, markdown
+STYLED = 3  # a row of RM-Bench has 3 correct and 3 wrong completions: concise, detailed, markdown
 
 
 def benchmark(row: Row, prompt_key: str, *sides: str) -> Record:
     """Parses a row of RewardBench 2 or RM-Bench, or a row with lists of correct and wrong completions.
 
-    Keeps the other columns, and adds `benchmark`, `subset`, and the numbers of `correct` and of all `completions`.
+    Keeps the other columns. Adds `benchmark`, `subset`, the number of `correct` completions, and the number of `completions`.
     """
     good, bad = (
         [(f"{side}[{i}]", value) for i, value in enumerate(as_list(row[side], side))] for side in sides
@@ -429,7 +430,7 @@ def benchmark(row: Row, prompt_key: str, *sides: str) -> Record:
 BENCHMARKS: Formats = {"prompt+chosen+rejected": benchmark}
 
 
-# ---- prompts, for which completions are to be written ----------------------------------------------------------------
+# ---- prompts, for which completions are generated ------------------------------------------------------------------
 
 
 def lone_prompt(row: Row, key: str) -> Record:
@@ -452,7 +453,7 @@ PROMPTS: Formats = {
 
 
 def parse_answered(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
-    """Parses a prompt, and checks its `completion`, if any, because its likelihood will be measured."""
+    """Parses a prompt. Also checks its `completion`, if any, because evaluation computes the completion's likelihood."""
     record = parser(row, *keys)
     if row.get("completion") not in (None, ""):
         completion_text(row["completion"], "completion", record.prompt)
@@ -496,7 +497,7 @@ def kind_of(stage: str) -> Kind:
 
 
 def parse_row(row: Any, kind: Kind) -> Record:
-    """Parses a decoded JSON row. Raises RowError without file and line, which the caller adds."""
+    """Parses a decoded JSON row. Raises RowError without a file and line, which the caller adds."""
     try:
         return _parse(row, kind)
     except RecursionError:
@@ -546,5 +547,5 @@ def _parse(row: Any, kind: Kind) -> Record:
 
 
 def format_of(row: Row, kind: Kind) -> str | None:
-    """Returns the first format whose fields a row has, or None."""
+    """Returns the first format whose fields all exist in a row, or None."""
     return next((one for one in kind.formats if all(key in row for key in field_names(one))), None)

@@ -1,6 +1,7 @@
 """Guesses which columns of a file hold the fields that a stage needs, from the columns' names and values.
 
-Messages suggest a guess as the data.columns to set. A run never uses a guess by itself. Only guesses that fit most rows are used.
+Error messages suggest a guess as the value of data.columns. A run never applies a guess. Only guesses with which most rows can be
+read are suggested.
 """
 
 import contextlib
@@ -50,7 +51,7 @@ from pipeline.data.values import Dropped, RowError, setting, some
 from pipeline.errors import InputError, visible
 from pipeline.job.stages import STAGE
 
-# names of a field in datasets, the most likely first
+# names that datasets use for a field, the most likely first
 NAMES = {
     field: [field, *names.split()]
     for field, names in {
@@ -63,14 +64,14 @@ NAMES = {
         "messages": "conversations conversation dialogue dialog chat turns data",
     }.items()
 }
-CONTEXTS = ("context", "passage", "document")  # columns with the text that a question is about
+CONTEXTS = ("context", "passage", "document")  # columns with a text to which a question refers
 Rows = Sequence[dict[str, Any]]
 LOOKED = 50  # number of rows to read to test a guess
-# words that distinguish the names of a pair's two columns
+# words by which the names of a pair's two columns differ
 PAIRED = (("1", "2"), ("0", "1"), ("a", "b"), ("first", "second"), ("left", "right"))
 STEM = r"[\W_]*(\d+|(?<![a-z])([a-z]|first|second|left|right)(?![a-z]))"  # where the names of a pair's columns differ
 PREFERENCES = "label preference winner choice choose better preferred annotator vote judge verdict".split()
-# In a column whose name has such a word, a larger number is better. In columns of ranks and lengths, a smaller one may be.
+# If a column's name has such a word, larger numbers are better. In columns of ranks or lengths, smaller ones may be better.
 SCORES = "score rating reward votes likes points winner".split()
 RATING_WORDS = {word.removesuffix("s") for word in (*NAMES["label"], *"grade quality score stars".split())}
 
@@ -102,7 +103,7 @@ def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
         if isinstance(inner, dict) and not {"role", "from"} & inner.keys():
             return f"{head}; if the rows are in `{name}`, run jq -c '.{name}[]' FILE > NEW"
     others = fitting(rows)
-    if others and not others.startswith("ppo with"):  # the text may also contain the completion
+    if others and not others.startswith("ppo with"):  # the text may contain both prompt and completion
         return f"{head}; such rows fit {others}"
     needs = [*map(field_names, kind.formats)]
     known = next(names for names in needs if names[0] == "prompt" and "pos_answers" not in names)
@@ -116,7 +117,7 @@ def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
 
 
 def fitting(rows: Rows) -> str:
-    """Returns in words which stages can read the rows, and with which data.columns, or "" if no stage can."""
+    """Returns a text that says which stages can read the rows, and with which data.columns, or "" if none can."""
     fits: dict[str, list[str]] = {}
     for stage, facts in STAGE.items():
         if rows and facts.learns and (guess := guess_columns(rows, kind_of(stage))) is not None:
@@ -128,7 +129,7 @@ def fitting(rows: Rows) -> str:
 
 
 def as_setting(guess: dict[str, Any], rows: Rows, key: str = "data") -> str:
-    """Returns how to set the guessed columns, and data.label if the meaning of the labels is unclear."""
+    """Returns a text that says how to set data.columns, and also data.label if the meaning of the labels is unclear."""
     shown = setting(f"{key}.columns", _flow(guess))
     if is_clear(guess, rows):
         return shown
@@ -144,11 +145,11 @@ def _flow(mapping: Mapping[str, Any]) -> str:
 
 
 def is_clear(guess: dict[str, Any], rows: Rows) -> bool:
-    """Returns True if the values show what the labels mean, or if the guess has no labels."""
+    """Returns True if the meaning of the labels follows from their values, or if the guess has no labels."""
     if "label" not in guess and ("first" not in guess or "first_score" in guess):
         return True
     labels = labels_of(guess, rows)
-    if "first" not in guess:  # a different name may mean that the label is about something else
+    if "first" not in guess:  # under another name, the label may be about something else
         return are_clear(labels) and bool(_called("label", listed(guess["label"])))
     with contextlib.suppress(InputError):
         return bool(derive_rule(labels, guess))
@@ -156,12 +157,12 @@ def is_clear(guess: dict[str, Any], rows: Rows) -> bool:
 
 
 def meaning(guess: dict[str, Any]) -> str:
-    """Returns the data.label to complete."""
+    """Returns a data.label that the user has to complete."""
     return "{first: VALUE, second: VALUE}" if "first" in guess else "{good: VALUE, bad: VALUE}"
 
 
 def guess_columns(rows: Rows, kind: Kind) -> dict[str, Any] | None:
-    """Returns {field: column} for reading most rows, {} if they need no mapping, or None if no guess fits."""
+    """Returns {field: column} with which most rows can be read, {} if no mapping is needed, or None if no guess fits."""
     rows = rows[:LOOKED]
     columns, rated, stage = _columns(rows), _ratings(rows), kind.stage
     if stage in ("sft", "kto") and doubt(rows):
@@ -169,9 +170,9 @@ def guess_columns(rows: Rows, kind: Kind) -> dict[str, Any] | None:
     guess = next((guess for guess in _candidates(columns, rated, stage) if reads(rows, guess, kind)), None)
     if guess is None:
         return None
-    fields = _used(guess) | kind.format_fields  # `answer` is no label
+    fields = _used(guess) | kind.format_fields  # `answer` is not a label
     free = {name: values for name, values in columns.items() if name not in fields}
-    if stage == "sft":  # sft uses a label to drop bad completions
+    if stage == "sft":  # in sft, a label drops bad completions
         labels = _labels(free, rated)
         if labels and labels[0] not in LABEL_FIELDS:
             guess |= {"label": _with_twins(labels[0], free)}
@@ -182,7 +183,7 @@ def guess_columns(rows: Rows, kind: Kind) -> dict[str, Any] | None:
 
 
 def beside(rows: Rows, given: Mapping[str, Any], used: set[str], section: str) -> str:
-    """Returns a question about an unread column that may say which completions are good, or "" if there is none.
+    """Returns a question to the user about an unread column that may say which completions are good, or "".
 
     Args:
         given: the job's data.columns.
@@ -199,9 +200,9 @@ def beside(rows: Rows, given: Mapping[str, Any], used: set[str], section: str) -
 
 
 def doubt(rows: Rows, used: Collection[str] = ()) -> str:
-    """Returns a question if it is unclear which completions are good, or "".
+    """Returns a question to the user if it is unclear which completions are good, or "".
 
-    It is unclear if the name of a column means that its rows are bad, such as thumbs_down, or if several texts may be the
+    This is unclear if the name of a column means that its rows are bad, such as thumbs_down, or if several columns may be the
     completion. Columns in `used` are ignored.
     """
     columns = {name: one for name, one in _columns(rows[:LOOKED]).items() if name not in used}
@@ -227,7 +228,7 @@ def doubt(rows: Rows, used: Collection[str] = ()) -> str:
 def reads(rows: Rows, guess: dict[str, Any], kind: Kind) -> bool:
     """Returns True if at least half of the rows can be read with the columns of `guess`. Ties and unlabeled rows are ignored."""
     rows = rows[:LOOKED]
-    labels = tuple(map(comparable, labels_of(guess, rows)))  # the rule accepts any label
+    labels = tuple(map(comparable, labels_of(guess, rows)))  # this rule accepts any label
     rule = Rule(labels) if "first" in guess else Rule(good=labels if "label" in guess else ())
     kind = kind.with_preprocess(Preprocess(guess, rule))
     if not kind.formats:
@@ -243,7 +244,7 @@ def reads(rows: Rows, guess: dict[str, Any], kind: Kind) -> bool:
 
 
 def labels_of(guess: Mapping[str, Any], rows: Rows) -> list[Any]:
-    """Returns the labels of rows, also from lists of labels, without blanks, nested lists and objects."""
+    """Returns the labels of rows, including labels in lists, but without blanks, nested lists and objects."""
     found = []
     for row in rows:
         for name in listed(guess.get("label", "label")):
@@ -280,7 +281,7 @@ def _is_tools(value: Any) -> bool:
 
 
 def _texts(columns: Mapping[str, Values]) -> list[str]:
-    """Returns the columns with texts or with lists that are not labels."""
+    """Returns the columns that contain texts, or lists other than lists of labels."""
 
     def is_text(values: Values) -> bool:
         lists = any(isinstance(value, list) for value in values) and not are_labels(values)
@@ -295,7 +296,7 @@ def _questions(rows: Rows) -> set[str]:
 
 
 def _ratings(rows: Rows) -> list[str]:
-    """Returns the columns with values that rate completions, such as emoji, and the columns with the ratings of annotators."""
+    """Returns the columns whose values rate completions, such as emoji, and the columns with annotators' ratings."""
     columns, asked = {name: filled(values) for name, values in _columns(rows).items()}, _questions(rows)
 
     def rates(name: str, values: Values) -> bool:
@@ -308,7 +309,7 @@ def _ratings(rows: Rows) -> list[str]:
 
 
 def _labels(free: Mapping[str, Values], rated: Sequence[str]) -> list[str]:
-    """Returns the columns that say whether a demonstration is good, the most likely first."""
+    """Returns the columns that may say whether a demonstration is good, the most likely first."""
     rows = {name: filled(values) for name, values in free.items()}
     labels = [name for name in _called("label", free) if not rows[name] or are_mostly_ratings(rows[name])]
     scales = [name for name in free if numbers(rows[name]) and are_labels(free[name])]
@@ -317,13 +318,13 @@ def _labels(free: Mapping[str, Values], rated: Sequence[str]) -> list[str]:
 
 
 def _rating_words(name: str) -> set[str]:
-    """Returns the words in a column's name that ratings have, such as `rating` in rating_anna and annaRating."""
+    """Returns the words in a column's name that are typical of ratings, such as `rating` in rating_anna and annaRating."""
     words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)
     return {word.lower().removesuffix("s") for word in words} & RATING_WORDS
 
 
 def _with_twins(name: str, columns: Mapping[str, Values]) -> str | list[str]:
-    """Returns a label's column, or the columns of several annotators, such as rating_anna and rating_ben, but not rating."""
+    """Returns a label's column, or the columns of all annotators, such as rating_anna and rating_ben, but not rating."""
     words = _rating_words(name)
 
     def is_twin(other: str) -> bool:
@@ -356,7 +357,7 @@ def _candidates(columns: dict[str, Values], rated: list[str], stage: str) -> Ite
             for prompt in (*as_they_are, *prompts, {}, *only):
                 if not {*prompt.values()} & _used(pair):
                     yield _unlike({**prompt, **pair})
-    if stage in ("sft", "kto", "score") and not pairs:  # a guess would misread one completion of a pair
+    if stage in ("sft", "kto", "score") and not pairs:  # a guess would use only one completion of a pair
         labels = [*_called("label", columns), *_labels(columns, rated)]
         labels = [name for name in labels if name in rated or are_labels(columns[name])]
         for label in [{"label": _with_twins(name, columns)} for name in labels] if stage == "kto" else [{}]:
@@ -366,14 +367,14 @@ def _candidates(columns: dict[str, Values], rated: list[str], stage: str) -> Ite
 
 
 def _prompts(texts: list[str]) -> Iterator[dict[str, str]]:
-    """Yields mappings for the prompt: a question with the text that it is about, then the question alone."""
+    """Yields mappings for the prompt: a question with the text to which it refers, then the question alone."""
     for name in _called("prompt", texts):
         yield from ({"instruction": name, "input": one} for one in CONTEXTS if one in texts and one != name)
         yield {"instruction" if name == "instruction" else "prompt": name}
 
 
 def _are_messages(columns: Mapping[str, Values]) -> bool:
-    """Returns True if each row is one message of a conversation: a text, and the role that wrote it."""
+    """Returns True if each row is one message of a conversation, with a text and a role."""
     roles = ({ROLES.get(str(one).lower(), "") for one in values} for values in columns.values())
     return any({"user", "assistant"} <= one <= {*ROLES.values()} for one in roles) and not _called(
         "completion", columns
@@ -381,7 +382,7 @@ def _are_messages(columns: Mapping[str, Values]) -> bool:
 
 
 def _demonstrations(columns: dict[str, Values], prompts: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
-    # A column with a twin, such as reply_1 with reply_2, may be the worse completion.
+    # A column of a pair, such as reply_1 and reply_2, may be the worse completion.
     stems = {name: re.sub(STEM, "", name.lower()) for name in columns}
     columns = {name: columns[name] for name in columns if [*stems.values()].count(stems[name]) == 1}
     for name, (value, *_) in columns.items():  # a list of texts is a conversation only if its name says so
@@ -395,7 +396,7 @@ def _demonstrations(columns: dict[str, Values], prompts: list[dict[str, str]]) -
 
 
 def _pairs(columns: dict[str, Values], texts: list[str]) -> Iterator[dict[str, Any]]:
-    """Yields mappings for both completions, if names, labels or scores say which one is better."""
+    """Yields mappings for the two completions of a pair, if names, labels or scores say which one is better."""
     for chosen, rejected in itertools.product(_called("chosen", texts), _called("rejected", texts)):
         if chosen != rejected:
             yield {"chosen": chosen, "rejected": rejected}
@@ -418,7 +419,7 @@ def _pairs(columns: dict[str, Values], texts: list[str]) -> Iterator[dict[str, A
 
 def _siblings(names: list[str], low: str, high: str) -> Iterator[tuple[str, str]]:
     """Yields the names of two columns that differ only in `low` and `high`, such as response_1 and response_2."""
-    before = r"(?<!\d)" if low.isdigit() else "(?<![a-zA-Z])"  # `data` does not end in `a`
+    before = r"(?<!\d)" if low.isdigit() else "(?<![a-zA-Z])"  # `data` does not end in the word `a`
     for name in names:
         pattern = rf"(?i){before}{low}(?![a-z0-9])"
         other = re.sub(pattern, lambda match: high.upper() if match[0].isupper() else high, name)
@@ -427,7 +428,7 @@ def _siblings(names: list[str], low: str, high: str) -> Iterator[tuple[str, str]
 
 
 def _called(field: str, columns: Iterable[str]) -> list[str]:
-    """Returns the columns that may be a field, because of their name, a word in it, or a similar spelling."""
+    """Returns the columns that may be a field, because of their name, a word in their name, or a similar spelling."""
     names = [name for name in columns if not name.startswith("system")]
     words = {name: re.split(r"[^a-z0-9]+", name.lower()) for name in names}
     exact = [alias for alias in NAMES[field] if alias in names]
@@ -438,7 +439,7 @@ def _called(field: str, columns: Iterable[str]) -> list[str]:
 
 
 def _unlike(guess: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the guess without the fields whose columns already have the name of the field."""
+    """Returns the guess without fields whose column already has the field's name."""
     return {field: column for field, column in guess.items() if field != column}
 
 

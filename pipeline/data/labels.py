@@ -1,9 +1,9 @@
 """Decides what labels mean: whether a completion is good, or which of two completions is better.
 
-data.label says what the values mean. Without data.label, a rule is derived from the first rows if their labels have only one
-meaning: 1 and 2, numbers between them (1.5 is a tie), words such as a and b, model_a and model_b, and tie. Values 0 and 1 are
-ambiguous: a 1 is the number of the better completion, or means that the first one is better. Column names such as response_0,
-response_1 and better_response_id resolve this ambiguity.
+data.label says what the values mean. Without data.label, a rule is derived from the labels of the first rows, if their
+meaning is clear. Clear labels are 1 and 2, numbers between them (1.5 is a tie), words such as a and b or model_a and model_b, and
+tie. Labels 0 and 1 are ambiguous, because 1 may be the number of the better completion, or mean that the first completion is
+better. Column names such as response_0, response_1 and better_response_id resolve this ambiguity.
 """
 
 import contextlib
@@ -36,8 +36,8 @@ SIDE_WORDS = {
 MEANINGS = ("first", "second", "tie", "good", "bad")
 UNRATED = ("nan", "n/a", "na", "#n/a", "<na>", "null", "none")
 MAX_VALUES = 12  # a column with more distinct values is not a label
-RARE = 0.05  # up to this fraction of the labels, an unknown text is an error in its row
-# A label whose name has such a word is the number of a completion, as in better_response_id. A column `label` may mean anything.
+RARE = 0.05  # an unknown text in at most this fraction of the labels is an error of its row
+# If the name of a label's column has such a word, as in better_response_id, the label is the number of a completion.
 NUMBER_OF = re.compile(r"(?i)(?<![a-z])(id|idx|index|choice|better|best|winner)(?![a-z])")
 
 
@@ -45,18 +45,18 @@ NUMBER_OF = re.compile(r"(?i)(?<![a-z])(id|idx|index|choice|better|best|winner)(
 
 
 def listed(values: Any) -> list[Any]:
-    """Returns a list's elements, nothing for null, and any other value as the only element."""
+    """Returns the elements of a list, no element for null, and any other value as the only element."""
     return [*values] if isinstance(values, list | tuple) else [] if values is None else [values]
 
 
 def unpacked_label(label: Any) -> Any:
-    """Returns the list of labels in a JSON text, as in CSV, or the label itself."""
+    """Returns the list of labels in a JSON text, as in CSV files. Returns any other label unchanged."""
     made = decoded(label) if isinstance(label, str) and label.lstrip().startswith("[") else label
     return made if isinstance(made, list) else label
 
 
 def comparable(value: Any) -> Any:
-    """Returns a label for comparison: numbers and numeric text as float, other text in lower case."""
+    """Normalizes a label for comparisons: numbers and numeric text become float, other text becomes lower case."""
     if isinstance(value, str):
         value = value.strip().lower()
     try:
@@ -71,7 +71,7 @@ def is_blank(value: Any) -> bool:
 
 
 def is_unrated(value: Any) -> bool:
-    """Returns True for a blank rating, and for the text of pandas and spreadsheets for a missing one."""
+    """Returns True for a blank rating, and for texts that pandas and spreadsheets write for a missing value."""
     return is_blank(value) or (isinstance(value, str) and value.strip().lower() in UNRATED)
 
 
@@ -86,13 +86,13 @@ def is_good(label: Any) -> bool | None:
 
 
 def side_of(value: Any) -> str | None:
-    """Returns `first`, `second` or `tie` if a text means one of them, or None."""
+    """Returns `first`, `second` or `tie` if a text has this meaning, or None."""
     word = re.sub(r"[^a-z0-9]", "", value) if isinstance(value, str) else ""
     return next((name for name, pattern in SIDE_WORDS.items() if pattern.fullmatch(word)), None)
 
 
 def majority(label: Any) -> Any:
-    """Returns the majority of a list of labels: true, false, or null if there is none. Returns other labels unchanged."""
+    """Returns the majority of a list of labels: true, false, or null for no majority. Returns other labels unchanged."""
     given = unpacked_label(label)
     votes = [is_good(one) for one in listed(given) if not is_unrated(one)]
     if None in votes or not isinstance(given, list):
@@ -115,7 +115,7 @@ def score(value: Any, name: str) -> float | None:
 
 
 def filled(values: Iterable[Any]) -> list[Any]:
-    """Returns the values and the elements of lists, without blanks."""
+    """Returns the values, and the elements of values that are lists, without blanks."""
     return [one for value in values for one in listed(value) if not is_unrated(one)]
 
 
@@ -126,7 +126,7 @@ def numbers(values: Iterable[Any]) -> list[float]:
 
 
 def are_clear(labels: Sequence[Any]) -> bool:
-    """Returns True if each label means good or bad. If the labels include -1, a 0 may mean an unrated completion."""
+    """Returns True if each label clearly means good or bad. Next to -1, a 0 is unclear, because it may mean unrated."""
     return None not in map(is_good, labels) and not {0.0, -1.0} <= {*map(comparable, labels)}
 
 
@@ -137,22 +137,22 @@ def are_mostly_ratings(labels: Sequence[Any]) -> bool:
 
 
 def are_labels(values: Iterable[Any]) -> bool:
-    """Returns True for few distinct values of at most two words. A value that is a list has the labels of several annotators."""
+    """Returns True if a column has few distinct values of at most two words. A list has the labels of several annotators."""
     values = [*values]
     each = [one for value in values for one in listed(value)]
     different = {str(comparable(value)) for value in each if not isinstance(value, list | dict)}
-    least = 2 if len(each) > 1 else 1  # a constant column is not a label if there are several rows
+    least = 2 if len(each) > 1 else 1  # if several rows have the same value, it is not a label
     return least <= len(different) <= MAX_VALUES and all(len(value.split()) < 3 for value in different)
 
 
 def are_verdicts(values: Iterable[Any]) -> bool:
-    """Returns True for few repeated texts, such as `A is better`, which completions are not."""
+    """Returns True for a few texts that are repeated, such as `A is better`. Completions are rarely repeated."""
     texts = [str(value) for value in values if not is_blank(value)]
     return len(texts) >= 6 and 1 < len({*texts}) <= min(10, len(texts) / 3)
 
 
 def choose_sides(values: Iterable[Any]) -> bool:
-    """Returns True if the values are words for the first completion, the second one, and perhaps a tie."""
+    """Returns True if the values are words for the first and the second completion, and perhaps for a tie."""
     sides = {side_of(comparable(one)) for value in values for one in listed(value) if not is_blank(one)}
     return {"first", "second"} <= sides <= {"first", "second", "tie"}
 
@@ -203,7 +203,7 @@ class Rule:
         raise KeyError(value)
 
     def vote(self, label: Any) -> str:
-        """Returns the meaning of most labels in a list, or of a single label. Returns `unlabeled` if all are blank.
+        """Returns the most frequent meaning in a list of labels, or the meaning of one label, or `unlabeled` if all are blank.
 
         Raises RowError for a label without a known meaning.
         """
@@ -221,14 +221,14 @@ class Rule:
 
 
 def derive_rule(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "data.label") -> Rule:
-    """Returns the rule that the labels of the first rows follow. `columns` is their data.columns.
+    """Derives the label rule from the labels of the first rows. `columns` is the job's data.columns.
 
     Raises InputError with the data.label to set if the labels are ambiguous.
     """
     single = itertools.chain.from_iterable(listed(unpacked_label(label)) for label in labels)
     found = [one for one in single if not isinstance(one, list | dict) and not is_blank(one)]
     times = Counter(map(comparable, found))
-    # A rare text without a known meaning is left out here. This text becomes an error when its row is read.
+    # A rare text without a known meaning is ignored here. When its row is read, this text is an error.
     values = [
         value
         for value, rows in times.items()
@@ -236,7 +236,7 @@ def derive_rule(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "d
     ]
     scale = sorted(value for value in values if isinstance(value, float))
     words = {side_of(value) for value in values if not isinstance(value, float)}
-    # A 1 may mean the first or the second completion. "right" may mean correct.
+    # A 1 may mean the first or the second completion, and "right" may mean correct or the second one.
     doubtful = any(isinstance(value, str) and re.search(r"\d|^(left|right)", value) for value in values)
     if scale and 1 <= scale[0] < 1.5 < scale[-1] <= 2 and words <= {"tie"}:
         return Rule((1.0,), (2.0,), derived=True)
@@ -249,7 +249,7 @@ def derive_rule(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "d
     ends = [f"{one:g}" for one in scale] if scale else sorted(map(str, distinct.values()))
     said = "{first: VALUE, second: VALUE, tie: VALUE}"
     when = "where a VALUE may be a list"
-    if len(ends) == len(distinct) > 1 and (scale or len(ends) == 2):  # of three words, the order is unknown
+    if len(ends) == len(distinct) > 1 and (scale or len(ends) == 2):  # three words have no known order
         said = f"{{first: {ends[0]}, second: {ends[-1]}}}"
         when = f"if {ends[0]} means that the first completion is better (and tie: VALUE for neither)"
     column = ", ".join(listed(columns.get("label", "label")))

@@ -1,4 +1,4 @@
-"""Reads the content of a row: texts, lists of messages, and transcripts, which become messages.
+"""Reads the contents of rows: texts, lists of messages, and transcripts, which are converted to messages.
 
 A text of the form "\\n\\nHuman: ...\\n\\nAssistant: ..." is a transcript. A transcript becomes a list of messages, so that the
 chat template of the tokenizer applies. The functions raise RowError for values that they cannot read.
@@ -12,11 +12,11 @@ from typing import Any
 
 from pipeline.data.values import RowError, decoded, fields_of, nearest, show
 
-Message = dict[str, Any]  # role, content, perhaps tool_calls, and other keys that the chat template reads
+Message = dict[str, Any]  # has role, content, perhaps tool_calls, and other keys for the chat template
 Turns = list[Message]
 Text = str | Turns  # raw text, or messages for the chat template
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # a turn begins only at the start of a paragraph
-# lower-case role -> role that the chat template knows
+# role in lower case -> its name in chat templates
 ROLES = {
     name: role
     for role, names in {
@@ -30,9 +30,9 @@ ROLES = {
 
 SIDES = ("chosen", "rejected")
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of a part whose content is text
-# Keys of the thoughts of a reasoning model. Templates get a row's first such key as `reasoning_content` and as `thinking`.
+# Keys for the thoughts of a reasoning model. The first of them is passed to templates as `reasoning_content` and `thinking`.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-# Templates keep only the text after the end marker of the thoughts, in all turns except the last one.
+# In all turns except the last one, templates keep only the text after the marker that ends the thoughts.
 END_OF_THOUGHTS = re.compile(r"</(?:think|thinking|thought|thoughts|reasoning)>|\[/THINK\]")
 UNSEEN = ("Zs", "Zl", "Zp", "Cc", "Cf")  # Unicode categories: white space, control and format characters
 WEIGHTS = ("weight", "train", "loss")  # keys of a message that say whether the message is trained
@@ -41,12 +41,12 @@ READ = frozenset({"role", "content", "from", "value", "tool_calls", "function_ca
 
 
 def plain(value: Text) -> str:
-    """Returns the words of a completion (text or messages), to compare completions."""
+    """Returns a completion (text or messages) as one text, for comparisons."""
     return value.strip() if isinstance(value, str) else "\n\n".join(words(turn).strip() for turn in value)
 
 
 def words(turn: Message) -> str:
-    """Returns the content of a turn, with its tool calls and other keys, such as thoughts, as JSON."""
+    """Returns the content of a turn, followed by JSON of its tool calls and other keys, such as thoughts."""
     others = {key: value for key, value in turn.items() if key not in (*READ, *ABOUT_TOOLS)}
     parts = [one for one in (turn.get("tool_calls"), others) if one]
     return turn["content"] + "".join(json.dumps(one, ensure_ascii=False) for one in parts)
@@ -58,7 +58,7 @@ def thoughts(turn: Message) -> str:
 
 
 def text_after_thoughts(content: str) -> str:
-    """Returns the text of a turn after its thoughts, or "" if only invisible characters follow, such as a zero-width space."""
+    """Returns the text after the thoughts of a turn, or "" if this text has only invisible characters."""
     said = END_OF_THOUGHTS.split(content)[-1]
     return said.strip() if any(unicodedata.category(char) not in UNSEEN for char in said) else ""
 
@@ -66,7 +66,7 @@ def text_after_thoughts(content: str) -> str:
 def without_unread(value: Any, key: str, keys: frozenset[str], unread: list[str]) -> Any:
     """Returns the messages in a value without the keys that neither this module nor the chat template (`keys`) reads.
 
-    Adds the removed keys to `unread`, such as `messages[].id`, if their values are not null or empty.
+    Adds each removed key to `unread`, for example as `messages[].id`, unless its value is null or empty.
     """
     if isinstance(value, list):
         return [without_unread(one, f"{key.removesuffix('[]')}[]", keys, unread) for one in value]
@@ -93,7 +93,7 @@ def nonempty_text(value: Any, key: str, kind: str) -> str:
 
 
 def messages(value: Any, key: str, system: Any = None) -> Turns:
-    """Converts [{role, content}] or [{from, value}] to [{role, content}], with the row's `system` prompt, if any, in front."""
+    """Converts [{role, content}] or [{from, value}] to [{role, content}]. Puts the row's `system` prompt, if any, first."""
     if not isinstance(value, list):
         raise RowError("wrong_type", key, show(value), "a list of messages {role, content} or {from, value}")
     if not value:
@@ -101,7 +101,7 @@ def messages(value: Any, key: str, system: Any = None) -> Turns:
     return with_system([message(item, f"{key}[{i}]") for i, item in enumerate(value)], system)
 
 
-# Patterns for lists in Python's notation, which `to_csv` of pandas and datasets writes: of messages, and of anything
+# Patterns for lists in Python's notation, which `to_csv` of pandas and datasets writes: lists of messages, and other lists
 _BEGIN = r"(?:array\()?[\[(\s]*"
 # dictionaries, or objects such as ChatCompletionMessage(content='yo', role='assistant')
 _DICTIONARY = r"\{\s*(?=')(?=.*'(?:role|from)'\s*:)(?=.*'(?:content|value)'\s*:)"
@@ -113,7 +113,7 @@ _LIST = rf"{_BEGIN}(?<=[\[(])\s*['\"{{].*[\])]\Z"
 def list_in(value: Any, key: str, of_messages: bool = False) -> Any:
     """Returns the list in a JSON text, or the value itself.
 
-    Raises RowError for a list in Python's notation. With `of_messages`, other lists in this notation are texts.
+    Raises RowError for a list in Python's notation. With `of_messages`, raises it only for a list of messages.
     """
     if not isinstance(value, str):
         return value
@@ -131,7 +131,7 @@ def is_printed_list(text: Any) -> bool:
 
 
 def unpacked(field: str, value: Any) -> Any:
-    """Returns the messages in a JSON text, as in CSV files, or in a field of a conversation. Returns other values unchanged."""
+    """Returns the messages in a JSON text, as in CSV files, or in an object with messages. Returns other values unchanged."""
     if field in ("messages", "conversations"):
         return dialogue(list_in(value, field))
     items = list_in(value, field, of_messages=True)
@@ -147,11 +147,11 @@ def dialogue(value: Any) -> Any:
         return split_turns(value) if is_transcript(value) else value
     if not isinstance(value, list) or not value:
         return value
-    if all(isinstance(item, str) for item in value):  # the format of the dataset LIMA
+    if all(isinstance(item, str) for item in value):  # as in the dataset LIMA
         return [{"role": ("user", "assistant")[at % 2], "content": one} for at, one in enumerate(value)]
     if all(
         isinstance(item, dict) and {"input", "output"} <= item.keys() for item in value
-    ):  # the format of the dataset Capybara
+    ):  # as in the dataset Capybara
         sides = {"input": "user", "output": "assistant"}
         return [{"role": role, "content": item[name]} for item in value for name, role in sides.items()]
     return value
@@ -161,7 +161,7 @@ def message(item: Any, key: str) -> Message:
     if not isinstance(item, dict):
         raise RowError("wrong_type", key, show(item), "a message {role, content} or {from, value}")
     whose, what = ("from", "value") if "from" in item else ("role", "content")
-    # function_call: OpenAI's first format, with one call
+    # function_call: OpenAI's earlier format, with one call per message
     called = next((name for name in ("tool_calls", "function_call") if item.get(name)), None)
     for name in (whose, what):
         if name not in item and not (name == "content" and called):
@@ -179,7 +179,7 @@ def message(item: Any, key: str) -> Message:
     if isinstance(content, list):
         content = "".join(part_text(part, f"{key}.{what}[{i}]") for i, part in enumerate(content))
     given = [name for name in THOUGHTS if isinstance(item.get(name), str) and item[name].strip()]
-    if len({item[name].strip() for name in given}) > 1:  # the template would get only one of the two texts
+    if len({item[name].strip() for name in given}) > 1:  # the template would render only one of these texts
         found = f"`{given[0]}` and `{given[1]}` that differ"
         raise RowError("thoughts_differ", key, found, "the thoughts of a message in one key")
     turn: Message = {"role": ROLES[role.lower()], "content": text(content, f"{key}.{what}")}
@@ -189,7 +189,7 @@ def message(item: Any, key: str) -> Message:
 
 
 def part_text(part: Any, key: str) -> str:
-    """Returns the text of a content's part: {type: text, text}, {type: text, value}, {text}, or a text."""
+    """Returns the text of one part of a message's content: {type: text, text}, {type: text, value}, {text}, or a text."""
     if not isinstance(part, dict):
         return text(part, key)
     if (kind := part.get("type") or "text") not in TEXT_PARTS:
@@ -203,7 +203,7 @@ def part_text(part: Any, key: str) -> str:
 
 
 def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
-    """Returns a prompt as text, or as messages if it is a list or a transcript. The last turn must not be the assistant's."""
+    """Returns a prompt as text, or as messages if it is a list or a transcript. The last turn must not be an assistant turn."""
     if isinstance(value, list):
         turns = messages(value, key)
     else:
@@ -235,7 +235,7 @@ def instruction(row: dict[str, Any]) -> Turns:
 
 
 def completion_text(value: Any, key: str, prompt: Text) -> Text:
-    """Returns a completion in the form of its prompt: text for a text prompt, assistant messages for messages."""
+    """Returns a completion in the form of its prompt: text if the prompt is text, or else assistant messages."""
     if isinstance(value, dict):
         value = [value]
     if isinstance(value, list):
@@ -270,19 +270,19 @@ def as_turns(prompt: Text) -> Turns:
 
 
 def assistant_turn(completion: str) -> Turns:
-    """Returns a completion as an assistant message, without the single space between it and a text prompt."""
+    """Returns a completion as an assistant message, without the single space that separates it from a text prompt."""
     return [{"role": "assistant", "content": completion.removeprefix(" ")}]
 
 
 def check_last(turns: Turns, key: str) -> None:
-    """Raises RowError unless a conversation ends with an assistant turn that has tool calls, or words other than thoughts."""
+    """Raises RowError unless a conversation ends with an assistant turn that has tool calls, or text besides thoughts."""
     last = turns[-1]
     if last["role"] != "assistant":
         expected = "a conversation that ends with an `assistant` turn"
         raise RowError("wrong_role", key, f"a last turn by `{last['role']}`", expected)
     if not text_after_thoughts(last["content"]) and not last.get(
         "tool_calls"
-    ):  # an empty completion would teach the policy to end at once
+    ):  # an empty completion would train the policy to end immediately
         expected = "a turn that is not empty; before the last one, `weight: 0` excludes a turn from training"
         raise RowError("empty_completion", key, show(last["content"]), expected)
 
@@ -303,7 +303,7 @@ def is_transcript(value: str) -> bool:
 
 
 def repeats_prompt(value: Any) -> bool:
-    """Returns True if `chosen` or `rejected` repeats the prompt: a transcript, or messages that begin with user or system."""
+    """Returns True if `chosen` or `rejected` contains the prompt: a transcript, or messages that begin with user or system."""
     if isinstance(value, str):
         return is_transcript(value)
     first = value[0] if isinstance(value, list) and value else None
@@ -322,7 +322,7 @@ def split_turns(value: str) -> Turns:
 
 
 def split_transcripts(row: dict[str, Any], system: Any = None) -> tuple[Text, tuple[Text, ...]]:
-    """Splits `chosen` and `rejected`, two complete conversations, into their shared prompt and the two completions."""
+    """Splits two full conversations, `chosen` and `rejected`, into the prompt that they share and their completions."""
     both = row["chosen"], row["rejected"]
     if any(isinstance(side, list) for side in both):
         sides = [messages(side, key) for side, key in zip(both, SIDES, strict=True)]
@@ -362,11 +362,11 @@ def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
-# ---- tools: the functions that a completion may call, and the calls in messages, in OpenAI's format ------------------
+# ---- tools: functions that a completion may call, and the calls in messages, in OpenAI's format ---------------------
 
 
 def tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
-    """Returns OpenAI's tool calls as chat templates expect them: [{type, function: {name, arguments: OBJECT}}]."""
+    """Converts OpenAI's tool calls to the form that chat templates expect: [{type, function: {name, arguments: OBJECT}}]."""
     calls = []
     for index, item in enumerate(value if isinstance(value, list) else [value] if value else []):
         place = f"{key}[{index}]"
@@ -397,7 +397,7 @@ def tool_schemas(value: Any) -> list[dict[str, Any]] | None:
 
 
 def template_kwargs(value: Any) -> dict[str, Any]:
-    """Returns the variables of the chat template that a row sets, from an object or its JSON text."""
+    """Returns the chat template's variables that a row sets, from an object or from its JSON text."""
     value = decoded(value) or {}
     if not isinstance(value, dict):
         raise RowError("wrong_type", "chat_template_kwargs", show(value), "an object")

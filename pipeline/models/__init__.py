@@ -1,1 +1,1 @@
-"""Models: the frozen base, its tokenizer, and the adapters on it."""
+"""Loads the frozen base model and its tokenizer, and manages the LoRA adapters on the base."""

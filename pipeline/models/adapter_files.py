@@ -1,4 +1,4 @@
-"""Reads and writes the folder of an adapter in peft's format, and compares an adapter with a base.
+"""Reads and writes the folder of an adapter in peft's format, and checks that an adapter fits a base.
 
 The checks cover only the settings that this pipeline reads. peft checks the other settings when it loads the adapter.
 """
@@ -30,21 +30,21 @@ CHANGES_BASE = (
     "alora_invocation_tokens",
     "kasa_config",
 )
-# Prefixes of `init_lora_weights` (peft 0.21) that also change the base. The adapter is relative to the changed base.
+# Prefixes of `init_lora_weights` (peft 0.21) with which peft changes the base. The adapter is valid only on the changed base.
 RELATIVE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-MATRIX_A = ("A.weight", "embedding_A")  # endings of the names of matrices A, after `.lora_`
+MATRIX_A = ("A.weight", "embedding_A")  # how the name of a matrix A ends, after `.lora_`
 MAX_ALPHA = 1e6  # maximum lora_alpha, as in a job
 
 
 def is_head(key: str) -> bool:
-    """Returns whether a tensor of an adapter file is a scalar head, whose name depends on the model's class."""
+    """Returns whether a tensor of an adapter file belongs to a scalar head. The head's name depends on the model's class."""
     return key.removeprefix(PREFIX).split(".")[0] in HEAD_NAMES
 
 
 def in_base(key: str) -> str | None:
     """Returns a tensor's name in the base, or None if the tensor belongs to the adapter or its head.
 
-    peft saves such weights of the base next to an adapter of the embeddings, and with `save_embedding_layers=True`.
+    peft saves weights of the base if the adapter adapts the embeddings, or with `save_embedding_layers=True`.
     """
     adapted = ".lora_" in key or is_head(key)
     return None if adapted else key.removeprefix(PREFIX).replace(".base_layer.", ".")
@@ -66,15 +66,15 @@ def write_adapter(folder: str | Path, config: Any, tensors: dict[str, Any]) -> d
     content = save(contiguous, metadata={"format": "pt"})
     (folder / TENSORS).write_bytes(content)
     config = copy(config)
-    config.inference_mode, config.init_lora_weights = True, True  # the tensors replace initial values
+    config.inference_mode, config.init_lora_weights = True, True  # the file has all tensors
     modules = ranks({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for pattern in ("rank_pattern", "alpha_pattern"):
-        # Of several patterns, peft applies the first that matches, but it sorts the patterns when it saves them.
+        # If several patterns match a module, peft applies the first one. However, peft sorts the patterns when it saves them.
         given = getattr(config, pattern) or {}
         found = {module: get_pattern_key(given, module) for module in modules}
         setattr(config, pattern, {module: given[key] for module, key in found.items() if key in given})
     for key, value in vars(config).items():
-        if isinstance(value, set):  # sorted, because the order of a set differs between processes
+        if isinstance(value, set):  # sort, because the order of a set differs between processes
             setattr(config, key, sorted(value))
     config.save_pretrained(str(folder))
     return {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
@@ -83,7 +83,7 @@ def write_adapter(folder: str | Path, config: Any, tensors: dict[str, Any]) -> d
 def read_settings(folder: str | Path) -> dict[str, Any]:
     """Returns the content of a LoRA adapter's adapter_config.json.
 
-    Raises InputError if the file is missing or damaged, if the adapter is not LoRA, or if it changes the shared base.
+    Raises InputError if the file is missing or damaged, if the adapter is not LoRA, or if the adapter changes the shared base.
     """
     path = Path(folder) / SETTINGS
     config = json_object(path, FIX)
@@ -117,17 +117,18 @@ def read_shapes(folder: str | Path) -> Shapes:
 
 
 def ranks(found: Shapes) -> dict[str, int]:
-    """Returns {module: rank} of an adapter's matrices."""
+    """Returns {module: rank} for the LoRA matrices of an adapter."""
     parts = ((key.removeprefix(PREFIX).partition(".lora_"), shape) for key, shape in found.items())
     return {module: shape[0] for (module, _, part), shape in parts if part in MATRIX_A}
 
 
 def exact_settings(folder: str | Path) -> dict[str, Any]:
-    """Returns an adapter's settings for peft, with the names of its modules instead of patterns, and without initialization.
+    """Returns an adapter's settings for peft, with module names instead of patterns, and without initialization.
 
-    From the file's settings, peft would match patterns with `re`, which may never end, and allocate matrices of any rank.
+    With the settings in the file, peft would match the patterns with `re`, which may never return. peft would also allocate
+    matrices of any rank that the file names.
 
-    Raises InputError if a rank differs from the tensors, or if an alpha is invalid.
+    Raises InputError if a rank differs from the shape of the tensors, or if an alpha is invalid.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -142,8 +143,8 @@ def exact_settings(folder: str | Path) -> dict[str, Any]:
         exact[key] = given.get(key, 8)
         value_of = dict.fromkeys(rank_of, exact[key])
         try:
-            for name, value in reversed((given.get(pattern) or {}).items()):  # the first match counts
-                matches = pc.match_substring_regex(modules, rf"^(.*\.)?({name})$")  # RE2: in linear time
+            for name, value in reversed((given.get(pattern) or {}).items()):  # the first match applies
+                matches = pc.match_substring_regex(modules, rf"^(.*\.)?({name})$")  # RE2, linear time
                 value_of |= dict.fromkeys(modules.filter(matches).to_pylist(), value)
         except (AttributeError, ValueError) as error:
             raise InputError(f"{path}: {pattern}: {in_brief(error)}; {FIX}") from error
@@ -157,7 +158,7 @@ def exact_settings(folder: str | Path) -> dict[str, Any]:
                 raise InputError(
                     f"{path}: lora_alpha: found {value!r:.80} for {module}, expected a number above 0, up to {MAX_ALPHA:.0f}; {FIX}"
                 )
-        if key == "r":  # peft does not accept 8.0
+        if key == "r":  # peft does not accept a float such as 8.0
             value_of = rank_of
         exact[key] = next(iter(value_of.values()))
         exact[pattern] = {re.escape(name): value for name, value in value_of.items() if value != exact[key]}
@@ -170,7 +171,7 @@ def largest_rank(folder: str | Path) -> int:
 
 
 def describe_adapter(folder: str | Path) -> dict[str, Any]:
-    """Returns an adapter's settings, and as `parameters` the number of its parameters, including its head."""
+    """Returns an adapter's settings. The key `parameters` is the number of its parameters, including the head."""
     own = (shape for key, shape in read_shapes(folder).items() if not in_base(key))
     return read_settings(folder) | {"parameters": sum(map(math.prod, own))}
 
@@ -184,7 +185,7 @@ def check_adapter_fits_base(base: Base, folder: str | Path, scores: bool, refere
     """
     given, path, found = read_settings(folder), Path(folder) / TENSORS, read_shapes(folder)
     promises_head = given.get("task_type") == "SEQ_CLS"
-    if promises_head != scores:  # the scores of a new head would be random
+    if promises_head != scores:  # without a saved head, peft would add a random one
         kind, stages, example = (
             "a reward adapter (it has a scalar head)",
             "`sft`, `dpo`, `kto` or `ppo`",
@@ -211,7 +212,7 @@ def check_adapter_fits_base(base: Base, folder: str | Path, scores: bool, refere
     if isinstance(promised, list):
         every = not (given.get("exclude_modules") or given.get("layers_to_transform"))
         for module in [*modules, *(base.modules if every else [])]:
-            if scores and module == "lm_head":  # a reward model has no lm head
+            if scores and module == "lm_head":  # a reward model has a scalar head instead of an lm head
                 continue
             if is_named(promised, module) != is_named(modules, module):
                 why = f"tensors and target_modules of {SETTINGS} differ, for example in {module}"
@@ -222,8 +223,8 @@ def was_trained(folder: str | Path, start: str | Path | None) -> bool:
     """Returns whether training changed an adapter.
 
     Args:
-        start: the adapter's folder before training. None means that the adapter was new, with B A = 0
-            (https://arxiv.org/abs/2106.09685, section 4.1).
+        start: the adapter's folder before training. None means that the adapter was new. The product B A of a new adapter
+            is 0 (https://arxiv.org/abs/2106.09685, section 4.1).
     """
     import torch
     from safetensors.torch import load_file
@@ -238,14 +239,15 @@ def was_trained(folder: str | Path, start: str | Path | None) -> bool:
 
 
 def _acts(name: str, tensor: Any, tensors: dict[str, Any]) -> bool:
-    """Returns whether a tensor is a matrix A whose product B A is nonzero beyond rounding, or a nonzero bias.
+    """Returns whether a tensor is a matrix A whose product B A is not 0 (up to rounding), or a nonzero bias.
 
-    Initially B is 0. In adapters of embeddings A is 0, and with `init_lora_weights: orthogonal` only the product is 0.
+    peft initializes the matrix B of a linear layer and the matrix A of an embedding with 0. With `init_lora_weights: orthogonal`,
+    neither matrix is 0, but their product B A is.
     """
     module, _, part = name.partition(".lora_")
     if part not in MATRIX_A:
         return part == "B.bias" and bool(tensor.any())
     a, b = tensor.double(), tensors[f"{module}.lora_{part.replace('A', 'B')}"].double()
-    # The squared norm of B A, computed without B A itself, which is as large as the weight.
+    # Compute the squared norm of B A without the matrix B A, which has the size of the full weight.
     squared = ((b.T @ b) * (a @ a.T)).sum()
     return bool(squared > 1e-12 * a.square().sum() * b.square().sum())

@@ -1,14 +1,14 @@
-"""One frozen base with several adapters.
+"""Keeps one frozen base model with several LoRA adapters in memory.
 
-`SharedBase` has a causal language model, which never changes, and named roles (`policy`, `reference`, `reward`, `critic`). A
-role is a LoRA adapter, with a scalar head in fp32 if it needs one. Some roles are only a head on another role's hidden states.
-With one base for all roles, PPO's four models need the memory of one. `with shared.use(role)` selects a role for the block.
-Methods that compute take a role and select this role themselves.
+`SharedBase` contains a causal language model, which never changes, and named roles (`policy`, `reference`, `reward`, `critic`). A
+role is a LoRA adapter, perhaps with a scalar head in fp32. Some roles are only a scalar head on another role's hidden states.
+Because all roles share one base, PPO's four models need little more memory than one model. `with shared.use(role)` activates a
+role within the block. Methods that run the model take a role as an argument and activate it themselves.
 
 The module avoids two traps of peft and of gradient checkpointing. First, peft's `set_adapter` turns off `requires_grad` of every
-other adapter, so an optimizer would lose the policy while the critic runs. `use` only switches the active adapter of the tuner
-layers. Second, gradient checkpointing runs a layer's forward again during `backward`, with the adapter that is active *then*. The
-checkpoint's context restores the role of its forward.
+other adapter. The policy would get no gradients after the critic was active. `use` only switches the active adapter of peft's
+layers. Second, gradient checkpointing runs a layer's forward again during `backward`, with the adapter that is active at that
+time. The context of the checkpoint activates the role of the original forward again.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from pipeline.system.hub import SETTINGS, TENSORS
 class SharedBase(nn.Module):
     """A frozen `AutoModelForCausalLM` with named LoRA adapters and scalar heads.
 
-    Raises InputError if the base changes its logits after the lm head in an unknown way.
+    Raises InputError if the base changes its logits after the lm head in a way that `logits` does not implement.
 
     Args:
         base_model: a causal language model. The constructor freezes the model and sets every dropout to 0.
-        autocast: dtype of the matrix products of all forwards, or None for the dtype of the base. Adapters, heads, log-softmax
-            and losses are always fp32.
+        autocast: dtype of the matrix products in all forwards, or None for the dtype of the base. Adapters, heads, log-softmax
+            and losses always use fp32.
     """
 
     def __init__(self, base_model: nn.Module, autocast: torch.dtype | None = None) -> None:
@@ -67,11 +67,11 @@ class SharedBase(nn.Module):
         self.gradient_checkpointing = False
         self._stored: dict[
             str, str
-        ] = {}  # role -> name of its adapter; a head has the adapter of another role
+        ] = {}  # role -> name of its adapter; a role that is only a head uses another role's adapter
         self._parameters_by_key: dict[str, dict[str, nn.Parameter]] = {}
         self._layers: list[BaseTunerLayer] = []
         self.role: str | None = None  # active role, or None for the bare base
-        self._rows: MixedBatch | None = None  # the adapter of each row of the batch, within `use_each`
+        self._rows: MixedBatch | None = None  # within `use_each`, the adapter of each row of the batch
         self._mixing: list[Any] = []  # hooks that pass `_rows` to the layers
         config = base_model.config.get_text_config()
         self.hidden_size: int = config.hidden_size
@@ -80,7 +80,7 @@ class SharedBase(nn.Module):
         self._scale = (getattr(config, "logit_scale", None) or 1.0) / (
             getattr(config, "logits_scaling", None) or 1.0
         )
-        # Whether the process has only its shard of the base (shards.py).
+        # Whether this process holds only a shard of the base (shards.py).
         self.sharded = any(isinstance(parameter, DTensor) for parameter in base_model.parameters())
         freeze(self.base)
         if self.device.type != "meta":
@@ -95,7 +95,7 @@ class SharedBase(nn.Module):
         return list(self._stored)
 
     def ends(self, tokenizer: Any) -> list[int]:
-        """Returns the token ids that end a completion, except ids without a logit."""
+        """Returns the token ids that end a completion, without ids for which the base has no logit."""
         return [i for i in eos_ids(tokenizer, self.base.generation_config) if i < self.vocab_size]
 
     # ---------------------------------------------------------------------------------------------- roles
@@ -110,17 +110,17 @@ class SharedBase(nn.Module):
         head: bool = False,
         trainable: bool = False,
     ) -> None:
-        """Adds a role from one of lora, folder, copy_of and head_on. Adds nothing if it raises an error.
+        """Adds a role. Exactly one of lora, folder, copy_of and head_on is set. After an error, nothing has been added.
 
-        A new adapter does not change the outputs until it is trained, because peft initializes B with 0.
+        A new adapter does not change the outputs until it is trained, because peft initializes the product B A with 0.
 
         Args:
             lora: the fields of peft.LoraConfig for a new adapter.
-            folder: the folder of a saved adapter. A head in the folder is loaded too.
+            folder: the folder of a saved adapter. If the folder contains a head, the head is loaded too.
             copy_of: the role to copy.
-            head_on: a role whose adapter the new role uses but does not own. The new role only adds a head.
-            head: whether the role has a scalar head. The head comes from the folder or the copied role. A new head is 0, so
-                that a new critic predicts 0 and not noise as large as the reward.
+            head_on: a role whose adapter the new role uses but does not own. The new role owns only a head.
+            head: whether the role has a scalar head. The head comes from the folder or the copied role. A new head is
+                initialized with 0, because a random critic would predict noise as large as the reward.
             trainable: whether the role's parameters get gradients.
 
         Raises:
@@ -151,13 +151,13 @@ class SharedBase(nn.Module):
 
     def _inject(self, role: str, config: Any, trainable: bool) -> None:
         """Adds the adapter's layers, newly initialized, to the base."""
-        config.lora_dropout = 0.0  # with dropout, PPO's first ratio would not be 1 and the first KL not 0
+        config.lora_dropout = 0.0  # with dropout, PPO's first ratio would not be 1, nor its first KL 0
         config.modules_to_save, config.inference_mode = None, False
         self.configs[role], self._stored[role] = config, role
         with unchanged(self.base):
             inject_adapter_in_model(config, self.base, role)
         fuse(self.base)
-        for handle in self._mixing:  # the next `use_each` adds hooks to all layers, including the new ones
+        for handle in self._mixing:  # `use_each` will add hooks to all layers, including the new ones
             handle.remove()
         self._mixing = []
         for parameter in self._adapter(role).values():
@@ -188,11 +188,11 @@ class SharedBase(nn.Module):
         return role in self.heads and self._stored[role] != role
 
     def parameters_of(self, role: str) -> list[nn.Parameter]:
-        """Returns the parameters that a role owns, of its adapter and its head, in a fixed order."""
+        """Returns the parameters of the adapter and the head that a role owns, in a fixed order."""
         return list(self._named(role).values())
 
     def _named(self, role: str) -> dict[str, nn.Parameter]:
-        """Returns the parameters that a role owns, by their names in peft's files."""
+        """Returns {name in peft's files: parameter} for all parameters that a role owns."""
         named = {} if self.is_head(role) else dict(self._adapter(self._stored[role]))
         if (head := self._head_of(role)) is not None:
             named[HEAD] = head.weight
@@ -203,14 +203,14 @@ class SharedBase(nn.Module):
         return self.heads[role] if role in self.heads else None  # noqa: SIM401  (a ModuleDict has no get)
 
     def _adapter(self, stored: str) -> dict[str, nn.Parameter]:
-        """Returns the parameters of one adapter without its head, by their names in peft's files."""
+        """Returns {name in peft's files: parameter} for the parameters of an adapter, without its head."""
         if stored in self._parameters_by_key:
             return self._parameters_by_key[stored]
         parameters = self._parameters_by_key[stored] = {}
         for name, parameter in self.base.named_parameters():
             if "lora_" in name and (f".{stored}." in name or name.endswith(f".{stored}")):
                 key = f"{name}.".replace(f".{stored}.", ".").removesuffix(".")
-                # DoRA's vector is a module in memory, but a plain tensor in the file.
+                # The magnitude vector of DoRA is a module in memory, but a plain tensor in the file.
                 if "lora_magnitude_vector" in key:
                     key = key.removesuffix(".weight")
                 parameters[adapter_files.PREFIX + key] = parameter
@@ -233,7 +233,7 @@ class SharedBase(nn.Module):
     def use_each(self, roles: Sequence[str | None]) -> Iterator[SharedBase]:
         """Within the block, row i of a batch uses the adapter of `roles[i]`. The forwards must not need gradients.
 
-        The base multiplies the full batch. Each adapter multiplies only its rows.
+        The base processes the full batch. Each adapter processes only the rows that use it.
         """
         names = [None if role is None else self._stored[role] for role in roles]
         if len(set(names)) == 1:
@@ -259,7 +259,7 @@ class SharedBase(nn.Module):
             self._switch(previous)
 
     def _mix(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Passes the adapters of the rows to a layer: as row indices to a fused layer, or as adapter names to peft's layers."""
+        """Tells a layer which adapter each row uses. A fused layer gets row indices, and a layer of peft gets adapter names."""
         if self._rows is None:
             return None
         mixed = isinstance(layer, FusedLinear) and layer.mixes(self._rows)
@@ -274,7 +274,7 @@ class SharedBase(nn.Module):
             return
         for module in self.base.modules():
             if isinstance(module, BaseTunerLayer):
-                module._active_adapter = []  # else peft activates another adapter and prints a warning
+                module._active_adapter = []  # otherwise, peft would activate another adapter and print a warning
                 module.delete_adapter(stored)
         for known in (self.configs, self.trainable, self._parameters_by_key, self.heads):
             if stored in known:
@@ -286,14 +286,14 @@ class SharedBase(nn.Module):
         self.role = role
         for layer in self._layers:
             # Private attributes, because layer.set_adapter and enable_adapters change requires_grad. Use public methods when peft
-            # can switch adapters without this effect (https://github.com/huggingface/peft/issues/2759).
+            # can switch adapters without changing requires_grad (https://github.com/huggingface/peft/issues/2759).
             layer._disable_adapters = stored is None
             if stored is not None:
                 layer._active_adapter = [stored]
 
     @torch.no_grad()
     def average(self, dst: str, src: str, decay: float) -> None:
-        """Sets dst = decay * dst + (1 - decay) * src, separately for the matrices A and B."""
+        """Sets dst = decay * dst + (1 - decay) * src for each parameter, so A and B are averaged separately."""
         for target, source in zip(self.parameters_of(dst), self.parameters_of(src), strict=True):
             target.lerp_(source.to(target.device), 1.0 - decay)
 
@@ -310,18 +310,18 @@ class SharedBase(nn.Module):
         return adapter_files.write_adapter(folder, config, self.tensors_of(role))
 
     def tensors_of(self, role: str) -> dict[str, Tensor]:
-        """Returns the role's adapter and head by their names in peft's files, on the CPU."""
+        """Returns {name in peft's files: tensor on the CPU} for the role's adapter and head."""
         return {key: parameter.data.contiguous().cpu() for key, parameter in self._named(role).items()}
 
     def fill(self, role: str, tensors: Mapping[str, Tensor]) -> None:
-        """Copies tensors into an existing role. The tensors are from `tensors_of`, here or in another process."""
+        """Copies tensors into an existing role. `tensors_of` has returned the tensors, perhaps in another process."""
         for key, parameter in self._named(role).items():
             parameter.data.copy_(tensors[key])
 
     def load(self, role: str, folder: str | Path) -> None:
-        """Fills an existing role from an adapter folder. Adds the folder's head if the role has none.
+        """Loads an adapter folder into an existing role. Adds the folder's head if the role has none.
 
-        Raises InputError unless names and shapes match exactly, and all numbers are finite.
+        Raises InputError unless the tensors' names and shapes match the role's exactly, and all values are finite.
         """
         adapter_files.read_shapes(folder)
         path = Path(folder) / TENSORS
@@ -348,8 +348,7 @@ class SharedBase(nn.Module):
 
     def body(self, **inputs: Any) -> Any:
         """Runs the transformer below the lm head with the active role. Takes the inputs of transformers' base model."""
-        # transformers checkpoints only in train mode, in which it also drops the KV cache. Train mode has no other effect,
-        # because every dropout is 0.
+        # transformers uses gradient checkpointing only in train mode, and then drops the KV cache.
         training = self.gradient_checkpointing and torch.is_grad_enabled()
         if self.base.training != training:
             self.base.train(training)
@@ -357,12 +356,12 @@ class SharedBase(nn.Module):
             return self.base.base_model(**inputs)
 
     def hidden(self, role: str | None, input_ids: Tensor) -> Tensor:
-        """Returns (B, T, H) last hidden states of rows. Causal attention never sees the padding, which is on the right."""
+        """Returns the last hidden states (B, T, H) of rows. Rows are padded on the right, so no token attends to the padding."""
         with self.use(role):
             return self.body(input_ids=input_ids, use_cache=False).last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns (..., V) fp32 logits of hidden states (..., H) with the active role, for sampling and for training.
+        """Returns (..., V) fp32 logits for hidden states (..., H) with the active role, in sampling and in training.
 
         If the role has an adapter on the lm head, autocast may round the logits.
         """
@@ -377,27 +376,28 @@ class SharedBase(nn.Module):
         return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
 
     def states(self, role: str | None, batch: Batch) -> Tensor:
-        """Returns (B, R + 1, H) hidden states before each action of the batch, and after the last action."""
+        """Returns (B, R + 1, H) hidden states at the position before each action, and at the position of the last action."""
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
         if batch.allowed is not None:
             inputs["position_ids"] = batch.position_ids
             inputs["attention_mask"] = self._mask(batch.allowed)
         with self.use(role):
             hidden = self.body(**inputs).last_hidden_state
-        # With plain indexing, the order in which backward adds a shared prompt's gradients would depend on threads.
+        # With plain indexing, backward would add the gradients of a shared prompt in an order that varies with thread timing.
         return nn.functional.embedding(batch.at, hidden.reshape(-1, hidden.shape[-1]))
 
     def _mask(self, allowed: Tensor) -> Tensor:
-        """Returns `Batch.allowed` as the (P, 1, T, T) mask that the base's attention expects."""
+        """Converts `Batch.allowed` to the (P, 1, T, T) mask that the base's attention expects."""
         if self._attention != "sdpa":
             allowed = torch.where(allowed, 0.0, torch.finfo(self.base.dtype).min).to(self.base.dtype)
         return allowed.unsqueeze(1)
 
     @cached_property
     def can_pack(self) -> bool:
-        """Returns whether completions packed into one row with their prompt (packing.py) have the same hidden states as alone.
+        """Returns whether packing (packing.py) leaves the hidden states of completions unchanged.
 
-        Bases with sliding windows, which count positions in a row, cannot pack. Other bases are tested on two completions.
+        A base with sliding windows cannot pack, because its windows count positions in the packed row. Any other base is tested
+        with two completions.
         """
         config = self.base.config.get_text_config()
         windows = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
@@ -411,7 +411,7 @@ class SharedBase(nn.Module):
                 together = self.states(None, packed(ids, two, two, 2, [[0, 1]]))
             except torch.OutOfMemoryError:
                 raise
-            except (TypeError, ValueError, RuntimeError):  # the base rejects the mask or the positions
+            except (TypeError, ValueError, RuntimeError):  # the base rejects the mask or the position ids
                 return False
             apart = self.states(None, alone(ids, two, two, 2))
         rounding = 1e-5 if self.autocast is None and self.base.dtype == torch.float32 else 3e-2
@@ -433,10 +433,10 @@ class SharedBase(nn.Module):
         entropy: bool = False,
         states: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns log-probs (B, R) of actions, and their entropies (B, R) or None, in fp32 nats. Outside the mask, all are 0.
+        """Returns log-probs (B, R) of actions, and their entropies (B, R) or None, in fp32 nats. Values outside the mask are 0.
 
-        Action t of row b is the token `input_ids[b, starts[b] + t]`. The logits one position earlier give the log-prob of an
-        action. Only positions of actions go through the lm head, in chunks, so a tensor of all logits (B, T, V) never exists.
+        Action t of row b is the token `input_ids[b, starts[b] + t]`. Its log-prob comes from the logits one position earlier. The
+        lm head is applied only to positions of actions, in chunks, so no tensor of all logits (B, T, V) is allocated.
 
         Args:
             role: the role, or None for the bare base.
@@ -444,7 +444,7 @@ class SharedBase(nn.Module):
             starts: (B,) position of each row's first action.
             mask: (B, R), nonzero at actions.
             temperature: divides the logits.
-            barred: token ids of probability 0 in the first `barred_steps` actions, as in sampling with a minimum length.
+            barred: token ids that have probability 0 in the first `barred_steps` actions, as when sampling with a minimum length.
             entropy: whether to compute the entropy of each action's distribution.
             states: (B, R + 1, H) hidden states from `states`, or None to compute them.
         """
@@ -467,7 +467,7 @@ class SharedBase(nn.Module):
         return float(self.logprobs(role, row, torch.ones_like(row[:, 0]), actions)[0].mean())
 
     def head(self, role: str, hidden: Tensor) -> Tensor:
-        """Returns the (...) fp32 output of the role's scalar head on hidden states (..., H)."""
+        """Applies the role's scalar head to hidden states (..., H). Returns its fp32 output (...)."""
         with torch.autocast(hidden.device.type, enabled=False):
             return self._head_of(role)(hidden.float()).squeeze(-1)
 
@@ -480,7 +480,7 @@ class SharedBase(nn.Module):
     # ------------------------------------------------------------------------------------------- internals
 
     def enable_gradient_checkpointing(self) -> None:
-        """Stores only each layer's input, and recomputes its activations in backward, with the role of the forward."""
+        """Turns on gradient checkpointing: backward recomputes each layer's activations, with the role of the forward."""
         self.base.gradient_checkpointing_enable(
             {"use_reentrant": False, "context_fn": self.checkpoint_contexts}
         )
@@ -488,7 +488,7 @@ class SharedBase(nn.Module):
         self.gradient_checkpointing = True
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """Returns the contexts of a checkpointed forward and of the recomputation."""
+        """Returns two contexts: one for a checkpointed forward, and one for its recomputation."""
         # torch calls this during the forward, so `self.role` is the role to restore in backward. Remove when peft restores the
         # active adapter itself (https://github.com/huggingface/peft/issues/2832).
         return nullcontext(), self.use(self.role)
@@ -498,7 +498,7 @@ class SharedBase(nn.Module):
 
     @torch.no_grad()
     def _check_logits(self) -> None:
-        """Raises InputError if the model changes its logits in a way that `logits` does not know."""
+        """Raises InputError if the model changes its logits in a way that `logits` does not implement."""
         ids = torch.arange(4, device=self.device).unsqueeze(0)
         with self._precision():
             expected = self.base(input_ids=ids).logits.float()
@@ -513,7 +513,7 @@ class SharedBase(nn.Module):
 
 
 def saved_config(folder: str | Path) -> LoraConfig:
-    """Returns the configuration with which to load an adapter: the file's, with adapter_files.exact_settings."""
+    """Returns the configuration with which to load an adapter: the file's configuration after adapter_files.exact_settings."""
     exact = adapter_files.exact_settings(folder)
     config = PeftConfig.from_pretrained(str(folder))
     vars(config).update(exact)
@@ -521,7 +521,7 @@ def saved_config(folder: str | Path) -> LoraConfig:
 
 
 def tensors_in(folder: str | Path, base: nn.Module) -> dict[str, Tensor]:
-    """Returns the tensors of an adapter's file without copies of base weights, which peft saves with adapters of embeddings.
+    """Returns the tensors of an adapter's file without the copies of base weights that peft may save.
 
     Raises InputError if such a copy differs from the weight of `base`, which may be a PeftModel.
     """
@@ -567,7 +567,8 @@ def as_peft_model(base: Any, folder: str | Path, name: str = "default", trainabl
 def unchanged(base: nn.Module) -> Iterator[None]:
     """Raises SelfCheckFailed if the block, which adds an adapter, changes the weights of the base that all roles share.
 
-    Compares the address, the version and 64 numbers of each weight, because `weight.data -= x` does not change the version.
+    For each weight, compares the address, torch's version counter and 64 values. The values are compared because
+    `weight.data -= x` does not change the version counter.
     """
 
     def state() -> list[tuple[int, int, str]]:
@@ -575,7 +576,8 @@ def unchanged(base: nn.Module) -> Iterator[None]:
         for name, weight in base.named_parameters():
             if "lora_" not in name and "modules_to_save" not in name and weight.device.type != "meta":
                 local = weight.to_local() if isinstance(weight, DTensor) else weight
-                sample = local.detach().flatten()[:: local.numel() // 64 | 1]  # an odd step meets all columns
+                # The step is odd, so that the sample includes all columns.
+                sample = local.detach().flatten()[:: local.numel() // 64 | 1]
                 found.append((local.data_ptr(), local._version, str(sample.tolist())))
         return found
 
@@ -589,7 +591,7 @@ def unchanged(base: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def errors_of_peft(where: str) -> Iterator[None]:
-    """Turns errors that peft raises about an adapter's settings into an InputError. `where` names their file or key."""
+    """Turns peft's errors about an adapter's settings into an InputError. `where` names the file or key of the settings."""
     try:
         yield
     except (torch.OutOfMemoryError, InputError, Failure):

@@ -1,6 +1,6 @@
-"""The frozen base model: identifies it (`base_identity`, no torch import) and loads it (`load_base`).
+"""Identifies a base model (`base_identity`, without importing torch) and loads it (`load_base`).
 
-A base is a folder or a Hugging Face Hub id. `load_base` freezes the base and turns off every dropout. Only adapters are trained.
+A base is a folder or a Hugging Face Hub id. Only adapters are trained, so `load_base` freezes the base and turns off dropout.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
     from pipeline.job.job import Model
 
-WHOLE_FILE_BYTES = 1 << 30  # weight files up to 1 GiB are hashed in full
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of larger weight files, the header and 64 pieces of 64 KiB are hashed
+WHOLE_FILE_BYTES = 1 << 30  # weight files of up to 1 GiB are hashed in full
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # in larger files, the header and 64 pieces of 64 KiB are hashed
 # Keys of config.json that the digest excludes.
 VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 # Keys of config.json that name the number of positions.
 CONTEXT_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx", "max_sequence_length",
 )  # fmt: skip
-# Two rows of an lm head are treated as equal below this distance, relative to their norm. Trained rows are about 1 apart.
+# Maximum distance, relative to their norm, of two rows of an lm head that are treated as equal. Trained rows differ by about 1.
 MIN_DISTANCE = 0.01
-KEPT_OUT_OF_NF4 = ["lm_head", "embed_out", *HEAD_NAMES]  # layers on the last hidden state stay unquantized
+KEPT_OUT_OF_NF4 = ["lm_head", "embed_out", *HEAD_NAMES]  # layers that stay unquantized
 
 
 # ------------------------------------------------------------------------------------------------- identity
@@ -41,8 +41,8 @@ KEPT_OUT_OF_NF4 = ["lm_head", "embed_out", *HEAD_NAMES]  # layers on the last hi
 def base_identity(name_or_path: str, revision: str | None = None) -> dict[str, Any]:
     """Returns a base's identity: `name_or_path`, `revision`, `digest`, `context_length` (tokens, or None), `architecture`.
 
-    The digest of a Hub id is its commit. The digest of a folder is a SHA-256 of its configuration and weights. Of weight files
-    over 1 GiB, the digest covers the header and 64 evenly spaced pieces.
+    The digest of a Hub id is its commit. The digest of a folder is a SHA-256 of its configuration and weights. For a weight
+    file over 1 GiB, the digest includes only the header and 64 evenly spaced pieces.
     """
     config = base_config(name_or_path, revision)
     folder = local(name_or_path)
@@ -82,7 +82,7 @@ def _file_digest(path: Path) -> bytes:
         if size <= WHOLE_FILE_BYTES:
             return hashlib.file_digest(file, "sha256").digest()
         digest = hashlib.sha256(str(size).encode())
-        for index in range(SAMPLES + 1):  # the pieces lie between the header and the end of the file
+        for index in range(SAMPLES + 1):  # evenly spaced from the start to the end of the file
             file.seek(index * (size - SAMPLE_BYTES) // SAMPLES)
             digest.update(file.read(SAMPLE_BYTES))
     return digest.digest()
@@ -92,15 +92,16 @@ def _file_digest(path: Path) -> bytes:
 
 
 def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.device | None = None) -> Any:
-    """Loads the base of a job, in eval mode, frozen, and with every dropout 0.
+    """Loads the base of a job in eval mode, with frozen weights and every dropout set to 0.
 
     Raises InputError if the base is missing or damaged, or if transformers has no class for it.
 
     Args:
-        model: the job's `model` section. `load_in_4bit` gives NF4 with double quantization, also on a CPU.
-        scorer_tokenizer: for a reward model, its tokenizer. With a tokenizer, the result is an AutoModelForSequenceClassification
-            of one label, with an untrained head in fp32. With None, the result is an AutoModelForCausalLM.
-        device: the device on which the base is loaded and quantized. None means the CPU, which takes half an hour for 70B.
+        model: the job's `model` section. `load_in_4bit` quantizes to NF4 with double quantization, on a CPU too.
+        scorer_tokenizer: the tokenizer of a reward model, or None. With a tokenizer, loads an AutoModelForSequenceClassification
+            with one label and an untrained head in fp32. With None, loads an AutoModelForCausalLM.
+        device: the device on which the base is loaded and quantized. None means the CPU, on which quantizing 70B parameters
+            takes half an hour.
     """
     import torch
 
@@ -116,7 +117,7 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
         "use_safetensors": None if model.allow_pickle else True,
         "trust_remote_code": model.trust_remote_code,
         "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # the check of `info` rejects such weights
+        "ignore_mismatched_sizes": True,  # mismatched weights are rejected below, by the check of `info`
         "tqdm_class": Bar,
         "device_map": None if device is None else {"": device},
     }
@@ -127,7 +128,7 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
     where = source(model.name_or_path)
     with without_load_report(), loading_shown(), unreadable(model):
         loaded, info = auto.from_pretrained(where, **options)
-    # For missing weights, transformers only prints a warning, and initializes them randomly.
+    # If weights are missing, transformers only prints a warning and initializes these weights randomly.
     wrong = {f"{key} (another shape)" for key, *_ in info["mismatched_keys"]}
     wrong |= {key for key in info["missing_keys"] if not (scorer and key.startswith(HEAD_NAMES))}
     if wrong:
@@ -146,7 +147,7 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
 
 
 def check_base(model: Model, scorer: bool = False, weights: bool = True) -> Base:
-    """Returns what the files of a base say about it. Raises InputError if a file is missing or damaged.
+    """Returns a description of a base, read from its files. Raises InputError if a file is missing or damaged.
 
     Args:
         scorer: whether the base is a full reward model, which must have a scalar head.
@@ -165,10 +166,10 @@ def check_base(model: Model, scorer: bool = False, weights: bool = True) -> Base
 
 
 def configured(model: Model, scorer_tokenizer: Any) -> tuple[Any, Any]:
-    """Returns the transformers configuration of a base, without dropout, and the Auto class to load it with.
+    """Returns the transformers configuration of a base, without dropout, and the Auto class that loads the base.
 
     Args:
-        scorer_tokenizer: as for `load_base`. A scorer's configuration has one label and the tokenizer's pad token.
+        scorer_tokenizer: as for `load_base`. The configuration of a reward model has one label and the tokenizer's pad token.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -210,7 +211,7 @@ def unreadable(model: Model) -> Iterator[None]:
 
 
 def freeze(model: torch.nn.Module) -> None:
-    """Turns off gradients and dropout. The rate of each dropout becomes 0, so that train() does not turn it on again."""
+    """Turns off gradients and dropout. Sets the rate of each dropout to 0, so that train() does not turn dropout on again."""
     import torch
 
     model.eval()
@@ -225,8 +226,8 @@ def check_finite(model: torch.nn.Module) -> None:
     import torch
 
     for name, weight in model.named_parameters():
-        local = weight.to_local() if hasattr(weight, "to_local") else weight  # a shard's local part
-        # aminmax is as fast as reading the memory. On a CPU, isfinite on each weight takes 20 times as long.
+        local = weight.to_local() if hasattr(weight, "to_local") else weight  # the local shard
+        # aminmax takes no longer than reading the weight from memory. On a CPU, isfinite would take 20 times as long.
         known = local.is_floating_point() and local.numel() and local.device.type != "meta"
         if known and not torch.stack(torch.aminmax(local)).isfinite().all():
             raise InputError(f"{name} contains NaN or infinity; fetch or save the model again", KEY)
@@ -247,8 +248,8 @@ def _nf4(dtype: torch.dtype) -> Any:
 def _one_nf4_path(model: torch.nn.Module) -> None:
     """Prevents bitsandbytes 0.50 from repacking NF4 weights at the first inference on a CPU with avx512_bf16.
 
-    The packed form rounds differently from the form used in training, and is never unpacked. The flag is private. Remove this
-    function when both forms round alike (https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804).
+    The packed weights round differently from the weights used in training, and bitsandbytes never unpacks them. The flag is
+    private. Remove this function when packed and unpacked weights round the same way (https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804).
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -257,7 +258,7 @@ def _one_nf4_path(model: torch.nn.Module) -> None:
 
 @contextmanager
 def without_load_report() -> Iterator[None]:
-    """Silences transformers' warnings within the block."""
+    """Turns off transformers' warnings within the block."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -271,7 +272,7 @@ def without_load_report() -> Iterator[None]:
 def check_ends(model: torch.nn.Module, tokenizer: Any, ends: set[int]) -> None:
     """Raises InputError if the frozen lm head has the same row for an end token as for other tokens.
 
-    Tokens with equal rows always have equal logits. Rows are equal for tokens that never occurred in pre-training.
+    Two tokens with equal rows always have equal logits. Tokens that never occurred in pre-training often have equal rows.
 
     Args:
         ends: ids of the tokens that end training rows.
@@ -304,15 +305,15 @@ def score_head(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def fp32_head(model: torch.nn.Module) -> None:
-    """Makes the scalar head of a sequence-classification model compute in fp32, under autocast and on any body."""
+    """Makes the scalar head of a sequence-classification model compute in fp32, even in a half-precision model."""
     head = score_head(model).float()
     kind = type(head)
-    # The class is changed, and not the module's forward, because peft trains a copy of the module.
+    # Change the class and not the `forward` attribute of the module, because peft trains a copy of the module.
     head.__class__ = type(kind.__name__, (_InFp32, kind), {})
 
 
 class _InFp32:
-    """Makes a scalar head compute in fp32, because bf16 would round its scores, for example 15.13 to 15.125."""
+    """A scalar head that computes in fp32, because bf16 would round scores, for example 15.13 to 15.125."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         import torch

@@ -1,7 +1,7 @@
-"""Checks a base's weights and a `lora` section against each other before a run starts (no torch import).
+"""Checks before a run starts that a `lora` section fits the weights of the base (without importing torch).
 
-The checks read only the headers of safetensors files, which takes milliseconds. transformers, peft and `base.load_base` find
-other contradictions when a worker loads the model.
+The checks read only the headers of safetensors files, which takes milliseconds. When a worker loads the
+model, transformers, peft and `base.load_base` find the remaining contradictions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Shapes = dict[str, tuple[int, ...]]  # shapes of the tensors in files, by name
 
 @dataclass(frozen=True)
 class Base:
-    """A base as its files describe it."""
+    """Describes a base, from its files."""
 
     model: Model
     config: dict[str, Any]
@@ -47,12 +47,12 @@ class Base:
         """Returns the names of the modules that peft can adapt, or [] if the files do not show them."""
         names = [name.removesuffix(".weight") for name, shape in self.shapes.items() if len(shape) > 1]
         names = [name for name in names if not name.startswith(HEAD_NAMES)]
-        # An lm head that is tied to the embedding has no tensor.
+        # If the lm head is tied to the embedding, the files have no tensor for the lm head.
         return [*dict.fromkeys([*names, "lm_head"])] if names and self.plain_names else []
 
     @property
     def tied(self) -> bool:
-        """Returns whether the lm head is tied to the embedding. Without a key in config.json, a missing lm head means True."""
+        """Returns whether the lm head is tied to the embedding. If config.json lacks the key, True if there is no lm head."""
         heads = [name for name in self.shapes if name.removesuffix(".weight").endswith(LM_HEADS)]
         return bool(self.config.get("tie_word_embeddings", self.shapes and not heads))
 
@@ -64,11 +64,11 @@ class Base:
 
 
 def shapes_in(file: Path, fix: str = "fetch or save the model again") -> Shapes:
-    """Returns the shapes in a safetensors file. Raises InputError if the file is damaged; the message ends with `fix`."""
+    """Returns the shapes in a safetensors file. Raises InputError with the advice `fix` if the file is damaged."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        # safe_open checks the header, the offsets, the sizes and the length of the file.
+        # safe_open checks the header, and that the tensors' offsets and sizes match the length of the file.
         with safe_open(file, framework="numpy") as tensors:
             return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
@@ -89,10 +89,10 @@ def check_weights(model: Model) -> Shapes:
 
 
 def safetensors_files(model: Model, fetch: bool) -> list[Path]:
-    """Returns the weight files of a base in the order in which transformers reads them, or [] for pickles.
+    """Returns the weight files of a base in the order in which transformers reads them, or [] if the weights are pickles.
 
     Args:
-        fetch: whether to fetch Hub weights that are split into several files. If False, the result for such weights is [].
+        fetch: whether to download Hub weights that are split into several files. If False, returns [] for such weights.
     """
     name, revision = model.name_or_path, model.revision
     if single := base_file(name, SINGLE, revision):  # this file takes precedence over an index
@@ -114,7 +114,7 @@ def safetensors_files(model: Model, fetch: bool) -> list[Path]:
 def check_lora(base: Base, lora: dict[str, Any], scores: bool = False) -> None:
     """Raises InputError if a new adapter does not fit the base, or could not be merged into the base after training.
 
-    peft would ignore some of the names, patterns and layers that match nothing.
+    peft itself ignores some names, patterns and layers that match no module.
 
     Args:
         lora: the job's `lora` section.
@@ -155,7 +155,7 @@ def check_lora(base: Base, lora: dict[str, Any], scores: bool = False) -> None:
 
 
 def unmergeable(base: Base, adapted: Iterable[str], bias: bool, scores: bool) -> InputError | None:
-    """Returns an error if an adapter on the modules `adapted` cannot be merged into its base, or None if it can.
+    """Returns an error if an adapter on the modules `adapted` cannot be merged into its base, or None if it can be merged.
 
     Args:
         bias: whether the adapter has biases (`lora_bias`).

@@ -1,11 +1,13 @@
-"""Encodes special tokens that a chat template writes as tokens, but special tokens in a row's content as plain text.
+"""Prevents special tokens in the content of a row from being encoded as special tokens.
+
+Only the chat template may write control tokens, such as the end of a turn. In content, their characters are plain text.
 
     control = ControlTokens(tokenizer)
     escaping = control.escaping([content])            # None if no content contains a control token
-    rendered = template(escaping.escape(content))     # puts a mark inside each control token of the content
-    ids = escaping.encode(rendered).ids               # cuts the text at the marks, so the tokenizer finds no such token
+    rendered = template(escaping.escape(content))     # inserts a mark character into each control token of the content
+    ids = escaping.encode(rendered).ids               # splits the text at the marks and encodes each piece
 
-No token spans a mark, so the tokenizer may split the text around a control token differently than without the mark.
+No token spans a mark. Therefore, the tokens of the text next to a mark may differ from the tokens of the original text.
 """
 
 from __future__ import annotations
@@ -24,19 +26,19 @@ class ControlTokens:
     """Finds the control tokens of a tokenizer in a text, and escapes them.
 
     Args:
-        as_text: whether control tokens in content are plain text. If False, control tokens stay.
+        as_text: whether control tokens in content are encoded as plain text. If False, they are encoded as control tokens.
     """
 
     def __init__(self, tokenizer: Any, as_text: bool = True):
         self.tokenizer, self.as_text = tokenizer, as_text and getattr(tokenizer, "is_fast", False)
         if not getattr(tokenizer, "is_fast", False):
-            return  # a reward model may have a tokenizer written in Python
+            return  # a slow tokenizer, which a reward model may have
         added = [token for _, token in sorted(tokenizer.backend_tokenizer.get_added_tokens_decoder().items())]
         ends = [] if tokenizer.eos_token is None else tokenizer.convert_ids_to_tokens(eos_ids(tokenizer))
         template = str(tokenizer.chat_template)
         self.names = [token.content for token in added if _controls(token, ends, template)]
         longest_first = sorted(self.names, key=len, reverse=True)
-        # The lookahead finds overlapping occurrences.
+        # A lookahead also finds overlapping matches.
         self.pattern = re.compile(f"(?=({'|'.join(map(re.escape, longest_first)) or '(?!)'}))")
 
     def tokens_in(self, text: str) -> list[str]:
@@ -44,7 +46,7 @@ class ControlTokens:
         return list(dict.fromkeys(match[1] for match in self.pattern.finditer(text)))
 
     def escaping(self, contents: Sequence[str]) -> Escaping | None:
-        """Returns the escaping of one row's contents, or None if there is nothing to escape."""
+        """Returns an Escaping for the contents of one row, or None if the contents have no control tokens."""
         if not self.as_text or not any(self.pattern.search(text) for text in contents):
             return None
         used = set("".join(contents))
@@ -59,7 +61,7 @@ class Encoded(NamedTuple):
 
 
 class Escaping:
-    """Marks the control tokens in the contents of one row with a private-use character."""
+    """Escapes the control tokens in the contents of one row by inserting a private-use character, the mark."""
 
     def __init__(self, control: ControlTokens, mark: str):
         self.control, self.mark = control, mark
@@ -80,11 +82,11 @@ class Escaping:
         backend = self.control.tokenizer.backend_tokenizer
         first, *others = rendered.split(self.mark)
         begin = backend.encode(first, add_special_tokens=add_special_tokens)
-        # Tokens that the tokenizer adds after a text, such as BERT's [SEP], must come after the last piece.
+        # The tokenizer may add a token at the end, such as BERT's [SEP]. This token must come after the last piece of the text.
         stop = 1 + max((i for i, added in enumerate(begin.special_tokens_mask) if not added), default=-1)
         ids, offsets, start = begin.ids[:stop], begin.offsets[:stop], len(first)
         for piece in others:
-            # The piece gets a line break in place of the mark, because some tokenizers put a space before a text.
+            # Some tokenizers add a space at the start of a text. The line break prevents this; its token is dropped below.
             encoding = backend.encode(f"\n{piece}", add_special_tokens=False)
             for token, (left, right) in zip(encoding.ids, encoding.offsets, strict=True):
                 if right > 1:
@@ -116,10 +118,11 @@ def chat_ids(control: ControlTokens, messages: Sequence[dict[str, Any]]) -> list
 
 
 def _controls(token: Any, ends: list[str], template: str) -> bool:
-    """Returns whether an added token is a control token, which is marked as special, or begins or ends a turn.
+    """Returns whether an added token is a control token: a token that is marked as special, or that begins or ends a turn.
 
     For example, DeepSeek's `<｜User｜>` begins a turn but is not marked as special. `<think>` and `<tool_call>` are not control
-    tokens, because a completion may contain them. A token of a single character cannot be cut, and so is no control token either.
+    tokens, because a completion may contain them. A token of one character is not a control token either, because a mark cannot
+    split it.
     """
     name = token.content
     marks_turns = TURN.search(name) is not None and name in template

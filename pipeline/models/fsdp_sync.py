@@ -1,6 +1,6 @@
-"""Keeps the number of forwards equal on all ranks that share one sharded base (models/shards.py).
+"""Makes all ranks that share one sharded base (models/shards.py) run the same number of forwards.
 
-A forward of a sharded base gathers each layer from all ranks, and so does its backward. If one rank ran fewer forwards, the
+Each forward and each backward of a sharded base gathers every layer from all ranks. If one rank ran fewer forwards, the
 other ranks would wait forever. A rank runs fewer forwards if its completions end earlier, if it has fewer micro-batches, or when
 rank 0 alone checks the saved adapter. Therefore, before each forward, the ranks all-reduce (MAX) a code of their next
 step: nothing, a forward with gradients (and its role), or a forward without gradients. A rank whose code is smaller joins with
@@ -25,7 +25,7 @@ NOTHING, WITHOUT_GRADIENTS = 0, 1 << 20  # codes; a forward with gradients has 1
 
 
 class Lockstep:
-    """Keeps the forwards of `body` equal on all ranks.
+    """Makes all ranks run the same forwards of `body`.
 
     Args:
         body: the sharded part of the base, called with `input_ids` (B, T).
@@ -33,10 +33,10 @@ class Lockstep:
 
     def __init__(self, body: nn.Module) -> None:
         self.body = body
-        # A SharedBase, which has the same roles on all ranks. None means that one adapter is always in use.
+        # A SharedBase, with the same roles on all ranks. None means that the same adapter is always active.
         self.shared: Any = None
-        # The group uses the CPU, because the ranks must agree without waiting for a GPU. The group's timeout is long, because
-        # another rank may wait for rollout workers. The process that starts the ranks notices if one dies.
+        # The group communicates between CPUs, so that no rank waits for a GPU. The timeout is long, because a rank may have to
+        # wait for rollout workers. If a rank dies, the process that started the ranks detects this.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
         self.joining = False
         body.register_forward_pre_hook(self._before, prepend=True)  # runs before FSDP gathers anything
@@ -75,7 +75,7 @@ class Lockstep:
             self._join(wanted)
 
     def _join(self, wanted: int) -> None:
-        """Runs a forward of one token. If the forward has gradients, also runs its backward, which adds zeros to them."""
+        """Runs a forward of one token. If the forward needs gradients, also runs its backward, which adds 0 to the gradients."""
         learns = wanted != WITHOUT_GRADIENTS
         role = self.shared.use(self._roles[wanted - 1]) if self.shared and learns else nullcontext()
         ids = torch.zeros(1, 1, dtype=torch.long, device=next(self.body.parameters()).device)

@@ -1,16 +1,16 @@
-"""Lists the GPUs of this machine, and knows the peak speed of matrix products from their datasheets."""
+"""Lists the GPUs of this machine, and has a table of their peak FLOP/s from datasheets."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-# Dense bf16 matrix products in TFLOP/s, by a word of torch's device name. For a GPU of several versions, the SXM version.
+# Peak TFLOP/s of dense bf16 matrix products, by a word in torch's device name. If a GPU has several versions, this is SXM's.
 PEAK_TFLOPS = {"L4": 121, "A10G": 70, "A100": 312, "L40S": 362, "H100": 989, "H200": 989}
 
 
 def list_local_gpus() -> list[tuple[str, float]]:
-    """Returns name and bytes of memory of each GPU that torch can use."""
+    """Returns (name, bytes of memory) for each GPU that torch can use."""
     import torch
 
     found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
@@ -18,7 +18,7 @@ def list_local_gpus() -> list[tuple[str, float]]:
 
 
 def peak_flops(device: Any) -> float | None:
-    """Returns the FLOP/s of bf16 products in the datasheet of a torch.device, or None for a CPU or an unknown GPU."""
+    """Returns the peak bf16 FLOP/s of a torch.device according to its datasheet, or None for a CPU or an unknown GPU."""
     if device.type != "cuda":
         return None
     import torch

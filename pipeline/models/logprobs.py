@@ -1,4 +1,4 @@
-"""Computes log-probs and entropies of actions from hidden states. Applies the lm head in chunks, not to all tokens at once."""
+"""Computes log-probs and entropies of actions from hidden states. Applies the lm head to one chunk of tokens at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-LOGIT_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}  # logits of a chunk, which are 16 MiB and 256 MiB of fp32
+LOGIT_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}  # logits per chunk: 16 MiB and 256 MiB in fp32
 
 
 def per_action(
@@ -23,27 +23,27 @@ def per_action(
     barred: tuple[int, ...],
     want_entropy: bool = False,
 ) -> Tensor:
-    """Returns the fp32 log-probs of N actions, (1, N), or (2, N) with the entropies, computed with the active role.
+    """Returns the fp32 log-probs (1, N) of N actions with the active role, or log-probs and entropies (2, N).
 
-    Only one chunk's logits exist at a time. No logits are kept for backward.
+    At any time, only the logits of one chunk are in memory. No logits are kept for backward.
 
     Args:
         shared: the SharedBase.
-        hidden: (N, H) hidden states, each one position before its action.
+        hidden: (N, H) hidden states at the position before each action.
         targets: (N,) token ids of the actions.
-        early: (N,) bool, True for actions in which the token ids `barred` have probability 0.
+        early: (N,) bool, True for actions that cannot be one of the token ids `barred`.
         want_entropy: whether to compute the entropies.
     """
     head = shared.base.get_output_embeddings()
     size = max(1, LOGIT_CHUNK[hidden.device.type] // shared.vocab_size)
-    # Without actions, the result is empty but still part of autograd's graph.
+    # If there are no actions, the result is empty, but must still be connected to autograd's graph.
     chunks = [hidden.new_zeros(1 + want_entropy, 0).float() + hidden.sum() * 0.0] if len(hidden) == 0 else []
     for start in range(0, len(hidden), size):
         part = slice(start, start + size)
         run = partial(_from_logits, shared, targets[part], early[part], temperature, barred, want_entropy)
         if not torch.is_grad_enabled():
             chunks.append(run(hidden[part]))
-        elif isinstance(head, BaseTunerLayer):  # an adapter on the lm head needs gradients, too
+        elif isinstance(head, BaseTunerLayer):  # the adapter on the lm head may need gradients
             contexts = shared.checkpoint_contexts
             chunks.append(checkpoint(run, hidden[part], use_reentrant=False, context_fn=contexts))
         else:
@@ -59,9 +59,9 @@ def bar(logits: Tensor, rows: Tensor, tokens: Sequence[int]) -> Tensor:
 
 
 class _RowWise(torch.autograd.Function):
-    """Computes y (K, N) = run(x) for hidden states x (N, H). y[:, n] must depend only on x[n], and `run` trains no parameters.
+    """Computes y (K, N) = run(x) for hidden states x (N, H). y[:, n] must depend only on x[n]. `run` trains no parameters.
 
-    If both hold, the gradient of sum(y[k]) consists of the derivatives of every y[k, n]. The forward computes all K
+    Under these conditions, row n of the gradient of sum(y[k]) is the derivative of y[k, n]. The forward computes all K
     gradients while the chunk's logits are in memory. For backward, K tensors (N, H) are kept instead of the logits (N, V).
     """
 
@@ -91,7 +91,7 @@ def _from_logits(
 ) -> Tensor:
     """Returns (1, N) fp32 log-probs of `targets` for hidden states (N, H), or (2, N) with the entropies."""
     logits = shared.logits(hidden)
-    if temperature != 1.0:  # skipped for 1, because a division is another pass over the largest tensor
+    if temperature != 1.0:  # skipped if 1, because dividing reads and writes the largest tensor again
         logits = logits / temperature
     if barred:
         logits = bar(logits, early, barred)
@@ -100,6 +100,6 @@ def _from_logits(
     if not want_entropy:
         return logprobs.unsqueeze(0)
     of_all = logits - normalizer.unsqueeze(-1)
-    # The product for a barred token would be 0 * -inf, which is NaN.
+    # For a token with probability 0, probability * logit would be 0 * -inf = NaN.
     entropies = -(of_all.exp() * of_all.masked_fill(of_all == float("-inf"), 0.0)).sum(-1)
     return torch.stack([logprobs, entropies])

@@ -1,12 +1,13 @@
 """Computes peft's LoRA layer as one fused operation, in forward and backward.
 
 With x (..., K), the frozen W (N, K), A (r, K), B (N, r) and the scaling s, a LoRA layer is y = x W' + s (x A') B'. peft
-computes base product, A, B, scaling and sum one after the other. B, scaling and sum each write a tensor of the layer's full
-width. The fused layer adds the adapter's part to the base's product in place (BLAS: C += s A B). The fused layer's results differ
-from peft's only by the order of additions and rounding. Like peft, the fused layer stores x and x A' for backward.
+runs a separate operation for the base's product, for A, for B, for the scaling and for the sum. The last three each write a
+tensor of the layer's full output width. The fused layer adds the adapter's part to the base's product in place (BLAS: C += s A
+B). Its results differ from peft's only in the order of additions and in rounding. Like peft, the fused layer stores x and x A'
+for backward.
 
-Under autocast, peft casts x to the adapter's fp32 and back. The fused layer casts A and B to autocast's dtype, within
-`cast_once` only once. The parameters stay fp32, and their gradients are not rounded.
+Under autocast, peft casts x to the adapter's fp32 and back. The fused layer casts A and B to autocast's dtype instead.
+Within `cast_once`, it does this only once. The parameters stay in fp32, and their gradients are not rounded.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from pipeline.models.precision import mm_fp32
 
 
 def fuse(model: nn.Module) -> None:
-    """Turns the plain LoRA layers of a model into fused layers, in place. Parameters and names stay the same.
+    """Turns the plain LoRA layers of a model into fused layers, in place. The parameters and their names do not change.
 
     Sets `__class__`, because peft 0.21 chooses the classes of its layers itself. peft's hook for other classes,
-    LoraConfig._register_custom_module, is private. Remove this function when peft accepts a layer class, or has a fused layer.
+    LoraConfig._register_custom_module, is private. Remove this function when peft accepts custom layer classes, or fuses its
+    layers.
     """
     for layer in model.modules():
         if type(layer) is Linear and type(layer.get_base_layer()) is nn.Linear:
@@ -38,7 +40,7 @@ _kept: dict[tuple[int, torch.dtype], Tensor] | None = None
 
 @contextmanager
 def cast_once() -> Iterator[None]:
-    """Within the block, each adapter is cast to autocast's dtype once and not in every forward and backward.
+    """Within the block, each adapter is cast to autocast's dtype only once, instead of in every forward and backward.
 
     No adapter may change within the block. PPO uses `cast_once` for a rollout, and for the micro-batches of an optimizer step.
     """
@@ -62,14 +64,14 @@ def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
 class MixedBatch(NamedTuple):
     """A batch whose rows have different adapters."""
 
-    rows_of: dict[str, Tensor]  # adapter -> indices of its rows
+    rows_of: dict[str, Tensor]  # adapter -> indices of the rows that use it
     names: list[str]  # each row's adapter, or "__base__"
 
 
 class FusedLinear(Linear):
     """Replaces the forward of peft's `lora.Linear` while one plain adapter is active on a frozen base.
 
-    peft's own forward runs in all other cases: a trained base, a half-precision base without autocast, dropout, DoRA, merged
+    In all other cases, peft's own forward runs: for a trained base, a half-precision base without autocast, dropout, DoRA, merged
     adapters, several active adapters. Quantized layers have other classes.
     """
 
@@ -83,16 +85,16 @@ class FusedLinear(Linear):
         base, name = self.get_base_layer(), self.active_adapters[0]
         A, B = self.lora_A[name].weight, self.lora_B[name].weight
         operands = (x, base.weight, A, B, self.scaling[name], autocast or x.dtype)
-        # Without gradients, autograd is not called, because the call takes as long as a small product.
+        # Without gradients, skip the autograd function, because calling it takes as long as a small matrix product.
         y = _Product.apply(*operands) if torch.is_grad_enabled() else _product(*operands)[0]
         return y if base.bias is None else y + base.bias.to(y.dtype)
 
     def mixes(self, batch: MixedBatch) -> bool:
-        """Returns whether `_mixed` applies."""
+        """Returns whether this layer can use `_mixed`."""
         return not self.merged and all(self._plain(name) for name in batch.rows_of if name in self.lora_A)
 
     def _mixed(self, x: Tensor, batch: MixedBatch) -> Tensor:
-        """Returns (B, ..., N) for rows x (B, ..., K), each with its own adapter or with none."""
+        """Returns the output (B, ..., N) for rows x (B, ..., K). Each row uses its own adapter, or none."""
         y = self.get_base_layer()(x)
         for name, index in batch.rows_of.items():
             if name in self.lora_A:
@@ -102,7 +104,7 @@ class FusedLinear(Linear):
         return y
 
     def _plain(self, name: str) -> bool:
-        """Returns whether an adapter is only a product of two matrices."""
+        """Returns whether an adapter is only the product B A, without DoRA, bias or dropout."""
         return (
             name not in self.lora_variant
             and self.lora_B[name].bias is None
@@ -121,7 +123,7 @@ class FusedLinear(Linear):
 def _product(
     x: Tensor, W: Tensor, A: Tensor, B: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns y = x W' + s (x A') B' in `dtype`, x as rows, and x A'."""
+    """Returns y = x W' + s (x A') B' in `dtype`, then x reshaped to rows, and x A'."""
     rows = x.reshape(-1, x.shape[-1]).to(dtype)
     low = rows @ _cast(A, dtype).t()
     y = (rows @ W.t().to(dtype)).addmm_(low, _cast(B, dtype).t(), alpha=scale)
@@ -145,7 +147,7 @@ class _Product(torch.autograd.Function):
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None, None]:
         rows, low, W, A, B = ctx.saved_tensors
-        # The first layer's x needs no gradient, nor do A and B of a frozen role.
+        # In the first layer, x needs no gradient. In a frozen role, A and B need none.
         for_x, _, for_A, for_B, _, _ = ctx.needs_input_grad
         flat = grad.reshape(-1, grad.shape[-1])
         low_grad = (flat @ _cast(B, ctx.dtype)).mul_(ctx.scale)

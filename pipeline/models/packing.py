@@ -1,8 +1,8 @@
-"""Groups rows for forwards: puts rows of similar length into one batch, and completions to one prompt into one row.
+"""Groups rows into batches of similar length, and packs completions of the same prompt into one row.
 
 A packed row is [prompt, completion, completion, ...], so the prompt is computed once. In each completion, positions continue
 from the prompt, and a token attends only to the prompt and to its own completion. Therefore, a completion's hidden states are
-those of the row [prompt, completion], up to rounding.
+the same as in the row [prompt, completion], up to rounding.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# A forward with this many tokens keeps the hardware busy, so padding costs more than another forward (measured on a CPU). On a
-# GPU, launching a layer's kernels takes about 1 ms, in which a layer of 8B multiplies about 1,000 tokens.
+# A forward with this many tokens keeps the hardware busy, so more padding costs more than a second forward (measured on a CPU).
+# On a GPU, launching the kernels of a layer takes about 1 ms. In this time, a layer of an 8B model processes about 1,000 tokens.
 BUSY_TOKENS = {"cpu": 256, "cuda": 2048}
 
 
@@ -23,23 +23,24 @@ class Batch:
     """Input of one forward, for B completions of up to R actions in P rows of up to T tokens, padded on the right."""
 
     input_ids: Tensor  # (P, T)
-    # (B, R + 1) indices into the P * T hidden states: the position before each action, then the position of the last action.
-    # If a completion has fewer than R actions, its last index repeats.
+    # (B, R + 1) indices into the P * T hidden states: for each action the position before it, then the last action's position.
+    # If a completion has fewer than R actions, its last index is repeated.
     at: Tensor
     position_ids: Tensor | None = None  # (P, T), or None if the positions of each row count from 0
-    # (P, T, T) bool, the tokens that a token attends to, or None for all earlier tokens.
+    # (P, T, T) bool, True for the tokens that each token attends to. None means all earlier tokens.
     allowed: Tensor | None = None
 
     def ends(self) -> Batch:
-        """Returns the same batch with `at` reduced to the states after the last actions."""
+        """Returns the same batch, but with only the last index of each completion in `at`."""
         return replace(self, at=self.at[:, -1:])
 
 
 def alone(input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int) -> Batch:
-    """Puts each completion in a separate row.
+    """Makes a batch in which each completion is a separate row.
 
     Args:
-        input_ids: (B, T) prompts with their completions. Prompts have `starts` (B,) tokens, completions `counts` (B,).
+        input_ids: (B, T) prompts with their completions. Row b has a prompt of `starts[b]` and a completion of `counts[b]`
+            tokens.
         actions: R, at least the length of the longest completion.
     """
     steps = torch.arange(actions + 1, device=input_ids.device).minimum(counts.unsqueeze(-1))
@@ -50,14 +51,14 @@ def alone(input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int) -> Ba
 def packed(
     input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int, packs: Sequence[Sequence[int]]
 ) -> Batch:
-    """Puts the completions of each pack in one row. Takes the arguments of `alone`.
+    """Makes a batch in which the completions of each pack share one row. Has the arguments of `alone`, and `packs`.
 
     Args:
-        packs: for each row, the indices of its completions, which have the same prompt.
+        packs: for each row, the indices of its completions. All completions of a row have the same prompt.
     """
     device = input_ids.device
     ids, prompt_of, count_of = input_ids.tolist(), starts.tolist(), counts.tolist()
-    rows, positions, parts = [], [], []  # the part of a token: 0 in the prompt, i in the i-th completion
+    rows, positions, parts = [], [], []  # `parts`: 0 for tokens of the prompt, i for the i-th completion
     at = torch.zeros(len(ids), actions + 1, dtype=torch.long)
     width = max(prompt_of[pack[0]] + sum(count_of[i] for i in pack) for pack in packs)
     for number, pack in enumerate(packs):
@@ -92,14 +93,14 @@ def packs_that_pay(
 ) -> list[list[int]]:
     """Packs completions into rows as long as packing saves computation. Returns the indices of each row's completions.
 
-    A row of T tokens costs about T * (12 W**2 + 2 T W) multiplications per layer, for the products with the weights and for
-    attention. A pack also computes the masked attention between its completions.
+    A row of T tokens costs about T * (12 W**2 + 2 T W) multiplications per layer. The first term is for the weights, the second
+    for attention. A packed row also computes the attention between its completions, although this attention is masked.
 
     Args:
-        prompts: the number of each completion's prompt.
-        starts, counts: tokens of each prompt and each completion.
+        prompts: for each completion, the index of its prompt.
+        starts, counts: for each completion, the tokens of its prompt and of the completion.
         width: W, the size of the hidden states.
-        completions, tokens: limits of a pack, or None. A single completion may exceed these limits.
+        completions, tokens: maximum completions and tokens of a pack, or None. A single completion may exceed these limits.
     """
 
     def cost(tokens: int) -> int:
@@ -132,14 +133,14 @@ def micro_batches(
 ) -> list[list[int]]:
     """Returns batches of rows of similar length, as indices into `lengths`, shortest rows first.
 
-    A batch that has the device's BUSY_TOKENS ends before a longer row that would make more than 1/8 of the batch padding.
+    A batch with at least BUSY_TOKENS of the device ends before a row that would make more than 1/8 of the batch padding.
 
     Args:
         lengths: tokens of each row.
         rows: maximum completions of a batch, or None.
-        tokens: maximum tokens of a batch, including padding, or None. A row of more tokens is a batch by itself.
-        device: type of the device that computes.
-        completions: completions in each row, or None if each row has one.
+        tokens: maximum tokens of a batch, including padding, or None. A longer row is a batch by itself.
+        device: type of the device on which the batches run.
+        completions: completions in each row, or None if each row has one completion.
     """
     held = completions or [1] * len(lengths)
     batches: list[list[int]] = []

@@ -1,7 +1,7 @@
-"""Multiplies half-precision matrices with fp32 results, and names the precision of a base.
+"""Multiplies half-precision matrices with an fp32 result, and names the precision of a model's outputs.
 
-torch computes the product of two bf16 matrices in fp32, but rounds the result to bf16, which has 8 bits. In bf16, the error of a
-logit of 10, and of its log-prob, is up to 0.03.
+torch computes the product of two bf16 matrices in fp32, but rounds the result to bf16, which has 8 significant bits. A
+logit of 10 then has an error of up to 0.03, and so has its log-prob.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def precision_of(base: Any, autocast: bool) -> str:
-    """Returns `quantized`, `half` (half-precision products or weights) or `fp32`. A model's outputs differ by precision."""
+    """Returns `quantized`, `half` (half-precision products or weights) or `fp32`. A model's outputs depend on this precision."""
     if getattr(base, "is_quantized", False):
         return "quantized"
     return "half" if autocast or base.dtype != torch.float32 else "fp32"
 
 
 def mm_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """Returns the (N, M) product of a (N, K) and b (K, M) of one dtype. The result is fp32 if the dtype is bf16 or fp16."""
+    """Returns the product (N, M) of `a` (N, K) and `b` (K, M), which have the same dtype: in fp32 if they are bf16 or fp16."""
     if a.dtype not in HALF:
         return a @ b
     if a.device.type == "cuda":
         return torch.mm(a, b, out_dtype=torch.float32)
-    # torch has `out_dtype` only on CUDA. The second product computes the rounding error of the first. The rounding error is so
-    # small that rounding hardly changes it again.
+    # torch supports `out_dtype` only on CUDA. The second product computes the rounding error of the first one. This error is
+    # small, so rounding the error itself hardly matters.
     rounded = a @ b
     return rounded.float().add_(rounded.addmm_(a, b, beta=-1))
 
 
 def linear_fp32(x: Tensor, layer: nn.Linear, dtype: torch.dtype | None) -> Tensor:
-    """Returns the (..., M) output of a frozen layer for x (..., K), in fp32 or better.
+    """Returns the output (..., M) of a frozen layer for x (..., K), in fp32 or higher precision.
 
     Args:
         dtype: dtype of the operands. None means the dtype of the layer's weight.
     """
     weight = layer.weight
-    # On a CPU, a half-precision copy of the weight would cost as much as the product.
+    # On a CPU, making a half-precision copy of the weight would take as long as the product.
     if dtype is None or (weight.device.type == "cpu" and weight.dtype not in HALF):
         dtype = weight.dtype
     with torch.autocast(x.device.type, enabled=False):
@@ -49,7 +49,7 @@ def linear_fp32(x: Tensor, layer: nn.Linear, dtype: torch.dtype | None) -> Tenso
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """Computes y = x W' by `mm_fp32` with a frozen W. autograd cannot derive the gradient of `mm_fp32`."""
+    """Computes y = x W' by `mm_fp32` with a frozen W. Defines the gradient, because autograd cannot differentiate `mm_fp32`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, W: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,8 @@
-"""Stores a trained model's outputs on a few random sequences (probes) with its adapter, to detect later changes.
+"""Stores a trained model's outputs for a few random sequences (probes) next to its adapter, to detect later changes.
 
-An adapter with a lost head, another scaling, a renamed key or another base can load without an error and behave differently.
-The outputs are a reward's scores or a policy's log-probs. The sequences are random token ids, so they reveal nothing about the
-data.
+If an adapter has lost its head, or has another scaling, a renamed key or another base, it can load without an error but behave
+differently. The outputs are the scores of a reward model, or the log-probs of a policy. The sequences are random token ids, so
+they reveal nothing about the data.
 """
 
 import json
@@ -18,7 +18,7 @@ LENGTHS = (4, 9, 17, 30)  # tokens of each probe
 
 
 def sequences(vocab_size: int, pad: int | None) -> list[list[int]]:
-    """Returns the probes' token ids, without pad tokens, because transformers would end a sequence there."""
+    """Returns the probes' token ids, without pad tokens, because transformers treats a pad token as the end of a sequence."""
     rng = random.Random(0)
     ids = [i for i in range(vocab_size) if i != pad]
     return [rng.choices(ids, k=length) for length in LENGTHS]
@@ -30,7 +30,8 @@ def write_probes(
     """Writes the probes with their outputs into the adapter's folder.
 
     Args:
-        output: returns the output for token ids: a reward's score, or the mean log-prob after the first token, in nats.
+        output: returns the output for token ids: a reward model's score, or the mean log-prob in nats of the tokens after the
+            first.
         precision: the precision in which `output` computes (precision.precision_of).
     """
     rows = [

@@ -1,9 +1,9 @@
-"""Loads a frozen base in shards over the workers of a run (FSDP2): `model.fsdp`. No rank ever holds the full base.
+"""Loads a frozen base sharded over the workers of a run (FSDP2), with `model.fsdp`. No rank ever holds the full base.
 
-`load_shards` builds the base without memory (meta device), gives each rank its slices of the embedding and of every decoder
-layer, and fills them from safetensors. Every rank has the full lm head, because every decoding step multiplies by it. In a 70B
-Llama, the lm head is 1.5 % of the weights. Adapters are added afterwards, without FSDP. Every rank has the full adapters, and
-their gradients are averaged as without shards.
+`load_shards` builds the base on the meta device, without memory. Each rank then allocates its slices of the embedding and of
+every decoder layer, and reads them from safetensors. Every rank has the full lm head, because every decoding step uses it. In a
+70B Llama, the lm head is 1.5 % of the weights. Adapters are added afterwards, without FSDP. Every rank has the full adapters, and
+their gradients are averaged in the same way as without shards.
 
 Every forward and backward gathers one layer at a time from all ranks. fsdp_sync.py makes all ranks run the same forwards.
 """
@@ -32,9 +32,9 @@ from pipeline.system.hub import HEAD_NAMES, base_file, source
 def load_shards(
     model: Any, scorer_tokenizer: Any = None, device: str | torch.device = "cpu"
 ) -> PreTrainedModel:
-    """Loads the same model as base.load_base, but each of the N ranks of the process group has only 1/N of its body.
+    """Loads the same model as base.load_base, but each of the N ranks of the process group has only 1/N of the body.
 
-    Every rank must call this function. Takes the arguments of load_base, of which only the device differs between ranks.
+    Every rank must call this function. Takes the arguments of load_base. Only the argument `device` may differ between ranks.
 
     Raises InputError if the base has no layers to shard, or if its files lack a weight or have wrong shapes.
     """
@@ -55,8 +55,9 @@ def load_shards(
         )
     for layer in layers:
         fully_shard(layer, mesh=mesh)
-    # Shards the body and not the ForCausalLM, because SharedBase.body calls the body, and FSDP's hooks run only in a called
-    # module. By default, FSDP2 does not reshard the outermost module after a forward, but the backward may come much later.
+    # Shard the body and not the ForCausalLM, because SharedBase.body calls the body, and FSDP runs the hooks of a module only
+    # if the module is called. By default, FSDP2 does not reshard the outermost module after a forward, but the backward may come
+    # much later.
     fully_shard(base.base_model, mesh=mesh, reshard_after_forward=True)
     _allocate(base, device)
     _fill(base, safetensors_files(model, fetch=True), model.name_or_path)
@@ -65,7 +66,7 @@ def load_shards(
     if scorer_tokenizer is not None:
         fp32_head(base)
     elif base_file(model.name_or_path, "generation_config.json", model.revision) is not None:
-        with unreadable(model):  # generation_config.json may name other tokens that end a completion
+        with unreadable(model):  # generation_config.json may name additional tokens that end a completion
             where = source(model.name_or_path)
             base.generation_config = GenerationConfig.from_pretrained(where, revision=model.revision)
     fsdp_sync.current = fsdp_sync.Lockstep(base.base_model)
@@ -73,7 +74,7 @@ def load_shards(
 
 
 def _allocate(base: nn.Module, device: torch.device) -> None:
-    """Allocates memory for the shards, and computes the buffers that are in no file (rotary frequencies)."""
+    """Allocates memory for the shards, and computes the buffers that no file contains, such as rotary frequencies."""
     base.to_empty(device=device)
     for name, module in base.named_modules():
         computed = dict(module.named_buffers(recurse=False))
@@ -92,16 +93,17 @@ def _allocate(base: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
-    """Reads the rank's rows of each parameter. safetensors maps the files, so rows of other ranks are not copied."""
+    """Reads this rank's rows of each parameter. safetensors memory-maps the files, so other ranks' rows are not read."""
     head, embedding, twins = base.get_output_embeddings(), base.get_input_embeddings(), dict[str, str]()
     if head is not None and base.config.get_text_config().tie_word_embeddings:
-        # The files have one tensor for the tied pair. In memory, each weight of the pair has its own tensor, as both are frozen.
+        # For tied weights, the files contain one tensor. In memory, the two weights are separate tensors, because both are
+        # frozen.
         pair = [name for name, p in base.named_parameters() if p is head.weight or p is embedding.weight]
         twins = dict(zip(pair, pair[::-1], strict=True))
     missing = []
     with ExitStack() as stack:
         opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
-        # If several files have a name, the last file is read, as in transformers.
+        # If several files contain a tensor of the same name, the last file is used, as in transformers.
         place = {name: tensors for tensors in opened for name in tensors.keys()}  # noqa: SIM118  (not a dict)
         for name, parameter in base.named_parameters():
             stored = name if name in place else twins.get(name, name)
@@ -110,7 +112,7 @@ def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
             elif not name.startswith(HEAD_NAMES):
                 missing.append(name)
             else:
-                # The new head of a reward model is random, but equal on all ranks, because each stage sets the same seed.
+                # A new reward head is random, but the same on all ranks, because every rank sets the same seed.
                 base._init_weights(score_head(base))
     if missing:
         raise InputError(
@@ -121,7 +123,7 @@ def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
 
 
 def _read(stored: Any, parameter: nn.Parameter, name: str) -> None:
-    """Copies the rank's rows from a slice of safetensors into a parameter. FSDP2 splits rows like torch.chunk."""
+    """Copies this rank's rows of a tensor in a file into a parameter. FSDP2 splits rows in the same way as torch.chunk."""
     if tuple(stored.get_shape()) != tuple(parameter.shape):
         raise InputError(
             f"{name} has shape {tuple(stored.get_shape())} but config.json says {tuple(parameter.shape)}; fetch or save the "

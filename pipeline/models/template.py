@@ -1,6 +1,7 @@
 """Chooses the chat template of a tokenizer, and tests that it renders a conversation (no torch import).
 
-A template is a program that came with a model. transformers runs it in a sandbox without files or imports.
+A template is a program that someone published with a model. transformers runs the template in a sandbox, without access to
+files or imports.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from pipeline.errors import InputError, in_brief
 from pipeline.system.deadline import call_with_deadline
 
 PLAIN = Path(__file__).with_name("plain.jinja")
-# The templates of Llama 3.1 and later write today's date into the prompt, so prompts would differ from day to day.
+# Fixed date, because the templates of Llama 3.1 and later write today's date into the prompt.
 DATE = "26 Jul 2024"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks the completions in a template
-MAX_CHARACTERS = 1_000_000  # maximum characters that a template may write for a probe
+MAX_CHARACTERS = 1_000_000  # maximum characters of the text that a template renders for one of the PROBES
 BOS_LINE = "{{- bos_token }}\n"
 PROBES = [
     [{"role": role, "content": "Hello." if role != "user" else "Who is there?"} for role in roles]
@@ -29,15 +30,15 @@ PROBES = [
 def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
     """Sets the tokenizer's `chat_template`. Raises InputError if the template cannot be read or renders none of the PROBES.
 
-    Also sets the attribute `text_as_chat`, which says whether a prompt of plain text becomes a user message. `text_as_chat` is
-    False if the tokenizer has no template and the job sets none.
+    Also sets the attribute `text_as_chat`, which says whether a plain-text prompt becomes a user message. `text_as_chat` is
+    False if neither the tokenizer nor the job has a template.
 
     Args:
         chat_template: a Jinja file, or "plain" (built in). None means the tokenizer's own template, or else "plain".
         where: the base's name in messages.
     """
     plain, own = _plain(tokenizer), tokenizer.chat_template
-    if isinstance(own, dict):  # several named templates
+    if isinstance(own, dict):  # the tokenizer has several named templates
         names, own = ", ".join(sorted(own)), own.get("default")
         if own is None and chat_template is None:
             raise InputError(
@@ -60,7 +61,7 @@ def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
 
 
 def _plain(tokenizer: Any) -> str:
-    """Returns the built-in template. The template writes the bos token only if the tokenizer begins every text with it."""
+    """Returns the built-in template. It writes a bos token only if the tokenizer also adds one to every text."""
     text = PLAIN.read_text(encoding="utf-8")
     first = tokenizer("a").input_ids[:1]
     if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]:
@@ -81,16 +82,16 @@ def _read(path: str) -> str:
 
 
 def is_plain(tokenizer: Any) -> bool:
-    """Returns whether the tokenizer has the built-in template."""
+    """Returns whether the tokenizer's chat template is the built-in template."""
     return tokenizer.chat_template == _plain(tokenizer)
 
 
 def text_as_chat(tokenizer: Any, apply_chat_template: bool | None) -> bool:
-    """Returns whether a prompt of plain text becomes a user message of the chat template.
+    """Returns whether a plain-text prompt becomes a user message in the chat template.
 
     Args:
-        apply_chat_template: the job's `data.apply_chat_template`. None means `text_as_chat` of the tokenizer, which set_template
-            or the policy's lineage has set.
+        apply_chat_template: the job's `data.apply_chat_template`. None means the tokenizer's attribute `text_as_chat`, which
+            set_template or the policy's lineage has set.
     """
     if apply_chat_template is not None:
         return apply_chat_template
@@ -98,7 +99,7 @@ def text_as_chat(tokenizer: Any, apply_chat_template: bool | None) -> bool:
 
 
 def _error(tokenizer: Any) -> Exception | None:
-    """Returns an error if the tokenizer's template can render none of the PROBES, or None. A template may reject some PROBES."""
+    """Returns an error if the tokenizer's template can render none of the PROBES, or None if it can render one of them."""
     from jinja2 import TemplateError
 
     errors: list[Exception] = []
@@ -111,16 +112,16 @@ def _error(tokenizer: Any) -> Exception | None:
         except TimeoutError as error:
             return error
         except Exception as error:
-            if type(error) is TemplateError:  # the template's own `raise_exception`
+            if type(error) is TemplateError:  # the template called `raise_exception`
                 return None
             errors.append(error)
     return errors[0]
 
 
 def user_header_and_generation_prompt(tokenizer: Any) -> tuple[str, str]:
-    """Returns the text that a chat template writes before a question, and the text that requests a completion, both stripped.
+    """Returns the texts that a chat template writes before a question and before a completion, without surrounding white space.
 
-    Returns ("", "") if there is no template, or if the template rejects a conversation of one question.
+    Returns ("", "") if there is no template, or if the template rejects a conversation that has only a user message.
     """
     question = [{"role": "user", "content": "?"}]
     try:

@@ -2,7 +2,7 @@
 
 Every tokenizer that `load_tokenizer` returns has an end-of-sequence token, and a pad token that never ends a completion. With
 these tokens, losses include the end of a completion, and libraries that look for the "rightmost non-pad token" find the last
-token. No embedding is ever resized, because every id in use has a row in the base.
+token. No embedding is ever resized, because every token id in use already has a row in the base's embedding.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pipeline.system.hub import KEY, base_config, base_file, base_json, source
 END_OF_TURN = (
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|eot|>", "<|return|>",
 )  # fmt: skip
-MIN_ENDED = 0.1  # if fewer completions end by themselves, the policy probably has not learned to end
+MIN_ENDED = 0.1  # if a smaller fraction ends with EOS, the policy has probably not learned EOS
 LLAMA_PAD = "<|finetune_right_pad_id|>"
 RESERVED = re.compile(r"reserved|unused|placeholder|dummy|control_\d|extra_id|extra_\d", re.IGNORECASE)
 
-# Tokens of bytes that no UTF-8 text contains, in byte-level BPE and in SentencePiece's byte fallback. No text has such a token.
-# The rarest character, ÿ, is first, because other programs that load a saved tokenizer may take this character for the pad token.
+# Tokens of bytes that no UTF-8 text contains, in byte-level BPE and in SentencePiece's byte fallback. No text is encoded
+# to such a token. ÿ, the rarest character, is first, because other programs may mistake this character for the pad token.
 NEVER_PRODUCED = tuple(
     spelling
     for byte in (0xFF, 0xFE, 0xFD, 0xFC, 0xFB, 0xFA, 0xF9, 0xF8, 0xF7, 0xF6, 0xF5, 0xC1, 0xC0)
@@ -42,10 +42,11 @@ def load_tokenizer(
     trust_remote_code: bool = False,
 ) -> Any:
     """Returns the tokenizer of a base, with a chat template, a pad token and an end-of-sequence token. The tokenizer can be
-    pickled. The tokenizer has two attributes that transformers does not know: `text_as_chat` (see template.set_template), and
+    pickled. The tokenizer has two attributes that transformers does not define: `text_as_chat` (see template.set_template), and
     `generation_eos`, the ids in the base's generation_config.json that end a completion.
 
-    Raises InputError if the base, its tokenizer or the template is missing or damaged, or if no token can pad or end.
+    Raises InputError if the base, its tokenizer or the template is missing or damaged, or if no token can be
+    the pad token or end a completion.
 
     Args:
         chat_template: a Jinja file, or "plain". None means the tokenizer's own template, or else "plain".
@@ -66,7 +67,7 @@ def load_tokenizer(
         tokenizer.eos_token = tokens[0]
     set_template(tokenizer, chat_template, name_or_path)
     _check_ids(tokenizer, rows, name_or_path)
-    tokenizer.generation_eos = _as_list(generation.get("eos_token_id"))  # ids that end rows, too
+    tokenizer.generation_eos = _as_list(generation.get("eos_token_id"))  # further ids that end a completion
     tokenizer.pad_token = _pad_token(tokenizer, set(eos_ids(tokenizer)), rows, name_or_path)
     tokenizer.padding_side = "right"
     return tokenizer
@@ -77,7 +78,7 @@ def _read(name_or_path: str, revision: str | None, trust_remote_code: bool) -> A
     settings = base_json(name_or_path, "tokenizer_config.json", revision) or {}
     options: dict[str, Any] = {"revision": revision}
     if settings.get("pad_token") in NEVER_PRODUCED:
-        # This pipeline chose and saved the token. If the pad token became special, it would also match its character in a text.
+        # This pipeline has chosen this pad token. Loaded as a special token, it would match its character in any text.
         options["pad_token"] = None
     plain = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
     try:
@@ -91,7 +92,7 @@ def _read(name_or_path: str, revision: str | None, trust_remote_code: bool) -> A
         tokenizer(SOME_TEXT)  # raises an error if a component has wrong settings
     except (InputError, KeyboardInterrupt, SystemExit, MemoryError):  # a signal raises SystemExit
         raise
-    except BaseException as error:  # a damaged file raises tokenizers' PanicException, which is no Exception
+    except BaseException as error:  # for a damaged file, tokenizers raises PanicException, a BaseException
         raise InputError(
             f"no tokenizer can be read from {name_or_path!r} ({in_brief(error)}); expected tokenizer.json "
             "and tokenizer_config.json next to the model: fetch or save them again",
@@ -109,7 +110,7 @@ def _read(name_or_path: str, revision: str | None, trust_remote_code: bool) -> A
 def _check_ids(tokenizer: Any, rows: int | None, where: str) -> None:
     """Raises InputError if a token in use has no row in the embedding.
 
-    Special tokens without a row are harmless unless the template uses them, or they are bos or eos.
+    A special token without a row is harmless, unless it is the bos or eos token, or the template uses it.
     """
     added = tokenizer.get_added_vocab()
     used = {token for token in added if token in tokenizer.chat_template}
@@ -132,10 +133,10 @@ def _check_ids(tokenizer: Any, rows: int | None, where: str) -> None:
 
 
 def eos_ids(tokenizer: Any, generation_config: Any = None) -> list[int]:
-    """Returns the sorted ids of all tokens that end a completion: eos of tokenizer and generation config, end of turn.
+    """Returns the sorted ids of all tokens that end a completion: eos of the tokenizer and the generation config, end of turn.
 
     Args:
-        generation_config: the model's configuration or its dict, in addition to the tokenizer's `generation_eos`.
+        generation_config: the model's configuration or its dict, whose eos ids are added to the tokenizer's `generation_eos`.
     """
     if generation_config is not None and not isinstance(generation_config, dict):
         generation_config = generation_config.to_dict()
@@ -144,11 +145,11 @@ def eos_ids(tokenizer: Any, generation_config: Any = None) -> list[int]:
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
     added = tokenizer.get_added_vocab()
     ids |= {added[token] for token in END_OF_TURN if token in added and token in template}
-    return sorted(i for i in ids if i >= 0)  # in some configurations, -1 means that there is no such token
+    return sorted(i for i in ids if i >= 0)  # some configurations have -1 for a token that does not exist
 
 
 def warn_of_endless(ended: float, completions: str) -> None:
-    """Prints a warning if fewer than MIN_ENDED of the completions ended by themselves."""
+    """Prints a warning if less than the fraction MIN_ENDED of the completions ended with EOS."""
     if ended < MIN_ENDED:
         print(
             f"warning: {ended:.0%} of {completions} ended by themselves, the others were truncated at trainer.response_length; "
@@ -165,8 +166,8 @@ def _as_list(value: Any) -> list[int]:
 def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> str:
     """Returns the pad token: the first candidate that does not end a completion and has a row in the embedding.
 
-    The candidates are, in this order: the tokenizer's own pad token, Llama 3.1's, another special token with "pad" in its name,
-    a reserved token, unk, a special token that the template does not use, and a byte that UTF-8 never contains.
+    The candidates are, in this order: the tokenizer's own pad token, Llama 3.1's pad token, a special token with "pad" in its
+    name, a reserved token, unk, a special token that the template does not use, and a byte that UTF-8 never contains.
 
     Raises InputError if no candidate fits.
     """
@@ -200,7 +201,7 @@ def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> 
 def tokenizer_digest(tokenizer: Any) -> str:
     """Returns a SHA-256 of the settings that determine token ids. Saving, loading and pickling do not change the digest."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    backend.pop("padding")  # padding and truncation depend on the last call
+    backend.pop("padding")  # the last call of the tokenizer sets padding and truncation
     backend.pop("truncation")
     specials = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
     return _digest(json.dumps([backend, specials], sort_keys=True))

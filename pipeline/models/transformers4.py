@@ -1,6 +1,6 @@
-"""Saves tokenizers and configs with the key names of transformers 5 and 4, so that both versions load the same model.
+"""Saves tokenizers and configs with the key names of both transformers 4 and 5, so that both versions load the same model.
 
-transformers 4 silently ignores most new names. For example, transformers 4 would use a RoPE base of 10000 for every model.
+transformers 4 silently ignores most of the new names. For example, it would use the default RoPE base of 10000 for every model.
 """
 
 import json
@@ -14,7 +14,7 @@ OWN_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_facto
 
 
 def oldest_version(base: dict[str, Any]) -> str:
-    """Returns the oldest transformers version that can load a saved model: 4.57 (tested) if 4 wrote its base, or else 5.0.
+    """Returns the oldest transformers version that can load a saved model: 4.57 if version 4 saved the base, or else 5.0.
 
     Args:
         base: config.json of the base.
@@ -35,7 +35,7 @@ def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
 
 
 def add_old_names(folder: str | Path, base: dict[str, Any]) -> None:
-    """Adds the keys of transformers 4 to a folder's config.json, from `base` (config of its base) or the folder's own keys."""
+    """Adds the keys of transformers 4 to a folder's config.json, from the base's config.json (`base`) or from its own keys."""
     path = Path(folder, "config.json")
     config = json.loads(path.read_text(encoding="utf-8"))
     for new, own in ((config, base), (config.get("text_config") or {}, base.get("text_config") or {})):
@@ -46,7 +46,7 @@ def add_old_names(folder: str | Path, base: dict[str, Any]) -> None:
 
 
 def old_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config's rope_parameters with the key names of transformers 4. Each type of layer may have its own parameters."""
+    """Returns a config's rope_parameters with the key names of transformers 4. The parameters may differ by type of layer."""
     rope = config.get("rope_parameters") or {}
     full, sliding = rope.get("full_attention", rope), rope.get("sliding_attention")
     if not full:

@@ -1,1 +1,1 @@
-"""Estimates memory, hours and dollars of a job from the shapes of its model."""
+"""Estimates the memory, duration and cost of a job from the shapes of its model."""

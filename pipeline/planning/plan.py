@@ -1,7 +1,7 @@
-"""Estimates what a job needs: the memory of one worker, item by item, and the hours on a GPU.
+"""Estimates what a job needs: an itemized list of one worker's memory, and the hours on a GPU.
 
-shape.py counts sizes on the job's model, so that no formula depends on one architecture. The tensors of TRL's losses
-have a factor that was fitted to measured peaks. Tests compare the sum with the peaks of real runs.
+shape.py measures sizes on the job's model, so no formula depends on the architecture. For the tensors of TRL's losses, a
+factor was fitted to measured peaks. Tests compare the sum of all items with the peak memory of real runs.
 """
 
 import math
@@ -44,31 +44,32 @@ GPUS = {
         Gpu("H200", 139, PEAK_TFLOPS["H200"], 4800),
     )
 }
-# Share of the free memory that a run may need without recomputation. On a CPU, plans are within 15 % of measured peaks. Plans
-# have not been compared with a GPU.
+# A run recomputes activations if it would otherwise need a larger fraction of the free memory. On a CPU, estimates are within
+# 15 % of measured peaks. Estimates have not been compared with a GPU.
 MAX_FILL = 0.9
-# Assumed share of a GPU's peak speed, for matrix products and for reading memory. The plan prints this share.
+# Assumed fraction of a GPU's peak FLOP/s and of its memory bandwidth. The plan prints this fraction.
 UTILIZATION = 0.35
 RUNTIME = {
     "cpu": 0.75 * GIB,
     "cuda": 0.9 * GIB,
 }  # memory of Python, torch and Ray, or of CUDA's context and workspaces
-# Allocated memory divided by memory in use. glibc's allocator cannot place an aligned block into a hole of exactly its size, and
-# allocates twice the memory in use. MALLOC_MMAP_THRESHOLD_=65536 would avoid the waste, but takes a quarter more time.
+# Allocated memory divided by memory in use. glibc's allocator cannot reuse a free block of exactly the right size if the
+# block must be aligned, so it allocates twice the memory in use. MALLOC_MMAP_THRESHOLD_=65536 would avoid this waste, but runs
+# would take 25 % longer.
 SLACK = {"cpu": 2.0, "cuda": 1.1}
-# Layers of a sharded base in memory at once: the current layer, the next layer, and the shards from which the next layer is
-# joined. The number has not been measured on a GPU.
+# Layers of a sharded base in memory at the same time: the current layer, the next layer, and the shards from which the next
+# layer is gathered. This number has not been measured on a GPU.
 GATHERED = 3
-# Tokens and vocabulary entries of a tile, in which TRL's losses of sft, dpo and kto compute logits.
+# Tokens and vocabulary entries of a tile. TRL's losses for sft, dpo and kto compute the logits one tile at a time.
 LOGIT_TILE = (4096, 32768)
-# Bytes for each entry of a tile, measured on a CPU with a vocabulary of 128,256 and up to 8,192 tokens. For GPUs, the value is
-# from the kernel's source, which reads the fp32 tile in place.
+# Bytes for each entry of a tile. The CPU's value was measured with a vocabulary of 128,256 and up to 8,192 tokens. The GPU's
+# value follows from the source of the kernel, which reads the fp32 tile in place.
 LOGIT_BYTES = {"cpu": 33, "cuda": 4}
 
 
 @dataclass(frozen=True)
 class Item:
-    """An item in a worker's memory. Items of different phases are not in memory at the same time."""
+    """A part of a worker's memory, such as the base. Items of different phases are not in memory at the same time."""
 
     what: str
     size: float  # bytes
@@ -77,17 +78,17 @@ class Item:
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """The settings that determine a job's memory, with the defaults of its stage."""
+    """The settings that determine how much memory a job needs, with the defaults of its stage."""
 
-    rows: int  # rows of one forward and backward
+    rows: int  # rows in one forward and backward
     width: int  # tokens of a row
     bf16: bool  # whether matrix products are in bf16
     checkpointing: bool
-    sequences: int  # sequences in a row of the batch; a preference pair has two
+    sequences: int  # sequences in a row of the batch: two for preference pairs
     rollout_rows: int = 0
     prompt: int = 0
     completion: int = 0
-    scored: int = 0  # tokens of one of PPO's forwards without gradients
+    scored: int = 0  # tokens in a forward without gradients, in ppo
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Plan:
     items: list[Item]
     device: str  # cpu, cuda
     asked: MemorySettings
-    tokens: tuple[int, int]  # longest prompt and completion; in TRL's stages, longest row and 0
+    tokens: tuple[int, int]  # maximum tokens of prompt and completion; in TRL's stages, of a row, and 0
     in_shards: bool  # whether each worker has only a shard of the base
 
     @property
@@ -111,21 +112,21 @@ class Plan:
     @property
     def checkpoint(self) -> float:
         """Returns the bytes of a checkpoint: trained parameters, Adam's moments, and the best parameters if they are kept."""
-        # TRL's trainer also saves the reference's adapter.
+        # TRL's trainer also saves the adapter of the reference model.
         reference = self.work.stage.trl and _has_reference(self.work)
         kept = 4.0 * reference + 4.0 * self.work.options.load_best_model_at_end
         return (4.0 + _moments(self.work.trainer) + kept) * self.trainable
 
 
 def memory_settings(work: Sections, context: int) -> MemorySettings:
-    """Returns the settings for rows of the maximum length, if the model has a context of `context` tokens."""
+    """Returns the settings, for rows of the maximum length. `context` is the number of tokens in the model's context."""
     stage, args, workers, longest = work.stage, work.args, work.places.workers.fewest, work.data.max_length
     if stage.trl:
         return MemorySettings(
             work.trainer.get("per_device_train_batch_size", 8),
             min(longest or context, context),
             work.bf16,
-            work.trainer.get("gradient_checkpointing") is not False,  # TRL recomputes by default
+            work.trainer.get("gradient_checkpointing") is not False,  # TRL's default is True
             stage.sequences,
         )
     completion = args.response_length if stage.writes else 0
@@ -143,7 +144,7 @@ def memory_settings(work: Sections, context: int) -> MemorySettings:
         decoded = min(args.decoded(workers), MAX_VLLM_ROWS)
     scored = args.max_tokens_per_micro_batch or FORWARD_TOKENS["cuda" if work.places.on_gpu else "cpu"]
     scored = max(width, min(scored, args.batch_size * width))
-    checkpointing = args.gradient_checkpointing is not False  # None means that the run decides
+    checkpointing = args.gradient_checkpointing is not False  # with None, the run decides later
     rows = min(rows, args.batch_size)
     return MemorySettings(rows, width, work.bf16, checkpointing, 1, decoded, prompt, completion, scored)
 
@@ -155,8 +156,8 @@ def make_plan(work: Sections, loras: Loras | None = None, learns: bool = True) -
     """Returns the plan of one worker.
 
     Args:
-        loras: descriptions of the adapters that the job starts from, by input (`policy`, `reward`). Other adapters are assumed
-            to have the settings of the job's `lora`.
+        loras: descriptions of the adapters that the job starts from, by input (`policy`, `reward`). Adapters without a
+            description are assumed to have the settings of the job's `lora`.
         learns: False for a rollout worker of a ppo job, which samples and scores, and has no critic.
     """
     stage, args, rollout, model = work.stage, work.args, work.rollout, work.frozen
@@ -169,7 +170,7 @@ def make_plan(work: Sections, loras: Loras | None = None, learns: bool = True) -
         shape = Shape(model, work.lora, "reward" in (stage.learns, *stage.inputs))
         lora_of = {role: (loras or {}).get(starts.get(role, role), work.lora) for role in roles}
         size = {role: 4.0 * (lora.get("parameters") or shape.adapter(lora)) for role, lora in lora_of.items()}
-    except ValueError as error:  # peft found no modules to adapt, or settings that exclude each other
+    except ValueError as error:  # peft found no modules to adapt, or contradictory settings
         why = f"peft rejects it for {model.name_or_path}: {str(error).splitlines()[0]}"
         raise InputError(why, key="lora") from error
     room_for_prompts(work.writes, work.data.max_length, shape.context)
@@ -245,7 +246,7 @@ def _rollout_items(shape: Shape, asked: MemorySettings, device: str, vllm: bool,
 
 
 def _roles(work: Sections) -> tuple[list[str], list[str]]:
-    """Returns the roles with adapters in memory, and the roles among them that learn."""
+    """Returns the roles that have an adapter in memory, and those of these roles that are trained."""
     stage, named = work.stage, work.named
     if stage.learns is None:
         models = [name for name, at in named.items() if at != "base" and InputURI.parse(at).is_model]
@@ -259,7 +260,8 @@ def _roles(work: Sections) -> tuple[list[str], list[str]]:
     ]
     roles += [f"reward_{i}" if i else "reward" for i in range(len(rewards))]
     roles += ["teacher"] * (named.get("teacher") not in (None, "base"))
-    critic = ["critic"] * work.args.has_critic_adapter  # a critic that is only a head needs almost no memory
+    # Without an adapter, the critic is only a head, which needs almost no memory.
+    critic = ["critic"] * work.args.has_critic_adapter
     return roles + critic, learning + critic
 
 
@@ -269,7 +271,7 @@ def _moments(trainer: dict[str, Any]) -> float:
 
 
 def _has_reference(work: Sections) -> bool:
-    """Returns whether the reference is an adapter. If not, the reference is the base, which needs no additional memory."""
+    """Returns whether the reference is an adapter. Otherwise, it is the bare base, which needs no additional memory."""
     start = work.named.get("reference") or work.named.get("policy")
     return work.stage.keeps_reference and start not in (None, "base")
 
@@ -280,9 +282,9 @@ def _logits(stage: Stage, shape: Shape, tokens: int, device: str) -> float:
     if not stage.trl:
         from pipeline.models.logprobs import LOGIT_CHUNK
 
-        return 4.0 * 4 * LOGIT_CHUNK[device]  # logits of a chunk, their softmax, and the gradients of both
+        return 4.0 * 4 * LOGIT_CHUNK[device]  # the logits and the softmax of a chunk, and their gradients
     tile = min(tokens, LOGIT_TILE[0]) * min(shape.vocabulary, LOGIT_TILE[1])
-    hidden = 8.0 * tokens * shape.hidden  # hidden states of the scored positions, and their gradients
+    hidden = 8.0 * tokens * shape.hidden  # hidden states at the positions in the loss, and their gradients
     return float(tile * LOGIT_BYTES[device]) + hidden
 
 
@@ -290,7 +292,7 @@ def _logits(stage: Stage, shape: Shape, tokens: int, device: str) -> float:
 
 
 def gpus_called(label: str) -> list[str]:
-    """Returns the GPUs that an accelerator type may mean, or [] if it is unknown. Both sizes of A100 are "A100" in Ray."""
+    """Returns the GPUs that Ray's accelerator type may mean, or [] if it is unknown. For example, "A100" may have 40 or 80 GB."""
     return [name for name in GPUS if label in (name, name.partition("-")[0])]
 
 
@@ -305,14 +307,14 @@ def fitting(plan: Plan) -> list[str]:
 
 
 def fit_into(work: Sections, memory: float, loras: Loras | None = None) -> tuple[list[str], Plan]:
-    """Returns the mildest overrides with which a worker fits into `memory` bytes, and their plan.
+    """Returns the overrides, as few as possible, with which a worker fits into `memory` bytes, and the resulting plan.
 
-    If even all overrides do not suffice, returns all of them.
+    If all overrides together are not enough, returns all of them.
     """
     made: dict[str, Any] = {}
     for key, value in _changes(work, loras):
         made[key] = value
-        if key == "model.load_in_4bit":  # a base in shards cannot be quantized
+        if key == "model.load_in_4bit":  # a sharded base cannot be quantized
             made["model.fsdp"] = False
         if make_plan(_with(work, made), loras).peak <= memory:
             break
@@ -327,9 +329,9 @@ def fit_into(work: Sections, memory: float, loras: Loras | None = None) -> tuple
 
 
 def _changes(work: Sections, loras: Loras | None = None) -> list[tuple[str, Any]]:
-    """Returns overrides that reduce the memory, mildest first. The last override, nf4, changes the result."""
+    """Returns overrides that reduce the memory, least disruptive first. The last one, NF4, changes the result of the run."""
     asked, stage, workers = memory_settings(work, 1 << 20), work.stage, work.places.workers.fewest
-    # Only divisors of the micro-batch, so that the batch stays divisible.
+    # Only divisors of the current size, so that the batch remains divisible.
     fewer = [n for n in range(asked.rows - 1, stage.fewest_rows - 1, -1) if asked.rows % n == 0]
     changes: list[tuple[str, Any]] = []
     now = work.args.planned_rows(workers) if stage.online else asked.rollout_rows
@@ -353,7 +355,7 @@ def _changes(work: Sections, loras: Loras | None = None) -> list[tuple[str, Any]
 
 
 def _with(work: Sections, changes: dict[str, Any]) -> Sections:
-    """Returns a copy of `work` with other values in the sections `trainer` and `model`."""
+    """Returns a copy of `work` with changed values in the sections `trainer` and `model`."""
     for key, value in changes.items():
         section, name = key.split(".")
         if section == "trainer":
@@ -367,14 +369,14 @@ def _with(work: Sections, changes: dict[str, Any]) -> Sections:
 
 
 def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
-    """Returns the hours of a run on GPUs of one kind, if matrix products and decoding steps reach UTILIZATION.
+    """Returns the estimated hours of a run on GPUs of one type, which reach the fraction UTILIZATION of their peak speed.
 
     Completions are assumed to have their maximum length. A decoding step is assumed to take as long as reading the weights and
-    the KV cache, which is half full on average. The time to gather a base in shards is not included.
+    the KV cache, which is half full on average. The estimate does not include the time to gather a sharded base.
 
     Args:
         name: a key of GPUS.
-        rows: training rows of an epoch, and their mean length.
+        rows: number and mean length of the training rows of an epoch.
     """
     gpu, work, asked, stage = GPUS[name], plan.work, plan.asked, plan.work.stage
     workers, (longest, completion) = work.places.workers.most, plan.tokens
@@ -385,16 +387,16 @@ def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
         tokens = episodes * (row + completion)
         models = 1 + args.has_critic_adapter
         learning = 2 if args.gradient_checkpointing is False else 3  # a backward takes as long as a forward
-        # Forwards of reward and reference, of old log-probs and values, and of the epochs with their backwards.
+        # Forwards for the reward, the reference, old log-probs and old values, then forwards and backwards of all epochs.
         passes = 2 + models * (1 + args.num_ppo_epochs * learning)
         at_once = args.decoded(workers)
         filled = at_once * (row + completion / 2) * plan.shape.cache(asked.bf16)
         read = math.ceil(episodes / at_once) * completion * (plan.shape.moved + filled)
     else:
-        # The forwards of the reference, and the stage's other forwards without gradients, have no backward.
+        # Forwards of the reference, and other forwards of the stage without gradients, have no backward.
         passes = (3 if asked.checkpointing else 2) + stage.keeps_reference + stage.further_forwards
         steps = work.trainer.get("max_steps", 0)
-        if steps and steps > 0:  # rows have the maximum length only if they are packed
+        if steps and steps > 0:  # packed rows have the maximum length, other rows the mean length
             width = longest if work.trainer.get("packing") else row
             tokens = steps * (work.data.batch_size or 8 * workers) * width
         else:
@@ -406,9 +408,9 @@ def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
 
 
 def recomputes(worker: Any) -> bool:
-    """Returns whether the workers recompute activations, from `trainer.gradient_checkpointing`, or from the plan if it is null.
+    """Returns whether the workers recompute activations: `trainer.gradient_checkpointing`, or the plan's decision if it is null.
 
-    All ranks return the same. Rank 0 prints the plan's reason. Must be called before the base is loaded.
+    All ranks return the same value. Rank 0 prints the plan's reason. Must be called before the base is loaded.
     """
     import torch
 

@@ -14,21 +14,21 @@ from pipeline.models.tokenizer import load_tokenizer
 from pipeline.settle.work import Sections
 from pipeline.system import storage
 
-CHUNKS = 8  # number of chunks of a large dataset that are tokenized, spread evenly
+CHUNKS = 8  # number of chunks, spread evenly over a large dataset, that are tokenized
 CHUNK = 256 << 10  # bytes of a chunk
 MAX_UNSPLITTABLE = 32 << 20  # maximum bytes of a file that cannot be split (zipped, a JSON array, CSV)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The training rows of an epoch."""
+    """The number and the mean length of the training rows of an epoch."""
 
     count: int
-    tokens: float  # mean tokens of a row; for preference pairs, of prompt and chosen completion
+    tokens: float  # mean tokens of a row; for a preference pair, of its prompt with the chosen completion
 
 
 def estimate_rows(work: Sections, context: int | None) -> tuple[Rows | None, str]:
-    """Returns the rows of data.train and a description, or None and the reason why they are unknown.
+    """Returns Rows for data.train and a description, or None and the reason why no estimate is possible.
 
     Args:
         context: maximum tokens of a row (inputs.room_for_prompts).

@@ -1,4 +1,4 @@
-"""Counts the parameters of a job's model, and its bytes per token, without loading weights.
+"""Counts the parameters of a job's model and the bytes that a token needs, without loading weights.
 
 Builds the model with one layer and with two layers, runs both on fake tensors, and counts what autograd would save for the
 backward pass. The difference between the two is the size of a layer.
@@ -18,7 +18,7 @@ from pipeline.job import Model
 from pipeline.system.hub import base_config
 from pipeline.writing.memory import kv_bytes
 
-# Parts of config.json of gated models, so that a plan needs neither access nor a network for them.
+# Parts of config.json of gated models, so that they can be planned without access rights or a network.
 _LLAMA_3 = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -35,13 +35,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     for size, shape in (("8B", _8B), ("70B", _70B))
     for kind in ("", "-Instruct")
 }
-NF4_BYTES = (
-    0.516  # bytes of an nf4 weight: half a byte, and its part of the constants with double quantization
-)
+NF4_BYTES = 0.516  # bytes per NF4 weight: half a byte, plus its share of the quantization constants
 
 
 def config_of(model: Model) -> tuple[dict[str, Any], str | None]:
-    """Returns the base's config.json, and None. If the file cannot be read, returns the values in SHAPES, and the reason."""
+    """Returns (the base's config.json, None). If the file cannot be read, returns (its values in SHAPES, the reason)."""
     try:
         return base_config(model.name_or_path, model.revision), None
     except InputError as error:
@@ -56,19 +54,19 @@ class Shape:
     Args:
         model: the `model` section, with the dtype of the frozen base.
         lora: the settings of a new adapter.
-        head: whether an adapter has a scalar head, like a reward model, and a critic that starts from a reward model.
+        head: whether an adapter has a scalar head. Reward models have one, and so do critics that start from a reward model.
     """
 
     def __init__(self, model: Model, lora: dict[str, Any], head: bool = False) -> None:
         import logging
 
-        # Hides a recommendation that bitsandbytes logs when it is imported.
+        # Hide a recommendation that bitsandbytes logs on import.
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
         from transformers import AutoConfig
 
         from pipeline.models.base import context_length
 
-        raw, self.unread = config_of(model)  # `unread` is the reason why config.json cannot be read, or None
+        raw, self.unread = config_of(model)  # `unread`: why config.json cannot be read, or None
         self.context = context_length(raw) or 2048
         self.model = _Model(json.dumps(raw, sort_keys=True), model.dtype, head)
         self.lora = json.dumps(lora, sort_keys=True)
@@ -83,12 +81,12 @@ class Shape:
         self.embedding = self.vocabulary * self.hidden * self.dtype_bytes
         quantized = whole["linear"] if model.load_in_4bit else 0
         self.weights = (self.parameters - quantized) * self.dtype_bytes + quantized * NF4_BYTES
-        # Bytes that a decoding step moves. For a matrix product, bitsandbytes writes and reads a copy of each nf4 weight in the
-        # compute dtype (functional.dequantize_4bit). Only the kernel of bitsandbytes for a single row makes no copy.
+        # Bytes that a decoding step reads and writes. For a matrix product, bitsandbytes writes and reads a copy of each NF4
+        # weight in the compute dtype (functional.dequantize_4bit). Only its kernel for a batch of one row makes no copy.
         self.moved = self.weights + 2.0 * quantized * self.dtype_bytes
 
     def sharded(self, workers: int, lm_head: bool) -> float:
-        """Returns the bytes of the base on each worker with `model.fsdp`: a shard of the body, and the lm head if any."""
+        """Returns the bytes of the base on each worker with `model.fsdp`: a shard of the body, and with `lm_head` the lm head."""
         body = self.weights - self.embedding * (not self.text.tie_word_embeddings)
         return body / workers + self.embedding * lm_head
 
@@ -99,7 +97,7 @@ class Shape:
         return one + (self.layers - 1) * (two - one)
 
     def activations(self, rows: int, width: int, bf16: bool, checkpointing: bool) -> float:
-        """Returns the bytes that a forward of one role saves for backward, plus one layer's temporary tensors."""
+        """Returns the bytes that a forward of one role saves for backward, plus the temporary tensors of one layer."""
         one, two = (saved(self.model, self.lora, layers, rows, width, bf16) for layers in (1, 2))
         layer, rest = two - one, max(0.0, 2 * one - two)
         passing = rows * width * self.forward(bf16)
@@ -108,7 +106,7 @@ class Shape:
         return rest + layer + rows * width * self.hidden * self._width(bf16) * self.layers + passing
 
     def forward(self, bf16: bool) -> float:
-        """Returns the bytes per token of a layer's temporary tensors, which are three of the MLP's intermediate width."""
+        """Returns the bytes per token of a layer's temporary tensors: three tensors of the MLP's intermediate size."""
         return 3.0 * (getattr(self.text, "intermediate_size", None) or 4 * self.hidden) * self._width(bf16)
 
     def cache(self, bf16: bool) -> float:
@@ -117,7 +115,7 @@ class Shape:
 
     @property
     def keeps_other_state(self) -> bool:
-        """Returns whether a layer has other state than keys and values, so that the decoder reads all prompts in one forward."""
+        """Returns whether a layer has state other than keys and values. If so, the decoder reads all prompts in one forward."""
         kinds = getattr(self.text, "layer_types", None) or ()
         return any(kind not in ("full_attention", "sliding_attention", "chunked_attention") for kind in kinds)
 
@@ -127,7 +125,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class _Model:
-    """The part of a job on which counts of parameters and bytes depend. Jobs with the same model share cached counts."""
+    """The part of a job that determines the counts of parameters and bytes. Serves as the key of the cached counts."""
 
     config: str  # config.json
     dtype: str
@@ -136,7 +134,7 @@ class _Model:
 
 @cache
 def _count(model: _Model, lora: str, layers: int) -> dict[str, int]:
-    """Returns the number of parameters of a model of `layers` layers: of the base, of its linear layers, and of its adapter.
+    """Counts the parameters of a model with `layers` layers: in the base, in its linear layers, and in its adapter.
 
     The linear layers do not include the lm head.
     """
@@ -155,7 +153,7 @@ def _count(model: _Model, lora: str, layers: int) -> dict[str, int]:
 
 @cache
 def saved(model: _Model, lora: str, layers: int, rows: int, width: int, bf16: bool) -> float:
-    """Returns the bytes that autograd saves in a forward pass through `layers` layers, without the parameters."""
+    """Returns the bytes of the tensors, except parameters, that autograd saves in a forward pass through `layers` layers."""
     from unittest.mock import patch
 
     import torch
@@ -169,8 +167,8 @@ def saved(model: _Model, lora: str, layers: int, rows: int, width: int, bf16: bo
     with _fake(model, lora, layers, bf16) as shared:
         parameters = {p.untyped_storage()._cdata for p in shared.parameters()}
         ids = torch.zeros(rows, width, dtype=torch.long)
-        # transformers (5.23) reads the values of position_ids to detect packed rows. Fake tensors have no values, so transformers
-        # would add a mask. Remove the patch when transformers accepts fake tensors as position_ids.
+        # transformers (5.23) reads the values of position_ids to detect packed rows. Fake tensors have no values, so
+        # transformers would add a mask. Remove the patch when transformers supports fake tensors as position_ids.
         unpacked = patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_, **__: None)
         with unpacked, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             hidden = shared.hidden("policy", ids)
@@ -200,7 +198,7 @@ def _fake(model: _Model, lora: str, layers: int, bf16: bool = False) -> Iterator
         shared = SharedBase(base, autocast=torch.bfloat16 if bf16 else None)
         shared.add("policy", lora=json.loads(lora), head=model.head, trainable=True)
     with FakeTensorMode():
-        # Replaces meta tensors by fake tensors on the CPU, where autocast works. Tied weights stay tied.
+        # Replace meta tensors by fake tensors on the CPU, which support autocast. Tied weights stay tied.
         moved: dict[int, Any] = {}
         for module in shared.modules():
             for name, p in module._parameters.items():

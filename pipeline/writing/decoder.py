@@ -1,4 +1,4 @@
-"""Decodes on the shared base, without a copy of its weights."""
+"""Decodes on the shared base of training, without a second copy of its weights."""
 
 from __future__ import annotations
 
@@ -18,21 +18,19 @@ from pipeline.writing.graphs import Steps
 from pipeline.writing.rows import Completion, Decoder, Row, RowSettings, Sampling, draw
 from pipeline.writing.slots import SlotCache, live_first
 
-# Tokens in one forward of prompts, including padding. More tokens would not make prompts faster, but need memory for activations.
+# Maximum tokens in one forward of prompts, including padding. A larger forward would not be faster, and would need more memory.
 PREFILL_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 14}
-# Decoding steps between two checks for finished rows. On a CPU, a check costs nothing, and each row that leaves makes the next
-# step shorter. A GPU waits for the host at each check, and its steps take about as long with fewer rows.
+# Decoding steps between two checks for finished rows. On a CPU, a check is free, and each removed row makes the next step
+# faster. On a GPU, each check waits for the device, and a step with fewer rows is hardly faster.
 STEPS_PER_CHECK = {"cpu": 1, "cuda": 8}
 STEPS_PER_GRAPH = 32  # decoding steps between two checks, if CUDA graphs replay them
-BUCKET = 64  # the number of positions that a CUDA graph attends to is a multiple of BUCKET
+BUCKET = 64  # a CUDA graph attends to a multiple of this many positions
 
-Drawn = tuple[
-    Tensor, Tensor, Any
-]  # token ids (B,), their log-probs (B,), and topk of the alternatives or None
+Drawn = tuple[Tensor, Tensor, Any]  # token ids (B,), their log-probs (B,), and the top-k alternatives or None
 
 
 class SlotDecoder(Decoder):
-    """Decodes all rows in one forward per step. Rows that join together with the same prompt share the prompt's forward.
+    """Decodes all rows in one forward per step. Rows that join at the same time share the forward of equal prompts.
 
     The KV cache is freed when the last row leaves.
 
@@ -41,10 +39,11 @@ class SlotDecoder(Decoder):
         max_positions: maximum positions of the KV cache over all rows, or None. Rows that would exceed this limit wait.
         pad: token id that pads prompts.
         look: decoding steps between two checks for finished rows, or None for the default of the device.
-        graphs: whether a GPU replays steps as CUDA graphs while all rows have one role. None means: if the base supports graphs.
+        graphs: whether a GPU replays steps as CUDA graphs while all rows have one role. None means
+            whenever the base supports them.
     """
 
-    share = True  # whether equal prompts share a forward; benchmarks set False to measure the gain
+    share = True  # whether rows with equal prompts share a forward; benchmarks set it to False
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class SlotDecoder(Decoder):
         self.window = getattr(config, "sliding_window", None)
         self.kinds = set(getattr(config, "layer_types", None) or ())
         self.masked = self._takes_masks(config)
-        # A graph cannot contain the collectives that gather shards.
+        # A CUDA graph cannot contain the collectives that gather a sharded base.
         wanted = shared.device.type == "cuda" and not shared.sharded if graphs is None else graphs
         self.graphs = Steps(self._forward, self._take_back) if wanted and self.masked else None
         self.look = look
@@ -77,7 +76,7 @@ class SlotDecoder(Decoder):
         self.shared.remove(role)
 
     def changed(self, role: str | None) -> None:
-        """Does nothing, because the adapter in training also samples."""
+        """Does nothing, because the decoder samples with the same adapter parameters that are trained."""
 
     def reset(self) -> None:
         self.rows, self.cache, self.settings = [], None, None
@@ -88,7 +87,7 @@ class SlotDecoder(Decoder):
     def generate(
         self, role: str | None, prompts: Sequence[Sequence[int]], numbers: Sequence[int], sampling: Sampling
     ) -> list[Completion]:
-        with cast_once(), self.shared.use(role):  # selects the role once, before all steps
+        with cast_once(), self.shared.use(role):  # activate the role once, not in each step
             return super().generate(role, prompts, numbers, sampling)
 
     def fits(self, joining: Sequence[Row], row: Row) -> bool:
@@ -157,7 +156,7 @@ class SlotDecoder(Decoder):
         distinct = [rows[each[0] - first] for each in slots]
         lengths = [len(row.prompt) for row in distinct]
         parts = micro_batches(lengths, None, PREFILL_TOKENS[device.type], device.type)
-        if cache.other_layers:  # such layers are filled once, by one forward of all prompts
+        if cache.other_layers:  # such layers can be filled only once, so all prompts go into one forward
             parts = [list(range(len(distinct)))]
         states: dict[int, Tensor] = {}
         for part in parts:
@@ -178,7 +177,7 @@ class SlotDecoder(Decoder):
         return torch.stack([states[slot] for slot in sorted(states)])
 
     def _forward(self, count: int, seen: int) -> Tensor:
-        """Runs the newest tokens of `count` rows, which attend to `seen` positions. Returns their (B, H) hidden states."""
+        """Runs a forward on the newest tokens of `count` rows, which attend to `seen` positions. Returns (B, H) hidden states."""
         cache = self.cache
         cache.seen, lengths = seen, cache.lengths[:count]
         needs_mask = not self.equal or self.graphs or (self.window and seen > self.window)
@@ -191,12 +190,12 @@ class SlotDecoder(Decoder):
         self.cache.lengths[:count] -= 1
 
     def _body(self, ids: Tensor, mask: Any, positions: Tensor) -> Tensor:
-        """Adds tokens (B, T) to the cache. Returns their (B, T, H) hidden states."""
+        """Runs a forward on tokens (B, T), which adds them to the cache. Returns their hidden states (B, T, H)."""
         inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         return self.shared.body(**inputs, past_key_values=self.cache, use_cache=True).last_hidden_state
 
     def _mask(self, lengths: Tensor, seen: int) -> Any:
-        """Returns the (B, 1, 1, seen) attention mask of each row's newest token: 0 for tokens to attend to, and -inf for others.
+        """Returns the (B, 1, 1, seen) attention mask of each row's newest token: 0 for visible tokens, and -inf for others.
 
         For a model with full attention and sliding windows, returns {kind of layer: mask}.
         """
@@ -215,7 +214,7 @@ class SlotDecoder(Decoder):
     def _takes_masks(self, config: Any) -> bool:
         """Returns whether rows of different lengths can be decoded together.
 
-        The base's attention must add a mask to its scores, and take positions from `position_ids`.
+        For this, the base's attention must accept an additive mask, and take positions from `position_ids`.
         """
         cache = SlotCache(self.shared.base.config, 1, 1, self.shared.device)
         takes_positions = "position_ids" in inspect.signature(self.shared.base.base_model.forward).parameters
@@ -230,7 +229,7 @@ class SlotDecoder(Decoder):
     # -------------------------------------------------------------------------------------------- tokens
 
     def _draw(self, hidden: Tensor, rows: slice) -> Drawn:
-        """Draws the next token of some rows from the hidden states of their last tokens."""
+        """Draws the next token of the given rows from the hidden states of their last tokens."""
         assert self.settings
         noise, temperature, top_p, minimum, written = (values[rows] for values in self.settings)
         logits, drawing = self.shared.logits(hidden), self.rows[rows]
@@ -287,7 +286,7 @@ class SlotDecoder(Decoder):
         self._look_at_rows()
 
     def _look_at_rows(self) -> None:
-        """Updates `longest` and `equal`. The cache has all tokens of a row except the newest token."""
+        """Updates `longest` and `equal`. The cache contains all tokens of a row except the newest one."""
         lengths = [len(row.prompt) + max(0, len(row.tokens) - 1) for row in self.rows]
         self.longest, self.equal = max(lengths), len(set(lengths)) == 1
 
@@ -295,7 +294,9 @@ class SlotDecoder(Decoder):
 
     @torch.no_grad()
     def check(self) -> None:
-        """Decodes three short prompts that join and leave. Raises InputError if a forward without a cache disagrees."""
+        """Decodes three short prompts that join and leave at different steps, as a test.
+
+        Raises InputError if the log-probs differ from a forward without a cache."""
         shared, size = self.shared, min(self.shared.vocab_size, 97)
         limit = 1e-3 if shared.autocast is None and shared.base.dtype == torch.float32 else 0.2
         why, worst = "log-probs of decoding differ from those of a forward without a cache", 0.0

@@ -1,8 +1,8 @@
 """Replays decoding steps as CUDA graphs.
 
-Python and CUDA take about 1 ms to launch the kernels of one layer in a decoding step, and a GPU computes faster than that. A
-CUDA graph launches all kernels of a step at once, but always on the same tensors, so rows and positions must stay the same. The
-first step of each shape runs kernel by kernel. The second step of this shape is recorded, and later steps are replayed.
+In a decoding step, Python and CUDA take about 1 ms to launch the kernels of one layer. The GPU runs these kernels in less time. A
+CUDA graph launches all kernels of a step at once, but always on the same tensors, so the numbers of rows and positions must not
+change. The first step of each shape runs kernel by kernel, the second is recorded, and later steps replay the recorded step.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from torch import Tensor
 
 from pipeline.errors import in_brief
 
-FEWEST_REPLAYS = 4  # if fewer steps follow, recording a step takes longer than replays save
-TOLERANCE = 1e-2  # maximum relative difference between the first replay and the step that it repeats
+FEWEST_REPLAYS = 4  # if fewer steps follow, recording costs more time than it saves
+TOLERANCE = 1e-2  # maximum relative difference between a step and its first replay
 
 
 class Steps:
-    """Runs steps, and replays them while their shape stays the same. After a failure, all steps run kernel by kernel.
+    """Runs decoding steps, as replays while their shape stays the same. After a failure, all steps run kernel by kernel.
 
     Args:
         step: returns (B, H) hidden states for (rows, positions). Each call must read and write the same tensors.
-        take_back: undoes a step's change of state, so that the step can run again.
+        take_back: undoes a step's changes to the state, so that the same step can run again.
     """
 
     def __init__(self, step: Callable[[int, int], Tensor], take_back: Callable[[int], None]) -> None:
         self.step, self.take_back = step, take_back
         self.works = True
-        self.proved = False  # whether a replay was compared with its step
+        self.proved = False  # whether a replay has been compared with a step that ran kernel by kernel
         self.key: Hashable = None
         self.replay: Callable[[], None] | None = None
-        self.output: Tensor = torch.empty(0)  # the hidden states that a replay writes
+        self.output: Tensor = torch.empty(0)  # the hidden states that each replay overwrites
         self.pool: Any = None  # memory pool of all graphs
-        self.stream: Any = None  # one stream for all graphs, because cuBLAS keeps a workspace for each
-        self.graph: Any = None  # the newest graph, which owns the memory of its tensors
+        self.stream: Any = None  # one stream for all graphs, because cuBLAS allocates a workspace per stream
+        self.graph: Any = None  # the newest graph, which owns the memory of its output
 
     def forget(self) -> None:
-        """Stops replaying the graph, because its tensors no longer exist."""
-        # `graph` stays, because torch cannot record into a pool after its last graph is gone.
+        """Stops replaying the current graph, because the tensors that it reads no longer exist."""
+        # `graph` is not deleted, because torch cannot record into a memory pool that has no graph left.
         self.key = self.replay = None
 
     def __call__(self, key: Hashable, rows: int, seen: int, ahead: int) -> Tensor:
-        """Returns the (B, H) hidden states of a step. The next call may overwrite the states.
+        """Runs a step. Returns its hidden states (B, H), which the next call may overwrite.
 
         Args:
             key: identifies the shape of the step.
@@ -81,18 +81,18 @@ class Steps:
 
     def _capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """Records a step. Returns a function that replays the step, and the tensor to which each replay writes."""
-        # `with torch.cuda.graph` would take a second each time, to collect garbage and return free memory to the device.
+        # Do not use `with torch.cuda.graph`, which collects garbage and empties torch's memory cache. This would take a second.
         graph = torch.cuda.CUDAGraph()
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         self.stream = stream = self.stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # "thread_local" lets other threads, such as Ray's, continue to use CUDA.
+            # With "thread_local", other threads, such as Ray's, may use CUDA during the recording.
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 output = step()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # capture_end may raise a less helpful error
+                with contextlib.suppress(RuntimeError):  # hide the less helpful error of capture_end
                     graph.capture_end()
                 raise
             graph.capture_end()

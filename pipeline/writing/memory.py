@@ -1,4 +1,4 @@
-"""Computes how many rows can be decoded in the free memory, and which share of a GPU vLLM needs."""
+"""Computes how many rows fit into the free memory for decoding, and which fraction of a GPU's memory vLLM needs."""
 
 import math
 import os
@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 GIB = 2**30
-DECODING_SHARE = 0.5  # share of the free memory for decoding; prompts and other phases need the rest
-# Bytes of a row for each entry of the vocabulary: logits, probabilities, and their cumulative sums in float64.
+DECODING_SHARE = 0.5  # fraction of the free memory for decoding; prompts and other phases need the rest
+# Bytes per row and vocabulary entry: logits, probabilities, and the probabilities' cumulative sums in float64.
 SAMPLING_BYTES = 20
 # Assumed memory of vLLM's largest activations, its CUDA graphs, and the CUDA context of its process.
 VLLM_WORKSPACE = 3 * GIB
-MAX_VLLM_SHARE = 0.95  # maximum share of a GPU's free memory for vLLM
-MAX_VLLM_ROWS = 256  # maximum rows that vLLM decodes at once
-MAX_VLLM_TOKENS = 8192  # maximum tokens of one forward of vLLM, which splits longer prompts
-CGROUP = Path("/sys/fs/cgroup")  # the container's limits
+MAX_VLLM_SHARE = 0.95  # maximum fraction of a GPU's free memory for vLLM
+MAX_VLLM_ROWS = 256  # maximum rows that vLLM decodes at the same time
+MAX_VLLM_TOKENS = 8192  # maximum tokens in one of vLLM's forwards; vLLM splits longer prompts
+CGROUP = Path("/sys/fs/cgroup")  # files with the container's memory limits
 
 
 def kv_bytes(config: Any, itemsize: int) -> int:
@@ -25,7 +25,7 @@ def kv_bytes(config: Any, itemsize: int) -> int:
 
 
 def decoding_rows(shared: Any, most: int, longest: int) -> tuple[int, float]:
-    """Returns (rows, bytes): the number of completions to decode at once, up to `most`, and the memory for them.
+    """Returns (rows, bytes): the number of completions to decode at the same time, at most `most`, and the memory for them.
 
     Args:
         shared: the SharedBase.
@@ -38,18 +38,18 @@ def decoding_rows(shared: Any, most: int, longest: int) -> tuple[int, float]:
 
 
 def free_bytes(device: Any) -> float:
-    """Returns the bytes that this process can still allocate on a torch.device, or infinity if that is unknown."""
+    """Returns the bytes that this process can still allocate on a torch.device, or infinity if unknown."""
     if device.type == "cuda":
         import torch
 
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + unused)
-    # The workers of a node share its memory.
+    # All workers of a node share the node's memory.
     return free_of_node() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def free_of_node() -> float:
-    """Returns the bytes of memory available here, within the container's limit, or infinity if Linux does not report them."""
+    """Returns the bytes of memory available here, within the container's limit, or infinity if unknown."""
     found = [math.inf]
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
@@ -57,29 +57,29 @@ def free_of_node() -> float:
         found += [int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable")]
     for folder, limit, used in (
         (CGROUP, "memory.max", "memory.current"),
-        (CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),  # version 1
+        (CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),  # cgroup version 1
     ):
         try:
             free = int((folder / limit).read_text()) - int((folder / used).read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):  # without a limit, the file is missing or contains "max"
+        except (OSError, ValueError):  # if there is no limit, the file is missing or contains "max"
             continue
-        # Cached files count as used, but the kernel drops them if memory runs short.
+        # Cached files count as used memory, but the kernel evicts them if memory is short.
         found.append(free + float(stat.get("total_inactive_file", stat.get("inactive_file", 0))))
     return max(0.0, min(found))
 
 
 def memory_share(total: float, free: float, weights: float, kv_bytes: float, rows: int, length: int) -> float:
-    """Returns vLLM's gpu_memory_utilization: the share of a GPU of `total` bytes that vLLM needs, rounded to hundredths.
+    """Returns vLLM's gpu_memory_utilization: the fraction of a GPU's `total` bytes that vLLM needs, rounded to hundredths.
 
-    The share is at most MAX_VLLM_SHARE of the free memory, because vLLM does not start if more is requested. If the cache is too
-    small for all rows, vLLM decodes them in turns.
+    vLLM does not start if it requests more than the free memory, so the result is at most MAX_VLLM_SHARE of the free memory. If
+    the KV cache is too small for all rows, vLLM decodes some rows later.
 
     Args:
-        free: free bytes, after the trainer has loaded its base.
+        free: bytes that are free after the trainer has loaded its base.
         weights: bytes of the base.
         kv_bytes: bytes of one token's keys and values in all layers.
-        rows: completions of one worker in an update.
+        rows: completions that one worker samples in an update.
         length: maximum tokens of a prompt with its completion.
     """
     needed = weights + kv_bytes * min(rows, MAX_VLLM_ROWS) * length + VLLM_WORKSPACE

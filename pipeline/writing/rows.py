@@ -1,12 +1,12 @@
-"""Defines the inputs and outputs of a decoder, and draws tokens.
+"""Defines the inputs and outputs of decoders, and samples tokens from logits.
 
-Unless a row sets `top_p`, tokens are drawn from softmax(logits / temperature), without top-k or a repetition penalty. Top-k or a
-penalty would sample from a distribution whose log-probs are not the log-probs in PPO's loss, and could make the estimated KL to
-the reference negative.
+Unless a row sets `top_p`, tokens are drawn from softmax(logits / temperature), without top-k or a repetition penalty. With
+top-k or a penalty, tokens would come from a distribution other than the one in PPO's loss, and the estimated KL to the reference
+could be negative.
 
-A completion depends only on seed, number, prompt and role. Each row has a separate stream of random numbers, from a
-counter-based generator with seed and number as its key. Therefore, the other rows of the batch and the number of workers do not
-change a sample. On a CPU, however, batches of different sizes round differently in the last bits.
+A completion depends only on the seed, the row's number, its prompt and its role. Each row has its own stream of random numbers,
+from a counter-based generator whose key is the seed and the row's number. Therefore, a completion does not depend on the other
+rows of the batch or on the number of workers. On a CPU, however, logits are rounded differently in batches of different sizes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from pipeline.models.adapters import SharedBase
 @dataclass(frozen=True)
 class Sampling:
     max_new_tokens: int
-    eos: tuple[int, ...]  # token ids that end a completion; all rows of a batch have the same
-    min_new_tokens: int = 0  # number of tokens before which EOS cannot be drawn
+    eos: tuple[int, ...]  # token ids that end a completion; the same for all rows of a batch
+    min_new_tokens: int = 0  # EOS cannot be sampled before this many tokens
     temperature: float = 1.0  # 0 means greedy decoding
-    # Draws only from the most likely tokens, whose total probability is top_p (https://arxiv.org/abs/1904.09751).
+    # Sample only from the most likely tokens with a total probability of top_p (https://arxiv.org/abs/1904.09751).
     top_p: float = 1.0
     seed: int = 0
 
@@ -44,28 +44,28 @@ class Sampling:
 class Completion:
     tokens: list[int]  # token ids, including the end-of-sequence token
     ended: bool  # False if the completion was truncated at the length limit
-    # The decoder's log-probs, in nats. PPO only compares the decoder's log-probs with the trainer's. PPO cannot use the decoder's
-    # as old log-probs, because the first ratio must be 1, and the two differ by rounding.
+    # The decoder's log-probs, in nats. PPO does not use them as old log-probs, because they differ from the trainer's log-probs
+    # by rounding, and the first ratio must be 1. PPO only compares them with the trainer's log-probs.
     logprobs: list[float]
 
 
 @dataclass(eq=False)
 class Row:
-    """One completion to write. The decoder fills `tokens`, `logprobs`, `tops` and `ended`."""
+    """A completion that a decoder generates. The decoder sets `tokens`, `logprobs`, `tops` and `ended`."""
 
     prompt: Sequence[int]
-    number: int  # determines the random numbers, together with the seed
+    number: int  # seed and number determine the row's random numbers
     sampling: Sampling
-    role: str | None = None  # role of the adapter, or None for the bare base
-    # Number of alternatives to report with each token. If set, `logprobs` are the model's at temperature 1. If None, `logprobs`
-    # are of the sampled distribution, with its temperature and masked EOS.
+    role: str | None = None  # role whose adapter generates the completion, or None for the bare base
+    # Number of alternatives to report with each token. If None, `logprobs` belong to the distribution from which tokens are
+    # sampled, with its temperature and masked EOS. Otherwise, `logprobs` belong to the model at temperature 1.
     top: int | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    tops: list[list[tuple[int, float]]] = field(default_factory=list)  # most likely ids, with log-probs
+    tops: list[list[tuple[int, float]]] = field(default_factory=list)  # (token id, log-prob) of the likeliest
     ended: bool = False
-    cancelled: bool = False  # set by the caller, so that the row leaves at the next step
-    error: Exception | None = None  # reason why the decoder cannot complete the row
+    cancelled: bool = False  # if the caller sets True, the next step removes the row
+    error: Exception | None = None  # why the decoder cannot decode the row
 
     @property
     def done(self) -> bool:
@@ -74,27 +74,27 @@ class Row:
 
     @property
     def positions(self) -> int:
-        """Returns the maximum tokens of the row, including its prompt."""
+        """Returns the maximum number of tokens of the row, including its prompt."""
         return len(self.prompt) + self.sampling.max_new_tokens
 
 
 class Decoder(ABC):
-    """Decodes rows. Rows with different roles can join and leave at any step."""
+    """Decodes a batch of rows. Rows can have different roles, and can join and leave at any step."""
 
     rows: list[Row]  # rows in the batch
-    max_rows: int | None  # maximum rows in the batch, or None
+    max_rows: int | None  # maximum rows in the batch, or None for no limit
 
     @abstractmethod
     def add(self, role: str, folder: str) -> None:
-        """Loads a role's adapter from a folder. Raises InputError if the decoder cannot run the adapter."""
+        """Adds a role with the adapter in a folder. Raises InputError if the decoder cannot run the adapter."""
 
     @abstractmethod
     def remove(self, role: str) -> None:
-        """Frees a role. No row in the batch may have this role."""
+        """Removes a role and frees its adapter. No row in the batch may have this role."""
 
     @abstractmethod
     def changed(self, role: str | None) -> None:
-        """Makes later rows use the changed parameters of a role."""
+        """Tells the decoder that a role's parameters have changed. Rows that join later use the new parameters."""
 
     @abstractmethod
     def fits(self, joining: Sequence[Row], row: Row) -> bool:
@@ -106,7 +106,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def step(self) -> None:
-        """Decodes at least one token of each row. Rows that are done or cancelled leave."""
+        """Decodes at least one token of each row. Removes rows that are finished or cancelled."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -119,9 +119,9 @@ class Decoder(ABC):
     def generate(
         self, role: str | None, prompts: Sequence[Sequence[int]], numbers: Sequence[int], sampling: Sampling
     ) -> list[Completion]:
-        """Returns one completion for each prompt (token ids), in the same order. `numbers` are the rows' numbers.
+        """Returns one completion for each prompt (token ids), in the same order. `numbers` has a Row.number for each prompt.
 
-        The longest prompts join first. Other prompts join when rows end.
+        The longest prompts join first. Other prompts join when earlier rows have ended.
         """
         rows = [Row(prompt, number, sampling, role) for prompt, number in zip(prompts, numbers, strict=True)]
         waiting = sorted(rows, key=lambda row: len(row.prompt))
@@ -141,7 +141,7 @@ class RowSettings(NamedTuple):
     noise: Tensor  # (B, max_new_tokens) uniform numbers in [0, 1)
     temperature: Tensor  # (B,); 0 means greedy
     top_p: Tensor  # (B,)
-    minimum: Tensor  # (B,) number of tokens before which EOS is masked
+    minimum: Tensor  # (B,) EOS is masked before this many tokens
     written: Tensor  # (B,) number of tokens that each row has decoded
 
     @classmethod
@@ -163,7 +163,7 @@ class RowSettings(NamedTuple):
         return RowSettings(*(values[rows] for values in self))
 
     def and_of(self, others: RowSettings) -> RowSettings:
-        """Returns the settings of these rows, then the settings of `others`."""
+        """Returns the settings of these rows followed by the settings of the rows in `others`."""
         width = max(self.noise.shape[1], others.noise.shape[1])
         noise = [torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in (self.noise, others.noise)]
         rest = (torch.cat(pair) for pair in zip(self[1:], others[1:], strict=True))
@@ -176,7 +176,7 @@ def seed_of(seed: int, number: int) -> int:
 
 
 def uniforms(row: Row) -> np.ndarray:
-    """Returns a row's (max_new_tokens,) random numbers in [0, 1), which depend only on its seed and number."""
+    """Returns the random numbers (max_new_tokens,) in [0, 1) of a row. They depend only on the seed and the row's number."""
     key = np.array([row.sampling.seed, row.number], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).random(row.sampling.max_new_tokens)
 
@@ -188,9 +188,9 @@ def draw(
 
     Args:
         noise: (B,) uniform numbers in [0, 1).
-        temperature: (B,) divides the logits, except in greedy rows.
-        top_p: (B,), or None if all are 1. `top_p` does not change the log-probs.
-        greedy: for each row, whether it takes the most likely token.
+        temperature: (B,) temperatures by which the logits are divided, except in greedy rows.
+        top_p: (B,) for nucleus sampling, or None if all are 1. The log-probs do not depend on `top_p`.
+        greedy: for each row, whether to return the most likely token.
     """
     if all(greedy):
         token = logits.argmax(-1)
@@ -204,7 +204,7 @@ def draw(
         likely = ordered.cumsum(-1) - ordered < top_p.unsqueeze(-1)
         kept = torch.zeros_like(probabilities).scatter(-1, index, ordered * likely)
     cumulative = kept.cumsum(-1, dtype=torch.float64)
-    # right=True gives the first index *above* the noise, so that a token of probability 0 is never drawn.
+    # right=True finds the first cumulative sum greater than the noise, so a token with probability 0 is never drawn.
     token = torch.searchsorted(cumulative, noise.unsqueeze(-1) * cumulative[:, -1:], right=True)
     token = token.clamp(max=logits.shape[-1] - 1).squeeze(-1)
     if any(greedy):

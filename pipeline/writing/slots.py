@@ -1,7 +1,7 @@
-"""A KV cache that rows join and leave. Row i of the batch has slot i of the cache.
+"""Implements a KV cache for a batch that rows join and leave. Row i of the batch uses slot i of the cache.
 
-Prompts are padded on the right, so causal attention never sees the padding. A row does not move when another row joins or
-grows. When rows leave, the last rows move into their slots.
+Prompts are padded on the right, so no token attends to the padding. When a row joins or grows, no other row moves. When rows
+leave, the last rows move into the free slots.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 
 class Slots(DynamicLayer):
-    """One layer's keys and values, (slots, heads, positions, features), allocated once for a batch.
+    """The keys and values of one layer, each a preallocated tensor (slots, heads, positions, features).
 
-    Overrides the methods that transformers 5.23 calls in a forward. A layer with a sliding window also stores all positions, and
-    a mask hides the positions outside the window.
+    Overrides the methods that transformers 5.23 calls in a forward. Even a layer with a sliding window stores all positions. A
+    mask hides the positions outside the window.
     """
 
     def __init__(self, cache: SlotCache, sliding: bool) -> None:
         super().__init__()
-        # A weak reference, because a cycle would keep the memory until Python collects garbage.
+        # A weak reference, because a reference cycle would keep the cache in memory until Python's next garbage collection.
         self.cache, self.is_sliding = weakref.proxy(cache), sliding
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         slots, positions = self.cache.slots, self.cache.positions
-        # Allocated with `zeros`, not `empty`, because attention multiplies masked values by 0, and 0 * NaN would be NaN.
+        # Zeros instead of uninitialized memory, because attention multiplies masked values by 0, and 0 * NaN would be NaN.
         self.keys, self.values = (
             x.new_zeros(slots, x.shape[1], positions, x.shape[3]) for x in (key_states, value_states)
         )
@@ -40,7 +40,7 @@ class Slots(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Writes the states of new tokens. Returns the states that the tokens attend to."""
+        """Writes the keys and values of new tokens. Returns the keys and values to which these tokens attend."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         cache, count = self.cache, len(key_states)
@@ -50,7 +50,7 @@ class Slots(DynamicLayer):
                 kept[slots, :, : new.shape[2]] = new[prompts]
             else:
                 kept[cache.order[:count], :, cache.lengths[:count]] = new[:, :, 0]
-        if cache.joining is not None:  # a prompt attends only to itself
+        if cache.joining is not None:  # the tokens of a prompt attend only to this prompt
             return key_states, value_states
         return self.keys[:count, :, : cache.seen], self.values[:count, :, : cache.seen]
 
@@ -58,7 +58,7 @@ class Slots(DynamicLayer):
         return 0 if self.cache.joining is not None else self.cache.seen - 1
 
     def resize(self) -> None:
-        """Reallocates the layer for the slots and positions that the cache now has."""
+        """Reallocates the layer's tensors for the cache's new numbers of slots and positions."""
         if not self.is_initialized:
             return
         old = self.keys, self.values
@@ -68,12 +68,12 @@ class Slots(DynamicLayer):
 
 
 class SlotCache(DynamicCache):
-    """The cache of all layers. Also stores the number of tokens in each slot, and each slot's next input token."""
+    """The KV cache of all layers. Also stores, for each slot, the number of its tokens and its next input token."""
 
     def __init__(self, config: Any, slots: int, positions: int, device: torch.device) -> None:
         super().__init__(config=config)
         plain = (DynamicLayer, DynamicSlidingWindowLayer)
-        # Layers whose state has no positions, such as convolutions.
+        # Layers without keys and values for each position, such as convolutions.
         self.other_layers = [layer for layer in self.layers if type(layer) not in plain]
         self.layers: list[Any] = [
             Slots(self, layer.is_sliding) if type(layer) in plain else layer for layer in self.layers
@@ -84,12 +84,12 @@ class SlotCache(DynamicCache):
         self.columns = torch.arange(positions, device=device)
         self.lengths = torch.zeros(slots, dtype=torch.long, device=device)  # number of tokens in each slot
         self.newest = torch.zeros(slots, dtype=torch.long, device=device)  # next input token of each slot
-        self.seen = 0  # number of positions that the newest tokens attend to
-        # While prompts are read: (slots, index of each slot's prompt in the batch). None at all other times.
+        self.seen = 0  # number of positions to which the newest tokens attend
+        # While prompts are being added: (new slots, index of each slot's prompt in the forward). Otherwise None.
         self.joining: tuple[Tensor, Tensor] | None = None
 
     def size_with(self, slots: int, positions: int) -> tuple[int, int]:
-        """Returns the (slots, positions) of the cache after doubling it until at least `slots` and `positions` fit."""
+        """Returns the cache's (slots, positions), each doubled until at least `slots` and `positions` fit."""
         return doubled(self.slots, slots), doubled(self.positions, positions)
 
     def reserve(self, slots: int, positions: int) -> None:
@@ -107,7 +107,7 @@ class SlotCache(DynamicCache):
         """Moves row `order[i]` to slot i. Rows that stay in place are not copied.
 
         Args:
-            filled: tokens of the longest row.
+            filled: number of tokens in the longest row.
         """
         index = torch.tensor(order, dtype=torch.long, device=self.order.device)
         if moves := [(to, row) for to, row in enumerate(order) if to != row]:
@@ -122,14 +122,14 @@ class SlotCache(DynamicCache):
 
 
 def doubled(size: int, needed: int) -> int:
-    """Returns `size`, doubled as often as `needed` requires."""
+    """Returns `size`, doubled until it is at least `needed`."""
     while size < needed:
         size *= 2
     return size
 
 
 def live_first(live: Sequence[bool]) -> list[int]:
-    """Returns the live rows in a new order that moves few of them: the last rows fill the places of removed rows."""
+    """Returns the live rows in a new order, in which the last rows take the places of removed rows and no other rows move."""
     count = sum(live)
     movers = [row for row in range(count, len(live)) if live[row]]
     return [row if live[row] else movers.pop() for row in range(count)]

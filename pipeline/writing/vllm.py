@@ -1,9 +1,10 @@
-"""Decodes in vLLM, in a separate process on the same device: `rollout.engine: vllm`. Needs the extra `vllm`.
+"""Decodes with vLLM in a separate process on the same device, with `rollout.engine: vllm`. Needs the extra `vllm`.
 
-vLLM has a second copy of the base, and gets the adapters from the trainer. vLLM pays off for large models and long completions.
-vLLM's kernels differ from the trainer's, so log-probs differ slightly. PPO's old log-probs always come from the trainer, and
-functional.off_policy_weights corrects for the difference. Up to rounding, a completion depends only on seed, number, prompt and
-role. vLLM draws other random numbers than SlotDecoder, but greedy completions are the same except in near-ties.
+vLLM loads a second copy of the base, and gets the adapters from the trainer. It is worthwhile for large models and long
+completions. vLLM's kernels differ from the trainer's kernels, so the log-probs differ slightly. PPO's old log-probs always come
+from the trainer, and functional.off_policy_weights corrects for the difference. Up to rounding, a completion depends only on the
+seed, the row's number, its prompt and its role. vLLM's random numbers differ from SlotDecoder's. Greedy completions are the same
+unless two tokens are almost equally likely.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from pipeline.writing.rows import Completion, Decoder, Row, Sampling, seed_of
 
 
 class VllmDecoder(Decoder):
-    """Decodes rows as requests to vLLM.
+    """Decodes each row as a request to vLLM.
 
     Args:
         llm: a vllm.LLM, from `start_llm`.
-        max_rank: maximum rank of an adapter, for which vLLM was started.
+        max_rank: maximum rank of an adapter, as set when vLLM was started.
         max_rows: maximum rows in vLLM at the same time, or None.
         shared: the SharedBase whose roles `changed` passes to vLLM, or None if all roles come from folders (`add`).
         folder: the folder in which `changed` passes adapters to vLLM. `close` removes the folder.
@@ -67,7 +68,7 @@ class VllmDecoder(Decoder):
         self.llm.llm_engine.remove_lora(self.adapters.pop(role).lora_int_id)
 
     def changed(self, role: str | None) -> None:
-        """Passes the adapter to vLLM with a new id, because vLLM caches the keys and values of prompts by the adapter's id."""
+        """Passes the adapter to vLLM with a new id. With the old id, vLLM would reuse cached keys and values of prompts."""
         if role is None:
             return
         assert self.shared
@@ -120,7 +121,7 @@ class VllmDecoder(Decoder):
             prompt = {"prompt_token_ids": list(row.prompt)}
             try:
                 self.llm.llm_engine.add_request(name, prompt, params, lora_request=adapter)
-            except VLLMClientError as error:  # the error ends only this row
+            except VLLMClientError as error:  # only this row fails
                 row.error = error
                 continue
             self.requests[name] = row
@@ -132,7 +133,7 @@ class VllmDecoder(Decoder):
             for name in gone:
                 del self.requests[name]
         for output in engine.step() if self.requests else ():
-            if row := self.requests.get(output.request_id):  # no row if the row was cancelled
+            if row := self.requests.get(output.request_id):  # None if the row was cancelled
                 self._note(row, output)
 
     def _note(self, row: Row, output: Any) -> None:
@@ -151,14 +152,14 @@ class VllmDecoder(Decoder):
                 row.error = RuntimeError(f"vLLM ended the row ({written.finish_reason})")
 
     def reset(self) -> None:
-        """Removes all rows and raises RuntimeError, because vLLM does not recover from an error in its process."""
+        """Removes all rows and raises RuntimeError, because vLLM cannot continue after an error in its process."""
         self.requests = {}
         raise RuntimeError("vLLM has ended; start the process again")
 
     def close(self) -> None:
         """Ends vLLM's process, which frees its memory.
 
-        Uses a private attribute. Remove this method when vLLM has a public one (https://github.com/vllm-project/vllm/pull/36283).
+        Uses a private attribute of vLLM. Remove this method when vLLM has a public method for this (https://github.com/vllm-project/vllm/pull/36283).
         """
         self.llm.llm_engine.engine_core.shutdown()
         if self.folder.name:
@@ -187,7 +188,7 @@ def start_llm(model: str, device: torch.device | str, longest: int, rank: int, *
             enable_lora=rank > 0,
             max_lora_rank=accepted_rank(rank or 1),
             max_model_len=longest,
-            generation_config="vllm",  # no top-p or temperature of the model's generation config
+            generation_config="vllm",  # ignore the model's generation config
             disable_log_stats=True,
             use_tqdm_on_load=False,
             **options,
@@ -195,10 +196,11 @@ def start_llm(model: str, device: torch.device | str, longest: int, rank: int, *
 
 
 def sampling_params(sampling: Sampling, number: int, logprobs: int | None, **options: Any) -> Any:
-    """Returns vllm.SamplingParams of a row.
+    """Returns the vllm.SamplingParams for a row.
 
     Args:
-        logprobs: number of alternatives to report with each token. 0 reports only the sampled token's log-prob, None nothing.
+        logprobs: number of alternatives to report with each token. With 0, reports only the sampled token's
+            log-prob. With None, reports no log-probs.
     """
     from vllm import SamplingParams
 
@@ -209,7 +211,7 @@ def sampling_params(sampling: Sampling, number: int, logprobs: int | None, **opt
         # vLLM also masks the model's EOS, which is one of `sampling.eos`.
         min_tokens=min(sampling.min_new_tokens, sampling.max_new_tokens),
         stop_token_ids=list(sampling.eos),
-        ignore_eos=True,  # generation stops only at stop_token_ids
+        ignore_eos=True,  # stop only at stop_token_ids
         seed=seed_of(sampling.seed, number),
         logprobs=logprobs,
         detokenize=False,
@@ -228,7 +230,7 @@ def largest_rank(shared: SharedBase, roles: Sequence[str | None]) -> int:
 
 
 def accepted_rank(rank: int) -> int:
-    """Returns the smallest max_lora_rank of vLLM that is at least `rank`. Raises ValueError if the rank is too large."""
+    """Returns the smallest max_lora_rank that vLLM accepts and that is at least `rank`. Raises ValueError if there is none."""
     from vllm.config.lora import MaxLoRARanks  # undocumented; remove when vllm.LLM accepts any rank
 
     ranks = [r for r in sorted(get_args(MaxLoRARanks)) if r >= rank]
@@ -241,7 +243,7 @@ def accepted_rank(rank: int) -> int:
 
 @contextmanager
 def own_device(device: torch.device, count: int = 1) -> Iterator[None]:
-    """Lets processes started within the block see only `count` GPUs of the node, from `device` on."""
+    """Processes started within the block see only `count` GPUs of the node, beginning with `device`."""
     if device.type != "cuda":
         yield
         return
