@@ -107,7 +107,7 @@ def check_labels(trainer: dict[str, Any], desirable: int, undesirable: int) -> N
 
 
 def check_updates(args: Any, prompts: int) -> None:
-    """Raises InputError if critic_warmup_steps covers all PPO updates. Warns if the run ends before the warmup of the learning rate."""
+    """Raises InputError if critic_warmup_steps covers all PPO updates. Warns if the run ends before the LR warmup."""
     updates = args.total_updates(prompts)
     has = f"the run has {updates} update{'s' * (updates > 1)}"
     if args.critic_warmup_steps >= updates:
