@@ -124,9 +124,7 @@ class Screen(Output):
         self.log: Any = None
         self.begun = threading.local()  # per thread: the text that it has written since its last newline
         self.row = False  # whether the terminal's last line is a progress line, which the next line replaces
-        self.listing = (
-            False  # whether indented lines belong to an important line that ended with a colon
-        )
+        self.listing = False  # whether indented lines belong to an important line that ended with a colon
         self.progress = ""  # a progress line that stays on the terminal if another line follows
         self.last = time.monotonic()  # time of the last line that stayed on the terminal
         self.following = 0.0  # estimated seconds for the stages after this one
