@@ -1,8 +1,8 @@
-"""Draws a report about one run or several, as one self-contained HTML page.
+"""Writes a report about one or more runs, as one self-contained HTML page.
 
     python -m pipeline report RUN [RUN ...]       # folders, names under runs/, or MLflow run ids
 
-Each finished run stores its report in its folder and in MLflow, unless run.report is false.
+At the end of each run, the report is stored in the run's folder and in MLflow, unless run.report is false.
 """
 
 import tempfile
@@ -20,7 +20,7 @@ def write_page(runs: list[Run], folder: str, result: dict[str, Any] | None = Non
     """Writes report.html into a folder or bucket. Returns the path of the page.
 
     Args:
-        result: the result of a run that just ended, whose MLflow run also gets the report, or None.
+        result: the result of a run that has just ended. If it is given, the report is also stored in this run's MLflow run.
     """
     from pipeline.report import page
 
@@ -48,9 +48,9 @@ def of_run(result: dict[str, Any]) -> None:
 
 
 def of_several(folders: list[str], folder: str, result: dict[str, Any] | None = None) -> str | None:
-    """Draws one page about the runs in `folders` into `folder`.
+    """Writes one report about the runs in `folders` to `folder`.
 
-    Returns the path of the page. If drawing fails, prints a message and returns None, so that the run does not fail.
+    Returns the path of the report. If drawing fails, prints a message and returns None, so that the run still succeeds.
     """
     try:
         return write_page([read_run(one) for one in folders], folder, result=result)

@@ -1,4 +1,4 @@
-"""Draws how far a score can be trusted, from the tables that `evaluate` writes to evaluation.json."""
+"""Draws plots that show how reliable a reward is, from the tables that `evaluate` writes to evaluation.json."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def draw_best_of_n(axes: Any, curve: list[dict[str, float]]) -> None:
 
 
 def examples(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns for each failed probe the example whose score moved most, with the completion before and after the edit."""
+    """Returns one example for each failed probe: the completion whose score changed most, before and after the probe's edit."""
     return [
         {"probe": name.replace("_", " "), "verdict": one["verdict"], **one["worst"][0]}
         for name, one in evaluation.get("probes", {}).items()
@@ -56,7 +56,7 @@ def examples(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def benchmarks(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns a table of the benchmarks and their subsets: number of rows, score, and 95 % interval."""
+    """Returns table rows for the benchmarks and their subsets, with the number of rows, the score, and its 95 % interval."""
     rows = []
     for name, table in evaluation.get("benchmarks", {}).items():
         rows.append({"name": name, **table["levels"]["all"]})

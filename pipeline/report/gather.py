@@ -1,4 +1,4 @@
-"""Collects what is known about a run from its folder, its curves in MLflow, and the versions that it descends from."""
+"""Collects the data of a report: a run's folder, its curves in MLflow, and the model versions that it was trained from."""
 
 import os
 import re
@@ -26,25 +26,25 @@ class Run:
     state: str  # "finished", "failed" or "unfinished"
     job: dict[str, Any]
     folder: str | None  # None if only MLflow knows the run
-    result: dict[str, Any] = field(default_factory=dict)  # result.json, or empty if the run has not finished
+    result: dict[str, Any] = field(default_factory=dict)  # content of result.json, or {} if not finished
     history: History = field(default_factory=dict)
     pairs: list[dict[str, float]] = field(default_factory=list)  # scores of held-out pairs (stage rm)
     doubtful: list[dict[str, Any]] = field(default_factory=list)  # pairs with the lowest margins (stage rm)
-    evaluation: dict[str, Any] = field(default_factory=dict)  # the tables in evaluation.json
-    failure: dict[str, Any] = field(default_factory=dict)  # failed.json: error, traceback, seconds
+    evaluation: dict[str, Any] = field(default_factory=dict)  # content of evaluation.json
+    failure: dict[str, Any] = field(default_factory=dict)  # content of failed.json: error, traceback, seconds
     run_id: str | None = None  # id of the MLflow run
     uri: str | None = None
     note: str | None = None  # why the curves could not be read
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Returns the final metrics. If the run has not finished, returns the newest values of its curves."""
+        """Returns the final metrics, or the newest values of the curves if the run has not finished."""
         newest = {metric: points[-1][1] for metric, points in self.history.items()}
         return self.result.get("metrics") or newest
 
     @property
     def verdict(self) -> str:
-        """Returns `gate passed` or `gate failed` if a finished run has a gate, or else its state."""
+        """Returns `gate passed` or `gate failed` for a finished run with a gate. Returns the run's state otherwise."""
         if self.state != "finished" or not self.conditions:
             return self.state
         return "gate passed" if all(holds for *_, holds in self.conditions) else "gate failed"
@@ -61,7 +61,7 @@ class Run:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Returns {"policy": "models:/rlhf-sft/3", ...}. For a run that has not finished, returns the names in its job."""
+        """Returns {"policy": "models:/rlhf-sft/3", ...}. If the run has not finished, returns the references in its job."""
         if "inputs" in self.result:
             return self.result["inputs"]
         return {key: self.job[key] for key in INPUTS if isinstance(self.job.get(key), str)}
@@ -80,9 +80,10 @@ class Run:
 
 
 def read_run(reference: str, runs: str = "runs") -> Run:
-    """Returns a run by its folder, its name under `runs`, or its MLflow id. Raises InputError if there is none.
+    """Reads a run. Raises InputError if the run does not exist.
 
-    A path of result.json or report.html stands for its folder.
+    Args:
+        reference: the run's folder, the path of its result.json or report.html, its name in the folder `runs`, or its MLflow id.
     """
     path = re.sub(r"/+(result\.json|report\.html)?$", "", reference)
     storage.reach(path)
@@ -96,7 +97,7 @@ def read_run(reference: str, runs: str = "runs") -> Run:
 
 
 def newest(runs: str = "runs") -> str:
-    """Returns the paths of the newest runs in a folder, as text."""
+    """Returns a text with the paths of the five newest runs in a folder."""
     found = sorted(Path(runs).glob(f"*/{run_folder.JOB}"), key=os.path.getmtime, reverse=True)
     return " ".join(str(path.parent) for path in found[:5]) or "none here yet"
 
@@ -113,7 +114,7 @@ def _from_folder(folder: str) -> Run:
     ended, given = result or failure, job["mlflow"].get("tracking_uri")
     run.uri = ended.get("tracking_uri") or registry.uri_of(given, job["run"]["storage_path"])
     run.run_id = ended.get("mlflow_run_id")
-    # result.json has an absolute path, but the folder may have been moved since.
+    # Uses only the checkpoint's name, because the run's folder may have been moved since result.json was written.
     if last := str(result.get("checkpoint") or "").rpartition("/")[2]:
         run.pairs, run.doubtful = (
             content(f"{last}/{name}", []) for name in (run_folder.PAIRS, run_folder.DOUBTFUL)
@@ -125,7 +126,7 @@ def _from_folder(folder: str) -> Run:
 
 
 def _from_mlflow(run_id: str, runs: str) -> Run:
-    """Returns a run from what MLflow stores about it, because its folder may be on another machine."""
+    """Reads a run from MLflow. Used if only the MLflow run id is known, because the run's folder may be on another machine."""
     uri = registry.uri_of(None, runs)
     known = registry.read_run(uri, run_id)
     folder = known["folder"]
@@ -140,41 +141,41 @@ def _from_mlflow(run_id: str, runs: str) -> Run:
 
 
 def _add_curves(run: Run) -> None:
-    """Adds the curves, or a note if the MLflow server does not answer."""
+    """Adds the curves to a run, or a note if the MLflow store cannot be read."""
     assert run.uri
     try:
         registry.check_reachable(run.uri)
         run.run_id = run.run_id or registry.find_run(run.uri, str(run.folder))
         if run.run_id:
             run.history = registry.read_curves(run.uri, run.run_id)
-    except Exception as error:  # MLflow's store and the network raise errors of any type
+    except Exception as error:  # the database driver and the network raise many types of errors
         where = without_credentials(run.uri)
         run.note = f"No curves: {where} could not be read ({without_credentials(summary(error))})."
-        run.uri = None  # the lineage does not ask the server again
+        run.uri = None  # so that `ancestors` does not query the server again
 
 
 # ------------------------------------------------------------------------------------------------------ lineage
 
-MOST_VERSIONS = 4  # versions that are named one by one as the writers of rows
+MOST_VERSIONS = 4  # maximum number of listed versions that wrote training rows
 
 
 @dataclass
 class Ancestor:
-    """A version, or another input, that a run descends from."""
+    """A version or another input that was used, directly or indirectly, to train a run's model."""
 
-    role: str  # what it was used for: policy, reward, 300 rows
+    role: str  # how it was used: as policy, as reward, or to write `300 rows`
     reference: str  # models:/name/3, or another input
-    state: str = ""  # its aliases and its gate
+    state: str = ""  # text with its aliases and the result of its gate
     sources: list[tuple[str, str]] = field(default_factory=list)  # (role, reference) of its own inputs
 
 
 def ancestors(run: Run) -> list[Ancestor]:
-    """Returns the inputs of a run and of the versions that it descends from, each once, the nearest first."""
+    """Returns a run's inputs, the inputs of these inputs, and so on. Each appears once, nearest ancestors first."""
     rows_from = run.data.get("splits", {}).get("train", {}).get("versions", {})
     inputs = {role: _pinned(reference, run.uri) for role, reference in run.inputs.items()}
     found: dict[str, Ancestor] = {}
     waiting = _sources(inputs, rows_from, run.job["model"]["name_or_path"])
-    for role, reference in waiting:  # the loop adds to this list
+    for role, reference in waiting:  # the loop appends to this list
         if reference not in found:
             found[reference] = one = Ancestor(role, reference)
             if run.uri and InputURI.parse(reference).version:
@@ -184,13 +185,13 @@ def ancestors(run: Run) -> list[Ancestor]:
 
 
 def _sources(inputs: dict[str, str], rows_from: dict[str, int], base: str) -> list[tuple[str, str]]:
-    """Returns (role, reference) of the inputs, or of the base if there are none, and of the versions that wrote rows."""
+    """Returns (role, reference) of the inputs (or of the base if there are none) and of the versions that wrote training rows."""
     named = [(role.partition(".")[0], reference) for role, reference in inputs.items()] or [("base", base)]
     return named + [(count(rows), one) for one, rows in most_frequent(rows_from, MOST_VERSIONS).items()]
 
 
 def _pinned(reference: str, uri: str | None) -> str:
-    """Returns the version that an alias now names. Any other reference is returned as it is."""
+    """Returns the version that an alias names now. Returns other references unchanged."""
     try:
         return registry.pin(reference, uri) if uri else reference
     except InputError:
@@ -198,7 +199,7 @@ def _pinned(reference: str, uri: str | None) -> str:
 
 
 def _read_sources(reference: str, uri: str) -> tuple[str, list[tuple[str, str]]]:
-    """Returns aliases and gate of a version as text, and its inputs."""
+    """Returns a text with the aliases and gate of a version, and (role, reference) of its inputs."""
     try:
         version = registry.read_version(reference, uri)
     except Exception as error:  # the version was deleted, or the server does not answer
@@ -213,7 +214,7 @@ def _read_sources(reference: str, uri: str) -> tuple[str, list[tuple[str, str]]]
 
 
 def address(reference: str, uri: str | None) -> str | None:
-    """Returns the address of a version's page in MLflow, or None if the store is not a server."""
+    """Returns the URL of a version's page in MLflow, or None if the store is not a server or `reference` names no version."""
     ref = InputURI.parse(reference)
     if not ref.version or not uri or not uri.startswith("http"):
         return None

@@ -1,4 +1,4 @@
-"""Makes the cards with a run's headline metrics, and the list of facts below them."""
+"""Selects what the top of a report shows: cards with a run's most important metrics, and a list of facts."""
 
 from pipeline.job.stages import headline as metrics_of
 from pipeline.metrics import Metric, find_metric
@@ -9,7 +9,7 @@ from pipeline.system import prices
 from pipeline.system.terminal import duration
 from pipeline.text import number
 
-# (stage, metric) for the page of several runs, the most important first
+# (stage, metric) for the cards of a report about several runs, most important first
 OVERVIEW = (
     ("rm", "eval_accuracy"), ("dpo", "eval_rewards/accuracies"), ("kto", "eval_rewards/margins"), ("ppo", "eval_judge"),
     ("ppo", "eval_reward"), ("evaluate", "eval_judge_win_rate"), ("ppo", "eval_kl"),
@@ -17,7 +17,7 @@ OVERVIEW = (
 
 
 def cards(run: Run) -> list[dict[str, str]]:
-    """Returns the cards of a run: metrics of its stage and of its held-out pairs, and its wall clock."""
+    """Returns the cards of one run, with its stage's main metrics, metrics of its held-out pairs, and its wall-clock time."""
     shown = [_card(run, metric) for metric in metrics_of(run.stage, run.metrics)]
     if run.pairs:
         held_out = preferences.summary(run.pairs)
@@ -30,7 +30,7 @@ def cards(run: Run) -> list[dict[str, str]]:
 
 
 def overview(runs: list[Run]) -> list[dict[str, str]]:
-    """Returns the cards of several runs: at most five metrics of their stages, and their total wall clock."""
+    """Returns the cards of several runs, with at most five metrics and the total wall-clock time."""
     newest = {run.stage: run for run in runs}
     shown = []
     for stage, name in OVERVIEW:

@@ -1,4 +1,4 @@
-"""Renders the page: one self-contained HTML file about one run or several. All content is escaped."""
+"""Renders a report about one or more runs as one self-contained HTML page. All content is escaped."""
 
 import re
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ MAX_PANELS_WITHOUT_HEADINGS = 8
 
 
 def render(runs: list[Run]) -> str:
-    """Returns the page as text."""
+    """Returns the HTML of the report."""
     by_stage: dict[str, list[Run]] = {}
     for run in runs:
         by_stage.setdefault(run.stage, []).append(run)
@@ -40,7 +40,7 @@ def render(runs: list[Run]) -> str:
     return environment.get_template("page.jinja").render(
         title=runs[0].name if len(runs) == 1 else " → ".join(by_stage),
         runs=[{"run": run, "anchor": f"r{i}", "groups": groups(run, f"r{i}")} for i, run in enumerate(runs)],
-        first=sampled[-1] if sampled else None,  # the run whose samples come before everything else
+        first=sampled[-1] if sampled else None,  # the run whose samples are at the top of the page
         cards=headline.overview(runs) if len(runs) > 1 else headline.cards(runs[0]),
         anchors={run.version: f"r{i}" for i, run in enumerate(runs) if run.version},
         compared=[comparison(same) for same in by_stage.values() if len(same) > 1],
@@ -48,12 +48,12 @@ def render(runs: list[Run]) -> str:
 
 
 def marked(text: str) -> Markup:
-    """Returns the escaped text of a row, with trained tokens (between ⟦ and ⟧) inside <mark>."""
+    """Escapes the text of a row for HTML, and puts the tokens that contribute to the loss (between ⟦ and ⟧) inside <mark>."""
     return Markup(re.sub("⟦([^⟦⟧]*)⟧", r"<mark>\1</mark>", str(escape(text))))
 
 
 def as_yaml(job: dict[str, Any]) -> str:
-    """Returns the job as the text of a job file, without empty keys."""
+    """Returns the job as YAML, without keys that are empty or not set."""
     sections: dict[str, Any] = {
         key: value for key, value in job.items() if value not in (None, {}, []) and key != "source"
     }
@@ -66,10 +66,10 @@ def as_yaml(job: dict[str, Any]) -> str:
 
 
 def drawn(runs: dict[str, Run]) -> dict[str, tuple[str, list[Drawing]]]:
-    """Returns {group: (its question, its drawings)}.
+    """Returns {group: (heading, drawings)}. The heading is a question that the drawings answer.
 
     Args:
-        runs: {name: run} of one run, or of several runs of one stage.
+        runs: {name: run} for one run, or for several runs of the same stage.
     """
     first, alone = next(iter(runs.values())), len(runs) == 1
     axis = time_axis(first.stage)
@@ -89,12 +89,12 @@ def drawn(runs: dict[str, Run]) -> dict[str, tuple[str, list[Drawing]]]:
 
 
 def picture(runs: dict[str, Run], group: str) -> bytes:
-    """Returns a group of drawings as a PNG. `runs` is {name: run}, with one run or several runs of one stage."""
+    """Returns a group of drawings as a PNG. `runs` is {name: run} for one run, or for several runs of the same stage."""
     return plots.png([one.draw for one in drawn(runs)[group][1]])
 
 
 def groups(run: Run, anchor: str) -> list[dict[str, Any]]:
-    """Returns the drawings of a run for the template. If there are few curves, all groups share one heading."""
+    """Returns the groups of drawings of a run for the template. If a run has few curves, they form one group."""
     made = drawn({"": run})
     curves = {name: made.pop(name) for name in GROUPS if name in made}
     few = [one for _, drawings in curves.values() for one in drawings]
@@ -107,7 +107,7 @@ def groups(run: Run, anchor: str) -> list[dict[str, Any]]:
 
 
 def comparison(runs: list[Run]) -> dict[str, Any]:
-    """Returns a comparison of runs of one stage: their metrics, the keys that differ, and panels with a line for each run."""
+    """Compares runs of the same stage. Returns their metrics, the job keys that differ, and panels with one line per run."""
     named = {str(number): run for number, run in enumerate(runs, 1)}
     cards = [{card["label"]: card["value"] for card in headline.cards(run)} for run in runs]
     jobs = [flatten(run.job) for run in runs]

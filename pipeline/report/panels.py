@@ -1,6 +1,6 @@
-"""Lists the curves of a report: panels in groups, each with a title and a sentence that says how to read it.
+"""Defines the panels of a report, in groups. Each panel has a title and a note that explains how to read it.
 
-A panel is drawn if at least one of its metrics was logged. Therefore, all stages share one list of panels.
+All stages share these panels. A panel is drawn only if the run has logged at least one of its metrics.
 """
 
 import fnmatch
@@ -19,13 +19,13 @@ HELD_OUT = "held-out"
 @dataclass(frozen=True)
 class Panel:
     title: str
-    lines: dict[str, str]  # {metric, or a pattern of metrics: name of the line}
-    note: str  # sentence that says how to read the panel
-    kind: str = "lines"  # lines, stack (parts of a sum) or band (lowest, mean and highest)
-    also: str = ""  # an eval metric that is drawn with the lines
-    level: float | None = None  # a horizontal reference line
+    lines: dict[str, str]  # {metric or pattern of metrics: label of the line}
+    note: str  # text that explains how to read the panel
+    kind: str = "lines"  # lines, stack (parts of a sum), or band (lowest, mean and highest value)
+    also: str = ""  # an eval metric that is drawn as an additional line
+    level: float | None = None  # value of a horizontal reference line
     zero: bool = False  # whether the axis begins at 0
-    when: Callable[[Points], bool] = bool  # returns whether a curve is worth showing
+    when: Callable[[Points], bool] = bool  # returns True if a curve should be drawn
 
     @property
     def unit(self) -> str:
@@ -34,16 +34,16 @@ class Panel:
 
     @property
     def held_out(self) -> set[str]:
-        """Returns the names of the lines that show eval metrics."""
+        """Returns the labels of the lines that show eval metrics."""
         return {label for metric, label in self.lines.items() if metric.startswith("eval_")}
 
     def select(self, history: History) -> History:
-        """Returns {name of a line: its points} for the panel's lines that a run has logged."""
+        """Returns {label of a line: points} for the lines of this panel whose metrics a run has logged."""
         selected = {}
         for pattern, label in self.lines.items():
             for metric in sorted(fnmatch.filter(history, pattern)):
                 if self.when(history[metric]):
-                    # The name is `reward` for `rewards/reward/mean`, and `rollout` for `time/rollout`.
+                    # For example, the label of `rewards/reward/mean` is `reward`, and of `time/rollout` it is `rollout`.
                     name = metric.split("/")[min(1, metric.count("/"))].replace("_", " ")
                     selected[label or name] = history[metric]
         if selected and self.also in history:

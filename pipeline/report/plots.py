@@ -1,6 +1,6 @@
-"""Draws one panel as an inline SVG with the colors of the page, and a group of panels as a PNG.
+"""Draws a panel as an inline SVG with the page's colors, or a group of panels as a PNG.
 
-The colors are Okabe and Ito's, which any color vision can distinguish. A name at the end of each line replaces a legend.
+The colors are those of Okabe and Ito, which color-blind readers can distinguish. Each line has a label at its end, not a legend.
 """
 
 import io
@@ -15,30 +15,35 @@ from pipeline.text import number
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 INK, FAINT, GRID = "#1f2328", "#6e7781", "#d8dee4"
-# {color: CSS variable that replaces it in an SVG}, so that a dark page can have lighter colors
+# {color: CSS variable that replaces it in an SVG}, so that the page can have other colors in dark mode
 VARIABLES = {color: f"c{i}" for i, color in enumerate(COLORS)} | {INK: "ink", FAINT: "faint", GRID: "grid"}
-# Lines with the names in FIXED have the same color in all panels.
+# {label of a line: its color in all panels}
 FIXED = dict(zip(("rollout", HELD_OUT, "update", "values", "score"), COLORS, strict=False))
-SIZE = (3.9, 2.15)  # inches of one panel
-SMOOTH_FROM = 60  # points from which on a line gets a running mean, drawn over the pale raw line
-DASHED: Any = {"color": FAINT, "linewidth": 0.8, "linestyle": (0, (2, 2)), "zorder": 1}  # a reference line
-Draw = Callable[[Any], None]  # draws into matplotlib axes
+SIZE = (3.9, 2.15)  # width and height of one panel in inches
+SMOOTH_FROM = 60  # number of points from which on a running mean is drawn over a pale line
+DASHED: Any = {
+    "color": FAINT,
+    "linewidth": 0.8,
+    "linestyle": (0, (2, 2)),
+    "zorder": 1,
+}  # style of a reference line
+Draw = Callable[[Any], None]  # function that draws into matplotlib axes
 
 
 class Drawing(NamedTuple):
     """One picture of a report."""
 
     title: str
-    note: str  # sentence that says how to read the picture
+    note: str  # text that explains how to read the picture
     draw: Draw
 
 
 STYLE: Any = {
     "font.size": 8.5,
     "font.family": "sans-serif",
-    "svg.fonttype": "none",  # keeps text as text, which can be searched and has the font of the page
-    "text.parse_math": False,  # the name of a run may have dollar signs
-    "svg.hashsalt": "report",  # makes the ids of a drawing reproducible
+    "svg.fonttype": "none",  # keeps text as text, so that it can be searched and has the page's font
+    "text.parse_math": False,  # the name of a run may contain dollar signs
+    "svg.hashsalt": "report",  # makes the ids in an SVG reproducible
     "axes.edgecolor": GRID,
     "axes.labelcolor": FAINT,
     "axes.titlesize": 9.5,
@@ -63,7 +68,7 @@ STYLE: Any = {
 
 
 def figure(draws: list[Draw]) -> Any:
-    """Returns a matplotlib figure with the panels in two or three columns. Does not use pyplot, which has global state."""
+    """Returns a matplotlib figure with the panels in up to three columns. Does not use pyplot, which has global state."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -88,15 +93,15 @@ def svg(draw: Draw, prefix: str, label: str) -> str:
     """Returns one panel as an <svg> element.
 
     Args:
-        prefix: makes the ids of the element unique on the page.
-        label: what screen readers read.
+        prefix: prefix for the ids in the element, which must be unique on the page.
+        label: text for screen readers.
     """
     import matplotlib
 
     out = io.StringIO()
     with matplotlib.rc_context(STYLE):
         figure([draw]).savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    # Removes prologue, metadata, comments and unused ids, and replaces colors by CSS variables.
+    # Removes the XML prologue, metadata, comments and unused ids, and replaces colors by CSS variables.
     text = out.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*|<!--.*?-->\s*", "", text, flags=re.DOTALL)
@@ -114,21 +119,21 @@ def svg(draw: Draw, prefix: str, label: str) -> str:
 
 
 def curve(panel: Panel, runs: dict[str, History], axis: str, kept: int | None = None) -> Draw | None:
-    """Returns a function that draws a panel, or None if the panel has no points.
+    """Returns a function that draws a panel, or None if there is nothing to draw.
 
-    A panel of several runs has one line for each run. Bands and stacks of several runs are not drawn.
+    If there are several runs, the panel has one line per run, and panels with bands or stacks are not drawn.
 
     Args:
-        runs: {name: metrics} of one run, or of several runs of a stage.
-        axis: what the horizontal axis counts, `step` or `update`.
-        kept: the step to mark on the held-out lines.
+        runs: {name: curves} for one run, or for several runs of the same stage.
+        axis: label of the horizontal axis, `step` or `update`.
+        kept: step of the best evaluation, which is marked on the lines of eval metrics.
     """
     drawable = {name: lines for name, history in runs.items() if (lines := panel.select(history))}
     if not drawable or (len(runs) > 1 and panel.kind != "lines"):
         return None
     shown = next(iter(drawable.values()))
     if len(drawable) > 1:
-        # Draws the held-out line of each run if the panel has one, or else the first line.
+        # Draws one line per run: its eval metric if the panel has one, or else its first line.
         telling = next((name for name in (HELD_OUT, "highest so far") if name in panel.lines.values()), "")
         shown = {run: lines.get(telling) or next(iter(lines.values())) for run, lines in drawable.items()}
     held_out = [points for label, points in shown.items() if label in panel.held_out]
@@ -143,7 +148,7 @@ def curve(panel: Panel, runs: dict[str, History], axis: str, kept: int | None = 
 
 
 def colors_of(names: list[str]) -> list[str]:
-    """Returns a color for each line: the line's color in FIXED, or a color that no other line of the panel has."""
+    """Returns one color per line: its color in FIXED, or else a color that FIXED does not give to another line of the panel."""
     free = itertools.cycle([one for one in COLORS if one not in map(FIXED.get, names)])
     return [FIXED.get(name) or next(free) for name in names]
 
@@ -162,7 +167,7 @@ def _mark(axes: Any, kept: Points) -> None:
     for step, value in kept:
         axes.axvline(step, **DASHED)
         axes.plot([step], [value], marker="o", markersize=8, markerfacecolor="none", color=INK, linewidth=0)
-        foot = axes.get_xaxis_transform()  # x in steps, y a share of the panel's height
+        foot = axes.get_xaxis_transform()  # x is in steps; y is a fraction of the panel's height
         axes.annotate(f"kept: step {step}", (step, 0.04), (4, 0), foot, "offset points", color=FAINT)
 
 
@@ -198,7 +203,7 @@ def _stack(axes: Any, panel: Panel, lines: History) -> None:
     values = [[dict(points).get(step, 0.0) for step in steps] for points in lines.values()]
     colors = colors_of(list(lines))
     axes.stackplot(steps, values, colors=colors, alpha=0.75, linewidth=0)
-    # The axis ends above a usual update, because one slow update, often the first, would flatten all others.
+    # Limits the axis to 2.5 times the median, because one slow update (often the first) would flatten all others.
     totals = sorted(map(sum, zip(*values, strict=True)))
     axes.set_ylim(0, min(totals[-1], 2.5 * totals[len(totals) // 2]) * 1.05 or 1)
     floor, ends = 0.0, []
@@ -209,7 +214,7 @@ def _stack(axes: Any, panel: Panel, lines: History) -> None:
 
 
 def _name_ends(axes: Any, ends: list[tuple[str, float, str]]) -> None:
-    """Writes the name of each line to the right of its last point. Moves names apart if they would overlap."""
+    """Writes the label of each line to the right of its last point. Moves labels apart if they would overlap."""
     low, high = axes.get_ylim()
     placed = sorted(
         [min(1.0, max(0.0, (y - low) / (high - low or 1))), name, color] for name, y, color in ends

@@ -1,4 +1,4 @@
-"""Evaluates a reward model on the scores of held-out pairs: margins, calibration, length bias.
+"""Computes and draws margins, calibration and length bias of a reward model from its scores of held-out pairs.
 
 The stage rm writes pairs.json: [{"chosen": score, "rejected": score, "chosen_tokens": length, "rejected_tokens": length}, ...]
 """
@@ -20,12 +20,12 @@ def margins(pairs: list[Pair]) -> list[float]:
 
 
 def longer(pairs: list[Pair]) -> list[float]:
-    """Returns for each pair how many tokens longer the chosen completion is than the rejected one."""
+    """Returns the length of the chosen completion minus the length of the rejected one, in tokens, for each pair."""
     return [pair["chosen_tokens"] - pair["rejected_tokens"] for pair in pairs]
 
 
 def summary(pairs: list[Pair]) -> dict[str, float | None]:
-    """Returns {name: number} for the numbers behind the three drawings. A number is None if it cannot be computed."""
+    """Returns {name: value} for the numbers that the drawings show. A value is None if it cannot be computed."""
     values = margins(pairs)
     sides = list(zip(values, longer(pairs), strict=True))
     shorter_won, longer_won = [m > 0 for m, n in sides if n < 0], [m > 0 for m, n in sides if n > 0]
@@ -52,7 +52,7 @@ def draw_margins(axes: Any, pairs: list[Pair]) -> None:
     values = margins(pairs)
     low, high = min(values), max(values)
     width = max((high - low) / 30, 1e-6)
-    # A margin of 0 is the edge of a bin, so that no bar has both right and wrong pairs.
+    # One bin edge is at 0, so that no bar has both correct and wrong pairs.
     edges = [i * width for i in range(math.floor(low / width), math.floor(high / width) + 2)]
     _, _, bars = axes.hist(values, bins=edges)
     for bar in bars:
@@ -79,7 +79,7 @@ def draw_calibration(axes: Any, pairs: list[Pair]) -> None:
 
 def draw_lengths(axes: Any, pairs: list[Pair]) -> None:
     axes.axhline(0, **DASHED)
-    # More than 500 dots become a bitmap, because each dot would be an element of the page.
+    # More than 500 dots are drawn as a bitmap. Otherwise, each dot would be an SVG element.
     dots = {"s": 9, "alpha": 0.5, "color": COLORS[0], "linewidths": 0, "rasterized": len(pairs) > 500}
     axes.scatter(longer(pairs), margins(pairs), **dots)
     axes.set(title="Length bias", xlabel="chosen longer by, tokens", ylabel="margin")

@@ -1,1 +1,1 @@
-"""Settles a job into a run: decides and checks each question about it once, and passes the values on."""
+"""Turns a job into the values that a run needs: resolves and checks its base, inputs, placement and rows once, on the driver."""

@@ -18,18 +18,18 @@ from pipeline.system.functions import digest_functions
 
 
 def named(job: Job) -> Job:
-    """Returns the job with a run name (default: stage and time) and an absolute storage path."""
+    """Returns the job with a run name and an absolute storage path. If run.name is not set, it becomes the stage and the time."""
     name = job.run.name or f"{job.stage}-{new_name()}"
     return replace(job, run=replace(job.run, name=name, storage_path=storage.absolute(job.run.storage_path)))
 
 
 def new_name() -> str:
-    """Returns a name for runs that start now: the time and the number of this process."""
+    """Returns a name from the current time and the id of this process."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid() % 10000:04d}"
 
 
 def tracking_of(job: Job) -> Tracking:
-    """Returns where MLflow records the run of a job."""
+    """Returns the Tracking object of a job: its MLflow store, experiment, other trackers and data sources."""
     sources = {name: sources_of(getattr(job.data, name) or job.data.train) for name in SPLITS}
     locations = {name: ", ".join(one.location for one in given) for name, given in sources.items()}
     return Tracking(
@@ -42,7 +42,7 @@ def tracking_of(job: Job) -> Tracking:
 
 
 def gate_of(job: Job) -> Gate:
-    """Returns the gate of the version that a job registers or promotes."""
+    """Returns the Gate object for the version that a job registers or promotes."""
     metric = job.run.metric_for_best_model or job.metrics.default
     greater = greater_is_better(metric, job.run.greater_is_better)
     keys = (*gates.LOSS, *gates.SAMPLING)

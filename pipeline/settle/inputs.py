@@ -24,17 +24,18 @@ from pipeline.settle.work import Input, Work
 from pipeline.system import hub, storage, terminal
 from pipeline.system.functions import digest_functions, import_function
 
-# Arguments that a Python reward gets in addition to columns of the rows.
+# Arguments that a Python reward function can have in addition to the columns of the rows.
 GIVEN = ("prompts", "completions", "completion_ids", "seeds", "groups")
 
 
 def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tuple[Job, dict[str, str]]:
-    """Returns the job, and {input: version}. Versions, unlike aliases, cannot change while the job runs.
+    """Returns the job and {input: version}. Replaces aliases by versions, because an alias may move while the job runs.
 
-    If the job names a registered version as its base, the returned job names the base of that version.
+    If model.name_or_path is a registered adapter, the returned job has the base of that adapter instead.
 
     Args:
-        pinned: {input: version} that the run began with, whose aliases may have moved since.
+        pinned: {input: version} from the start of the run, if the run resumes. These versions are used even if their aliases
+            have moved.
     """
     tracking = tracking_of(job)
     uri = tracking.uri
@@ -66,7 +67,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
                 missing.append(name)
                 if len(missing) >= len(job.serve.inputs):
                     raise
-                # A server starts with those of its models that exist.
+                # A server starts without the models that do not exist.
                 print(f"warning: serve.{name} is left out: {error.message}", flush=True)
                 continue
         if found != "base":
@@ -75,7 +76,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
 
 
 def first(names: list[str], uri: str, job_file: str) -> str:
-    """Returns the version of the first reference that exists. If none exists, raises the error of the first reference."""
+    """Returns the pinned version of the first reference that exists. If none exists, raises the error about the first one."""
     errors: list[registry.Missing] = []
     for name in names:
         try:
@@ -90,7 +91,7 @@ def first(names: list[str], uri: str, job_file: str) -> str:
 
 
 def by_version(job: Job, inputs: Mapping[str, str]) -> Job:
-    """Returns the job with pinned versions instead of the names of its models."""
+    """Returns the job with its model and function inputs replaced by their pinned versions."""
     models = {key: version for key, version in inputs.items() if not InputURI.parse(version).is_judge}
     named: dict[str, Any] = {key: models[key] for key in INPUTS if key in models}
     if isinstance(job.reward, list):
@@ -103,7 +104,7 @@ def by_version(job: Job, inputs: Mapping[str, str]) -> Job:
 
 
 def check_paths(job: Job) -> None:
-    """Raises InputError if rows, a transform or the model's folder do not exist, or a bucket or hub does not answer."""
+    """Raises InputError if a data file, transform or model folder does not exist, or if a bucket or the Hub does not answer."""
     from pipeline.data import files, preview
 
     for key, source in transforms_of(job.data).items():
@@ -129,10 +130,10 @@ def check_paths(job: Job) -> None:
 
 
 def digests_of_functions(work: Work) -> dict[str, str]:
-    """Returns {key of a reward, judge or estimator: digest of the Python modules whose code affects the results}."""
+    """Returns {key of a Python reward, judge or advantage estimator: digest of its module's source code}."""
     found: dict[str, list[str]] = {}
     for name, one in work.inputs.items():
-        # The judge is left out, because no stage learns from its judge.
+        # A stage that trains does not learn from its judge, so the judge does not affect the adapter.
         if one.kind == "function" and (name != "judge" or not work.stage.learns):
             found.setdefault(work.keys[name].partition(".")[0], []).append(one.version)
     if (estimator := str(work.trainer.get("advantage_estimator"))).startswith("python:"):
@@ -141,7 +142,7 @@ def digests_of_functions(work: Work) -> dict[str, str]:
 
 
 def missing_parameter(source: str, columns: set[str]) -> str | None:
-    """Returns a parameter of a Python reward, or of a judge's question, for which there is no column, or None."""
+    """Returns a column that a Python reward or a judge's question needs but the rows lack, or None if the rows lack none."""
     if InputURI.parse(source).is_judge:
         return next(iter(sorted(judge.read_definition(judge.at_version(source)[0]).columns - columns)), None)
     optional = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
@@ -154,7 +155,7 @@ def missing_parameter(source: str, columns: set[str]) -> str | None:
 
 
 def check_sampler(rollout: RolloutConfig, model: Model) -> None:
-    """Raises InputError if the job needs vLLM, or vLLM's plugin for NF4, and the package is not installed on this machine."""
+    """Raises InputError if the job needs vLLM or vLLM's plugin for NF4, but the package is not installed on this machine."""
     if rollout.engine != "vllm":
         return
     if importlib.util.find_spec("vllm") is None:
@@ -171,10 +172,12 @@ def check_sampler(rollout: RolloutConfig, model: Model) -> None:
 
 
 def check_inputs(work: Work, versions: Mapping[str, str], files: Base) -> dict[str, Input]:
-    """Returns {name: input} of pinned versions. Raises InputError if an adapter was trained on another base, or does not fit.
+    """Fetches and checks pinned inputs. Returns {name: Input}.
+
+    Raises InputError if an adapter was trained on another base, or if the stage cannot use an input.
 
     Args:
-        work: the Work object of a job, whose base is known.
+        work: the Work object of the job. Its `base` must be set.
         files: the files of the base.
     """
     inputs = {}
@@ -211,7 +214,7 @@ def check_inputs(work: Work, versions: Mapping[str, str], files: Base) -> dict[s
 
 
 def _check_judge(work: Work, name: str, given: judge.Definition) -> None:
-    """Raises InputError if a judge compares completions, but the job samples only one per prompt."""
+    """Raises InputError if the judge has to compare completions of a prompt, but the job scores each completion by itself."""
     if given.form != "rank":
         return
     args, stage = work.args, work.run.stage
@@ -228,7 +231,7 @@ def _check_judge(work: Work, name: str, given: judge.Definition) -> None:
 
 
 def _check_supported(work: Work, name: str, folder: str, base: Base, scores: bool) -> None:
-    """Raises InputError if the stage cannot use an adapter as its input `name`, or could not merge the result."""
+    """Raises InputError if the stage cannot use an adapter as its input `name`, or could not merge it into the base."""
     stage, adapter = work.stage, adapter_files.read_settings(folder)
     modules = adapter_files.ranks(adapter_files.read_shapes(folder))
     dora, problem = adapter.get("use_dora"), None
@@ -253,21 +256,21 @@ def _check_supported(work: Work, name: str, folder: str, base: Base, scores: boo
 
 
 def makes_adapter(stage: Stage, args: Any, adapters: Iterable[str]) -> bool:
-    """Returns True if a role of the stage starts as a new adapter, with the settings of the section `lora`.
+    """Returns True if the stage creates at least one new adapter, with the settings in `lora`, instead of copying an input.
 
     Args:
-        args: the PPOConfig of ppo.
+        args: the PPOConfig, if the stage is ppo.
         adapters: names of the inputs that are adapters.
     """
     started_from = {"policy", "reward"} & stage.inputs.keys()
-    if stage.online and not args.has_critic_adapter:  # no adapter starts from `reward`
+    if stage.online and not args.has_critic_adapter:  # then no adapter is copied from `reward`
         started_from.discard("reward")
     given = {name.partition(".")[0] for name in adapters}
     return stage.learns is not None and not (started_from and given >= started_from)
 
 
 def check_reward_model(model: Model, where: str) -> None:
-    """Raises InputError if a model is no sequence classifier with one label, because its head would be random."""
+    """Raises InputError if a model is not a sequence classifier with one label. Loading it would add a random head."""
     from pipeline.models.base import check_base
     from pipeline.models.tokenizer import load_tokenizer
 
@@ -290,12 +293,14 @@ def check_reward_model(model: Model, where: str) -> None:
 
 
 def room_for_prompts(completion: int, longest: int | None, context: int | None) -> int | None:
-    """Returns the maximum tokens of a row: the context length minus the length of a completion.
+    """Returns the maximum number of tokens of a row: the context length minus the length of a completion. Returns None if the
+    context length is unknown.
 
     Raises InputError if data.max_length or trainer.response_length exceeds the context.
 
     Args:
-        completion: trainer.response_length, or 0 if the job samples nothing.
+        completion: trainer.response_length, or 0 if the job samples no completions.
+        context: the context length of the base, or None if it is unknown.
         longest: data.max_length.
     """
     if context is None:

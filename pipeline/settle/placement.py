@@ -1,6 +1,6 @@
-"""Checks that the workers of a job can be placed, and on a cluster waits for them with a timeout.
+"""Checks that Ray can place the workers of a job, and on a cluster waits for resources with a timeout.
 
-Without such checks, Ray waits silently and forever, both for resources that no node will ever have and for starting nodes.
+Without these checks, Ray waits silently and without limit, even for resources that no node will ever have.
 """
 
 import logging
@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 from pipeline.errors import Failure, InputError, LeaseLost, OutOfMemory, SelfCheckFailed, causes
 from pipeline.system import terminal
 
-GPU_LABEL = "ray.io/accelerator-type"  # label of a node with the name of its GPUs
-ACCELERATOR_TYPE = "accelerator_type:"  # prefix of the resource that Ray makes of scaling.accelerator_type
+GPU_LABEL = "ray.io/accelerator-type"  # node label whose value is the name of the node's GPUs
+ACCELERATOR_TYPE = "accelerator_type:"  # prefix of Ray's resource for scaling.accelerator_type
 EMBEDDED_CPUS = max(
     4, os.cpu_count() or 1
-)  # CPUs of an embedded Ray; data tasks need some next to the workers
+)  # CPUs that a local Ray declares; data tasks need CPUs in addition to the workers
 REPORT_INTERVAL_S = 30.0  # time between two lines about missing resources
-# States of Ray Train's controller in which it has no workers yet.
+# States in which Ray Train's controller has no running workers.
 WAITING = ("InitializingState", "SchedulingState", "ReschedulingState", "RestartingState")
 
 
@@ -42,7 +42,7 @@ class Bundle:
     selector: dict[str, str]
 
     def options(self) -> dict[str, Any]:
-        """Returns the arguments of ray.remote and of Ray Data."""
+        """Returns the resources and the selector as arguments for ray.remote and Ray Data."""
         named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
         options: dict[str, Any] = {"num_cpus": 0, "label_selector": self.selector or None}
         options |= {named[key]: value for key, value in self.resources.items() if key in named}
@@ -51,7 +51,7 @@ class Bundle:
         return options
 
     def fits(self, resources: Mapping[str, float], labels: Mapping[str, str]) -> int:
-        """Returns how many bundles like this fit on a node with the given resources and labels."""
+        """Returns how many copies of this bundle fit on a node with the given resources and labels."""
         if not matches(self.selector, labels):
             return 0
         shares = [resources.get(name, 0) / amount for name, amount in self.resources.items()]
@@ -63,7 +63,7 @@ class Bundle:
 
 
 class Group(NamedTuple):
-    """Workers of one kind."""
+    """The training workers or the rollout workers of a job: how many there may be, and what each of them needs."""
 
     section: str  # `scaling` or `rollout`
     who: str  # name in messages
@@ -74,17 +74,17 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Places:
-    """Where a job runs: in this process, or on workers, perhaps with rollout workers next to them."""
+    """Where a job runs: in this process or in Ray workers, and with or without separate rollout workers."""
 
     in_process: bool
     workers: Group
-    bundles: list[Bundle]  # one bundle for each of the fewest workers with which the job starts
-    rollout: Group | None  # rollout workers, or None if the training workers sample themselves
+    bundles: list[Bundle]  # one bundle for each worker of the minimum number
+    rollout: Group | None  # rollout workers, or None if the training workers also sample
     on_gpu: bool
     rollout_on_gpu: bool  # whether rollout workers have their models on GPUs
     scaling: dict[str, Any]  # the keys of Ray's ScalingConfig
-    smaller: list[int]  # fewer workers with which the job could run, largest first
-    timeout_s: float  # time limit for the placement of workers; -1: no limit
+    smaller: list[int]  # numbers of workers below the minimum that would also be valid, largest first
+    timeout_s: float  # time limit for the placement of workers, or -1 for no limit
 
     @property
     def groups(self) -> list[Group]:
@@ -92,23 +92,23 @@ class Places:
 
     @property
     def count(self) -> str:
-        """Returns the number of workers as text."""
+        """Returns the number of workers as text, e.g. `2` or `2 to 4`."""
         _, _, low, high, _ = self.workers
         return f"{low}" if low == high else f"{low} to {high}"
 
     def fewer(self, room: float) -> str:
-        """Returns the override with the most workers, at most `room`, that the job can have, or "" if there is none."""
+        """Returns an override that lowers scaling.num_workers to at most `room`, or "" if no such number is valid."""
         count = next((one for one in self.smaller if one <= room), None)
         return f"scaling.num_workers={count}" if count else ""
 
 
 _CPU = Bundle({"CPU": 1}, {})
-# The places of a job that only reads rows.
+# Where a job runs that only reads rows: in one worker with one CPU.
 ROWS = Places(False, Group("scaling", "worker", 1, 1, _CPU), [_CPU], None, False, False, {}, [], -1)
 
 
 def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    """Returns True if a node's labels satisfy a label selector, by Ray's own function (2.60, private)."""
+    """Returns True if a node's labels satisfy a label selector. Calls a private function of Ray 2.60."""
     from ray._raylet import node_labels_match_selector  # type: ignore[attr-defined]
 
     return bool(node_labels_match_selector(dict(labels), dict(selector)))
@@ -118,9 +118,9 @@ def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
 
 
 def check_fits(places: Places) -> None:
-    """Raises InputError if this machine, or the cluster at its maximum size, lacks resources for the workers of a job.
+    """Raises InputError if this machine, or the cluster at its maximum size, has too few resources for the workers of a job.
 
-    Called before Ray starts, and again when Ray's memory and the autoscaler's limits are known.
+    It is called before Ray starts, and again when Ray is running and reports its memory and the autoscaler's limits.
     """
     has = "this cluster at its largest" if on_cluster() else "this machine"
     there, taken = _limits(), defaultdict[str, float](float)
@@ -143,7 +143,7 @@ def check_fits(places: Places) -> None:
 
 
 def _limits() -> dict[str, float]:
-    """Returns {resource: maximum amount} of this machine or the cluster, or {} if the maximum is unknown."""
+    """Returns {resource: maximum amount} for this machine or cluster, or {} if the limits are unknown."""
     import ray
 
     if on_cluster():
@@ -158,21 +158,21 @@ def _limits() -> dict[str, float]:
 
 
 def _autoscaler_limits() -> dict[str, float]:
-    """Returns {resource: amount} of the cluster at its maximum size, or {} without an autoscaler (ray 2.60, private)."""
+    """Returns {resource: amount} for the cluster at its maximum size, or {} without an autoscaler. Private in Ray 2.60."""
     from ray._private.state import state
 
     return state.get_max_resources_from_cluster_config() or {}
 
 
 def side_by_side(places: Places) -> int:
-    """Returns how many runs of a job fit at the same time, at least 1. Nodes that an autoscaler may add are included."""
+    """Returns how many runs of a job can run at the same time, at least 1. Counts nodes that the autoscaler could add."""
     import ray
 
     nodes = [(node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
     most = _autoscaler_limits()
-    if most:  # `most` is a total over all nodes, whose labels are unknown
+    if most:  # the autoscaler's limits are totals over all nodes, and do not include labels
         nodes = [(most, {})]
-    elif not on_cluster():  # an embedded Ray offers more CPUs than the machine has
+    elif not on_cluster():  # a local Ray may declare more CPUs than the machine has
         nodes = [({**nodes[0][0], "CPU": float(os.cpu_count() or 1)}, {})]
     free = [(defaultdict[str, float](float, resources), labels) for resources, labels in nodes]
     needed: list[Bundle] = []
@@ -193,7 +193,7 @@ def side_by_side(places: Places) -> int:
 
 
 class Wait:
-    """Prints every REPORT_INTERVAL_S what workers wait for, and ends the wait after run.placement_timeout_s."""
+    """Prints every REPORT_INTERVAL_S which resources are missing, and raises Failure after run.placement_timeout_s."""
 
     def __init__(self, places: Places) -> None:
         self.limit = places.timeout_s
@@ -203,7 +203,7 @@ class Wait:
         self.reported = 0.0
 
     def check(self) -> None:
-        """Raises Failure after the time limit. The caller repeats the call while the workers cannot be placed."""
+        """Reports the wait, or raises Failure after the time limit. Must be called repeatedly while workers are not placed."""
         now = time.monotonic()
         if self.since is None:
             self.since = self.reported = now
@@ -219,11 +219,11 @@ class Wait:
 
 
 def describe_cluster() -> str:
-    """Returns a text with the resources of the cluster in total, now free, and at its maximum size."""
+    """Returns a text with the cluster's total resources, its free resources, and its resources at maximum size."""
     import ray
 
     def shown(resources: dict[str, float]) -> str:
-        """Returns the amounts as text, without Ray's own entries such as `node:...`. Memory is in GiB."""
+        """Returns the amounts as text, with memory in GiB. Leaves out Ray's internal resources such as `node:...`."""
         amounts = [
             f"{name}: {amount / 2**30:.1f} GiB" if name == "memory" else f"{name}: {amount:g}"
             for name, amount in sorted(resources.items())
@@ -238,9 +238,10 @@ def describe_cluster() -> str:
 
 
 def launch_failure() -> str:
-    """Returns a text about nodes that the autoscaler could not start, with the reason, or "".
+    """Returns a text that says which nodes the autoscaler failed to start, and why. Returns "" if no launch has failed.
 
-    Ray (2.60) tries the same type of node forever. The reason is only in a log on the head node, where the driver runs.
+    Ray 2.60 retries the same node type without limit, and often writes the reason only to monitor.log on the head node. The
+    driver can read this file because it runs on the head node.
     """
     import ray
     from ray.autoscaler.v2.sdk import get_cluster_status
@@ -257,17 +258,17 @@ def launch_failure() -> str:
 
 
 def callback(places: Places) -> Any:
-    """Returns a callback of Ray Train's controller that ends a run after too long a wait, or after a fatal error.
+    """Returns a Ray Train callback that ends a run if its workers are not placed in time, or after a fatal error.
 
-    Ray (2.60) retries a placement forever, and restarts workers after any error. Ray has no settings that limit retries. The
-    controller calls its callbacks at every change of its state and at each new try, and an error that they raise ends the run.
-    Remove this callback when FailureConfig has a deadline, and a list of errors that are not retried.
+    Ray 2.60 retries a placement without limit and restarts workers after any error, and has no setting to prevent either. The
+    controller calls its callbacks whenever its state changes and at each retry. If a callback raises an error, the run ends.
+    Remove this callback when FailureConfig has a deadline and a list of errors that are not retried.
     """
     from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
     from ray.train.v2._internal.execution.callback import ControllerCallback
 
     def is_news(record: logging.LogRecord) -> bool:
-        """Returns False for Ray's traceback of each try, because Wait prints a line instead of it."""
+        """Returns False for the traceback that Ray logs at each retry. Wait prints one line instead."""
         return not (
             record.exc_info and isinstance(record.exc_info[1], (Failure, WorkerGroupStartupTimeoutError))
         )
@@ -294,7 +295,7 @@ def callback(places: Places) -> Any:
 
 
 def wait_for_one(places: Places) -> None:
-    """Waits until one worker can be placed. One worker is enough for Ray Data to start its pool of actors."""
+    """Waits until the cluster has resources for one worker. Ray Data needs only one actor to start."""
     from ray.util import placement_group, remove_placement_group
 
     wait, one = Wait(places), places.workers.each

@@ -1,4 +1,4 @@
-"""Decides where a job runs: in this process, or in workers that Ray starts."""
+"""Decides whether a job runs in this process or in Ray workers, and which resources each worker requests."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ CLUSTER_ONLY = ("accelerator_type", "label_selector", "placement_strategy")  # k
 
 
 def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
-    """Returns the places of a job. On one machine, keys that select nodes have no effect.
+    """Returns the Places object of a job. Ignores keys that select nodes if the job runs on one machine.
 
     Args:
-        note: whether to print the keys without effect.
+        note: whether to print which keys are ignored.
         elsewhere: whether the job will run on a cluster that this process is not part of.
     """
     ignored = () if elsewhere or on_cluster() else CLUSTER_ONLY
@@ -34,7 +34,7 @@ def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
         amounts.setdefault(f"{ACCELERATOR_TYPE}{kind}", 0.001)
 
     def may_have(count: int) -> bool:
-        """Returns True if the job is valid with `count` workers. Some numbers of workers cannot divide the job's batch."""
+        """Returns True if the job is valid with `count` workers. For example, `count` must divide the batch size."""
         return not any(find_problems(replace(job, scaling={**job.scaling, "num_workers": count})))
 
     config, on_gpu = job.rollout_config, bool(scaling.get("use_gpu"))
@@ -56,7 +56,7 @@ def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
 
 
 def _amounts_of(section: Mapping[str, Any], gpus: int) -> dict[str, float]:
-    """Returns {resource: amount} of one worker. By default, a worker on GPUs has `gpus` GPUs."""
+    """Returns {resource: amount} for one worker. If the section sets use_gpu but no number of GPUs, a worker gets `gpus` GPUs."""
     gpu = {"GPU": float(gpus)} if section.get("use_gpu") else {}
     given = section.get("resources_per_worker") or gpu or {"CPU": 1}
     return {**{name: amount for name, amount in given.items() if amount}, **({} if given.get("GPU") else gpu)}

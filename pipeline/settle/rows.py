@@ -1,4 +1,4 @@
-"""Reads and tokenizes the rows of a run, and checks the job against its rows."""
+"""Reads and tokenizes the rows of a run, and checks that the job's settings and inputs fit the rows."""
 
 import json
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from pipeline.system import functions, storage
 
 
 def tokenize(work: Work, start_ray: Callable[[], Any] | None = None) -> tuple[Work, dict[str, Any], Any]:
-    """Returns the Work object with digests of its rows, the tokenized rows by name, and the report on the rows.
+    """Reads, tokenizes and checks the rows. Returns the Work object with their digests, {name: tokenized rows}, and a report.
 
     Args:
-        start_ray: opens a Ray session if there are many rows, or None if Ray runs already.
+        start_ray: a function that starts Ray if there are many rows, or None if Ray is already running.
     """
     from pipeline.data import read
 
@@ -33,7 +33,7 @@ def tokenize(work: Work, start_ray: Callable[[], Any] | None = None) -> tuple[Wo
         data = prepare(work.run.stage, given, context_length=work.room, packing=packing)
         report, mixture = data.report, data.mixture
         sets = {name: (data, name) for name in ("train", "eval") if getattr(data, name) is not None}
-    for name in ("pairs", "benchmarks"):  # rows that `evaluate` only scores
+    for name in ("pairs", "benchmarks"):  # `evaluate` only scores these rows
         if not (scored_rows := getattr(given, name)):
             continue
         section = replace(given, train=None, eval=scored_rows, max_length=None)
@@ -76,7 +76,7 @@ def tokenize(work: Work, start_ray: Callable[[], Any] | None = None) -> tuple[Wo
 
 
 def check_row_format(data: Data, policy: Input | None, rows: str | None) -> None:
-    """Raises InputError if the rows are messages, but the policy was trained on plain text."""
+    """Raises InputError if the rows are chat messages, but the policy was trained on plain text."""
     if policy is None or rows not in ("chat", "both") or data.apply_chat_template is not None:
         return
     if policy.facts.get("rows") == "text":
@@ -88,7 +88,7 @@ def check_row_format(data: Data, policy: Input | None, rows: str | None) -> None
 
 
 def check_labels(trainer: dict[str, Any], desirable: int, undesirable: int) -> None:
-    """Prints the number of rows with each label of kto, and warns if the ratio is outside the paper's range."""
+    """Prints how many KTO rows are desirable and undesirable. Warns if their weighted ratio is outside the paper's range."""
     print(f"labels: {desirable:,} desirable, {undesirable:,} undesirable rows", flush=True)
     good = trainer.get("desirable_weight", 1.0) * desirable
     bad = trainer.get("undesirable_weight", 1.0) * undesirable
@@ -107,7 +107,7 @@ def check_labels(trainer: dict[str, Any], desirable: int, undesirable: int) -> N
 
 
 def check_updates(args: Any, prompts: int) -> None:
-    """Raises InputError if ppo would train only its critic. Warns if the run ends during the warmup of the learning rate."""
+    """Raises InputError if critic_warmup_steps covers all PPO updates. Warns if the run ends before the LR warmup."""
     updates = args.total_updates(prompts)
     has = f"the run has {updates} update{'s' * (updates > 1)}"
     if args.critic_warmup_steps >= updates:
@@ -125,7 +125,7 @@ def check_updates(args: Any, prompts: int) -> None:
 
 
 def check_columns(work: Work, rows: dict[str, Any]) -> None:
-    """Raises InputError if the first rows lack the column data.subset, or a column that a reward or judge needs."""
+    """Raises InputError if the first rows lack the column that data.subset names, or a column that a reward or judge needs."""
     asking = {name: one for name, one in work.inputs.items() if one.kind in ("function", "judge")}
     for name, some in rows.items():
         taken = some.slice(0, 100).to_pylist() if hasattr(some, "slice") else some.take(100)
@@ -142,7 +142,7 @@ def check_columns(work: Work, rows: dict[str, Any]) -> None:
             columns.add("messages")
         for role, one in asking.items():
             if role == "judge" and name != "eval":
-                continue  # a judge skips pairs that lack columns
+                continue  # a judge skips pairs and benchmark rows that lack columns
             if wanted := missing_parameter(one.version, columns):
                 source = one.version.rpartition("@")[0] if one.kind == "judge" else one.version
                 raise InputError(

@@ -1,4 +1,4 @@
-"""Settles a job: pins and checks its base, its tokenizer and its inputs, before any row is read."""
+"""Pins and checks the base, the tokenizer and the inputs of a job before any row is read."""
 
 import os
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ from pipeline.settle.work import Input, Sections, Work
 
 
 def settle(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> Work:
-    """Returns the Work object of a job, whose base, tokenizer and inputs have been checked. The rows have not been read yet.
+    """Checks the base, tokenizer and inputs of a job, and returns its Work object. Does not read the rows.
 
     Args:
-        pinned: versions of inputs that the run began with; see inputs.pin_inputs.
+        pinned: {input: version} from the start of the run; see inputs.pin_inputs.
     """
     from pipeline.models.base import base_identity, check_base
     from pipeline.models.compatibility import check_lora
@@ -55,12 +55,12 @@ def settle(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> Work:
 
 
 def work_of(job: Job, places: Places, **known: Any) -> Work:
-    """Returns a job's Work object with the fields `known`, such as its base. All other fields have their defaults."""
+    """Returns a job's Work object. `known` sets fields such as `base`; the remaining fields have their defaults."""
     return Work(**vars(sections_of(job, places)), tracking=tracking_of(job), gate=gate_of(job), **known)
 
 
 def sections_of(job: Job, places: Places) -> Sections:
-    """Returns the sections of a job. Unlike `settle`, this function reads neither MLflow's address nor the code of judges."""
+    """Returns the Sections object of a job. Unlike `settle`, needs neither an MLflow store nor the code of judges."""
     return Sections(
         stage=job.facts,
         run=identity_of(job),
@@ -80,19 +80,19 @@ def sections_of(job: Job, places: Places) -> Sections:
 
 
 def _tokenizer(model: Model, adapters: Mapping[str, Input], names_policy: bool) -> Any:
-    """Returns the tokenizer of the base, with the chat template of the job, of an adapter, or of the base itself."""
+    """Returns the base's tokenizer. Its chat template is the job's, or else an input adapter's, or else the base's own."""
     from pipeline.models.template import is_plain
     from pipeline.models.tokenizer import load_tokenizer
 
-    # The policy's chat template takes precedence. Without a policy, the reward model's is used.
+    # Uses the policy's chat template, or the reward model's if the job names no policy.
     policies = [name for name in adapters if name == "policy" or name.startswith("policies.")]
     rewards = [name for name in adapters if name.startswith("reward") and not names_policy]
     learned = next((adapters[name] for name in policies + rewards), None)
     template = model.chat_template
     if template is None and learned:
-        saved = os.path.join(learned.folder, "chat_template.jinja")  # the template of the adapter's training
+        saved = os.path.join(learned.folder, "chat_template.jinja")  # the adapter was trained with it
         template = saved if os.path.lexists(saved) else None
     tokenizer = load_tokenizer(model.name_or_path, model.revision, template, model.trust_remote_code)
-    if learned and model.chat_template is None:  # plain prompts are encoded as in training
+    if learned and model.chat_template is None:  # encodes plain-text prompts as the adapter's training did
         tokenizer.text_as_chat = bool(learned.facts.get("text_as_chat", not is_plain(tokenizer)))
     return tokenizer

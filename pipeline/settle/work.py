@@ -1,4 +1,4 @@
-"""A settled job: the values that the driver computes and passes to the workers."""
+"""Defines the values that the driver computes from a job and passes to the workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeline.system.lease import Lease
 class SweepHandle:
     """The sweep of which a run is a trial."""
 
-    rungs: Any  # actor that every trial reports its evaluations to (pipeline/sweep/trials.py)
+    rungs: Any  # actor that gets the eval metrics of every trial (pipeline/sweep/trials.py)
     run_id: str  # id of the MLflow run that is the parent of the trials' runs
     lease: Lease  # the lease of the sweep's folder
 
@@ -32,89 +32,90 @@ class Input:
     kind: Literal["adapter", "model", "function", "judge"]
     folder: str = ""  # folder of the files on the driver's machine, or the Hub's id of a full model
     facts: dict[str, Any] = field(default_factory=dict)  # an adapter's lineage.json, or a judge's definition
-    weight: float = 1.0  # factor of a reward in the sum of all rewards
+    weight: float = 1.0  # weight of this reward in the sum of all rewards
 
 
 @dataclass(frozen=True)
 class Sections:
-    """The sections of a job, the facts about its stage, and its places. `plan` needs no other fields of a job."""
+    """The sections of a job, its stage, and its placement. The command `plan` needs only these fields."""
 
     stage: Stage
     run: Identity
     places: Places
-    model: Model  # after `settle` with the base's commit, so that all workers load the same base
+    model: Model  # `settle` sets the base's commit, so that all workers load the same base
     lora: dict[str, Any]
     data: Data
     trainer: dict[str, Any]
-    args: Any  # `trainer` as its config class, or None for a TRL stage, because only a worker imports TRL
+    args: Any  # section `trainer` as a config object, or None for a TRL stage (only workers import TRL)
     rollout: RolloutConfig
     serve: Serve
     options: Run  # section `run`
     bf16: bool  # whether matrix products are in bfloat16
-    # {name of an input: version, folder, `base`, function or judge that the job names}
+    # {name of an input: its reference in the job: version, folder, `base`, function or judge}
     named: dict[str, str]
     keys: dict[str, str]  # {name of an input: its key in the job}
 
     @property
     def frozen(self) -> Model:
-        """Returns the section `model` with the dtype of the frozen base in memory.
+        """Returns the section `model` with the dtype in which a worker holds the frozen base in memory.
 
-        The dtype is model.dtype, or bfloat16 on a CPU that multiplies matrices in bfloat16, because casting a float32 weight
-        before each matrix product takes as long as the product of a few rows.
+        This is model.dtype, except that a CPU with bfloat16 matrix products holds the base in bfloat16. Otherwise, each product
+        would first cast its float32 weight, which takes as long as multiplying a few rows.
         """
         on_cpu = self.stage.runs_in != "here" and not self.places.on_gpu
         return replace(self.model, dtype="bfloat16") if on_cpu and self.bf16 else self.model
 
     @property
     def writes(self) -> int:
-        """Returns the maximum tokens of a completion that the job samples, or 0 if it samples none."""
+        """Returns the maximum number of tokens of a sampled completion, or 0 if the job samples no completions."""
         writes = self.stage.writes and ("policy" in self.named or self.serve.policies)
         return int(self.args.response_length) if writes else 0
 
 
 @dataclass(frozen=True)
 class Work(Sections):
-    """All values that are decided before the first worker starts. The values are small and can be pickled."""
+    """All values that the driver computes before the first worker starts. They are small, and can be pickled."""
 
     tracking: Tracking
     gate: Gate  # conditions for the version that the run registers or promotes
-    base: dict[str, Any] = field(default_factory=dict)  # models.base.base_identity
+    base: dict[str, Any] = field(default_factory=dict)  # result of models.base.base_identity
     tokenizer: Any = None
-    # maximum tokens of a row: context minus completion; or None if the base has no maximum
+    # maximum number of tokens of a row (context length minus completion length), or None if the
+    # context length is unknown
     room: int | None = None
-    inputs: dict[str, Input] = field(default_factory=dict)  # name -> input: policy, baseline, reward.0, ...
-    # {dataset, data.transform or Python reward: digest}
+    inputs: dict[str, Input] = field(default_factory=dict)  # {policy, baseline, reward.0, ...: input}
+    # {name of a split, `transform`, or key of a Python function: digest}
     digests: dict[str, str] = field(default_factory=dict)
     fingerprints: dict[str, str] = field(default_factory=dict)  # {tokenized dataset: fingerprint}
     # {version of a policy: number of training rows that it wrote}
     rows_from: dict[str, int] = field(default_factory=dict)
     judged_by: dict[str, int] = field(default_factory=dict)  # {judge: number of training rows that it scored}
     row_format: str | None = None  # format of the rows: chat, text, both
-    mixture: Any = None  # data.mixture.Mixture: sources of the training rows if they have weights
+    mixture: Any = None  # a data.mixture.Mixture if the training data sources have weights
     started: float = 0.0  # time.monotonic() at the start of the command, on the driver
     run_id: str | None = None  # MLflow's id of the run, or None to log nothing
-    sweep: SweepHandle | None = None  # the run's sweep, or None if the run is no trial
-    # the lease of the run's folder, where no other process may write; open_run sets it
+    sweep: SweepHandle | None = None  # the run's sweep, or None if the run is not a trial
+    # the lease of the run's folder, which open_run sets: no other process may write to this folder
     lease: Lease = field(default_factory=Lease)
 
     @property
     def folder(self) -> str:
-        """Returns the folder of the run, with its checkpoints, result.json and report."""
+        """Returns the run's folder, which holds its checkpoints, result.json and report."""
         return self.run.folder
 
     @property
     def uri(self) -> str:
-        """Returns the address of MLflow."""
+        """Returns the tracking URI of MLflow."""
         return self.tracking.uri
 
     @property
     def context(self) -> int:
-        """Returns the context length of the base, or if it is unknown, more tokens than any row has."""
+        """Returns the context length of the base. If it is unknown, returns 2^20, more tokens than any row has."""
         return self.base["context_length"] or 1 << 20
 
     @property
     def rewards(self) -> list[str]:
-        """Returns the names of the rewards among the inputs, in the order of the job: reward.0, reward.1, ..."""
+        """Returns the names of the inputs that are rewards (reward.0, reward.1, ...), in the order of the job."""
         return [name for name in self.named if name.startswith("reward.")]
 
     @property

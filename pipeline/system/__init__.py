@@ -1,1 +1,1 @@
-"""The foundation: files on a path or in a bucket, the terminal, the process, deadlines, credentials, functions."""
+"""Provides files (local or in a bucket), terminal output, signals, time limits, removal of credentials, and function imports."""

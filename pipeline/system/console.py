@@ -1,7 +1,8 @@
-"""What Ray and other libraries print: lines of a stage unchanged, lines of other processes with a name, and no noise.
+"""Filters and formats what Ray and other libraries print. Lines of a stage are shown unchanged. Lines of other processes get the
+name of the process. Lines that contain a text in NOISE are hidden.
 
-Ray prefixes each line of a worker with `(name pid=1234)`. `attach_ray_printer` replaces the printer that ray.init() installed,
-which is private in Ray 2.60. Remove `attach_ray_printer` when ray.init takes a function that prints.
+Ray itself would prefix each line of a worker with `(name pid=1234)`. `attach_ray_printer` replaces Ray's printer with private
+functions of Ray 2.60. Remove `attach_ray_printer` when ray.init accepts a print function.
 """
 
 import contextlib
@@ -17,19 +18,19 @@ from typing import Any
 from pipeline.system import terminal
 
 NOISE = (
-    # Warns about restarts of an actor that Ray itself starts: https://github.com/ray-project/ray/issues/53727
+    # A warning about actors that Ray itself starts: https://github.com/ray-project/ray/issues/53727
     "has constructor arguments in the object store and max_restarts > 0",
-    # Ray Train prints the metrics of each checkpoint, which the stage has printed already.
+    # Ray Train prints metrics with each checkpoint. The stage has already printed these metrics.
     "Reporting training result ",
-    # bitsandbytes does not find an optional package with faster CPU kernels.
+    # bitsandbytes warns that an optional package with faster CPU kernels is missing.
     "Failed to load CPU gemm_4bit_forward from kernels-community",
-    # Ray Serve ends its controller itself, but reports the end as a failure.
+    # Ray Serve reports a failure when it shuts down its own controller.
     "Task ServeController.graceful_shutdown failed",
-    # Ray Serve logs a line for each request to a replica on a lost node. Another replica answers the request.
+    # Ray Serve logs this for each request to a replica on a lost node, although another replica answers the request.
     "Failed to get queue length from Replica",
 )
 
-# Environment variables of every process, set before it imports large libraries.
+# Environment variables that every process gets before it imports large libraries.
 QUIET = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -37,7 +38,7 @@ QUIET = {
     "TQDM_DISABLE": "1",  # a stage shows its own progress
     "PYTHONWARNINGS": "ignore::DeprecationWarning,ignore::PendingDeprecationWarning,ignore::FutureWarning",
 }
-# Libraries whose warnings for developers are hidden. Warnings of user code are shown.
+# Libraries whose warnings are hidden. Warnings from user code are shown.
 LIBRARIES = (
     "transformers", "trl", "peft", "accelerate", "datasets", "torch", "bitsandbytes", "huggingface_hub", "tqdm",
 )  # fmt: skip
@@ -45,7 +46,7 @@ LIBRARIES = (
 
 @contextlib.contextmanager
 def waiting(what: str, seconds: float = 2.0) -> Iterator[None]:
-    """Prints `what` if the block takes more than a moment."""
+    """Prints `what` if the `with` block takes longer than `seconds`."""
     timer = threading.Timer(seconds, print, [what], {"flush": True})
     timer.daemon = True
     timer.start()
@@ -57,7 +58,7 @@ def waiting(what: str, seconds: float = 2.0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def native_lines_filtered() -> Iterator[None]:
-    """Removes NOISE that C++ code of Ray writes to stderr in the block. Lines of C++ code bypass Python's streams."""
+    """Hides NOISE that Ray's C++ code writes to stderr during the `with` block. C++ code does not write through sys.stderr."""
     sys.stderr.flush()
     terminal = os.dup(2)
     read, write = os.pipe()
@@ -82,15 +83,15 @@ def attach_ray_printer(own: Collection[str] = (), sink: Any = None) -> None:
     """Replaces the printer of worker logs that ray.init() installed.
 
     Args:
-        own: names of processes whose lines are shown without the name.
-        sink: a text file for the lines. By default, the lines go to stdout and stderr.
+        own: names of actors or tasks whose lines are shown without a name in front.
+        sink: a text file that gets the lines, or None for stdout and stderr.
     """
     from ray._private import worker
     from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
     dispatcher.remove_handler("ray_print_logs")
     dispatcher.add_handler("ray_print_logs", functools.partial(show, own=own, sink=sink))
-    # Errors that Ray's control store reports to the driver do not pass the dispatcher.
+    # Ray prints errors that its control store reports without the dispatcher.
     worker.print_to_stdstream = lambda data, ignore_prefix: show(data, own, sink)
 
 
@@ -98,7 +99,7 @@ def show(data: dict[str, Any], own: Collection[str] = (), sink: Any = None) -> N
     """Prints one batch of log lines. Ray's `data` has the keys lines, is_err, pid, actor_name and task_name."""
     if (
         data.get("pid") == "autoscaler"
-    ):  # the complete log of the autoscaler, in which lines for users are marked
+    ):  # the autoscaler's complete log, from which Ray's filter takes the lines for users
         from ray._private.worker import filter_autoscaler_events
 
         data = {**data, "lines": filter_autoscaler_events(data["lines"])}
@@ -114,15 +115,16 @@ def show(data: dict[str, Any], own: Collection[str] = (), sink: Any = None) -> N
 
 
 def silence_libraries() -> None:
-    """Silences the libraries' warnings for developers, but no errors, and no warnings of a user's code."""
-    blamed = (*LIBRARIES, "mlflow", "ray", "pipeline")  # some warnings name their caller, `pipeline`
+    """Hides the warnings of LIBRARIES, MLflow, Ray and this package. Errors, and warnings from user code, are still shown."""
+    # Python attributes some warnings to the caller, which is `pipeline`.
+    blamed = (*LIBRARIES, "mlflow", "ray", "pipeline")
     warnings.filterwarnings("ignore", module=rf"({'|'.join(blamed)})(\.|$)")
     for name in (*LIBRARIES, "ray.train", "ray.data"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def for_notebook() -> None:
-    """Silences progress bars and warnings for developers in a notebook. Call this function before importing large libraries."""
+    """Hides the libraries' progress bars and warnings in a notebook. Call this function before you import large libraries."""
     os.environ.update(QUIET)
     silence_libraries()
     logging.getLogger("ray.widgets").setLevel(logging.ERROR)  # in a notebook, Ray asks to install ipywidgets

@@ -27,35 +27,35 @@ _PARAMETER = re.compile(
     [^&;\s"'<>]+""",
     re.VERBOSE | re.IGNORECASE,
 )
-# Tokens and keys of the services that the pipeline uses, and private keys
+# Matches private keys, and tokens of services that the pipeline uses
 SECRET = re.compile(
     r"\bhf_[A-Za-z0-9]{16,}|\b(AKIA|ASIA)[A-Z0-9]{16}\b|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bsk-[\w-]{20,}"
     r"|\bdapi[0-9a-f]{32}|\bxox[abp]-[\w-]{10,}|-----BEGIN [A-Z ]*PRIVATE KEY"
 )
 _PORT = re.compile(r"\d{1,5}([/?#,;]|$)")
-# Names of variables with a secret, unlike HF_TOKEN_PATH and TOKENIZERS_PARALLELISM
+# Matches names of environment variables that hold a secret, but not HF_TOKEN_PATH or TOKENIZERS_PARALLELISM
 _SECRET_NAME = re.compile(
     r"(TOKEN|PASSWORD|PASSWD|SECRET|API_?KEY|ACCESS_KEY|CONNECTION_STRING)$", re.IGNORECASE
 )
-FORWARDED_MODULE = "rlhf_forwarded"  # module whose VARIABLES the submitter of a job forwards
-_MIN_LENGTH = 8  # minimum characters of a secret; a shorter value may be an ordinary word
+FORWARDED_MODULE = "rlhf_forwarded"  # module with VARIABLES, which `submit` generates and uploads
+_MIN_LENGTH = 8  # minimum length of a secret in characters; a shorter value may be an ordinary word
 
 
 def take_forwarded() -> None:
-    """Sets the environment variables that the submitter forwarded, if this process belongs to a submitted job."""
+    """Sets the environment variables that `submit` forwarded with the job. Does nothing if this process has no such job."""
     if importlib.util.find_spec(FORWARDED_MODULE):
         os.environ.update(importlib.import_module(FORWARDED_MODULE).VARIABLES)
 
 
 def without_credentials(text: str) -> str:
-    """Returns a text without the credentials of its URIs, and without values of secret environment variables."""
+    """Removes credentials in URIs from a text, and values of environment variables that hold secrets."""
     for secret, shown in _secrets(tuple(os.environ.items())):
         text = text.replace(secret, shown)
     return _PARAMETER.sub(r"\1***", _USERINFO.sub("", text))
 
 
 def without_secrets(text: str) -> str:
-    """Returns a text without credentials, and without words that look like a token."""
+    """Removes credentials from a text, like `without_credentials`, and also replaces words that look like a token by ***."""
     return SECRET.sub("***", without_credentials(text))
 
 
@@ -65,17 +65,17 @@ def has_credentials(text: str) -> bool:
 
 
 def user_and_password(uri: str) -> tuple[str, str]:
-    """Returns the decoded user and password of a URI, or empty texts."""
+    """Returns the percent-decoded user and password of a URI. A missing part is an empty string."""
     match = _USERINFO.search(uri)
     user, _, password = match[0][:-1].partition(":") if match else ("", "", "")
     return unquote(user), unquote(password)
 
 
-@functools.lru_cache(maxsize=1)  # cached, because every printed line calls it
+@functools.lru_cache(maxsize=1)  # cached, because this function is called for every printed line
 def _secrets(environment: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
-    """Returns (secret, replacement) for the values of secret variables and for the credentials of variables that are URIs.
+    """Returns (secret, replacement) for variables whose name matches _SECRET_NAME, and for credentials in URI variables.
 
-    In a variable that is a URI, everything before the last @ is credentials, whatever characters a password has.
+    In such a URI, everything before the last @ counts as credentials, so that a password may contain any character.
     """
     replacements: dict[str, str] = {}
     for name, value in environment:

@@ -1,19 +1,19 @@
-"""A deadline for calls that may not return, such as the first contact with a bucket, a hub or a server."""
+"""Sets a time limit for calls that may hang, such as the first request to a bucket, the Hub or a server."""
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-SECONDS = 10.0  # time that a call may take
+SECONDS = 10.0  # maximum time that a call may take
 abandoned: list[threading.Thread] = []  # threads of calls that have timed out
 
 
 def call_with_deadline(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns `call(*arguments)`, or raises TimeoutError after SECONDS.
+    """Returns `call(*arguments)`. Raises TimeoutError if the call takes longer than SECONDS.
 
-    A deadline is needed because libraries may retry for minutes, some without a setting that prevents it. After a timeout, the
-    call continues in a daemon thread.
+    Some libraries retry for minutes and have no setting for a shorter time. After a timeout, the call continues in a daemon
+    thread.
     """
     future: Future[Any] = Future()
 

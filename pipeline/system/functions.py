@@ -14,7 +14,7 @@ from pipeline.input_uri import InputURI
 
 
 def digest_functions(sources: Iterable[str]) -> str:
-    """Returns the SHA-256 of the functions' modules. If a module has no source file, its name is hashed instead."""
+    """Returns a SHA-256 digest of the source code of the functions' modules. Without source code, hashes the reference."""
     digests = []
     for source in sources:
         try:

@@ -1,4 +1,4 @@
-"""Finds files of models and adapters: in a folder, or as `org/name` or `org/name@REVISION` on the Hub (no torch import).
+"""Finds the files of models and adapters in a local folder, or on the Hub (`org/name` or `org/name@REVISION`), without torch.
 
 config = base_config("org/base")       # from a folder or a Hub repository; fetched once per machine
 reference = pin("org/name@v1")         # hf://org/name@<commit>
@@ -16,12 +16,12 @@ from typing import Any
 
 from pipeline.errors import InputError, about, in_brief
 
-SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # peft's names of an adapter's files
-HEAD_NAMES = ("score", "classifier", "classification_head")  # transformers' names of a scalar head
+SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # peft's file names in an adapter
+HEAD_NAMES = ("score", "classifier", "classification_head")  # transformers' layer names of a scalar head
 
 SCHEME = "hf://"
 REFERENCE = re.compile(rf"(?:{SCHEME})?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
-# The files of an adapter that a job reads. The tokenizer comes from the base, and pickles are never read.
+# The files of an adapter that a job reads. The tokenizer comes from the base. Pickle files are never read.
 ADAPTER = (SETTINGS, TENSORS, "lineage.json", "chat_template.jinja")
 KEY = "model.name_or_path"
 
@@ -29,7 +29,7 @@ KEY = "model.name_or_path"
 
 
 def local(name_or_path: str) -> Path:
-    """Returns a base's name as a path with `~` expanded. For a test, use os.path.isdir: Path.is_dir raises on some names."""
+    """Returns a base's name as a path with `~` expanded. Test it with os.path.isdir: Path.is_dir raises on some names."""
     return Path(os.path.expanduser(name_or_path))
 
 
@@ -40,7 +40,7 @@ def source(name_or_path: str) -> str:
 
 
 def require_local(name_or_path: str) -> None:
-    """Raises InputError if the name is a file, or a folder that does not exist."""
+    """Raises InputError if the name is a file, or looks like a path and is not an existing folder."""
     folder = local(name_or_path)
     path_like = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
     if not os.path.isdir(folder) and (path_like or os.path.lexists(folder)):
@@ -51,9 +51,9 @@ def require_local(name_or_path: str) -> None:
 
 
 def base_file(name_or_path: str, filename: str, revision: str | None = None) -> Path | None:
-    """Returns the path of one file of a base, fetched from the Hub if necessary, or None if the base has no such file.
+    """Returns the local path of one file of a base, or None if the base has no such file. Downloads the file if necessary.
 
-    Raises InputError if the base is neither a folder nor on the Hub, or if the Hub refuses the file.
+    Raises InputError if the base is neither a folder nor on the Hub, or if the Hub denies access.
     """
     folder = local(name_or_path)
     if os.path.isdir(folder):
@@ -70,7 +70,7 @@ def base_file(name_or_path: str, filename: str, revision: str | None = None) -> 
         if isinstance(error, errors.EntryNotFoundError):
             away = isinstance(error, errors.LocalEntryNotFoundError)
             cached = away and try_to_load_from_cache(name_or_path, "config.json", revision=revision)
-            # Offline, the error is the same for an uncached model and for an optional file that a cached model lacks.
+            # Offline, the error is the same whether the whole model is not cached, or a cached model has no such file.
             if not away or (filename != "config.json" and isinstance(cached, str)):
                 return None
         where = f"{name_or_path!r}" + (f" (revision {revision!r})" if revision else "")
@@ -83,7 +83,7 @@ def base_file(name_or_path: str, filename: str, revision: str | None = None) -> 
 
 @cache
 def _hub_answers() -> bool:
-    """Returns whether the Hub can be reached, because without a network hf_hub_download retries for 23 s per file."""
+    """Returns True if the Hub can be reached. Without this check, hf_hub_download would retry for 23 s per file while offline."""
     from huggingface_hub import constants, errors, get_session
 
     try:
@@ -94,7 +94,7 @@ def _hub_answers() -> bool:
 
 
 def base_json(name_or_path: str, filename: str, revision: str | None = None) -> dict[str, Any] | None:
-    """Returns the content of a base's JSON file, or None if there is no such file. Raises InputError if the file is damaged."""
+    """Returns the content of a base's JSON file, or None if the file does not exist. Raises InputError if its JSON is invalid."""
     path = base_file(name_or_path, filename, revision)
     if path is None:
         return None
@@ -103,7 +103,11 @@ def base_json(name_or_path: str, filename: str, revision: str | None = None) -> 
 
 
 def json_object(path: str | Path, fix: str = "fetch or save it again") -> dict[str, Any]:
-    """Returns the content of a JSON file. Raises InputError if the file is not a JSON object; the message ends with `fix`."""
+    """Returns the content of a JSON file. Raises InputError if it is not a JSON object.
+
+    Args:
+        fix: advice at the end of the error message.
+    """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -130,7 +134,7 @@ def base_config(name_or_path: str, revision: str | None = None) -> dict[str, Any
 
 
 def announcement(name_or_path: str, revision: str | None = None) -> str:
-    """Returns the line that announces that a base is loaded or downloaded."""
+    """Returns a message that the base is being loaded (or downloaded and loaded), with the size of its weights if known."""
     from tqdm import tqdm
 
     config = base_file(name_or_path, "config.json", revision)
@@ -140,7 +144,7 @@ def announcement(name_or_path: str, revision: str | None = None) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the weight files of a model folder: safetensors, or pickles if there are none."""
+    """Returns the safetensors files of a model folder, or its pickle files if it has no safetensors."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     return [file for file in files if file.is_file()]
 
@@ -149,14 +153,17 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def is_reference(name: str) -> bool:
-    """Returns whether a name means a Hub repository: it has the form of a repository's name, and is no local file or folder."""
+    """Returns True if a name has the form of a Hub repository's name, and no local file or folder has this name."""
     if name.startswith(SCHEME):
         return True
     return bool(REFERENCE.fullmatch(name)) and not name.startswith(".") and not os.path.lexists(name)
 
 
 def split(name: str) -> tuple[str, str | None]:
-    """Splits `org/name@REVISION` into repository and revision (or None). Raises InputError if the name is malformed."""
+    """Splits `org/name@REVISION` into repository and revision, which is None if there is no `@`.
+
+    Raises InputError if a name with hf:// is malformed.
+    """
     if not is_reference(name):
         return name, None
     found = REFERENCE.fullmatch(name)
@@ -166,9 +173,9 @@ def split(name: str) -> tuple[str, str | None]:
 
 
 def pin(name: str) -> str:
-    """Returns `hf://org/name@<commit>` with the current commit of a reference, so that a run's inputs stay the same.
+    """Returns `hf://org/name@<commit>` with the commit that a reference names now, so that a run's inputs cannot change.
 
-    Raises InputError if the Hub refuses the repository or revision, or if the repository has no model.
+    Raises InputError if the repository or revision cannot be read, or if the repository has neither a model nor an adapter.
     """
     repo, revision = split(name)
     if os.path.isdir(repo):
@@ -187,7 +194,7 @@ def pin(name: str) -> str:
 def fetch(reference: str) -> str:
     """Returns the local folder of a pinned adapter, or the reference itself if it is a full model.
 
-    Raises InputError if the Hub refuses a file.
+    Raises InputError if a file cannot be read from the Hub.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -196,6 +203,7 @@ def fetch(reference: str) -> str:
     if settings is None:
         return reference
     for file in ADAPTER:
-        if try_to_load_from_cache(repo, file, revision=commit) is None:  # the Hub has not been requested yet
+        # None means that the file is neither cached nor known to be missing.
+        if try_to_load_from_cache(repo, file, revision=commit) is None:
             base_file(repo, file, commit)
     return str(settings.parent)

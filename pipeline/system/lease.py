@@ -1,15 +1,17 @@
-"""The lease of a run's folder: only one process at a time may write there, on a file system or in a bucket.
+"""Makes sure that only one attempt at a time writes to a run's folder, on a file system or in a bucket.
 
     with held(folder) as lease:     # waits until the lease of a killed process expires
         ...
-    hold(lease)                     # in a worker: shows other processes of this machine that the attempt is alive
-    lease.require()                 # before each commit, in any process: raises LeaseLost if it must not write
+    hold(lease)                     # in a worker: shows other processes on this machine that the attempt is alive
+    lease.require()                 # before each commit: raises LeaseLost if another attempt owns the folder
 
-Attempt N creates `lease/N.json`, which succeeds for only one process, and renews the file until it ends. The newest attempt owns
-the folder. A process that lost its connection finds a later attempt, and stops. The files remain as the history of the folder.
+Attempt N creates the file `lease/N.json`, and renews it until the attempt ends. Only one process can create this file. The newest
+attempt owns the folder. If a process lost its connection meanwhile, it finds the file of a later attempt, and stops. The files
+remain as a history of the attempts.
 
-No clocks are compared: a lease has expired if it was not renewed while another process watched it for its duration. If all
-processes of a killed attempt ran on this machine, the next attempt does not wait, because the system knows which processes live.
+The clocks of machines are not compared. A lease has expired if another process has watched it for the duration of the lease, and
+it was not renewed. If all processes of a killed attempt ran on this machine, the next attempt checks a file lock
+instead.
 """
 
 import contextlib
@@ -33,17 +35,15 @@ from pipeline.system import storage, terminal
 FOLDER = "lease"  # subfolder with the lease's files
 SECONDS = float(
     os.environ.get("PIPELINE_LEASE_S", "60")
-)  # duration of a lease, in which it is renewed four times
+)  # duration of a lease, which its owner renews every SECONDS / 4
 POLL_S = 1.0  # seconds between two reads of a lease that may expire
-HELD = ".held"  # file in the scratch folder, on which all processes of an attempt hold a shared lock
-ABANDONED_S = (
-    3600  # seconds after which an unlocked scratch folder is deleted; a younger one may get its lock soon
-)
+HELD = ".held"  # file in an attempt's scratch folder, on which all its processes hold a shared lock
+ABANDONED_S = 3600  # age at which an unlocked scratch folder is deleted; a younger one may get a lock soon
 
 
 @dataclass(frozen=True)
 class Lease:
-    """The right of one attempt to write into a folder. Workers get a copy of the lease."""
+    """Represents the right of one attempt to write to a folder. Workers get a copy of the driver's lease."""
 
     folder: str = ""
     attempt: int = 0
@@ -71,7 +71,7 @@ class Lease:
 
 
 def hold(lease: Lease) -> int:
-    """Shows other processes of this machine that the attempt is alive, until this process ends. Returns the open file."""
+    """Locks a file while this process runs, to show others on this machine that the attempt is alive. Returns the open file."""
     os.makedirs(lease.scratch, exist_ok=True)
     handle = os.open(os.path.join(lease.scratch, HELD), os.O_RDWR | os.O_CREAT)
     fcntl.flock(handle, fcntl.LOCK_SH)
@@ -79,7 +79,7 @@ def hold(lease: Lease) -> int:
 
 
 def remove_abandoned() -> None:
-    """Deletes the scratch folders of attempts that have no process on this machine any more."""
+    """Deletes the scratch folders of attempts that have no running process on this machine."""
     for path in glob.glob(os.path.join(glob.escape(storage.scratch("runs")), "*", HELD)):
         with contextlib.suppress(OSError), open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -89,9 +89,9 @@ def remove_abandoned() -> None:
 
 @contextlib.contextmanager
 def held(folder: str) -> Iterator[Lease]:
-    """Holds the lease of a folder during the block. Waits until the lease of a killed process expires.
+    """Holds the lease of a folder during the `with` block. First waits until the lease of a killed process, if any, expires.
 
-    Raises InputError if a live process holds the lease.
+    Raises InputError if a running process holds the lease.
     """
     lease, record, handle = _acquire(folder)
     ended = threading.Event()
@@ -102,7 +102,7 @@ def held(folder: str) -> Iterator[Lease]:
     finally:
         ended.set()
         renewal.join(SECONDS)
-        # An error here, such as a full disk, must not hide the error of the block
+        # An error here, such as a full disk, must not replace an error from the `with` block
         with contextlib.suppress(Exception):
             lease.require()
             storage.write_json(lease.file, record | {"ended": _time()})
@@ -111,7 +111,7 @@ def held(folder: str) -> Iterator[Lease]:
 
 
 def _acquire(folder: str) -> tuple[Lease, dict[str, Any], int]:
-    """Returns the lease of the next attempt, the content of its file, and the locked file."""
+    """Creates the lease of the next attempt. Returns the lease, the content of its file, and the open, locked file."""
     while True:
         names = storage.names(storage.join(folder, FOLDER))
         last = max((int(name[:6]) for name in names if re.fullmatch(r"\d{6}\.json", name)), default=0)
@@ -122,7 +122,7 @@ def _acquire(folder: str) -> tuple[Lease, dict[str, Any], int]:
         handle = hold(lease)
         record = {"attempt": lease.attempt, "id": lease.id, "host": socket.gethostname(), "pid": os.getpid()}
         record |= {"since": _time(), "seconds": SECONDS, "cluster": bool(os.environ.get("RAY_ADDRESS"))}
-        # A bucket's client repeats a request without an answer, and may then find its own file.
+        # If a request gets no response, the bucket's client retries it, and may then find that its first request succeeded.
         if storage.create(lease.file, record | _expiry()) or _read(lease.file).get("id") == lease.id:
             if last and not before.get("ended"):
                 taken = f"{_time()}: taken over by attempt {lease.attempt}"
@@ -132,7 +132,7 @@ def _acquire(folder: str) -> tuple[Lease, dict[str, Any], int]:
 
 
 def _wait_until_expired(folder: str, file: str, left: dict[str, Any]) -> None:
-    """Waits until a lease has expired, whose file had the content `left`. Raises InputError if a process renews the lease."""
+    """Waits until a lease has expired, whose file contained `left`. Raises InputError if a process still holds the lease."""
     import psutil
 
     path, running, patience = storage.scratch("runs", str(left.get("id")), HELD), "another process is", 0.0
@@ -151,7 +151,7 @@ def _wait_until_expired(folder: str, file: str, left: dict[str, Any]) -> None:
 
 
 def _expires(file: str, left: dict[str, Any]) -> bool:
-    """Watches a lease for its duration. Returns False if a process renews the lease meanwhile."""
+    """Watches a lease for its duration. Returns True if the lease expires or ends, or False if a process renews it."""
     seconds = left.get("seconds", SECONDS)
     terminal.say(f"waiting {seconds:.0f} s for a lease to expire: {_who(left)} may still write there")
     until = time.monotonic() + seconds
@@ -167,10 +167,10 @@ def _renew(lease: Lease, record: dict[str, Any], ended: threading.Event) -> None
         try:
             lease.require()
             storage.write_json(lease.file, record | _expiry())
-        except LeaseLost as lost:  # the next commit will fail
+        except LeaseLost as lost:  # the next commit will raise LeaseLost
             terminal.say(f"warning: {lost}")
             return
-        except Exception:  # the storage may answer again before the lease expires
+        except Exception:  # retried, because the storage may respond again before the lease expires
             continue
 
 
@@ -179,7 +179,7 @@ def _file(folder: str, attempt: int) -> str:
 
 
 def _read(file: str) -> dict[str, Any]:
-    """Returns the content of an attempt's file, or {} if the file is missing or incomplete."""
+    """Returns the content of a lease file, or {} if the file is missing or incomplete."""
     try:
         return storage.read_json(file)
     except (FileNotFoundError, ValueError):
@@ -192,7 +192,7 @@ def _who(record: dict[str, Any]) -> str:
 
 
 def _expiry() -> dict[str, str]:
-    """Returns the times of renewal and expiry by this machine's clock. Other processes only check whether the times change."""
+    """Returns the times of renewal and expiry by this machine's clock. Other processes only check whether these values change."""
     return {"renewed": _time(), "expires": _time(SECONDS)}
 
 

@@ -1,4 +1,4 @@
-"""Runs coroutines in code that is not async."""
+"""Runs coroutines from synchronous code."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Returns the result of a coroutine, which runs in another thread. The caller may have an event loop, as in a notebook.
+    """Runs a coroutine in another thread and returns its result. The caller may have its own event loop, as in a notebook.
 
     If the calling thread is interrupted, for example by Ctrl-C, the coroutine is canceled.
     """

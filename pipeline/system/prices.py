@@ -1,4 +1,4 @@
-"""Reads the prices of machines from prices.yaml and from the user's own file, and computes the cost of a run."""
+"""Reads the prices of GPUs and machines from prices.yaml and from the user's own price file, and computes the cost of a run."""
 
 import functools
 import os
@@ -15,12 +15,12 @@ from pipeline.errors import InputError, summary
 @dataclass(frozen=True)
 class Prices:
     date: str
-    machine: float | None  # dollars an hour of this machine, or None if unknown
-    gpus: dict[str, float]  # label, for example A100-80G -> dollars an hour of one GPU
-    instances: dict[str, float]  # instance type of a cloud -> dollars an hour
+    machine: float | None  # price of this machine in dollars per hour, or None if unknown
+    gpus: dict[str, float]  # {label such as A100-80G: price of one GPU in dollars per hour}
+    instances: dict[str, float]  # {instance type of a cloud: dollars per hour}
 
     def of(self, device: str) -> float | None:
-        """Returns the dollars an hour of a GPU, by torch's name such as NVIDIA A100-SXM4-80GB, or None if it is unknown."""
+        """Returns a GPU's dollars per hour, or None if unknown. `device` is torch's name, e.g. NVIDIA A100-SXM4-80GB."""
         words = set(re.split(r"[^A-Za-z0-9]+", device.replace("GB", "G")))
         return next((dollars for label, dollars in self.gpus.items() if set(label.split("-")) <= words), None)
 
@@ -32,7 +32,7 @@ def own_file() -> Path:
 
 @functools.cache
 def read_prices() -> Prices:
-    """Returns the prices. Raises InputError if the user's file is wrong."""
+    """Returns the prices of prices.yaml, updated with the user's price file. Raises InputError if the user's file is invalid."""
     prices = yaml.safe_load(Path(__file__).with_name("prices.yaml").read_text(encoding="utf-8"))
     file, known = own_file(), {*prices}
     try:
@@ -57,11 +57,11 @@ def read_prices() -> Prices:
 
 
 def cost_of_run(usage: dict[str, Any], seconds: float, local: bool) -> dict[str, Any]:
-    """Returns `cost` of a result.json: GPU hours, dollars if known, tokens, and dollars per 1,000 sampled completions.
+    """Returns the entry `cost` of result.json: GPU hours, dollars (None if unknown), tokens, dollars per 1,000 completions.
 
     Args:
         usage: `gpu` (torch's name), `gpus` (their number), and the `tokens` and `completions` that the stage counted.
-        local: whether the run was on this machine. On this machine, the price of `machine` takes precedence over prices of GPUs.
+        local: whether the run was on this machine. If so, and its price is known, that price is used instead of the GPUs' prices.
     """
     prices, hours, dollars = read_prices(), seconds / 3600, None
     each = prices.of(usage["gpu"]) if usage["gpus"] else None
@@ -86,7 +86,7 @@ def in_dollars(amount: float) -> str:
 
 
 def in_words(cost: dict[str, Any]) -> str:
-    """Returns the cost of a run on one line. The line is empty if there is nothing to report."""
+    """Returns the cost of a run as one line of text, or "" if there is nothing to report."""
     parts = [f"{cost['gpu_hours']:.3g} GPU hours"] if cost["gpu_hours"] else []
     if cost["dollars"] is not None:
         parts.append(f"{in_dollars(cost['dollars'])} at prices of {cost['prices']}")

@@ -1,10 +1,10 @@
-"""The process of a command: its terminal, its signals, and its exit status.
+"""Runs a command: sets up its terminal output, handles signals, and returns the exit status.
 
     sys.exit(process.run_main(main))
 
-Ctrl-C raises KeyboardInterrupt, as always in Python. SIGTERM and SIGHUP raise SystemExit. The exit status is 128 plus the number
-of the signal, as in a shell. While the first signal is being handled, other signals have no effect for PATIENCE_S. After that
-time, the next signal ends the process immediately.
+Ctrl-C raises KeyboardInterrupt, as usual in Python. SIGTERM and SIGHUP raise SystemExit. The exit status is 128 plus the number
+of the signal, as in a shell. After the first signal, further signals are ignored for PATIENCE_S. After that time, the next signal
+ends the process immediately.
 """
 
 import atexit
@@ -24,29 +24,29 @@ from pipeline.system import deadline, terminal
 
 _exit = os._exit
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PATIENCE_S = 20.0  # seconds that a run has for its cleanup
-received: signal.Signals | None = None  # SIGTERM or SIGHUP, because ray.get() loses the code of a SystemExit
+PATIENCE_S = 20.0  # time that a run has to clean up after the first signal
+received: signal.Signals | None = None  # the last SIGTERM or SIGHUP; ray.get() loses the code of a SystemExit
 _is_command = False
-_since: float | None = None  # time.monotonic() of the signal that is being handled
+_since: float | None = None  # time.monotonic() of the first signal, or None if there was none
 
 
 def run_main(main: Callable[[], int]) -> int:
-    """Runs `main` as the work of this process, and returns its exit status."""
+    """Calls `main`, and returns the exit status of this process. Sets up streams and signal handlers first."""
     global _is_command
     _is_command = True
-    for name in ("_exit", "abort", "execv", "execve"):  # os.execl and others call these
+    for name in ("_exit", "abort", "execv", "execve"):  # os.execl and similar functions call these
         _forbid(name)
-    # Runs last at exit, when Python restores the default handlers
+    # Ignores signals at the end of the exit, when Python restores the default handlers
     atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in SIGNALS])
     terminal.wrap_streams()
-    # bitsandbytes warns about a missing optional package
+    # Hides bitsandbytes' warning about a missing optional package
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     sys.unraisablehook = _deliver_again
     listen()
     status = main()
-    # A signal during the shutdown of libraries must not change the status
+    # If a signal arrives while libraries shut down, exits with the same status
     listen(lambda *_: _exit(status))
-    if deadline.abandoned:  # otherwise, the exit would wait for an abandoned thread for minutes
+    if deadline.abandoned:  # a normal exit would wait minutes for these threads
         sys.stdout.flush()
         sys.stderr.flush()
         _exit(status)
@@ -54,7 +54,7 @@ def run_main(main: Callable[[], int]) -> int:
 
 
 def _forbid(name: str) -> None:
-    """Makes os.`name` raise Failure in this process, because user code could end a run with status 0. Children may call it."""
+    """Makes os.`name` raise Failure in this process, because user code could end a run with status 0. Children can call it."""
     real, command, library = getattr(os, name), os.getpid(), os.execl.__code__.co_filename
 
     def end(*arguments: Any) -> Any:
@@ -67,13 +67,13 @@ def _forbid(name: str) -> None:
 
 
 def resume() -> None:
-    """Makes this process treat the next signal as its first again, if it continues after a signal."""
+    """Makes this process treat the next signal as the first one. Called if the process continues after a signal."""
     global _since
     _since = None
 
 
 def _on_signal(number: int, _: Any) -> None:
-    """Raises the exception of the first signal. Ends the process if another signal comes after PATIENCE_S."""
+    """Raises KeyboardInterrupt or SystemExit for the first signal. Ends the process at a signal after PATIENCE_S."""
     global received, _since
     now = time.monotonic()
     if _is_command and _since is not None:
@@ -88,14 +88,14 @@ def _on_signal(number: int, _: Any) -> None:
 
 
 def listen(handler: Callable[..., Any] = _on_signal) -> None:
-    """Installs handlers for SIGNALS, except for signals that nohup or a shell lets this process ignore."""
+    """Installs a handler for SIGNALS. Skips signals that this process ignores because nohup or a shell started it that way."""
     for number in SIGNALS:
         if _is_main_thread() and signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
 
 
 def _deliver_again(swallowed: Any) -> None:
-    """Repeats a signal whose exception Python dropped in a weakref callback or a __del__, as SQLAlchemy and MLflow have."""
+    """Sends a signal again if Python dropped its exception in a __del__ or a weakref callback, e.g. of SQLAlchemy or MLflow."""
     if issubclass(swallowed.exc_type, KeyboardInterrupt | SystemExit):
         resume()
         threading.Timer(0.1, os.kill, (os.getpid(), received or signal.SIGINT)).start()
@@ -105,7 +105,7 @@ def _deliver_again(swallowed: Any) -> None:
 
 @contextlib.contextmanager
 def signals_ignored() -> Iterator[None]:
-    """Ignores signals during the block, which must take only seconds."""
+    """Ignores SIGNALS during the `with` block, which should take only seconds."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS if _is_main_thread()}
     try:
         yield

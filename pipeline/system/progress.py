@@ -1,7 +1,7 @@
-"""Progress of long work, as one line that is rewritten, or as a line every 10 s if stdout is no terminal.
+"""Shows the progress of long work in one line that is updated in place. If stdout is not a terminal, prints new lines instead.
 
 report = Bar(total=batches, desc="evaluating")      # report.update() after each batch
-with loading_shown():                               # shows how transformers loads the weights of a model
+with loading_shown():                               # shows the progress while transformers loads weights
     model = auto.from_pretrained(name, tqdm_class=Bar)      # tqdm_class: shows downloads
 """
 
@@ -14,11 +14,11 @@ from tqdm.auto import tqdm
 
 from pipeline.system import terminal
 
-INTERVAL_S = 10.0  # time between two lines
+INTERVAL_S = 10.0  # time between two updates
 
 
 class Bar(tqdm):  # type: ignore[type-arg]
-    """Prints tqdm's progress as a line every INTERVAL_S, even if TQDM_DISABLE is set."""
+    """A tqdm bar that prints its progress as a line every INTERVAL_S, even if TQDM_DISABLE is set."""
 
     def __init__(self, *args: Any, **options: Any):
         unit = "B" if options.get("unit") == "B" else ""
@@ -27,7 +27,7 @@ class Bar(tqdm):  # type: ignore[type-arg]
             "delay": INTERVAL_S,
             "leave": False,
             "bar_format": f"{{desc}}: {{n_fmt}}{unit} of {{total_fmt}}{unit}, {{remaining}} left",
-            "file": open(os.devnull, "w"),  # noqa: SIM115  (receives tqdm's cursor movements)
+            "file": open(os.devnull, "w"),  # noqa: SIM115  (tqdm writes cursor movements to it)
             "disable": False,
         }
         super().__init__(*args, **options)
@@ -40,7 +40,7 @@ class Bar(tqdm):  # type: ignore[type-arg]
 
 @contextlib.contextmanager
 def loading_shown() -> Iterator[None]:
-    """Makes transformers show the loading of weights as a Bar in the block."""
+    """Makes transformers show its progress with a Bar when it loads weights during the `with` block."""
     from transformers.utils import logging
 
     logging.set_tqdm_hook(lambda _, args, options: Bar(*args, **options))

@@ -1,4 +1,4 @@
-"""Saves and restores random states of Python, numpy and torch, in types that `torch.load(weights_only=True)` accepts."""
+"""Saves and restores the random states of Python, numpy and torch. `torch.load(weights_only=True)` can load the saved states."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def rng_state() -> dict[str, Any]:
-    """Returns the states of the global generators, and of the current GPU only, because other GPUs belong to other workers."""
+    """Returns the states of the global generators. Includes only the current GPU, because other GPUs belong to other workers."""
     numpy: Any = np.random.get_state()
     kind, keys, *rest = numpy
     return {
@@ -25,7 +25,7 @@ def rng_state() -> dict[str, Any]:
 
 @contextmanager
 def kept_rng_state() -> Iterator[None]:
-    """Restores the global generators after the block, so that draws in the block change nothing later."""
+    """Restores the random states at the end of the `with` block, so that random numbers drawn in it do not affect later ones."""
     state = rng_state()
     try:
         yield

@@ -16,7 +16,7 @@ from pipeline.errors import InputError
 from pipeline.system import deadline
 from pipeline.system.credentials import without_credentials
 
-LOCK_POLL_S = 0.05  # seconds between two attempts to lock a file
+LOCK_POLL_S = 0.05  # time between two attempts to lock a file
 
 
 def is_remote(path: str) -> bool:
@@ -29,7 +29,7 @@ def absolute(path: str) -> str:
 
 
 def relative(path: str) -> str:
-    """Returns a path relative to the current folder if the path is inside it."""
+    """Returns a path relative to the current folder if it is inside this folder, or else the path unchanged."""
     return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
 
 
@@ -38,12 +38,12 @@ def join(base: str, *parts: str) -> str:
 
 
 def private(parent: str, name: str, variable: str) -> str:
-    """Creates a folder that only this user can enter, if it is missing, and returns it.
+    """Returns the path of the folder `name` in `parent`, which only this user can enter. Creates it if it is missing.
 
-    Raises InputError if another user owns the folder, who could exchange its files.
+    Raises InputError if another user owns the folder and could therefore replace its files.
 
     Args:
-        variable: environment variable that sets `parent`.
+        variable: environment variable that sets `parent`, for the message.
     """
     folder = os.path.join(parent, name)
     try:
@@ -60,12 +60,12 @@ def private(parent: str, name: str, variable: str) -> str:
 
 
 def scratch(*parts: str) -> str:
-    """Returns a path in this user's temporary folder of the pipeline, on this machine."""
+    """Returns a path in the temporary folder that this package uses for this user on this machine."""
     return os.path.join(private(tempfile.gettempdir(), f"rlhf-{os.getuid()}", "TMPDIR"), *parts)
 
 
 def cache(*parts: str) -> str:
-    """Returns a path in this user's cache of the pipeline, whose folder exists."""
+    """Returns a path in this package's cache folder for this user. Creates the path's parent folder."""
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     path = os.path.join(private(caches, "rlhf-pipeline", "XDG_CACHE_HOME"), *parts)
     os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -80,7 +80,7 @@ def filesystem(path: str) -> tuple[Any, str]:
         return pafs.LocalFileSystem(), absolute(path)
     try:
         return pafs.FileSystem.from_uri(path)
-    except (ValueError, OSError):  # a scheme that only fsspec knows, such as hf://
+    except (ValueError, OSError):  # pyarrow does not support this scheme, but fsspec may, e.g. hf://
         if path.startswith(("s3://", "gs://")):
             raise  # the bucket does not exist, or cannot be reached
         import fsspec
@@ -90,7 +90,7 @@ def filesystem(path: str) -> tuple[Any, str]:
 
 
 def reach(path: str) -> None:
-    """Contacts a bucket or the Hub, with a time limit, because their clients retry for minutes."""
+    """Sends a request to the path's bucket or to the Hub. Raises TimeoutError after deadline.SECONDS."""
     if is_remote(path):
         deadline.call_with_deadline(exists, path)
 
@@ -101,7 +101,7 @@ def exists(path: str) -> bool:
 
 
 def read_json(path: str) -> Any:
-    """Returns the value of a JSON file. Raises OSError or ValueError if the file cannot be read."""
+    """Returns the parsed content of a JSON file. Raises OSError or ValueError if it cannot be read or parsed."""
     with _opened(path) as stream:
         try:
             return json.loads(stream.read())
@@ -110,7 +110,7 @@ def read_json(path: str) -> Any:
 
 
 def _opened(path: str) -> Any:
-    """Opens a file as a stream of bytes, without decompression."""
+    """Opens a file as a stream of bytes. Does not decompress the file, even if its name ends with .gz."""
     fs, inner = filesystem(path)
     return fs.open_input_stream(inner, compression=None)
 
@@ -121,7 +121,7 @@ def write_json(path: str, value: Any) -> None:
 
 
 def create(path: str, value: Any) -> bool:
-    """Writes `value` as JSON into a new file. Returns False if the file exists. Of several processes, only one succeeds."""
+    """Writes `value` as JSON into a new file. Returns False if the file exists. Only one of several processes can succeed."""
     content = json.dumps(value, indent=2).encode()
     scheme, _, inner = path.partition("://")
     try:
@@ -131,7 +131,7 @@ def create(path: str, value: Any) -> bool:
                 try:
                     file.write(content)
                     file.flush()
-                except OSError:  # a full disk
+                except OSError:  # for example, the disk is full
                     os.remove(absolute(path))
                     raise
             return True
@@ -141,7 +141,7 @@ def create(path: str, value: Any) -> bool:
         import fsspec
 
         fs, inner = fsspec.core.url_to_fs(path)
-        fs.pipe_file(inner, content, mode="create")  # the move is not atomic for every scheme
+        fs.pipe_file(inner, content, mode="create")  # not atomic for every scheme
         return True
     except FileExistsError:
         return False
@@ -174,7 +174,7 @@ def _create_in_gcs(bucket: str, key: str, content: bytes) -> bool:
     return True
 
 
-# {scheme: function that creates an object only if it does not exist}. pyarrow 25 has no conditional writes.
+# {scheme: function that creates an object only if it does not exist}. pyarrow 25 has no such function.
 CREATE = {"s3": _create_in_s3, "gs": _create_in_gcs}
 
 
@@ -183,7 +183,7 @@ def write_lines(path: str, lines: Iterable[str]) -> None:
     fs, inner = filesystem(path)
     fs.create_dir(inner.rsplit("/", 1)[0], recursive=True)
     if is_remote(path):
-        # Collects the lines first, because closing the stream after an error would upload incomplete content.
+        # Collects all lines first. If `lines` raised an error later, closing the stream would upload incomplete content.
         with tempfile.TemporaryFile() as file:
             file.writelines(f"{line}\n".encode() for line in lines)
             file.seek(0)
@@ -205,7 +205,7 @@ def write_lines(path: str, lines: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def appended(path: str) -> Iterator[Any]:
-    """Yields a text file for appending lines. In a bucket, the lines appear when the block ends."""
+    """Yields a text file to which the caller can append lines. In a bucket, the lines are uploaded when the `with` block ends."""
     if not is_remote(path):
         with open(filesystem(path)[1], "a", buffering=1, encoding="utf-8") as file:
             yield file
@@ -218,7 +218,7 @@ def appended(path: str) -> Iterator[Any]:
 
 
 def read_lines(path: str) -> Iterator[str]:
-    """Yields the lines of a text file, without their ends."""
+    """Yields the lines of a text file without line breaks."""
     with _opened(path) as stream:
         for line in io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8", newline="\n"):
             yield line.removesuffix("\n")
@@ -226,7 +226,7 @@ def read_lines(path: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def local_copy(folder: str) -> Iterator[str]:
-    """Yields `folder` if it is local, or a temporary local copy with the same name."""
+    """Yields the absolute path of `folder` if it is local, or of a temporary local copy if it is in a bucket."""
     if not is_remote(folder):
         yield absolute(folder)
         return
@@ -237,7 +237,7 @@ def local_copy(folder: str) -> Iterator[str]:
 
 
 def store_folder(folder: str, path: str) -> None:
-    """Copies the files of a folder into `path`. Source and target may be local or in a bucket."""
+    """Copies the files of `folder` into the folder `path`. Each of the two may be local or in a bucket."""
     import pyarrow.fs as pafs
 
     (source, inner), (sink, copy) = filesystem(folder), filesystem(path)
@@ -270,7 +270,7 @@ def names(path: str) -> dict[str, str]:
 
 
 def move(path: str, target: str) -> None:
-    """Moves a folder. In a bucket, copies and deletes the folder's files."""
+    """Moves a folder. In a bucket, copies the folder's files and then deletes the originals."""
     if is_remote(path):
         store_folder(path, target)
         remove(path)
@@ -280,10 +280,10 @@ def move(path: str, target: str) -> None:
 
 @contextlib.contextmanager
 def locked(path: str, what: str, seconds: float = 120.0) -> Iterator[None]:
-    """Locks a file during the block. Raises TimeoutError if another process of this machine keeps the lock for `seconds`.
+    """Locks a file during the `with` block. Raises TimeoutError if another process on this machine holds the lock for `seconds`.
 
     Args:
-        what: what this process waits for, for the message.
+        what: text for messages that says what this process waits for.
     """
     with open(path, "ab") as file:
         for attempt in range(int(seconds / LOCK_POLL_S) + 1):
@@ -299,10 +299,11 @@ def locked(path: str, what: str, seconds: float = 120.0) -> Iterator[None]:
 
 
 def require_writable(path: str, key: str = "run.storage_path", example: str = "./runs") -> None:
-    """Raises InputError with the file system's reason if a path cannot be written.
+    """Raises InputError, with the reason that the file system gives, if no file can be written to the folder `path`.
 
     Args:
-        key: the job's key for the path.
+        key: the job's key that sets the path, for the message.
+        example: a valid value of the key, for the message.
     """
     try:
         reach(path)
@@ -316,7 +317,7 @@ def require_writable(path: str, key: str = "run.storage_path", example: str = ".
 
 
 def probe_in(folder: str) -> str:
-    """Returns a unique path in a folder, for a test of writing."""
+    """Returns a unique path in a folder for a file that tests whether the folder can be written."""
     return join(folder, f".probe-{uuid.uuid4().hex[:12]}")
 
 
@@ -330,7 +331,7 @@ def files(path: str) -> dict[str, int]:
 
 
 def read_bytes(path: str, start: int = 0) -> bytes:
-    """Returns the content of a file, from byte `start`."""
+    """Returns the content of a file from byte `start` to the end."""
     fs, inner = filesystem(path)
     with fs.open_input_file(inner) as file:
         file.seek(start)

@@ -5,8 +5,8 @@ live("train  16/48 steps", left=6.0)   rewrites one line; if stdout is no termin
 print("loading the model")             is a detail: if the run has a log, it goes only there, unless -v is set
 print("warning: ...")                  is shown, except with -q
 
-`say` and `live` mark their lines with a first character, so that lines of Ray's workers are told apart, too. A process without
-a command line (a notebook, a test) shows all lines except live ones.
+`say` and `live` put a marker character in front of each line, because the driver gets the lines of Ray workers as plain text. A
+process that is not a command (a notebook, a test) shows all lines except live ones.
 """
 
 import contextlib
@@ -25,39 +25,39 @@ from pipeline import run_folder
 from pipeline.system import storage
 from pipeline.system.credentials import without_secrets
 
-INTERVAL_S = 30.0  # time between two lines of progress if stdout is no terminal
-SHOWN, RESULT, LIVE = "\x01", "\x02", "\x03"  # marks: the first character of a line
+INTERVAL_S = 30.0  # time between two lines of progress if stdout is not a terminal
+SHOWN, RESULT, LIVE = "\x01", "\x02", "\x03"  # marker characters, which start a line
 QUIET, NORMAL, VERBOSE = -1, 0, 1
 FLAGS = {"-q": QUIET, "--quiet": QUIET, "-v": VERBOSE, "--verbose": VERBOSE}
-# lines of `print` that are shown without -v
+# Matches lines of `print` that are shown without -v
 IMPORTANT = re.compile(r"\s*(warning|error|note)\b")
-# Characters that are shown as escapes: control characters except tab, line feed and return, so that the text of a row cannot
-# control the terminal, and lone surrogates, which UTF-8 cannot encode.
+# {code of a character: escape that is shown instead}. Includes control characters except tab, line feed and return, because text
+# from a row must not control the terminal, and lone surrogates, because UTF-8 cannot encode them.
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), 11, 12, *range(14, 32), *range(127, 160))}
 CONTROL |= {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}
-WIPE = "\r\x1b[K"  # erases the line of the cursor
+WIPE = "\r\x1b[K"  # escape sequence that erases the line of the cursor
 
-_of_worker = False  # whether Ray forwards this process's stdout to a command
+_of_worker = False  # whether this process is a Ray worker, whose stdout Ray forwards to the driver
 
 
 def mark_lines() -> None:
-    """Makes `say` and `live` mark their lines in this process, a worker of Ray."""
+    """Makes `say` and `live` add marker characters in this process. Called in Ray workers."""
     global _of_worker
     _of_worker = True
 
 
 def say(text: str = "", result: bool = False) -> None:
-    """Prints lines, which -q hides unless they are part of the result."""
+    """Prints lines that are shown without -v. With -q, they are shown only if `result` is true."""
     mark = (RESULT if result else SHOWN) if _of_worker or sys.stdout is screen else ""
     print("\n".join(mark + line for line in text.split("\n")), flush=True)
 
 
 def live(text: str, left: float | None = None, more: str = "") -> None:
-    """Replaces the line of progress.
+    """Replaces the progress line at the bottom of the terminal.
 
     Args:
-        left: seconds until the work is done. The last line with this value stays on the terminal.
-        more: text after the time left, which a narrow terminal truncates.
+        left: estimated seconds until the work is done. The last progress line that has this value stays on the terminal.
+        more: text after the remaining time. A narrow terminal cuts this text off.
     """
     if _of_worker or sys.stdout is screen:
         print(LIVE, "" if left is None else round(left), LIVE, text, LIVE, more, sep="", flush=True)
@@ -77,7 +77,7 @@ def duration(seconds: float) -> str:
 
 
 class Output:
-    """A text stream that hides credentials and terminal escapes, and ignores errors if nothing can be written any more."""
+    """A text stream that removes credentials and escapes control characters. If writing fails, it discards its output."""
 
     def __init__(self, stream: Any):
         self.stream = stream
@@ -86,7 +86,7 @@ class Output:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        """Writes to stderr, of which every line is shown."""
+        """Shows a text, and adds it to the log of the run. Used for stderr, whose lines are all shown."""
         with screen.lock:
             screen.wipe()
             self.put(clean(text))
@@ -97,7 +97,7 @@ class Output:
         self.put("")
 
     def put(self, text: str) -> None:
-        """Writes and flushes. A run continues even if the reader of its pipe has ended, or the disk of its output is full."""
+        """Writes and flushes text. If this fails (a closed pipe, a full disk), the run continues without output."""
         try:
             self.stream.write(text)
             self.stream.flush()
@@ -110,30 +110,30 @@ class Output:
 
 
 def clean(text: str) -> str:
-    """Returns a text without credentials and escapes. Removes the sequence that resets colors, which Ray prints at its end."""
+    """Removes credentials from a text, and escapes control characters. Also removes Ray's sequence that resets colors."""
     return without_secrets(text.replace("\x1b[0m", "")).translate(CONTROL)
 
 
 class Screen(Output):
-    """The stdout of a command, with a line of progress and the log of the run."""
+    """The stdout of a command. Handles the progress line, and writes to the log of the run."""
 
     def __init__(self, stream: Any):
         super().__init__(stream)
         self.level = NORMAL
         self.lock = threading.RLock()
         self.log: Any = None
-        self.begun = threading.local()  # the line of each thread that has no newline yet
-        self.row = False  # whether the next line replaces the last line of the terminal
-        self.listing = False  # whether an important line ended with a colon, so that its indented lines are important, too
-        self.progress = ""  # the last live line, which stays if another line follows
-        self.last = time.monotonic()  # time of the last line of progress
-        self.following = 0.0  # seconds that the stages after this one will take
+        self.begun = threading.local()  # per thread: the text that it has written since its last newline
+        self.row = False  # whether the terminal's last line is a progress line, which the next line replaces
+        self.listing = False  # whether indented lines belong to an important line that ended with a colon
+        self.progress = ""  # a progress line that stays on the terminal if another line follows
+        self.last = time.monotonic()  # time of the last line that stayed on the terminal
+        self.following = 0.0  # estimated seconds for the stages after this one
 
     def write(self, text: str) -> int:
         begun = getattr(self.begun, "text", "") + text
         self.begun.text = ""
         with self.lock:
-            if self.log is None and not marked(begun):  # also shows incomplete lines immediately
+            if self.log is None and not marked(begun):  # without a log, shows incomplete lines immediately
                 self.show(begun, end="")
             else:
                 *lines, self.begun.text = begun.split("\n")
@@ -171,7 +171,7 @@ class Screen(Output):
             self.show(text)
 
     def _rewrite(self, text: str) -> bool:
-        """Shows a line, which the next line replaces. Returns False if stdout is no terminal."""
+        """Shows a line that the next line will replace. Returns False if stdout is not a terminal."""
         if not self.stream.isatty():
             return False
         self.put(WIPE + fitted(text))
@@ -179,13 +179,13 @@ class Screen(Output):
         return True
 
     def show(self, text: str, end: str = "\n") -> None:
-        """Shows a line that stays. A final line of progress stays above the new line."""
+        """Shows a line that stays on the terminal, below the last progress line if that one stays, too."""
         self.wipe()
         self.last = time.monotonic()
         self.put(clean(text) + end)
 
     def wipe(self) -> None:
-        """Erases a line of progress that is not final, and ends a final one."""
+        """Erases the progress line. If `progress` is set, prints its text with a line break, so that it stays visible."""
         row, progress, self.row, self.progress = self.row, self.progress, False, ""
         if row:
             self.put(WIPE)
@@ -203,7 +203,7 @@ class Screen(Output):
 
 
 def fitted(text: str) -> str:
-    """Returns the part of a line that fits the terminal with an echoed ^C. Cuts the line where two spaces separate its parts."""
+    """Cuts a line at two spaces, which separate its parts, so that the line and an echoed ^C fit the terminal."""
     cut = text[: shutil.get_terminal_size().columns - len("^C") - 1]
     return cut if cut == text else cut.rpartition("  ")[0].rstrip() or cut
 
@@ -212,20 +212,20 @@ screen = Screen(sys.stdout)
 
 
 def wrap_streams() -> None:
-    """Replaces stdout and stderr of a command by a Screen and an Output."""
-    # A process that a shell started with `>&-` has no stdout.
+    """Replaces sys.stdout by a Screen, and sys.stderr by an Output."""
+    # sys.stdout is None if a shell started this process with `>&-`.
     sys.stdout, sys.stderr = (one or open(os.devnull, "w") for one in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # no UTF-8, a lone surrogate
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # e.g. stdout is not UTF-8
     screen.stream = sys.stdout
     sys.stdout, sys.stderr = screen, Output(sys.stderr)
 
 
 @contextlib.contextmanager
 def logged() -> Iterator[Callable[[str], None]]:
-    """Sends the details of the block to a log. Yields a function that opens log.txt in the folder of the run.
+    """Sends the output of the `with` block to the log of the run. Yields a function that opens log.txt in the run's folder.
 
-    Until the log is open, the details stay in memory, because a job with a mistake leaves no folder.
+    Until log.txt is open, the output is kept in memory, because a job with a mistake must not create a folder.
     """
     if sys.stdout is not screen or screen.log:
         yield lambda folder: None
