@@ -34,9 +34,9 @@ from pipeline.job.ranges import (
 from pipeline.ppo import estimators
 from pipeline.ppo.estimators import Estimator
 
-# Completions decoded at once in a plan, and at most in an evaluation, if free memory decides the number
+# Number of completions decoded at once that a plan assumes if free memory decides the number. Also the default in evaluations.
 PLANNED_ROWS = 64
-CHUNK_COMPLETIONS = 256  # completions of a chunk if the job sets no number
+CHUNK_COMPLETIONS = 256  # number of completions in a chunk if the job sets none
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class PPOConfig:
     by one, and rollout workers share them (`rollout.num_workers`). By default, a chunk has 256 completions, and a worker decodes
     as many at once as fit into half of its free memory when the run starts."""
 
-    # ---- rollout: sampling without top-k and top-p, so that log-probs are those of the sampled distribution
+    # ---- rollout. There is no top-k and no top-p, so the log-probs belong to the distribution that tokens are sampled from.
     response_length: Rows = 53
     """Maximum length of a completion in tokens, the end-of-sequence token included."""
     min_new_tokens: Annotated[int, Ge(0), Le(2**20)] = 0
@@ -264,7 +264,7 @@ class PPOConfig:
         truncated = ("missing_eos_penalty", "bootstrap_truncated", "mask_truncated_completions")
         if len(chosen := [key for key in truncated if getattr(self, key)]) > 1:
             require(chosen[-1], False, f"only one of {', '.join(truncated)}: found {chosen}")
-        # transformers' polynomial schedule ends at 1e-7
+        # transformers' polynomial schedule decays to 1e-7, so the initial rate must be larger.
         for key in ("learning_rate", "critic_learning_rate")[: 1 + self.uses_critic]:
             rate = getattr(self, key)
             allowed = rate is None or rate > 1e-7 or self.lr_scheduler_type != "polynomial"
@@ -318,7 +318,7 @@ class PPOConfig:
         return self.batch_size // self.num_generations
 
     def total_updates(self, n_prompts: int) -> int:
-        """Returns the number of the run's updates on `n_prompts` training prompts. The last update has a full batch, too."""
+        """Returns the number of updates of a run on `n_prompts` training prompts, rounded up, so that the last batch is full."""
         episodes = self.total_episodes or self.num_train_epochs * n_prompts * self.num_generations
         return max(1, math.ceil(episodes / self.batch_size))
 
@@ -328,7 +328,7 @@ class PPOConfig:
         return min(self.local_rollout_forward_batch_size or CHUNK_COMPLETIONS, own)
 
     def planned_rows(self, workers: int) -> int:
-        """Returns how many completions a plan assumes to be decoded at once: few, because more need free memory."""
+        """Returns how many completions a plan assumes to be decoded at once, at most PLANNED_ROWS if free memory decides."""
         rows = self.decoded(workers)
         return min(rows, PLANNED_ROWS) if self.local_rollout_forward_batch_size is None else rows
 
@@ -337,5 +337,5 @@ class PPOConfig:
         return self.eval_steps > 0 and update % self.eval_steps == 0 and update < total
 
     def logs(self, update: int, total: int) -> bool:
-        """Returns True if this update, counted from 1, logs its metrics. Every update with an evaluation logs them."""
+        """Returns True if this update, counted from 1, logs its metrics. An update with an evaluation always does."""
         return update % self.logging_steps == 0 or update == total or self.evaluates(update, total)

@@ -53,8 +53,8 @@ class Prompts:
 
     Args:
         rows: each has `input_ids` (token ids) and `row` (JSON text of the data row: `prompt` and other columns).
-        draws: epoch number (from 0) -> indices of its prompts, the same number in each epoch. None means that each epoch has
-            every prompt once.
+        draws: function from an epoch's number (from 0) to the indices of the epoch's prompts. All epochs have the same number of
+            prompts. None means that each epoch has every prompt once.
     """
 
     rows: Sequence[dict[str, Any]]
@@ -68,7 +68,7 @@ class Prompts:
     @cached_property
     def longest(self) -> int:
         """Returns the number of tokens of the longest prompt."""
-        # Reads only the column of ids, if the rows have columns.
+        # If the rows are a datasets.Dataset, reads only the column `input_ids`.
         columns: Any = self.rows if hasattr(self.rows, "column_names") else None
         return max(map(len, columns["input_ids"] if columns else (row["input_ids"] for row in self.rows)))
 
@@ -76,11 +76,11 @@ class Prompts:
 def prompt_order(
     position: int, count: int, n_prompts: int, seed: int, draws: Callable[[int], np.ndarray] | None = None
 ) -> list[int]:
-    """Returns the indices of `count` prompts, after the run's first `position` prompts. Each epoch has its own permutation.
+    """Returns the indices of the `count` prompts after the run's first `position` prompts. Each epoch is shuffled differently.
 
     Args:
         n_prompts: number of prompts in an epoch.
-        draws: epoch number (from 0) -> indices of its prompts. None means that each epoch has every prompt once.
+        draws: function from an epoch's number (from 0) to its prompts' indices. None means that each epoch has every prompt once.
     """
     order: list[int] = []
     while len(order) < count:
@@ -105,9 +105,12 @@ def minibatches(args: PPOConfig, update: int) -> list[np.ndarray]:
 
 
 def deal(lengths: Sequence[int], workers: int) -> list[list[int]]:
-    """Returns the rows of each worker, as indices into `lengths` (tokens), with nearly equal numbers of tokens.
+    """Assigns rows to workers, so that all workers have nearly equal numbers of tokens. Returns each worker's row indices.
 
-    Assigns each row to the worker with the fewest tokens, longest row first (Graham 1969). A row may be a pack of completions.
+    Starts with the longest row, and gives each row to the worker that has the fewest tokens so far (Graham 1969).
+
+    Args:
+        lengths: number of tokens of each row. A row may be a pack of completions.
     """
     shares: list[list[int]] = [[] for _ in range(workers)]
     tokens = [0] * workers
@@ -119,7 +122,10 @@ def deal(lengths: Sequence[int], workers: int) -> list[list[int]]:
 
 
 class Totals(NamedTuple):
-    """Counts over a full optimizer step and all workers. Losses are sums divided by them, so micro-batches add up."""
+    """Numbers of actions and completions in an optimizer step over all workers.
+
+    A loss is a sum divided by one of these numbers, so the losses of micro-batches add up.
+    """
 
     actions: float
     completions: float  # completions with at least one action in the loss
@@ -138,7 +144,7 @@ class Episodes(Sequences):
     sampler_logprobs: Tensor  # (B, R) log-probs reported by the engine
     # (B,) float64, clipped weighted sum of the rewards' scores, minus the penalty for truncation
     scores: Tensor
-    greedy_scores: Tensor  # (B,) score of each prompt's greedy completion, if an estimator reads it
+    greedy_scores: Tensor  # (B,) score of each prompt's greedy completion, if the estimator reads it
     old_logprobs: Tensor  # (B, R) log-probs of the policy before this update, computed by the trainer
     ref_logprobs: Tensor  # (B, R) log-probs of the reference
     teacher_logprobs: Tensor  # (B, R) log-probs of the teacher, if there is one
@@ -150,7 +156,7 @@ class Episodes(Sequences):
     learn: Tensor  # (B, R) bool, on at the actions that enter the loss
 
     def gathered(self, batch_size: int) -> Episodes:
-        """Returns the `batch_size` episodes of all workers, the same on each; row i has index i."""
+        """Returns the `batch_size` episodes of all workers, in the order of their indices. All workers get the same episodes."""
         if world()[1] == 1:
             return self
         shape = torch.tensor([self.input_ids.shape[1], self.mask.shape[1]], device=self.indices.device)
@@ -159,7 +165,7 @@ class Episodes(Sequences):
         for field in fields(self):
             mine = getattr(self, field.name)
             columns = [] if mine.dim() == 1 else [width if field.name == "input_ids" else actions]
-            # The sum is exact, because each row is on one worker, and 0 on the others.
+            # The sum over workers is exact, because one worker has the row, and all other workers add 0.
             dtype = torch.uint8 if mine.dtype == torch.bool else mine.dtype
             rows = torch.zeros(batch_size, *columns, dtype=dtype, device=mine.device)
             rows[(self.indices, *(slice(n) for n in mine.shape[1:]))] = mine.to(dtype)
@@ -174,11 +180,11 @@ def collate(
     pad: int,
     device: torch.device,
 ) -> Episodes:
-    """Returns episodes of prompts (token ids) and completions. Tensors of the episodes that are computed later are 0.
+    """Returns prompts (token ids) and their completions as episodes. Tensors that are computed later are filled with 0.
 
     Args:
         indices: each row's index in the global batch of the update.
-        pad: token id that fills up rows.
+        pad: id of the padding token.
     """
     plain = collate_ids(prompts, [c.tokens for c in completions], device, indices, pad)
     mask = plain.mask

@@ -35,7 +35,7 @@ from pipeline.system.functions import import_function
 if TYPE_CHECKING:
     from torch import Tensor
 
-Rows = list[list[float]]  # numbers of each action, for each completion of one prompt
+Rows = list[list[float]]  # one number for each action, for each completion of one prompt
 
 # parameters of formulas that are not keys of `trainer`
 TENSORS = frozenset(("rewards", "mask", "values", "bootstrap", "greedy_scores"))
@@ -73,7 +73,7 @@ class Estimator:
 
     @property
     def compares_groups(self) -> bool:
-        """Returns True if the estimator compares the completions of a prompt."""
+        """Returns True if the estimator compares the completions of a prompt with each other."""
         return "num_generations" in self.reads
 
 
@@ -82,7 +82,7 @@ def call(function: Callable[..., Any], args: Any, known: Mapping[str, Any]) -> A
 
     Args:
         args: a PPOConfig, for the parameters that are keys of the trainer section.
-        known: tensors or lists by the name of their parameter.
+        known: {parameter: value} of the other parameters. The values are tensors or lists.
     """
     names = inspect.signature(function).parameters
     return function(**{name: known[name] if name in known else getattr(args, name) for name in names})
@@ -101,7 +101,7 @@ def _gae(
 
 
 def _reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Returns the discounted sum of the rewards from each action on (Hu 2025, REINFORCE++, 2501.03262).
+    """Returns for each action the discounted sum of its reward and all later rewards (Hu 2025, REINFORCE++, 2501.03262).
 
     REINFORCE++ is GAE with lam = 1 and without a critic.
     """
@@ -111,7 +111,7 @@ def _reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def _remax(rewards: Tensor, mask: Tensor, greedy_scores: Tensor, gamma: float) -> Tensor:
-    """Subtracts the equally discounted score of the greedy completion from the reward to go (Li et al. 2023, algorithm 1)."""
+    """Returns the reward to go minus the greedy completion's score, discounted in the same way (Li et al. 2023, algorithm 1)."""
     later = mask.flip(-1).cumsum(-1).flip(-1) - 1  # number of actions after each action
     return _reward_to_go(rewards, mask, gamma) - greedy_scores.unsqueeze(-1) * gamma**later
 
@@ -127,7 +127,7 @@ def _above_group_mean(rewards: Tensor, mask: Tensor, num_generations: int) -> tu
 
 
 def _rloo(rewards: Tensor, mask: Tensor, num_generations: int) -> Tensor:
-    """Subtracts the mean reward of the prompt's other completions from a completion's reward (Ahmadian et al. 2024)."""
+    """Returns a completion's reward minus the mean reward of the prompt's other completions (Ahmadian et al. 2024)."""
     relative, _ = _above_group_mean(rewards, mask, num_generations)
     # R - (mean of the others) = n / (n - 1) * (R - mean)
     relative = relative * num_generations / (num_generations - 1)
@@ -146,7 +146,7 @@ def _grpo(rewards: Tensor, mask: Tensor, num_generations: int, scale_rewards: bo
 
 
 def _none(rewards: Tensor) -> Tensor:
-    """Returns 0 for all actions, because only a teacher rates them."""
+    """Returns 0 for all actions. The advantages then come only from the teacher."""
     return rewards.new_zeros(rewards.shape)
 
 

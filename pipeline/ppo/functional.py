@@ -39,7 +39,7 @@ def whiten(
     eps: float = 1e-8,
     all_reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Returns `x` scaled to unit variance (unbiased, over the mask), with mean 0 or, with `shift_mean=False`, its own mean.
+    """Returns `x` scaled to unit variance (unbiased, over the mask). The mean becomes 0, or is kept if `shift_mean=False`.
 
     Mean and variance are computed in fp64 and in two passes. The fp64 mean of equal fp32 values is exact, so their deviations
     are exactly 0. With fewer than two values, the variance is taken as 1.
@@ -124,7 +124,7 @@ def loss_weights(
 
     * "token": 1 / actions, for the mean over actions (DAPO).
     * "sequence": 1 / (actions of the row * completions), for the mean of the completions' means (GRPO).
-    * "constant": 1 / (completions * length), for any length of the completions (Dr. GRPO).
+    * "constant": 1 / (completions * length), the same for actions of short and of long completions (Dr. GRPO).
 
     Args:
         actions, completions: numbers of actions, and of rows with an action, in the optimizer step over all workers.
@@ -156,7 +156,7 @@ def policy_loss(
         actions: number of actions in the optimizer step over all workers, so that stats of micro-batches *add up* to a mean.
         cliprange: the ratio is clipped to [1 - cliprange, 1 + cliprange_high].
         cliprange_high: None means `cliprange`. DAPO's clip-higher sets a larger value.
-        dual_clip: a number above 1. If the advantage A is negative, the loss is at most -dual_clip * A, and not unbounded.
+        dual_clip: a number above 1. If the advantage A is negative, the loss is at most -dual_clip * A. If None, it is unbounded.
         importance_sampling_level: "sequence" (GSPO) gives every action of a row the same ratio: the completion's probability
             ratio of new and old policy, to the power 1 / length. The sequence ratio is exp of the mean of the row's log-ratios.
 
@@ -230,7 +230,7 @@ def value_loss(
     values, old_values, returns = (x.float().where(mask, 0.0) for x in (values, old_values, returns))
     unclipped = clipped = (values - returns).square()
     if cliprange_value is not None:
-        # Because of rounding, old + (new - old).clamp() would make unclipped values look clipped.
+        # Clamps the new value itself. Rounding in old + (new - old).clamp() would change values inside the range, too.
         bounded = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
         clipped = (bounded - returns).square()
     with torch.no_grad():
@@ -241,7 +241,7 @@ def value_loss(
 def adapted_kl_coef(coef: float, kl: float, completions: int, target: float, horizon: float) -> float:
     """Returns the KL coefficient for the next update, from a proportional controller (Ziegler et al. 2019, section 2.2).
 
-    The error is clipped at 0.2, so `horizon` completions change the coefficient by at most about 20 %.
+    The relative error is clipped to [-0.2, 0.2], so `horizon` completions change the coefficient by at most about 20 %.
 
     Args:
         kl: mean over the update's completions, in nats per *completion* (summed over its tokens), like `target`. A mean per

@@ -47,7 +47,7 @@ def fill_advantages(args: PPOConfig, config: RolloutConfig, episodes: Episodes, 
     kl = kl_estimate(episodes.old_logprobs, episodes.ref_logprobs, args.kl_estimator)
     rewards = token_rewards(scores, kl, mask, kl_coef if args.kl_in == "reward" else 0.0)
     if args.whiten_rewards:
-        # Keeps the mean of the rewards, because a shift would reward or punish the length of completions.
+        # Does not subtract the mean of the rewards: that would add a constant to every token, and so reward or punish length.
         rewards = whiten(rewards, mask, shift_mean=False, all_reduce=all_reduce)
     episodes.rewards = rewards
     advantages = estimate_advantages(args, episodes, bootstrap)
@@ -92,7 +92,8 @@ def policy_objective(
     Args:
         totals: counts over the complete optimizer step and all workers.
         logprobs: (B, R) log-probs of the policy, in nats.
-        entropy: (B, R), with gradient. None means no bonus, and a statistic estimated from sampled tokens.
+        entropy: (B, R), with gradient. If None, the loss has no entropy bonus, and the entropy statistic is estimated from the
+            sampled tokens.
     """
     weights = loss_weights(part.learn, args.aggregation, *totals, args.response_length)
     loss, stats = policy_loss(

@@ -24,7 +24,7 @@ def episode_metrics(
     token.
 
     Args:
-        raw: each reward's raw scores, by its name.
+        raw: {name of a reward: its raw scores}.
     """
     mask, device = episodes.mask, episodes.mask.device
     kl = kl_estimate(episodes.old_logprobs, episodes.ref_logprobs, "k1").where(mask, 0.0).sum(-1)
@@ -63,7 +63,7 @@ def off_policy_metrics(episodes: Episodes, config: RolloutConfig, mask: Tensor) 
     """Returns metrics of the distance between the sampler's and the trainer's policy, and of the off-policy correction.
 
     `rollout/ratio_mean`, `rollout/ratio_max` and `rollout/ess` describe the probability ratios r of actions, or of completions
-    if the correction uses completions, before any correction. `rollout/ess`, the effective sample size of n ratios, is the
+    if the correction is per completion, before truncation. `rollout/ess`, the effective sample size of n ratios, is the
     fraction (sum r)^2 / (n sum r^2) (Kong 1992). `rollout/is_clipped_fraction` is the fraction of truncated ratios.
     `rollout/sampler_kl` is the mean of the sampler's log-prob minus the trainer's, in nats per action.
 
@@ -74,7 +74,7 @@ def off_policy_metrics(episodes: Episodes, config: RolloutConfig, mask: Tensor) 
     logprobs = (episodes.old_logprobs, episodes.sampler_logprobs, episodes.mask)
     plain = off_policy_weights(*logprobs, level, 1e6)
     weights = off_policy_weights(*logprobs, level, config.correction_cap)
-    each = mask if level == "token" else mask & (mask.cumsum(-1) == 1)  # a completion has one ratio
+    each = mask if level == "token" else mask & (mask.cumsum(-1) == 1)  # a completion has only one ratio
     r = plain.where(each, 0.0).double()
     cut = ((plain != weights) & each).sum().double()
     drift = (episodes.sampler_logprobs - episodes.old_logprobs).where(mask, 0.0).double()

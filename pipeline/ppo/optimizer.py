@@ -17,10 +17,10 @@ from pipeline.ppo.config import PPOConfig
 def optimizer_and_schedule(
     args: PPOConfig, shared: SharedBase, roles: Sequence[str], updates: int
 ) -> tuple[torch.optim.Optimizer, LambdaLR]:
-    """Returns the AdamW of the learning roles, and the schedule of their learning rates over a run's updates."""
+    """Returns the AdamW optimizer for the trained roles, and the schedule of their learning rates over a run's updates."""
     critic_rate = args.learning_rate if args.critic_learning_rate is None else args.critic_learning_rate
     rates = {"policy": args.learning_rate, "critic": critic_rate}
-    # The policy's schedule starts with its first update, the critic's with the run.
+    # The policy's schedule starts after the critic's warmup. The critic's schedule starts with the run.
     begins = {"policy": args.critic_warmup_steps, "critic": 0}
     optimizer = adamw(args, [(shared.parameters_of(role), rates[role]) for role in roles])
     factors = [learning_rate_factors(args, rates[role], begins[role], updates) for role in roles]
@@ -50,7 +50,7 @@ def learning_rate_factors(
 
 
 def adamw(args: PPOConfig, groups: Sequence[tuple[list[nn.Parameter], float]]) -> torch.optim.Optimizer:
-    """Returns the AdamW of `args.optim` for groups of parameters, each with its learning rate."""
+    """Returns the AdamW optimizer that `args.optim` names, for groups of parameters, each with its own learning rate."""
     make: Any = torch.optim.AdamW
     options: dict[str, Any] = {"fused": True} if args.optim == "adamw_torch_fused" else {}
     if not args.optim.startswith("adamw_torch"):

@@ -1,7 +1,8 @@
-"""Manages the rollouts of one trainer. The trainer's process or rollout workers sample, up to `staleness` updates ahead.
+"""Manages the rollouts of one trainer. Either the trainer's own process samples, or rollout workers do.
 
-Version max(0, u - staleness) of the policy samples all episodes of update u, in any process and at any time. The seed alone
-therefore decides the result of a run, for any number and speed of rollout workers, even if some die.
+Rollout workers sample up to `staleness` updates ahead of the trainer. All episodes of update u are sampled from version
+max(0, u - staleness) of the policy, no matter which process samples them, and when. The result of a run therefore depends only on
+the seed, and not on the number and speed of rollout workers, even if some die.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Versions:
         return {name: tensor.clone() for name, tensor in self.shared.tensors_of("policy").items()}
 
     def _keep(self, version: int, tensors: dict[str, Tensor]) -> None:
-        # Uses the digest of rank 0, because an adapter on a different processor may differ in the last bit.
+        # Every rank uses the digest of rank 0, because adapters on different processors may differ by rounding.
         self.held[version], self.digests[version] = tensors, gather(digest(tensors))[0]
 
     @contextmanager
@@ -61,13 +62,13 @@ class Versions:
             self.shared.fill("policy", now)
 
     def save(self, folder: str | Path, newest: int) -> None:
-        """Writes the older versions that may still be requested. The policy itself is the version `newest`."""
+        """Writes the older versions that may still be requested. Does not write `newest`, the policy's current version."""
         older = {v: held for v, held in self.held.items() if newest - self.staleness <= v < newest}
         if older:
             torch.save(older, Path(folder) / VERSIONS_FILE)
 
     def load(self, folder: str | Path) -> None:
-        """Reads the files of `save`, if any."""
+        """Reads the file that `save` wrote, if there is one."""
         self.held, self.digests = {}, {}
         path = Path(folder) / VERSIONS_FILE
         stored = torch.load(path, weights_only=True, map_location="cpu") if path.exists() else {}
@@ -106,7 +107,7 @@ class Rollout:
 
     parts: list[tuple[Chunk, Sampled]]
     episodes: Episodes
-    # name of a reward -> its raw scores of the episodes
+    # {name of a reward: its raw score of each episode}
     raw: dict[str, list[float]] = field(default_factory=dict)
 
 
@@ -114,10 +115,11 @@ class Rollouts:
     """Returns the sampled chunks of each update. Rollout workers may sample them ahead of the trainer.
 
     Args:
-        sampler: samples in this process the chunks that no rollout worker samples.
+        sampler: samples chunks in this process if no rollout worker does.
         staleness: how many updates rollout workers may sample ahead of the trainer.
         workers: rollout workers, if there are any.
-        chunks_of: update number -> the chunks of this trainer's share. total: updates of the run.
+        chunks_of: function from an update's number to the chunks of this trainer's share.
+        total: number of updates of the run.
     """
 
     def __init__(

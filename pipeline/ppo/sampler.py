@@ -31,7 +31,7 @@ Key = tuple[int, int, int]  # update, rank, and number among the rank's chunks o
 
 @dataclass(frozen=True)
 class Chunk:
-    """Prompts of one trainer's share of an update, for one sampler."""
+    """Some of one trainer's prompts in an update. One process samples all completions of a chunk."""
 
     update: int
     rank: int  # rank of the trainer that learns from the chunk
@@ -102,7 +102,7 @@ class Sampler:
     """Samples and scores chunks with the roles and rewards of a run.
 
     Args:
-        tokenizer: decodes completions for Python rewards. The tokenizer's pad id fills up rows.
+        tokenizer: decodes completions for Python rewards. Rows are padded with the tokenizer's pad token.
         decoder: generates the completions. If None, the base itself generates.
     """
 
@@ -148,7 +148,7 @@ class Sampler:
     def sample(self, chunk: Chunk, digest: str = "") -> Sampled:
         """Samples the chunk's completions, and greedy completions if the estimator reads them.
 
-        The caller has told the decoder about changes of the policy (`decoder.changed`).
+        If the policy has changed, callers must call `decoder.changed` first.
         """
         if isinstance(self.decoder, SlotDecoder):
             self.decoder.max_rows = self.rows
@@ -194,7 +194,7 @@ class Sampler:
         return forward.parts_of(self.shared, episodes, tokens=self.args.max_tokens_per_micro_batch)
 
     def episodes(self, chunk: Chunk, sampled: Sampled) -> Episodes:
-        """Returns the chunk's padded completions as episodes. Values that are computed later are 0."""
+        """Returns the chunk's padded completions as episodes. Tensors that are computed later are filled with 0."""
         indices = range(len(chunk.episodes))
         return collate(chunk.prompts, sampled.completions, indices, self.pad, self.shared.device)
 

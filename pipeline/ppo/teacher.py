@@ -1,6 +1,6 @@
-"""Distills a teacher into the policy. The teacher is a frozen role, and rates each sampled token by the token's log-probability.
+"""Distills a teacher into the policy. The teacher is a frozen role that computes the log-probability of each sampled token.
 
-The advantage of a token grows by teacher_coef * (log p_teacher - log p_policy). Without other rewards, the policy gradient
+teacher_coef * (log p_teacher - log p_policy) is added to the advantage of each token. Without other rewards, the policy gradient
 estimates the gradient of the reverse KL from policy to teacher from the sampled tokens (on-policy distillation; Agarwal et al.
 2023, 2306.13649, eq. 4 with the reverse KL).
 """
@@ -33,7 +33,7 @@ class Teacher:
     own_head: Sequence[int] = ()
 
     def as_seen(self, episodes: Episodes) -> Episodes:
-        """Returns the episodes with the teacher's start of each prompt."""
+        """Returns the episodes with `own_head` in place of `head` at the start of each prompt."""
         ids = episodes.input_ids
         own = torch.tensor(self.own_head, dtype=ids.dtype, device=ids.device).expand(len(ids), -1)
         longer = len(self.own_head) - len(self.head)
@@ -51,7 +51,8 @@ def make_teacher(
         prompts: token ids of each prompt.
 
     Raises:
-        InputError: if there is a system message, but the template has no place for it, or a prompt has one already or is no chat.
+        InputError: if the chat template cannot render the system message, or if a prompt already has a system message or is not a
+            chat.
     """
     if not system:
         return Teacher(role)
@@ -84,6 +85,6 @@ def make_teacher(
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Returns the number of first tokens that two rows share."""
+    """Returns the length of the longest common prefix of two lists of tokens."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -59,9 +59,9 @@ class PPOTrainer:
     """Trains the `policy` role (and `critic`) of the sampler's base on prompts.
 
     Args:
-        sampler: has the roles, the rewards and the settings. The sampler samples and scores unless rollout workers do.
+        sampler: has the roles, the rewards and the settings. It samples and scores in this process if no rollout workers do.
         rollout: how far sampling may run ahead, and the off-policy correction. None means `RolloutConfig()`.
-        rollout_workers: sample and score chunks for this trainer. If None, the trainer's own sampler does.
+        rollout_workers: sample and score chunks for this trainer. If None, `sampler` samples and scores them.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class PPOTrainer:
         )
 
     def _prepare_roles(self) -> None:
-        """Sets precision, checkpointing and trainable roles. Makes adapters and packing of rows the same on all workers."""
+        """Sets precision, gradient checkpointing and trainable roles. Gives all workers the same adapters and packing."""
         shared = self.shared
         if self.args.bf16:
             shared.autocast = torch.bfloat16
@@ -120,16 +120,16 @@ class PPOTrainer:
                     dist.broadcast(parameter.data, src=0)
 
     def _scale_copied_critic(self, reward: Reward) -> None:
-        """Scales the head of a critic that is a copy of a reward, so that it predicts an episode's score."""
+        """Scales the head of a critic that was copied from a reward, so that the critic predicts an episode's score."""
         normal = self.args.normalize_rewards
         mean, std = (reward.mean, reward.std) if normal else (0.0, 1.0)
         slope = reward.weight / std
         self.shared.heads["critic"].weight.data *= slope
-        self.moments.center = -slope * mean  # not in the head, which has no bias
+        self.moments.center = -slope * mean  # stored here, because the head has no bias
 
     @property
     def stored_roles(self) -> list[str]:
-        """Returns the roles that change, which checkpoints contain."""
+        """Returns the roles whose weights training changes. Checkpoints contain these roles."""
         return [*self.roles, "reference"] if self.args.sync_ref_model else self.roles
 
     # ------------------------------------------------------------------------------------------ the loop
@@ -168,19 +168,21 @@ class PPOTrainer:
         metrics |= {"objective/kl_coef": kl_coef, "lr": self.scheduler.get_last_lr()[0]}
         config = self.rollout_config
         if config.corrects or config.staleness:
-            # If old log-probs come from the training forward, only completions in the loss have them.
+            # If old log-probs come from the training forward, only completions that enter the loss have old log-probs.
             mask = episodes.learn if self.old_from_training else episodes.mask
             metrics |= off_policy_metrics(episodes, config, mask)
 
         self.scheduler.step()
-        # While only the critic learns, the KL is 0. The controller would lower the coefficient in these updates.
+        # While only the critic is trained, the KL stays 0, so the controller would lower the coefficient without reason.
         if args.kl_controller == "adaptive" and "policy" in self.learning:
             kl = metrics["objective/kl"]
             self.kl_coef = adapted_kl_coef(kl_coef, kl, args.batch_size, args.kl_target, args.kl_horizon)
         if args.normalize_values:
             before = self.moments.std
             self.moments.update(episodes.returns, episodes.learn)
-            if self.moments.center is not None:  # keeps a copied critic's values (PopArt, 1602.07714)
+            if (
+                self.moments.center is not None
+            ):  # rescales the head, so that values stay the same (PopArt, 1602.07714)
                 self.shared.heads["critic"].weight.data *= before / self.moments.std
         self.update += 1
         if args.sync_ref_model and self.update % args.ref_model_sync_steps == 0:
@@ -191,7 +193,7 @@ class PPOTrainer:
         return metrics | {"episode": float(self.update * args.batch_size)} | self._costs(episodes, metrics)
 
     def _costs(self, episodes: Episodes, metrics: dict[str, float]) -> dict[str, float]:
-        """Returns the update's speed, and seconds and memory of its phases."""
+        """Returns the update's speed, and the seconds and peak memory of each phase."""
         costs = self.phases.metrics()
         if self.rollouts.workers:
             costs |= self.rollouts.workers.measured()
@@ -204,7 +206,7 @@ class PPOTrainer:
         costs |= {"train_samples_per_second": count / seconds, "train_tokens_per_second": tokens / seconds}
         if peak := peak_flops(self.device):
             adapters = sum(isinstance(reward, AdapterReward) for reward in self.sampler.rewards)
-            parameters = self.shared.base.num_parameters()  # for NF4, the number before packing
+            parameters = self.shared.base.num_parameters()  # an NF4 base reports the number before packing
             here = not self.rollouts.workers
             ideal = seconds_at_peak(self.args, sum(episodes.lengths()), parameters, adapters, here, peak)
             costs["mfu"] = ideal / seconds
@@ -277,7 +279,10 @@ class PPOTrainer:
             episodes.learn = episodes.mask & episodes.ended.unsqueeze(-1)
 
     def _paid(self, raw: dict[str, list[float]], ended: list[bool]) -> list[float]:
-        """Returns clipped weighted sums, minus the penalty for truncation. Clipping after the penalty could hide the penalty."""
+        """Returns each completion's clipped weighted sum of scores, minus the penalty for truncation.
+
+        The penalty is subtracted after clipping, because clipping could otherwise remove the penalty.
+        """
         scores = weighted_sum(self.sampler.rewards, raw, self.args.normalize_rewards)
         limit, penalty = self.args.reward_clip, self.args.missing_eos_penalty or 0.0
         clipped = scores if limit is None else [min(max(s, -limit), limit) for s in scores]
@@ -309,12 +314,15 @@ class PPOTrainer:
                 values, last_value = self.values(part, None if self.args.has_critic_adapter else states)
                 values, last_value = (self.moments.raw(output) for output in (values, last_value))
                 episodes.values[rows, :width] = values.where(part.mask, 0.0)
-                # The value after EOS is 0, but a truncated completion would have continued.
+                # After EOS, the value is 0. A truncated completion would have continued, so the critic's value is used.
                 episodes.bootstrap[rows] = last_value.where(~part.ended, 0.0)
 
     @property
     def old_from_training(self) -> bool:
-        """Returns True if old log-probs come from the training forward. The first self-checks need old log-probs earlier."""
+        """Returns True if old log-probs come from the training forward.
+
+        Returns False in the first update, because its self-checks need old log-probs before the training forward.
+        """
         return self.args.learns_in_one_forward and self.update > 0 and not self.rollout_config.corrects
 
     def values(self, part: Episodes, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -337,8 +345,8 @@ class PPOTrainer:
     def learn(self, episodes: Episodes) -> dict[str, float]:
         """Runs epochs x minibatches, with one optimizer step each. Returns the means of the steps' statistics.
 
-        `policy/first_ratio_error` is the root mean square of the log-ratio before the first step, in nats. If rounding does not
-        explain it, old and new log-probs belong to different policies.
+        `policy/first_ratio_error` is the root mean square of the log-ratio before the first step, in nats. If it is larger than
+        rounding errors are, old and new log-probs come from different policies.
         """
         args, steps = self.args, 0
         sums: dict[str, float] = {}
@@ -427,7 +435,7 @@ class PPOTrainer:
         return dict(zip(stats, values.tolist(), strict=True))
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clips the gradients of policy and critic. Runs the optimizer if their norms are finite. Returns the norms."""
+        """Clips the gradients of policy and critic. Runs the optimizer if all gradient norms are finite. Returns the norms."""
         norms: dict[str, float] = {}
         for role in self.roles:
             parameters = self.shared.parameters_of(role)
@@ -444,7 +452,7 @@ class PPOTrainer:
     # ------------------------------------------------------------------------------------------- helpers
 
     def _packs(self, episodes: Episodes, rows: list[int]) -> list[list[int]]:
-        """Returns a minibatch as packs of completions. Limits packs so that no worker waits long for another."""
+        """Groups the rows of a minibatch into packs of completions. Limits the packs' size to balance load over the workers."""
         completions, tokens = self.limits
         if self.workers > 1:
             lengths = episodes.lengths()

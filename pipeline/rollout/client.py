@@ -28,7 +28,7 @@ class Client:
 
     def __init__(self, worker: Worker, pool: Any) -> None:
         self.pool, self.rank = pool, worker.rank
-        # Rollout workers start now, so that trainers get their resources first. Trainers load models meanwhile.
+        # The trainers have their resources already. The rollout workers start while the trainers load models.
         pool.start.remote()
         self.session = worker.gather(uuid.uuid4().hex)[0]
         self.worker = worker
@@ -41,10 +41,10 @@ class Client:
                 trainer.shared.can_pack, torch.get_num_threads(), trainer.prompts.longest
             )
             ray.get(self.pool.begin.remote(self.session, settings))
-        self.worker.gather(None)  # waits: no rank may request chunks before the session has begun
+        self.worker.gather(None)  # no rank may request chunks before the session has begun
 
     def publish(self, version: int, tensors: Tensors) -> None:
-        # The reference is in a list, because Ray would fetch a bare reference for the pool, which only passes it on.
+        # Puts the ObjectRef into a list. Ray would replace a bare ObjectRef with the tensors, but the pool only passes it on.
         ray.get(self.pool.publish.remote(self.session, version, [ray.put(dict(tensors))]))
 
     def request(self, chunks: Sequence[Chunk]) -> None:

@@ -1,4 +1,4 @@
-"""Distributes chunks to rollout workers, in an actor. Ray restarts workers that die, on any node with free resources.
+"""An actor that distributes chunks to rollout workers. Ray restarts workers that die, on any node with free resources.
 
 The next free worker takes the chunk of the earliest update. If a worker dies or takes too long, its chunk returns to the queue.
 All workers compute bit-identical chunks, so the distribution does not change the result of training.
@@ -25,7 +25,7 @@ from pipeline.settle.work import Work
 from pipeline.system import terminal
 
 LOAD_TIMEOUT_S = 3600.0  # time to load the models, or rollout.chunk_timeout_s if that is longer
-MAX_ATTEMPTS = 5  # number of workers that may die with a chunk before the chunk is taken as the cause
+MAX_ATTEMPTS = 5  # number of workers that may die while sampling a chunk before the chunk counts as the cause
 RETRY_PAUSE_S = 2.0  # time before a chunk whose policy version is missing is distributed again
 # Errors with complete messages, which every worker would raise in the same way.
 FINAL = (InputError, Failure, OutOfMemory, SelfCheckFailed)
@@ -51,7 +51,7 @@ class Task:
 
 
 class Pool:
-    """The pool's actor. Each attempt of the group of trainers is a session, and each call of a trainer names its session.
+    """The pool's actor. Each start of the group of trainers is a session, and each call from a trainer names its session.
 
     Args:
         work: the run's work (settle/work.py).
@@ -64,7 +64,7 @@ class Pool:
         self.tasks: dict[Key, Task] = {}
         self.waiting: list[Task] = []
         self.versions: dict[int, list[Any]] = {}  # version -> [reference to its tensors]
-        # Workers that have loaded, or load for the first time. Trainers sample themselves only without such workers.
+        # Workers that have loaded models, or load them for the first time. If there are none, trainers sample their own chunks.
         self.present: set[int] = set()
         self.ready: set[int] = set()  # workers that have loaded their models
         self.alone_since = time.monotonic()  # time when the last worker was lost
@@ -96,7 +96,7 @@ class Pool:
         for task in self.tasks.values():  # the trainers that waited for these chunks have ended
             task.result.cancel()
         if self.session:
-            self.broken = None  # the error may not return, because workers may be on other nodes now
+            self.broken = None  # the error may not happen again, because workers may be on other nodes now
         self.session, self.settings = session, settings
         self.tasks, self.versions, self.waiting = {}, {}, []
         self.alone_since = time.monotonic()  # the trainers have not waited yet
@@ -239,7 +239,7 @@ class Pool:
         try:
             answer = worker.sample.remote(settings, task.session, task.chunk, tensors)
             made = await self._answer(worker, answer, self.config.chunk_timeout_s)
-        except FINAL as error:  # the error of a reward, or out of memory: the worker continues
+        except FINAL as error:  # a reward failed, or memory ran out; the worker itself continues
             if not task.result.done():
                 task.result.set_exception(error)
             return
@@ -258,7 +258,7 @@ class Pool:
             task.result.set_result(made)
 
     async def _requeue(self, task: Task, error: WorkerLost | None = None) -> None:
-        """Requeues a chunk, unless its session is over or MAX_ATTEMPTS workers have died with it."""
+        """Requeues a chunk, unless its session is over, or MAX_ATTEMPTS workers have died while sampling it."""
         if task.session != self.session:
             return
         if task.attempts < MAX_ATTEMPTS:

@@ -1,4 +1,4 @@
-"""Defines the actor that samples and scores with the trainer's code (ppo/sampler.py), on its own models."""
+"""Defines the actor that samples and scores with the trainer's code (ppo/sampler.py), on its own copies of the models."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class RolloutWorker:
         """Returns a sampled and scored chunk, pickled, or None if the trainer that published its policy version has ended.
 
         Args:
-            settings: the trainers' settings. Applied here if Ray restarted this process while the worker was idle.
+            settings: the trainers' settings. This method applies them if Ray restarted this process while the worker was idle.
             session: the trainers' session. Within a session, a version's number stands for one adapter.
             chunk: a pickled ppo.sampler.Chunk.
             tensors: a list with the reference to the version's adapter, which is fetched if this worker has another version.

@@ -19,7 +19,7 @@ from pipeline.models.packing import alone, micro_batches, packed, packs_that_pay
 # Maximum tokens of a forward pass without gradients. Such a pass needs memory for one layer's activations, about 100 KB per token
 # at 8B.
 FORWARD_TOKENS = {"cpu": 4096, "cuda": 16384}
-# Maximum tokens of a row with several completions. The row's attention mask has the square of this number of entries.
+# Maximum tokens of a row with several completions. The attention mask of such a row has up to PACK_TOKENS squared entries.
 PACK_TOKENS = 4096
 
 
@@ -28,7 +28,7 @@ class Sequences:
     """Prompts with completions, padded on the right: B rows with T tokens."""
 
     indices: Tensor  # (B,) indices of the rows in the global batch
-    prompts: Tensor  # (B,) the smallest of `indices` with the same prompt
+    prompts: Tensor  # (B,) number of the row's prompt: the smallest index among all rows with this prompt
     input_ids: Tensor  # (B, T) prompt and completion
     starts: Tensor  # (B,) length of the prompt, which is the position of the first action
     counts: Tensor  # (B,) length of the completion, including its end-of-sequence token
@@ -69,7 +69,7 @@ def collate_ids(
 
     Args:
         indices: each row's index in the global batch of an update. By default, rows are counted from 0.
-        pad: token id that fills up rows.
+        pad: id of the padding token.
     """
     token_ids = [[*p, *c] for p, c in zip(prompts, completions, strict=True)]
     width, actions = max(map(len, token_ids)), max(map(len, completions))
@@ -94,7 +94,8 @@ def states(shared: SharedBase, role: str | None, part: Sequences, last: bool = F
     """Returns the hidden states (B, R + 1, H) of a role before each action, and after the last action.
 
     Args:
-        role: None means the bare base. last: whether to return only the states (B, 1, H) after the last action.
+        role: None means the bare base.
+        last: whether to return only the states (B, 1, H) after the last action.
     """
     rows = (part.input_ids, part.starts, part.counts, part.mask.shape[1])
     packs = in_packs(shared, part, range(len(part)))
@@ -112,7 +113,7 @@ def in_packs(
     """Groups rows of the sequences into packs of completions to one prompt, if packs save time and the base supports them.
 
     Args:
-        completions, tokens: limits of a pack with several completions.
+        completions, tokens: maximum numbers of completions and of tokens in a pack.
     """
     index = torch.as_tensor(rows, dtype=torch.long, device=sequences.prompts.device)
     prompts = sequences.prompts[index].tolist()
@@ -130,7 +131,7 @@ def parts_of(
     """Yields the rows, and their sequences, of each micro-batch of a pass without gradients.
 
     Args:
-        completions, tokens: limits of a micro-batch. By default, a micro-batch has at most FORWARD_TOKENS.
+        completions, tokens: maximum numbers of completions and of tokens in a micro-batch. `tokens` is FORWARD_TOKENS by default.
     """
     tokens = tokens or FORWARD_TOKENS[shared.device.type]
     for rows in micro_batches_of(shared, sequences, range(len(sequences)), completions, tokens):
@@ -147,7 +148,7 @@ def micro_batches_of(
     """Splits rows of the sequences into micro-batches, without splitting packs.
 
     Args:
-        completions, tokens: limits of a micro-batch. Padding tokens are included.
+        completions, tokens: maximum numbers of completions and of tokens in a micro-batch. Padding tokens count.
     """
     packs = in_packs(shared, sequences, rows, completions, tokens)
     held = [len(pack) for pack in packs]

@@ -41,11 +41,11 @@ class Samples:
     ended: list[bool]
     rows: list[dict[str, Any]]
     tokenizer: Any
-    # seed of each completion, for functions that draw random numbers; empty: 0 for each
+    # Seed of each completion, for functions that draw random numbers. If empty, every seed is 0.
     seeds: Sequence[int] = ()
-    # number of each completion's prompt; empty: all completions have different prompts
+    # Number of each completion's prompt. If empty, all completions have different prompts.
     groups: Sequence[int] = ()
-    # name of a reward -> its notes on each sample
+    # {name of a reward: its notes on each sample}
     notes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class Samples:
 
     @cached_property
     def prompts(self) -> list[str]:
-        """Returns the prompts as in the data. A list of messages is rendered by the template."""
+        """Returns the prompts as text. If a prompt is a list of messages, decodes its token ids."""
         given = [row.get("prompt") for row in self.rows]
         return [
             prompt if isinstance(prompt, str) else self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -242,7 +242,7 @@ class ModelReward(Reward):
         scores = torch.zeros(len(token_ids))
         lengths, tokens = [len(ids) for ids in token_ids], self.tokens or FORWARD_TOKENS[device.type]
         for batch in micro_batches(lengths, self.rows, tokens, device.type):
-            width = lengths[batch[-1]]  # the longest
+            width = lengths[batch[-1]]  # the last row of a micro-batch is the longest
             ids = [token_ids[i] + [pad] * (width - lengths[i]) for i in batch]
             mask = [[1] * lengths[i] + [0] * (width - lengths[i]) for i in batch]
             ids, mask = (torch.tensor(rows, device=device) for rows in (ids, mask))
@@ -346,7 +346,7 @@ LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) + os.sep for name in ("stdli
 
 
 def _frames(error: BaseException, limit: int = 10) -> str:
-    """Returns the last `limit` stack frames of a reward function as text, without frames of libraries if others exist."""
+    """Returns the last `limit` stack frames of a reward function as text. Omits libraries' frames, unless there are no others."""
     frames = traceback.extract_tb(error.__traceback__)
     users = [
         frame for frame in frames if not frame.filename.startswith((__file__, str(loop.__file__), *LIBRARIES))
