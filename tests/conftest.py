@@ -17,7 +17,8 @@ os.environ.update(
     RAY_USAGE_STATS_ENABLED="0",
     RAY_local_fs_capacity_threshold="1",  # silences Ray's warning about a full disk
     TOKENIZERS_PARALLELISM="false",
-    OMP_NUM_THREADS="1",  # tests share two cores, and with one thread, sums are the same on each machine
+    # Tests share two cores, and with one thread, sums are bit-identical on every machine.
+    OMP_NUM_THREADS="1",
     PYTHONPATH=f"{ROOT}:{ROOT / 'tests/support'}",  # workers import rewards from the tests
 )
 os.environ.pop("MLFLOW_TRACKING_URI", None)
@@ -36,13 +37,13 @@ def embedded_ray():
 
 @pytest.fixture(scope="session")
 def storage(tmp_path_factory):
-    """Returns a storage path for runs and their MLflow store, which tests share."""
+    """Returns a storage path for runs and their MLflow store. All tests share the path."""
     return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture(scope="session")
 def migrated():
-    """Returns the file of an empty MLflow store, which tests copy."""
+    """Returns the database file of an empty MLflow store. Tests copy the file."""
     from pipeline.registry import store
 
     return Path(store.empty_database())
@@ -66,11 +67,11 @@ def engine(models):
 
 @pytest.fixture(scope="session", autouse=True)
 def databases_that_do_not_wait_for_the_disk():
-    """Makes SQLite's commits fast. Without this, commits wait for the disk, which only helps after a power failure."""
+    """Turns off SQLite's waits for the disk, which make commits slow. The waits only protect against a power failure."""
     from sqlalchemy import Engine, event
 
     def without_waiting(connection, _):
-        with contextlib.suppress(sqlite3.Error):  # a damaged file
+        with contextlib.suppress(sqlite3.Error):  # a test may open a damaged database file
             connection.execute("PRAGMA synchronous=OFF")
 
     event.listen(Engine, "connect", without_waiting)
@@ -92,18 +93,18 @@ def in_root(monkeypatch):
 
 @cache
 def scope_of(nodeid):
-    """Returns the scope of a test, whose tests run in one worker of pytest-xdist: a file, or all files that use Ray."""
+    """Returns the scope of a test: "ray" for files that use Ray, else its file. A scope runs in one pytest-xdist worker."""
     file = nodeid.partition("::")[0]
     return "ray" if "embedded_ray" in (ROOT / file).read_text() else file
 
 
 def pytest_collection_modifyitems(items):
-    """Puts the tests that use Ray first, because they take the longest time."""
+    """Runs the tests that use Ray first, because these tests take the longest."""
     items.sort(key=lambda item: scope_of(item.nodeid) != "ray")
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """Distributes complete scopes. With the pinned versions, pytest-xdist's own `--dist loadgroup` splits scopes."""
+    """Gives each scope to one worker. In the pinned version, `--dist loadgroup` of pytest-xdist splits scopes."""
     from xdist.scheduler import LoadScopeScheduling
 
     config.option.loadscopereorder = False  # keeps the order of scopes

@@ -1,4 +1,4 @@
-"""Tests the message of a job that waits for a node which the cloud cannot start, with Ray's autoscaler 2."""
+"""Tests the message that a job prints if it waits for a node that the cloud cannot start. Uses Ray's autoscaler v2."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def head(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_wait_names_the_launch_that_failed_and_ray_tries_no_other_type(head, tmp_path, in_root):
-    """Fails once Ray falls back from a spot type to an on-demand type. If this test fails, change the documentation."""
+    """Fails if a new version of Ray falls back from a spot node type to an on-demand type. Then update the documentation."""
     environment = {"RAY_ADDRESS": head.gcs, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
     command = [sys.executable, "-c", WAITS]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=200)

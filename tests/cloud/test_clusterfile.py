@@ -1,4 +1,4 @@
-"""Tests the cluster files, the checks of `make up`, its requests to a mock of AWS, and the start script of a node."""
+"""Tests the cluster files, the checks and AWS requests of `make up` (on a mock of AWS), and the start script of the nodes."""
 
 import contextlib
 import importlib.util
@@ -20,18 +20,18 @@ from pipeline.errors import InputError
 
 AWS = ROOT / "cluster.yaml"
 FILES = [AWS, ROOT / "jobs/cloud/gcp.yaml", ROOT / "jobs/cloud/local.yaml"]
-TWO_SECONDS = "0.0006"  # in hours, the unit of start-node.sh
-IMAGE = "ami-12c6146b"  # an AMI that the mock knows
+TWO_SECONDS = "0.0006"  # two seconds in hours, because start-node.sh takes hours
+IMAGE = "ami-12c6146b"  # an AMI that exists in the mock of AWS
 needs_moto = pytest.mark.skipif(importlib.util.find_spec("moto") is None, reason="needs the extra `mock`")
 pytestmark = pytest.mark.usefixtures("in_root")
 
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """Returns a home folder with only a token. Fakes ssh and rsync."""
+    """Returns a home folder that contains only a Ray token, and puts fake ssh and rsync programs on the PATH."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "bin").mkdir()
-    for tool in clusterfile.TOOLS:  # empty files, because the check only searches for files
+    for tool in clusterfile.TOOLS:  # empty files, because the check only tests that the programs exist
         (tmp_path / "bin" / tool).touch(mode=0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     (tmp_path / ".ray").mkdir()
@@ -63,7 +63,7 @@ def test_a_cluster_file_is_valid_once_its_lines_are_filled_in(file, home):
         )
         assert "0 to 4 x g6.2xlarge (gpu1), $0.98 an hour" in shown
         assert "0 to 4 x g6e.2xlarge (rollout_spot), spot, below $2.24 an hour" in shown
-    if "gcp" in file.name:  # the GPU has a known price
+    if "gcp" in file.name:  # on Google Cloud, only the GPU machine has a known price
         assert "n2-standard-8, price unknown" in shown and "(gpu1), $0.98 an hour" in shown
 
 
@@ -174,7 +174,7 @@ def ec2(monkeypatch, home):
         monkeypatch.setenv(name, value)
     import boto3
 
-    boto3.setup_default_session()  # removes credentials that an earlier test found
+    boto3.setup_default_session()  # drops the session with credentials from an earlier test
     urllib.request.urlopen(urllib.request.Request(f"{endpoint}/moto-api/reset", method="POST"))
     template = (ROOT / "jobs/cloud/aws.yaml").read_text()  # creates the roles and the bucket
     assert not re.search(r": [&*]", template), "CloudFormation knows no YAML aliases"
@@ -228,8 +228,8 @@ def test_ray_up_starts_the_head_on_ec2(ec2, home):
     assert started, (home / "up.log").read_text()[-3000:]
     head, profile = started
     assert (head["InstanceType"], head["ImageId"], profile) == ("m7i.2xlarge", IMAGE, "rlhf-head")
-    assert "InstanceLifecycle" not in head  # on demand, because the cluster ends with its head
-    assert {"Key": "ray-cluster-name", "Value": "rlhf"} in head["Tags"]  # the role's condition
+    assert "InstanceLifecycle" not in head  # an on-demand instance, because the cluster ends if its head ends
+    assert {"Key": "ray-cluster-name", "Value": "rlhf"} in head["Tags"]  # the IAM role requires this tag
     (group,) = (one["GroupId"] for one in head["SecurityGroups"])
     assert group == made
     [found] = ec2.client("ec2").describe_security_groups(GroupIds=[group])["SecurityGroups"]
@@ -247,7 +247,7 @@ def test_the_roles_have_few_permissions(ec2):
         assert role["RoleName"] == name
         attached = iam.list_attached_role_policies(RoleName=name)["AttachedPolicies"]
         assert [policy["PolicyName"] for policy in attached] == ["rlhf-bucket"]
-    # a worker may start no instances
+    # workers are not allowed to start instances
     assert iam.list_role_policies(RoleName="rlhf-worker")["PolicyNames"] == []
     policy = iam.get_role_policy(RoleName="rlhf-head", PolicyName="autoscale")["PolicyDocument"]
     # the mock stores the policy as text
@@ -263,7 +263,7 @@ def test_the_roles_have_few_permissions(ec2):
 
 @pytest.fixture
 def node(tmp_path, monkeypatch):
-    """Returns a function that runs start-node.sh with fake programs, which log their arguments."""
+    """Returns a function that runs start-node.sh with fake programs. The fake programs log their arguments."""
     (here := tmp_path / "rlhf").mkdir()
     (here / "start-node.sh").write_text((ROOT / "jobs/cloud/start-node.sh").read_text())
     (here / "pyvenv.cfg").write_text("home = /usr/bin\nversion = 3.99.1\n")
@@ -318,7 +318,7 @@ def test_a_too_old_driver_is_named_before_ray_starts(node):
 
 
 def first(calls, program, home):
-    """Returns a shell condition that is true in the first `calls` calls of the program."""
+    """Returns a shell condition that is true until the program has been called more than `calls` times."""
     return f"(( $(grep -c ^{program} {home}/log) <= {calls} ))"
 
 
@@ -349,6 +349,6 @@ def test_a_worker_without_a_head_shuts_down(node):
     assert done.returncode == 0, done.stderr
     asked = [line for line in log if line == "timeout 10 bash -c < /dev/tcp/10.0.0.9/6379"]
     assert len(asked) >= 3 and log[-1] == "sudo shutdown -h now"
-    for file in FILES[:2]:  # not on the user's own machines
+    for file in FILES[:2]:  # the other cluster files use the user's own machines, which must not shut down
         [start] = yaml.safe_load(file.read_text())["worker_start_ray_commands"][1:]
         assert start == "HEAD_IDLE_HOURS=1 bash ~/rlhf/start-node.sh worker"

@@ -1,4 +1,4 @@
-"""Tests the Dockerfile without a container runtime, and the version of the image in all files."""
+"""Tests the Dockerfile without a container runtime, and that all files name the same image version."""
 
 import os
 import re

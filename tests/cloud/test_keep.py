@@ -1,4 +1,4 @@
-"""Tests the copy of a head's MLflow database: the copy is complete even during writes, and the next head restores the copy."""
+"""Tests the backup of a head's MLflow database. The backup is complete even during writes, and the next head restores it."""
 
 import sqlite3
 import subprocess
@@ -18,7 +18,7 @@ def rows(database):
 def test_a_new_head_begins_where_the_last_one_ended(tmp_path):
     old, kept, new = tmp_path / "old.db", tmp_path / "bucket/mlflow/mlflow.db", tmp_path / "new.db"
     uri = f"file://{kept}"
-    assert keep.restore(str(new), uri) is False  # the first head has no copy to restore
+    assert keep.restore(str(new), uri) is False  # the first head has no backup to restore
     with closing(sqlite3.connect(old)) as writer:
         writer.execute("pragma journal_mode=wal")
         writer.execute("create table t (n integer)")
@@ -31,7 +31,8 @@ def test_a_new_head_begins_where_the_last_one_ended(tmp_path):
         keep.keep(str(old), uri)
     assert keep.restore(str(new), uri) is True
     assert rows(new) == [1, 2]
-    assert keep.restore(str(new), "file:///nowhere/at/all.db") is False  # a restore keeps existing files
+    # `restore` does not overwrite an existing file.
+    assert keep.restore(str(new), "file:///nowhere/at/all.db") is False
     assert not list(kept.parent.glob("*.partial"))
 
 

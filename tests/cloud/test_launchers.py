@@ -22,7 +22,7 @@ PARSE = "import sky, sys; sky.Task.from_yaml(sys.argv[1]).validate_run()"
 
 
 def started_by_sky(tmp_path, **env):
-    """Runs the `run` section of sky.yaml with fake programs. Returns the pipeline's arguments."""
+    """Runs the `run` section of sky.yaml with fake programs. Returns the arguments that the fake pipeline received."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("mlflow", "curl"):
@@ -59,7 +59,7 @@ def test_sky_starts_valid_jobs_whose_runs_have_names(tmp_path, monkeypatch):
 
 
 def test_sky_installs_a_python_that_its_image_lacks(tmp_path):
-    """SkyPilot's image has Python 3.10 and uv."""
+    """Simulates SkyPilot's image, which has Python 3.10 and uv."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("uv", "make"):

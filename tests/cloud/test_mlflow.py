@@ -1,4 +1,4 @@
-"""Tests the stores that a cluster can give to MLflow: PostgreSQL, and a fake bucket of Google Cloud."""
+"""Tests the storage backends of a cluster's MLflow server: PostgreSQL, and a fake Google Cloud Storage bucket."""
 
 import contextlib
 import importlib.util
@@ -32,10 +32,10 @@ def needs(*modules):
 
 @pytest.fixture
 def postgres():
-    """Returns the address of an empty database."""
+    """Starts PostgreSQL. Returns the address of an empty database."""
     if not SERVER:
         pytest.skip("needs PostgreSQL's server")
-    # a short path, because the paths of sockets have a limit
+    # a short path, because the length of socket paths is limited
     folder, port = Path(tempfile.mkdtemp(prefix="pg")), free_port()
     as_user = []
     if os.geteuid() == 0:  # the server does not run as root
@@ -55,7 +55,7 @@ def postgres():
 
 @contextlib.contextmanager
 def serving(folder, *options, **environment):
-    """Runs an MLflow server with these options during the block. Yields its address."""
+    """Runs an MLflow server with these options until the `with` block ends. Yields the server's address."""
     port = free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1", *options]
     how = {"cwd": folder, "env": os.environ | environment, "start_new_session": True}
@@ -80,7 +80,7 @@ def test_mlflow_serves_from_postgresql(postgres, tmp_path):
 
 
 class Bucket(Handler):
-    """A fake Google Cloud Storage, which keeps the uploads."""
+    """A fake Google Cloud Storage, which stores uploads in memory."""
 
     def do_POST(self):
         self.server.objects.append((self.path.partition("?")[0], self.body()))

@@ -57,7 +57,7 @@ def limits(group):
 
 
 def pods(made):
-    """Returns every pod of a RayJob: head, workers, submitter."""
+    """Returns all pod templates of a RayJob: head, workers and submitter."""
     cluster = made["spec"]["rayClusterSpec"]
     templates = [
         cluster["headGroupSpec"]["template"],
@@ -84,13 +84,14 @@ def test_workers_get_what_the_job_asks_for(capsys, h100):
     assert group["template"]["spec"]["tolerations"][0]["key"] == "nvidia.com/gpu"
     assert group["labels"] == {"ray.io/accelerator-type": "H100"}
     mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
-    assert mounts == {"rlhf-runs": "/mnt/runs", "rlhf-models": "/models"}  # the operator adds /dev/shm
+    # The KubeRay operator adds /dev/shm.
+    assert mounts == {"rlhf-runs": "/mnt/runs", "rlhf-models": "/models"}
     assert {"name": "HF_HOME", "value": "/models"} in container["env"]
     head = spec["rayClusterSpec"]["headGroupSpec"]
     accounts = [one["template"]["spec"]["serviceAccountName"] for one in (head, group)]
     assert accounts == ["rlhf-head", "rlhf-worker"], "workers must not start pods"
     assert "tolerations" not in head["template"]["spec"]
-    # The operator's pod queries the dashboard, so the dashboard listens on all interfaces and needs a token.
+    # The KubeRay operator queries the dashboard from another pod, so the dashboard listens on all interfaces and needs a token.
     assert head["rayStartParams"]["dashboard-host"] == "0.0.0.0"
     assert spec["rayClusterSpec"]["authOptions"] == {"mode": "token"}
     command = ["python", "-m", "pipeline", "sft", "jobs/llama3-8b/sft.yaml", *overrides]
@@ -233,7 +234,7 @@ def test_a_name_follows_the_rules_of_kubernetes(run, name):
 
 
 def test_the_gpu_and_its_nodes_have_to_be_named(capsys, monkeypatch):
-    """Ray trusts the label of a pod, so on a node with a smaller GPU the workers would run out of memory."""
+    """Ray does not check that a pod's GPU label is true. On a node with a smaller GPU, workers would run out of memory."""
     job = ["jobs/llama3-70b-qlora/ppo.yaml", *SHARED_STORAGE]
     assert "GPU: found A100-80G, H100, H200, expected one of in(A100-80G,H100,H200)" in refused(capsys, *job)
     monkeypatch.setenv("GPU", "L40S")
@@ -263,7 +264,8 @@ def test_pods_of_the_platform_pass_the_restricted_standard():
     [postgres, mlflow] = [
         one["spec"]["template"]["spec"] for one in platform if "template" in one.get("spec", {})
     ]
-    for pod, user, group in ((postgres, 999, 999), (mlflow, 1000, 100)):  # the users of their images
+    # The users that the container images run as.
+    for pod, user, group in ((postgres, 999, 999), (mlflow, 1000, 100)):
         security, (container,) = pod["securityContext"], pod["containers"]
         assert (security["runAsUser"], security["fsGroup"]) == (user, group)
         assert security["runAsNonRoot"] and security["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -314,7 +316,7 @@ def test_the_platform_has_what_the_manifests_name():
     [("rayjob", "jobs/own"), ("rayservice", "jobs/own/serve.yaml"), ("raycronjob", "jobs/own/kto.yaml")],
 )
 def test_kuberay_has_every_field(kind, path, monkeypatch):
-    """Uses a strict copy of KubeRay's schemas, because the operator silently drops an unknown field."""
+    """Uses a strict copy of KubeRay's schemas, because the KubeRay operator silently drops unknown fields."""
     try:
         text = urllib.request.urlopen(CRDS.format(kind), timeout=30).read()
     except OSError as error:

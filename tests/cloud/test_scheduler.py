@@ -1,4 +1,4 @@
-"""Tests where Ray's autoscaler places the shipped jobs, and that the checks before the upload agree with the autoscaler."""
+"""Tests on which nodes Ray's autoscaler places the shipped jobs, and that the checks before an upload agree with it."""
 
 import re
 from collections import Counter
@@ -31,7 +31,7 @@ JOBS = [
     for profile in ("llama3-8b-qlora", "llama3-8b", "llama3-70b-qlora")
     for stage in ON_WORKERS
 ] + [f"llama3-70b/{stage}" for stage, facts in STAGE.items() if facts.runs_in == "train"]
-# The quick tests use the stage with one role and the stage with most roles.
+# The quick tests use the stage with one role and the stage with the most roles.
 JOBS = [pytest.param(job, marks=[pytest.mark.slow] * (not job.endswith(("/sft", "/ppo")))) for job in JOBS]
 pytestmark = pytest.mark.usefixtures("in_root")
 
@@ -51,7 +51,7 @@ def request(bundle):
 
 
 def started(config, gang=(), tasks=0, without=(), actors=()):
-    """Returns {node type: count} that the autoscaler starts for a placement group, tasks of one CPU, and single actors."""
+    """Returns {node type: count} of the nodes that the autoscaler starts for a placement group, one-CPU tasks and actors."""
     kinds = AutoscalingConfig(config, skip_content_hash=True).get_node_type_configs()
     for name in (config["head_node_type"], *without):  # the head is already running
         del kinds[name]
@@ -82,7 +82,7 @@ def read(file):
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_job_passes_the_checks_and_gets_gpus_with_enough_memory(name, aws):
-    """Also removes the chosen node types one after another, as if the cloud had no capacity for these types."""
+    """Removes the node types that the autoscaler chooses, one after another, as if the cloud had no capacity for them."""
     job = load_job(f"jobs/{name}.yaml", [])
     run_checks(job, aws)
     planned = plan_of(job).peak / plan.GIB
@@ -117,7 +117,7 @@ def test_a_task_without_a_gpu_starts_no_gpu_node(file, tasks):
 
 
 def rollout_jobs():
-    """Yields (cluster file, ppo job of a profile with the overrides in its comments)."""
+    """Yields (cluster file, ppo job) for each profile, with the overrides that the job's comments name."""
     ahead = ["rollout.num_workers=3", "rollout.staleness=1", "rollout.label_selector={market: spot}"]
     stay = "scaling.label_selector={{market: on-demand{}}}".format
     gpus = ', ray.io/accelerator-type: "in(A100-40G,L40S,A100-80G,H100,H200)"'
@@ -175,7 +175,7 @@ def autoscaling_config_of(spec):
 
 
 def placed_bundles(job):
-    """Returns the job's bundles, or with STRICT_PACK one bundle for the node of all workers."""
+    """Returns the job's bundles. With STRICT_PACK, all workers share a node, so the result is one bundle."""
     each = bundles(job)
     if job.scaling.get("placement_strategy") != "STRICT_PACK":
         return each
@@ -222,7 +222,7 @@ def test_the_checked_bundles_are_the_bundles_of_ray_train(profile, stage):
 
 @pytest.fixture
 def aws():
-    """Returns the cluster of cluster.yaml without a running worker."""
+    """Returns the cluster of cluster.yaml before any worker node runs."""
     types, most = clusterfile.types_of("rlhf")
     return preflight.Cluster([clusterfile.NodeType({"CPU": 4.0})], types, most)
 
@@ -257,4 +257,4 @@ def test_labels_of_live_nodes_are_checked(aws):
         else:
             run_checks(sft(), up)
     wanted = sft("scaling.label_selector=null", "scaling.accelerator_type=H100")
-    run_checks(wanted, aws)  # Ray adds this resource to an EC2 type
+    run_checks(wanted, aws)  # Ray itself adds this resource to the node type of an EC2 instance

@@ -47,11 +47,11 @@ def test_notices_of_aws_and_google(service):
     assert service.asked[-1].get("X-aws-ec2-metadata-token") == "T0KEN"
     service.shutdown()
     service.server_close()
-    assert spot.seconds_left() is None  # not a spot instance
+    assert spot.seconds_left() is None  # this instance is not a spot instance
 
 
 def test_a_notice_drains_the_node_once_ray_takes_it(service, tmp_path):
-    """Runs the script like a node. A fake `ray` records its calls, and fails the first time."""
+    """Runs the spot watcher as a node does. A fake `ray` command records its arguments, and fails at the first call."""
     ray = tmp_path / "ray"
     ray.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n[ "$(wc -l < {tmp_path}/asked)" = 2 ]\n')
     ray.chmod(0o755)

@@ -36,7 +36,7 @@ def head():
 
 @pytest.fixture
 def cluster(head, monkeypatch):
-    """Sets the environment of a user who submits jobs to this head."""
+    """Sets the environment variables of a user who submits jobs to this head."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("RAY_ADDRESS", head.address)
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
@@ -141,13 +141,13 @@ def test_resources_include_nodes_that_the_autoscaler_may_start(job):
     with pytest.raises(InputError, match=message) as refused:
         preflight.check_resources(job(*gpus, "scaling.num_workers=8").places, scaled_to_zero)
     preflight.check_resources(job(*gpus, refused.value.change).places, scaled_to_zero)
-    with pytest.raises(InputError, match="resources for 2 "):  # max_workers of the whole cluster
+    with pytest.raises(InputError, match="resources for 2 "):  # the limit is max_workers of the full cluster
         preflight.check_resources(
             job(*gpus, "scaling.num_workers=4").places, replace(scaled_to_zero, max_workers=2)
         )
     with pytest.raises(InputError, match="workers with 2 GPU each, but the cluster has resources for 0"):
         preflight.check_resources(job(*gpus, "scaling.resources_per_worker={GPU: 2}").places, scaled_to_zero)
-    # num_workers=[2, 8] needs only two workers
+    # With num_workers=[2, 8], a job can start with two workers.
     preflight.check_resources(job(*gpus, "scaling.num_workers=[2, 8]").places, scaled_to_zero)
 
 
@@ -203,7 +203,8 @@ def test_files_that_nodes_do_not_get_are_named(job, tmp_path, monkeypatch):
     elsewhere = workload_of(load_job("jobs/demo/sft.yaml", [f"data.train={outside}"])).paths
     with pytest.raises(InputError, match=r"data\.train: .*outside\.jsonl' is on this machine's own disk"):
         preflight.check_paths(elsewhere, two, {"jobs/demo/sft.yaml": 1})
-    preflight.check_paths([("data.train", str(outside))], a_cluster({"CPU": 4}), {})  # it may be this machine
+    # The only node may be this machine, so a local path is accepted.
+    preflight.check_paths([("data.train", str(outside))], a_cluster({"CPU": 4}), {})
 
 
 def test_a_too_large_upload_names_its_largest_files(tmp_path, monkeypatch):
@@ -251,14 +252,15 @@ def test_the_exit_status_is_the_status_of_the_job(cluster, capsys):
     assert submit.follow(api, "fails") == 2
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("line")]
     assert lines == ["line 0", "line 1", "line 2"]
-    submit_shell(api, "died", status=2)  # for example, a library that lacks one of its files
+    submit_shell(api, "died", status=2)  # for example, because a file of a library is missing
     assert submit.follow(api, "died") == 1
     assert "died failed: " in capsys.readouterr().err
 
 
 def test_a_lost_connection_loses_no_line_and_repeats_none(cluster, capsys, monkeypatch):
     proxy = Proxy(cluster.port)
-    monkeypatch.setenv("RAY_ADDRESS", proxy.address)  # Ray's client prefers this variable
+    # Ray's client prefers this variable to its `address` argument.
+    monkeypatch.setenv("RAY_ADDRESS", proxy.address)
     api = submit.Api(proxy.address)
     submit_shell(api, "cut", lines=40, pause=0.2)
 
@@ -272,7 +274,7 @@ def test_a_lost_connection_loses_no_line_and_repeats_none(cluster, capsys, monke
 
 
 class ClientWithoutLog:
-    """A client of Ray that returns `states` one after another and cannot read the log."""
+    """A Ray client that returns the job states `states` one after another, and cannot read the log."""
 
     def __init__(self, *states):
         self.states = list(states)
@@ -300,12 +302,12 @@ def test_a_job_whose_log_cannot_be_read_ends_with_its_state(capsys, monkeypatch)
     assert "the end of the log is missing" in message and "job failed: its node died" in message
     assert submit.follow(ClientWithoutLog(OSError("no route"), "SUCCEEDED"), "job") == 0
     monkeypatch.setattr(submit, "SILENT_SECONDS", -1)
-    with pytest.raises(OSError, match="no route"):  # although Ray's client can be created
+    with pytest.raises(OSError, match="no route"):  # creating Ray's client succeeds, but its requests fail
         submit.follow(ClientWithoutLog(OSError("no route")), "job")
 
 
 def test_leaving_a_job_and_ending_it(cluster, capsys, monkeypatch):
-    """Ctrl-C ends `logs`, but not the job, whose name stays in use. `stop` ends the job."""
+    """Ctrl-C ends `logs`, but the job continues and its name stays in use. `stop` ends the job."""
     api = submit.Api(cluster.address)
     submit_shell(api, "long", lines=1000, pause=0.2)
     command = [sys.executable, "-m", "pipeline.cloud.submit", "logs", "long"]
@@ -343,7 +345,7 @@ print("worker", ray.get(ray.remote(lambda: os.environ["HF_TOKEN"][::-1]).remote(
 def test_jobs_get_an_installed_package_and_secrets_that_no_log_of_ray_has(
     cluster, capsys, tmp_path, monkeypatch
 ):
-    """Outside a clone, the nodes import the package of this machine instead of the package in their image."""
+    """If a job is submitted outside a clone, the nodes import this machine's package instead of the package in their image."""
     with submit.runtime_env({}) as clone:
         assert clone["working_dir"] == "." and not clone["py_modules"]
     monkeypatch.chdir(tmp_path)
@@ -363,7 +365,7 @@ def test_jobs_get_an_installed_package_and_secrets_that_no_log_of_ray_has(
 
 
 def test_an_address_with_a_vendors_scheme_is_resolved_by_ray(cluster, tmp_path, monkeypatch, capsys):
-    """Uses a fake vendor's module, which returns the cluster's address and credentials."""
+    """Uses the module of a fake vendor, which returns the cluster's address and credentials."""
     (tmp_path / "mycloud.py").write_text(
         "from ray.dashboard.modules.dashboard_sdk import ClusterInfo\n"
         "def get_job_submission_client_cluster_info(address, **_):\n"
@@ -383,7 +385,7 @@ def test_an_address_with_a_vendors_scheme_is_resolved_by_ray(cluster, tmp_path, 
 
 @pytest.mark.slow
 def test_a_stage_runs_on_the_cluster(cluster, capfd, tmp_path):
-    """Also submits the run twice at the same time: one submitter runs the run, and the other exits with a message."""
+    """Two processes submit the same run at the same time. One of them starts the run, and the other exits with a message."""
     short = ["gate={}", "trainer.max_steps=1", "trainer.eval_on_start=false", "trainer.eval_strategy=no"]
     arguments = ["sft", "jobs/demo/sft.yaml", f"run.storage_path={tmp_path}/runs", "run.name=far", *short]
     command = [sys.executable, "-m", "pipeline", *arguments]
@@ -394,7 +396,8 @@ def test_a_stage_runs_on_the_cluster(cluster, capfd, tmp_path):
     assert "submitting far to" in shown and "rlhf-sft v1" in shown, shown
     assert "on this cluster already (far); to follow it, run make logs NAME=far" in refusal.splitlines()[-1]
     assert (tmp_path / "runs/far/result.json").exists()
-    assert len(list((tmp_path / "runs/far/lease").iterdir())) == 1  # no other process has tried to write
+    # No other process has tried to acquire the lease.
+    assert len(list((tmp_path / "runs/far/lease").iterdir())) == 1
     wrong = [*arguments, "run.name=wrong", "data.train=jobs/demo/data/preferences.jsonl"]
     assert main(wrong) == 2
     assert "such rows fit rm" in capfd.readouterr().out

@@ -37,12 +37,13 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def hosts():
     """Starts three hosts with a shared mount and separate homes."""
-    folder = Path(tempfile.mkdtemp(prefix="rlhf.")).resolve()  # short, because socket paths have a limit
+    # The path is short, because the length of socket paths is limited.
+    folder = Path(tempfile.mkdtemp(prefix="rlhf.")).resolve()
     (folder / "shared").mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2g", "tmpfs", str(folder / "shared")], check=True)
     try:
         with Hosts(folder, 3, [Path(sys.prefix), ROOT, folder]) as made:
-            for host in made.hosts:  # where `make setup` would install the environment
+            for host in made.hosts:  # `make setup` would install the environment in this folder
                 (host.home / "rlhf").mkdir()
                 (host.home / "rlhf/.venv").symlink_to(sys.prefix)
             yield made
@@ -62,10 +63,11 @@ def user(hosts):
     config = yaml.safe_load(file.read_text())
     config["provider"].update(head_ip=hosts[0].ip, worker_ips=[host.ip for host in hosts.hosts[1:]])
     config["auth"] = {"ssh_user": "root", "ssh_private_key": str(hosts.key)}
-    assert config["setup_commands"] == ["bash ~/rlhf/start-node.sh install"]  # the hosts have no network
+    # The hosts have no internet access.
+    assert config["setup_commands"] == ["bash ~/rlhf/start-node.sh install"]
     config["setup_commands"] = ["echo 'export PATH=$HOME/rlhf/.venv/bin:$PATH' >> ~/.bashrc"]
     config["file_mounts"]["~/rlhf/pyvenv.cfg"] = f"{sys.prefix}/pyvenv.cfg"
-    # Nothing runs on the head, as in the cloud. A worker fits one training worker and the data tasks.
+    # As in the cloud, the head runs no tasks. A worker node has CPUs for one training worker and the data tasks.
     config["head_start_ray_commands"][1] += " --num-cpus=0 --object-store-memory=150000000"
     config["worker_start_ray_commands"][1] += " --num-cpus=2 --object-store-memory=200000000"
     file.write_text(yaml.safe_dump(config))
@@ -147,13 +149,13 @@ def test_jobs_run_on_several_hosts(cluster, user, hosts):
         now = trainers(cluster)
         new, before = {actor: now[actor] for actor in now.keys() - before.keys()}, now
         assert len(new) == 2 and len(set(new.values())) == 2, "the two workers were not on two hosts"
-    # The registry requires the password from every address.
+    # The MLflow server requires the password from clients at every address.
     with pytest.raises(urllib.error.HTTPError, match="401"):
         get(f"http://{hosts[0].ip}:5000/api/2.0/mlflow/experiments/search?max_results=1", "")
 
 
 def test_storage_that_is_not_shared_is_refused(cluster, user):
-    """Each host has its own /tmp, which the job detects before it starts a worker."""
+    """The job's storage is in /tmp, which differs on each host. The job reports this before it starts a worker."""
     alone = "ARGS=run.storage_path=/tmp/alone/runs run.name=alone"
     assert "is not shared" in make(user, "sft", alone, status=2, RAY_ADDRESS=cluster)
 
@@ -172,7 +174,7 @@ http.server.HTTPServer(('169.254.169.254', 80), Say).serve_forever()
 
 
 def test_a_spot_notice_drains_the_node(cluster, hosts):
-    """A small script answers at the address of the clouds' metadata service, which the watcher of a worker queries."""
+    """A worker's spot watcher queries the cloud's metadata service. A small script answers at that address."""
     host = hosts[2]
     subprocess.run(["ip", "-n", host.name, "addr", "add", "169.254.169.254/32", "dev", "lo"], check=True)
     command = ["ip", "netns", "exec", host.name, sys.executable, "-c", NOTICE]

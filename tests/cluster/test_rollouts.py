@@ -31,7 +31,7 @@ pytestmark = [
 
 
 class Ppo:
-    """A run of ppo whose driver is on the first host."""
+    """A PPO run whose driver is on the first host."""
 
     def __init__(self, cluster, name):
         self.folder = cluster.folder / "runs" / name
@@ -40,7 +40,7 @@ class Ppo:
         self.process = cluster.start(cluster.hosts[0], *command, *PPO, *where)
 
     def reaches(self, step):
-        """Waits for the line of a step."""
+        """Waits until the run prints the line of this step."""
         pattern = re.compile(rf"\bstep +{step}/{UPDATES}\b")
 
         def there():
@@ -73,7 +73,7 @@ def test_hosts_of_rollout_workers_die_and_rejoin(cluster):
     expected = undisturbed.result()
     cluster.leave(other)
 
-    # Only one host at a time has a rollout worker, which therefore samples the update.
+    # Only one host at a time has a rollout worker, so this rollout worker samples all completions of the update.
     run = Ppo(cluster, "disturbed")
     for step, leaves, joins in ((3, one, other), (6, other, one)):
         run.reaches(step)
@@ -96,5 +96,5 @@ def test_hosts_of_rollout_workers_die_and_rejoin(cluster):
         f"\nadapter {adapter} bytes; an update: {sent[0] / updates:.0f} from the trainer's host, "
         f"{sum(sent[1:]) / updates:.0f} from the two others"
     )
-    # Two workers fetch each version. The base is ten times as large, and is sent only once.
+    # Two rollout workers fetch each policy version. The base is ten times as large as an adapter, and is sent only once.
     assert adapter < sent[0] / updates < 4 * adapter

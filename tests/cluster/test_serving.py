@@ -2,7 +2,7 @@
 
     .venv/bin/python -m pytest tests/cluster/test_serving.py -s          # 9 minutes on two busy cores; needs root
 
-The driver, the proxy, the recorder and MLflow are on the first host. The clients are in this process, on no host.
+The driver, the proxy, the recorder and MLflow run on the first host. The clients run in this process, outside the hosts.
 """
 
 import secrets
@@ -60,7 +60,7 @@ class Client:
         self.token = {"Authorization": f"Bearer {cluster.environment[TOKENS]}"}
 
     def post(self, path, body):
-        """Returns (status, answer), with status 0 for a broken connection."""
+        """Sends a POST request. Returns (status, answer), where status 0 means that the connection broke."""
         try:
             status, _, answer = ask(self.url, path, body, **self.token)
         except OSError as error:
@@ -72,7 +72,7 @@ class Client:
         return self.post("/v1/chat/completions", asked)
 
     def answers(self, version=None):
-        """Returns {replica: number of its answers} of all replicas on the metrics page."""
+        """Returns {replica: number of its answers} for all replicas on the metrics page."""
         status, _, page = ask(self.url, "/metrics", **self.token)
         assert status == 200, page
         counts = {}
@@ -85,7 +85,7 @@ class Client:
 
 
 class Load:
-    """Eight clients that send one request after another, and repeat a failed request once, after a second.
+    """Eight clients that each send one request after another. A client repeats a failed request once, after a second.
 
     Args:
         requests: total number. If None, the clients send requests until the block ends.
@@ -94,7 +94,8 @@ class Load:
     def __init__(self, client, requests=None):
         self.client, self.requests = client, requests
         self.answers = []  # (time, answer)
-        self.repeated, self.failed = [], []  # (status, message) of a failed first and second try
+        # (status, message) of first attempts and of second attempts that failed.
+        self.repeated, self.failed = [], []
         self.number, self.lock, self.ended = 0, threading.Lock(), False
         self.threads = [threading.Thread(target=self._work, daemon=True) for _ in range(CLIENTS)]
 
@@ -178,7 +179,7 @@ def test_a_host_dies_and_rejoins_and_an_alias_moves_under_load(cluster, server):
 
 
 def assert_equal_answers_for_equal_seeds(client):
-    """Sends requests one after another, because on a CPU the batch size changes the rounding."""
+    """Checks that equal seeds give equal answers. Sends no requests in parallel: on a CPU, the batch size changes rounding."""
     texts = {
         seed: {client.chat(seed=seed)[1]["choices"][0]["message"]["content"] for _ in range(12)}
         for seed in range(3)

@@ -1,4 +1,7 @@
-"""Tests `chat` with lines from a pipe, and compares its output with the engine's. tests/test_readme.py runs a real process."""
+"""Tests `chat` with lines from a pipe, and compares the answers with those of the inference engine.
+
+tests/test_readme.py runs a real process.
+"""
 
 import io
 import re

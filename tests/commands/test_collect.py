@@ -1,4 +1,4 @@
-"""Tests `collect`: which prompts it uses, and which training rows it makes from their completions."""
+"""Tests `collect`: which prompts it selects, and which training rows it makes from the completions to these prompts."""
 
 import itertools
 import json
@@ -166,7 +166,7 @@ def rounds(folder: Path, storage: Path, **popen) -> subprocess.Popen:
 
 @pytest.mark.slow
 def test_a_killed_script_of_rounds_continues_without_repeating_a_finished_run(storage, tmp_path):
-    """The gate of an evaluation may fail in this test. If the gate fails, the script ends in that round."""
+    """The gate of an evaluation may fail in this test. The script then ends after that evaluation."""
     registered(storage)
     cut = storage / "loop-1-dpo"
     with (

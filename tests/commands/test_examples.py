@@ -45,7 +45,7 @@ TOOLS = """\
 
 
 def small(name: str) -> list[str]:
-    """Returns overrides for an example: the model of the demo, and the rows in tests/data/shapes."""
+    """Returns overrides with which an example job uses the model of the demo and the rows in tests/data/shapes."""
     (path,) = (ROOT / "tests/data/shapes").glob(f"{name}.*")
     settings = ["model.name_or_path=jobs/demo/model", "data.max_length=256", "data.eval_fraction=0"]
     return [f"data.train={path}", *settings, "data.on_error=raise"]

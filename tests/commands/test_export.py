@@ -1,4 +1,4 @@
-"""Tests that other libraries load what `export` writes and give the adapter's outputs, and that a push is one commit."""
+"""Tests that other libraries load exported models and compute the adapter's outputs, and that a push is one commit."""
 
 import contextlib
 import io
@@ -57,14 +57,15 @@ def test_a_folder_has_the_files_that_transformers_needs(exported, models):
         wanted = {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "README.md"}
         assert wanted <= names
         assert not any(name.startswith(("adapter", "pytorch_model")) for name in names)
-        settings = json.loads((folder / "config.json").read_text())  # transformers 4 reads these key names
+        settings = json.loads((folder / "config.json").read_text())  # the key names that transformers 4 reads
         assert settings["rope_theta"] == 10000.0 and settings["torch_dtype"] == settings["dtype"] == "float32"
         words = json.loads((folder / "tokenizer_config.json").read_text())
         assert words["tokenizer_class"] == "PreTrainedTokenizerFast"
         card = (folder / "README.md").read_text()
         version = "toy-policy/1" if kind == "policy" else "toy-rm/1"
         named = (f"models:/{version}", "sha256:abababab", "eval_accuracy: 0.75", "trl 1.16.0")
-        for text in (*named, "Needs transformers 5.0 or newer"):  # because the base needs transformers 5
+        # The base was saved in a format that needs transformers 5.
+        for text in (*named, "Needs transformers 5.0 or newer"):
             assert text in card
     assert "as its policy" in card and "models:/toy-policy/1" in card
     said = json.loads((Path(exported["policy"]["folder"]) / "generation_config.json").read_text())
@@ -161,7 +162,7 @@ def test_a_push_is_complete_and_private(models, storage, hub, capsys, monkeypatc
 
 
 def test_a_version_replaces_the_files_of_the_previous_one(models, storage, hub):
-    """Files that the user added stay."""
+    """A push removes the previous version's files. Files that the user added to the repository stay."""
     stage("export", storage, "first", *POLICY, *ADAPTER, PUSH)
     added = {"notes.md": b"mine", "gguf/config.json": b"{}"}
     hub.put("owner/mine", hub.files("owner/mine") | added, private=True)
@@ -170,7 +171,7 @@ def test_a_version_replaces_the_files_of_the_previous_one(models, storage, hub):
     assert "model.safetensors" in there and ".gitattributes" in there
     assert not [name for name in there if name.startswith("adapter") or name == "lineage.json"]
     assert added.items() <= hub.files("owner/mine").items()
-    assert len(hub.repos["owner/mine"]["commits"]) == 4  # the history keeps the adapter
+    assert len(hub.repos["owner/mine"]["commits"]) == 4  # the adapter is still in the commit history
 
 
 @pytest.mark.parametrize(
@@ -214,14 +215,15 @@ def test_without_network_nothing_is_merged(models, storage, hub, capsys, monkeyp
 
 def test_an_interrupted_push_continues(models, storage, hub, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-    hub.lfs, hub.broken_after = True, 4  # the fifth request, which sends the weights, fails
+    hub.lfs, hub.broken_after = True, 4  # the fifth write request, which sends the weights, fails
     stage("export", storage, "cut", *POLICY, *ADAPTER, PUSH, status=1)
     said = capsys.readouterr().err
     assert "507" in said and "run.name=cut continues without merging again" in said
     assert set(hub.files("owner/mine")) == {".gitattributes"}  # the repository has no incomplete file
     hub.broken_after = None
     result = stage("export", storage, "cut", *POLICY, *ADAPTER, PUSH)
-    assert "the adapter" not in capsys.readouterr().out  # the first attempt exported the adapter
+    # The second attempt does not export the adapter again.
+    assert "the adapter" not in capsys.readouterr().out
     assert of_folder(Path(result["exported"]["policy"]["folder"])).items() <= hub.files("owner/mine").items()
 
 
@@ -236,7 +238,7 @@ def test_an_interrupted_push_continues(models, storage, hub, capsys, monkeypatch
     ids=["policy", "merged-reward", "merged-policy", "reward"],
 )
 def test_the_code_of_a_card_gives_the_adapters_outputs(models_of, merge, engine, storage, in_root):
-    """The code uses plain peft and transformers, and the folder of the base."""
+    """The model card's code uses only peft, transformers and the folder of the base."""
     kind = "policy" if models_of is POLICY else "reward"
     made = stage("export", storage, f"card-{kind}-{merge}", *models_of, f"trainer.merge={merge}")["exported"]
     folder = Path(made[kind]["folder"])
@@ -254,8 +256,7 @@ def test_the_code_of_a_card_gives_the_adapters_outputs(models_of, merge, engine,
 
 
 def test_a_card_has_the_fields_that_the_hub_reads(models, storage, hub, in_root):
-    """The base is on the Hub. The card has the base's license, the datasets of all ancestors, and the versions that wrote
-    rows."""
+    """The card names the base's license, the datasets of all ancestors, and the model versions that wrote training rows."""
     readme = b"---\nlicense: llama3.1\nlicense_link: https://x.org/licence\n---\nA base."
     hub.put("org/base", of_folder(Path(BASE)) | {"README.md": readme})
     folder = storage / "on-the-hub"
@@ -307,12 +308,12 @@ def test_vllm_serves_an_adapter_with_the_command_that_export_prints(engine, mode
 
 
 def ask(command, path, body):
-    """Starts a server with this command, sends one request, and returns the answer."""
+    """Starts a server with this command, sends one request to the server, and returns the answer."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
     words = [*shlex.split(command), "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "256"]
-    words += ["--enforce-eager"]  # starts faster, because nothing is compiled
+    words += ["--enforce-eager"]  # makes vLLM start faster, because it compiles nothing
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "PATH": f"{SERVES}:{os.environ['PATH']}"}
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryFile() as log:

@@ -1,4 +1,4 @@
-"""Tests `rlhf init`, which writes jobs for a file with unknown columns."""
+"""Tests `rlhf init`, which writes job files for the user's own data files."""
 
 import json
 import re
@@ -45,13 +45,13 @@ def plain_pairs(count):
 
 
 def init(*given, model=MODEL):
-    """Runs `init` with the model of the demo. Returns a function that loads the job (name of the profile, stage)."""
+    """Runs `init` with the model of the demo. Returns a function that loads the job of (profile, stage)."""
     assert main(["init", *given, "--model", str(model)]) == 0
     return lambda name, stage: load_job(f"jobs/{name}/{stage}.yaml", [], stage)
 
 
 def next_commands(shown):
-    """Returns the subcommands below `Run next:`, which are targets of make if make runs the tests."""
+    """Returns the subcommands below `Run next:`. If make runs the tests, these are make targets."""
     return re.findall(r"(\w+) (?:JOB=)?jobs/", shown.partition("Run next:")[2])
 
 
@@ -62,7 +62,7 @@ def test_a_job_for_each_stage_that_can_read_the_rows(here, capsys):
     columns = {"prompt": "question", "first": "output_1", "second": "output_2", "label": "preference"}
     assert (job.data.train, job.data.columns) == ("my.pairs.jsonl", columns)
     assert job.model.name_or_path == load_job(ROOT / "jobs/own/rm.yaml").model.name_or_path
-    # The folder of existing jobs is not changed.
+    # `init` does not change a folder that already contains jobs.
     (here / "jobs/my/rm.yaml").write_text("mine\n")
     assert main(["init", "my.pairs.jsonl"]) == 2
     assert "jobs/my exists; add jobs to it with --name my, or choose another name" in capsys.readouterr().err
@@ -80,12 +80,13 @@ def test_demonstrations_alone_make_a_policy_of_another_profile(here, capsys):
     assert load_job("jobs/talks/generate.yaml").policy == "models:/talks-sft@champion"
     shown = capsys.readouterr().out
     assert "set `reward` in jobs/talks/ppo.yaml" in shown  # without pairs there is no reward model
-    assert "warning: the jobs keep the lengths of the profile: " in shown  # because the model is gated
+    # `init` cannot read the tokenizer of a gated model.
+    assert "warning: the jobs keep the lengths of the profile: " in shown
     assert next_commands(shown) == ["validate", "sft", "chat", "serve", "export"]
 
 
 def test_a_folder_becomes_a_profile_with_all_jobs(here, capsys):
-    """Uses rows of the demo. Eval files are not trained on, and lengths follow from rows and tokenizer."""
+    """Uses rows of the demo. Eval files are not trained on, and length limits are computed with the rows and the tokenizer."""
     (here / "my").mkdir()
     for file in (ROOT / "jobs/demo/data").glob("*.jsonl"):
         (here / "my" / file.name).write_text("".join(file.open().readlines()[:100]))
@@ -159,7 +160,7 @@ def test_unreadable_rows_are_reported(here, capsys):
 
 
 def test_messages_and_a_base_without_a_chat_template_use_the_built_in_one_in_every_job(here, tmp_path):
-    """If the jobs differed, the reward model would read plain text, and the policy conversations."""
+    """If the jobs had different templates, the reward model would read plain text and the policy conversations."""
     shutil.copytree(MODEL, here / "base")
     (here / "base/chat_template.jinja").unlink()
     turns = [{"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}]} for n in range(9)]  # fmt: skip
@@ -184,7 +185,7 @@ def talks(count, tools=False):
 
 
 def test_columns_may_be_set(here, capsys):
-    """The names of these columns say nothing about their content."""
+    """`init` cannot guess these columns, because their names do not describe their content."""
     made = [{"ask": f"Say {n}.", "x": f"{n}.", "y": "No.", "by": ["l", "r"][n % 2]} for n in range(60)]
     columns = "data.columns={prompt: ask, first: x, second: y, label: by}"
     meaning = "data.label={first: l, second: r}"
@@ -199,7 +200,7 @@ def test_columns_may_be_set(here, capsys):
 
 
 def test_a_set_column_is_not_guessed_as_another_field(here):
-    """If verdicts were guessed as completions, sft would learn to write verdicts."""
+    """If `init` guessed that the column of verdicts has completions, sft would learn to write verdicts."""
     names = {
         "Question": "Why {}?",
         "Answer A": "So {}.",
@@ -238,7 +239,7 @@ def test_every_folder_of_jobs_is_in_the_list_of_shipped_folders():
     assert {line.split("/")[1] for line in listed.stdout.split() if line.count("/") > 1} == {*shipped.FOLDERS}
 
 
-# ---- which files and rows a job gets -----------------------------------------------------------------------------
+# ---- which files and rows `init` selects for a job -----------------------------------------------------------------------------
 
 
 def test_eval_files_are_not_trained_on(here, capsys):
@@ -260,7 +261,7 @@ def test_eval_files_are_not_trained_on(here, capsys):
 
 
 def test_each_file_goes_to_the_stages_that_can_read_it(here, capsys):
-    """Files of one format may have different columns. A file that no stage reads is skipped."""
+    """Files of the same format may have different columns. `init` skips a file that no stage can read."""
     rows(here / "two/a.jsonl", PAIRS)
     rows(here / "two/b.jsonl", plain_pairs(9))
     rows(here / "two/c.jsonl", [{"numbers": n} for n in range(5)])
@@ -291,7 +292,7 @@ def test_evaluate_gets_the_eval_prompts_of_ppo_with_all_their_columns(here):
 
 
 def test_a_label_with_an_unclear_meaning_is_left_to_the_user(here, capsys):
-    """Lengths do not depend on what the label means."""
+    """`init` still computes the length limits, because these do not depend on what the label means."""
     unclear = [row | {"preference": n % 2} for n, row in enumerate(PAIRS)]
     written = init(rows(here / "u.jsonl", unclear))
     assert (written("u", "rm").data.max_length, written("u", "ppo").trainer["response_length"]) == (64, 16)
@@ -333,7 +334,7 @@ def test_prompts_alone_suggest_no_command_before_a_reward_is_set(here, capsys):
 
 
 def test_a_profile_gets_jobs_for_one_more_file(here, capsys):
-    """Existing jobs stay, edited or not. The new jobs have the same base and start from its sft policy."""
+    """`init` does not change existing jobs. The new jobs use the same base and start from the profile's sft policy."""
     rows(here / "my/chats.jsonl", talks(60))
     init("my", "--name", "vet")
     edited = (here / "jobs/vet/sft.yaml").read_text() + "\n# mine\n"

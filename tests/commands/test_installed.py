@@ -43,7 +43,7 @@ def test_the_wheel_names_the_command_and_carries_profiles_and_demo(wheel):
 
 
 def test_demo_writes_its_files_to_the_current_folder_and_keeps_existing_ones(wheel, tmp_path):
-    """A wrong key makes the run end before it trains."""
+    """The command has an invalid key, so it ends before training."""
     done = rlhf(wheel, tmp_path, "demo", "trainer.learning_rat=1")
     assert done.returncode == 2 and "did you mean trainer.learning_rate?" in done.stderr
     assert done.stdout == "wrote jobs/demo: job files to read and change\n"
@@ -87,7 +87,7 @@ def test_completion_knows_subcommands_job_files_and_their_keys():
 
 
 def test_python_functions_of_the_current_folder_are_found(wheel, tmp_path):
-    """The message shows that the module was imported. The module lacks the function, so that the run ends there."""
+    """The module does not define the named function. The error message shows that the module was imported."""
     shutil.copytree(wheel / "pipeline/jobs/demo", tmp_path / "jobs/demo")
     (tmp_path / "my_rewards.py").write_text("def f(prompts, completions, rows):\n    return [1.0]\n")
     done = rlhf(wheel, tmp_path, "score", "jobs/demo/score.yaml", "reward=python:my_rewards:g")

@@ -1,4 +1,4 @@
-"""Tests that `generate`, `collect` and `score` write the results of the engine, once each and in order."""
+"""Tests that `generate`, `collect` and `score` write each result of the inference engine once and in order."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def run(verb: str, storage: Path, name: str, rows: list[dict], *overrides: str) 
 
 
 def by_the_engine(engine, rows: list[dict], several: int, temperature: float) -> list[list[dict]]:
-    """Returns the samples of each row, which the engine samples and scores in one batch."""
+    """Returns the samples of each row. The inference engine samples and scores all rows in one batch."""
     ids = [engine.ids(row["prompt"]) for row in rows for _ in range(several)]
     done = engine.sample(ids, 40, temperature=temperature, seed=5)
     samples = Samples(ids, [d.tokens for d in done], [d.ended for d in done], [{}] * len(ids), tokenizer())
@@ -65,7 +65,7 @@ def test_generate_writes_the_row_and_the_engines_completion(engine, storage, cap
 
 
 def by_an_error(folder, given, monkeypatch):
-    """Runs `generate`, which fails when three parts exist."""
+    """Runs `generate`, and makes it fail after it has written three parts."""
     load = generate.load
 
     def loads(host):
@@ -84,7 +84,7 @@ def by_an_error(folder, given, monkeypatch):
 
 
 def by_kill(folder, given):
-    """Runs `generate` in a process, and kills it when three parts exist."""
+    """Runs `generate` in a process, and kills the process after it has written three parts."""
     settings = [*given, f"run.storage_path={folder.parent}", f"run.name={folder.name}"]
     command = [sys.executable, "-m", "pipeline", "generate", "jobs/demo/generate.yaml", *settings]
     with subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL) as process:
@@ -134,7 +134,7 @@ def test_collect_selects_from_the_engines_completions(engine, storage, capfd):
         assert line["seed"] == 5 and line["score_chosen"] > line["score_rejected"]
     assert (result["rows"], result["counts"]["rows"], result["counts"]["completions"]) == (11, len(lines), 33)
     assert len(lines) > 11
-    assert capfd.readouterr().err == ""  # not even lines of Ray's C++ code
+    assert capfd.readouterr().err == ""  # Ray's C++ code must not print anything either
     assert result["counts"]["prompts_with_rows"] == len({line["number"] for line in lines})
     scores = [one["score"] for samples in expected for one in samples]
     assert result["metrics"]["score"] == pytest.approx(sum(scores) / 33, abs=1e-4)

@@ -1,4 +1,4 @@
-"""Tests names, overrides and the estimated time of the stages of `run`. tests/test_readme.py runs the command."""
+"""Tests which names, overrides and time estimates `run` uses for its stages. tests/test_readme.py runs the command."""
 
 import json
 
@@ -10,7 +10,7 @@ from pipeline.job import load_job
 
 
 def test_the_summary_shows_the_results_of_the_profile():
-    """Without a judge, the first metric of PPO is the reward. The next commands are for the same profile."""
+    """Without a judge, the first metric shown for PPO is the reward. The suggested next commands use the same profile."""
     common = {"tracking_uri": "http://mlflow:5000", "folder": "s3://b/runs/x"}
     ppo = {"stage": "ppo", "metrics": {"initial_reward": 0.25, "eval_reward": 0.5}}
     results = [ppo | common, {"stage": "evaluate", "metrics": {"eval_win_rate": 0.75}} | common]

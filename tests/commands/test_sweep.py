@@ -1,4 +1,4 @@
-"""Tests a sweep on Ray, from its command line to the registered version. A slow test kills a worker and the driver."""
+"""Tests a sweep on Ray from the command line to the registered version. A slow test also kills a worker and the driver."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def left(folder):
 
 
 def test_a_sweep_registers_the_better_of_two_trials(embedded_ray, in_root, tmp_path, capsys):
-    """One trial has ended under an earlier driver. The test therefore runs one trial, whose three processes start slowly."""
+    """One trial is already finished, so that the test runs only the other trial. Starting a trial's processes is slow."""
     ended = {"metrics": {"eval_loss": 9.0}, "ended": {"step": 2, "of": 2, "early": None}}
     first = tmp_path / "two/learning_rate-1e-3/result.json"
     first.parent.mkdir(parents=True)
@@ -58,13 +58,13 @@ def test_a_sweep_registers_the_better_of_two_trials(embedded_ray, in_root, tmp_p
     assert summary["best"] == "learning_rate-4e-3" and summary["ended"]
     assert [row["state"] for row in summary["trials"]] == ["finished", "finished"]
     assert [r["step"] for r in summary["reports"]["learning_rate-4e-3"]] == [1, 2]
-    # The run of the best trial registers the only version, which passes the gate of the job.
+    # Only the run of the best trial registers a version, which passes the job's gate.
     (version,) = client(tmp_path).search_model_versions("name = 'rlhf-rm'")
     best = json.loads((tmp_path / "two/learning_rate-4e-3/result.json").read_text())
     assert version.run_id == best["mlflow_run_id"] and version.tags["gate"] == "passed"
     assert (best["version"], best["alias"]) == (str(version.version), "champion")
     assert client(tmp_path).get_model_version_by_alias("rlhf-rm", "champion").version == version.version
-    # MLflow has one parent run for the trials. The rows were tokenized once.
+    # In MLflow, the trials have the same parent run. The rows were tokenized only once.
     known = runs(tmp_path)
     parents = {name: run.data.tags.get("mlflow.parentRunId") for name, run in known.items()}
     parent = known["two"].info.run_id
@@ -169,7 +169,8 @@ def test_four_trials_with_a_worker_and_the_driver_killed(tmp_path):
     assert all("is nan at step" in row["why"] for row in summary["trials"] if row["state"] == "failed")
     best = tmp_path / "four" / summary["best"]
     assert json.loads((best / "result.json").read_text())["version"] == "1"
-    for name in set(stamps) - {summary["best"]}:  # the version was added to the file of the best trial
+    # The file of the best trial changed, because its version was added.
+    for name in set(stamps) - {summary["best"]}:
         assert (tmp_path / f"four/{name}/result.json").stat().st_mtime == stamps[name]
     known = runs(tmp_path)
     assert len(known) == 5  # four trials and their parent
@@ -180,7 +181,7 @@ def test_four_trials_with_a_worker_and_the_driver_killed(tmp_path):
     settings = ["run.name=alone", "mlflow.registered_model=null", "gate={}"]
     alone = [*shlex.split(summary["command"])[1:], *settings]
     subprocess.run([sys.executable, *alone], cwd=ROOT, check=True, stdout=log.open("a"))
-    # The last checkpoint of a trial that was resumed is called final-2.
+    # After a resume, the last checkpoint of a trial is named final-2.
     adapters = [
         Path(json.loads((folder / "result.json").read_text())["adapter"])
         for folder in (best, tmp_path / "alone")

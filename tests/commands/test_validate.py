@@ -1,4 +1,4 @@
-"""Tests that `validate` needs neither the GPUs of a run nor the models that the run starts from."""
+"""Tests that `validate` works without the GPUs and the input models that the run itself needs."""
 
 import pytest
 from running import ROOT

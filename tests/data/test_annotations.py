@@ -1,4 +1,4 @@
-"""Tests that exports of Argilla and Label Studio become rows, and that the majority of their annotators decides."""
+"""Tests that exports of Argilla and Label Studio become rows. If annotators disagree, the majority decides the label."""
 
 import pytest
 from toy_data import make, write
@@ -34,7 +34,7 @@ def json_of_argilla(votes, **more):
 
 
 def task(kind, key, votes, **more):
-    """Returns a task of Label Studio. The task's last annotation was canceled."""
+    """Returns a Label Studio task whose last annotation was canceled."""
 
     def annotation(vote, cancelled=False):
         result = {"id": "a", "from_name": "better", "to_name": "x", "type": kind, "value": {key: vote}}
@@ -97,7 +97,8 @@ def test_an_export_of_preferences_is_guessed_and_read_by_majority(tmp_path, expo
     path = write(tmp_path / "export.jsonl", made)
     (file,) = find_files(path, "data.train")
     rows, _ = first_rows(file, kind_of("sft"))
-    assert guess.guess_columns(rows, kind_of("sft")) is None  # sft would also imitate a bad reply_1
+    # With only reply_1 as completion, sft would imitate bad replies.
+    assert guess.guess_columns(rows, kind_of("sft")) is None
     columns = {"first": "reply_1", "second": "reply_2", "label": "better"}
     assert guess.guess_columns(rows, kind_of("rm")) == columns and guess.is_clear(columns, rows)
     report = make(tmp_path, "rm", train=path, columns=columns).report

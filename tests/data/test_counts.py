@@ -1,4 +1,4 @@
-"""Tests digests, the overlap of train and eval rows, and the model versions that wrote rows, over several chunks."""
+"""Tests results that are combined from chunks: digests, overlap of train and eval rows, and versions that wrote rows."""
 
 import json
 
@@ -34,8 +34,9 @@ def test_a_digest_does_not_depend_on_how_a_file_is_cut(tmp_path, format):
             tasks.tokenize_chunk(one, i, tokenizer(), options, str(tmp_path)) for i, one in enumerate(planned)
         ]
         digests.append(read.content_digest("train", made, options))
-    assert digests[0] == digests[1] and len({*digests}) == 3  # a missing row and another order change it
-    if format == "jsonl":  # runs compare digests with digests that older versions stored
+    # A missing row and another row order change the digest.
+    assert digests[0] == digests[1] and len({*digests}) == 3
+    if format == "jsonl":  # the digest must not change, because older versions stored it in runs
         assert digests[0] == "48aacbd301174b29a5ef432321f39e2c47c5da5f2fd90bab84fdea340bcb8449"
 
 
@@ -85,7 +86,7 @@ def test_rows_are_counted_by_version_and_source(tmp_path):
     assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
     skipped = write(tmp_path / "bad.jsonl", [pair(1, PPO3), pair(2, SFT1, chosen="b")])
     report = make(tmp_path, "dpo", train=skipped, on_error="skip").report
-    assert report.splits["train"].versions == {PPO3: 1}  # dropped rows are not counted
+    assert report.splits["train"].versions == {PPO3: 1}  # versions are not counted for dropped rows
 
 
 def test_rows_are_counted_by_the_judges_that_scored_them(tmp_path):

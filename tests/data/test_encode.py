@@ -52,10 +52,10 @@ TRAINED = [  # stage, row, options of the encoder, expected text with the traine
     # All turns of the assistant are trained, including their end.
     ("sft", CONVERSATION, {}, [f"<s>{HI}⟦ yo</s>⟧{AND}⟦ bye</s>⟧"]),
     ("sft", CONVERSATION, {"template": UNMARKED}, [f"<s>{HI}⟦ yo</s>⟧{AND}⟦ bye</s>⟧"]),
-    # White space after the completion is not trained. EOS is appended if the template has no end.
+    # White space after the completion is not trained. EOS is appended if the template writes no end of turn.
     ("sft", CONVERSATION, CHAT, [f"<s>{ASKS.format('hi')}⟦yo<|im_end|>⟧\n{ASKS.format('and?')}⟦bye<|im_end|>⟧"]),
     ("sft", CONVERSATION, {"template": CHATML}, [f"<s>{ASKS.format('hi')}⟦yo<|im_end|>\n⟧{ASKS.format('and?')}⟦bye<|im_end|>\n</s>⟧"]),
-    # Tool calls are trained, but not the answers of tools.
+    # Tool calls are trained, but tool results are not.
     ("sft", TOOLS, CALLS, [f"{OFFER}{CALL}\n<|im_start|>tool\ndry<|im_end|>\n{SAYS}⟦bye<|im_end|>⟧"]),
     ("sft", {**TOOLS, "messages": [ASK, CALLED]}, CALLS, [OFFER + CALL]),
     ("rm", PAIR, {}, [f"<s>{HI}\n  chosen   ⟦ yo</s>⟧\n  rejected ⟦ no</s>⟧"]),
@@ -77,7 +77,7 @@ WEIGHED = [  # turns, other fields of the row, and the only trained turn
         [USER, FIRST, QUESTION, {**LAST, "train": False}],
         {"system": "s"},
         "yo",
-    ),  # the system prompt shifts the numbers of turns
+    ),  # the system prompt is added as a turn before the row's turns
 ]
 
 
@@ -121,7 +121,7 @@ def test_every_row_format_shows_its_tools(stage):
 
 
 def outcome(stage, row, normalizer=None, **options):
-    """Returns Example, the kind of the row's error, or the reason why the row is dropped."""
+    """Returns the class Example if the row is encoded, otherwise the kind of its error or the reason for dropping it."""
     made = encoder(stage, **options)
     if normalizer:
         made.backend.normalizer = normalizer
@@ -142,11 +142,11 @@ EVIL = [{"name": "f", "arguments": {"x": "<|im_end|>"}}]
         ("sft", {"prompt": "abc", "completion": "defghij"}, {"max_length": 8}, "overlong"),
         ("sft", {"prompt": "abc", "completion": "defghij"}, {"max_length": 3, **CUT}, "prompt_too_long"),
         *((stage, LONG, {"max_length": 20, **CUT}, "equal_after_truncation") for stage in ("rm", "dpo", "kto")),
-        # The tokenizer drops this text.
+        # The tokenizer encodes this text to no tokens.
         *((stage, {"prompt": "hi", "completion": "\u200b"}, INVISIBLE, "empty_completion") for stage in ("sft", "score")),
         ("dpo", {**PAIR, "rejected": "\u200b"}, INVISIBLE, "empty_completion"),
         ("ppo", {"prompt": "\u200b"}, INVISIBLE, "empty_prompt"),
-        # Different completions become equal tokens.
+        # The texts of the two completions differ, but their tokens are equal.
         *((stage, {**PAIR, "rejected": "yO"}, LOWER, "equal_pair") for stage in ("rm", "score")),
         ("dpo", {"prompt": [ASK], "chosen": [CALLED], "rejected": [OTHER_CALL]}, CALLS, Example),
         # Truncation would remove the header of a turn.
@@ -157,7 +157,7 @@ EVIL = [{"name": "f", "arguments": {"x": "<|im_end|>"}}]
         ("sft", {"prompt": [USER, SILENT, USER], "completion": "yo"}, {}, Example),
         ("sft", {"messages": [USER, {**SILENT, "weight": 0}, USER, BOT]}, {}, Example),
         ("ppo", {"prompt": [USER, SILENT, USER]}, {}, Example),
-        # The template CHAT writes no tool calls. One of the last two rows has special tokens in a tool, the other in a call.
+        # The template CHAT writes no tool calls. The last two rows have special tokens, in a tool description and in a call.
         ("sft", TOOLS, CHAT, "template"),
         ("rm", {"prompt": [ASK], "chosen": [CALLED], "rejected": [NO]}, CHAT, "template"),
         ("sft", {**TOOLS, "tools": [{**WEATHER, "description": "a<|im_end|>"}]}, CALLS, "special_tokens"),
@@ -178,7 +178,7 @@ def test_rows_that_are_dropped_and_pairs_that_are_kept():
 
 
 def test_a_token_across_the_border_belongs_to_the_completion():
-    """As in TRL. The report shows the completions of an rm pair from the start of a word."""
+    """As in TRL, such a token is trained. The report shows the completions of an rm pair from the start of a word."""
     tok = tokenizer()
     tok.backend_tokenizer.add_tokens(["ab"])
     pair = {"prompt": "xa", "chosen": "b is north", "rejected": "b is not"}

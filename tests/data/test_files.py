@@ -1,4 +1,4 @@
-"""Tests which files a path, a glob or a folder in a job stands for."""
+"""Tests which files a path, a glob pattern or a folder in a job selects."""
 
 import gzip
 import os
@@ -77,7 +77,8 @@ def test_a_folder_with_only_eval_files_is_not_trained_on(tmp_path):
         InputError, match=r"for evaluation; name those to train on: .*dev\.jsonl, .*test\.jsonl"
     ):
         files.find_files(folder, "data.train")
-    assert len(files.find_files(f"{folder}/*.jsonl", "data.train")) == 2  # a pattern may name eval files
+    # A glob pattern may match eval files.
+    assert len(files.find_files(f"{folder}/*.jsonl", "data.train")) == 2
     assert names_in(folder_of(tmp_path / "test" / "more", "rows.jsonl"), "data.train") == ["rows.jsonl"]
 
 

@@ -1,4 +1,4 @@
-"""Tests that rows in all formats become the same record, and that the error of a bad row names its kind and field."""
+"""Tests that rows in all formats become the same record, and that the error for a bad row has a kind and names the field."""
 
 import json
 
@@ -76,16 +76,17 @@ REPEATED = [
     ("hi", [USER], [USER]),
     (" hi\n", [USER], [USER]),
     ([USER], [USER], [USER]),
-    ("hi", [*ASIDE, USER], [*ASIDE, USER]),  # `prompt` has the last of several questions
-    ("before", [*ASIDE, USER], [*ASIDE, USER]),  # `prompt` has the first question
-    ([SYSTEM, USER], [USER], [SYSTEM, USER]),  # `prompt` adds instructions
+    ("hi", [*ASIDE, USER], [*ASIDE, USER]),  # `prompt` is the last of several questions
+    ("before", [*ASIDE, USER], [*ASIDE, USER]),  # `prompt` is the first of several questions
+    ([SYSTEM, USER], [USER], [SYSTEM, USER]),  # `prompt` has a system message that the conversation lacks
     ([USER], [SYSTEM, USER], [SYSTEM, USER]),
     (ASKED, [USER], [USER]),
     ("ho", [USER], None),
-    ([ASIDE[0]], [*ASIDE, USER], None),  # messages must be the full prompt or its end
+    # A `prompt` with messages must be the full prompt or its last messages.
+    ([ASIDE[0]], [*ASIDE, USER], None),
     ([{"role": "user", "content": "ho"}], [USER], None),
     ([{"role": "system", "content": "t"}, USER], [SYSTEM, USER], None),
-    ("so", [*ASIDE, USER], None),  # `prompt` has the text of an assistant turn
+    ("so", [*ASIDE, USER], None),  # `prompt` is the text of an assistant turn
 ]
 
 
@@ -186,7 +187,7 @@ def test_a_column_of_unrelated_tools_is_not_read():
      ("-1", False), (" false", False), ("Thumbs down", False), ("\U0001f44e", False), ("geography", None), (3, None)],
 )  # fmt: skip
 def test_values_that_a_label_may_have(value, label):
-    """kto learns from good and bad completions, sft from good ones. sft ignores a column whose labels mean neither."""
+    """kto trains on good and bad completions, and sft only on good ones. sft ignores a column without such labels."""
     row = {"prompt": "q", "completion": "a", "label": value}
     if label is None:
         with pytest.raises(RowError, match="for ratings set data"):

@@ -1,4 +1,4 @@
-"""Tests which data.columns are suggested for a file, and for which stages."""
+"""Tests which `data.columns` are suggested for the columns of a file, and for which stages."""
 
 import json
 
@@ -25,7 +25,7 @@ def reads(rows, columns, stage):
 
 
 def rows(**columns):
-    """Returns eight rows. The number of the row replaces {} in a text. Rows take the values of a tuple in turn."""
+    """Returns eight rows. The row number replaces {} in a text. The rows cycle through the values of a tuple."""
 
     def value(one, i):
         return one[i % len(one)] if isinstance(one, tuple) else one.format(i) if isinstance(one, str) else one
@@ -129,7 +129,7 @@ def test_rows_of_the_right_format_get_the_error_of_the_first_row():
 
 
 def asked(**answers):
-    """Returns records of Argilla with a prompt, a response, and the answers of annotators."""
+    """Returns Argilla records with a prompt, a response, and the annotators' answers."""
     given = {}
     for name, answer in answers.items():
         given |= {f"{name}.responses": answer, f"{name}.responses.status": ["submitted"] * len(answer)}

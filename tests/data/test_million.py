@@ -43,7 +43,7 @@ def private(process: psutil.Process) -> int:
 
 
 def prepare(folder: str, format: str) -> None:
-    """Prints the rows of each source, and the peak private memory of this process and of the largest worker of Ray."""
+    """Prints the number of rows of each source, and the peak private memory of this process and of the largest Ray worker."""
     import threading
     import time
 
@@ -99,8 +99,9 @@ def test_a_million_rows_of_two_weighted_sources(tmp_path):
     ]
     for name, size in outcomes["parquet"][
         "peaks"
-    ].items():  # Parquet is read by row groups, JSON Lines by chunks
+    ].items():  # Parquet files are read by row group, and JSON Lines files by chunk
         assert size < 1.25 * outcomes["jsonl"]["peaks"][name] + 96 * MIB, name
     draws = [drawn for *_, drawn in sources]
     assert all(abs(drawn - sum(draws) * weight) < 1 for drawn, weight in zip(draws, WEIGHTS, strict=True))
-    assert sum(draws) == 857_142  # until the 600,000 rows with weight 0.7 are used up
+    # The epoch ends when all 600,000 rows of the source with weight 0.7 are drawn.
+    assert sum(draws) == 857_142

@@ -1,4 +1,4 @@
-"""Tests weighted sources: how many rows of each source an epoch has, exact to one row, on any number of workers."""
+"""Tests that an epoch has as many rows of each source as the weights say, within one row, for any number of workers."""
 
 from collections import Counter
 from fractions import Fraction
@@ -33,7 +33,7 @@ def test_shares_are_exact_to_one_row_per_epoch(sources, strategy, seed, epochs):
     try:
         mixed = mixture(sizes, [weight / 10 for weight in weights], strategy)
     except InputError:
-        return  # the weights leave no row of a source in an epoch
+        return  # with these weights, an epoch would have no row of some source
     drawn = [Counter(mixed.rows(epoch, seed).tolist()) for epoch in range(epochs)]
     start = 0
     for (size, weight), draws in zip(sources, mixed.draws, strict=True):
@@ -49,7 +49,7 @@ def test_shares_are_exact_to_one_row_per_epoch(sources, strategy, seed, epochs):
 
 def test_sources_are_mixed_within_an_epoch_and_epochs_differ():
     mixed = mixture([700, 300], [0.7, 0.3])
-    assert mixed.draws == (700, 300)  # 0.7 means seven tenths, not the nearest binary fraction
+    assert mixed.draws == (700, 300)  # 0.7 means exactly seven tenths, not the nearest float
     sampler = ExactBatchSampler(1000, 100, 0, 1, 3, mixed)
     shares = [sum(row < 700 for row in batch) for batch in sampler]
     assert min(shares) > 50 and max(shares) < 90
@@ -99,7 +99,8 @@ def test_a_job_of_two_sources(tmp_path):
     assert {source.path for source in report.sources["eval"]} == {one, other}
     assert sum(source.kept for source in report.sources["eval"]) == len(made.eval)
     again = make(tmp_path, train=[{**source, "weight": 1} for source in train], on_error="skip")
-    assert again.report.reused and again.mixture.draws == (40, 40)  # the tokens do not depend on the weights
+    # The cached tokens are reused, because they do not depend on the weights.
+    assert again.report.reused and again.mixture.draws == (40, 40)
     plain = make(tmp_path, train=[one, other], on_error="skip")
     assert plain.mixture is None and "71.43% of the rows" in plain.report.render()
 
@@ -117,7 +118,8 @@ def test_sources_with_other_columns_make_one_dataset(tmp_path):
     texts = [tokenizer().decode(row["input_ids"]) for row in rows_of(made.train)]
     assert texts[0:13:6] == ["<s>p0c0</s>", "<s>q0a0</s>", "<s>q0a0!</s>"] and texts[13] == "<s>q0a0?</s>"
     assert made.mixture.sizes == (6, 6, 12) and made.mixture.draws == (6, 3, 3)
-    assert made.report.samples == ["<s>p0⟦c0</s>⟧", "<s>q0⟦a0</s>⟧", "<s>q0⟦a0!</s>⟧"]  # one of each source
+    # One sample from each source.
+    assert made.report.samples == ["<s>p0⟦c0</s>⟧", "<s>q0⟦a0</s>⟧", "<s>q0⟦a0!</s>⟧"]
     shown = made.report.render()
     assert f'{asked} with columns {{"prompt": "q", "completion": "a"}}: read 6, kept 6' in shown
     assert f"{asked} through python:transforms:twice: read 12, kept 12" in shown
@@ -125,7 +127,7 @@ def test_sources_with_other_columns_make_one_dataset(tmp_path):
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet", "csv"])
 def test_rows_of_a_group_become_one_row(tmp_path, monkeypatch, format):
-    """Chunks of a file never split a group."""
+    """Chunks of a file never split a group of rows."""
     rows = [{"q": f"q{i // 3}", "a": f"a{i}", "rank": 2 - i % 3} for i in range(60)]
     path = str(tmp_path / f"rows.{format}")
     if format == "jsonl":
@@ -145,7 +147,7 @@ def test_rows_of_a_group_become_one_row(tmp_path, monkeypatch, format):
 
 
 def test_the_balance_of_labels_counts_the_draws(tmp_path):
-    """If an epoch draws ten of a hundred good rows, the report counts ten."""
+    """If an epoch draws only ten of a hundred good rows, the report counts ten good rows."""
     ups = [{"prompt": f"q{i}", "completion": "a", "label": True} for i in range(100)]
     downs = [{"prompt": f"p{i}", "completion": "a", "label": i < 2} for i in range(10)]
     up, down = write(tmp_path / "up.jsonl", ups), write(tmp_path / "down.jsonl", downs)

@@ -1,4 +1,4 @@
-"""Tests the checks of the first rows of each file: label rules, columns, and labels that sft would not read."""
+"""Tests the checks of each file's first rows: label rules, columns, and labels that sft would ignore."""
 
 import csv
 
@@ -77,7 +77,7 @@ def test_the_preview_applies_the_transform(tmp_path):
 
 
 def test_ratings_are_not_labels(tmp_path):
-    """Without this check, a 1 on a scale from 1 to 5 would be desirable. data.on_error=skip does not hide the error."""
+    """Without this check, the lowest rating (1 of 5) would count as desirable. data.on_error=skip does not hide the error."""
     rows = [{"prompt": "Why?", "completion": "Because of this.", "label": i % 5 + 1} for i in range(10)]
     found = r"`label`: found 2; expected true or false, .* set data\.label=\{good: 4, bad: 2\}"
     with pytest.raises(InputError, match=found):
@@ -88,7 +88,7 @@ def test_ratings_are_not_labels(tmp_path):
 
 
 def several(tmp_path, stage, **sources):
-    """Returns the preprocessing of several sources: {name: (rows, keys of the source)}."""
+    """Returns the preprocessing for each source. `sources` is {name: (rows, keys of the source)}."""
     entries = [
         {"path": write(tmp_path / f"{name}.jsonl", rows), **said} for name, (rows, said) in sources.items()
     ]
@@ -106,7 +106,7 @@ def test_each_source_has_its_own_columns_and_labels(tmp_path):
     one, other = several(tmp_path, "sft", asked=(ASKED, mapped), talks=(TALKS, {}))
     assert (one.columns, other.columns) == (mapped["columns"], {})
     ones = [{**PAIR, "better": i % 2 + 1} for i in range(6)]
-    same = [{**PAIR, "better": 1}]  # the label 1 alone would be ambiguous
+    same = [{**PAIR, "better": 1}]  # without the other source, the label 1 would be ambiguous
     two, one = several(tmp_path, "rm", x=(ones, {"columns": COLUMNS}), y=(same, {"columns": {**COLUMNS}}))
     assert two.rule == one.rule  # sources with the same columns share a rule
     said = {"columns": COLUMNS, "label": {"first": 1, "second": 0}}
@@ -132,7 +132,7 @@ def test_an_error_of_a_source_names_its_entry(tmp_path, stage, rows, said, messa
 @pytest.mark.parametrize("stage", ["sft", "kto"])
 @pytest.mark.parametrize("name", ["label", "rating"])
 def test_a_zero_next_to_minus_one_needs_a_setting(tmp_path, stage, name):
-    """The 0 may mean that a completion is not rated. Such a completion must not be trained as undesirable."""
+    """The 0 may mean that a completion has no rating. Training must not treat such a completion as undesirable."""
     marks = (0, 0, -1, None, [1, 0], 0, 1, "0")
     rows = [{"prompt": f"Why {i}?", "completion": "So.", name: mark} for i, mark in enumerate(marks)]
     columns = {"label": name} if name == "rating" else None
@@ -160,7 +160,7 @@ BESIDE = {
 
 @pytest.mark.parametrize(("name", "mapped"), [(name, len(name) % 2) for name in BESIDE])
 def test_a_label_next_to_the_columns_that_sft_reads_needs_a_setting(tmp_path, name, mapped):
-    """Without the error, sft would imitate the completions that the column calls bad."""
+    """Without the error, sft would imitate completions that the label column marks as bad."""
     marks, says = BESIDE[name]
     fields = ("question", "answer") if mapped else ("prompt", "completion")
     rows = [{fields[0]: f"Why {i}?", fields[1]: "So it is.", name: marks[i % len(marks)]} for i in range(9)]
@@ -169,7 +169,8 @@ def test_a_label_next_to_the_columns_that_sft_reads_needs_a_setting(tmp_path, na
         look(tmp_path, rows, "sft", columns=columns)
     for topics in (("rain", "sun"), (3, 4), ("ann", "bob", "no")):
         rows = [{**row, name: topics[i % len(topics)]} for i, row in enumerate(rows)]
-        if topics != (3, 4) or name in ("reaction", "verdict"):  # in the other columns, 3 and 4 are a scale
+        # In columns with other names, 3 and 4 look like ratings.
+        if topics != (3, 4) or name in ("reaction", "verdict"):
             look(tmp_path, rows, "sft", columns=columns)
 
 
@@ -206,7 +207,7 @@ def test_a_list_of_labels_may_be_json_text_as_in_csv(tmp_path):
 
 @pytest.mark.parametrize("printed", ["['In {0}.', 'There.']", "['In {0}.' 'There.']", '["In {0}."]'])
 def test_texts_that_are_printed_lists_are_rejected_in_csv(tmp_path, printed):
-    """If only one row has such a text, it may be code. In JSON, all such texts may be code, because JSON has lists."""
+    """If only one CSV row has such a text, the text may be code. JSON files have real lists, so any text may be code."""
     rows = [{"prompt": f"Where is {n}?", "completion": printed.format(n)} for n in range(3)]
     path = tmp_path / "train.csv"
 

@@ -1,4 +1,4 @@
-"""Tests reading files into token tables: order, memory, hold-out, packing, cache, and equal bytes from Ray Data."""
+"""Tests reading files into token tables: row order, memory, held-out rows, packing, cache, and the same bytes with Ray Data."""
 
 import gzip
 import json
@@ -69,7 +69,7 @@ def test_ray_data_makes_the_same_bytes(tmp_path, embedded_ray, monkeypatch):
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.json", "rows.csv", "rows.parquet"])
 def test_reading_a_large_file_takes_little_memory(tmp_path, name):
-    """Files of 18 MB are read with less than 8 MB."""
+    """Reads files of 18 MB while memory grows by less than 8 MB."""
     rows = [{"prompt": f"{i:06}" * 150, "completion": "x"} for i in range(20_000)]
     path, table = tmp_path / name, pa.Table.from_pylist(rows)
     if name.endswith("parquet"):
@@ -148,7 +148,8 @@ def test_duplicates_are_dropped(tmp_path, monkeypatch, stage):
     split = made.report.splits["train"]
     assert (split.read, split.dropped) == (64, {"duplicate": 12, "not_json": 2})
     assert made.report.splits["eval"].dropped == {"duplicate": 1}
-    assert made.report.duplicates == 0  # equal unreadable rows are bad rows, not duplicates
+    # Identical rows that cannot be read count as bad rows, not as duplicates.
+    assert made.report.duplicates == 0
     assert "dropped     12 equal to an earlier row" in made.report.render()
     kept = make(tmp_path, stage, **options)
     assert kept.report.duplicates == 13 and "data.deduplicate=true removes them" in kept.report.render()

@@ -1,4 +1,4 @@
-"""Tests the report on the rows, which datasets are rejected, and that the text of a row cannot control the terminal."""
+"""Tests the report on a dataset, which datasets are rejected, and that a row's text cannot control the terminal."""
 
 import json
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ SHOWN = r"\x1b]0;owned\x07\x1b[2J\r\x9b31m\x7f\x08\u202eolleh\u2066\u200f\ufeff\
 
 
 def commands(text: str) -> list[str]:
-    """Returns the control characters in a text, and the characters that cannot be encoded."""
+    """Returns the characters in a text that are control characters or cannot be encoded."""
     unseen = [c for c in text if c not in "\n\t" and not c.isprintable()]
     return unseen + [c for c in text if "\ud800" <= c <= "\udfff"]
 
@@ -106,7 +106,7 @@ def test_texts_of_the_report(tmp_path, stage, rows, options, said, unsaid):
 
 @pytest.mark.parametrize("stage", ["sft", "dpo", "ppo", "rm"])
 def test_an_end_of_turn_that_is_no_eos(tmp_path, stage):
-    """The report warns if the template ends a turn with text that does not stop generation."""
+    """The report warns if the template ends a turn with a text that does not stop generation."""
     rows = {"sft": TALK, "ppo": {"prompt": [USER]}}
     row = rows.get(stage, {"prompt": [USER], "chosen": "yo", "rejected": "no"})
     path = write(tmp_path / "rows.jsonl", [row])
@@ -128,7 +128,7 @@ def test_bad_rows_are_named_by_line_in_all_chunks(tmp_path, monkeypatch):
     rows = [*ROWS]
     rows[17] = {"prompt": "x", "completion": ""}
     rows[30] = '{"prompt": "'
-    rows[41] = {"instruction": "x", "output": "y"}  # another format is no error
+    rows[41] = {"instruction": "x", "output": "y"}  # a row may have another format than the other rows
     path = write(tmp_path / "rows.jsonl", rows)
     with pytest.raises(InputError) as caught:
         make(tmp_path, train=path)
@@ -186,7 +186,7 @@ def test_rows_with_the_same_problem_share_a_line(tmp_path, monkeypatch):
 
 
 def test_every_stage_shows_a_completion_the_same_way():
-    """A SentencePiece decoder drops the space at the start of a text, so parts must not be decoded alone."""
+    """A SentencePiece decoder drops the space at the start of a text, so prompt and completion must be decoded together."""
     backend = Tokenizer(models.WordLevel({"a": 0, "▁b": 1, "▁c": 2, "ü": 3}, unk_token="a"))
     backend.decoder = decoders.Metaspace()
     tok = PreTrainedTokenizerFast(tokenizer_object=backend)
@@ -196,7 +196,7 @@ def test_every_stage_shows_a_completion_the_same_way():
 
 
 def test_a_shared_prefix_that_cuts_a_character_is_shown_complete():
-    """The tokens of half a character would decode to replacement characters."""
+    """If only part of a character's tokens were decoded, the report would show replacement characters."""
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     backend = Tokenizer(
         models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[], byte_fallback=True)

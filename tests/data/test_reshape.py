@@ -1,6 +1,6 @@
 """Tests how a job changes rows: data.transform, data.columns, and the completion that a label or two scores choose.
 
-The meaning of a label is never guessed. A wrong function or mapping ends the run before training.
+The pipeline never guesses the meaning of an ambiguous label. A wrong function or mapping ends the run before training.
 """
 
 import importlib
@@ -97,7 +97,7 @@ def test_a_missing_column():
     found = r"`output_1`: found fields instruction, output_2.* data\.columns\.chosen names"
     with pytest.raises(RowError, match=found):
         read(rows[1], "rm", prompt="instruction", chosen="output_1", rejected="output_2")
-    # The job maps `system` to another column, so the row is ambiguous.
+    # The job maps `system` to a missing column, and the row has a column named `system`, so the row is ambiguous.
     with pytest.raises(RowError, match=r"`sys`: found fields q, a, system.*data\.columns\.system names"):
         read({"q": "a", "a": "b", "system": "other"}, "sft", prompt="q", completion="a", system="sys")
 
@@ -119,7 +119,7 @@ def test_the_datasets_of_evaluate_read_their_own_fields():
         (["1", "2", "tie"], "1", 2, "Tie"), (["model_a", "model_b", "tie (bothbad)"], "model_a", "model_b", "tie"),
         (["A", "B"], "a", "B", "tie"), (["a"], "A", "b", "draw"), (["output_1", "output_2"], "output_1", "Output 2", "both"),
         (["first", "second", "neither"], "first", "second", "same"), ([[1, 2, 1], [2, 2, 2]], 1, 2, 1.5),
-        ([*"ab" * 10, "C?"], "A", "b", "tie"),  # the third value is rare and has no known meaning
+        ([*"ab" * 10, "C?"], "A", "b", "tie"),  # the label "C?" is rare and has no known meaning
     ],
 )  # fmt: skip
 def test_the_meaning_of_values_is_derived_if_it_is_unique(values, first, second, tie):
@@ -135,11 +135,11 @@ def test_the_meaning_of_values_is_derived_if_it_is_unique(values, first, second,
     ("values", "typed"),
     [
         ([0, 1], "set data.label='{first: 0, second: 1}' if 0 means that the first completion is better"),
-        ([1, 1], "data.label="),  # the other value may be 0 or 2
+        ([1, 1], "data.label="),  # the label that does not occur may be 0 or 2
         ([-1, 0, 1], "{first: -1, second: 1}"),
-        (["model_1"], "data.label="),  # the other value may be model_0
+        (["model_1"], "data.label="),  # the label that does not occur may be model_0
         (["gpt-4", "claude"], "{first: claude, second: gpt-4}"),
-        (["right"], "data.label="),  # the value `right` may mean correct
+        (["right"], "data.label="),  # `right` may be a position or mean correct
         ([None, ""], "data.columns.label=COLUMN"),
     ],
 )
@@ -184,7 +184,7 @@ def test_a_label_or_the_higher_score_chooses_the_completion(label, row, end):
         assert one == {"prompt": "q", "chosen": chosen, "rejected": rejected}
     else:
         assert one == Dropped(end) if end in ("tie", "unlabeled") else one.kind == end
-    assert made("ppo", row) == [row]  # ppo reads only the prompt
+    assert made("ppo", row) == [row]  # ppo ignores the label, because it reads only the prompt
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_label_or_the_higher_score_chooses_the_completion(label, row, end):
     [
         *(({"good": 4, "bad": 2}, value, good) for value, good in
           [(5, True), ("4", True), (2, False), (-1.5, False), (3, "tie"), ("", "unlabeled")]),
-        ({"good": 1, "bad": 3}, 0, True), ({"good": 1, "bad": 3}, 4, False),  # lower is better
+        ({"good": 1, "bad": 3}, 0, True), ({"good": 1, "bad": 3}, 4, False),  # here, a lower score is better
         ({"good": ["helpful", "great"], "bad": "harmful"}, "Great", True), ({"good": "helpful", "bad": "harmful"}, "harmful", False),
         ({"good": "helpful", "bad": 2}, "so so", "unknown_label"),
     ],
@@ -250,7 +250,7 @@ def test_rows_of_a_transform_keep_their_order_and_stay_together(tmp_path):
     prepared = make(tmp_path, train=path, transform="python:transforms:twice", eval_fraction=0.5)
     sets = [[row["input_ids"] for row in rows_of(part)] for part in (prepared.train, prepared.eval)]
     assert sum(map(len, sets)) == sum(split.kept for split in prepared.report.splits.values()) == 80
-    for rows in sets:  # both completions of a prompt stay next to each other
+    for rows in sets:  # both rows that the transform makes of a row stay next to each other
         assert rows and all(rows[i][:-3] == rows[i + 1][:-3] for i in range(0, len(rows), 2))
     with pytest.raises(InputError, match=rf"{path}:4: found KeyError: 'missing' at .*transforms.py"):
         make(tmp_path, train=path, transform="python:transforms:raises_sometimes")
@@ -274,7 +274,7 @@ def test_another_source_code_has_another_cache(tmp_path, monkeypatch):
         ("response_0", "response_1", "better_response_id", True),
         ("response_0", "response_1", "safer_response_id", True),
         ("summaries.0.text", "summaries.1.text", "choice", True),
-        ("response_0", "response_1", "label", False),  # a 1 may mean that response_0 is better
+        ("response_0", "response_1", "label", False),  # the label 1 may also mean that response_0 is better
         ("human_ref_A", "human_ref_B", "choice", False),
         ("answer_1", "answer_2", "choice", False),
     ],

@@ -32,7 +32,7 @@ configs:
 
 @pytest.fixture
 def folder(tmp_path):
-    """Returns a folder like the clone of a Hub dataset."""
+    """Makes and returns a folder like the clone of a Hub dataset."""
     path = tmp_path / "prefs"
     (path / "data").mkdir(parents=True)
     Dataset.from_list(ROWS[:30]).to_parquet(path / "data/train-00000-of-00001.parquet")
@@ -78,7 +78,7 @@ def test_a_folder_with_a_readme(folder):
     assert found(f"{folder}:small") == found(f"{folder}:small/train", "data.eval") == ["small.jsonl"]
     assert found(f"{folder}/data/test*") == [
         "test-00000-of-00001.parquet"
-    ]  # a glob may be below such a folder
+    ]  # a glob pattern may select files in such a folder
     assert found(f"{folder}/data") == ["train-00000-of-00001.parquet"]
     assert found(f"{folder}/data", "data.eval") == ["test-00000-of-00001.parquet"]
     for item, said in [
@@ -92,7 +92,7 @@ def test_a_folder_with_a_readme(folder):
     assert len(found(folder)) == 2  # all files but data/test-00000-of-00001.parquet
     assert found(f"{folder}:default/train") == [
         "train-00000-of-00001.parquet"
-    ]  # the names of the files say which split they are
+    ]  # without a README, the file names determine the splits
 
 
 def test_a_readme_that_lists_data_files_is_rejected(tmp_path):
@@ -103,7 +103,7 @@ def test_a_readme_that_lists_data_files_is_rejected(tmp_path):
         found(f"{tmp_path}:small")
 
 
-# ---- the Hub, in another process because huggingface_hub reads its settings once ----------------------------------------
+# ---- the Hub, in a new process because huggingface_hub reads its settings once ----------------------------------------
 
 READ = """
 import json, sys
@@ -158,7 +158,7 @@ def test_a_dataset_on_the_hub_is_pinned_and_read_from_the_hub(folder, tmp_path):
 
 
 def test_an_unreachable_hub_and_its_cache(folder, tmp_path):
-    (folder / "test_prefs").mkdir()  # the folder has the name of a split
+    (folder / "test_prefs").mkdir()  # this folder has the same name as a split
     (folder / "test_prefs/notes.txt").write_text("n")
     name = "hf://datasets/owner/prefs"
     away = in_process([f"{name}:default/train"], tmp_path, HF_ENDPOINT="http://127.0.0.1:9")[0]

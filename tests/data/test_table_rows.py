@@ -1,4 +1,4 @@
-"""Tests that rows of Parquet and Arrow files equal rows of JSON for any row groups, and that errors name their row."""
+"""Tests that rows from Parquet and Arrow files equal rows from JSON, for any row-group size, and that errors name the row."""
 
 import datetime
 import decimal
@@ -39,7 +39,7 @@ def test_tables_yield_each_row_once_with_its_number(tmp_path, format, chunk_byte
 
 
 def test_nested_columns_equal_json(tmp_path):
-    """The structs of a column share all keys. Keys that are null are dropped, because the original rows lacked them."""
+    """In Arrow, all structs of a column have the same keys. Keys with null are dropped, because the original rows lacked them."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"city": "here"}}}
     called = {"role": "assistant", "tool_calls": [call]}
     asked = {**USER, "tool_calls": [{"function": {"name": "g", "arguments": {"n": 1.0}}}]}
@@ -103,7 +103,7 @@ def test_truncated_files(tmp_path, name):
     ends = "that ends or is damaged here"
     with pytest.raises(InputError, match=rf"{name}:\d+: found an? (Parquet|Arrow) file {ends}"):
         make(tmp_path, train=str(path))
-    if name == "stream.arrow":  # the rows before the damage are usable
+    if name == "stream.arrow":  # the rows before the damaged position can be read
         report = make(tmp_path, train=str(path), on_error="skip").report
         split = report.splits["train"]
         assert split.kept % 7 == 0 < split.kept < 50 and split.dropped == {"damaged": 1}

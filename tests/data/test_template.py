@@ -1,4 +1,4 @@
-"""Tests chat templates: whether they apply to plain text, which part is trained, and which rows are rejected."""
+"""Tests chat templates: if they are used for plain-text rows, which tokens are trained, and which rows are rejected."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ ROW = {"prompt": "What is it?", "completion": "A cat."}
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory):
-    """Copies the demo's base without its chat template."""
+    """Copies the demo's base model without its chat template."""
     folder = tmp_path_factory.mktemp("bare") / "model"
     shutil.copytree(BASE, folder)
     (folder / "chat_template.jinja").unlink()
@@ -80,7 +80,7 @@ def test_the_report_says_whether_text_rows_are_chats(tmp_path):
 
 
 def test_later_stages_follow_the_lineage_on_text_rows(bare, tmp_path):
-    """Prompts of plain text become messages if the policy was trained only on messages."""
+    """If the policy was trained only on messages, ppo turns plain-text prompts into messages."""
     tokenizer = load_tokenizer(bare)
     for rows, chat in (("chat", True), ("text", False), ("both", False)):
         work = work_of(load_job(ROOT / "jobs/demo/sft.yaml"), tokenizer, row_format=rows)
@@ -132,7 +132,7 @@ def test_a_template_in_the_home_folder(tmp_path, monkeypatch):
 
 
 def test_a_template_that_rewrites_earlier_turns():
-    """As in Qwen3's template, only the last completion begins with empty thoughts."""
+    """Like Qwen3's template, this template writes empty thoughts only before the last completion."""
     empty = "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"
     thoughts = CHATML.replace("{{ m.content | trim }}", empty + "{{ m.content | trim }}")
     tok, (example,) = encoded("sft", CONVERSATION, template=thoughts, ends=ENDS)
@@ -145,7 +145,8 @@ def test_a_template_that_rewrites_earlier_turns():
 ENDS = ("</s>", "<|im_end|>")
 LAST = {  # the trained part of the last completion, without and with thoughts
     "qwen3": ("<think>\n\n</think>\n\nbye", "<think>\ntwo\n</think>\n\nbye"),
-    "qwen3_5_think": ("\n</think>\n\nbye", "two\n</think>\n\nbye"),  # its generation prompt ends with <think>
+    # The generation prompt of this template ends with <think>.
+    "qwen3_5_think": ("\n</think>\n\nbye", "two\n</think>\n\nbye"),
     "qwen3_instruct_2507": ("bye", "<think>\ntwo\n</think>\n\nbye"),
 }
 
@@ -153,7 +154,7 @@ LAST = {  # the trained part of the last completion, without and with thoughts
 @pytest.mark.parametrize("name", LAST)
 @pytest.mark.parametrize("row", [CONVERSATION, REASONED], ids=["plain", "reasoned"])
 def test_templates_that_remove_thoughts_from_earlier_turns(name, row):
-    """With Qwen3's real templates, each completion is trained exactly as the template writes it."""
+    """With Qwen3's real templates, the trained text of each completion is exactly what the template writes."""
     template = real_template(name)
     tok, (example,) = encoded("sft", row, template=template, ends=ENDS)
     assert isinstance(example, Example), example
@@ -167,7 +168,7 @@ def test_templates_that_remove_thoughts_from_earlier_turns(name, row):
 
 
 def real_template(name: str) -> str:
-    """Returns a template that TRL ships."""
+    """Returns a chat template that TRL ships."""
     import trl
 
     return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
@@ -205,13 +206,13 @@ def test_the_template_gets_any_key_that_it_reads(read):
     row = {"messages": [{**USER, "mood": "", "tone": 1}, {**BOT, "mood": "sad", "tone": 2}], "id": 3}
     record = parse_row(row, made.kind)
     [[example]] = made.encode([record])
-    reads = "attr" not in read  # the key in a filter's argument is not found
+    reads = "attr" not in read  # our check does not find keys in the argument of a Jinja filter
     assert trained(made.tokenizer, example) == [("sad" if reads else "") + " tone yo<|im_end|>"] or not reads
     assert made.unread(record) == ("messages[].tone", "id") + (() if reads else ("messages[].mood",))
 
 
 def test_thoughts_of_earlier_turns_that_the_template_leaves_out_are_counted():
-    """Qwen3's template leaves out the thoughts before the last question."""
+    """Qwen3's template drops the thoughts in turns before the last question. The report counts these turns."""
     template = real_template("qwen3")
     made = encoder("sft", template=template, ends=ENDS)
     call = {**BOT, "thinking": "Look it up.", "tool_calls": [{"name": "f", "arguments": {}}]}
@@ -243,7 +244,7 @@ FOUND = {"role": "tool", "content": "x"}
 
 
 def test_calls_with_thoughts_are_trained_alone_in_gpt_oss_template():
-    """The template drops the thoughts before a call if a final answer follows. Other roles are not trained."""
+    """gpt-oss's template drops the thoughts before a tool call if a final answer follows. Only assistant turns are trained."""
     template = real_template("gptoss")
     turns = [USER, CALL, FOUND, BOT, {"role": "user", "content": "why?"}, THOUGHT]
     tok, (example,) = encoded("sft", {"messages": turns}, template=template, max_length=2000, ends=ENDS)
@@ -264,7 +265,7 @@ def test_calls_with_thoughts_are_trained_alone_in_gpt_oss_template():
      ("phi3", "[THINK]a[/THINK]"), ("llama3", "<think>\none\n</think>")],
 )  # fmt: skip
 def test_a_turn_with_only_thoughts_is_an_empty_one(name, said):
-    """Tests templates that keep the thoughts, and templates that drop the thoughts."""
+    """A turn without text counts as empty, with templates that keep thoughts and with templates that drop thoughts."""
     quiet = {"role": "assistant", "content": said}
     turns = [USER, quiet, USER, BOT]
     template = real_template(name)
@@ -292,7 +293,7 @@ def test_two_different_thoughts_of_a_message_are_an_error():
 
 
 def test_a_key_counts_as_read_only_if_the_template_writes_it():
-    """A key may occur in the template for another purpose. Here, the template writes `name` for tools but not for users."""
+    """A template may use a key without writing it for every role. This template writes `name` only for tools."""
     of_tools = CALLING.replace("{{ m.role }}", "{{ m.role }}{{ m.name if m.role == 'tool' }}")
     for template, written in ((CALLING, False), (of_tools, True)):
         for stage, row in (
@@ -353,7 +354,7 @@ def test_a_row_sets_variables_of_the_template():
 
 
 def test_a_template_whose_prompt_differs_from_its_completion():
-    """As in DeepSeek R1's template, the generation prompt ends with <think>, but completions lack it."""
+    """As in DeepSeek R1's template, the generation prompt ends with <think>, but completions do not start with <think>."""
     asks = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
     for stage, row in (("sft", CONVERSATION), ("dpo", {"prompt": [USER], "chosen": "a", "rejected": "b"})):
         _, (error,) = encoded(stage, row, template=asks)
@@ -421,7 +422,8 @@ def test_a_template_that_changes_words_is_rejected(stage, template):
     pair = {"prompt": turns, "chosen": [LONG], "rejected": [{**LONG, "content": LONG["content"] + " No."}]}
     row = {"sft": {"messages": [*turns, LONG]}, "ppo": {"prompt": turns}}.get(stage, pair)
     _, (outcome,) = encoded(stage, row, template=template)
-    unread = stage == "ppo" and template is CUTS  # the prompt has no assistant turn
+    # The prompt has no assistant turn that the template could cut.
+    unread = stage == "ppo" and template is CUTS
     unlearned = stage != "sft" and template is CUTS_EARLIER
     if template is STRIPS or unread or unlearned:
         assert isinstance(outcome, Example), outcome

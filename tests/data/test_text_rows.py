@@ -1,4 +1,4 @@
-"""Tests that JSON Lines, JSON arrays, CSV and TSV files give each row once with its number, and name the lines of bad rows."""
+"""Tests that each row of JSON Lines, JSON array, CSV and TSV files is read once with its number, and errors name the line."""
 
 import bz2
 import csv
@@ -39,7 +39,7 @@ def test_arrays_gzip_and_byte_order_marks(tmp_path, monkeypatch):
         "c.json": " [ ] ",
     }
     texts["c.jsonl"] = "\ufeff" + "\r\n".join(json.dumps(row) for row in rows)
-    for block in (64, text_rows.BLOCK):  # the arrays are longer than the first and shorter than the second
+    for block in (64, text_rows.BLOCK):  # the arrays are longer than 64 bytes and shorter than BLOCK
         monkeypatch.setattr(text_rows, "BLOCK", block)
         for name, text in texts.items():
             for zipped in (False, True):
@@ -116,7 +116,7 @@ def test_quotes_line_ends_byte_order_marks_and_delimiters(tmp_path, name, mark):
 def test_rows_follow_a_bad_one_and_values_may_be_large(tmp_path):
     rows = read_rows(write(tmp_path / "a.csv", b'a,b\n1\n2,\xff\n"x"y,3\n4,5\n'))
     assert [number for number, _ in rows] == [2, 3, 4, 5] and rows[-1][1] == {"a": "4", "b": "5"}
-    large = "x" * 200_000  # pandas writes an index column without a name
+    large = "x" * 200_000  # pandas writes its index as a column without a name
     assert read_rows(write(tmp_path / "a.csv", f",a\n0,{large}\n")) == [(2, {"Unnamed: 0": "0", "a": large})]
 
 

@@ -1,4 +1,4 @@
-"""Runs commands of the pipeline on pretended GPUs for tests, in separate processes or on Ray."""
+"""Helpers that run commands of the pipeline on pretended GPUs, in separate processes or on Ray."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tools.gpu.pretend.command import machine, run
 
 
 def run_cut(arguments: list[str], step: int) -> dict[str, Any]:
-    """Runs a command that fails after it has saved the checkpoint of this step, and runs it again."""
+    """Makes a command fail after it has saved this step's checkpoint, and then runs the command again."""
     with pytest.MonkeyPatch.context() as patch:
         resumed.interrupted(patch, arguments[0], step)
         assert run(arguments)["status"] == 1
@@ -46,7 +46,7 @@ def with_output(
     """Returns the result of `work(*args)` on a machine with GPUs, plus its `output`.
 
     Args:
-        statements: file for the statements that are executed (branches.FILE).
+        statements: file to which executed statements are added (branches.FILE).
     """
     os.environ[branches.FILE] = statements
     output = io.StringIO()
@@ -56,20 +56,20 @@ def with_output(
 
 
 def run_on_ray(arguments: list[str]) -> dict[str, Any]:
-    """Runs a command whose workers are processes of Ray."""
+    """Runs a command whose workers are separate Ray processes."""
     with ray():
         return run(arguments)
 
 
 def served_answer(storage: Path, *keys: str) -> dict[str, Any]:
-    """Returns the answer of `serve` to one request."""
+    """Starts `serve`, sends one request, and returns the answer."""
     with ray(), served.served(storage, *keys) as server:
         status, answer = served.chat(server.url, max_tokens=8)
         return {"status": status, "answer": answer}
 
 
 def options_of_vllm(verb: str, keys: list[str], free: int) -> dict[str, Any]:
-    """Returns the options that ppo or serve passes to a fake vLLM if `free` of the GPU's 80 GiB are free."""
+    """Returns the options that ppo or serve passes to a fake vLLM if `free` GiB of the GPU's 80 GiB are free."""
     passed: dict[str, Any] = {}
 
     def started(*_: Any, **options: Any) -> Any:
@@ -102,7 +102,7 @@ def ray() -> Iterator[None]:
     """Starts an embedded Ray, whose workers also pretend to have GPUs."""
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # an empty value would hide the GPU from Ray
     for wait in ("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"):
-        os.environ[wait] = "300"  # seconds, because each process imports torch
+        os.environ[wait] = "300"  # timeout in seconds; each process needs time to import torch
     hook = {"worker_process_setup_hook": f"{worker.__name__}.begin"}
     with embedded(num_cpus=4, num_gpus=worker.GPUS, runtime_env=hook):
         yield

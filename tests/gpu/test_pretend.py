@@ -1,4 +1,4 @@
-"""Tests that a pretended GPU raises CUDA's errors, runs the code for CUDA, and finds ten faults that a CPU hides."""
+"""Tests that a pretended GPU raises CUDA's errors, runs the CUDA code paths, and finds ten bugs that a CPU hides."""
 
 import dataclasses
 import gc
@@ -111,7 +111,8 @@ def test_each_gpu_has_its_own_random_numbers():
     state = torch.cuda.get_rng_state()
     first, of_cpu = torch.rand(3, device=GPU), torch.rand(3)
     others = torch.rand(3, device="cuda:1")
-    assert torch.equal(others, first.to("cuda:1"))  # the same seed and the same number of draws
+    # Both GPUs have the same seed and have drawn the same number of values.
+    assert torch.equal(others, first.to("cuda:1"))
     torch.cuda.set_rng_state(state)
     assert torch.equal(torch.rand(3, device=GPU), first)
     torch.manual_seed(0)
@@ -156,7 +157,7 @@ def test_a_replay_uses_the_current_values_of_its_tensors():
         total.add_(x)
 
     graph = _captured(work)
-    assert results[0].isnan().all() and not total.any()  # capture computes nothing
+    assert results[0].isnan().all() and not total.any()  # the capture of a CUDA graph computes nothing
     x.fill_(2.0)
     graph.replay()
     graph.replay()
@@ -164,7 +165,7 @@ def test_a_replay_uses_the_current_values_of_its_tensors():
 
 
 def _rank(rank, folder):
-    """Runs as one of two NCCL ranks, each with its own GPU."""
+    """Runs in each of two NCCL ranks. Each rank has its own GPU."""
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", f"file://{folder}/group", rank=rank, world_size=2)
     x, parts = torch.full((3,), rank + 1.0, device="cuda"), [None, None]
@@ -209,7 +210,7 @@ def test_every_generate_replays_its_steps_with_equal_results():
 
 
 def test_updates_leave_no_memory_allocated():
-    """Python's garbage collector does not know how full a GPU is, so updates must need no collection."""
+    """Updates must free GPU memory without Python's garbage collector, because it does not run when a GPU is full."""
     trainer, allocated = tiny(), []
     trainer.run_update()
     gc.collect()
@@ -301,7 +302,7 @@ def optimizer_state_on_the_cpu(trainer, monkeypatch):
 
 
 def nothing(trainer, monkeypatch):
-    """Plants no fault. A trainer without a fault must give no error and no message."""
+    """Plants no fault. Without a fault, the trainer must raise no error and print no message."""
 
 
 FAULTS = {

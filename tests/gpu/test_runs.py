@@ -1,4 +1,4 @@
-"""Tests that every command runs on a pretended GPU, and that together the commands execute all code for CUDA."""
+"""Tests that every command runs on a pretended GPU, and that the commands together execute all CUDA-only code."""
 
 import json
 import multiprocessing
@@ -33,7 +33,7 @@ TRL = [
 GPU, BF16, CHECKPOINTING = "scaling.use_gpu=true", "trainer.bf16=true", "trainer.gradient_checkpointing=true"
 NF4 = "model.load_in_4bit=true"
 SHORT = "trainer.response_length=12"
-BASE_BYTES = 1_400_000  # bytes of the demo's base
+BASE_BYTES = 1_400_000  # size in bytes of the demo's base model
 PPO = [
     POLICY, REWARD, "trainer.total_episodes=8", "trainer.batch_size=4", "trainer.response_length=12", "trainer.save_steps=1",
     "trainer.kl_coef=0", "run.report=false",
@@ -56,7 +56,7 @@ RUNS = {  # name: (subcommand, its keys besides GPU)
 }
 REPLAYED = {"ppo", "ppo-adapter-bf16", "ppo-grpo", "evaluate", "generate", "collect", "export"}
 ROWS = {"train": 16, "eval": 4, "pairs": 4}  # number of rows read from each file
-# subcommand, free GiB of the GPU's 80 GiB, and the share of the GPU that vLLM gets
+# subcommand, free GiB of the GPU's 80 GiB, and the fraction of GPU memory that vLLM gets
 VLLM = [("ppo", 40, 0.04), ("ppo", 2, 0.02), ("serve", 40, 0.4)]
 
 
@@ -72,7 +72,7 @@ def few_rows(verb, storage):
 
 
 class Runs:
-    """Runs commands in processes that have used neither Ray nor other devices."""
+    """Runs each command in a new process, which has used neither Ray nor other devices before."""
 
     def __init__(self, storage):
         self.storage, self.statements = storage, storage / "statements"
@@ -87,7 +87,7 @@ class Runs:
 
     @cache  # noqa: B019  (one object, until the tests of this file end)
     def of(self, name, verb, *keys, work=command.run, more=()):
-        """Returns the result of `work` for this run, and the run's `result`."""
+        """Runs `work` with this run's arguments. Returns its output, plus the content of result.json as `result`."""
         keys = (*few_rows(verb, self.storage), f"run.storage_path={self.storage}", f"run.name={name}", *keys)
         found = self.child(work, [verb, f"jobs/demo/{verb}.yaml", "gate={}", *keys], *more)
         print(found["output"])
@@ -174,7 +174,8 @@ def test_a_replica_answers(runs):
 def test_a_job_for_the_cpu_runs_next_to_a_gpu(name, runs):
     found = runs.of(f"{name}-cpu", name, *RUNS[name][1])
     assert found["status"] == 0
-    assert found["result"]["peak_memory_bytes"] > 100e6  # memory of the process, not of the GPU
+    # The memory of the process, not the memory of the GPU.
+    assert found["result"]["peak_memory_bytes"] > 100e6
 
 
 def test_the_command_of_the_pages_runs(tmp_path):

@@ -55,7 +55,7 @@ WHERE = {
     "warmup_steps": {"lr_scheduler_type": "linear"},
     "check_reference": {"spread": 0.5},
 }
-# Keys that a stage reads, and not the trainer.
+# Keys that the ppo stage reads instead of the trainer.
 OF_STAGES = {"save_steps", "reward_timeout_s", "teacher_coef", "teacher_system"}
 
 
@@ -73,7 +73,7 @@ def outcome(settings):
     trainer = toy.trainer(shared, [reward], **changes)
     try:
         history = trainer.train(evaluate=lambda: asked.append(1) or {})
-    except Exception as error:  # a check that the key turns on or off
+    except Exception as error:  # the key turns a check on or off, and the check fails
         return repr(error)
     timed = ("time/", "memory/", "per_second")
     figures = [{k: v for k, v in m.items() if not any(word in k for word in timed)} for m in history]
@@ -99,9 +99,9 @@ def test_every_key_of_ppo_is_tried():
      (config.Source, "source"), *((c, "args") for c in (config.Forward, config.Inference, config.Evaluate, config.Collect, config.Export))],
 )  # fmt: skip
 def test_every_key_of_our_sections_is_read_by_what_runs(section, name):
-    """Reads in job/ are ignored, because job/ only checks values. The test searches `job.run.name` or `run.name`, not any `name`.
+    """Searches the source outside of job/ for reads such as `run.name`, not for `name` alone. Code in job/ only checks values.
 
-    A source or the section describes what rows become. Source.location reads path and revision.
+    Keys of a source need no read of `path` and `revision`, because Source.location in job/ reads these two.
     """
     files = [f for f in (ROOT / "pipeline").rglob("*.py") if "job" not in f.relative_to(ROOT).parts]
     read = set(re.findall(rf"\b(?:{name})\.(\w+)", "\n".join(file.read_text() for file in files)))

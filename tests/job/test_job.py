@@ -179,7 +179,7 @@ def test_a_file_that_is_no_job_is_not_quoted(of, text, job, tmp_path, capsys):
         ("mlflow: {{tracking_uri: '{}'}}\n", []),
         ("", ["run.name={}"]),
         ("", ["{}=1"]),
-        ("model: [{}, *x y\n", []),  # a broken file is not quoted
+        ("model: [{}, *x y\n", []),  # the message does not quote a broken file
     ],
 )
 def test_a_secret_is_refused_and_never_printed(job, capsys, secret, more, override):
@@ -192,7 +192,8 @@ def test_a_secret_is_refused_and_never_printed(job, capsys, secret, more, overri
 
 def test_yaml_scalars_mean_what_they_look_like(job):
     text = GOOD["sft"] + "trainer: {learning_rate: 1e-4, eval_strategy: no, num_train_epochs: 2, seed: 007}\n"
-    with pytest.raises(InputError, match=r"trainer\.seed: found 7\.0"):  # YAML 1.1 would read an octal number
+    # YAML 1.1 would read this value as an octal number.
+    with pytest.raises(InputError, match=r"trainer\.seed: found 7\.0"):
         load_job(job(text), [])
     made = load_job(job(text), ["trainer.seed=7", "model.revision='1234567'", "run.name=2026-11-20"])
     assert made.trainer == {"learning_rate": 1e-4, "eval_strategy": "no", "num_train_epochs": 2, "seed": 7}
@@ -299,7 +300,7 @@ def test_settings_that_are_often_unintended_give_a_warning(overrides, warned, in
 
 
 def test_an_export_runs_in_the_process_of_the_command(monkeypatch, in_root):
-    """On a cluster, too: otherwise the command would join the cluster."""
+    """`export` must not connect to a cluster, even if one is available."""
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
     assert load_job("jobs/demo/export.yaml", [], "export").in_process
 
@@ -342,7 +343,7 @@ def test_gate_rules():
 def test_a_gate_without_the_held_out_rows_that_it_needs(tmp_path, in_root):
     taken_away = load_job(
         "jobs/demo/sft.yaml", ["data.eval=null"]
-    )  # the gate of the file then only gives a warning
+    )  # the gate in the job file then only causes a warning
     assert "gate.eval_loss: needs held-out rows" in " ".join(find_warnings(taken_away))
     with pytest.raises(InputError, match=r"gate\.eval_loss: needs held-out rows .*data\.eval_fraction=0\.1"):
         load_job("jobs/demo/sft.yaml", ["data.eval=null", "gate.eval_loss=<=1"])

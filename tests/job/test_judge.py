@@ -1,4 +1,4 @@
-"""Tests the file of a judge: errors have the line, and the digest covers all keys that change scores."""
+"""Tests the YAML file of a judge: errors name the line, and the digest covers all keys that change scores."""
 
 import json
 import re
@@ -14,7 +14,7 @@ RIGHT = "model: wise\nform: score\n"
 
 
 def rubric(*changed):
-    """Returns the file of a judge with one criterion for each mapping. A mapping overrides the default keys."""
+    """Returns the text of a judge's file with one criterion per mapping. The mapping overrides the criterion's default keys."""
     usual = {"name": "a", "text": "b", "choices": ["bad", "good"]}
     return json.dumps(
         {"model": "wise", "form": "rubric", "criteria": [usual | yaml.safe_load(one) for one in changed]}

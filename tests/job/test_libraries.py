@@ -1,4 +1,4 @@
-"""Tests that the driver reports errors of TRL and peft with the key, before a worker starts."""
+"""Tests that the driver reports errors of TRL and peft with the name of the wrong key, before a worker starts."""
 
 import os
 from dataclasses import replace

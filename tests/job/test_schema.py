@@ -1,4 +1,4 @@
-"""Tests schema.json: it matches the installed libraries, accepts all shipped jobs, and is what `rlhf help` prints."""
+"""Tests that schema.json matches the installed libraries and accepts all shipped jobs, and that `rlhf help` prints it."""
 
 import json
 import subprocess

@@ -12,7 +12,7 @@ from running import ROOT
 from pipeline.job import STAGES, load_job
 
 PROFILES = ("demo", "own", "llama3-8b", "llama3-8b-qlora", "llama3-70b-qlora")
-SHARDED = "llama3-70b"  # the only profile with shards: its unsharded base fits no GPU
+SHARDED = "llama3-70b"  # the only profile with FSDP, because its unsharded base fits on no GPU
 FILES = [path.relative_to(ROOT) for path in sorted(ROOT.glob("jobs/*/*.yaml"))]
 JOBS = [str(path) for path in FILES if path.parent.name in (*PROFILES, SHARDED)]
 pytestmark = pytest.mark.usefixtures("in_root")
@@ -45,7 +45,7 @@ def test_the_stages_of_a_profile_fit_together(profile):
     assert jobs["evaluate"].policy == made["ppo"]
     ppo, evaluate = jobs["ppo"], jobs["evaluate"]
     assert evaluate.data.eval == (ppo.data.eval or "my/prompts_eval.jsonl")
-    # the evaluation samples as the training did
+    # the evaluation uses the same sampling settings as the training
     alike = evaluate.trainer.keys() - {"local_rollout_forward_batch_size"}
     assert all(ppo.trainer[key] == evaluate.trainer[key] for key in alike)
     if profile == SHARDED:
@@ -56,7 +56,7 @@ def test_the_stages_of_a_profile_fit_together(profile):
     assert (uses["collect"].policy, uses["collect"].data.train) == (made["sft"], ppo.data.train)
     assert uses["generate"].policy == uses["export"].policy == made["ppo"]
     assert {use.reward for use in uses.values()} == {made["rm"]}
-    for kind, use in uses.items():  # `export` merges into the base as stored
+    for kind, use in uses.items():  # `export` merges the adapter into the base in its stored dtype
         four_bit = ppo.model.load_in_4bit and kind != "export"
         assert use.model == replace(ppo.model, load_in_4bit=four_bit)
         assert use.run.storage_path == ppo.run.storage_path

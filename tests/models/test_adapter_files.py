@@ -108,7 +108,7 @@ FOUND_WHEN_LOADING = {
 
 @pytest.mark.parametrize("kind", [*FOUND_BEFORE_LOADING, *FOUND_WHEN_LOADING])
 def test_a_folder_that_does_not_match_the_base_is_an_error(kind, copied, shared):
-    """Most errors are found before a base is loaded. After an error while loading, no part of the role remains."""
+    """Most errors are found before a base is loaded. If loading an adapter fails, no part of its role remains in the model."""
     name, file, change, says = {**FOUND_BEFORE_LOADING, **FOUND_WHEN_LOADING}[kind]
     folder = copied(name)
     if isinstance(change, dict):
@@ -162,7 +162,7 @@ def test_a_pattern_that_backtracks_forever_does_not_stop_the_loading(key, copied
 
 
 def test_patterns_set_the_ranks_and_alphas_of_modules(shared, tmp_path):
-    """The first matching pattern wins, as in peft. A saved adapter has the same scaling after it is loaded."""
+    """As in peft, the first matching pattern is used. After saving and loading, an adapter has the same scaling."""
     extra = {
         "rank_pattern": {"k_proj": 2, r"layers\.1\..*": 3},
         "alpha_pattern": {r"[qk]_proj": 5, "q_proj": 7, "v_proj": 9, r"layers\.0\.self_attn\.v_proj": 3},
@@ -193,7 +193,7 @@ def test_the_smallest_change_of_a_weight_means_that_an_adapter_has_learned(copie
     ("target", "start"), [("q_proj", True), ("q_proj", "orthogonal"), ("embed_tokens", True)]
 )
 def test_a_new_adapter_has_learned_if_its_product_is_not_zero(target, start, shared, tmp_path):
-    """At first, adapters of embeddings have A = 0, other adapters have B = 0, and orthogonal adapters have neither."""
+    """A new embedding adapter has A = 0, and a new linear one B = 0. With orthogonal initialization, only the product BA is 0."""
     shared.add("new", lora={"r": 4, "target_modules": [target], "init_lora_weights": start}, trainable=True)
     shared.save("new", tmp_path)
     assert not adapter_files.was_trained(tmp_path, None)

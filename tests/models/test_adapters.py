@@ -39,11 +39,12 @@ def test_checkpointing_gives_the_same_gradients_even_if_another_role_runs_in_bet
     shared.enable_gradient_checkpointing()
     alone = torch.autograd.grad(output(role), shared.parameters_of(role))
     loss = output(role)
-    other = output("critic" if role == "policy" else "policy")  # both forwards come before one backward
+    # Both roles run a forward pass before either runs its backward pass.
+    other = output("critic" if role == "policy" else "policy")
     both = torch.autograd.grad(loss + other, shared.parameters_of(role))
     for a, b, c in zip(expected, alone, both, strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
-    assert shared.base.training  # checkpointing was active
+    assert shared.base.training  # train mode, in which gradient checkpointing is active
     with torch.no_grad():
         output(role)
     assert not shared.base.training
@@ -74,7 +75,7 @@ def test_every_dropout_is_off_even_in_train_mode():
     [("pissa", torch.float32), ("pissa_niter_2", torch.bfloat16), ("olora", torch.float32)],
 )
 def test_an_adapter_that_changes_the_base_is_detected(start, dtype):
-    """The check must not rely on the version of a weight, which an assignment to `weight.data` does not change."""
+    """The check must not rely on a weight's version counter, because assigning to `weight.data` does not change the counter."""
     shared = SharedBase(toy.base().to(dtype))
     shared.add("policy", lora=toy.LORA)
     with pytest.raises(SelfCheckFailed, match="an adapter changed the weights of the base"):
@@ -87,7 +88,7 @@ def test_an_adapter_that_changes_the_base_is_detected(start, dtype):
     ids=["embedding", "option"],
 )
 def test_copies_of_base_weights_in_a_peft_file_must_equal_the_base(targets, save, tmp_path):
-    """peft saves base weights next to adapters of embeddings. All readers compare and ignore such weights."""
+    """peft saves base weights next to adapters of embeddings. All loaders compare these with the base, and then ignore them."""
     made = peft.get_peft_model(
         toy.base(), peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets)
     )
@@ -130,12 +131,13 @@ def test_copies_of_base_weights_in_a_peft_file_must_equal_the_base(targets, save
             ):
                 read()
         save_file(tensors, file)
-    save_file({**tensors, key: tensors[key].bfloat16()}, file)  # as if saved by a training in bfloat16
+    # As if the adapter had been trained and saved in bfloat16.
+    save_file({**tensors, key: tensors[key].bfloat16()}, file)
     as_peft_model(toy.base(), tmp_path)
 
 
 def test_loading_an_adapter_initializes_no_tensor(monkeypatch, tmp_path):
-    """All tensors come from the file. Some initializations would change the base."""
+    """Some of peft's initializations would change the base, and all tensors come from the file anyway."""
     shared = SharedBase(toy.base())
     shared.add("made", lora={**toy.LORA, "init_lora_weights": "orthogonal"}, trainable=True)
     shared.save("made", tmp_path)
@@ -218,7 +220,7 @@ def test_a_policy_adapter_stays_the_same_when_it_is_saved_copied_and_loaded_here
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("extra", [{}, {"lora_bias": True}, {"target_modules": ["q_proj"]}], ids=str)
 def test_rows_of_one_batch_can_use_different_adapters(extra, autocast):
-    """The fused layers handle LoRA. peft's own forward handles other kinds of adapters."""
+    """The fused layers compute plain LoRA. Other kinds of adapters use peft's own forward."""
     shared = toy.shared_base(spread=0.2)
     shared.autocast = autocast
     shared.add("other", lora={"r": 2, "target_modules": "all-linear", **extra})
@@ -233,14 +235,14 @@ def test_rows_of_one_batch_can_use_different_adapters(extra, autocast):
         again = shared.hidden("policy", ids[:1])
     if autocast is None:
         assert torch.allclose(together, alone, atol=1e-5)
-    else:  # the two results are rounded in different orders
+    else:  # under autocast, the two results are rounded differently
         shared.autocast = None
         with torch.no_grad():
             exact = torch.cat([shared.hidden(role, ids[i : i + 1]) for i, role in enumerate(roles)])
         shared.autocast = autocast
         assert (together - exact).norm() <= 2 * (alone - exact).norm() < 0.1 * exact.norm()
     assert (alone[0] - alone[1]).abs().max() > 0.05 and (alone[2] - alone[1]).abs().max() > 0.05
-    assert torch.equal(again, alone[:1])  # after the block, a single role is in use again
+    assert torch.equal(again, alone[:1])  # after the `with` block, the model uses a single role again
 
 
 def test_a_removed_role_leaves_the_other_roles_as_they_were(tmp_path):

@@ -1,4 +1,4 @@
-"""Tests that a base is loaded frozen and complete, and that the digest distinguishes a base from other bases."""
+"""Tests that a base is loaded completely and with frozen weights, and that different bases have different digests."""
 
 import shutil
 from pathlib import Path
@@ -25,7 +25,7 @@ def settings(folder, **changes) -> SimpleNamespace:
 
 
 def make_model(folder: Path, family: str) -> Path:
-    """Makes a small random model with a byte tokenizer."""
+    """Saves a small random model with a byte tokenizer."""
     tokenizer = toy_data.tokenizer()
     tokenizer.save_pretrained(folder)
     special = {
@@ -44,7 +44,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture
 def copied(folders, tmp_path) -> Path:
-    """Copies the Mistral, so that a test may change it."""
+    """Copies the folder of the Mistral model, so that a test may change the copy."""
     return Path(shutil.copytree(folders["mistral"], tmp_path / "mistral"))
 
 
@@ -76,7 +76,7 @@ def test_a_base_and_a_reward_model_are_loaded_frozen_and_without_dropout(folders
 
 
 def test_the_head_of_a_reward_model_computes_in_fp32_under_autocast(folders):
-    """Scores that are rounded to bf16 would often be equal, and a pair with equal scores is taken as wrong."""
+    """If scores were rounded to bf16, many pairs would have equal scores, and such pairs count as wrong."""
     scorer = load_base(settings(folders["qwen3"], dtype="bfloat16"), load_tokenizer(str(folders["qwen3"])))
     scorer = peft.get_peft_model(scorer, peft.LoraConfig(task_type="SEQ_CLS", r=2))
     head = score_head(scorer.base_model.model).modules_to_save["default"]
@@ -99,7 +99,7 @@ def test_a_base_can_be_quantized_on_a_cpu(folders, family):
     assert "Linear4bit" in quantized
     before = model(ids).logits
     assert torch.isfinite(before).all()
-    # Without gradients, bitsandbytes could have repacked the weights.
+    # In a forward pass without gradients, bitsandbytes may repack the weights. Train mode must still give the same result.
     torch.testing.assert_close(model.train()(ids).logits, before)
     scorer = load_base(settings(folders[family], load_in_4bit=True), load_tokenizer(str(folders[family])))
     assert type(score_head(scorer)).__name__ != "Linear4bit" and scorer(ids).logits.shape == (1, 1)
@@ -107,7 +107,7 @@ def test_a_base_can_be_quantized_on_a_cpu(folders, family):
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_copy_has_the_same_digest_and_other_weights_have_another(folders, copied, sampled, monkeypatch):
-    if sampled:  # of files of more than a GiB, only samples are hashed
+    if sampled:  # for files larger than a GiB, only samples of the file are hashed
         monkeypatch.setattr(base_module, "WHOLE_FILE_BYTES", 1000)
         monkeypatch.setattr(base_module, "SAMPLE_BYTES", 64)
     before = base_identity(str(copied))
@@ -128,7 +128,7 @@ def test_a_base_whose_end_token_was_never_trained_is_rejected(folders):
     weight[9] = weight[7] * 1.001
     with pytest.raises(InputError, match=r"same row for '</s>', .* as for 2 other tokens"):
         base_module.check_ends(model, tokenizer, {tokenizer.eos_token_id})
-    # Equal rows are allowed if all of their tokens end a completion.
+    # Tokens may have equal rows in the lm head if all of these tokens end a completion.
     base_module.check_ends(model, tokenizer, {tokenizer.eos_token_id, 7, 9})
 
 

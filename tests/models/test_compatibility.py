@@ -139,14 +139,14 @@ def test_embeddings_and_biases_may_be_adapted_if_they_can_be_merged():
     check_lora(good, embeddings, scores=True)  # a reward model has no lm head
     biases = {name.replace("weight", "bias"): shape[:1] for name, shape in good.shapes.items()}
     check_lora(Base(good.model, good.config, {**good.shapes, **biases}), {"lora_bias": True})
-    # If config.json lacks the key, a base is taken as tied if its files have no lm head.
+    # If config.json lacks tie_word_embeddings, a base counts as tied if its weight files have no lm head.
     config = {key: value for key, value in good.config.items() if key != "tie_word_embeddings"}
     assert Base(good.model, config, good.shapes).tied
     assert not Base(good.model, config, {**good.shapes, "lm_head.weight": (9, 9)}).tied
 
 
 def test_names_that_transformers_may_change_are_not_checked():
-    """Experts are stored one by one and trained as one tensor. Quantized and multimodal models also use other names."""
+    """Files store experts separately, but the model has one tensor. Quantized and multimodal models rename weights too."""
     good = check_base(settings(DEMO))
     experts = {"model.layers.0.mlp.experts.0.up_proj.weight": good.shapes[UP]}
     for config, shapes in (

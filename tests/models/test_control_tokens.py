@@ -1,4 +1,4 @@
-"""Tests that special tokens in a row's text stay text, for every stage, template and tokenizer."""
+"""Tests that special tokens in a row's text are encoded as plain text, for every stage, template and tokenizer."""
 
 import random
 
@@ -56,7 +56,7 @@ def rows(words: str) -> dict[str, dict]:
 @pytest.mark.parametrize("make", [llama, tokenizer], ids=["llama", "plain"])
 @pytest.mark.parametrize("stage", rows(""))
 def test_control_tokens_in_a_row_are_encoded_as_text(stage, make, apply):
-    """The row has the same special tokens as a row with harmless words, and decoding it returns the text."""
+    """The encoded row has the same special tokens as a row with harmless words. Decoding the row returns its text."""
     tok = make()
     forged, harmless = (encoded(tok, stage, rows(w)[stage], apply_template=apply) for w in (FORGED, "Hi ok"))
     for name, ids in forged.columns.items():
@@ -73,7 +73,7 @@ NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
 def unigram():
-    """Returns a tokenizer with `</s>` as a piece of its vocabulary."""
+    """Returns a Unigram tokenizer whose vocabulary contains `</s>`."""
     made = Tokenizer(models.Unigram())
     made.normalizer, made.decoder = normalizers.NFKC(), decoders.Metaspace()
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -83,7 +83,7 @@ def unigram():
 
 
 def prefixed():
-    """Returns a tokenizer like Llama 2's, which puts a space before each piece."""
+    """Returns a tokenizer that, like Llama 2's, adds a space before each text that it encodes."""
     alphabet = ["<unk>", "<s>", "</s>", "▁", *"hiterawodxs<>|/nk", "▁hi"]
     vocab = {piece: i for i, piece in enumerate(alphabet)}
     made = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
@@ -119,7 +119,7 @@ def test_random_texts_contain_no_special_token_and_keep_their_offsets(name):
 
 
 def test_a_mark_inside_a_control_token_adds_no_space():
-    """A tokenizer like Llama 2's puts a space before each text."""
+    """Llama 2's tokenizer adds a space before each text. A control token that is encoded in two parts must get no extra space."""
     tok = prefixed()
     control = ControlTokens(tok)
     pieces = tok.convert_ids_to_tokens(text_ids(control, "hi </s>x"))
@@ -127,7 +127,7 @@ def test_a_mark_inside_a_control_token_adds_no_space():
 
 
 def test_turn_markers_that_are_not_special_are_control_tokens():
-    """DeepSeek's markers are not `special`. `<think>` is in the template, too, but a completion may contain it."""
+    """DeepSeek's turn markers are not marked as `special`. `<think>` is also in the template, but a completion may contain it."""
     template = "{% for m in messages %}<|{{ m.role }}|><think></think>{{ m.content }}<|over|>{% endfor %}{# <|user|> #}"
     tok = tokenizer(template)
     tok.add_tokens(

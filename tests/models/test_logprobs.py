@@ -29,7 +29,8 @@ def test_logprobs_and_entropies_equal_those_of_the_models_logits(kind):
 
 @pytest.mark.parametrize("entropy", [False, True])
 def test_gradients_of_chunks_equal_the_gradients_of_all_logits(entropy, monkeypatch):
-    monkeypatch.setattr("pipeline.models.logprobs.LOGIT_CHUNK", {"cpu": 3 * toy.VOCAB})  # makes five chunks
+    # Splits the logits into five chunks.
+    monkeypatch.setattr("pipeline.models.logprobs.LOGIT_CHUNK", {"cpu": 3 * toy.VOCAB})
     shared = toy.shared_base(spread=0.1)
     ids, starts, _, mask = toy.batch()
     weight, of_entropy = torch.randn(mask.shape), torch.randn(mask.shape)

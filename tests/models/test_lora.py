@@ -20,14 +20,14 @@ IN, OUT = 24, 40
 
 
 def layers(bias=False, dtype=torch.float32, **lora):
-    """Returns peft's layer and its fused copy around one frozen nn.Linear. B is not 0."""
+    """Returns peft's LoRA layer and its fused copy, which share a frozen nn.Linear. The LoRA matrix B is not 0."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(IN, OUT, bias=bias, dtype=dtype)).requires_grad_(False)
     config = {"r": 4, "lora_alpha": 12, "target_modules": ["0"], **lora}
     LoraModel(model, peft.LoraConfig(**config), "one")
     with torch.no_grad():
         model[0].lora_B["one"].weight.normal_()
-        for name in ("lora_A", "lora_B"):  # adapters are fp32 on any base, as in SharedBase
+        for name in ("lora_A", "lora_B"):  # adapters are in fp32 for any dtype of the base, as in SharedBase
             getattr(model[0], name).float()
     other = copy.deepcopy(model)
     fuse(other)
@@ -35,11 +35,12 @@ def layers(bias=False, dtype=torch.float32, **lora):
 
 
 def results(layer, x):
-    """Returns y, and the gradients of x, A and B for a fixed gradient of y."""
+    """Returns the layer's output y, and the gradients of x, A and B for a fixed gradient of y."""
     x = x.clone().requires_grad_()
     y = layer(x)
     torch.manual_seed(4)
-    y.backward(torch.randn(y.shape).to(torch.bfloat16).to(y.dtype))  # the same numbers in every dtype
+    # The gradient has the same values in every dtype.
+    y.backward(torch.randn(y.shape).to(torch.bfloat16).to(y.dtype))
     adapter = [layer.lora_A["one"].weight, layer.lora_B["one"].weight]
     return [y.detach(), x.grad, *(p.grad for p in adapter)]
 
@@ -107,7 +108,7 @@ def test_other_cases_use_pefts_own_forward(case, monkeypatch):
             layer._disable_adapters = True
         if case == "merged":
             layer.merge()
-        if case == "learning":  # peft's forward gives W a gradient
+        if case == "learning":  # peft's own forward can compute a gradient of the base weight W
             layer.get_base_layer().weight.requires_grad_(True)
         if case == "two":
             torch.manual_seed(5)
@@ -118,7 +119,7 @@ def test_other_cases_use_pefts_own_forward(case, monkeypatch):
     x = torch.randn(3, IN).to(torch.bfloat16 if case == "half" else torch.float32)
     outputs = []
     for layer in (fused, own):
-        torch.manual_seed(6)  # dropout draws the same mask for both
+        torch.manual_seed(6)  # so that both layers draw the same dropout mask
         outputs.append(layer(x))
     assert torch.equal(*outputs)
     assert not calls
@@ -151,7 +152,7 @@ def test_ppo_casts_adapters_once_per_rollout_and_optimizer_step(monkeypatch):
 
     kept = []
     assert torch.equal(run(counting), run(nullcontext))
-    # Each of the two updates samples with the policy, and trains policy and critic for two epochs of two minibatches. The
+    # In each of the two updates, the policy samples, and policy and critic are trained for two epochs of two minibatches. The
     # self-check of the first update samples once more.
     adapters = 2 * 7 * 2
     assert kept == [adapters, adapters, *[2 * adapters] * 4, adapters, *[2 * adapters] * 4]

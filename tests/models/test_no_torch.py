@@ -1,4 +1,4 @@
-"""Tests that no check that runs before a job imports torch, because that import takes seconds."""
+"""Tests that the checks before a job do not import torch, because importing torch takes seconds."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Tests that completions in one row with their prompt have the same hidden states as in separate rows."""
+"""Tests that completions packed into one row with their shared prompt have the same hidden states as in separate rows."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_packed_completions_have_the_same_states_as_in_separate_rows(kind, atten
         with torch.no_grad():
             states = shared.states(role, batch)
             torch.testing.assert_close(states, shared.states(role, single), rtol=1e-4, atol=1e-5)
-    # The states before each action and after the last action. The last state repeats to the end of the row.
+    # Expected: the states before each action and after the last one. The last state is repeated to the end of the row.
     hidden = shared.hidden(None, single.input_ids)
     torch.testing.assert_close(states[1], hidden[1, [1, 2, 2, 2, 2]], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(shared.states(None, batch.ends())[:, 0], states[:, -1])
@@ -49,7 +49,7 @@ def test_a_pack_ends_where_attention_costs_more_than_the_prompt():
         len(pack) for pack in packs_that_pay([0] * 64, [prompt] * 64, [completion] * 64, width, **limits)
     ]
     assert of(512, 512, 4096) == [25, 25, 14]
-    assert of(1, 512, 64) == [1] * 64  # nothing to share
+    assert of(1, 512, 64) == [1] * 64  # sharing a prompt of one token saves nothing
     assert of(512, 512, 4096, completions=8) == [8] * 8
     assert of(512, 512, 4096, tokens=1600) == [2] * 32
     assert packs_that_pay([3, 4, 3, 4], [9, 9, 9, 9], [2, 2, 2, 2], 64) == [[0, 2], [1, 3]]

@@ -1,4 +1,4 @@
-"""Tests that a base in shards on two processes computes the same as the full base, and that no rank loads the full base."""
+"""Tests that a base sharded over two processes computes the same results as the full base, and no rank loads the full base."""
 
 import gc
 import threading
@@ -47,7 +47,7 @@ def with_roles(base, critic="adapter"):
 
 
 def computed(base):
-    """Returns log-probs, values and the gradients of both roles."""
+    """Returns the policy's log-probs, the critic's values, and the gradients of both roles."""
     shared = with_roles(base)
     ids, starts, _, mask = toy.batch()
     logprobs = shared.logprobs("policy", ids, starts, mask)[0]
@@ -59,7 +59,7 @@ def computed(base):
 
 
 def trained(base, **changes):
-    """Returns weights and metrics after two updates of PPO, in which the ranks have different numbers of forwards."""
+    """Returns weights and metrics after two PPO updates in which the ranks run different numbers of forward passes."""
     shared = with_roles(base, changes["critic"])
     trainer = toy.trainer(
         shared,
@@ -187,7 +187,7 @@ def test_a_base_that_cannot_be_sharded_is_an_error(tmp_path, one_rank):
 
 
 def test_both_ranks_raise_if_they_train_different_roles(monkeypatch, one_rank):
-    """Simulates each of two ranks. The all-reduce returns the code of the other rank."""
+    """Simulates each of two ranks. The fake all-reduce returns the other rank's code for its role."""
     monkeypatch.setattr(fsdp_sync.dist, "new_group", lambda **_: None)
     steps = Lockstep(toy.base().base_model)
     steps.shared = with_roles(toy.base())
@@ -202,14 +202,14 @@ def test_both_ranks_raise_if_they_train_different_roles(monkeypatch, one_rank):
 
 
 def private_bytes():
-    """Returns the bytes that this process has written. Mapped weight files are not included, because the system can drop them."""
+    """Returns this process's private memory in bytes. Mapped weight files are not counted, because the system can drop them."""
     with open("/proc/self/smaps_rollup") as file:
         (size,) = (line.split()[1] for line in file if line.startswith("Private_Dirty:"))
     return int(size) * 1024
 
 
 def peak_of(load):
-    """Returns by how many bytes the memory grows, at its peak, while a base is loaded and a role is trained for one step."""
+    """Returns the peak growth of private memory, in bytes, while a base is loaded and a role is trained for one step."""
     held, done = [private_bytes()], threading.Event()
 
     def watch():
@@ -239,11 +239,11 @@ def weighed(rank, folder):
 
 @pytest.mark.slow
 def test_no_rank_ever_loads_the_full_base(tmp_path, monkeypatch):
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # freed memory returns to the system
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # makes malloc return freed memory to the system
     deep = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=142)
     base = toy.base(**deep)
     size = sum(p.numel() * 4 for p in base.parameters())
-    # The base is loaded in another dtype than its files have. With the same dtype, the weights could be the mapped files.
+    # The base is loaded in another dtype than its files have. Otherwise weights could stay in mapped files, and not be counted.
     base.bfloat16().save_pretrained(tmp_path, max_shard_size="25MB")
     toy.base().save_pretrained(tmp_path / "small")
     del base

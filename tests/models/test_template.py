@@ -1,4 +1,4 @@
-"""Tests that a chat template which cannot be rendered is an error before any row is rendered."""
+"""Tests that an invalid chat template causes an error before any row is rendered."""
 
 import shutil
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_a_template_that_cannot_be_rendered_is_an_error_of_its_key(kind, tmp_pat
         load_tokenizer(str(DEMO), chat_template=str(tmp_path / "chat.jinja"))
 
 
-LOOP = "{% for i in range(6000) %}"  # ends after seconds, because its thread stays in this process
+LOOP = "{% for i in range(6000) %}"  # a slow but finite loop, because its thread continues in this process
 ENDLESS = {
     "{{ 'x' * 10 ** 7 }}": "ValueError: 10,000,000 characters for a conversation of a few words",
     LOOP * 2 + "{% endfor %}" * 2: "TimeoutError: no answer within 0 seconds",

@@ -88,7 +88,7 @@ def test_the_pad_token_has_an_embedding_row_and_is_not_a_second_eos(tmp_path):
     special = ["<s>", "</s>", "<unk>", "<pad>"]
     roles = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     folder = make_folder(tmp_path, special, **roles)
-    rows = load_tokenizer(folder).pad_token_id  # with this many rows, the embedding ends before <pad>
+    rows = load_tokenizer(folder).pad_token_id  # an embedding with this many rows has no row for <pad>
     changed(tmp_path, "config.json", lambda config: config.update(vocab_size=rows))
     assert load_tokenizer(folder).pad_token == "<unk>"
     changed(tmp_path, "config.json", lambda config: config.update(vocab_size=rows + 1))
@@ -103,7 +103,7 @@ def test_a_tokenizer_without_any_token_that_can_pad_is_an_error(tmp_path):
 
 
 def test_a_byte_as_pad_token_does_not_become_special_when_it_is_saved_and_loaded(tmp_path):
-    """A special token ÿ would match the letter ÿ in a text."""
+    """If ÿ became a special token, the letter ÿ in a text would be encoded as the pad token."""
     tokenizer = load_tokenizer(make_folder(tmp_path / "base", ["<|endoftext|>"], eos_token="<|endoftext|>"))
     tokenizer.save_pretrained(tmp_path / "again")
     (tmp_path / "again" / "config.json").write_text((tmp_path / "base" / "config.json").read_text())
@@ -168,7 +168,8 @@ def test_the_digest_changes_only_with_the_tokens(tmp_path):
     tokenizer = load_tokenizer(make_folder(tmp_path / "a", LLAMA_31, eos_token="<|eot_id|>"))
     digest = tokenizer_digest(tokenizer)
     tokenizer(["hello", "hello, how are you?"], padding=True, truncation=True, max_length=4)
-    assert tokenizer_digest(tokenizer) == digest  # padding and truncation of a call do not change the digest
+    # A call that sets padding and truncation does not change the digest.
+    assert tokenizer_digest(tokenizer) == digest
     copy = pickle.loads(pickle.dumps(tokenizer))
     assert tokenizer_digest(copy) == digest
     assert copy.text_as_chat is False and copy.pad_token == tokenizer.pad_token

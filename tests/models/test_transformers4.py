@@ -39,7 +39,7 @@ FAMILIES = {
 
 
 def saved(case, folder):
-    """Saves a model twice: `kept` has the old key names of its base, and `made` has names converted from the new names."""
+    """Saves a model twice. `kept` keeps the base's old key names. `made` has old names that were converted from new names."""
     model_type, keys = FAMILIES[case]
     base = {**SIZE, "model_type": model_type, "torch_dtype": "float32", **keys}
     (folder / "base").mkdir(parents=True)
@@ -93,7 +93,7 @@ def test_a_model_needs_transformers_5_if_its_base_was_saved_by_it():
 
 
 def tokenizer_of(folder, **settings):
-    """Returns the demo's tokenizer with other settings, and saves it in the folder `saved`."""
+    """Returns the demo's tokenizer with changed settings, and saves it in the folder `saved`."""
     demo = ROOT / "jobs/demo/model"
     shutil.copytree(demo, folder / "base")
     given = json.loads((demo / "tokenizer_config.json").read_text())

@@ -1,4 +1,4 @@
-"""Tests that `plan` counts the memory of real models, and that a job fits with the changes that it prints."""
+"""Tests that `plan` estimates the memory of real models correctly, and that a job fits after the changes that `plan` prints."""
 
 import dataclasses
 import json
@@ -79,7 +79,7 @@ def saved_bytes(shared, rows, width):
     ("bf16", "settings", "dtype"),
     [
         (False, [], torch.float32),
-        (True, [], torch.bfloat16),  # on a CPU, bf16 also sets the dtype of the base
+        (True, [], torch.bfloat16),  # on a CPU, trainer.bf16 also sets the dtype of the base
         (True, ["scaling.use_gpu=true"], torch.float32),
     ],
 )
@@ -148,7 +148,7 @@ def test_plans_for_8b_and_70b_equal_a_calculation_by_hand(
     assert base.size == 2 * parameters / 2
     rows, width = (int(n) for n in re.findall(r"(\d+) rows of (\d+) tokens", filled.what)[0])
     assert filled.size == rows * width * cache / 2
-    # A decoding step reads the weights and the filled cache.
+    # A decoding step reads the weights and the filled part of the KV cache.
     planned = plan_of(job(tmp_path, name, "model.load_in_4bit=false"))
     args, workers, (prompt, completion) = planned.work.args, planned.work.places.workers.most, planned.tokens
     full, less = plan.estimate_hours(planned, "H100", ROWS), []
@@ -186,16 +186,18 @@ def test_hours_are_matrix_products_divided_by_speed(llama_8b):
     keeps = ["trainer.gradient_checkpointing=false", "trainer.num_train_epochs=1"]
     asked = job(llama_8b, "llama3-8b/sft", *keeps)
     planned = dataclasses.replace(plan_of(asked), tokens=(1000, 0))
-    flops = 4 * 8_030_261_248 * 1000 * 10_000  # 2 for a weight's forward, and 2 for its backward
+    # Per weight and token, 2 for the forward pass and 2 for the backward pass.
+    flops = 4 * 8_030_261_248 * 1000 * 10_000
     expected = flops / (989e12 * plan.UTILIZATION) / 3600 / asked.workers[1]
     assert plan.estimate_hours(planned, "H100", Rows(10_000, 1000)) == pytest.approx(expected)
 
 
 def test_a_decoding_step_with_nf4_moves_an_unpacked_copy_of_the_weights(llama_8b):
-    """A weight is read with half a byte, written with two bytes, and read again. The sum is 4.5 bytes, and 2 for bf16."""
+    """An NF4 weight is read (0.5 bytes), written unpacked (2 bytes) and read again (2 bytes). A bf16 weight is only read."""
     bf16, nf4 = (plan_of(job(llama_8b, f"{name}/ppo")) for name in ("llama3-8b", "llama3-8b-qlora"))
     assert bf16.shape.moved == 2 * bf16.shape.parameters
-    linear, others = 6.98e9, 1.05e9  # embedding and lm head
+    # Number of weights in linear layers, and in the embedding and the lm head.
+    linear, others = 6.98e9, 1.05e9
     assert nf4.shape.moved == pytest.approx(4.5 * linear + 2 * others, rel=0.01)
 
 
@@ -242,7 +244,7 @@ def test_a_plan_for_kto_has_the_share_of_desirable_rows_and_two_rows_in_a_micro_
 
 
 def test_a_plan_counts_a_base_in_shards():
-    """A worker has a shard of the body and the full lm head. Gathered layers also need memory."""
+    """Each worker holds its shard of the body, the full lm head, and the layers that are gathered at the moment."""
 
     def planned(workers, *more):
         small = ["trainer.per_device_train_batch_size=1", "data.max_length=512"]
@@ -258,7 +260,7 @@ def test_a_plan_counts_a_base_in_shards():
 
 
 def test_gated_models_are_planned_without_a_token_or_a_network(capsys, in_root, tmp_path):
-    """Tests run offline, so the plan uses the shape from SHAPES, and says so."""
+    """Tests run offline, so `plan` uses the model shape in SHAPES, and its output says so."""
     assert main(["plan", "jobs/llama3-70b-qlora/ppo.yaml", f"run.storage_path={tmp_path}"]) == 0
     out = capsys.readouterr().out
     assert "70.6 B parameters" in out and "data: full-length rows of 512 tokens assumed" in out
@@ -266,7 +268,7 @@ def test_gated_models_are_planned_without_a_token_or_a_network(capsys, in_root, 
     assert "nothing is registered yet" in out and not list(tmp_path.iterdir())
     table = re.findall(r"^   (\S+) +\d+  yes +([\d.]+) h  \$ *(\d+)$", out, re.M)
     assert [name for name, *_ in table] == ["A100-80G", "H100", "H200"]
-    for name, hours, dollars in table:  # for the four workers, up to the rounding of the hours
+    for name, hours, dollars in table:  # the price of four workers; hours are printed rounded
         assert int(dollars) == pytest.approx(4 * float(hours) * prices.read_prices().gpus[name], rel=0.01)
 
 
@@ -277,7 +279,7 @@ def test_every_gpu_has_a_name_that_ray_knows():
 @pytest.mark.parametrize(
     ("name", "overrides", "status", "says"),
     [
-        # Jobs that do not fit, and jobs that fit.
+        # Jobs that do not fit into GPU memory, and jobs that fit.
         ("llama3-8b/ppo", ["scaling.label_selector={ray.io/accelerator-type: A100-40G}", "trainer.batch_size=2048",
                            "trainer.local_rollout_forward_batch_size=512"], 1, r"with trainer\.local_rollout_forward_batch_size="),
         ("demo/sft", ["model.name_or_path={8b}", "data.max_length=4096"], 1, "a worker needs"),
@@ -323,7 +325,7 @@ OTHER_MACHINES = [(4, "A10G"), (1, "A100-80G")]
 
 
 def jobs_of_profile(profile, tmp_path):
-    """Returns {path: overrides} of the jobs of a profile that have workers. The overrides let these jobs use GPUs."""
+    """Returns {path: overrides} for the jobs of a profile that have workers. The overrides make these jobs use GPUs."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
     found = {}
     for path in sorted((ROOT / "jobs" / profile).glob("*.yaml")):
@@ -346,7 +348,7 @@ def jobs_of_profile(profile, tmp_path):
 def test_a_profile_starts_on_a_machine_with_gpus_or_says_what_to_change(
     profile, count, gpu, tmp_path, in_root, monkeypatch
 ):
-    """Applies the changes that the messages name. The changed jobs find GPUs and fit, or the message names larger GPUs."""
+    """Applies the changes that the messages propose. Then the jobs find GPUs and fit, or the message proposes larger GPUs."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(NvidiaGPUAcceleratorManager, "get_current_node_num_accelerators", lambda: count)
     memory, fitted = plan.GPUS[gpu].memory * plan.GIB, 0
@@ -384,13 +386,13 @@ def test_a_profile_starts_on_a_machine_with_gpus_or_says_what_to_change(
     ("dtype", "checkpointing"), [("float32", "false"), ("bfloat16", "false"), ("float32", "true")]
 )
 def test_the_planned_memory_is_within_20_percent_of_the_memory_of_a_real_step(stage, dtype, checkpointing):
-    """Measures how much a process on the CPU grows in a step, with an allocator that returns freed memory."""
+    """Measures how much the memory of a CPU process grows in a step. The allocator returns freed memory to the system."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     command = [sys.executable, str(ROOT / "tests/support/peaks.py"), stage, dtype, checkpointing]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=ROOT)
     measured = json.loads(done.stdout.splitlines()[-1])
     print(f"{stage} {dtype} {checkpointing}: {measured}")
-    # The libraries allocate another 32 MiB in their first step.
+    # In the first step, the libraries allocate 32 MiB in addition.
     assert abs(measured["planned"] - measured["grown"]) < 0.2 * measured["grown"] + 32 * 2**20
 
 

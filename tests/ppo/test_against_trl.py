@@ -1,7 +1,7 @@
 """Compares our PPO formulas with TRL 1.12's PPOTrainer. The test runs lines of TRL's source without changes.
 
-Our formulas and TRL's agree only if all completions have full length. For shorter completions, TRL places the score one position
-after the end, and its GAE runs over padding. `make test-all` installs TRL 1.12 into a separate folder, like `make bench`.
+Our results equal TRL's only if all completions have the maximum length. For shorter completions, TRL places the score one
+position after the end, and TRL's GAE runs over padding. `make test-all` installs TRL 1.12 into a separate folder, like `make bench`.
 """
 
 import ast
@@ -39,7 +39,7 @@ def trl_functions():
 
 @pytest.fixture(params=[0, 1, 2])
 def world(request):
-    """Returns a rollout of full-length completions under the variable names of TRL's loop."""
+    """Returns a rollout of maximum-length completions as {name of TRL's variable: value}."""
     draw = torch.Generator().manual_seed(request.param)
     rand = lambda *shape: torch.randn(*shape, generator=draw)  # noqa: E731
     nothing = torch.zeros(ROWS, ACTIONS, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Tests the sections `trainer` and `rollout` of a PPO job: invalid values, and defaults that depend on other keys."""
+"""Tests the job sections `trainer` and `rollout` of PPO: invalid values, and defaults that depend on other keys."""
 
 import pytest
 

@@ -32,7 +32,7 @@ def test_eos_is_an_action_and_padding_is_never_found_by_id():
     ("episodes", "num_mini_batches", "workers", "by_prompt"), [(512, 4, 4, 1.16), (1024, 8, 16, 1.61)]
 )
 def test_workers_have_equal_shares_of_every_minibatch(episodes, num_mini_batches, workers, by_prompt):
-    """Compares the slowest worker's load with the mean, for workers that keep their own samples and for dealt samples."""
+    """Compares the largest load of a worker with the mean load, with and without redistributing samples between workers."""
     draw = np.random.default_rng(0)
     lengths = 100 + draw.integers(1, 400, episodes)
     sampled, dealt = [], []
@@ -51,9 +51,10 @@ def test_workers_have_equal_shares_of_every_minibatch(episodes, num_mini_batches
 def test_a_long_row_does_not_pad_a_batch_that_is_busy_without_it():
     lengths = [100, 104, 97, 101, 190, 200, 20]
     assert micro_batches(lengths, 16, None) == [[6, 2, 0, 3], [1, 4], [5]]
-    assert micro_batches([10, 90], 16, None) == [[0, 1]]  # a second batch would cost more than padding
+    # Splitting off a second batch would cost more than the padding.
+    assert micro_batches([10, 90], 16, None) == [[0, 1]]
     # Limits: 3 rows and 20 tokens. The long row gets its own batch.
     assert micro_batches([5, 9, 2, 7, 7, 30, 1], 3, 20) == [[6, 2, 0], [3, 4], [1], [5]]
-    # A few tokens cost a GPU only the kernel launches, so one padded forward is cheaper.
+    # With few tokens, kernel launches take most of a GPU's time, so one padded forward is cheaper than several.
     assert micro_batches(lengths, 16, None, "cuda") == [[6, 2, 0, 3, 1, 4, 5]]
     assert len(micro_batches([100] * 40 + [200] * 4, 64, None, "cuda")) == 2

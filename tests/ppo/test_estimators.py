@@ -77,7 +77,7 @@ def test_a_job_can_have_its_own_formula(mine, in_root):
     assert len(trainer.train()) == trainer.total
     with pytest.raises(InputError, match="2 or more: python:own_formulas:best_of_group compares"):
         PPOConfig(advantage_estimator=f"{mine}best_of_group")
-    # An estimator that reads values gets a critic.
+    # If an estimator has a parameter `values`, the job gets a critic.
     job = load_job("jobs/demo/ppo.yaml", [f"trainer.advantage_estimator={mine}with_critic"])
     assert job.args.uses_critic
     toy.trainer(advantage_estimator=f"{mine}with_critic", gamma=0.5).train()

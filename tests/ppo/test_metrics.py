@@ -40,7 +40,7 @@ GROUP = dict(advantage_estimator="rloo", num_generations=2, kl_coef=0.0)
 @pytest.mark.parametrize(
     ("settings", "passes"),
     [
-        # forwards: sampling, reference, old log-probs, two epochs (also backward); critic: values, two epochs
+        # policy: sampling, reference, old log-probs, two epochs with backward; critic: values, two epochs with backward
         ({}, 2 + 1 + 2 * 2 + 1 + 2 * 2),
         (dict(num_ppo_epochs=1, num_mini_batches=1, **GROUP), 2 + 2),
     ],
@@ -48,7 +48,7 @@ GROUP = dict(advantage_estimator="rloo", num_generations=2, kl_coef=0.0)
 )
 def test_mfu_is_the_share_of_a_gpus_peak(settings, passes, monkeypatch):
     trainer = toy.trainer(**settings)
-    assert "mfu" not in trainer.run_update()  # the table of peaks has no CPU
+    assert "mfu" not in trainer.run_update()  # the table of peak FLOPS has no entry for CPUs
     monkeypatch.setattr("pipeline.ppo.trainer.peak_flops", lambda device: 1e9)
     kept = toy.recorded(trainer)
     metrics = trainer.run_update()

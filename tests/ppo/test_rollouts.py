@@ -1,4 +1,4 @@
-"""Tests sampling by rollout workers, also ahead of the trainer: results are bit-identical, and a faulty sampler ends the run.
+"""Tests sampling by rollout workers, synchronous or ahead of the trainer. Results are bit-identical, and faults are detected.
 
 The workers here are samplers with a second base in this process. tests/rollout tests real workers.
 """
@@ -30,7 +30,7 @@ class Elsewhere:
         self.trainer = trainer
 
     def load(self, trainer):
-        """Loads the same models as a new trainer."""
+        """Loads the models that a new trainer has."""
         shared = toy.shared_base(critic=trainer.args.uses_critic and trainer.args.critic)
         rewards = [
             AdapterReward(shared) if isinstance(r, AdapterReward) else r for r in trainer.sampler.rewards
@@ -44,7 +44,7 @@ class Elsewhere:
 
     def request(self, chunks):
         self.requests += [chunk.key for chunk in chunks]
-        # The worker samples in another order than the trainer collects, before the trainer learns from earlier chunks.
+        # The worker samples chunks before the trainer trains on earlier chunks, and in another order than it collects them.
         self.done += [
             (chunk, self.make(chunk)) for chunk in reversed(chunks) if chunk.update not in self.absent
         ]
@@ -62,7 +62,7 @@ class Elsewhere:
 
 
 def run(staleness=None, workers=None, updates=5, rows=None, resume=None, folder=None, stop=None, **changes):
-    """Returns the weights, and the metrics of each update. `stop` is the update after which the run ends."""
+    """Trains. Returns the weights, and the metrics of each update. If `stop` is set, the run ends after this update."""
     rollout = AHEAD[staleness] if isinstance(staleness, int) else staleness
     settings = dict(total_episodes=16 * updates, local_rollout_forward_batch_size=rows, **changes)
     trainer = toy.trainer(rollout=rollout, workers=workers, **settings)
@@ -107,26 +107,28 @@ def test_chunks_depend_on_the_rows_and_not_on_the_sampler():
 
 
 def test_an_asynchronous_run_is_a_function_of_its_seed(tmp_path):
-    """The result is the same for any sampler and after a resume. The result differs from the synchronous run."""
+    """The result does not depend on which process samples, or on a resume. It differs from the result of a synchronous run."""
     worker, staleness = Elsewhere(), 2
     whole = run(staleness, worker, rows=8)
     assert (
         worker.requests == sorted(worker.requests) and len(worker.requests) == len(set(worker.requests)) == 10
     )
-    assert set(worker.versions) == set(range(5))  # each version once, except the last, which samples nothing
+    # Each version is fetched once, except the last, which samples nothing.
+    assert set(worker.versions) == set(range(5))
     versions = {chunk.update: chunk.version for chunk, _ in worker.done}
     assert versions == {0: 0, 1: 0, 2: 0, 3: 1, 4: 2}
     same(run(staleness, Elsewhere(absent=range(5)), rows=8), whole)
-    same(run(staleness, Elsewhere(absent=[1, 3]), rows=8), whole)  # in two updates, there is no worker
+    same(run(staleness, Elsewhere(absent=[1, 3]), rows=8), whole)  # no worker is available in updates 1 and 3
     run(staleness, Elsewhere(), rows=8, folder=tmp_path, stop=3)
     resumed = Elsewhere()
     same(run(staleness, resumed, rows=8, resume=tmp_path), whole)
-    assert min(resumed.versions) == 3 - staleness  # chunks in flight at the stop
+    # Chunks that were requested before the stop are sampled again from their old version.
+    assert min(resumed.versions) == 3 - staleness
     assert not torch.equal(whole[0], run(rows=8)[0])
 
 
 def test_chunks_are_compared_with_what_rank_0_published(monkeypatch):
-    """The adapters of trainers on different processors may differ in the last bit."""
+    """The adapters of trainers on different CPU models may differ in the last bit."""
     trainer = toy.trainer(rollout=AHEAD[1], workers=(workers := Elsewhere()))
     workers.load(trainer)
     monkeypatch.setattr(rollouts, "gather", lambda mine: ["rank 0's", mine])
@@ -200,7 +202,7 @@ def test_rewards_with_seeds_draw_the_same_numbers_for_any_split_of_an_update():
 
 
 class Stale(Elsewhere):
-    """Samples every chunk from the first version, like a stale prefix cache. Reports the true version only if `honest`."""
+    """Samples every chunk from the first policy version, like a stale prefix cache. Reports this version only if `honest`."""
 
     def __init__(self, honest):
         super().__init__()
@@ -214,7 +216,7 @@ class Stale(Elsewhere):
 
 
 class Twice(Elsewhere):
-    """Returns the first chunk of an update again as the second."""
+    """Returns the first chunk of an update also as its second chunk."""
 
     def collect(self, chunk):
         return next(sampled for one, sampled in self.done if one.key[:2] == chunk.key[:2] and one.number == 0)

@@ -1,4 +1,4 @@
-"""Tests that every self-check passes on a sound job. tools/seeded_faults shows that each check finds its fault."""
+"""Tests that every self-check passes if a job has no fault. tools/seeded_faults tests that each check finds its fault."""
 
 import pytest
 import torch

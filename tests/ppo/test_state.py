@@ -26,7 +26,7 @@ def threads(request):
     [
         ("adapter", "float32", 1),
         ("head", "float32", 2),
-        pytest.param("head", "bfloat16", 2, marks=pytest.mark.slow),  # takes long on a CPU without bf16
+        pytest.param("head", "bfloat16", 2, marks=pytest.mark.slow),  # slow on CPUs without bf16 instructions
     ],
     indirect=["threads"],
 )
@@ -53,7 +53,7 @@ def test_a_restored_run_ends_with_the_same_numbers(critic, dtype, threads, tmp_p
     first.save(tmp_path)
     second = trainer(1234)
     for parameter in [p for r in ("policy", "critic", "reference") for p in second.shared.parameters_of(r)]:
-        parameter.data += 1.0  # a new trainer, so that the folder must restore every value
+        parameter.data += 1.0  # changes every value, so that the values must come from the checkpoint
     second.restore(tmp_path)
     second.train()
     roles = ["policy", "critic", "reference"]
@@ -68,7 +68,7 @@ def test_kl_controller_counts_nats_a_completion():
     episodes = toy.first_episodes(toy.trainer(toy.shared_base(spread=0.2), **changes))
     metrics = above.run_update()
     kl = (episodes.old_logprobs - episodes.ref_logprobs).sum(-1).mean().item()
-    # a KL averaged over tokens would be below the target
+    # the KL is a sum over tokens; the mean over tokens would be below kl_target
     assert metrics["objective/kl"] == pytest.approx(kl, rel=1e-4) and kl > 1
     assert metrics["objective/kl_coef"] == 0.1
     assert above.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 16 / 100))
@@ -93,7 +93,7 @@ def test_random_states_continue_with_a_gpu_or_without_one(gpu_before, gpu_now, t
 
 
 def wide():
-    """Returns a base with adapters of at least 4096 numbers, because bitsandbytes stores smaller moments in fp32."""
+    """Returns a base whose adapter tensors have at least 4096 elements, because bitsandbytes keeps smaller moments in fp32."""
     shared = toy.SharedBase(toy.base())
     shared.add("policy", lora={**toy.LORA, "r": 128}, trainable=True)
     return shared

@@ -76,7 +76,7 @@ def test_without_a_reference_adapter_the_base_is_the_reference():
 
 
 def test_evaluations_are_logged_and_do_not_change_training():
-    """Evaluates after every `eval_steps` updates except the last, for any `logging_steps`."""
+    """The trainer evaluates every `eval_steps` updates, for any `logging_steps`, but not after the last update."""
     evaluated_at, rewards, learned = [], {}, []
 
     def evaluate():
@@ -106,7 +106,7 @@ def test_target_kl_ends_the_epochs_of_an_update():
 
 
 class OnlyEnds:
-    """A decoder whose completions are a single EOS."""
+    """A decoder whose completions consist of a single EOS."""
 
     changes = 0
 
@@ -119,7 +119,8 @@ class OnlyEnds:
 
 def test_the_trainer_accepts_any_decoder_and_completions_of_one_token(monkeypatch):
     for owner, name in ((checks, "sampler_agrees"), (roles, "sampler_follows")):
-        monkeypatch.setattr(owner, name, lambda *_: CheckResult("", "", None))  # its log-probs are made up
+        # Skips this check, because the decoder's log-probs are invented.
+        monkeypatch.setattr(owner, name, lambda *_: CheckResult("", "", None))
     decoder = OnlyEnds()
     metrics = toy.trainer(decoder=decoder, reward=lambda completions: [0.5] * len(completions)).train()[-1]
     assert decoder.changes == 4 and metrics["completions/mean_length"] == 1
@@ -153,7 +154,7 @@ def shared_run(number, spread=0.0):
         loads.append(sum(episodes.lengths()[row] for row in rows))
         return accumulate(episodes, rows, *rest)
 
-    def learned(episodes):  # records only here, because the self-checks accumulate single rows
+    def learned(episodes):  # records nothing during the self-checks, which accumulate single rows
         trainer.accumulate = counted
         metrics = learn(episodes)
         trainer.accumulate = accumulate
@@ -188,7 +189,7 @@ def test_two_workers_do_what_one_does(numbers, tmp_path):
         )
         assert all(torch.equal(a, b) for a, b in zip(mine[1:], theirs[1:], strict=True))
         for a, b, both in zip(load, load2, whole, strict=True):
-            # tokens of one prompt and completion, or of several completions packed into a row
+            # number of tokens of the longest row: a prompt with one completion, or with several packed completions
             longest = 7 + 8 if number < 2 else both // 4
             assert a + b == both and abs(a - b) <= longest
         for update, limit in ((1, 1e-5), (2, 1e-4), (3, 1e-4)):  # rounding errors grow with each update

@@ -23,23 +23,22 @@ GSPO = dict(
     advantage_estimator="grpo", num_generations=2, importance_sampling_level="sequence", cliprange=0.01, cliprange_high=0.02,
     kl_in="loss", kl_estimator="k3", entropy_coef=0.1, mask_truncated_completions=True,
 )  # fmt: skip
-# the code of the update in docs/architecture.md
+# the Python code of an update in docs/architecture.md
 [PAGE] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/architecture.md").read_text(), re.DOTALL)
-# Settings that the page reads. No setting is a default, and each setting has an effect: clipping changes the policy's gradient
-# only.
+# Settings that this code reads. No value is the default, and each has an effect. Clipping changes only the policy's gradient.
 SET = dict(
     temperature=0.8, gamma=0.98, lam=0.9, kl_coef=0.3, cliprange=0.05, cliprange_value=0.1, vf_coef=0.2, max_grad_norm=0.5,
     lr_scheduler_type="linear", critic_learning_rate=5e-3, weight_decay=0.01,
 )  # fmt: skip
-# settings that make all rows 14 tokens long
+# with these settings, all rows are 14 tokens long
 EVEN = dict(rows=[row | {"input_ids": 2 * row["input_ids"][:3]} for row in toy.prompts()], min_new_tokens=7)
 
 
-# The trainer sorts a minibatch by length, so the trainer's sums have another order, unless all rows have the same length.
+# The trainer sorts a minibatch by length. Unless all rows have the same length, its sums have another order than the page's.
 # Rounding makes the two updates differ by 6e-7 of their size. A missing step makes them differ by 5e-2 or more.
 @pytest.mark.parametrize(("changes", "rounding"), [(EVEN, 0.0), ({}, 1e-4)], ids=["even", "ragged"])
 def test_the_update_in_the_documentation_equals_the_trainers(changes, rounding):
-    """Compares second updates, in which the policy differs from the reference, and Adam has moments."""
+    """Compares the second update, in which the policy differs from the reference and Adam's moments are nonzero."""
 
     def after_an_update():
         shared = toy.shared_base()
@@ -91,11 +90,11 @@ def test_old_log_probs_are_the_trainers_and_the_first_ratio_is_asserted():
     episodes.sampler_logprobs += 3.0  # the sampler's log-probs must not enter the ratio
     stats = trainer.accumulate(episodes, [0, 1], Totals.of(episodes.mask[:2]))
     assert stats["policy/approxkl_avg"] < 1e-9
-    # from here on, training differs from sampling
+    # from here on, training uses another temperature than sampling
     object.__setattr__(trainer.sampler.sampling, "temperature", 0.8)
     with pytest.raises(SelfCheckFailed, match=r"the first ratio is 1: .* log-probs differ before any step"):
         trainer.learn(episodes)
-    trainer.update = 1  # after a good first update, a deviation is only reported
+    trainer.update = 1  # after the first update, a deviation is only reported as a metric
     assert trainer.learn(episodes)["policy/first_ratio_error"] > 0.1
 
 
@@ -117,7 +116,7 @@ def test_micro_batches_do_not_change_the_update(loss, changes):
 
 @pytest.mark.parametrize("aggregation", ["token", "constant", None])
 def test_policy_loss_kl_and_entropy_are_aggregated_the_same_way(aggregation):
-    """Compares with a loop over completions. Masked completions are neither in the loss nor in its divisor."""
+    """Compares with a loop over completions. Masked completions count neither in the loss nor in its divisor."""
     trainer = toy.trainer(**{**GSPO, "loss_aggregation": aggregation, "importance_sampling_level": "token"})
     episodes = toy.first_episodes(trainer)
     for parameter in trainer.shared.parameters_of("policy"):
@@ -163,13 +162,13 @@ def test_critic_starts_from_the_reward_and_is_warmed_up_alone():
 
 
 def test_a_critic_that_starts_from_no_reward_predicts_zero_and_learns():
-    """Random values would have a negative explained variance, and the first updates would have to unlearn them."""
+    """A random head would have a negative explained variance, and the first updates would have to undo it."""
     shared = toy.shared_base(critic=False)
     shared.add("critic", lora=toy.LORA, head=True, trainable=True)
     trainer, start = toy.trainer(shared), toy.weights(shared, ["critic"])
     assert trainer.run_update()["val/explained_variance"] == pytest.approx(0, abs=1e-6)
     moved = toy.weights(shared, ["critic"]) != start
-    assert moved[-32:].all() and moved[:-32].any()  # the head has learned, and gives the adapter a gradient
+    assert moved[-32:].all() and moved[:-32].any()  # the head was updated, so the adapter gets a gradient
 
 
 def test_each_role_warms_up_when_it_begins_to_learn():
@@ -245,7 +244,7 @@ def test_a_batch_without_an_action_to_learn_from_is_harmless():
     trainer = toy.trainer(mask_truncated_completions=True)
     trainer.run_update()  # after one step, Adam has momentum
     start = toy.weights(trainer)
-    trainer.sampler.sampling = Sampling(8, eos=(), seed=1)  # no completion ends any more
+    trainer.sampler.sampling = Sampling(8, eos=(), seed=1)  # from here on, no completion ends with EOS
     metrics = trainer.run_update()
     assert metrics["completions/clipped_ratio"] == 1 and metrics["policy/steps"] == 0
     assert torch.equal(start, toy.weights(trainer)) and all(map(math.isfinite, metrics.values()))
@@ -270,7 +269,7 @@ def test_scores_are_clipped_before_truncated_completions_are_fined():
     episodes = toy.first_episodes(trainer)
     ended, raw = toy.in_some_rows(episodes.ended), toy.first_episodes(toy.trainer()).scores
     torch.testing.assert_close(episodes.scores, raw.clamp(-0.3, 0.3) - 2.0 * ~ended)
-    last = torch.arange(16), episodes.counts - 1  # no value follows the last action
+    last = torch.arange(16), episodes.counts - 1  # there is no value after the last action
     torch.testing.assert_close(episodes.advantages[last] + episodes.values[last], episodes.scores.float())
 
 
@@ -288,7 +287,7 @@ def test_advantages_are_corrected_for_the_samplers_log_probs(correction):
     plain = advantages()
     corrected = advantages(rollout=RolloutConfig(correction=correction, correction_cap=1.6))
     weights = torch.ones(plain.mask.shape)
-    weights[:, 0 if correction == "token" else slice(None)] = 1.6  # exp(0.5), truncated
+    weights[:, 0 if correction == "token" else slice(None)] = 1.6  # exp(0.5), truncated to the cap 1.6
     assert torch.allclose(corrected.advantages, plain.advantages * weights, rtol=1e-4)
     assert torch.equal(corrected.returns, plain.returns)
 
@@ -310,7 +309,7 @@ def test_scores_that_are_equal_in_fp32_are_still_ranked():
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_a_copied_critic_predicts_the_reward_and_keeps_its_values(normalize):
-    """`normalize_values` changes the scale of the head's outputs, but not the values."""
+    """`normalize_values` rescales the outputs of the critic's head, but the predicted values stay the same."""
     shared = toy.shared_base()
     reward = AdapterReward(shared, mean=5.0, std=3.0, weight=0.5)
     settings = dict(

@@ -1,4 +1,4 @@
-"""Fixtures: a job with an empty MLflow store next to its run, and an adapter to register."""
+"""Fixtures for tests of the registry: a job with an empty MLflow store in its storage path, and an adapter to register."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""Tests that metrics reach MLflow in order and once, even if the MLflow server is away for a time. Uses MLflow on SQLite."""
+"""Tests that each metric value reaches MLflow once and in order, even after an outage of the server. Uses MLflow on SQLite."""
 
 import shutil
 import sys
@@ -42,9 +42,9 @@ def test_metrics_arrive_in_order_and_log_does_not_wait(run, monkeypatch):
 
 
 def test_a_worker_that_repeats_steps_adds_only_missing_metrics(run):
-    """A final value is added to a step if it differs from the step's value."""
+    """A final value is logged at its step only if it differs from the value that this step already has."""
     first = ((1, 1.0), (2, 2.0), (3, 3.0))
-    resumed = ((2, 2.5), (3, 3.5), (4, 4.5))  # from the checkpoint of step 1
+    resumed = ((2, 2.5), (3, 3.5), (4, 4.5))  # values after a resume from the checkpoint of step 1
     for losses in (first, resumed):
         log = registry.Curves(registry.MLflowRun(*run))
         for step, loss in losses:
@@ -57,7 +57,7 @@ def test_a_worker_that_repeats_steps_adds_only_missing_metrics(run):
 
 
 def test_metrics_are_sent_after_the_server_comes_back(run, monkeypatch, capsys):
-    """The server is away for the first call, and records the second call although its answer is lost."""
+    """The server is unreachable for the first call. It records the second call, but the answer to this call is lost."""
     calls = []
 
     class Flaky(registry.MLflowRun):

@@ -1,4 +1,4 @@
-"""Tests runs in MLflow: which one a job opens, and how it ends. Uses real MLflow on SQLite."""
+"""Tests which MLflow run a job opens, and with which status the run ends. Uses real MLflow on SQLite."""
 
 import getpass
 import subprocess
@@ -24,7 +24,8 @@ def test_the_same_name_continues_its_run_unless_it_is_finished_or_overwritten(jo
         assert status(job, first) == expected
         opened.append(first)
     assert set(opened) == {first}
-    mlflow(job).update_run(first, status="RUNNING")  # a killed driver leaves the run RUNNING
+    # If the driver is killed, the MLflow run keeps the status RUNNING.
+    mlflow(job).update_run(first, status="RUNNING")
     with registry.mlflow_run(tracking_of(job), {}, new_run=True) as second:
         assert second != first and status(job, first) == "KILLED"
     with registry.mlflow_run(tracking_of(job), {}) as third:
@@ -32,7 +33,7 @@ def test_the_same_name_continues_its_run_unless_it_is_finished_or_overwritten(jo
 
 
 def test_a_run_records_its_user_and_source(job):
-    """MLflow's own start_run records the same. MLflow's page opens on runs, because training has no traces."""
+    """MLflow's start_run records the same tags. The MLflow UI opens the list of runs, because training has no traces."""
     with registry.mlflow_run(tracking_of(job), {}) as run_id:
         pass
     tags = mlflow(job).get_run(run_id).data.tags

@@ -40,18 +40,19 @@ def test_an_unusable_file_is_reported_at_once(job, tmp_path, monkeypatch):
         registry.check_store(tracking_of(job))
     shutil.copy(store.empty_database(), file)
     with contextlib.closing(sqlite3.connect(file)) as other, other:
-        other.execute("UPDATE alembic_version SET version_num = 'bda7b8c39065'")  # schema of another MLflow
+        # Database schema of another MLflow version.
+        other.execute("UPDATE alembic_version SET version_num = 'bda7b8c39065'")
     with pytest.raises(InputError, match=said + r"schema.*\); install the MLflow that wrote it, or"):
         registry.check_store(tracking_of(job))
 
 
 def test_a_damaged_cache_is_made_again(migrated, tmp_path, monkeypatch, in_root):
-    """Otherwise each new storage path would get a damaged store, and the message would name the store."""
+    """If the cached empty store were not made again, each new storage path would get a damaged copy."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     cached = tmp_path / "cache/rlhf-pipeline" / migrated.name
     cached.parent.mkdir(parents=True, mode=0o700)
     shutil.copy(migrated, cached)
-    os.truncate(cached, os.path.getsize(cached) // 8192 * 4096)  # as after a power failure
+    os.truncate(cached, os.path.getsize(cached) // 8192 * 4096)  # simulates a power failure during a write
     job = load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}/runs"], "sft")
     registry.check_store(tracking_of(job))
     assert cached.stat().st_size == migrated.stat().st_size
@@ -131,7 +132,7 @@ def test_mlflow_does_not_log_the_errors_that_it_raises(job, tmp_path, capfd):
 
 @pytest.mark.parametrize(("status", "tries"), [(503, 2), (404, 1)])
 def test_only_an_unreachable_server_is_retried(status, tries, job, monkeypatch):
-    """One server answers each request with an error, another does not answer."""
+    """Uses a server that answers each request with an error, and a server that does not answer."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     clock = itertools.count()
     monkeypatch.setattr(store, "WAIT_S", 1.5)

@@ -1,4 +1,4 @@
-"""Tests mlflow.report_to: TensorBoard and W&B get the same curves as MLflow, also if the run was killed. Both are offline."""
+"""Tests mlflow.report_to: TensorBoard and W&B get the same curves as MLflow, even if the run was killed. Both run offline."""
 
 import glob
 import importlib.util
@@ -40,7 +40,7 @@ NAMES = ["tensorboard", "wandb"]
 
 @pytest.fixture
 def begun(migrated, tmp_path, in_root, monkeypatch):
-    """Returns (job, id of its MLflow run), and creates the run's folder."""
+    """Creates the folder of a run. Returns (job, id of its MLflow run)."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_API_KEY", "planted0planted0planted0planted0planted0")
     shutil.copy(migrated, tmp_path / "mlflow.db")
@@ -60,13 +60,13 @@ def begun(migrated, tmp_path, in_root, monkeypatch):
 
 
 def python(*arguments):
-    """Runs a separate Python process with this process's sys.path."""
+    """Runs Python code in a new process with this process's sys.path."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
 
 
 def in_tensorboard(folder):
-    """Returns {metric: [(step, value)]} from the event files in a folder, read by TensorBoard."""
+    """Reads the event files in a folder with TensorBoard. Returns {metric: [(step, value)]}."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
@@ -74,7 +74,7 @@ def in_tensorboard(folder):
 
 
 def in_wandb(folder):
-    """Returns ({metric: [(step, value)]}, summary) of the offline run in a folder, read by W&B's own inspector."""
+    """Reads the offline run in a folder with W&B's own inspector. Returns ({metric: [(step, value)]}, summary)."""
     (file,) = glob.glob(f"{folder}/wandb/offline-run-*/run-*.wandb")
     shown = python("-m", "wandb", "leet", "inspect", "--json", file).stdout
     curves, summary = {}, {}
@@ -98,7 +98,8 @@ def test_a_killed_and_resumed_run_has_the_curves_of_mlflow(name, begun, tmp_path
     killed = python("-c", FIRST, run_id, *given)
     assert killed.returncode == -9, killed.stderr
     again = registry.open_curves(tracking_of(job), run_id)
-    for step in range(1, 11):  # steps 1 to 4 are replayed, 5 and 6 repeated, later steps new
+    # Steps 1 to 4 are replayed from the file, steps 5 and 6 are run again, and later steps are new.
+    for step in range(1, 11):
         again.log({"loss": 1 / step, "val/ratio": 0.5 * step}, step)
     again.log({"eval_loss": 0.125}, 10)
     again.log({"eval_loss": 0.125, "initial_loss": 1.0}, 10, final=True)

@@ -34,7 +34,7 @@ def register(job, adapter, metrics=None, lineage=LINEAGE):
 
 
 def test_a_version_has_a_description_with_links(job, adapter):
-    """The description lists the versions that most often wrote its rows."""
+    """The description lists the model versions that wrote most of the training rows."""
     parents = {"policy": "models:/rlhf-sft/3", "reward.0": "python:my:reward"}
     lineage = {**LINEAGE, "parents": parents, "versions": {"torch": "2.13.0"}, "data": {"train": "ab" * 32}}
     figures = {"initial_loss": 0.54, "eval_loss": 0.5, "eval_runtime": 9.0}
@@ -64,7 +64,7 @@ def test_a_version_has_a_description_with_links(job, adapter):
 
 
 def test_a_resumed_run_with_another_model_name_registers_under_that_name(job, adapter):
-    """The section `mlflow` may change when a run resumes. The alias of the new name must not get a version of the old name."""
+    """A resume may change the section `mlflow`. The new name's alias must then not point to a version of the old name."""
     other = replace(job, mlflow=replace(job.mlflow, registered_model="other"), gate={"eval_loss": "<= 0.5"})
     with registry.mlflow_run(tracking_of(job), {}, new_run=True) as run_id:
         published(job, run_id, adapter, {"eval_loss": 1.0}, LINEAGE)
@@ -77,10 +77,10 @@ def test_a_resumed_run_with_another_model_name_registers_under_that_name(job, ad
 
 @pytest.mark.parametrize("start", [None, "policy"])
 def test_the_alias_stays_if_nothing_was_learned(start, job, tmp_path, capsys):
-    """A short run that ends within its warmup must not become the champion, regardless of its metrics."""
+    """The version of a short run that ends within its warmup must not become the champion, regardless of its metrics."""
     toy_models.make(str(tmp_path / "policy"), seed=0, head=False)
     toy_models.make(str(tmp_path / "other"), seed=1, head=False)
-    if start is None:  # peft's new adapter
+    if start is None:  # an adapter as peft initializes it
         shared = toy_models.shared_base()
         shared.add("policy", lora={"r": 4, "target_modules": "all-linear"})
         shared.save("policy", tmp_path / "unchanged")
@@ -119,7 +119,7 @@ def test_a_version_stored_elsewhere_is_downloaded_once_and_completely(job, adapt
     assert not os.listdir(tmp_path / "cache/rlhf-pipeline/versions")
 
     def beaten(source, target):
-        shutil.copytree(source, target)  # by another process
+        shutil.copytree(source, target)  # simulates another process that finishes the same download first
         rename(source, target)
 
     with monkeypatch.context() as patch:
@@ -167,7 +167,7 @@ def test_the_gate():
 
 
 def test_a_gate_may_compare_with_the_champion(job, adapter):
-    """The eval rows must be the same. Without such a gate the alias moves, and the version's text says that it is worse."""
+    """Both must have the same eval rows. Without such a gate, a worse version gets the alias, and its description says so."""
     compared, rows = replace(job, gate={"eval_loss": "<= champion"}), {"data": {"eval": "e" * 64}}
 
     def publish(one, loss, **more):
@@ -197,7 +197,7 @@ def test_a_gate_may_compare_with_the_champion(job, adapter):
 
 
 def test_the_gate_of_an_evaluation_may_compare_with_the_champion(job, adapter):
-    """The gate uses the metrics of the champion's own evaluation, with the same baseline."""
+    """The gate compares with the metrics that the champion had in its own evaluation against the same baseline."""
     compared = replace(job, stage="evaluate", gate={"eval_reward": ">= champion"})
     for _ in range(3):
         with registry.mlflow_run(tracking_of(job), {}, new_run=True) as run_id:
@@ -225,7 +225,7 @@ def test_the_gate_of_an_evaluation_may_compare_with_the_champion(job, adapter):
 
 
 def test_a_message_about_an_unknown_reference_says_what_to_do(job, adapter):
-    """A version that fails its gate gets no alias."""
+    """Tests the message about a missing alias if a version failed its gate and so has no alias."""
     uri = tracking_of(job).uri
     for reference in ("models:/rlhf-sft@champion", "models:/rlhf-sft/7"):
         with pytest.raises(
@@ -274,7 +274,7 @@ def test_a_run_killed_while_publishing_is_registered_once_and_completely(before,
 
 @pytest.mark.parametrize("before", ["log_model_artifacts", "create_model_version", "set_terminated"])
 def test_registration_waits_for_a_server_that_goes_away(before, job, adapter, monkeypatch, capsys):
-    """The server fails twice at a request: before it executes the request, and after."""
+    """The server fails at a request twice: before it executes the request, and after executing it."""
     away, real, pauses = itertools.count(), getattr(MlflowClient, before), []
 
     def goes_away(*arguments, **more):
@@ -286,7 +286,8 @@ def test_registration_waits_for_a_server_that_goes_away(before, job, adapter, mo
             raise error
         return found
 
-    clock = SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic)  # other threads use the real clock
+    # Replaces `time` in one module only, because other threads need the real clock.
+    clock = SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic)
     monkeypatch.setattr("pipeline.registry.store.time", clock)
     monkeypatch.setattr(MlflowClient, before, goes_away)
     with registry.mlflow_run(tracking_of(job), {}) as run_id:
@@ -302,7 +303,7 @@ def test_registration_waits_for_a_server_that_goes_away(before, job, adapter, mo
 
 
 def test_tracking_servers_do_not_share_downloads(job, adapter, tmp_path, monkeypatch):
-    """The same mlflow-artifacts:/... path exists on different servers."""
+    """Different tracking servers may have different files under the same mlflow-artifacts:/... path."""
     from pipeline.registry import versions
 
     monkeypatch.setattr(versions, "_is_here", lambda location: False)

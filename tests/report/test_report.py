@@ -1,4 +1,4 @@
-"""Tests the report page of finished, failed and interrupted runs. The runs are recorded in MLflow, and one is a real stage."""
+"""Tests the report page of finished, failed and interrupted runs. Most runs are only recorded in MLflow. One is a real run."""
 
 import json
 import math
@@ -47,7 +47,7 @@ SPLIT = {
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """Returns a folder for runs that has an MLflow store."""
+    """Returns a storage path with an empty MLflow store."""
     folder = tmp_path_factory.mktemp("reported")
     registry.client(f"sqlite:///{folder}/mlflow.db").search_experiments()
     return folder
@@ -69,7 +69,7 @@ def log(job, run_id, curves):
 
 
 def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True, rows_from=None):
-    """Makes what a finished run leaves: its MLflow run, its version and its result.json."""
+    """Creates what a finished run leaves behind: an MLflow run, a model version and result.json."""
     with registry.mlflow_run(tracking_of(job), {"train": "d" * 64}) as run_id:
         if curves:
             log(job, run_id, curves)
@@ -98,7 +98,7 @@ def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True, r
 
 @pytest.fixture(scope="module")
 def runs(store):
-    """Returns the results of four runs: sft, rm, ppo from these two, and evaluate."""
+    """Returns the results of four runs: sft, rm, ppo with the sft policy and the reward model, and evaluate."""
     curves = {"loss": [0.6, 0.5], "eval_loss": [0.6, 0.55]}
     sft = finish(store, begin(store, "one-sft", "sft"), curves, {"eval_loss": 0.5, "initial_loss": 0.7})
     rm = finish(store, begin(store, "one-rm", "rm"), {"accuracy": [0.5, 0.9]}, {"eval_accuracy": 0.975})
@@ -123,7 +123,7 @@ def runs(store):
 
 
 def test_an_evaluation_shows_probes_benchmarks_and_the_best_of_n(store, runs):
-    """The page shows only the worst example of a failed probe."""
+    """For each failed probe, the page shows only the worst example."""
     sides = {"completion": "Oslo", "score": 1.0}, {"completion": "Sure! <b>Oslo</b>", "score": 4.25}
     example = {"prompt": SCRIPT, "before": sides[0], "after": sides[1]}
     failed = {"verdict": "raises the score", "effect": 0.5, "low": 0.4, "high": 0.6, "worst": [example]}
@@ -206,7 +206,7 @@ def test_a_judge_that_falls_while_the_reward_rises_is_colored(reward, judge, mar
 
 
 def test_the_held_out_value_of_a_card_is_a_point_in_the_curve():
-    """A panel with only the held-out value, such as an evaluation has, is not drawn."""
+    """If a panel would contain only the held-out value, as for an evaluation, the panel is not drawn."""
     [kl] = [one for one in panels.GROUPS["policy"][1] if "objective/kl" in one.lines]
     curve, card = [(1, 0.0), (2, 3.0)], [(2, 2.5)]
     assert kl.select({"objective/kl": curve, "eval_kl": card}) == {"training": curve, "held-out": card}
@@ -218,7 +218,7 @@ def test_the_held_out_value_of_a_card_is_a_point_in_the_curve():
 
 
 def lines_of(store, name):
-    """Returns the list of a run's ancestors as text."""
+    """Returns the page's list of a run's ancestors as text."""
     html = page_of(store, name)
     there = html[html.index("<h3>Lineage") :].partition("</ul>")[0]
     return [text_of(line) for line in re.findall("<li>.*?</li>", there, re.DOTALL)]
@@ -226,7 +226,7 @@ def lines_of(store, name):
 
 def test_the_lineage_leads_from_the_policy_to_the_base(runs, store):
     assert lines_of(store, "one-evaluate") == [
-        # The version of PPO has no alias, because its eval_eos_rate missed the gate.
+        # The PPO version has no alias, because its eval_eos_rate failed the gate.
         "policy: rlhf-ppo v1 (gate failed: eval_eos_rate = 0.5, required >= 0.9), from policy: rlhf-sft v1, reward: rlhf-rm v1",
         "reward: rlhf-rm v1 (@champion, gate passed), from base: jobs/demo/model",
         "baseline: rlhf-sft v1 (@champion, gate passed), from base: jobs/demo/model",
@@ -262,7 +262,7 @@ def test_the_page_of_several_runs_begins_with_their_metrics(runs, store):
 
 
 def test_the_samples_come_first_also_on_a_page_of_several_runs(runs, store):
-    """The page of several runs shows the samples of the last run that has samples, once."""
+    """A page of several runs shows only the samples of the last run that has samples, and shows them once."""
     for names in (("one-ppo",), ("one-sft", "one-rm", "one-ppo")):
         html = page_of(store, *names)
         samples = html.index("Completions to held-out prompts")
@@ -272,7 +272,7 @@ def test_the_samples_come_first_also_on_a_page_of_several_runs(runs, store):
 
 
 def test_runs_of_one_stage_are_drawn_over_each_other(runs, store):
-    """Lines have numbers instead of names, which may be long or equal. A table has the keys that differ."""
+    """The legend has numbers, because names of runs may be long or equal. A table lists the keys in which the runs differ."""
     for name, *changed in (("other-ppo", "trainer.kl_coef=0.5"), ("third-ppo", "data.eval=null")):
         finish(store, begin(store, name, "ppo", *changed), PPO_CURVES, {"eval_kl": 0.5}, publish=False)
     shutil.copytree(store / "one-ppo", store / "elsewhere/one-ppo")
@@ -340,8 +340,8 @@ def test_without_an_mlflow_server_the_page_has_a_note_instead_of_curves(runs, st
 
 def test_markup_in_values_is_escaped(runs, store, tmp_path):
     html = page_of(store, "one-ppo")
-    assert "&lt;script&gt;alert(&#39;x&#39;)" in html and "<b>thanks" not in html  # of the sample
-    assert "<mark>a &lt;b&gt;</mark>" in html  # the trained tokens of a row
+    assert "&lt;script&gt;alert(&#39;x&#39;)" in html and "<b>thanks" not in html  # text of the sample
+    assert "<mark>a &lt;b&gt;</mark>" in html  # the trained tokens of a row are highlighted
     shutil.copytree(store / "one-rm", tmp_path / "run")
     for name, change in (
         ("result.json", {"gate": SCRIPT, "alias": SCRIPT, "version": SCRIPT, "name": SCRIPT}),
@@ -436,7 +436,8 @@ def test_accuracy_calibration_and_length_bias_of_pairs():
     sure = [pair(math.log(9) * (-1 if i == 0 else 1), longer=2) for i in range(10)]
     summary = preferences.summary(sure)
     assert (summary["accuracy"], summary["calibration error"]) == (0.9, pytest.approx(0.0, abs=1e-9))
-    assert summary["margin to length, correlation"] is None  # each chosen completion is longer by two tokens
+    # Undefined, because each chosen completion is longer by exactly two tokens.
+    assert summary["margin to length, correlation"] is None
     assert summary["accuracy where the chosen completion is longer"] == 0.9
     assert summary["accuracy where the chosen completion is shorter"] is None
     boasting = [pair(math.log(9) * (-1) ** i, longer=(-1) ** i) for i in range(10)]
@@ -481,7 +482,7 @@ def test_any_number_of_pairs_can_be_drawn(count):
 
 
 def test_every_panel_can_be_drawn():
-    """Draws each panel with many points, and the first panel also with one point. A panel without points is not drawn."""
+    """Draws each panel with many points, and the first panel also with a single point. Panels without points are not drawn."""
     every = [panel for _, group in panels.GROUPS.values() for panel in group]
     for panel in every:
         metrics = [m.replace("*", name) for m in panel.lines for name in ("reward", "other")]
@@ -499,7 +500,7 @@ def test_every_panel_can_be_drawn():
 # ------------------------------------------------------------------------------------------------ a real stage
 
 
-@pytest.mark.slow  # test_stages.py draws the page of a run without its panels
+@pytest.mark.slow  # quick tests in test_stages.py draw a page without panels
 def test_a_stage_leaves_its_report(tmp_path):
     quick = ["trainer.max_steps=2", "data.batch_size=16", "trainer.per_device_train_batch_size=8"]
     result = stage("rm", tmp_path, "real-rm", *quick, "trainer.logging_steps=1", "run.report=true")

@@ -1,4 +1,4 @@
-"""Tests the pool's state without Ray processes: for new sessions of trainers, and after workers are lost."""
+"""Tests the state of the rollout worker pool, without Ray: when trainers begin a new session, and after workers are lost."""
 
 import asyncio
 import concurrent.futures
@@ -27,7 +27,7 @@ def in_a_loop(test):
 
 
 def pool(num_workers=1, **config):
-    """Returns a pool that starts no worker."""
+    """Returns a pool of rollout workers that starts no process."""
     settings = RolloutConfig(num_workers=num_workers, **config)
     one = Pool(SimpleNamespace(rollout=settings))
     one.running = [True]  # as if the pool had started workers
@@ -35,7 +35,7 @@ def pool(num_workers=1, **config):
 
 
 async def requested(one, session="a"):
-    """Begins a session that requests a chunk. Returns the chunk's task, and the call that collects the chunk."""
+    """Begins a session that requests a chunk. Returns the chunk's task, and a future for the collected chunk."""
     await one.begin(session, "settings")
     await one.request(session, [(KEY, 3, b"chunk")])
     collecting = asyncio.ensure_future(one.collect(session, KEY))
@@ -44,7 +44,7 @@ async def requested(one, session="a"):
 
 
 def answers(result=None):
-    """Returns an actor's method, which returns or raises this result. If the result is None, the method never returns."""
+    """Returns a fake actor method, which returns or raises `result`. If `result` is None, the method never returns."""
 
     def remote(*_):
         answer = concurrent.futures.Future()
@@ -64,7 +64,7 @@ def worker(**methods):
 
 @pytest.fixture
 def restarted(monkeypatch):
-    """Returns the list of workers that the pool lets Ray restart."""
+    """Returns a list that receives each worker that the pool lets Ray restart."""
     restarted = []
     monkeypatch.setattr(pools, "_restart", restarted.append)
     return restarted
@@ -123,7 +123,7 @@ async def test_an_error_before_the_first_session_reaches_its_trainers():
 @pytest.mark.parametrize("preempted", [False, True])
 @in_a_loop
 async def test_a_chunk_whose_workers_keep_dying_ends_the_run(preempted, restarted):
-    """The run continues if the workers' nodes were preempted. Ray itself restarts the workers."""
+    """If the workers' nodes were preempted, the run continues, because Ray restarts the workers on other nodes."""
     one = pool()
     task, waiting = await requested(one)
     one.versions[3] = [None]
@@ -168,7 +168,8 @@ async def test_a_worker_that_loads_for_too_long_is_restarted(restarted, capsys, 
     keeping = asyncio.ensure_future(one._keep(0))
     await asyncio.wait({keeping}, timeout=1.5)
     assert "has not answered for 1 s (rollout.chunk_timeout_s)" in capsys.readouterr().out
-    assert restarted == [actor] and not one.present  # trainers no longer wait for this worker
+    # The lost worker no longer counts as present, so trainers do not wait for it.
+    assert restarted == [actor] and not one.present
     keeping.cancel()
 
 
@@ -189,7 +190,7 @@ async def test_a_session_with_other_numeric_settings_restarts_the_workers(restar
 
 @pytest.mark.parametrize("error", [ray.exceptions.OwnerDiedError, ray.exceptions.ObjectLostError])
 def test_a_chunk_waits_for_its_version_only_if_the_trainer_died(error, monkeypatch):
-    """After any other error of fetching a version, waiting would keep the chunk in the queue forever."""
+    """If fetching a policy version fails for another reason, waiting for the version would keep the chunk queued forever."""
     made = RolloutWorker.__new__(RolloutWorker)
     made.holds, made.sampler, made.work = None, object(), None
     made.settings = "settings"

@@ -1,4 +1,4 @@
-"""Tests rollout workers in real runs: their number and their failures do not change results."""
+"""Tests real runs with rollout workers: results depend neither on the number of workers nor on their failures."""
 
 import pytest
 from dying import (
@@ -33,7 +33,7 @@ def ahead(embedded_ray, storage):
     return run(storage, "rollout-ahead", *AHEAD, "rollout.num_workers=1")
 
 
-# tests/ppo/test_rollouts.py quickly tests the same on a toy.
+# tests/ppo/test_rollouts.py has a faster test of the same behavior with tiny models.
 @pytest.mark.slow
 def test_one_rollout_worker_gives_the_same_bits_as_none(alone, storage, capfd):
     result = run(storage, "rollout-one", *PPO, "rollout.num_workers=1")
@@ -47,7 +47,8 @@ def test_a_dying_and_a_hanging_worker_change_no_bit(ahead, storage, monkeypatch,
     touched(monkeypatch, "ppo", 2, storage / "rollout-hurt-once", happens)
     result = run(storage, "rollout-hurt", *AHEAD, "rollout.num_workers=2", "rollout.chunk_timeout_s=3")
     assert_equal(storage, ahead, result)
-    assert ahead["metrics"]["rollout/sampler_kl"] != 0  # the previous version sampled
+    # Nonzero, because the previous policy version sampled the completions.
+    assert ahead["metrics"]["rollout/sampler_kl"] != 0
     said = capfd.readouterr().out
     assert "has not answered for 3 s" in said and said.count("another worker takes its place") >= 2
     assert result["metrics"]["rollout/sampler_kl"] != 0
@@ -81,7 +82,7 @@ def test_two_trainers_and_two_rollout_workers(embedded_ray, storage):
     assert_equal(storage, expected, run(storage, "rollout-two-two", *PPO, *two, "rollout.num_workers=1"))
 
 
-# tests/test_bad_input.py tests the message when the trainer samples.
+# tests/test_bad_input.py tests this message for runs without rollout workers.
 @pytest.mark.slow
 def test_the_error_of_a_reward_in_a_rollout_worker_names_the_function(embedded_ray, storage, capfd):
     broken = [*PPO, "reward=python:bad_rewards:raises", "rollout.num_workers=1"]

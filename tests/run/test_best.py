@@ -1,4 +1,4 @@
-"""Tests that a run registers the adapter of its best step, bit for bit, and stops early if it overfits."""
+"""Tests that a run registers exactly the adapter of its best step, and stops early if the eval metric gets worse."""
 
 import math
 import re
@@ -15,7 +15,7 @@ from pipeline.job import load_job
 from pipeline.run.best import WEIGHTS, Best, describe_end, make_tracker
 from pipeline.settle.identity import gate_of
 
-# Few pairs, many epochs and ten times the learning rate soon make the eval metrics worse.
+# With few pairs, many epochs and ten times the usual learning rate, training soon overfits.
 OVERFIT = [
     "data.batch_size=8", "trainer.per_device_train_batch_size=8", "trainer.num_train_epochs=12", "trainer.learning_rate=2e-2",
     "trainer.lr_scheduler_type=constant", "trainer.logging_steps=5", "run.load_best_model_at_end=true", "run.early_stopping_patience=3",
@@ -27,7 +27,7 @@ def weights():
 
 
 def compared(best, *figures):
-    """Returns `best` after an evaluation for each figure. The weights are the number of the step."""
+    """Returns `best` after one evaluation per value of `figures`. At each evaluation, all weights equal the step number."""
     for step, value in enumerate(figures, best.stale + (best.step or 0) + 1):
         best.parameters["adapter"].data.fill_(step)
         best.compare({best.metric: value}, step)
@@ -91,10 +91,11 @@ def test_an_overfit_ends_early_and_its_best_step_is_registered(storage, few):
     overfit = stage("rm", storage, "overfit", *few, "trainer.save_strategy=steps", "trainer.save_steps=2")
     curves = registry.read_curves(overfit["tracking_uri"], overfit["mlflow_run_id"])
     losses, accuracies = (dict(curves[name]) for name in ("eval_loss", "eval_accuracy"))
-    best = min(list(losses)[1:], key=losses.get)  # the first loss belongs to step 0
+    best = min(list(losses)[1:], key=losses.get)  # without the first loss, which was measured at step 0
     kept, ended = overfit["kept"], overfit["ended"]
     assert kept == {"step": best, "by": "eval_loss", "value": losses[best]}
-    assert ended["step"] == max(losses) == best + 9 < ended["of"] == 36  # three epochs of three steps later
+    # Patience 3: three epochs of three steps after the best step.
+    assert ended["step"] == max(losses) == best + 9 < ended["of"] == 36
     assert ended["early"] == "eval_loss has not improved for 3 evaluations"
     figures = overfit["metrics"]
     assert figures["eval_loss"] == losses[best] < losses[best + 9]
@@ -123,7 +124,7 @@ PPO = [
 
 
 def test_ppo_keeps_its_best_update_and_stops(storage, monkeypatch):
-    """The reward is the length, so the first completions are the shortest. An interrupted run ends like an uninterrupted one."""
+    """An interrupted run ends like an uninterrupted one. The reward is the completion's length, so the length grows."""
     few = ["data.train=jobs/demo/data/prompts_eval.jsonl"]
     expected = stage("ppo", storage, "best-ppo", *PPO, *few)
     curves = registry.read_curves(expected["tracking_uri"], expected["mlflow_run_id"])
@@ -143,7 +144,7 @@ def test_ppo_keeps_its_best_update_and_stops(storage, monkeypatch):
 
 
 def test_ppo_stops_at_a_condition_and_registers_its_policy(storage):
-    """The KL grows from 0. The run ends at the first evaluation above the limit, and registers its policy."""
+    """The KL grows from 0. At the first evaluation with a KL above the limit, the run registers its policy and ends."""
     limits = [
         "run.load_best_model_at_end=false",
         "run.early_stopping_patience=null",
@@ -174,6 +175,6 @@ def test_a_sweep_gets_every_evaluation_and_can_stop_a_trial(tmp_path):
     best.save(str(tmp_path))
     again = Best("eval_x", False, None, weights(), report)
     again.load(str(tmp_path))
-    assert again.exhausted and len(told) == 2  # a stopped trial reports no evaluation
+    assert again.exhausted and len(told) == 2  # a trial that has been stopped reports no more evaluations
     with pytest.raises(SelfCheckFailed, match="eval_x is nan at step 3"):
         compared(best, math.nan)

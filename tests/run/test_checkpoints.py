@@ -1,4 +1,4 @@
-"""Tests which checkpoint a run resumes from after a kill or disk damage, in a folder and in a bucket."""
+"""Tests from which checkpoint a run resumes after a kill or disk damage. Checkpoints are in a local folder or a bucket."""
 
 import contextlib
 import io
@@ -101,7 +101,7 @@ def test_order_is_by_step_then_attempt_and_the_final_one_is_last(run):
         make(run, name)
     (run / "something_else").mkdir()
     assert checkpoints.complete(str(run)) == names
-    # a name is never reused, even for a checkpoint without digests
+    # the name of a checkpoint is never reused, even if the checkpoint has no digests
     make(run, "checkpoint_00000010-3", sealed=False)
     found = [checkpoints.unused(str(run), "checkpoint_00000010", attempt) for attempt in (1, 2, 3, 4)]
     assert found == [f"checkpoint_00000010-{which}" for which in ("1.3", "2.3", "3.2", "4")]
@@ -142,7 +142,7 @@ def test_committed_checkpoints_are_intact_and_only_the_newest_are_kept(anywhere,
 
 
 def test_a_bucket_is_read_in_pieces_of_megabytes(run, monkeypatch):
-    """Each read from a bucket is a request."""
+    """Reads are megabytes in size, because each read from a bucket is a request."""
     from pyarrow import PythonFile, fs
 
     class Counting(io.BytesIO):
@@ -188,7 +188,7 @@ def test_a_kill_between_any_two_steps_of_a_commit_leaves_an_intact_checkpoint(
                 patch.setattr(checkpoints.storage, verb, dies(getattr(storage, verb)))
             with contextlib.suppress(Killed):
                 commit(here, tmp_path / str(n), 15)
-        died = next(changes) > n  # the commit reached the n-th change
+        died = next(changes) > n  # whether the commit made at least n changes
         assert checkpoints.newest(here) == ("checkpoint_00000010" if n < 3 else "checkpoint_00000015")
         commit(here, tmp_path, 20)
         assert len(checkpoints.complete(here)) == 2 and checkpoints.newest(here) == "checkpoint_00000020"

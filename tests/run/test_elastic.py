@@ -1,4 +1,4 @@
-"""Tests `scaling.num_workers: [1, 2]` on a cluster that loses a node and later gets another one."""
+"""Tests `scaling.num_workers: [1, 2]` on a cluster that loses a node and later gets a new node."""
 
 import collections
 import json

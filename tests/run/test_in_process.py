@@ -1,4 +1,4 @@
-"""Tests that jobs with scaling.num_workers=0 run in the command's process, without Ray, and equal one worker bit for bit."""
+"""Tests that jobs with scaling.num_workers=0 run without Ray, in the command's process, with the results of one worker."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tests.run.test_resume import SETTINGS
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", SETTINGS)
 def test_no_worker_and_one_worker_give_the_same_bytes(verb, storage, embedded_ray):
-    """The second run in the process shows that the first one has left no random state, threads or precision behind."""
+    """Two runs in the same process also agree, so the first run does not change random state, threads or precision."""
     first, *others = (
         stage(verb, storage, f"same-{verb}-{name}", *SETTINGS[verb], f"scaling.num_workers={workers}")
         for name, workers in (("here", 0), ("again", 0), ("worker", 1))
@@ -53,7 +53,7 @@ REFUSED = {
 
 
 def ran(may_import, *commands):
-    """Runs commands one after the other in another process. Returns the exit status of the last one, and stderr."""
+    """Runs commands one after the other in a new process. Returns the exit status of the last command, and stderr."""
     clean = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     done = subprocess.run(
         [sys.executable, "-c", PROBE, may_import, json.dumps(commands)],

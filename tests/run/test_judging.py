@@ -1,4 +1,4 @@
-"""Tests that a run estimates the cost of its judges before it starts, and that its result has the real cost."""
+"""Tests that a run estimates the cost of its LLM judges before it starts, and that result.json has the actual cost."""
 
 import json
 import re

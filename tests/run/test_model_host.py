@@ -12,12 +12,12 @@ from pipeline.run.model_host import ModelHost
 
 
 class Loaded(BaseException):
-    """Ends a stage when it loads the base."""
+    """Raised in place of loading the base, to end the stage."""
 
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Returns the arguments with which transformers was called to load a model. Nothing is loaded."""
+    """Replaces from_pretrained, so that no model is loaded. Returns a list of the arguments of each call."""
     seen = []
 
     def from_pretrained(*_, **options):
@@ -30,7 +30,7 @@ def asked(monkeypatch):
 
 
 class OnThirdGpu(ModelHost):
-    """A worker with what a stage needs before it loads its base."""
+    """A worker on the third GPU, with only the attributes that a stage needs before it loads its base."""
 
     device, rank, world, resume, companion = "cuda:2", 0, 1, None, None
 
@@ -58,7 +58,8 @@ def test_every_stage_loads_its_base_onto_the_workers_gpu(stage, tmp_path, asked,
         ("ppo", ["trainer.bf16=false"], "float32"),
         ("sft", ["trainer.bf16=null"], "bfloat16"),  # TRL's default is true
         ("export", ["trainer.bf16=true"], "float32"),  # export merges into the base, in model.dtype
-        ("ppo", ["trainer.bf16=true", "scaling.use_gpu=true"], "float32"),  # the value of the job
+        # The value of model.dtype in the job.
+        ("ppo", ["trainer.bf16=true", "scaling.use_gpu=true"], "float32"),
     ],
 )
 def test_on_a_cpu_the_base_has_the_dtype_of_its_matrix_products(stage, settings, expected, asked, in_root):

@@ -45,7 +45,7 @@ def test_what_this_machine_can_never_hold_is_refused(overrides, says, monkeypatc
 
 
 def test_as_many_workers_are_proposed_as_can_share_a_batch(monkeypatch, capsys, in_root):
-    """Three workers cannot share 32 rows, so the error proposes two workers, and repeats the command with that number."""
+    """Three workers cannot share a batch of 32 rows, so the error proposes a command with two workers."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(NvidiaGPUAcceleratorManager, "get_current_node_num_accelerators", lambda: 3)
     given = ["scaling.num_workers=4", "trainer.per_device_train_batch_size=4", "mlflow.experiment=a b", *GPU]
@@ -54,7 +54,8 @@ def test_as_many_workers_are_proposed_as_can_share_a_batch(monkeypatch, capsys, 
     assert said[-2].endswith("4 workers with GPU: 1 each, but this machine has 3; set scaling.num_workers=2")
     typed = " ".join(given).replace("mlflow.experiment=a b", "'mlflow.experiment=a b'")
     assert said[-1] == f'run: make sft ARGS="{typed} scaling.num_workers=2"'
-    monkeypatch.setattr(rlhf, "check_paths", lambda job: None)  # the rows are on the Hub
+    # Skips this check, because the rows are on the Hub.
+    monkeypatch.setattr(rlhf, "check_paths", lambda job: None)
     assert main(["run", "jobs/llama3-8b"]) == 2
     again = 'run: make rlhf PROFILE=llama3-8b ARGS="scaling.num_workers=3"'
     assert capsys.readouterr().err.splitlines()[-1] == again
@@ -66,7 +67,7 @@ def test_a_worker_has_a_gpu_unless_the_job_says_otherwise():
 
 
 def test_one_machine_ignores_keys_that_choose_among_nodes(monkeypatch, capsys):
-    """The same job file therefore runs on a cluster and on one machine."""
+    """On one machine, these keys have no effect, so that the same job file runs on a cluster and on one machine."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     selected = job("scaling.label_selector={zone: a}", "scaling.accelerator_type=H100")
     here = places_of(selected, note=True)
@@ -106,7 +107,7 @@ def test_the_sizes_of_an_a100_have_labels(tmp_path):
 
 
 def test_runs_side_by_side_are_counted_node_by_node(monkeypatch):
-    """ray.nodes() returns the nodes of an invented cluster."""
+    """Tests how many equal runs fit on the cluster at the same time. ray.nodes() is replaced."""
     import ray
     from ray._private.state import state
 
@@ -119,12 +120,13 @@ def test_runs_side_by_side_are_counted_node_by_node(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     count = placement.side_by_side
     assert count(places("scaling.num_workers=2")) == 20
-    assert count(places("scaling.resources_per_worker={CPU: 9}")) == 2  # one on each node
+    assert count(places("scaling.resources_per_worker={CPU: 9}")) == 2  # one run on each node with 16 CPUs
     assert count(places(*GPU, "scaling.num_workers=4")) == 2
     assert count(places(*GPU, "scaling.label_selector={zone: a}")) == 4
-    assert count(places(*GPU, "scaling.num_workers=9")) == 1  # Ray Train waits for the same resources
+    # The run does not fit, but Ray Train waits until it fits.
+    assert count(places(*GPU, "scaling.num_workers=9")) == 1
     rollouts = ["rollout.num_workers=2", "rollout.use_gpu=true", "rollout.label_selector={zone: b}"]
-    # trainers in a, rollout workers in b, and so on
+    # On each node, two runs fit: trainers in zone a or anywhere, and rollout workers in zone b.
     for trainers in (
         ["scaling.use_gpu=true", "scaling.num_workers=2"],
         ["scaling.resources_per_worker={CPU: 8}"],
@@ -135,7 +137,8 @@ def test_runs_side_by_side_are_counted_node_by_node(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS")
     monkeypatch.setattr(state, "get_max_resources_from_cluster_config", lambda: {})
     monkeypatch.setattr(ray, "nodes", lambda: [node(4, 0)])
-    assert count(places()) == (os.cpu_count() or 1)  # an embedded Ray offers more
+    # Without RAY_ADDRESS, an embedded Ray has all CPUs of this machine.
+    assert count(places()) == (os.cpu_count() or 1)
 
 
 def test_what_an_autoscaler_may_never_add_is_refused(embedded_ray, monkeypatch):
@@ -163,7 +166,7 @@ def test_a_wait_says_what_it_waits_for_and_ends(embedded_ray, monkeypatch, capsy
     assert re.match(r"waiting for 1 x \{CPU: 64\}, 30 s so far; the cluster has \{CPU: \d+, memory: .* GiB\}, of which .* are free\n",
                     capsys.readouterr().out)  # fmt: skip
     now[0] += 60
-    wait.since = None  # as after a node came back; the next wait has its own time limit
+    wait.since = None  # simulates that a node came back; the next wait has a new time limit
     wait.check()
     now[0] += 100
     with pytest.raises(Failure, match=r"^run.placement_timeout_s: no place for 1 x \{CPU: 64\} was found"):

@@ -1,4 +1,4 @@
-"""Tests that an interrupted run ends like an uninterrupted one: bit-identical adapter, same metrics and curve.
+"""Tests that an interrupted run and an uninterrupted run have bit-identical adapters, equal metrics and equal curves.
 
 `make chaos` interrupts every stage with every fault at random moments. The tests in this file use a few fixed moments.
 """
@@ -16,7 +16,8 @@ from running import NO_EVAL, stage
 pytestmark = pytest.mark.usefixtures("embedded_ray")
 TRL = [
     "trainer.max_steps=5", "data.batch_size=8", "trainer.per_device_train_batch_size=4", "trainer.save_strategy=steps",
-    "trainer.save_steps=2", "trainer.logging_steps=3",  # no log line is at a checkpoint
+    # With these values, no log line is at a step with a checkpoint.
+    "trainer.save_steps=2", "trainer.logging_steps=3",
     "mlflow.registered_model=null", *NO_EVAL,
 ]  # fmt: skip
 PPO = [
@@ -30,7 +31,7 @@ QUICK = [("rm", "interrupted", 0, 0), ("ppo", "killed", 1, 1)]
 SLOW = [
     *(("rm", "interrupted", begins, 1 - begins) for begins in (0, 1)),
     *(("ppo", "interrupted", begins, 1 - begins) for begins in (0, 1)),
-    # After a resume at max_steps, transformers 5.23 would train one more step.
+    # If a run resumed at max_steps, transformers 5.23 alone would train one more step.
     *[(verb, "killed after the last step", 1, 1) for verb in ("sft", "rm", "dpo", "kto")],
 ]
 
@@ -79,7 +80,7 @@ def small_disk(tmp_path):
 def test_a_storage_failure_during_a_run_keeps_the_last_good_checkpoint(
     trouble, storage, small_disk, monkeypatch, capfd
 ):
-    """The command ends with status 1 and the reason of the system. After the repair, the same command completes the run."""
+    """The command exits with status 1 and the operating system's error. After a repair, the same command completes the run."""
     expected = stage("sft", storage, f"resume-{trouble[0]}", *TRL)
     elsewhere = [f"mlflow.tracking_uri=sqlite:///{storage}/mlflow.db", f"data.cache_dir={storage}/data"]
     name = f"hurt-{trouble[0]}"

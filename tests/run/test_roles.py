@@ -1,4 +1,4 @@
-"""Tests which adapter of a job's inputs plays which role."""
+"""Tests which input adapter of a job is loaded for which role."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -75,7 +75,7 @@ def test_a_critic_that_is_a_head_owns_no_adapter(host, tmp_path):
     shared.load("critic", tmp_path / "head")
     assert (weights(shared, "critic") == 1.0).all() and torch.equal(weights(shared, "policy"), before)
     assert set(shared.tensors_of("policy")).isdisjoint(shared.tensors_of("critic"))
-    shared.set_trainable("policy", True)  # the head does not own the policy's adapter
+    shared.set_trainable("policy", True)  # the critic's head uses the policy's adapter, but does not train it
 
 
 def vllm_options(settings):

@@ -1,4 +1,4 @@
-"""Tests which job may resume a run, and which process may write into its folder. Errors leave the folder unchanged."""
+"""Tests which job may resume a run, and which process may write into the run's folder. Errors leave the folder unchanged."""
 
 import os
 import re
@@ -75,7 +75,7 @@ def test_keys_that_do_not_affect_results_may_change(halfway, in_root):
 
 
 def test_evaluation_keys_must_stay_if_they_decide_what_is_registered(halfway, tmp_path, in_root):
-    """Other runs may change run.* and the keys of evaluations."""
+    """Only if evaluations decide which adapter is registered, a resumed run must keep run.* and the evaluation keys."""
     folder = shutil.copytree(halfway, tmp_path / "copy")
     begun = [*BATCH, "run.load_best_model_at_end=true", "trainer.eval_strategy=steps", "trainer.eval_steps=5"]
     for left, change, says in [
@@ -142,7 +142,7 @@ def digests(job):
 
 
 def test_an_edited_python_reward_counts_as_changed_content(halfway, tmp_path, in_root, monkeypatch):
-    """Without this error, `collect` would mix rows of two rewards under one reward_version."""
+    """Without this error, `collect` would give rows that were scored by two different rewards the same reward_version."""
     monkeypatch.syspath_prepend(tmp_path)
     module = tmp_path / "edited_reward.py"
     module.write_text("def score(completions, **_):\n    return [0.0 for _ in completions]\n")
@@ -212,7 +212,7 @@ def test_a_folder_that_changed_before_this_process_owned_it_is_refused(run):
 
 
 def test_a_resumed_run_uses_the_recorded_version_and_commit_of_its_base(halfway, in_root):
-    """The digest of the content shows whether the alias or the branch has moved."""
+    """If the alias or the branch has moved since, the content's digest differs."""
     assert unfinished(job_of(halfway, *BATCH, "model.name_or_path=models:/rlhf-sft@champion"))
     job = job_of(halfway, *BATCH)
     left = unfinished(job)
@@ -233,5 +233,5 @@ def test_recorded_versions_apply_to_unchanged_inputs_of_the_job(tmp_path, in_roo
     resume.record(ppo(), pinned, "b", {})
     found = unfinished(ppo())
     assert resume.pinned_inputs(found, ppo()) == pinned
-    del pinned["judge"]  # a changed judge is resolved and checked again
+    del pinned["judge"]  # the job names another judge, which is therefore resolved again
     assert resume.pinned_inputs(found, ppo("judge=models:/c@champion")) == pinned

@@ -30,7 +30,8 @@ from pipeline.settle import placement
 from tests.test_security import SECRETS, leaks
 from tools.chaos.runs import until
 
-COMMAND = json.dumps({"entrypoint": "true"})  # Ray's agent runs this command for a client with the token
+# A client with the token could make Ray's agent run this command.
+COMMAND = json.dumps({"entrypoint": "true"})
 # (method, path, body) of requests to the HTTP servers of a session, which need the token.
 REQUESTS = [
     ("POST", "/api/job_agent/jobs/", COMMAND),
@@ -38,7 +39,7 @@ REQUESTS = [
     ("POST", "/get_or_create_runtime_env", ""),
 ]
 OPEN = ("# HELP", "# TYPE")  # start of Prometheus metrics, which need no token
-# A method of each gRPC service of Ray that runs code, reads data or stops something.
+# One method of each of Ray's gRPC services that can run code, read data or stop processes.
 CALLS = ["CoreWorkerService/PushTask", "InternalKVGcsService/InternalKVKeys", "NodeManagerService/RequestWorkerLease",
          "ReporterService/GetTraceback"]  # fmt: skip
 
@@ -62,7 +63,7 @@ def http_answers(address, port):
 def grpc_codes(address, port):
     """Returns {method: status code} of CALLS without a token."""
     codes = {}
-    # Ray's own channels would send the token.
+    # Uses a plain gRPC channel, because Ray's own channels would send the token.
     with grpc.insecure_channel(f"{address}:{port}") as channel:
         for method in CALLS:
             call = channel.unary_unary(
@@ -77,7 +78,7 @@ def grpc_codes(address, port):
 
 
 def knock(address, port, ended):
-    """Returns the answers of a server to requests without a token, by HTTP or gRPC. Tries again if the server is still starting.
+    """Sends a server requests without a token, by HTTP or gRPC. Returns the answers. Tries again while the server is starting.
 
     Args:
         ended: event that is set when the run has ended.
@@ -91,9 +92,9 @@ def knock(address, port, ended):
 
 
 def open_to_others(root):
-    """Returns all folders below `root`, and those that another user can list, or create a file in.
+    """Returns all folders below `root`, and the folders in which another user can list or create files.
 
-    Such a user could listen in place of Ray's unix sockets, and new workers would connect.
+    Such a user could replace Ray's unix sockets, and new workers would connect to the user's sockets.
     """
     folders, found = [Path(folder) for folder, *_ in os.walk(root)][1:], set()
     os.seteuid(65534)
@@ -139,9 +140,9 @@ def run(request, tmp_path_factory):
     # The session must override these settings of the user.
     env = os.environ | SECRETS | {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
     env.pop("RAY_AUTH_TOKEN", None)
-    # Ray's processes read here the address of the cluster that this machine started last.
-    root = Path(tempfile.mkdtemp(prefix="r"))  # unix sockets need short names
-    root.chmod(0o755)  # as open as /tmp, where Ray's folders are by default
+    # In this folder, Ray's processes look for the address of the cluster that was last started on this machine.
+    root = Path(tempfile.mkdtemp(prefix="r"))  # a short path, because socket paths have a length limit
+    root.chmod(0o755)  # same permissions as /tmp, where Ray's folders are by default
     (root / "ray").mkdir(mode=0o700)
     (root / "ray/ray_current_cluster").write_text("127.0.0.1:1")
     env["RAY_TMPDIR"] = str(root)
@@ -161,7 +162,7 @@ def run(request, tmp_path_factory):
                     names.add(name)  # the name of a process changes when it becomes a RayTrainWorker
                 if os.getuid() == 0:
                     folders, opened = map(set.union, (folders, opened), open_to_others(root))
-                time.sleep(2)  # pauses, because the search takes much of a core
+                time.sleep(2)  # pauses, because the search uses much CPU time
         finally:
             driver.kill()
             ended.set()
@@ -211,7 +212,7 @@ PHASES = [  # phases of a run in the order of its log
     "checking that the adapter reloads as it was saved", "registering rlhf-sft", *SAMPLES, r"  registered +rlhf-sft v1 @champion .*",
     r"  result +/.*/one/result\.json", r"  time +[\w ]+, [\d,]+ tokens",
 ]  # fmt: skip
-# Lines of waits, which appear only after a moment, and of eval metrics.
+# Lines that may be missing: progress of waits, which is printed only after a delay, and eval metrics.
 WAITS = ["opening MLflow", "checking the model", r"  (held-out loss|(end )?token accuracy) +\S+ -> \S+"]
 SHOWN = [  # all lines of stdout if it is not a terminal
     r"== sft  run one  jobs/demo/sft.yaml", r"  data +500 training rows, 60 eval rows, 52 duplicates",
@@ -221,7 +222,7 @@ SHOWN = [  # all lines of stdout if it is not a terminal
 
 @pytest.mark.parametrize("run", ["sft"], indirect=True)
 def test_a_run_announces_each_phase_and_says_nothing_else(run):
-    """No library may print anything, because a library's warnings would hide the pipeline's warnings."""
+    """Libraries must print nothing, because their output would hide the pipeline's warnings."""
     from pipeline.data.report import Report
 
     log, result = (run.folder / "log.txt").read_text(), json.loads((run.folder / "result.json").read_text())
@@ -231,7 +232,7 @@ def test_a_run_announces_each_phase_and_says_nothing_else(run):
     lines = [line for line in lines if not any(re.fullmatch(one, line) for one in WAITS)]
     assert len(lines) == len(PHASES) and all(map(re.fullmatch, PHASES, lines)), log
     printed = run.stdout.decode().splitlines()
-    # The line of step 0 appears only if Ray starts slowly.
+    # The progress line of step 0 appears only if Ray starts slowly.
     shown = [line for line in printed if line and not re.match(r"  train +0/2 ", line)]
     assert len(shown) == len(SHOWN) and all(map(re.fullmatch, SHOWN, shown)), shown
 
@@ -266,9 +267,9 @@ with session.embedded(num_cpus=1, logging_level="warning"):
 
 @pytest.fixture
 def start():
-    """Returns a function that starts a process with an embedded session. The processes end after the test."""
+    """Returns a function that starts a process with an embedded session. The fixture ends the processes after the test."""
     started = []
-    root = Path(tempfile.mkdtemp(prefix="r"))  # unix sockets need short names
+    root = Path(tempfile.mkdtemp(prefix="r"))  # a short path, because socket paths have a length limit
 
     def begin():
         process = subprocess.Popen(
@@ -288,7 +289,7 @@ def start():
 
 
 def test_a_killed_session_leaves_only_rays_agents_and_an_ended_one_no_process_and_no_file(start):
-    """The agents try for a minute to report the end. Of the files of killed sessions, the next session keeps the newest."""
+    """Ray's agents try for a minute to report the end. The next session deletes all but the newest files of killed sessions."""
     driver = start()
     left = psutil.Process(driver.pid).children(recursive=True)
     driver.send_signal(signal.SIGKILL)
@@ -296,7 +297,7 @@ def test_a_killed_session_leaves_only_rays_agents_and_an_ended_one_no_process_an
 
     def only_agents():
         _, alive = psutil.wait_procs(left, timeout=0)
-        with contextlib.suppress(psutil.NoSuchProcess):  # the process has ended meanwhile
+        with contextlib.suppress(psutil.NoSuchProcess):  # the process has ended in the meantime
             return all("Agent" in process.name() for process in alive)
 
     until(only_agents, "the end of all but the agents", patience=8)

@@ -1,4 +1,4 @@
-"""Tests the summary after a run, which says how to use a version without an alias."""
+"""Tests the summary after a run, which says how to use a model version that has no alias."""
 
 import pytest
 
@@ -39,7 +39,8 @@ def test_warnings_of_a_summary(stage, ended, says, never, capsys):
 @pytest.mark.parametrize(
     ("stage", "metric", "low", "high"),
     [
-        ("ppo", "eval_win_rate_low", 0.5, 0.51),  # an interval that contains 0.5 shows no gain
+        # A confidence interval that contains 0.5 shows no improvement.
+        ("ppo", "eval_win_rate_low", 0.5, 0.51),
         ("ppo", "eval_eos_rate", 0.09, 0.1),
         ("sft", "eval_eos_accuracy", 0.09, 0.1),
     ],

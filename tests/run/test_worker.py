@@ -42,7 +42,7 @@ def test_workers_of_an_embedded_ray_have_the_priority_of_ray(embedded_ray):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Returns the steps of the queries for notices. `answer` is Ray's answer, and `clock` the time in seconds."""
+    """Returns a list of the steps at which Ray was queried for notices. `answer` is Ray's answer, `clock` the time in seconds."""
     import ray.train.collective
 
     class Asked(list):
@@ -61,7 +61,7 @@ def asked(monkeypatch):
 
 
 def walk(notice, asked, steps, seconds):
-    """Runs `steps` steps of `seconds` each. Returns the answers."""
+    """Runs `steps` steps that take `seconds` each. Returns the answers at each step."""
     answers = []
     for _ in range(steps):
         asked.step += 1
@@ -91,7 +91,7 @@ def test_a_notice_is_seen_within_the_interval_and_triggers_one_checkpoint(asked)
 
 @pytest.mark.parametrize("moment", ["before it is stored", "after it is stored"])
 def test_the_registered_adapter_is_the_one_that_was_checked(moment, tmp_path, monkeypatch, capsys):
-    """If the file of the adapter is replaced after the check, the run ends with an error."""
+    """If the adapter's file is replaced after the self-check, the run ends with an error."""
     at, file = (worker, "require_reload") if moment.startswith("before") else (checkpoints, "store")
     done = getattr(at, file)
 

@@ -1,4 +1,4 @@
-"""Tests that `evaluate` names the fault of each broken judge, and none of a good judge."""
+"""Tests that `evaluate` names the fault of each broken judge, and reports no fault for a good judge."""
 
 import math
 import random
@@ -20,7 +20,7 @@ CRITERIA = [
 
 
 class Tokenizer:
-    """Decodes a completion to `good` or `bad`, and as many words as it has tokens."""
+    """A tokenizer that decodes a completion to `good` or `bad`, followed by as many words as the completion has tokens."""
 
     def decode(self, ids, skip_special_tokens=True):
         return f"{'good' if ids[0] else 'bad'} " + "word " * len(ids)
@@ -45,7 +45,7 @@ def rows(count=120):
 
 
 def shown(asked):
-    """Returns the responses in a question."""
+    """Returns the responses that a question to the judge contains."""
     text = asked["messages"][-1]["content"]
     found = re.split(r"Response(?: \w)?:\n", text)[1:]
     return [one.split("\n\n")[0] for one in found]
@@ -65,7 +65,7 @@ def rank(prefers_first, swapped=False):
 
 
 def biased(first, second, asked):
-    """Prefers the first response in a fifth of the questions, even if this response is bad."""
+    """Simulates a judge with position bias: in a fifth of the questions, it prefers the first response, even if it is bad."""
     return "good" in first or random.Random(str(asked)).random() < 0.4
 
 

@@ -1,4 +1,4 @@
-"""Tests that each answer of a judge is paid for once, also after failures of endpoint or process, and no failure is a score."""
+"""Tests that each judge answer is paid for once, even if the endpoint or the process fails, and that no failure gives a score."""
 
 import errno
 import json
@@ -64,7 +64,7 @@ def test_every_answer_is_paid_for_once_despite_faults_of_the_endpoint(tmp_path):
         again = reward(server, tmp_path, run="another")
         assert again.checked(samples(20)) == found and len(server.paid) == 20
         assert again.client.counts == {**again.client.counts, "judged": 0, "from_store": 20, "failed": 0}
-        # An equal question needs no second answer.
+        # An identical question is answered from the store, and is not paid for again.
         assert judge.checked(samples(1)) == found[:1]
         assert server.paid.total() == 20
 
@@ -96,7 +96,7 @@ def test_the_run_ends_after_the_timeout_and_can_continue(fault, says, tmp_path):
 
 
 def cut():
-    said = chat("Score: 1")  # the start of `Score: 10`
+    said = chat("Score: 1")  # a truncated answer, which may be the start of `Score: 10`
     said["choices"][0]["finish_reason"] = "length"
     return said
 
@@ -186,7 +186,7 @@ def test_a_budget_ends_the_run_and_can_be_raised(tmp_path):
         assert judge.client.counts["from_store"] == 0, "four questions have no answer"
         prices = dict(
             dollars_per_million_input=1e4, dollars_per_million_output=0.0, concurrency=3
-        )  # a dollar each
+        )  # at these prices, each answer costs a dollar
         with pytest.raises(Failure, match=r"spent \(7 answers, \$7; most_dollars: 7"):
             reward(server, tmp_path, most_dollars=7, **prices).checked(samples(9))
         assert server.paid.total() == 7
@@ -232,7 +232,7 @@ def test_processes_with_the_same_questions_pay_once_even_if_one_is_killed(tmp_pa
         deadline = time.monotonic() + 60
         while len(server.requests) < 10 and time.monotonic() < deadline:
             time.sleep(0.01)
-        time.sleep(0.3)  # from here on, all open requests of the run hang
+        time.sleep(0.3)  # waits until the answered requests are done; all open requests hang
         killed.kill()
         killed.wait()
         assert server.paid.total() == 6
@@ -286,7 +286,8 @@ def test_the_store_is_readable_after_a_full_disk(tmp_path, monkeypatch, capsys):
 def test_an_answer_may_be_one_token_and_contain_a_lone_surrogate(tmp_path):
     tops = [{"token": "Yes", "logprob": -0.1}, {"token": "\ud800", "logprob": -9}]
     answer = chat("\ud800", top=tops)
-    answer["choices"][0]["finish_reason"] = "length"  # `yes` requests only one token
+    # Expected, because the form `yes` requests only one token.
+    answer["choices"][0]["finish_reason"] = "length"
     with judging(lambda asked: answer) as server:
         judge, several = reward(server, tmp_path, form="yes"), samples(3)
         assert judge.checked(several) == [1.0] * 3

@@ -1,4 +1,4 @@
-"""Tests the questions of each form of a judge, and the scores of its answers. An unclear answer has no score."""
+"""Tests the questions that each judge form asks, and the scores of the answers. An unclear answer has no score."""
 
 import math
 

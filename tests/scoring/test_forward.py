@@ -1,4 +1,4 @@
-"""Tests that sharing a forward pass changes its cost, but not the result of training."""
+"""Tests that sharing prompts in a forward pass changes the cost of training, but not the result."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ GROUPS = dict(num_generations=8, batch_size=32, total_episodes=64)
 
 
 def gradients(trainer):
-    """Returns the gradient of a minibatch of all episodes, and the number of tokens that go through the base."""
+    """Returns the gradient for a minibatch of all episodes, and the number of tokens that the base processed."""
     episodes = toy.first_episodes(trainer)
     tokens, states = [], trainer.shared.states
     trainer.shared.states = lambda role, batch: tokens.append(batch.input_ids.numel()) or states(role, batch)
@@ -51,7 +51,8 @@ def forwards(**settings):
     trainer = toy.trainer(**{"num_mini_batches": 1, "per_device_train_batch_size": 64, **settings})
     trainer.update = 1  # only update 0 runs the self-check
     rollout = trainer.rollout()
-    assert trainer.shared.can_pack  # the first use runs the base once, outside of the count
+    # The first access to can_pack runs the base once, so it must happen before counting.
+    assert trainer.shared.can_pack
     calls = []
     trainer.shared.base.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
     trainer.score(rollout)

@@ -1,4 +1,4 @@
-"""Tests rewards: invalid Python functions, invalid return values, adapters and other models."""
+"""Tests rewards: Python functions that are invalid or return invalid values, adapters, and other models."""
 
 import asyncio
 import json
@@ -87,7 +87,8 @@ NO_NUMBER = r"returned {} for prompt 'question 1', completion 'completion 1', ro
     ids=str,
 )
 def test_the_message_about_an_invalid_score_names_its_sample(returned, says):
-    too_large = "inf" in says or "1000" in says  # a failed run, while the other cases are faulty functions
+    # This case is a failure of the run, and the other cases are wrong input.
+    too_large = "inf" in says or "1000" in says
     with pytest.raises(Failure if too_large else InputError) as caught:
         checked(returned)
     assert re.match(rf"reward 'polite' \({__name__}:.*\) {says}", str(caught.value))
@@ -110,7 +111,7 @@ def test_numbers_of_every_library_are_accepted(returned):
 
 def test_an_error_of_a_reward_shows_only_frames_of_the_rewards_code(monkeypatch):
     def inside(text):
-        return json.loads(text)  # raises in a library
+        return json.loads(text)  # the error is raised in a library
 
     def reward(completions):
         return [inside(text) for text in completions if text != "completion 0"]
@@ -134,7 +135,7 @@ def test_an_error_of_a_reward_shows_only_frames_of_the_rewards_code(monkeypatch)
     with pytest.raises(Failure, match=r"raised SystemExit: 0; expected a list of numbers"):
         FunctionReward(lambda **_: sys.exit(0)).checked(samples())  # SystemExit would end the worker silently
     monkeypatch.setattr(process, "received", signal.SIGTERM)
-    with pytest.raises(SystemExit):  # a signal ends the run, and is no failure of the reward
+    with pytest.raises(SystemExit):  # a signal ends the run, and does not count as an error of the reward
         FunctionReward(lambda **_: sys.exit(143)).checked(samples())
 
 
@@ -198,7 +199,7 @@ def test_a_reward_model_on_another_base():
 
 
 def test_an_async_reward_has_all_rows_at_once_and_a_limit():
-    """Two calls wait for each other. A call that never returns ends the run, and so does a TimeoutError that a reward raises."""
+    """Two calls wait for each other, so both must be running. A call that never returns and a TimeoutError end the run."""
     asked = samples(2)
     asked.groups = [7, 7]
 

@@ -1,4 +1,4 @@
-"""Tests that failures of endpoint, driver or rollout worker do not change the result of a run with a judge."""
+"""Tests that failures of the endpoint, the driver or a rollout worker do not change the result of a run with a judge."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def weights(folder):
 
 
 def killed_while_it_asks(server, arguments, after, kind=None):
-    """Runs the command, and kills it, or its worker of a kind, while it waits for answers of a judge that hangs."""
+    """Runs the command. Kills the command, or one of its workers, while it waits for answers of a judge that hangs."""
     server.faults = [None] * after + ["hangs"] * 3
     expected = len(server.requests) + after + 3
     begun = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Tests that the self-checks name planted bugs, and that none fails in a sound run. `make faults` prints all results."""
+"""Tests that self-checks name planted bugs, and that no self-check fails without a bug. `make faults` prints all results."""
 
 import pytest
 import toy_ppo as toy
@@ -19,7 +19,7 @@ def test_a_planted_fault_is_named(fault):
     assert fault.is_named(said), said
 
 
-# The quick cases have self-checks that no other quick test runs. tests/stages/test_stages.py runs each stage of the demo, and
+# The quick cases cover self-checks that no other quick test covers. tests/stages/test_stages.py runs each stage of the demo, and
 # test_other_models.py runs the stages in bf16.
 QUICK = [
     ("sft", ["trainer.packing=true"]),
