@@ -69,7 +69,7 @@ Rows = Sequence[dict[str, Any]]
 LOOKED = 50  # number of rows to read to test a guess
 # words by which the names of a pair's two columns differ
 PAIRED = (("1", "2"), ("0", "1"), ("a", "b"), ("first", "second"), ("left", "right"))
-STEM = r"[\W_]*(\d+|(?<![a-z])([a-z]|first|second|left|right)(?![a-z]))"  # where the names of a pair's columns differ
+STEM = r"[\W_]*(\d+|(?<![a-z])([a-z]|first|second|left|right)(?![a-z]))"  # where a pair's column names differ
 PREFERENCES = "label preference winner choice choose better preferred annotator vote judge verdict".split()
 # If a column's name has such a word, larger numbers are better. In columns of ranks or lengths, smaller ones may be better.
 SCORES = "score rating reward votes likes points winner".split()

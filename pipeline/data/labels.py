@@ -141,7 +141,7 @@ def are_labels(values: Iterable[Any]) -> bool:
     values = [*values]
     each = [one for value in values for one in listed(value)]
     different = {str(comparable(value)) for value in each if not isinstance(value, list | dict)}
-    least = 2 if len(each) > 1 else 1  # if several rows have the same value, it is not a label
+    least = 2 if len(each) > 1 else 1  # several labels must not all be the same
     return least <= len(different) <= MAX_VALUES and all(len(value.split()) < 3 for value in different)
 
 
@@ -169,7 +169,7 @@ class Rule:
     tie: tuple[Any, ...] = ()
     good: tuple[Any, ...] = ()
     bad: tuple[Any, ...] = ()
-    derived: bool = False  # whether from the first rows; if so, words of SIDE_WORDS have meanings, too
+    derived: bool = False  # derived from the first rows; then words of SIDE_WORDS are valid labels too
 
     @classmethod
     def from_job(cls, label: Mapping[str, Any]) -> "Rule":

@@ -1,11 +1,11 @@
-"""Changes a raw row as the job says, before its format is determined: data.transform, data.columns, then data.label.
+"""Applies the job's changes to a raw row: first data.transform, then data.columns, then data.label.
 
-A transform is called once per row, in any process and order, so its result must depend on the row alone. After the columns, a
-row may have these fields:
+A transform is called once per row, in any process and any order, so its result must depend only on the row. After data.columns,
+a row may have these fields:
 
     first + second + label                        the label says which one is chosen and which one rejected
     first + second + first_score + second_score   the completion with the higher score is chosen
-    label                                         data.label turns a rating into true or false
+    label                                         data.label converts a rating to true or false
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ UNORDERED = ("first", "second", "label", "first_score", "second_score")
 
 
 def formats_with(columns: Columns, formats: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the formats with all mapped fields, so that other columns cannot select a format without them."""
+    """Returns the formats that have all mapped fields. Otherwise, other columns could select a format without these fields."""
     sides = {"first": "chosen", "second": "rejected"}
     fields = [field for field in columns if field != "label" or "first" not in columns]
     known = {field for format in formats for field in format.split("+")}
@@ -45,9 +45,9 @@ def formats_with(columns: Columns, formats: Mapping[str, Any]) -> dict[str, Any]
 
 
 def renamed(row: dict[str, Any], columns: Columns, needed: Iterable[str]) -> dict[str, Any]:
-    """Returns the row with the fields of `columns` in place of their columns.
+    """Returns the row with the columns renamed to their fields in `columns`.
 
-    Raises RowError if the row lacks the column of a `needed` field, or has an unmapped column with a field's name.
+    Raises RowError if the row lacks the column of a `needed` field, or if an unmapped column has the name of a mapped field.
     """
     fields: dict[str, Any] = {}
     sources = [one for column in columns.values() for one in listed(column)]
@@ -66,12 +66,12 @@ def renamed(row: dict[str, Any], columns: Columns, needed: Iterable[str]) -> dic
 
 
 def value_at(row: dict[str, Any], path: str) -> Any:
-    """Returns the value of a column, or at a path into it, or None for a path into null. Raises KeyError with the path."""
+    """Returns the value of a column, or at a path into the column. Returns None for a path into null. Raises KeyError(path)."""
     if path in row:
         return row[path]
     value: Any = row
     for part in path.split("."):
-        value = decoded(value)  # in CSV, lists and objects are JSON text
+        value = decoded(value)  # in CSV files, lists and objects are JSON text
         if value is None:
             return None
         if isinstance(value, dict) and part in value:
@@ -83,7 +83,7 @@ def value_at(row: dict[str, Any], path: str) -> Any:
     return value
 
 
-# ---- all of it -------------------------------------------------------------------------------------------------------
+# ---- all changes to a row ---------------------------------------------------------------------------------------------
 
 NoteLabel = Callable[[str, str], None]  # (column of a label, "VALUE = MEANING")
 
@@ -93,7 +93,7 @@ class Preprocess:
     """How a job changes each row. All fields are part of the cache key."""
 
     columns: Columns = dataclasses.field(default_factory=dict)
-    rule: Rule | None = None  # None if the rows have no labels, or if the rule is not yet derived
+    rule: Rule | None = None  # None if the rows have no labels, or if the rule has not been derived yet
     transform: str | None = None
     transform_digest: str = ""
     group_by: str | None = None  # `transform` gets consecutive rows that are equal in this column
@@ -129,7 +129,7 @@ class Preprocess:
 
         Args:
             has_pairs: whether a row may have two completions.
-            note_label: called with each label's column and the meaning of its value.
+            note_label: called with the column of each label, and with the label's value and meaning.
         """
         rule = self.rule or Rule()
         if rule.good and "label" in row:
