@@ -205,7 +205,7 @@ class Encoder:
                 # Cut off the start of a prompt, because the question is at its end.
                 begin = prompt[:1] if prompt[0] == self.bos else []
                 prompt = begin + prompt[length - self.max_length + len(begin) :]
-            elif "row" in self.kind.columns and len(prompt) >= self.max_length:  # scoring must keep every row
+            elif "row" in self.kind.columns and len(prompt) >= self.max_length:  # in scoring, keep every row
                 kept = self.max_length - 1
                 prompt, sides = prompt[:kept], [prompt[kept:] + side for side in sides]
             if sides and len(prompt) >= self.max_length:

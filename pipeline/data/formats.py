@@ -90,7 +90,9 @@ class Record:
         return json.dumps([[turn["role"], words(turn)] for turn in turns], ensure_ascii=False)
 
     def digests(self) -> bytes:
-        """Returns 8 bytes for the prompt and 8 for prompt and completions, equal for text and messages with the same content."""
+        """Returns two 8-byte hashes, of the prompt and of prompt with completions.
+
+        Text and messages with the same content have the same hashes."""
         prompt = self.prompt_content()
         completions = json.dumps([[plain(side) for side in pair] for pair in self.pairs], ensure_ascii=False)
         return digest(prompt).to_bytes(8) + digest(f"{prompt}\0{completions}").to_bytes(8)

@@ -185,7 +185,7 @@ class Rule:
         return ", ".join(f"{end} ({name})" for end, name in shown) or "a or b, or tie"
 
     def meaning(self, value: Any) -> str:
-        """Returns the meaning of a value. A rating between good and bad is a `tie`. Raises KeyError for an unknown value."""
+        """Returns the meaning of a label. A rating between good and bad is a `tie`. Raises KeyError if the label is unknown."""
         value = comparable(value)
         for name in MEANINGS:
             if value in getattr(self, name) or (self.derived and side_of(value) == name):

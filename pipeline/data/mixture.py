@@ -38,8 +38,7 @@ class Mixture:
 
         parts, start = [], 0
         for source, (size, draws) in enumerate(zip(self.sizes, self.draws, strict=True)):
-            # All epochs share one random order of rows. Each epoch continues where the previous one ended. The order repeats at
-            # its end.
+            # All epochs share one random order of rows. Each epoch continues where the previous one ended, and wraps around.
             order = np.random.default_rng([seed, source]).permutation(size)
             parts.append(start + order[(epoch * draws + np.arange(draws)) % size])
             start += size
@@ -57,7 +56,7 @@ def mix_sources(sources: Sequence[Source], sizes: Sequence[int], strategy: str) 
     shares = [weight / sum(weights) for weight in weights]
     lengths = [size / share for size, share in zip(sizes, shares, strict=True)]
     total = math.floor(min(lengths)) if strategy == "first_exhausted" else math.ceil(max(lengths))
-    # Round each source's number of rows up or down, and up where the remainder is largest.
+    # Round each source's number of rows down, then add 1 to the numbers with the largest remainders.
     draws = [math.floor(share * total) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda index: draws[index] - shares[index] * total)
     for index in by_remainder[: total - sum(draws)]:

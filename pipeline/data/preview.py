@@ -225,5 +225,5 @@ def first_rows(file: File, kind: Kind) -> tuple[list[dict[str, Any]], list[RowEr
 
 
 def fits(row: dict[str, Any], kind: Kind) -> bool:
-    """Returns True if a row has one of the kind's formats, even if the row has another error."""
+    """Returns True if a row has one of the kind's formats, or if an error prevents finding its format."""
     return any(not isinstance(made, dict) or format_of(made, kind) is not None for made in kind.rows(row))

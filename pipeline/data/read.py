@@ -191,7 +191,7 @@ def manifest_of(counts: list[Counts], tokenizer: Any, options: Options) -> dict[
 
 
 def content_digest(name: str, counts: list[Counts], options: Options) -> str:
-    """Returns a digest of a split's rows in their order. With data.eval_fraction, fraction and seed are part of the digest."""
+    """Returns a digest of a split's rows in their order. The digest includes data.eval_fraction and its seed."""
     whole = RowsDigest()
     for one in of_split("train" if options.eval_fraction else name, counts):
         whole.extend(one.digest)
@@ -247,8 +247,10 @@ def set_up_ray_data() -> None:
 
 
 def cache_key(files: dict[str, list[File]], tokenizer: Any, options: Options) -> str:
-    """Returns a digest of everything that the parts depend on. Of a file, the digest has path, size and time of change. The cache
-    avoids reading all files, so their content is not part of the key, and a copy of a file is tokenized again.
+    """Returns a digest of everything on which the parts depend.
+
+    For a file, these are its path, size and modification time, but not its content, because reading all files would take too
+    long. Therefore, a copy of a file is tokenized again.
     """
     from pipeline.models.tokenizer import template_digest, tokenizer_digest
 
@@ -266,7 +268,7 @@ def read_manifest(folder: str) -> dict[str, Any] | None:
     try:
         manifest: dict[str, Any] = storage.read_json(storage.join(folder, "manifest.json"))
         for name, _ in itertools.chain.from_iterable(manifest["parts"].values()):
-            _opened(storage.join(folder, name))  # reads the end of the file, so that a truncated file raises
+            _opened(storage.join(folder, name))  # reads the end of the file, to detect a truncated file
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the caller tokenizes the rows again
         return None
     return manifest

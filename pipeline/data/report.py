@@ -122,7 +122,7 @@ class Report:
         return "both" if all(rows.values()) else next((name for name in rows if rows[name]), None)
 
     def labels(self) -> tuple[int, int]:
-        """Returns the desirable and undesirable rows of an epoch, on average over the draws of a weighted source."""
+        """Returns the numbers of desirable and undesirable rows in an epoch. For weighted sources, they are averages."""
         desirable = drawn = 0.0
         for one in self.sources["train"]:
             share = 1 if one.drawn is None else one.drawn / max(1, one.rows)

@@ -96,7 +96,7 @@ class Preprocess:
     rule: Rule | None = None  # None if the rows have no labels, or if the rule has not been derived yet
     transform: str | None = None
     transform_digest: str = ""
-    group_by: str | None = None  # `transform` gets consecutive rows that are equal in this column
+    group_by: str | None = None  # `transform` gets lists of consecutive rows with equal values in this column
 
     def transformed(self, row: Any) -> Iterator[Any]:
         """Yields the results of data.transform for a row, or for a group's list of rows: rows, RowError or Dropped."""
@@ -118,7 +118,7 @@ class Preprocess:
             try:
                 found = f"{type(one).__name__} {show(one)}"
                 if isinstance(one, dict):
-                    yield json.loads(row_json(one))  # as JSON has it: with text keys and without tuples
+                    yield json.loads(row_json(one))  # makes keys text, and tuples lists
                     continue
             except (TypeError, ValueError, RecursionError) as error:
                 found = f"a row that is not JSON ({in_brief(error, 100)})"
@@ -157,7 +157,7 @@ class Preprocess:
         return Dropped(meaning) if meaning in ("tie", "unlabeled") else made
 
     def _note(self, label: Any, meaning: str, note_label: NoteLabel) -> None:
-        """Notes the meaning of a label, and whether several annotators agree."""
+        """Passes the meaning of a label to `note_label`. Also passes whether its annotators agree, if there are several."""
         label, column = unpacked_label(label), ", ".join(listed(self.columns.get("label", "label")))
         word = "neither" if self.rule and self.rule.good and meaning == "tie" else meaning
         value = word if isinstance(label, list) else str(label).strip()[:40]

@@ -57,7 +57,7 @@ class Options:
 
 
 def run_chunks(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:
-    """Runs the work on the chunks numbered in `batch`, for Ray Data. `shared` references what read.run_tasks sends once."""
+    """Runs the work on the chunks whose numbers are in `batch`, for Ray Data. `shared` references data for all tasks."""
     chunks, work = _fetched(shared)
     for index in map(int, batch["id"]):
         yield {"index": [index], "result": [pickle.dumps(work(chunks[index], index))]}
@@ -216,7 +216,7 @@ class Task:
         self.writers[name].add(example.columns)
 
     def split_of(self, number: int, record: Record) -> str:
-        """Returns the split of a row. All rows that data.transform makes from one row get the split of the first."""
+        """Returns the split of a row. If data.transform makes several rows from one row, they all get the first row's split."""
         if number != self.placed[0]:
             away = held_out(record.prompt_content(), self.options)
             self.placed = number, "eval" if away else self.chunk.split
@@ -247,7 +247,7 @@ class PartWriter:
         fs, inner = storage.filesystem(storage.join(folder, self.name))
         self.schema = schema(options)
         self.stream = fs.open_output_stream(inner)
-        self.writer = pa.ipc.new_file(self.stream, self.schema)  # uncompressed, to be memory-mapped
+        self.writer = pa.ipc.new_file(self.stream, self.schema)  # uncompressed, for memory-mapping
 
     def add(self, columns: dict[str, Any]) -> None:
         self.rows.append(columns)
@@ -280,7 +280,7 @@ def columns_of(options: Options) -> tuple[str, ...]:
 def schema(options: Options) -> Any:
     import pyarrow as pa
 
-    types = {"label": pa.bool_(), "margin": pa.float32(), "row": pa.string()}  # other columns have token ids
+    types = {"label": pa.bool_(), "margin": pa.float32(), "row": pa.string()}  # the others have token ids
     return pa.schema([(name, types.get(name, pa.list_(pa.int32()))) for name in columns_of(options)])
 
 

@@ -31,7 +31,7 @@ Row = tuple[int, Any, bytes]  # (number from 1, the decoded row or a RowError, i
 
 
 def text_rows(path: str, format: str, zipped: bool, start: int, stop: int) -> Iterator[Row]:
-    """Yields the rows of a file in the format lines, array, csv or tsv. Limits uncompressed lines to bytes [start, stop)."""
+    """Yields the rows of a file in the format lines, array, csv or tsv. [start, stop) is a byte range of uncompressed lines."""
     number = int(format in DELIMITERS)  # the header is a line, but is not a row
     with open_bytes(path) as raw:
         stream: Any = gzip.GzipFile(fileobj=raw) if zipped else io.BufferedReader(raw, BLOCK)
@@ -97,7 +97,7 @@ def array_rows(stream: Any) -> Iterator[Row]:
 
 
 def elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
-    """Yields (value, its bytes) of each element. Raises JSONDecodeError, UnicodeDecodeError and RecursionError."""
+    """Yields (value, its bytes) for each element. Raises JSONDecodeError, UnicodeDecodeError and RecursionError."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     text, at, block, final = "", 0, BLOCK, False
     due = "["  # the bracket or comma before the next element
@@ -106,7 +106,7 @@ def elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
         sign, begin = match[1], match.end()  # type: ignore[union-attr, index]
         if sign == "]" or (due == sign == "[" and text[begin : begin + 1] == "]"):
             extra = text[begin + (sign == "[") :].strip()
-            while not extra and (data := stream.read(BLOCK)):  # gzip checks a file only at its end
+            while not extra and (data := stream.read(BLOCK)):  # gzip checks its checksum at the end
                 extra = data.decode("utf-8", "replace").strip()
             if extra:
                 raise json.JSONDecodeError("text after the closing bracket", extra, 0)
@@ -140,7 +140,7 @@ def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
     text = head.decode(errors="replace")
     # Column names may contain `|`, so `|` is a delimiter only if the header has no other delimiter.
     likely = max(delimiters, key=lambda one: (one in text and one != "|", text.count(one)))
-    from_excel = re.fullmatch(r"sep=([,;|\t])\r?", text)  # Excel's line before the header names the delimiter
+    from_excel = re.fullmatch(r"sep=([,;|\t])\r?", text)  # Excel's first line
     delimiter = from_excel[1] if from_excel else likely
     lines = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
     reader = csv.reader(lines, delimiter=delimiter, strict=True)

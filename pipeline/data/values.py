@@ -80,10 +80,10 @@ def check_values(value: Any, name: str = "") -> None:
             check_values(item, f"{name}.{key[:60]}" if name else key[:60])
 
 
-# A number with hundreds of digits is infinite for check_values. Python converts at most 4,300 digits to an integer.
+# An integer of 400 or more digits becomes an infinite float, which check_values rejects. (int() raises above 4,300 digits.)
 _JSON = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 400 else float(digits))
 read_json = _JSON.decode  # f(text) -> value; raises JSONDecodeError or RecursionError
-read_value = _JSON.raw_decode  # (text, begin) -> (value, end); raises the same
+read_value = _JSON.raw_decode  # (text, begin) -> (value, end); raises the same errors
 
 
 def decoded(value: Any) -> Any:

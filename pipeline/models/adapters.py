@@ -467,7 +467,7 @@ class SharedBase(nn.Module):
         return float(self.logprobs(role, row, torch.ones_like(row[:, 0]), actions)[0].mean())
 
     def head(self, role: str, hidden: Tensor) -> Tensor:
-        """Applies the role's scalar head to hidden states (..., H). Returns its fp32 output (...)."""
+        """Applies the role's scalar head to hidden states (..., H). Returns the head's fp32 output (...)."""
         with torch.autocast(hidden.device.type, enabled=False):
             return self._head_of(role)(hidden.float()).squeeze(-1)
 
