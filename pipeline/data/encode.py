@@ -65,7 +65,7 @@ class Encoder:
         self.max_length, self.overlong, self.apply_template = max_length, overlong, apply_template
         self.control = ControlTokens(tokenizer, as_text=not parse_special_tokens)
         self.eos, self.ends, self.bos = tokenizer.eos_token_id, frozenset(ends), tokenizer.bos_token_id
-        # A completion with only these ids is empty. Control tokens are content only if rows may contain them.
+        # A completion that has only these ids is empty. Control tokens count as content only if rows may contain them.
         empty = self.control.names if self.control.as_text else [tokenizer.bos_token, tokenizer.pad_token]
         self.silent = self.ends | set(tokenizer.convert_tokens_to_ids([name for name in empty if name]))
         self.adds_bos = self.bos is not None and tokenizer("a").input_ids[:1] == [self.bos]
@@ -223,7 +223,9 @@ class Encoder:
         )
 
     def _distinct(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """Drops two consecutive examples that differ only in their label, because truncation made their completions equal."""
+        """Replaces two consecutive examples that differ only in their label with one Dropped.
+
+        Truncation has made the completions of such a pair equal."""
         kept: list[Outcome] = []
         for one in outcomes:
             before = kept[-1] if kept else None

@@ -491,7 +491,7 @@ KINDS = {
 
 
 def kind_of(stage: str) -> Kind:
-    """Returns the kind of rows that a stage reads. `pairs` and `benchmarks` are the kinds of data.pairs and data.benchmarks."""
+    """Returns the kind of rows that a stage reads. `stage` may also be `pairs` or `benchmarks`, for these keys of `data`."""
     return replace(KINDS[rows_of(stage) or stage], stage=stage)
 
 

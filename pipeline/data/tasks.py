@@ -30,7 +30,7 @@ Read = Record | RowError | Dropped  # a row before it is tokenized
 class Options:
     """The settings of a task. All fields are part of the cache key."""
 
-    kind: Kind  # the kind of all rows, without the job's columns and label rules
+    kind: Kind  # the kind of all rows, before the job's columns and label rule are applied
     max_length: int
     overlong: str
     on_error: str
@@ -224,7 +224,7 @@ class Task:
 
 
 def held_out(prompt: str, options: Any) -> bool:
-    """Returns True if the hash of seed and prompt is below data.eval_fraction, so that the row is an eval row."""
+    """Returns True if a row belongs to the eval split: if a hash of seed and prompt is below data.eval_fraction."""
     return digest(f"{options.seed}:{prompt}") < options.eval_fraction * 2**64
 
 

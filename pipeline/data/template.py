@@ -146,7 +146,7 @@ class ChatTemplate:
         ):  # the template of gpt-oss drops the thoughts before a final answer
             so_far = self.render([*turns[:i], turn], False)
             if whole.startswith(so_far):
-                # The template's text before the content is also trained.
+                # The text that the template writes before the content is also trained.
                 return len(head) if follows else self._changing(whole, turns, i)[0], len(so_far)
         begin, stop = self._changing(whole, turns, i)
         return min(begin, len(head)) if follows else begin, stop

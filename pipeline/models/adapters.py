@@ -6,7 +6,7 @@ Because all roles share one base, PPO's four models need little more memory than
 role within the block. Methods that run the model take a role as an argument and activate it themselves.
 
 The module avoids two traps of peft and of gradient checkpointing. First, peft's `set_adapter` turns off `requires_grad` of every
-other adapter. The policy would get no gradients after the critic was active. `use` only switches the active adapter of peft's
+other adapter. The policy would get no gradients once the critic has been active. `use` only switches the active adapter of peft's
 layers. Second, gradient checkpointing runs a layer's forward again during `backward`, with the adapter that is active at that
 time. The context of the checkpoint activates the role of the original forward again.
 """
@@ -285,8 +285,8 @@ class SharedBase(nn.Module):
         stored = None if role is None else self._stored[role]
         self.role = role
         for layer in self._layers:
-            # Private attributes, because layer.set_adapter and enable_adapters change requires_grad. Use public methods when peft
-            # can switch adapters without changing requires_grad (https://github.com/huggingface/peft/issues/2759).
+            # Sets private attributes, because layer.set_adapter and enable_adapters change requires_grad. Use public methods when
+            # peft can switch adapters without changing requires_grad (https://github.com/huggingface/peft/issues/2759).
             layer._disable_adapters = stored is None
             if stored is not None:
                 layer._active_adapter = [stored]
@@ -348,7 +348,8 @@ class SharedBase(nn.Module):
 
     def body(self, **inputs: Any) -> Any:
         """Runs the transformer below the lm head with the active role. Takes the inputs of transformers' base model."""
-        # transformers uses gradient checkpointing only in train mode, and then drops the KV cache.
+        # transformers uses gradient checkpointing only in train mode, and then drops the KV cache. Train mode has no other
+        # effect, because every dropout is 0.
         training = self.gradient_checkpointing and torch.is_grad_enabled()
         if self.base.training != training:
             self.base.train(training)
@@ -489,8 +490,8 @@ class SharedBase(nn.Module):
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         """Returns two contexts: one for a checkpointed forward, and one for its recomputation."""
-        # torch calls this during the forward, so `self.role` is the role to restore in backward. Remove when peft restores the
-        # active adapter itself (https://github.com/huggingface/peft/issues/2832).
+        # torch calls this method during the forward, so `self.role` is the role to restore in backward. Remove it when peft
+        # restores the active adapter itself (https://github.com/huggingface/peft/issues/2832).
         return nullcontext(), self.use(self.role)
 
     def _precision(self) -> AbstractContextManager:
@@ -503,7 +504,7 @@ class SharedBase(nn.Module):
         with self._precision():
             expected = self.base(input_ids=ids).logits.float()
         ours = self.logits(self.body(input_ids=ids, use_cache=False).last_hidden_state)
-        # The tolerance is relative to the largest logit, because in half precision all logits have errors of similar size.
+        # The tolerance is relative to the largest logit, because in half precision the errors of all logits are similarly large.
         if not (expected - ours).abs().max() <= 1e-2 * max(1.0, float(expected.abs().max())):
             raise InputError(
                 f"{type(self.base).__name__} changes its logits after the lm head in an unknown way; expected a plain, a "

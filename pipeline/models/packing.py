@@ -91,7 +91,7 @@ def packs_that_pay(
     completions: int | None = None,
     tokens: int | None = None,
 ) -> list[list[int]]:
-    """Packs completions into rows as long as packing saves computation. Returns the indices of each row's completions.
+    """Packs completions into one row while this saves computation. Returns the indices of each row's completions.
 
     A row of T tokens costs about T * (12 W**2 + 2 T W) multiplications per layer. The first term is for the weights, the second
     for attention. A packed row also computes the attention between its completions, although this attention is masked.
