@@ -31,7 +31,7 @@ from pipeline.errors import InputError
 from pipeline.job.job import sources_of
 from pipeline.system import storage
 
-VERSION = 17  # of the parts; increase it when the same rows result in other tokens or another report
+VERSION = 17  # version of the parts; increase it if the same rows result in other tokens or reports
 SMALL = 64 << 20  # up to this many bytes, files are tokenized without Ray, which takes seconds to start
 
 
@@ -43,7 +43,7 @@ class Prepared:
     eval: Any
     report: Report
     digests: dict[str, str]  # split -> SHA-256 digest of its rows
-    fingerprints: dict[str, str]  # split -> name of the token table, the same on all workers
+    fingerprints: dict[str, str]  # split -> name of the token table; the same name on all workers
     mixture: Mixture | None = None  # sources of `train`, or None if they have no weights
 
 

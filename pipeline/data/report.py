@@ -114,7 +114,7 @@ class Report:
     seconds: float = 0.0
 
     def row_format(self) -> str | None:
-        """Returns the form in which a model gets the rows: chat, text, or both. Returns None if there are no rows."""
+        """Returns the form in which the model reads the rows: chat, text, or both. Returns None if there are no rows."""
         rows = {"chat": 0, "text": 0}
         for split in self.splits.values():
             rows["chat"] += split.chat_rows

@@ -31,7 +31,7 @@ function = cache(import_function)  # the function of `python:module:function`
 
 
 Columns = Mapping[str, str | list[str]]
-# fields of two completions without an order of preference (`ordered`)
+# fields of two completions whose order says nothing about preference (`ordered`)
 UNORDERED = ("first", "second", "label", "first_score", "second_score")
 
 
@@ -125,7 +125,7 @@ class Preprocess:
             yield RowError("transform", "", f"{found} returned by {self.transform}", EXPECTED)
 
     def apply_label(self, row: dict[str, Any], has_pairs: bool, note_label: NoteLabel | None) -> Any:
-        """Returns the row with the completion that its label or scores prefer, or Dropped if neither is better.
+        """Applies the label or the scores of a row. Returns the changed row, or Dropped if no completion is better.
 
         Args:
             has_pairs: whether a row may have two completions.

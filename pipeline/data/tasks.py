@@ -264,7 +264,7 @@ class PartWriter:
         self.rows, self.tokens = [], 0
 
     def close(self) -> tuple[str, int]:
-        """Closes the file. Closes the file. Returns the file's name and number of rows."""
+        """Closes the file. Returns the file's name and its number of rows."""
         if self.rows:
             self.write()
         self.writer.close()

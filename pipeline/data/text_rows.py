@@ -2,9 +2,10 @@
 
 For an unreadable row, yields a RowError instead of the row.
 
-Why not ijson: version 3.6.0 was no faster. ijson stops at a NaN or an integer over 64 bits without naming the row, replaces lone
-surrogates (half of a UTF-16 pair), and loses a row's bytes, which identify duplicates. Why not pyarrow's CSV reader: that reader
-guesses types (a prompt `42` becomes a number in some blocks), and its line numbers are wrong after a row of several lines.
+The module does not use ijson, because version 3.6.0 was no faster. In addition, ijson stops at a NaN or an integer over 64 bits
+without naming the row, replaces lone surrogates (half of a UTF-16 pair), and does not return a row's bytes, which identify
+duplicates. The module does not use pyarrow's CSV reader, because it guesses types (a prompt `42` becomes a number in some
+blocks), and its line numbers are wrong after a row of several lines.
 """
 
 import codecs
@@ -135,7 +136,7 @@ def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
 
     Blank lines are skipped, but counted. If the header is unusable, yields only a RowError.
     """
-    csv.field_size_limit(ROW)  # this limit applies to the whole process; csv's default is 128 KiB
+    csv.field_size_limit(ROW)  # applies to the whole process; the default is 128 KiB
     head = stream.peek(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip(b"\r\n").partition(b"\n")[0]
     text = head.decode(errors="replace")
     # Column names may contain `|`, so `|` is a delimiter only if the header has no other delimiter.
