@@ -205,7 +205,7 @@ class Encoder:
                 # Cut off the start of a prompt, because the question is at its end.
                 begin = prompt[:1] if prompt[0] == self.bos else []
                 prompt = begin + prompt[length - self.max_length + len(begin) :]
-            elif "row" in self.kind.columns and len(prompt) >= self.max_length:  # in scoring, keep every row
+            elif "row" in self.kind.columns and len(prompt) >= self.max_length:  # scoring drops no row
                 kept = self.max_length - 1
                 prompt, sides = prompt[:kept], [prompt[kept:] + side for side in sides]
             if sides and len(prompt) >= self.max_length:
@@ -348,7 +348,7 @@ class Encoder:
         return escaped(prompt, escaping), tuple(escaped(one, escaping) for one in completions), escaping
 
     def over_length(self, length: int) -> RowError | Dropped:
-        """Returns RowError or Dropped for a row that is too long and is not truncated."""
+        """Returns a RowError or Dropped, as data.overlong says, for a row that is too long."""
         expected = f"at most {self.max_length} tokens (data.max_length or the context)"
         error = RowError("overlong", "", f"{length} tokens", expected)
         return error if self.overlong == "error" else Dropped("overlong", error)

@@ -18,7 +18,7 @@ from typing import Any
 from pipeline.data.values import RowError, decoded, setting, show
 from pipeline.errors import InputError
 
-# Columns that say whether a completion is good (in TRL's KTOTrainer and in LLaMA-Factory)
+# Columns that say whether a completion is good, as in TRL's KTOTrainer and in LLaMA-Factory
 LABEL_FIELDS = {"label", "kto_tag"}
 _BAD = (
     "bad dislike disliked down f fail failed false flagged harmful incorrect n negative no reject rejected thumbs_down toxic "
@@ -162,7 +162,7 @@ def choose_sides(values: Iterable[Any]) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """The meaning of a label's values, after `comparable`: first, second or tie; or good or bad."""
+    """Says what the values of a label mean: first, second or tie, or good or bad. `comparable` has normalized the values."""
 
     first: tuple[Any, ...] = ()
     second: tuple[Any, ...] = ()
@@ -173,7 +173,7 @@ class Rule:
 
     @classmethod
     def from_job(cls, label: Mapping[str, Any]) -> "Rule":
-        """Returns the rule of a data.label: {meaning: value or values}."""
+        """Converts data.label, {meaning: value or values}, to a Rule."""
         values: dict[str, Any] = {name: tuple(map(comparable, listed(some))) for name, some in label.items()}
         return cls(**values)
 

@@ -27,8 +27,8 @@ from pipeline.errors import InputError, visible
 from pipeline.job.job import Source, sources_of, sources_with_defaults
 from pipeline.system import functions
 
-FILES = 16  # number of files of a source whose first rows are read
-ROWS = 1000  # number of first rows to read from each file
+FILES = 16  # maximum number of files of a source whose first rows are read
+ROWS = 1000  # maximum number of rows to read from the start of each file
 TEXTS = ("prompt", "completion", "chosen", "rejected", "first", "second")  # fields whose value is one text
 
 

@@ -77,7 +77,7 @@ class Split:
     judges: dict[str, int] = field(default_factory=dict)  # judge:FILE@DIGEST that scored rows -> rows
     # column of labels -> {"VALUE = MEANING": rows}, such as {"winner": {"a = first": 268, "tie": 51}}
     label_values: dict[str, dict[str, int]] = field(default_factory=dict)
-    prompt_tokens: dict[str, int] = field(default_factory=dict)  # keys p5, p50, p95 and max
+    prompt_tokens: dict[str, int] = field(default_factory=dict)  # percentiles: p5, p50, p95 and max
     completion_tokens: dict[str, int] = field(default_factory=dict)
     text_rows: int = 0  # rows whose prompt is plain text
     chat_rows: int = 0  # rows whose prompt is a list of messages

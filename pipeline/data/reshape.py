@@ -31,7 +31,7 @@ function = cache(import_function)  # the function of `python:module:function`
 
 
 Columns = Mapping[str, str | list[str]]
-# fields of two completions whose order says nothing about preference (`ordered`)
+# fields of a row that has two completions, neither of which is named chosen or rejected
 UNORDERED = ("first", "second", "label", "first_score", "second_score")
 
 

@@ -66,7 +66,8 @@ def write_adapter(folder: str | Path, config: Any, tensors: dict[str, Any]) -> d
     content = save(contiguous, metadata={"format": "pt"})
     (folder / TENSORS).write_bytes(content)
     config = copy(config)
-    config.inference_mode, config.init_lora_weights = True, True  # the file has all tensors
+    # When peft loads the adapter, the saved tensors replace the initial values, so the default initialization is enough.
+    config.inference_mode, config.init_lora_weights = True, True
     modules = ranks({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for pattern in ("rank_pattern", "alpha_pattern"):
         # If several patterns match a module, peft applies the first one. However, peft sorts the patterns when it saves them.

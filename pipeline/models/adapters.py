@@ -1,7 +1,7 @@
 """Keeps one frozen base model with several LoRA adapters in memory.
 
 `SharedBase` contains a causal language model, which never changes, and named roles (`policy`, `reference`, `reward`, `critic`). A
-role is a LoRA adapter, perhaps with a scalar head in fp32. Some roles are only a scalar head on another role's hidden states.
+role is a LoRA adapter, and may have a scalar head in fp32. Some roles are only a scalar head on another role's hidden states.
 Because all roles share one base, PPO's four models need little more memory than one model. `with shared.use(role)` activates a
 role within the block. Methods that run the model take a role as an argument and activate it themselves.
 
@@ -110,7 +110,7 @@ class SharedBase(nn.Module):
         head: bool = False,
         trainable: bool = False,
     ) -> None:
-        """Adds a role. Exactly one of lora, folder, copy_of and head_on is set. After an error, nothing has been added.
+        """Adds a role from one of lora, folder, copy_of and head_on. If the method raises an error, no role is added.
 
         A new adapter does not change the outputs until it is trained, because peft initializes the product B A with 0.
 
@@ -150,7 +150,7 @@ class SharedBase(nn.Module):
         self.set_trainable(role, trainable)
 
     def _inject(self, role: str, config: Any, trainable: bool) -> None:
-        """Adds the adapter's layers, newly initialized, to the base."""
+        """Adds the layers of a new adapter to the base, and initializes them."""
         config.lora_dropout = 0.0  # with dropout, PPO's first ratio would not be 1, nor its first KL 0
         config.modules_to_save, config.inference_mode = None, False
         self.configs[role], self._stored[role] = config, role
@@ -314,7 +314,7 @@ class SharedBase(nn.Module):
         return {key: parameter.data.contiguous().cpu() for key, parameter in self._named(role).items()}
 
     def fill(self, role: str, tensors: Mapping[str, Tensor]) -> None:
-        """Copies tensors into an existing role. `tensors_of` has returned the tensors, perhaps in another process."""
+        """Copies tensors into an existing role. The tensors come from `tensors_of`, perhaps in another process."""
         for key, parameter in self._named(role).items():
             parameter.data.copy_(tensors[key])
 

@@ -23,7 +23,7 @@ class Batch:
     """Input of one forward, for B completions of up to R actions in P rows of up to T tokens, padded on the right."""
 
     input_ids: Tensor  # (P, T)
-    # (B, R + 1) indices into the P * T hidden states: for each action the position before it, then the last action's position.
+    # (B, R + 1) indices into the P * T hidden states: the position before each action, and then the last action's position.
     # If a completion has fewer than R actions, its last index is repeated.
     at: Tensor
     position_ids: Tensor | None = None  # (P, T), or None if the positions of each row count from 0

@@ -1,6 +1,6 @@
 """Chooses the chat template of a tokenizer, and tests that it renders a conversation (no torch import).
 
-A template is a program that someone published with a model. transformers runs the template in a sandbox, without access to
+A template is a program that comes with a model. transformers runs the template in a sandbox, without access to
 files or imports.
 """
 

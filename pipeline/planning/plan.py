@@ -307,7 +307,7 @@ def fitting(plan: Plan) -> list[str]:
 
 
 def fit_into(work: Sections, memory: float, loras: Loras | None = None) -> tuple[list[str], Plan]:
-    """Returns the overrides, as few as possible, with which a worker fits into `memory` bytes, and the resulting plan.
+    """Returns the least disruptive overrides with which a worker fits into `memory` bytes, and the resulting plan.
 
     If all overrides together are not enough, returns all of them.
     """
