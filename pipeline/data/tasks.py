@@ -65,7 +65,7 @@ def run_chunks(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:
 
 @functools.lru_cache(maxsize=2)
 def _fetched(reference: Any) -> Any:
-    """Returns the data of the driver. Each worker process unpickles it only once."""
+    """Returns data that the driver has sent. Each worker process unpickles it only once."""
     import ray
 
     return ray.get(reference)

@@ -386,7 +386,8 @@ def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
         episodes = args.total_updates(rows.count) * args.batch_size
         tokens = episodes * (row + completion)
         models = 1 + args.has_critic_adapter
-        learning = 2 if args.gradient_checkpointing is False else 3  # a backward takes as long as a forward
+        # Forward, backward and (with gradient checkpointing) recomputation are assumed to take equally long.
+        learning = 2 if args.gradient_checkpointing is False else 3
         # Forwards for the reward, the reference, old log-probs and old values, then forwards and backwards of all epochs.
         passes = 2 + models * (1 + args.num_ppo_epochs * learning)
         at_once = args.decoded(workers)
