@@ -46,7 +46,7 @@ class Counts:
     tally: Counter[tuple[str, str, Any]] = field(default_factory=Counter)
     # split -> (file, rows)
     parts: dict[str, tuple[str, int]] = field(default_factory=dict)
-    # the first row dropped for each reason
+    # reason -> the first row dropped for this reason
     errors: dict[Reason, RowError] = field(default_factory=dict)
     # the error that stopped the task before the end of the chunk, or None
     unread: RowError | None = None

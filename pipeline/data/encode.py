@@ -65,7 +65,7 @@ class Encoder:
         self.max_length, self.overlong, self.apply_template = max_length, overlong, apply_template
         self.control = ControlTokens(tokenizer, as_text=not parse_special_tokens)
         self.eos, self.ends, self.bos = tokenizer.eos_token_id, frozenset(ends), tokenizer.bos_token_id
-        # A completion with only these ids is empty. Control tokens are content only if rows may contain them.
+        # A completion that has only these ids counts as empty. Control tokens count as content only if rows may contain them.
         empty = self.control.names if self.control.as_text else [tokenizer.bos_token, tokenizer.pad_token]
         self.silent = self.ends | set(tokenizer.convert_tokens_to_ids([name for name in empty if name]))
         self.adds_bos = self.bos is not None and tokenizer("a").input_ids[:1] == [self.bos]
@@ -74,7 +74,7 @@ class Encoder:
         self.backend.no_padding()
 
     def encode(self, records: Sequence[Record]) -> list[list[Outcome]]:
-        """Returns for each record one example per pair of completions, or the record's error."""
+        """Returns a list for each record, which has one example for each pair of completions, or the record's error."""
         marks_tokens = "labels" in self.kind.columns
         rendered: list[Any] = []
         for record in records:
@@ -183,7 +183,7 @@ class Encoder:
         return texts
 
     def _fit(self, record: Record, at: int, ids: list[list[int]]) -> Outcome:
-        """Returns the example for pair `at` of a record. Gets the ids of the prompt, and of the prompt with each completion."""
+        """Returns the example for pair `at` of a record, given the ids of the prompt and of the prompt with each completion."""
         prompt, *sides = ids[0], *map(self.ended, ids[1:])
         border = min([len(prompt), *(min(shared_length(prompt, side), len(side) - 1) for side in sides)])
         prompt, sides = prompt[:border], [side[border:] for side in sides]
@@ -205,7 +205,7 @@ class Encoder:
                 # Cut off the start of a prompt, because the question is at its end.
                 begin = prompt[:1] if prompt[0] == self.bos else []
                 prompt = begin + prompt[length - self.max_length + len(begin) :]
-            elif "row" in self.kind.columns and len(prompt) >= self.max_length:  # scoring must keep every row
+            elif "row" in self.kind.columns and len(prompt) >= self.max_length:  # scoring drops no row
                 kept = self.max_length - 1
                 prompt, sides = prompt[:kept], [prompt[kept:] + side for side in sides]
             if sides and len(prompt) >= self.max_length:
@@ -223,7 +223,9 @@ class Encoder:
         )
 
     def _distinct(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """Drops two consecutive examples that differ only in their label, because truncation made their completions equal."""
+        """Replaces two consecutive examples that differ only in their label with one Dropped.
+
+        Truncation has made the completions of such a pair equal."""
         kept: list[Outcome] = []
         for one in outcomes:
             before = kept[-1] if kept else None
@@ -257,7 +259,7 @@ class Encoder:
 
     @staticmethod
     def _note_unseen(record: Record, chat: ChatTemplate, turns: Turns, text: str, asks: bool) -> None:
-        """Adds to `record.unread` what the chat template omits: thoughts of earlier turns (as Qwen3's template), or other keys.
+        """Adds to `record.unread` what the chat template omits: the thoughts of earlier turns (as in Qwen3) or other keys.
 
         Args:
             text: the turns, as the template renders them.
@@ -346,7 +348,7 @@ class Encoder:
         return escaped(prompt, escaping), tuple(escaped(one, escaping) for one in completions), escaping
 
     def over_length(self, length: int) -> RowError | Dropped:
-        """Returns RowError or Dropped for a row that is too long and is not truncated."""
+        """Returns a RowError or Dropped, as data.overlong says, for a row that is too long."""
         expected = f"at most {self.max_length} tokens (data.max_length or the context)"
         error = RowError("overlong", "", f"{length} tokens", expected)
         return error if self.overlong == "error" else Dropped("overlong", error)

@@ -173,7 +173,7 @@ def unreadable(path: str, error: OSError) -> InputError:
 
 @contextmanager
 def readable(item: str, key: str) -> Iterator[None]:
-    """Turns errors of pyarrow, the datasets library and the clients of clouds into InputError."""
+    """Turns errors of pyarrow, the datasets library and clients of cloud storage into InputError."""
     try:
         yield
     except InputError:
@@ -187,7 +187,7 @@ def readable(item: str, key: str) -> Iterator[None]:
 
 
 def files_of(item: str, key: str) -> Paths | None:
-    """Returns the files of the dataset that `item`, a value of the setting `key`, names, or None if it names no dataset.
+    """Returns the files of the dataset `item`, or None if `item` is not a dataset. `item` is a value of the setting `key`.
 
     Raises InputError if the dataset lacks the config or split, if its file format is unsupported, or if the Hub cannot be
     reached.
@@ -285,7 +285,7 @@ def _declared(
 
 
 def _on_hub(item: str, key: str) -> Paths | None:
-    """Returns the files of a dataset on the Hub or in the local cache, or None if `item` names a path in a repository."""
+    """Returns the files of a dataset on the Hub or in the local cache, or None if `item` is another path."""
     match = NAME.fullmatch(item)
     if match is None or any(sign in item for sign in "*?["):
         return None

@@ -69,7 +69,7 @@ class Record:
     labels: tuple[bool, ...] = ()
     # the model version that generated the row, models:/NAME/NUMBER, or None if the row does not say
     version: str | None = None
-    judges: tuple[str, ...] = ()  # judges (judge:FILE@DIGEST) that scored the row, by its `reward_version`
+    judges: tuple[str, ...] = ()  # judges (judge:FILE@DIGEST) that scored the row, from its `reward_version`
     tools: list[dict[str, Any]] | None = None  # JSON schemas of the functions that a completion may call
     # variables for the chat template, such as enable_thinking
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -90,7 +90,9 @@ class Record:
         return json.dumps([[turn["role"], words(turn)] for turn in turns], ensure_ascii=False)
 
     def digests(self) -> bytes:
-        """Returns 8 bytes for the prompt and 8 for prompt and completions, equal for text and messages with the same content."""
+        """Returns two 8-byte hashes, of the prompt and of prompt with completions.
+
+        Text and messages with the same content have the same hashes."""
         prompt = self.prompt_content()
         completions = json.dumps([[plain(side) for side in pair] for pair in self.pairs], ensure_ascii=False)
         return digest(prompt).to_bytes(8) + digest(f"{prompt}\0{completions}").to_bytes(8)
@@ -128,7 +130,7 @@ class Kind:
     # keys of messages that the chat template reads, other than messages.READ
     message_keys: frozenset[str] = frozenset({*THOUGHTS, *ABOUT_TOOLS})
     stage: str = ""  # the stage that error messages name
-    preprocess: Preprocess = NOTHING  # how the job changes a raw row
+    preprocess: Preprocess = NOTHING  # the job's changes to a raw row
 
     def with_preprocess(self, preprocess: Preprocess) -> "Kind":
         """Returns a kind with the job's changes, and only with formats that have all fields in data.columns."""
@@ -140,7 +142,7 @@ class Kind:
 
     @property
     def needed(self) -> frozenset[str]:
-        """Returns the fields that formats need."""
+        """Returns the fields that the kind's formats need."""
         return self.format_fields.union(UNORDERED)
 
     @property
@@ -252,7 +254,7 @@ def parse_imitated(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
 # ---- preferences: a prompt, a chosen and a rejected completion -------------------------------------------------------
 
 # Maximum margin of a pair. TRL's RewardTrainer minimizes -logsigmoid(score_chosen - score_rejected - margin). With a margin
-# above about 30, the gradient no longer depends on the scores, so the scores diverge. Llama 2's margins are 1/3 to 3.
+# of several tens, the gradient no longer depends on the scores, so the scores diverge. Llama 2's margins are 1/3 to 3.
 LARGEST_MARGIN = 100.0
 
 
@@ -298,7 +300,7 @@ def distinct(pair: tuple[Text, ...], key: str) -> tuple[Text, ...]:
 
 def margin_in(row: Row) -> float | None:
     """Returns the row's margin, or None if it has none. Raises RowError if TRL could not train with the margin."""
-    margin = decoded(row.get("margin"))  # in CSV, numbers and missing values are text
+    margin = decoded(row.get("margin"))  # in CSV files, numbers and missing values are text
     if margin in (None, ""):
         return None
     if isinstance(margin, bool) or not isinstance(margin, int | float):
@@ -333,7 +335,7 @@ def agreed(repeated: Text, given: Text, key: str) -> Text:
 
 
 def as_list(value: Any, key: str) -> list[Any]:
-    """Returns a list unchanged, and the list in a JSON text. Returns a list with one element for any other text."""
+    """Converts a value to a list. For a JSON text, returns the list in it. For any other text, returns a list with this text."""
     found = list_in(value, key)
     check_values(found, key)
     if isinstance(found, str):
@@ -434,7 +436,7 @@ BENCHMARKS: Formats = {"prompt+chosen+rejected": benchmark}
 
 
 def lone_prompt(row: Row, key: str) -> Record:
-    """Parses a prompt. Parses a prompt and keeps the other columns unchanged."""
+    """Parses a prompt, and keeps the other columns unchanged."""
     prompt = prompt_in(row, key)
     others = {name: value for name, value in row.items() if name != key}
     return Record(prompt, row=as_json({"prompt": prompt, **others}))
@@ -489,7 +491,7 @@ KINDS = {
 
 
 def kind_of(stage: str) -> Kind:
-    """Returns the kind of rows that a stage reads. `pairs` and `benchmarks` are the kinds of data.pairs and data.benchmarks."""
+    """Returns the kind of rows that a stage reads. `stage` may also be `pairs` or `benchmarks`, for these keys of `data`."""
     return replace(KINDS[rows_of(stage) or stage], stage=stage)
 
 
@@ -539,7 +541,7 @@ def _parse(row: Any, kind: Kind) -> Record:
     also: dict[str, Any] = {"tools": record.tools, "chat_template_kwargs": record.template_kwargs}
     also |= {"version": record.version, "reward_version": list(record.judges)}
     check_values(also)
-    if "row" not in kind.columns:  # Python rewards get all columns
+    if "row" not in kind.columns:  # with this column, Python rewards read all columns of a row
         read |= {key for key, value in also.items() if value}
         unread += [key for key in row if key not in read]
     record.unread += tuple(dict.fromkeys(unread))

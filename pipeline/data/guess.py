@@ -69,7 +69,7 @@ Rows = Sequence[dict[str, Any]]
 LOOKED = 50  # number of rows to read to test a guess
 # words by which the names of a pair's two columns differ
 PAIRED = (("1", "2"), ("0", "1"), ("a", "b"), ("first", "second"), ("left", "right"))
-STEM = r"[\W_]*(\d+|(?<![a-z])([a-z]|first|second|left|right)(?![a-z]))"  # where the names of a pair's columns differ
+STEM = r"[\W_]*(\d+|(?<![a-z])([a-z]|first|second|left|right)(?![a-z]))"  # where a pair's column names differ
 PREFERENCES = "label preference winner choice choose better preferred annotator vote judge verdict".split()
 # If a column's name has such a word, larger numbers are better. In columns of ranks or lengths, smaller ones may be better.
 SCORES = "score rating reward votes likes points winner".split()
@@ -77,7 +77,7 @@ RATING_WORDS = {word.removesuffix("s") for word in (*NAMES["label"], *"grade qua
 
 
 def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
-    """Returns the message for a file without any row in a format of the stage. `key` is the job's section about the rows."""
+    """Returns the message for a file without a row in a format of the stage. `key` is the job's section for these rows."""
     names = dict.fromkeys(name for row in rows[:LOOKED] for name in some(row))
     found = visible(", ".join(names), lines=False)
     which = f"rows 1-{len(rows):,} match" if len(rows) > 1 else "row 1 matches"
@@ -275,7 +275,7 @@ def _columns(rows: Rows) -> dict[str, Values]:
 
 
 def _is_tools(value: Any) -> bool:
-    with contextlib.suppress(RowError):  # the JSON text is a list of something else
+    with contextlib.suppress(RowError):  # the list in the JSON text does not contain messages
         return all("function" in tool for tool in tool_schemas(value) or [{}])
     return False
 

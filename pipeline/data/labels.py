@@ -18,7 +18,7 @@ from typing import Any
 from pipeline.data.values import RowError, decoded, setting, show
 from pipeline.errors import InputError
 
-# Columns that say whether a completion is good (in TRL's KTOTrainer and in LLaMA-Factory)
+# Columns that say whether a completion is good, as in TRL's KTOTrainer and in LLaMA-Factory
 LABEL_FIELDS = {"label", "kto_tag"}
 _BAD = (
     "bad dislike disliked down f fail failed false flagged harmful incorrect n negative no reject rejected thumbs_down toxic "
@@ -141,7 +141,7 @@ def are_labels(values: Iterable[Any]) -> bool:
     values = [*values]
     each = [one for value in values for one in listed(value)]
     different = {str(comparable(value)) for value in each if not isinstance(value, list | dict)}
-    least = 2 if len(each) > 1 else 1  # if several rows have the same value, it is not a label
+    least = 2 if len(each) > 1 else 1  # several labels must not all be the same
     return least <= len(different) <= MAX_VALUES and all(len(value.split()) < 3 for value in different)
 
 
@@ -162,18 +162,18 @@ def choose_sides(values: Iterable[Any]) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """The meaning of a label's values, after `comparable`: first, second or tie; or good or bad."""
+    """Says what the values of a label mean: first, second or tie, or good or bad. `comparable` has normalized the values."""
 
     first: tuple[Any, ...] = ()
     second: tuple[Any, ...] = ()
     tie: tuple[Any, ...] = ()
     good: tuple[Any, ...] = ()
     bad: tuple[Any, ...] = ()
-    derived: bool = False  # whether from the first rows; if so, words of SIDE_WORDS have meanings, too
+    derived: bool = False  # derived from the first rows; then words of SIDE_WORDS are valid labels too
 
     @classmethod
     def from_job(cls, label: Mapping[str, Any]) -> "Rule":
-        """Returns the rule of a data.label: {meaning: value or values}."""
+        """Converts data.label, {meaning: value or values}, to a Rule."""
         values: dict[str, Any] = {name: tuple(map(comparable, listed(some))) for name, some in label.items()}
         return cls(**values)
 
@@ -185,7 +185,7 @@ class Rule:
         return ", ".join(f"{end} ({name})" for end, name in shown) or "a or b, or tie"
 
     def meaning(self, value: Any) -> str:
-        """Returns the meaning of a value. A rating between good and bad is a `tie`. Raises KeyError for an unknown value."""
+        """Returns the meaning of a label. A rating between good and bad is a `tie`. Raises KeyError if the label is unknown."""
         value = comparable(value)
         for name in MEANINGS:
             if value in getattr(self, name) or (self.derived and side_of(value) == name):

@@ -126,7 +126,7 @@ def list_in(value: Any, key: str, of_messages: bool = False) -> Any:
 
 
 def is_printed_list(text: Any) -> bool:
-    """Returns True for Python's or numpy's text of a list of texts, such as `['a', 'b']` and `['a' 'b']`."""
+    """Returns True for a list of texts as Python or numpy prints it, such as `['a', 'b']` and `['a' 'b']`."""
     return isinstance(text, str) and bool(re.fullmatch(_LIST, text.strip(), re.DOTALL))
 
 
@@ -142,7 +142,7 @@ def unpacked(field: str, value: Any) -> Any:
 
 
 def dialogue(value: Any) -> Any:
-    """Converts a transcript, [{input, output}] or alternating texts to a list of messages. Returns other values unchanged."""
+    """Converts a transcript, [{input, output}] or a list of alternating texts to messages. Returns other values unchanged."""
     if isinstance(value, str):
         return split_turns(value) if is_transcript(value) else value
     if not isinstance(value, list) or not value:
@@ -346,7 +346,8 @@ def split_transcripts(row: dict[str, Any], system: Any = None) -> tuple[Text, tu
 
 
 def split_texts(chosen: str, rejected: str) -> tuple[str, tuple[str, str]]:
-    """Splits two texts without turn markers. The prompt is the longest common prefix that ends before white space."""
+    """Splits two texts without turn markers into prompt and completions. The prompt is the longest common
+    prefix after which one of the texts continues with white space."""
     at = shared_length(chosen, rejected)
     while at and not chosen[at : at + 1].isspace() and not rejected[at : at + 1].isspace():
         at -= 1

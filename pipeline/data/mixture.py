@@ -1,14 +1,14 @@
-"""Decides which rows of weighted sources an epoch has.
+"""Selects the rows of an epoch from weighted sources.
 
-The number of rows that an epoch draws from a source is proportional to the source's weight, exact to one row.
-data.stopping_strategy has the values of datasets.interleave_datasets:
+The number of rows that an epoch draws from a source is proportional to the source's weight, up to rounding to whole rows.
+data.stopping_strategy has the same values as in datasets.interleave_datasets:
 
-- `first_exhausted`: the epoch ends when one source is used up. No row occurs twice. Some rows of other sources do not occur.
-- `all_exhausted`: the epoch ends when every source is used up. Every row occurs. Rows of the smaller sources occur several times.
+- `first_exhausted`: an epoch ends when one source has no more rows. No row occurs twice. Some rows of other sources do not occur.
+- `all_exhausted`: an epoch ends when all rows of all sources have occurred. Rows of smaller sources occur several times.
   Within a source, the numbers of occurrences differ by at most one.
 
-Different epochs drop or repeat different rows, so that over several epochs all rows of a source are drawn equally often. The rows
-of an epoch depend only on seed and epoch, so they are the same for any number of workers and after a resume.
+Different epochs omit or repeat different rows, so over several epochs all rows of a source are drawn equally often. The rows of
+an epoch depend only on the seed and the epoch, so they are the same for any number of workers and after a resume.
 """
 
 import math
@@ -23,7 +23,7 @@ from pipeline.job.job import Source
 
 @dataclass(frozen=True)
 class Mixture:
-    """The sources of a token table, which has the rows of one source after another."""
+    """The weighted sources of a token table. The table has the rows of the first source, then of the second, and so on."""
 
     sizes: tuple[int, ...]  # rows of each source
     draws: tuple[int, ...]  # rows that an epoch draws from each source
@@ -33,12 +33,12 @@ class Mixture:
         return sum(self.draws)
 
     def rows(self, epoch: int, seed: int) -> Any:
-        """Returns the row numbers of an epoch in the table, source by source, as a numpy array of int64."""
+        """Returns the indices of an epoch's rows in the table, source by source, as a numpy array of int64."""
         import numpy as np
 
         parts, start = [], 0
         for source, (size, draws) in enumerate(zip(self.sizes, self.draws, strict=True)):
-            # All epochs share one row order. Each epoch continues where the previous one ended, and wraps around at the end.
+            # All epochs share one random order of rows. Each epoch continues where the previous one ended, and wraps around.
             order = np.random.default_rng([seed, source]).permutation(size)
             parts.append(start + order[(epoch * draws + np.arange(draws)) % size])
             start += size
@@ -48,7 +48,7 @@ class Mixture:
 def mix_sources(sources: Sequence[Source], sizes: Sequence[int], strategy: str) -> Mixture | None:
     """Returns the mixture of sources with these numbers of rows, or None if the sources have no weights.
 
-    `strategy` is data.stopping_strategy. Raises InputError if an epoch would have no row of a source.
+    `strategy` is data.stopping_strategy. Raises InputError if an epoch would draw no row from a source.
     """
     weights = [Fraction(str(source.weight)) for source in sources if source.weight is not None]
     if not weights:
@@ -56,7 +56,7 @@ def mix_sources(sources: Sequence[Source], sizes: Sequence[int], strategy: str) 
     shares = [weight / sum(weights) for weight in weights]
     lengths = [size / share for size, share in zip(sizes, shares, strict=True)]
     total = math.floor(min(lengths)) if strategy == "first_exhausted" else math.ceil(max(lengths))
-    # Each source's number of rows is rounded up or down. The largest remainders are rounded up.
+    # Round each source's number of rows down, then add 1 to the numbers with the largest remainders.
     draws = [math.floor(share * total) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda index: draws[index] - shares[index] * total)
     for index in by_remainder[: total - sum(draws)]:

@@ -1,4 +1,4 @@
-"""Checks the first rows of a job's files: whether the columns exist, what labels mean, and whether the stage can read rows."""
+"""Checks the first rows of a job's files: whether columns exist, what labels mean, and whether the stage can read the rows."""
 
 import contextlib
 import difflib
@@ -27,15 +27,15 @@ from pipeline.errors import InputError, visible
 from pipeline.job.job import Source, sources_of, sources_with_defaults
 from pipeline.system import functions
 
-FILES = 16  # number of files of a source whose first rows are read
-ROWS = 1000  # number of first rows to read from each file
-TEXTS = ("prompt", "completion", "chosen", "rejected", "first", "second")  # fields with one text
+FILES = 16  # maximum number of files of a source whose first rows are read
+ROWS = 1000  # maximum number of rows to read from the start of each file
+TEXTS = ("prompt", "completion", "chosen", "rejected", "first", "second")  # fields whose value is one text
 
 
 def source_kinds(stage: str, data: Any) -> dict[str, tuple[Kind, ...]]:
-    """Returns {split: the kind of rows in each source}, from the job alone.
+    """Returns {split: the kind of rows in each source}, without reading any rows.
 
-    Raises InputError if the stage does not read a field, or if a column would become two fields.
+    Raises InputError if the stage does not read a field, or if the job maps a column to two fields.
     """
     made = {}
     for name in ("train", "eval"):
@@ -48,9 +48,9 @@ def source_kinds(stage: str, data: Any) -> dict[str, tuple[Kind, ...]]:
 
 
 def _source_kind(stage: str, source: Source, key: str, pairs: Any) -> Kind:
-    """Returns the kind of the rows of one source. `key` names the section that sets its columns."""
+    """Returns the kind of the rows of one source. `key` is the section of the job that sets its columns."""
     columns, kind = source.columns or {}, kind_of(stage)
-    if stage in ("evaluate", "pairs"):  # eval and pairs have different formats, with their own fields
+    if stage in ("evaluate", "pairs"):  # rows of data.eval and data.pairs have different formats
         other = kind_of("pairs" if stage == "evaluate" else "evaluate")
         others = {*known_fields(other)} - {*known_fields(kind)}
         others |= {"chosen", "rejected"} if stage == "evaluate" and pairs else set()
@@ -65,7 +65,7 @@ def _source_kind(stage: str, source: Source, key: str, pairs: Any) -> Kind:
 
 
 def known_fields(kind: Kind) -> list[str]:
-    """Returns the fields that rows of a kind may have, beginning with the fields of its formats."""
+    """Returns the fields that rows of a kind may have: first the fields of its formats, then optional fields."""
     needs = [name for format in kind.formats for name in field_names(format)]
     pair = UNORDERED if kind.has_pairs else ()
     input_of = ("input", "history") if "instruction" in needs else ()
@@ -74,7 +74,7 @@ def known_fields(kind: Kind) -> list[str]:
 
 
 def check_columns(columns: Columns, kind: Kind, key: str = "data.columns") -> None:
-    """Raises InputError for fields that the stage never reads, or never together, and for a column that is two fields."""
+    """Raises InputError for fields that the stage never reads or never reads together, and for a column mapped to two fields."""
     known, taken = known_fields(kind), dict[str, str]()
     for field, column in columns.items():
         near = difflib.get_close_matches(field, known, 1)
@@ -128,7 +128,7 @@ class Head:
 def resolve_labels(
     kinds: Mapping[str, Sequence[Kind]], files: Mapping[str, Sequence[File]]
 ) -> dict[str, tuple[Kind, ...]]:
-    """Returns the kinds of the sources, with label rules derived from the first rows if the job sets none.
+    """Returns the kinds of the sources. If the job sets no label rule, the rule is derived from the first rows.
 
     Raises InputError if a file lacks a column, if labels are ambiguous, or if the rows of a file fit another stage.
     """
@@ -138,7 +138,7 @@ def resolve_labels(
             section = f"data.{name}.{index}" if len(sources) > 1 else "data"
             for file in [file for file in files.get(name, ()) if file.source == index][:FILES]:
                 heads.append(Head(name, section, file.path, kind, first_rows(file, kind)[0]))
-    labels: dict[str, list[Any]] = {}  # preprocessing -> labels of all its sources
+    labels: dict[str, list[Any]] = {}  # preprocessing -> labels of all sources that use it
     for head in heads:
         columns = head.kind.preprocess.columns
         check_columns_exist(columns, head.rows, head.path, f"{head.section}.columns")
@@ -173,7 +173,7 @@ def resolve_labels(
 
 
 def check_ratings(head: Head) -> None:
-    """Raises InputError if there is no data.label, and labels are 0 and -1, or some mean neither good nor bad."""
+    """Raises InputError if data.label is not set although labels are 0 and -1, or some labels mean neither good nor bad."""
     columns = head.kind.preprocess.columns
     pair = {"first", "chosen"} & {*columns, *itertools.chain(*head.rows[:1])}
     found = guess.labels_of(columns, head.rows)
@@ -190,7 +190,7 @@ def check_ratings(head: Head) -> None:
 
 
 def check_unread_label(head: Head) -> None:
-    """Raises InputError if sft reads no label, and an unread column looks like one."""
+    """Raises InputError if sft reads no label although an unread column looks like a label."""
     columns = head.kind.preprocess.columns
     if head.kind.parse is not parse_imitated or "label" in columns:
         return
@@ -202,7 +202,7 @@ def check_unread_label(head: Head) -> None:
 
 
 def check_printed_lists(head: Head) -> None:
-    """Raises InputError if all cells of a CSV column are lists in Python's notation. A single cell of this form may be text."""
+    """Raises InputError if all cells of a CSV column are lists in Python's notation. A single such cell may be text."""
     for field in TEXTS if re.search(r"\.[ct]sv(\.gz)?$", head.path.lower()) else ():
         column = head.kind.preprocess.columns.get(field, field)
         cells = [row.get(column) for row in head.rows] if isinstance(column, str) else []
@@ -225,5 +225,5 @@ def first_rows(file: File, kind: Kind) -> tuple[list[dict[str, Any]], list[RowEr
 
 
 def fits(row: dict[str, Any], kind: Kind) -> bool:
-    """Returns True if a row has one of the kind's formats, or an error that is not about its format."""
+    """Returns True if a row has one of the kind's formats, or if an error prevents finding its format."""
     return any(not isinstance(made, dict) or format_of(made, kind) is not None for made in kind.rows(row))

@@ -1,9 +1,9 @@
-"""Reads, validates, templates and tokenizes a job's rows once, into Arrow files ("parts") in a cache folder.
+"""Reads, validates and tokenizes a job's rows once, and writes them to Arrow files ("parts") in a cache folder.
 
 Each chunk of a file has a task, which reads its rows one after another and writes a part: an Arrow file of token rows (tasks.py).
 The driver receives only counts, so its memory does not grow with the data. The driver makes the report from the counts
-(report.py), rejects unusable data, and loads the parts as tables. A later run with the same files, tokenizer, template and
-options reads the parts again.
+(report.py), rejects unusable data, and loads the parts as tables. Later runs with the same files, tokenizer, template and
+options reuse the parts.
 """
 
 import contextlib
@@ -31,20 +31,20 @@ from pipeline.errors import InputError
 from pipeline.job.job import sources_of
 from pipeline.system import storage
 
-VERSION = 17  # of the parts; to be raised if the same rows give other tokens or another report
-SMALL = 64 << 20  # maximum bytes of files to tokenize without Ray, whose start takes seconds
+VERSION = 17  # version of the parts; increase it if the same rows result in other tokens or reports
+SMALL = 64 << 20  # up to this many bytes, files are tokenized without Ray, which takes seconds to start
 
 
 @dataclass
 class Prepared:
-    """The tokenized rows in file order, as Arrow tables or as materialized datasets of Ray Data, and the report on the rows."""
+    """The tokenized rows in file order, as Arrow tables or materialized Ray Data datasets, and the report on the rows."""
 
     train: Any
     eval: Any
     report: Report
     digests: dict[str, str]  # split -> SHA-256 digest of its rows
-    fingerprints: dict[str, str]  # split -> name of the token table, the same on all workers
-    mixture: Mixture | None = None  # sources of `train` if they have weights
+    fingerprints: dict[str, str]  # split -> name of the token table; the same name on all workers
+    mixture: Mixture | None = None  # sources of `train`, or None if they have no weights
 
 
 def prepare_rows(
@@ -61,12 +61,12 @@ def prepare_rows(
     Args:
         stage: the job's stage, or `pairs` or `benchmarks` for the rows of these keys.
         data: the job's `data` section.
-        context_length: number of tokens that the model can read, or None if the number is unknown.
-        packing: whether to pack rows, if they are demonstrations.
-        ray_for_rows: for a job that runs in this process, starts Ray to tokenize files above SMALL bytes. The tables are
-            pyarrow's. For a job on Ray, `ray_for_rows` is None, and the tables are Ray Data's.
+        context_length: maximum tokens of the model's context, or None if unknown.
+        packing: whether to pack the rows. Only demonstrations can be packed.
+        ray_for_rows: for a job that runs in this process, a function that starts Ray to tokenize files above SMALL bytes. The
+            result has pyarrow tables. None for a job on Ray, for which the result has Ray Data datasets.
 
-    Raises InputError if files are missing, if rows cannot be used, or if no row is left.
+    Raises InputError if files are missing, if the rows are unusable, or if no row is left.
     """
     begin = time.monotonic()
     aside = dict[str, str]()
@@ -123,7 +123,7 @@ def plan_reading(
 ) -> tuple[dict[str, list[File]], Options]:
     """Returns the files of each split, and the options for their rows, derived from the first rows. Does not use Ray.
 
-    Adds to `aside`, as {path: why}, the files of folders that a split does not read.
+    Adds the files of folders that a split does not read to `aside`, as {path: reason}.
     Raises InputError if files or columns are missing, rows fit another stage, or keys contradict the model.
     """
     options = options_of(stage, data, tokenizer, context_length, packing)
@@ -133,7 +133,7 @@ def plan_reading(
 
 
 def describe_sources(report: Report, data: Any, files: dict[str, list[File]]) -> Mixture | None:
-    """Adds each source's settings and rows per epoch to the report. Returns the mixture of data.train."""
+    """Adds the settings of each source and its rows per epoch to the report. Returns the mixture of data.train."""
     for name, counts in report.sources.items():
         origin = "eval" if "eval" in files and name == "eval" else "train"
         sources = sources_of(getattr(data, origin))
@@ -153,7 +153,7 @@ def describe_sources(report: Report, data: Any, files: dict[str, list[File]]) ->
 
 
 def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None, packing: bool) -> Options:
-    """Returns the options of the tasks. Raises InputError for keys of `data` that contradict each other or the model."""
+    """Returns the options for tasks. Raises InputError if keys of `data` contradict each other or the model."""
     from pipeline.models.template import text_as_chat
     from pipeline.models.tokenizer import eos_ids
 
@@ -179,7 +179,7 @@ def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None
 
 
 def manifest_of(counts: list[Counts], tokenizer: Any, options: Options) -> dict[str, Any]:
-    """Returns the parts, columns, digests and report of all chunks, whose counts come in the order of the chunks."""
+    """Returns the parts, columns, digests and report, from the counts of all chunks in the order of the chunks."""
     report = report_of(counts, tokenizer, options)
     margins = totals(counts)["margins"]
     return {
@@ -191,7 +191,7 @@ def manifest_of(counts: list[Counts], tokenizer: Any, options: Options) -> dict[
 
 
 def content_digest(name: str, counts: list[Counts], options: Options) -> str:
-    """Returns a digest of a split's rows in their order. With data.eval_fraction, fraction and seed are part of the digest."""
+    """Returns a digest of a split's rows in their order. If data.eval_fraction is set, includes it and the seed."""
     whole = RowsDigest()
     for one in of_split("train" if options.eval_fraction else name, counts):
         whole.extend(one.digest)
@@ -200,7 +200,7 @@ def content_digest(name: str, counts: list[Counts], options: Options) -> str:
 
 
 def repeated_rows(hashes: list[bytes], chunks: list[Chunk]) -> dict[int, Any]:
-    """Returns {number of a chunk: places of rows that equal an earlier row of the split}, from 8-byte hashes of all rows."""
+    """Returns {index of a chunk: positions of rows that equal an earlier row of the split}, from 8-byte hashes of all rows."""
     import numpy as np
 
     repeated = {}
@@ -217,7 +217,7 @@ def repeated_rows(hashes: list[bytes], chunks: list[Chunk]) -> dict[int, Any]:
 
 
 def run_tasks(work: Callable[[Chunk, int], Any], chunks: list[Chunk], on_ray: bool) -> list[Any]:
-    """Returns work(chunk, number) for all chunks, in their order: from Ray Data tasks, or from this process."""
+    """Runs work(chunk, number) for all chunks, in Ray Data tasks or in this process. Returns the results in the chunks' order."""
     if not on_ray:
         return [work(chunk, index) for index, chunk in enumerate(chunks)]
     import ray
@@ -231,7 +231,7 @@ def run_tasks(work: Callable[[Chunk, int], Any], chunks: list[Chunk], on_ray: bo
 
 
 def set_up_ray_data() -> None:
-    """Configures Ray Data in this process: blocks keep their order, and executions are silent."""
+    """Configures Ray Data in this process to keep the order of blocks, and to print nothing."""
     import ray
 
     context = ray.data.DataContext.get_current()
@@ -239,16 +239,18 @@ def set_up_ray_data() -> None:
     context.print_on_execution_start = False
     context.enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)  # Ray Data would print a line for each execution
-    # Ray's progress logger would warn that there are no progress bars.
+    # Ray's progress logger would print a warning that there are no progress bars.
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
 
 
-# ---- the cache: a folder of parts. Its manifest is written last, and makes the folder usable -------------------------
+# ---- the cache: a folder of parts. It is complete when its manifest, the last file, is written -----------------------
 
 
 def cache_key(files: dict[str, list[File]], tokenizer: Any, options: Options) -> str:
-    """Returns a digest of everything that the parts depend on. Of a file, the digest has path, size and time of change. The cache
-    avoids reading all files, so their content is not part of the key, and a copy of a file is tokenized again.
+    """Returns a digest of everything on which the parts depend.
+
+    For a file, these are its path, size and modification time, but not its content, because reading all files would take too
+    long. Therefore, a copy of a file is tokenized again.
     """
     from pipeline.models.tokenizer import template_digest, tokenizer_digest
 
@@ -266,8 +268,8 @@ def read_manifest(folder: str) -> dict[str, Any] | None:
     try:
         manifest: dict[str, Any] = storage.read_json(storage.join(folder, "manifest.json"))
         for name, _ in itertools.chain.from_iterable(manifest["parts"].values()):
-            _opened(storage.join(folder, name))  # reads the end of the file, so that a truncated file raises
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the caller makes the parts again
+            _opened(storage.join(folder, name))  # reads the end of the file, to detect a truncated file
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the caller tokenizes the rows again
         return None
     return manifest
 
@@ -296,7 +298,7 @@ def _read_part(batch: dict[str, Any], names: list[str], columns: list[str]) -> I
 
 
 def _opened(path: str) -> Any:
-    """Returns a reader of a part. A local file is mapped into memory, so that the system reads its rows when they are used."""
+    """Returns a reader of a part. A local file is memory-mapped, so its rows are read only when they are used."""
     import pyarrow as pa
 
     fs, inner = storage.filesystem(path)
@@ -304,9 +306,9 @@ def _opened(path: str) -> Any:
 
 
 def to_hf(shard: Any, fingerprint: str) -> Any:
-    """Returns an Arrow table, or a dataset of Ray Data, as a datasets.Dataset that shares the same memory.
+    """Converts an Arrow table or a Ray Data dataset to a datasets.Dataset that shares its memory.
 
-    `fingerprint` names the table. Without a name, the datasets library would hash, and so copy, the full table.
+    `fingerprint` identifies the table. Without it, the datasets library would copy the full table to hash it.
     """
     import datasets
     import pyarrow as pa

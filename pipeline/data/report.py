@@ -1,4 +1,4 @@
-"""Reports how many rows were read and dropped, why, how long they are, and samples. Rejects unusable datasets."""
+"""Reports how many rows were read, how many were dropped and why, their lengths, and samples. Rejects unusable datasets."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ from pipeline.errors import InputError, visible
 from pipeline.models.template import is_plain, text_as_chat
 
 PERCENTILES = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "max": 1.0}
-# kind of error -> its description in the report. The names of other kinds are their descriptions.
+# kind of error -> its description in the report. Other kinds are described by their names.
 ERROR_NAMES = {
     "not_json": "not JSON",
     "not_utf8": "not UTF-8",
@@ -47,9 +47,9 @@ ERROR_NAMES = {
     "unlabeled": "without a label",
     "unknown_label": "label that data.label does not know",
 }
-MAX_FILES = 8  # maximum number of unread files that are named
+MAX_FILES = 8  # maximum number of unread files that the report names
 MANY = 0.05  # if a larger fraction of the rows is dropped, the headline gives the reasons
-MAX_LABELS = 8  # maximum number of label values that are listed
+MAX_LABELS = 8  # maximum number of label values that the report lists
 # {split: name of its rows in the headline}
 ROWS_OF = {
     "train": "training rows",
@@ -63,49 +63,49 @@ ROWS_OF = {
 class Split:
     """Counts the rows of `train` or `eval`, or of one of its sources.
 
-    `read` counts rows in files, `kept` the token rows made from them. A row with several answers makes several token rows.
+    `read` is the number of rows in files, `kept` the number of token rows. A row with several answers becomes several token rows.
     """
 
     read: int = 0
     kept: int = 0
     tokens: int = 0
     truncated: int = 0
-    rows: int = 0  # rows of the token table; each has one kept row or, if packed, several
+    rows: int = 0  # rows of the token table; a packed row contains several kept rows
     desirable: int | None = None  # kept rows with a good label, or None if the rows have no labels
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> rows
     versions: dict[str, int] = field(default_factory=dict)  # models:/NAME/NUMBER that generated rows -> rows
     judges: dict[str, int] = field(default_factory=dict)  # judge:FILE@DIGEST that scored rows -> rows
     # column of labels -> {"VALUE = MEANING": rows}, such as {"winner": {"a = first": 268, "tie": 51}}
     label_values: dict[str, dict[str, int]] = field(default_factory=dict)
-    prompt_tokens: dict[str, int] = field(default_factory=dict)  # percentiles: p5 p50 p95 max
+    prompt_tokens: dict[str, int] = field(default_factory=dict)  # percentiles: p5, p50, p95 and max
     completion_tokens: dict[str, int] = field(default_factory=dict)
     text_rows: int = 0  # rows whose prompt is plain text
-    chat_rows: int = 0  # rows whose prompt is messages
+    chat_rows: int = 0  # rows whose prompt is a list of messages
     unread: dict[str, int] = field(default_factory=dict)  # column that the model does not see -> rows
     ended: int = 0  # rows whose trained tokens include an end token
-    # for one source: its number and its settings in the job
+    # only for a source: its number and its settings in the job
     source: int = 0
     path: str = ""
     revision: str = ""  # the commit of a dataset on the Hub
     columns: dict[str, Any] | None = None
     transform: str | None = None
-    drawn: int | None = None  # rows drawn per epoch, or None if each is drawn once
+    drawn: int | None = None  # rows drawn per epoch, or None if each row is drawn once
 
 
 @dataclass
 class Report:
-    """Describes the rows of one job. `to_dict()` returns plain JSON, `render()` a text for a terminal."""
+    """Describes the rows of a job. `to_dict()` returns plain JSON, and `render()` returns a text for a terminal."""
 
     stage: str
     max_length: int
     splits: dict[str, Split] = field(default_factory=dict)
-    # Split -> its sources, in the job's order
+    # split -> its sources, in the order of the job
     sources: dict[str, list[Split]] = field(default_factory=dict)
     duplicates: int = 0  # rows equal to an earlier row of the same split
-    skipped: list[str] = field(default_factory=list)  # file:line of the first rows that were dropped
+    skipped: list[str] = field(default_factory=list)  # file:line of the first dropped rows
     samples: list[str] = field(default_factory=list)
-    packed: int | None = None  # packed training rows
-    # (eval rows whose prompt is also in train, eval rows whose completions are there, too), or None without eval
+    packed: int | None = None  # number of packed training rows, or None
+    # (eval rows whose prompt is also in train, eval rows whose prompt and completions are in train), or None without eval
     overlap: tuple[int, int] | None = None
     text_as_chat: bool = True  # whether the chat template is applied to prompts of plain text
     notes: list[str] = field(default_factory=list)  # warnings about the dataset
@@ -114,7 +114,7 @@ class Report:
     seconds: float = 0.0
 
     def row_format(self) -> str | None:
-        """Returns the form in which a model gets the rows: chat, text, or both. Returns None if there are no rows."""
+        """Returns the form in which the model reads the rows: chat, text, or both. Returns None if there are no rows."""
         rows = {"chat": 0, "text": 0}
         for split in self.splits.values():
             rows["chat"] += split.chat_rows
@@ -122,7 +122,7 @@ class Report:
         return "both" if all(rows.values()) else next((name for name in rows if rows[name]), None)
 
     def labels(self) -> tuple[int, int]:
-        """Returns the desirable and undesirable rows of an epoch, on average over the draws of a weighted source."""
+        """Returns the numbers of desirable and undesirable rows in an epoch. For weighted sources, they are averages."""
         desirable = drawn = 0.0
         for one in self.sources["train"]:
             share = 1 if one.drawn is None else one.drawn / max(1, one.rows)
@@ -163,7 +163,7 @@ class Report:
         return "\n".join(lines)
 
     def headline(self) -> str:
-        """Returns the numbers of rows, and the columns that the model does not see, on one line."""
+        """Returns one line with the numbers of rows, and the columns that the model does not see."""
         parts = []
         for name, split in self.splits.items():
             kept = f"{split.kept:,}" + (f" of {split.read:,}" if split.kept < split.read else "")
@@ -177,19 +177,19 @@ class Report:
         return "; ".join([", ".join(parts), *columns[:1], *self._not_read()])
 
     def _not_read(self) -> list[str]:
-        """Returns a list with one text about the files of folders that are not read, or an empty list."""
+        """Returns a list with one text about unread files in folders, or an empty list."""
         named = [f"{path} ({why})" for path, why in self.not_read.items()]
         more = [f"{len(named) - MAX_FILES:,} more"] if len(named) > MAX_FILES else []
         return [f"not read: {', '.join(named[:MAX_FILES] + more)}"] if named else []
 
     def _entries(self, name: str, split: Split) -> Iterator[tuple[str, str]]:
-        """Yields (title, text) of each line of the table of a split."""
+        """Yields (title, text) for each line of a split's table."""
         yield "read", count(split.read)
         yield "kept", f"{split.kept:,} ({count(split.tokens, 'token')})"
         if split.desirable is not None:
             yield "labels", f"{split.desirable:,} desirable, {split.kept - split.desirable:,} undesirable"
         for column, values in split.label_values.items():
-            if len(values) > MAX_LABELS:  # many values, such as a scale: show only the meanings
+            if len(values) > MAX_LABELS:  # for many values, such as a scale, show only the meanings
                 meanings = Counter[str]()
                 for value, rows in values.items():
                     meanings[value.rpartition(" = ")[2]] += rows
@@ -253,7 +253,7 @@ class Report:
 
 
 def unread_columns(split: Split) -> str:
-    """Returns the columns that the model does not see, in words, or ""."""
+    """Returns a text about the columns that the model does not see, or ""."""
     names = sorted(split.unread, key=lambda column: -split.unread[column])
     more = f" and {len(names) - 8:,} more" if len(names) > 8 else ""
     some = {name: f" ({count(rows)})" for name, rows in split.unread.items() if rows < split.kept}
@@ -350,13 +350,13 @@ def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Iterato
         )
 
 
-# ---- sets of rows that are rejected ----------------------------------------------------------------------------------
+# ---- datasets that are rejected --------------------------------------------------------------------------------------
 
 
 def check_rows_are_usable(counts: Sequence[Counts], options: Options) -> None:
-    """Raises InputError for bad rows, unless data.on_error skips them, and for a dataset without usable rows.
+    """Raises InputError if rows are bad, unless data.on_error skips bad rows, or if a dataset has no usable rows.
 
-    A file without rows is treated as one bad row.
+    A file without rows counts as one bad row.
     """
     read = Counter[str]()
     for one in counts:
@@ -395,12 +395,12 @@ def check_rows_are_usable(counts: Sequence[Counts], options: Options) -> None:
 
 
 def unclear_labels(total: Mapping[str, Counter[str]]) -> bool:
-    """Returns True if so many labels have no known meaning that the rule is probably wrong."""
+    """Returns True if so many labels have no known meaning that the label rule is probably wrong."""
     return total["bad"]["unclear_label"] > RARE * total["read"].total()
 
 
 def complaint(counts: Sequence[Counts]) -> str:
-    """Returns the message for a dataset with bad rows: number of each kind, the first rows, and what to do."""
+    """Returns the message for a dataset with bad rows: the number of rows per kind of error, the first rows, and what to do."""
     total = totals(counts)
     kinds, read = total["bad"], total["read"].total()
     bad = kinds.total() - kinds["empty_file"]
@@ -427,6 +427,6 @@ def name_of(kind: str) -> str:
 
 
 def named(error: RowError, rows: int) -> str:
-    """Returns text about the error of a row, and how many other rows have the same problem."""
+    """Returns a text about the error of a row, and about how many other rows have the same error."""
     more = f" (and {rows - 1:,} more with the same problem)" if rows > 1 else ""
     return f"{error}{more}"

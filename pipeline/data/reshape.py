@@ -1,11 +1,11 @@
-"""Changes a raw row as the job says, before its format is determined: data.transform, data.columns, then data.label.
+"""Applies the job's changes to a raw row: first data.transform, then data.columns, then data.label.
 
-A transform is called once per row, in any process and order, so its result must depend on the row alone. After the columns, a
-row may have these fields:
+A transform is called once per row, in any process and any order, so its result must depend only on the row. After data.columns,
+a row may have these fields:
 
     first + second + label                        the label says which one is chosen and which one rejected
     first + second + first_score + second_score   the completion with the higher score is chosen
-    label                                         data.label turns a rating into true or false
+    label                                         data.label converts a rating to true or false
 """
 
 import dataclasses
@@ -31,12 +31,12 @@ function = cache(import_function)  # the function of `python:module:function`
 
 
 Columns = Mapping[str, str | list[str]]
-# fields of two completions without an order of preference (`ordered`)
+# fields of a row that has two completions, neither of which is named chosen or rejected
 UNORDERED = ("first", "second", "label", "first_score", "second_score")
 
 
 def formats_with(columns: Columns, formats: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the formats with all mapped fields, so that other columns cannot select a format without them."""
+    """Returns the formats that have all mapped fields. Otherwise, other columns could select a format without these fields."""
     sides = {"first": "chosen", "second": "rejected"}
     fields = [field for field in columns if field != "label" or "first" not in columns]
     known = {field for format in formats for field in format.split("+")}
@@ -45,9 +45,9 @@ def formats_with(columns: Columns, formats: Mapping[str, Any]) -> dict[str, Any]
 
 
 def renamed(row: dict[str, Any], columns: Columns, needed: Iterable[str]) -> dict[str, Any]:
-    """Returns the row with the fields of `columns` in place of their columns.
+    """Returns the row with the columns renamed to their fields in `columns`.
 
-    Raises RowError if the row lacks the column of a `needed` field, or has an unmapped column with a field's name.
+    Raises RowError if the row lacks the column of a `needed` field, or if an unmapped column has the name of a mapped field.
     """
     fields: dict[str, Any] = {}
     sources = [one for column in columns.values() for one in listed(column)]
@@ -66,12 +66,12 @@ def renamed(row: dict[str, Any], columns: Columns, needed: Iterable[str]) -> dic
 
 
 def value_at(row: dict[str, Any], path: str) -> Any:
-    """Returns the value of a column, or at a path into it, or None for a path into null. Raises KeyError with the path."""
+    """Returns the value of a column, or at a path into the column. Returns None for a path into null. Raises KeyError(path)."""
     if path in row:
         return row[path]
     value: Any = row
     for part in path.split("."):
-        value = decoded(value)  # in CSV, lists and objects are JSON text
+        value = decoded(value)  # in CSV files, lists and objects are JSON text
         if value is None:
             return None
         if isinstance(value, dict) and part in value:
@@ -83,7 +83,7 @@ def value_at(row: dict[str, Any], path: str) -> Any:
     return value
 
 
-# ---- all of it -------------------------------------------------------------------------------------------------------
+# ---- all changes to a row ---------------------------------------------------------------------------------------------
 
 NoteLabel = Callable[[str, str], None]  # (column of a label, "VALUE = MEANING")
 
@@ -93,10 +93,10 @@ class Preprocess:
     """How a job changes each row. All fields are part of the cache key."""
 
     columns: Columns = dataclasses.field(default_factory=dict)
-    rule: Rule | None = None  # None if the rows have no labels, or if the rule is not yet derived
+    rule: Rule | None = None  # None if the rows have no labels, or if the rule has not been derived yet
     transform: str | None = None
     transform_digest: str = ""
-    group_by: str | None = None  # `transform` gets consecutive rows that are equal in this column
+    group_by: str | None = None  # `transform` gets lists of consecutive rows with equal values in this column
 
     def transformed(self, row: Any) -> Iterator[Any]:
         """Yields the results of data.transform for a row, or for a group's list of rows: rows, RowError or Dropped."""
@@ -118,18 +118,18 @@ class Preprocess:
             try:
                 found = f"{type(one).__name__} {show(one)}"
                 if isinstance(one, dict):
-                    yield json.loads(row_json(one))  # as JSON has it: with text keys and without tuples
+                    yield json.loads(row_json(one))  # makes keys text, and tuples lists
                     continue
             except (TypeError, ValueError, RecursionError) as error:
                 found = f"a row that is not JSON ({in_brief(error, 100)})"
             yield RowError("transform", "", f"{found} returned by {self.transform}", EXPECTED)
 
     def apply_label(self, row: dict[str, Any], has_pairs: bool, note_label: NoteLabel | None) -> Any:
-        """Returns the row with the completion that its label or scores prefer, or Dropped if neither is better.
+        """Applies the label or the scores of a row. Returns the changed row, or Dropped if no completion is better.
 
         Args:
             has_pairs: whether a row may have two completions.
-            note_label: called with each label's column and the meaning of its value.
+            note_label: called with the column of each label, and with the label's value and meaning.
         """
         rule = self.rule or Rule()
         if rule.good and "label" in row:
@@ -157,7 +157,7 @@ class Preprocess:
         return Dropped(meaning) if meaning in ("tie", "unlabeled") else made
 
     def _note(self, label: Any, meaning: str, note_label: NoteLabel) -> None:
-        """Notes the meaning of a label, and whether several annotators agree."""
+        """Passes the meaning of a label to `note_label`. Also passes whether its annotators agree, if there are several."""
         label, column = unpacked_label(label), ", ".join(listed(self.columns.get("label", "label")))
         word = "neither" if self.rule and self.rule.good and meaning == "tie" else meaning
         value = word if isinstance(label, list) else str(label).strip()[:40]

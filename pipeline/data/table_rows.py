@@ -1,8 +1,8 @@
-"""Reads the rows of Parquet and Arrow files, a few at a time, and converts their values to those that JSON Lines would have.
+"""Reads the rows of Parquet and Arrow files, a few at a time, and converts their values to JSON values.
 
-A null field of a struct is dropped, because these files store a missing field as null. NaN, which pandas writes for a missing
-value, becomes null. Dates, bytes and decimals keep their Python types, and messages.text rejects them if the stage reads their
-column. No code in a file is run.
+A null field of a struct is removed, because these files store a missing field as null. NaN, which pandas writes for a missing
+value, becomes null. Dates, bytes and decimals keep their Python types. messages.text rejects such values if the stage reads their
+column. Code in a file is never run.
 """
 
 import contextlib
@@ -20,19 +20,19 @@ from pipeline.system import storage
 
 ROWS = 256  # rows read at a time
 BYTES = 4 << 20  # maximum bytes of a batch of rows; a row may contain an image
-BUFFER = 1 << 20  # bytes per column; without a buffer, pyarrow reads the full row group
+BUFFER = 1 << 20  # bytes buffered per column; without a buffer, pyarrow would read the full row group
 
 Piece = tuple[int, int, int]  # (start, stop, bytes) of rows [start, stop); stop is -1 for all rows to the end
 
 
 def pieces(path: str, format: str, size: int, chunk_bytes: int) -> list[Piece]:
-    """Returns the pieces of a file of `size` bytes that tasks read. A damaged file may be one piece.
+    """Splits a file of `size` bytes into pieces for tasks. A damaged file may be one piece.
 
-    A piece has complete row groups of Parquet, or record batches of Arrow. All pieces but the last have at least `chunk_bytes`.
+    A piece consists of full Parquet row groups or Arrow record batches. All pieces except the last have at least `chunk_bytes`.
     """
     whole = [(0, -1, size)]
     if format == "arrow" and storage.is_remote(path):
-        return whole  # an Arrow stream does not store where its batches begin
+        return whole  # an Arrow stream does not store the positions of its batches
     joined: list[Piece] = []
     start = stop = held = 0
     with contextlib.suppress(*_damage()), _opened(path) as file:
@@ -48,13 +48,13 @@ def pieces(path: str, format: str, size: int, chunk_bytes: int) -> list[Piece]:
 def table_rows(path: str, format: str, start: int, stop: int) -> Iterator[Row]:
     """Yields rows [start, stop) of a file, numbered from 1.
 
-    If the file is damaged, a RowError replaces the next row and is the last item.
+    If the file is damaged, yields a RowError instead of the next row, and then stops.
     """
     number = at = 0
     try:
         with _opened(path) as file:
             for size, _, read in _groups(file, format):
-                # Row groups are read one at a time, so that an error names the row where the damage begins.
+                # Read one row group at a time, so that an error names the row at which the damage begins.
                 for batch in read() if start <= at and (stop < 0 or at < stop) else ():
                     if error := repeated_column(batch.schema.names):
                         yield 1, error, b""
@@ -65,7 +65,7 @@ def table_rows(path: str, format: str, start: int, stop: int) -> Iterator[Row]:
                 at += size
     except _damage() as error:
         if isinstance(error, OSError) and (error.errno is not None or type(error) is not OSError):
-            raise unreadable(path, error) from error  # an error of the disk or the network
+            raise unreadable(path, error) from error  # the disk or the network failed
         what = {"parquet": "a Parquet file", "arrow": "an Arrow file"}[format]
         found = f"{what} that ends or is damaged here ({in_brief(error)})"
         lost = f"{stop - start - number:,} rows" if stop >= 0 else "all that follows"
@@ -79,7 +79,7 @@ def _damage() -> tuple[type[Exception], ...]:
 
 
 def _opened(path: str) -> Any:
-    """Opens a file for random access. A local file is memory-mapped, so that it needs no memory of its own."""
+    """Opens a file for random access. A local file is memory-mapped, so it is not copied into memory."""
     import pyarrow.fs as pafs
 
     if storage.is_remote(path):
@@ -97,7 +97,7 @@ def _groups(file: Any, format: str) -> Iterator[tuple[int, int, Callable[[], Ite
 
     def slices(batch: Any) -> Iterator[Any]:
         try:
-            batch.validate(full=True)  # an unchecked damaged file would end the process
+            batch.validate(full=True)  # without this check, a damaged file could crash the process
         except ValueError as error:
             if "UTF8" not in str(error):
                 raise
@@ -116,7 +116,7 @@ def _groups(file: Any, format: str) -> Iterator[tuple[int, int, Callable[[], Ite
 
 
 def _record_batches(file: Any) -> Iterator[Any]:
-    """Yields the batches of an Arrow file or stream. The datasets library writes streams with the same suffix."""
+    """Yields the batches of an Arrow file or stream. The datasets library writes streams with the suffix .arrow, too."""
     import pyarrow as pa
 
     is_file = file.read(6) == b"ARROW1"
@@ -128,11 +128,11 @@ def _record_batches(file: Any) -> Iterator[Any]:
         yield from pa.ipc.open_stream(file)
 
 
-# ---- rows as JSON would have them ------------------------------------------------------------------------------
+# ---- conversion to JSON values ---------------------------------------------------------------------------------
 
 
 def _rows(batch: Any) -> Iterator[Any]:
-    """Yields the rows of a batch, with a RowError in place of a row that Python cannot represent."""
+    """Yields the rows of a batch, and a RowError instead of a row that Python cannot represent."""
     import pyarrow as pa
 
     columns = zip(batch.schema.names, batch.schema.types, strict=True)
@@ -167,7 +167,7 @@ def tidy(value: Any) -> Any:
 
 
 def _canonical(row: dict[str, Any]) -> bytes:
-    """Returns the row as bytes. Equal rows have equal bytes for any compression of their files."""
+    """Returns the row as bytes. Equal rows have equal bytes, even if their files are compressed differently."""
 
     def short(value: Any) -> str:
         return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else str(value)

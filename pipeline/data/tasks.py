@@ -1,5 +1,6 @@
-"""Runs one task: reads the rows of a chunk, writes the token rows into a part, and counts rows, tokens and labels. The driver
-receives only `Counts`, whose size does not depend on the size of the chunk.
+"""Runs a task, which reads the rows of one chunk, writes token rows into a part, and counts rows, tokens and labels.
+
+The driver receives only `Counts`, whose size does not depend on the size of the chunk.
 """
 
 import functools
@@ -19,9 +20,9 @@ from pipeline.data.formats import Kind, Record, digest, parse_row
 from pipeline.data.values import Dropped, RowError
 from pipeline.system import storage
 
-BATCH = 256  # rows tokenized together
+BATCH = 256  # maximum rows that are tokenized together
 BATCH_BYTES = 16 << 20  # maximum bytes of a batch of rows; a row may be a book
-SAMPLES = 3  # number of token rows that the report shows as text
+SAMPLES = 3  # number of token rows that the report shows
 Read = Record | RowError | Dropped  # a row before it is tokenized
 
 
@@ -29,7 +30,7 @@ Read = Record | RowError | Dropped  # a row before it is tokenized
 class Options:
     """The settings of a task. All fields are part of the cache key."""
 
-    kind: Kind  # the kind of all rows, before the job's columns and labels are applied
+    kind: Kind  # the kind of all rows, before the job's columns and label rule are applied
     max_length: int
     overlong: str
     on_error: str
@@ -49,14 +50,14 @@ class Options:
         return sources[source] if sources else self.kind
 
     def cache_parts(self) -> list[tuple[str, Any]]:
-        """Returns the settings for the cache key. A Kind is replaced by its stage and preprocessing, which have a digest."""
+        """Returns the settings for the cache key. Each Kind is replaced by its stage and preprocessing, which can be hashed."""
         preprocess = {split: [one.preprocess for one in kinds] for split, kinds in self.kinds.items()}
         own = {name: value for name, value in vars(self).items() if name not in ("kind", "kinds")}
         return sorted((own | {"stage": self.kind.stage, "preprocess": preprocess}).items())
 
 
 def run_chunks(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:
-    """Runs the work on the chunks numbered in `batch`, for Ray Data. `shared` references what read.run_tasks sends once."""
+    """Runs the work on the chunks whose numbers are in `batch`, for Ray Data. `shared` references data for all tasks."""
     chunks, work = _fetched(shared)
     for index in map(int, batch["id"]):
         yield {"index": [index], "result": [pickle.dumps(work(chunks[index], index))]}
@@ -64,14 +65,14 @@ def run_chunks(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:
 
 @functools.lru_cache(maxsize=2)
 def _fetched(reference: Any) -> Any:
-    """Returns the data from the driver, unpickled once in each worker process."""
+    """Returns data that the driver has sent. Each worker process unpickles it only once."""
     import ray
 
     return ray.get(reference)
 
 
 def hash_rows(chunk: Chunk, index: int) -> bytes:
-    """Returns 8 bytes for each row of a chunk, equal for rows with equal bytes."""
+    """Returns an 8-byte hash of each row of a chunk."""
     return b"".join(row_hash(raw) for _, _, raw in chunk_rows(chunk))
 
 
@@ -87,9 +88,9 @@ def tokenize_chunk(
     folder: str,
     repeated: Mapping[int, Iterable[int]] | None = None,
 ) -> Counts:
-    """Writes the parts of chunk number `index` to `folder`, one per split.
+    """Tokenizes chunk number `index`, and writes its parts, one per split, to `folder`.
 
-    `repeated` has the places of the rows that data.deduplicate drops: {number of the chunk: places}.
+    `repeated` has the positions of rows that data.deduplicate drops, as {number of a chunk: positions}.
     """
     left_out = set((repeated or {}).get(index, ()))
     task = Task(chunk, index, encoder_of(tokenizer, options, chunk), options, folder)
@@ -115,7 +116,7 @@ def tokenize_chunk(
     for name, writer in task.writers.items():
         counts.parts[name] = writer.close()
         counts.add(name, "rows", number=counts.parts[name][1])
-    # Finding the line of an error means counting the lines before the chunk, so lines are found once, at the end.
+    # To find the line of an error, the lines before the chunk must be counted. Do this once, at the end, for all errors.
     if named := {id(error): error for error in (*counts.errors.values(), counts.unread) if error}:
         locate([*named.values()], chunk)
     return counts
@@ -134,7 +135,7 @@ def encoder_of(tokenizer: Any, options: Options, chunk: Chunk | None = None) -> 
 
 
 def parse_or_error(row: Any, kind: Kind) -> Record | RowError:
-    """Returns a row as a Record, or the row's RowError."""
+    """Parses a row. Returns a Record, or a RowError if the row is bad."""
     try:
         return parse_row(row, kind)
     except RowError as error:
@@ -142,7 +143,7 @@ def parse_or_error(row: Any, kind: Kind) -> Record | RowError:
 
 
 class Task:
-    """The parts made from one chunk, and its counts so far."""
+    """Writes the parts of one chunk, and counts its rows."""
 
     def __init__(self, chunk: Chunk, index: int, encoder: Encoder, options: Options, folder: str):
         self.chunk, self.index, self.encoder = chunk, index, encoder
@@ -150,7 +151,7 @@ class Task:
         self.counts = Counts(chunk)
         self.counts.add(chunk.split, "read", number=0)
         self.writers: dict[str, PartWriter] = {}  # by split
-        self.placed = 0, chunk.split  # number and split of the last row
+        self.placed = 0, chunk.split  # number and split of the previous row
 
     def flush(self, batch: list[tuple[int, Read]]) -> None:
         """Tokenizes a batch of (number, row), writes it and counts it."""
@@ -166,7 +167,7 @@ class Task:
     def add_record(
         self, number: int, record: Record, outcomes: Sequence[Example | Dropped | RowError]
     ) -> None:
-        """Counts a row that could be parsed, and writes its examples."""
+        """Counts a successfully parsed row, and writes its examples."""
         counts, name = self.counts, self.split_of(number, record)
         counts.add(name, "read")
         if error := next((item for item in outcomes if isinstance(item, RowError)), None):
@@ -194,7 +195,7 @@ class Task:
         self.counts.add(self.chunk.split, "labels", (column, meaning))
 
     def add_example(self, name: str, record: Record, example: Example) -> None:
-        """Counts a token row of the split `name`, and writes it."""
+        """Counts a token row of the split `name`, and writes the row."""
         counts = self.counts
         counts.add(name, "kept")
         counts.add(name, "truncated", number=example.truncated)
@@ -215,7 +216,7 @@ class Task:
         self.writers[name].add(example.columns)
 
     def split_of(self, number: int, record: Record) -> str:
-        """Returns the split of a row. All rows that data.transform makes from one row get the split of the first."""
+        """Returns the split of a row. If data.transform makes several rows from one row, they all get the first row's split."""
         if number != self.placed[0]:
             away = held_out(record.prompt_content(), self.options)
             self.placed = number, "eval" if away else self.chunk.split
@@ -223,19 +224,19 @@ class Task:
 
 
 def held_out(prompt: str, options: Any) -> bool:
-    """Returns True if the hash of seed and prompt is below data.eval_fraction, so that the row is an eval row."""
+    """Returns True if a row belongs to the eval split: if a hash of seed and prompt is below data.eval_fraction."""
     return digest(f"{options.seed}:{prompt}") < options.eval_fraction * 2**64
 
 
 # ---- Arrow files of token rows ---------------------------------------------------------------------------------------
 
 
-GROUP_TOKENS = 1 << 18  # tokens of a record batch
-PACK_ROWS = 4096  # rows packed together, to bound memory. Importing TRL's packing would cost 6 s per task
+GROUP_TOKENS = 1 << 18  # tokens per record batch
+PACK_ROWS = 4096  # rows packed together, to limit memory. TRL's function would take 6 s to import
 
 
 class PartWriter:
-    """Writes one Arrow file in batches of bounded size. The file's name is unique, because a retried task writes another file."""
+    """Writes an Arrow file in batches of limited size. The file's name is unique, because a retried task writes a new file."""
 
     def __init__(self, folder: str, stem: str, options: Options):
         import pyarrow as pa
@@ -246,7 +247,7 @@ class PartWriter:
         fs, inner = storage.filesystem(storage.join(folder, self.name))
         self.schema = schema(options)
         self.stream = fs.open_output_stream(inner)
-        self.writer = pa.ipc.new_file(self.stream, self.schema)  # uncompressed, to be memory-mapped
+        self.writer = pa.ipc.new_file(self.stream, self.schema)  # uncompressed, for memory-mapping
 
     def add(self, columns: dict[str, Any]) -> None:
         self.rows.append(columns)
@@ -263,7 +264,7 @@ class PartWriter:
         self.rows, self.tokens = [], 0
 
     def close(self) -> tuple[str, int]:
-        """Closes the file. Closes the file. Returns the file's name and number of rows."""
+        """Closes the file. Returns the file's name and its number of rows."""
         if self.rows:
             self.write()
         self.writer.close()
@@ -279,13 +280,13 @@ def columns_of(options: Options) -> tuple[str, ...]:
 def schema(options: Options) -> Any:
     import pyarrow as pa
 
-    types = {"label": pa.bool_(), "margin": pa.float32(), "row": pa.string()}  # other columns have token ids
+    types = {"label": pa.bool_(), "margin": pa.float32(), "row": pa.string()}  # the others have token ids
     return pa.schema([(name, types.get(name, pa.list_(pa.int32()))) for name in columns_of(options)])
 
 
 def pack(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
-    """Joins rows into bins of at most `size` tokens (best-fit decreasing). `seq_lengths` has the lengths of a bin's rows."""
-    free = defaultdict[int, list[list[dict[str, Any]]]](list)  # free tokens -> bins
+    """Packs rows into bins of at most `size` tokens (best-fit decreasing). `seq_lengths` has the lengths of the rows in a bin."""
+    free = defaultdict[int, list[list[dict[str, Any]]]](list)  # number of free tokens -> bins
     bins: list[list[dict[str, Any]]] = []
     for row in sorted(rows, key=lambda row: -len(row["input_ids"])):
         need = len(row["input_ids"])
@@ -310,14 +311,14 @@ def pack(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
 
 
 def sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limit: int = 1200) -> str:
-    """Returns a token row as text, with its trained tokens (or both completions of a pair) between ⟦ and ⟧.
+    """Decodes a token row. Puts its trained tokens, or both completions of a pair, between ⟦ and ⟧.
 
     `prompt_tokens` is the length of the prompt that both completions of a pair share.
     """
     decode = tokenizer.decode
 
     def begun(ids: list[int]) -> str:
-        """Returns the text of a row's first tokens. Leaves out a last character that is incomplete (of at most 4 bytes)."""
+        """Returns the text of a row's first tokens, without an incomplete UTF-8 character at the end."""
         texts = (str(decode(ids[: max(0, len(ids) - cut)])) for cut in range(4))
         return next((text for text in texts if not text.endswith("\ufffd")), "")
 
@@ -325,7 +326,7 @@ def sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limi
         ids, text, shown, stop = columns["input_ids"], "", 0, 0
         for trained, run in itertools.groupby(columns["labels"], lambda label: label != -100):
             stop += len([*run])
-            # decoded from the start, because decoders drop the first space of a text
+            # decode from the start, because decoders drop the first space of a text
             so_far = decode(ids) if stop == len(ids) else begun(ids[:stop])
             piece, shown = so_far[shown:], max(shown, len(so_far))
             text += f"⟦{piece}⟧" if trained else piece

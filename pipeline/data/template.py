@@ -1,9 +1,10 @@
-"""Renders messages with a chat template, and finds the completions in the text.
+"""Renders messages with a chat template, and finds the completions in the rendered text.
 
 Completion i is the text between `messages[:i]` with a generation prompt and `messages[:i+1]`, or the template's own
-`{% generation %}` block. Some templates render an earlier completion differently from the last one: Qwen3's removes its thoughts.
-The completion in such a template is the part of the text that changes with the message's content. A row is rejected if the
-template drops a completion, changes its words, or does not render the last completion after the generation prompt.
+`{% generation %}` block. Some templates render earlier completions differently from the last one. For example, Qwen3's template
+removes the thoughts of earlier completions. With such a template, the completion is the part of the text that changes when the
+message's content changes. A row is rejected if the template drops a completion, changes its words, or does not render the last
+completion directly after the generation prompt.
 """
 
 import copy
@@ -15,9 +16,9 @@ from pipeline.data.values import RowError, show
 from pipeline.errors import visible
 from pipeline.models.template import DATE, GENERATION
 
-BEGUN = 200  # maximum characters of a completion that the generation prompt may already contain
+BEGUN = 200  # maximum characters of a completion that may already be in the generation prompt
 
-Span = tuple[int, int]  # begin and end of characters in a text
+Span = tuple[int, int]  # (begin, end) in characters of a text
 
 
 class ChatTemplate:
@@ -27,13 +28,13 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.text = tokenizer.get_chat_template() if tokenizer.chat_template else None
         self.marks_completions = self.text is not None and GENERATION.search(self.text) is not None
-        # the tools and template variables of the row to render
+        # tools and template variables of the row that is rendered
         self.tools: list[dict[str, Any]] | None = None
         self.settings: dict[str, Any] = {"date_string": DATE}
         self.variables, self.message_keys = names_in(self.text) if self.text else (frozenset(), frozenset())
 
     def of_row(self, tools: list[dict[str, Any]] | None, settings: dict[str, Any]) -> "ChatTemplate":
-        """Returns the template for a row: with the row's tools, and the variables in its chat_template_kwargs."""
+        """Returns the template with a row's tools, and with the variables in the row's chat_template_kwargs."""
         if not tools and not settings:
             return self
         other = copy.copy(self)
@@ -43,7 +44,7 @@ class ChatTemplate:
         return other
 
     def render(self, turns: Turns, generation_prompt: bool) -> str:
-        """Returns the chat template's text. Raises RowError if the template rejects the messages."""
+        """Renders messages. Raises RowError if the template rejects them."""
         try:
             return self.tokenizer.apply_chat_template(  # type: ignore[no-any-return]
                 turns,
@@ -52,14 +53,14 @@ class ChatTemplate:
                 add_generation_prompt=generation_prompt,
                 **self.settings,
             )
-        except Exception as error:  # a template is a program, and may raise any error
+        except Exception as error:  # a template is a program, which may raise any error
             roles = ", ".join(dict.fromkeys(turn["role"] for turn in turns))
             reason = visible(f"{type(error).__name__}: {error}", lines=False)[:300]
             expected = f"what the chat template accepts: {reason}"
             raise RowError("template", "messages", f"roles {roles}", expected) from None
 
     def whole(self, prompt: Turns, completion: Turns) -> tuple[str, str]:
-        """Returns (text of the prompt, text of prompt and completion). The second text begins with the first."""
+        """Returns (text of the prompt, text of prompt and completion). The second text begins with the first text."""
         turns = [*prompt, *completion]
         head, whole = self.render_prompt(prompt), self.render(turns, False)
         if not whole.startswith(head):
@@ -74,7 +75,7 @@ class ChatTemplate:
         return head
 
     def check_rendered(self, turns: Turns, text: str, start: int = 0) -> None:
-        """Raises RowError unless `text` has the last turn from `start` on, with words, thoughts and all tool calls."""
+        """Raises RowError unless `text` contains the words, thoughts and tool calls of the last turn, from `start` on."""
         for index, turn in enumerate(turns):
             for call in turn.get("tool_calls", ()):
                 if "tool_calls" not in self.message_keys or call["function"]["name"] not in text:
@@ -93,12 +94,12 @@ class ChatTemplate:
         other = [*turns[:-1], {**turns[-1], "content": f"not {content} at all"}]
         if self.render(other, role != "assistant") == text:
             raise without_tokens("completion" if role == "assistant" else "prompt")
-        if role in ("user", "assistant"):  # templates may reformat tools' messages
+        if role in ("user", "assistant"):  # templates may reformat the messages of tools
             raise distorted(len(turns) - 1, content)
 
     def spans(self, turns: Turns, first: int, untrained: Collection[int] = ()) -> tuple[str, list[Span]]:
-        """Returns the rendered conversation, and its spans of the trained assistant turns from message `first` on."""
-        whole = self.render(turns, False)  # raises RowError if the template fails
+        """Renders a conversation. Returns the text, and the spans of trained assistant turns from message `first` on."""
+        whole = self.render(turns, False)  # raises RowError if the template rejects the turns
         completions = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= first]
         trained = [i for i in completions if i not in untrained]
         for i in trained:
@@ -108,7 +109,7 @@ class ChatTemplate:
             spans = [span for i, span in zip(completions, spans, strict=True) if i not in untrained]
         elif not spans or len(trained) < len(completions):
             spans = [self._span(whole, turns, i) for i in trained]
-        one_each = len(spans) == len(trained)  # if not, the spans are not the completions
+        one_each = len(spans) == len(trained)  # if False, the template's spans are not the completions
         for at, i in enumerate(trained):
             content, text = turns[i]["content"].strip(), whole[slice(*spans[at])] if one_each else whole
             # The template may drop the thoughts of earlier completions.
@@ -142,16 +143,16 @@ class ChatTemplate:
         bare = {key: value for key, value in turns[i].items() if key not in THOUGHTS}
         for turn in (
             (turns[i], bare) if bare != turns[i] else (bare,)
-        ):  # gpt-oss's template drops the thoughts before a final answer
+        ):  # the template of gpt-oss drops the thoughts before a final answer
             so_far = self.render([*turns[:i], turn], False)
             if whole.startswith(so_far):
-                # The template's text before the content is also trained.
+                # The text that the template writes before the content is also trained.
                 return len(head) if follows else self._changing(whole, turns, i)[0], len(so_far)
         begin, stop = self._changing(whole, turns, i)
         return min(begin, len(head)) if follows else begin, stop
 
     def _changing(self, whole: str, turns: Turns, i: int) -> Span:
-        """Returns the part of the text that changes if turn `i` has another content."""
+        """Returns the span of the text that changes if the content of turn `i` changes."""
         mark = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in whole)
         other = self.render([*turns[:i], {**turns[i], "content": mark}, *turns[i + 1 :]], False)
         prefix, _, suffix = other.partition(mark)
@@ -168,7 +169,7 @@ class ChatTemplate:
 
 
 def names_in(template: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Returns the variables of a chat template, and the keys that it may read from a message."""
+    """Returns the variables of a chat template, and the keys of messages that the template may read."""
     from jinja2 import nodes
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -181,7 +182,7 @@ def names_in(template: str) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def holds(text: str, content: str, start: int = 0) -> bool:
-    """Returns True if `text` contains `content`, ignoring white space, and the content ends after `start`.
+    """Returns True if `text` contains `content` (ignoring white space), and this content ends after `start`.
 
     The content may begin before `start`, because some generation prompts end with the "<think>" of the completion.
     """
@@ -197,7 +198,7 @@ def holds(text: str, content: str, start: int = 0) -> bool:
 
 
 def unusable(index: int, template: str, expected: str) -> RowError:
-    """Returns the error of message `index` that the chat template cannot render."""
+    """Returns the error for message `index`, which the chat template cannot render."""
     found, expected = f"a chat template that {template}", f"{expected} (model.chat_template)"
     return RowError("template", f"messages[{index}]", found, expected)
 
@@ -213,6 +214,6 @@ def distorted(index: int, content: str) -> RowError:
 
 
 def without_tokens(part: str, name: str = "") -> RowError:
-    """Returns the error of a `prompt` or `completion` in the field `name` without any tokens."""
+    """Returns the error for a `prompt` or `completion`, in the field `name`, that has no tokens."""
     found, expected = f"no token of a {part} after the chat template", f"a {part} that the template renders"
     return RowError(f"empty_{part}", name, found, f"{expected} and the tokenizer knows")

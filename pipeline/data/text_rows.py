@@ -1,10 +1,11 @@
-"""Reads rows of JSON Lines, of a JSON array, and of CSV or TSV, gzipped or not, one row at a time.
+"""Reads the rows of JSON Lines, JSON array, CSV and TSV files, which may be gzipped, one row at a time.
 
-A RowError replaces an unreadable row.
+For an unreadable row, yields a RowError instead of the row.
 
-Why not ijson: version 3.6.0 was no faster. ijson stops at a NaN or an integer over 64 bits without naming the row, replaces lone
-surrogates (half of a UTF-16 pair), and loses a row's bytes, which identify duplicates. Why not pyarrow's CSV reader: that reader
-guesses types (a prompt `42` becomes a number in some blocks), and its line numbers are wrong after a row of several lines.
+The module does not use ijson, because version 3.6.0 was no faster. In addition, ijson stops at a NaN or an integer over 64 bits
+without naming the row, replaces lone surrogates (half of a UTF-16 pair), and does not return a row's bytes, which identify
+duplicates. The module does not use pyarrow's CSV reader, because it guesses types (a prompt `42` becomes a number in some
+blocks), and its line numbers are wrong after a row of several lines.
 """
 
 import codecs
@@ -22,7 +23,7 @@ from pipeline.data.values import RowError, fields_of, read_json, read_value, sho
 
 BLOCK = 1 << 20  # bytes to read at a time
 ROW = 64 << 20  # maximum characters of a CSV field
-# between the elements of an array: white space, perhaps a bracket or comma, white space
+# what separates the elements of an array: white space, perhaps a bracket or comma, and white space
 NEXT = re.compile(r"[ \t\r\n]*([\[,\]]?)[ \t\r\n]*")
 DELIMITERS = {"csv": ",;\t|", "tsv": "\t|"}  # delimiters of each format, the most likely first
 REST = "all that follows"
@@ -31,8 +32,8 @@ Row = tuple[int, Any, bytes]  # (number from 1, the decoded row or a RowError, i
 
 
 def text_rows(path: str, format: str, zipped: bool, start: int, stop: int) -> Iterator[Row]:
-    """Yields the rows of a file in the format lines, array, csv or tsv. Limits uncompressed lines to bytes [start, stop)."""
-    number = int(format in DELIMITERS)  # the header is a line, but not a row
+    """Yields the rows of a file in the format lines, array, csv or tsv. [start, stop) is a byte range of uncompressed lines."""
+    number = int(format in DELIMITERS)  # the header is a line, but is not a row
     with open_bytes(path) as raw:
         stream: Any = gzip.GzipFile(fileobj=raw) if zipped else io.BufferedReader(raw, BLOCK)
         if format in DELIMITERS:
@@ -51,7 +52,7 @@ def text_rows(path: str, format: str, zipped: bool, start: int, stop: int) -> It
 def json_rows(stream: Any, start: int, stop: int) -> Iterator[Row]:
     """Yields the decoded rows of JSON Lines. Empty lines are skipped, but counted."""
     at, number = start, 0
-    if start:  # the task of the previous range reads the line across the border
+    if start:  # the task of the previous range reads the line that crosses its end
         stream.seek(start - 1)
         at += len(stream.readline(stop - start + 1)) - 1
     while (at < stop or stop < 0) and (line := stream.readline()):
@@ -61,7 +62,7 @@ def json_rows(stream: Any, start: int, stop: int) -> Iterator[Row]:
 
 
 def decode(line: bytes) -> Any:
-    """Returns the row of a line, or a RowError."""
+    """Decodes the row in a line. Returns a RowError if the line is invalid."""
     try:
         return read_json(line.decode())
     except UnicodeDecodeError as error:
@@ -78,7 +79,7 @@ def decode(line: bytes) -> Any:
 
 
 def array_rows(stream: Any) -> Iterator[Row]:
-    """Yields the elements of an array, up to the first invalid one."""
+    """Yields the elements of a JSON array, up to the first invalid element."""
     number = 0
     try:
         for number, (value, raw) in enumerate(elements(stream), 1):
@@ -97,7 +98,7 @@ def array_rows(stream: Any) -> Iterator[Row]:
 
 
 def elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
-    """Yields (value, its bytes) of each element. Raises JSONDecodeError, UnicodeDecodeError and RecursionError."""
+    """Yields (value, its bytes) for each element. Raises JSONDecodeError, UnicodeDecodeError and RecursionError."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     text, at, block, final = "", 0, BLOCK, False
     due = "["  # the bracket or comma before the next element
@@ -106,7 +107,7 @@ def elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
         sign, begin = match[1], match.end()  # type: ignore[union-attr, index]
         if sign == "]" or (due == sign == "[" and text[begin : begin + 1] == "]"):
             extra = text[begin + (sign == "[") :].strip()
-            while not extra and (data := stream.read(BLOCK)):  # gzip checks a file only at its end
+            while not extra and (data := stream.read(BLOCK)):  # gzip checks its checksum at the end
                 extra = data.decode("utf-8", "replace").strip()
             if extra:
                 raise json.JSONDecodeError("text after the closing bracket", extra, 0)
@@ -116,7 +117,7 @@ def elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
         try:
             value, end = read_value(text, begin)
         except json.JSONDecodeError as error:
-            # An error far from the end of the text is real. Near the end of the text, the rest of the element may be unread.
+            # If the error is far from the end of the text, the text is invalid. Near the end, the element may only be truncated.
             if final or (error.pos < len(text) - 4096 and not error.msg.startswith("Unterminated")):
                 raise
             data = stream.read1(block)
@@ -133,14 +134,14 @@ def elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
 def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
     """Yields the rows below the header as {column: text}, each with the number of its first line.
 
-    Blank lines are skipped, but counted. After an unusable header, a RowError is the only row.
+    Blank lines are skipped, but counted. If the header is unusable, yields only a RowError.
     """
-    csv.field_size_limit(ROW)  # this limit applies to the whole process; csv's default is 128 KiB
+    csv.field_size_limit(ROW)  # applies to the whole process; the default is 128 KiB
     head = stream.peek(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip(b"\r\n").partition(b"\n")[0]
     text = head.decode(errors="replace")
-    # Names may contain `|`, so it is a delimiter only if there is no other.
+    # Column names may contain `|`, so `|` is a delimiter only if the header has no other delimiter.
     likely = max(delimiters, key=lambda one: (one in text and one != "|", text.count(one)))
-    from_excel = re.fullmatch(r"sep=([,;|\t])\r?", text)  # Excel's line before the header names the delimiter
+    from_excel = re.fullmatch(r"sep=([,;|\t])\r?", text)  # Excel's first line
     delimiter = from_excel[1] if from_excel else likely
     lines = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
@@ -159,7 +160,7 @@ def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
             expected = 'values with a delimiter, a quote or a line end in "...", and a quote in these as ""'
             rest = "the lines from here on" if unclosed else ""
             wrong = RowError("not_csv", "", found, expected, rest=rest)
-        except UnicodeEncodeError as error:  # `surrogateescape` kept a byte that is not UTF-8
+        except UnicodeEncodeError as error:  # the row has a byte that is not UTF-8, kept by `surrogateescape`
             expected = "UTF-8 text: run iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
             wrong = RowError("not_utf8", "", f"byte 0x{ord(error.object[error.start]) & 0xFF:02x}", expected)
         else:

@@ -1,4 +1,4 @@
-"""Decodes JSON, rejects values that no row may have, and shows values in error messages."""
+"""Decodes JSON, rejects values that no row may have, and formats values for error messages."""
 
 import datetime
 import decimal
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pipeline.errors import visible
 
-Reason = tuple[str, str, str]  # (kind, field without numbers, expected)
+Reason = tuple[str, str, str]  # (kind, field without indices, expected)
 
 
 @dataclass(eq=False)
@@ -32,11 +32,11 @@ class RowError(Exception):
     file: str = ""
     line: int = 0
     unit: Literal["line", "element", "row"] = "line"
-    # which part of the file is not read because of the error, or "" if reading continues
+    # what part of the file cannot be read because of the error, or "" if reading continues after the row
     rest: str = ""
 
     def reason(self) -> Reason:
-        """Returns a key that is equal for rows with the same kind of error, at any position in a list."""
+        """Returns a key that is the same for errors of the same kind, even at different positions in a list."""
         return self.kind, re.sub(r"\d+", "*", self.field), self.expected
 
     def where(self) -> str:
@@ -55,14 +55,14 @@ class RowError(Exception):
 
 @dataclass(frozen=True)
 class Dropped:
-    """A row that is dropped although it is correct, for example because it is too long or has no label."""
+    """A row that is valid but is dropped, for example because it is too long or has no label."""
 
     reason: str
-    error: RowError | None = field(default=None, compare=False)  # the error that the report shows
+    error: RowError | None = field(default=None, compare=False)  # the error that the report shows for the row
 
 
 def check_values(value: Any, name: str = "") -> None:
-    """Raises RowError for a number that is not finite and text that is not Unicode, and RecursionError for deep nesting."""
+    """Raises RowError for a number that is not finite or text that is not Unicode, and RecursionError for deep nesting."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -80,14 +80,14 @@ def check_values(value: Any, name: str = "") -> None:
             check_values(item, f"{name}.{key[:60]}" if name else key[:60])
 
 
-# A number with hundreds of digits is infinite for check_values. Python converts at most 4,300 digits to an integer.
+# An integer of 400 or more digits becomes an infinite float, which check_values rejects. (int() raises above 4,300 digits.)
 _JSON = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 400 else float(digits))
 read_json = _JSON.decode  # f(text) -> value; raises JSONDecodeError or RecursionError
-read_value = _JSON.raw_decode  # (text, begin) -> (value, end); raises the same
+read_value = _JSON.raw_decode  # (text, begin) -> (value, end); raises the same errors
 
 
 def decoded(value: Any) -> Any:
-    """Returns the value of a JSON text, or the value itself if it is no JSON text."""
+    """Returns the value of a JSON text. Returns any other value unchanged."""
     if isinstance(value, str):
         try:
             return read_json(value)
@@ -97,7 +97,7 @@ def decoded(value: Any) -> Any:
 
 
 def row_json(row: dict[str, Any]) -> str:
-    """Returns a row as JSON, with dates, decimals and bytes of a table as text. Raises TypeError for other objects."""
+    """Returns a row as JSON, in which dates, decimals and bytes are text. Raises TypeError for other objects."""
 
     def as_text(value: Any) -> str:
         if isinstance(
@@ -135,13 +135,13 @@ def fields_of(keys: Iterable[str]) -> str:
 
 
 def nearest(name: str, keys: Iterable[str]) -> str:
-    """Returns a question whether a similar key is a misspelling of `name`. Returns "" if no key is similar."""
+    """Returns a question that suggests a key similar to `name`, or "" if no key is similar."""
     close = difflib.get_close_matches(name, some(keys), 1)
     return f" (is `{visible(close[0], lines=False)}` meant to be `{name}`?)" if close else ""
 
 
 def setting(key: str, value: str) -> str:
-    """Returns how to set a key to `value`: an override for the command line, or a line for a list entry in the job file."""
+    """Returns a text that sets a key to `value`: a command-line override or, for an entry of a list, a line for the job file."""
     section, _, name = key.rpartition(".")
     if section != "data":
         return f"`{name}: {value}` in the entry {section}"
@@ -150,7 +150,7 @@ def setting(key: str, value: str) -> str:
 
 
 def show(value: Any) -> str:
-    """Returns a value for an error message: JSON, at most 60 characters, control characters escaped."""
+    """Returns a value for an error message, as JSON of at most 60 characters with escaped control characters."""
     shown = visible(
         json.dumps(value[:60] if isinstance(value, str) else value, ensure_ascii=False, default=str)
     )

@@ -21,7 +21,7 @@ from pipeline.system.hub import HEAD_NAMES, SETTINGS, TENSORS, json_object
 PREFIX = "base_model.model."  # peft's prefix of every tensor name in an adapter file
 HEAD = f"{PREFIX}score.weight"  # name of the scalar head in the files that this pipeline writes
 FIX = "save the adapter again, or name another adapter"
-# Settings of adapters that change the base.
+# Adapter settings with which peft changes weights of the base.
 CHANGES_BASE = (
     "bias",
     "modules_to_save",
@@ -51,7 +51,7 @@ def in_base(key: str) -> str | None:
 
 
 def write_adapter(folder: str | Path, config: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Writes adapter_config.json and adapter_model.safetensors. Returns SHA-256 and bytes of the tensors in memory.
+    """Writes adapter_config.json and adapter_model.safetensors. Returns the tensors' SHA-256 and size in bytes.
 
     Args:
         config: the adapter's peft.LoraConfig, with task type and base. The function does not change `config`.
@@ -66,7 +66,8 @@ def write_adapter(folder: str | Path, config: Any, tensors: dict[str, Any]) -> d
     content = save(contiguous, metadata={"format": "pt"})
     (folder / TENSORS).write_bytes(content)
     config = copy(config)
-    config.inference_mode, config.init_lora_weights = True, True  # the file has all tensors
+    # When peft loads the adapter, the saved tensors replace the initial values, so the default initialization is enough.
+    config.inference_mode, config.init_lora_weights = True, True
     modules = ranks({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for pattern in ("rank_pattern", "alpha_pattern"):
         # If several patterns match a module, peft applies the first one. However, peft sorts the patterns when it saves them.

@@ -1,12 +1,12 @@
 """Keeps one frozen base model with several LoRA adapters in memory.
 
 `SharedBase` contains a causal language model, which never changes, and named roles (`policy`, `reference`, `reward`, `critic`). A
-role is a LoRA adapter, perhaps with a scalar head in fp32. Some roles are only a scalar head on another role's hidden states.
+role is a LoRA adapter, and may have a scalar head in fp32. Some roles are only a scalar head on another role's hidden states.
 Because all roles share one base, PPO's four models need little more memory than one model. `with shared.use(role)` activates a
 role within the block. Methods that run the model take a role as an argument and activate it themselves.
 
 The module avoids two traps of peft and of gradient checkpointing. First, peft's `set_adapter` turns off `requires_grad` of every
-other adapter. The policy would get no gradients after the critic was active. `use` only switches the active adapter of peft's
+other adapter. The policy would get no gradients once the critic has been active. `use` only switches the active adapter of peft's
 layers. Second, gradient checkpointing runs a layer's forward again during `backward`, with the adapter that is active at that
 time. The context of the checkpoint activates the role of the original forward again.
 """
@@ -110,7 +110,7 @@ class SharedBase(nn.Module):
         head: bool = False,
         trainable: bool = False,
     ) -> None:
-        """Adds a role. Exactly one of lora, folder, copy_of and head_on is set. After an error, nothing has been added.
+        """Adds a role from one of lora, folder, copy_of and head_on. If the method raises an error, no role is added.
 
         A new adapter does not change the outputs until it is trained, because peft initializes the product B A with 0.
 
@@ -150,7 +150,7 @@ class SharedBase(nn.Module):
         self.set_trainable(role, trainable)
 
     def _inject(self, role: str, config: Any, trainable: bool) -> None:
-        """Adds the adapter's layers, newly initialized, to the base."""
+        """Adds the layers of a new adapter to the base, and initializes them."""
         config.lora_dropout = 0.0  # with dropout, PPO's first ratio would not be 1, nor its first KL 0
         config.modules_to_save, config.inference_mode = None, False
         self.configs[role], self._stored[role] = config, role
@@ -285,8 +285,8 @@ class SharedBase(nn.Module):
         stored = None if role is None else self._stored[role]
         self.role = role
         for layer in self._layers:
-            # Private attributes, because layer.set_adapter and enable_adapters change requires_grad. Use public methods when peft
-            # can switch adapters without changing requires_grad (https://github.com/huggingface/peft/issues/2759).
+            # Sets private attributes, because layer.set_adapter and enable_adapters change requires_grad. Use public methods when
+            # peft can switch adapters without changing requires_grad (https://github.com/huggingface/peft/issues/2759).
             layer._disable_adapters = stored is None
             if stored is not None:
                 layer._active_adapter = [stored]
@@ -314,7 +314,7 @@ class SharedBase(nn.Module):
         return {key: parameter.data.contiguous().cpu() for key, parameter in self._named(role).items()}
 
     def fill(self, role: str, tensors: Mapping[str, Tensor]) -> None:
-        """Copies tensors into an existing role. `tensors_of` has returned the tensors, perhaps in another process."""
+        """Copies tensors into an existing role. The tensors come from `tensors_of`, perhaps in another process."""
         for key, parameter in self._named(role).items():
             parameter.data.copy_(tensors[key])
 
@@ -348,7 +348,8 @@ class SharedBase(nn.Module):
 
     def body(self, **inputs: Any) -> Any:
         """Runs the transformer below the lm head with the active role. Takes the inputs of transformers' base model."""
-        # transformers uses gradient checkpointing only in train mode, and then drops the KV cache.
+        # transformers uses gradient checkpointing only in train mode, and then drops the KV cache. Train mode has no other
+        # effect, because every dropout is 0.
         training = self.gradient_checkpointing and torch.is_grad_enabled()
         if self.base.training != training:
             self.base.train(training)
@@ -467,7 +468,7 @@ class SharedBase(nn.Module):
         return float(self.logprobs(role, row, torch.ones_like(row[:, 0]), actions)[0].mean())
 
     def head(self, role: str, hidden: Tensor) -> Tensor:
-        """Applies the role's scalar head to hidden states (..., H). Returns its fp32 output (...)."""
+        """Applies the role's scalar head to hidden states (..., H). Returns the head's fp32 output (...)."""
         with torch.autocast(hidden.device.type, enabled=False):
             return self._head_of(role)(hidden.float()).squeeze(-1)
 
@@ -489,8 +490,8 @@ class SharedBase(nn.Module):
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         """Returns two contexts: one for a checkpointed forward, and one for its recomputation."""
-        # torch calls this during the forward, so `self.role` is the role to restore in backward. Remove when peft restores the
-        # active adapter itself (https://github.com/huggingface/peft/issues/2832).
+        # torch calls this method during the forward, so `self.role` is the role to restore in backward. Remove it when peft
+        # restores the active adapter itself (https://github.com/huggingface/peft/issues/2832).
         return nullcontext(), self.use(self.role)
 
     def _precision(self) -> AbstractContextManager:
@@ -503,7 +504,7 @@ class SharedBase(nn.Module):
         with self._precision():
             expected = self.base(input_ids=ids).logits.float()
         ours = self.logits(self.body(input_ids=ids, use_cache=False).last_hidden_state)
-        # The tolerance is relative to the largest logit, because in half precision all logits have errors of similar size.
+        # The tolerance is relative to the largest logit, because in half precision the errors of all logits are similarly large.
         if not (expected - ours).abs().max() <= 1e-2 * max(1.0, float(expected.abs().max())):
             raise InputError(
                 f"{type(self.base).__name__} changes its logits after the lm head in an unknown way; expected a plain, a "

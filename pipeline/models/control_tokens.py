@@ -86,7 +86,8 @@ class Escaping:
         stop = 1 + max((i for i, added in enumerate(begin.special_tokens_mask) if not added), default=-1)
         ids, offsets, start = begin.ids[:stop], begin.offsets[:stop], len(first)
         for piece in others:
-            # Some tokenizers add a space at the start of a text. The line break prevents this; its token is dropped below.
+            # Some tokenizers add a space at the start of a text. With a line break first, they add no space to the piece itself.
+            # The token of the line break is dropped below.
             encoding = backend.encode(f"\n{piece}", add_special_tokens=False)
             for token, (left, right) in zip(encoding.ids, encoding.offsets, strict=True):
                 if right > 1:

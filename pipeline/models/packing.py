@@ -23,7 +23,7 @@ class Batch:
     """Input of one forward, for B completions of up to R actions in P rows of up to T tokens, padded on the right."""
 
     input_ids: Tensor  # (P, T)
-    # (B, R + 1) indices into the P * T hidden states: for each action the position before it, then the last action's position.
+    # (B, R + 1) indices into the P * T hidden states: the position before each action, and then the last action's position.
     # If a completion has fewer than R actions, its last index is repeated.
     at: Tensor
     position_ids: Tensor | None = None  # (P, T), or None if the positions of each row count from 0
@@ -91,7 +91,7 @@ def packs_that_pay(
     completions: int | None = None,
     tokens: int | None = None,
 ) -> list[list[int]]:
-    """Packs completions into rows as long as packing saves computation. Returns the indices of each row's completions.
+    """Packs completions into one row while this saves computation. Returns the indices of each row's completions.
 
     A row of T tokens costs about T * (12 W**2 + 2 T W) multiplications per layer. The first term is for the weights, the second
     for attention. A packed row also computes the attention between its completions, although this attention is masked.

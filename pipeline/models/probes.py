@@ -45,7 +45,7 @@ def write_probes(
 def read_probes(folder: str) -> list[tuple[list[int], float, str | None]]:
     """Returns (token ids, output, precision) of an adapter's probes, or [] if it has none.
 
-    Earlier versions did not write the precision. Raises InputError if the file is damaged.
+    Earlier versions of this pipeline did not store the precision. Raises InputError if the file is damaged.
     """
     path = Path(folder, FILE)
     try:

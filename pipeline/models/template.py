@@ -1,6 +1,6 @@
 """Chooses the chat template of a tokenizer, and tests that it renders a conversation (no torch import).
 
-A template is a program that someone published with a model. transformers runs the template in a sandbox, without access to
+A template is a program that comes with a model. transformers runs the template in a sandbox, without access to
 files or imports.
 """
 
@@ -16,7 +16,7 @@ from pipeline.errors import InputError, in_brief
 from pipeline.system.deadline import call_with_deadline
 
 PLAIN = Path(__file__).with_name("plain.jinja")
-# Fixed date, because the templates of Llama 3.1 and later write today's date into the prompt.
+# A fixed date. Otherwise, the templates of Llama 3.1 and later would write today's date into the prompt.
 DATE = "26 Jul 2024"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks the completions in a template
 MAX_CHARACTERS = 1_000_000  # maximum characters of the text that a template renders for one of the PROBES
@@ -99,7 +99,9 @@ def text_as_chat(tokenizer: Any, apply_chat_template: bool | None) -> bool:
 
 
 def _error(tokenizer: Any) -> Exception | None:
-    """Returns an error if the tokenizer's template can render none of the PROBES, or None if it can render one of them."""
+    """Returns an error if the tokenizer's template can render none of the PROBES, or None.
+
+    A template may reject some of the PROBES."""
     from jinja2 import TemplateError
 
     errors: list[Exception] = []

@@ -20,7 +20,7 @@ from pipeline.system.hub import KEY, base_config, base_file, base_json, source
 END_OF_TURN = (
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|eot|>", "<|return|>",
 )  # fmt: skip
-MIN_ENDED = 0.1  # if a smaller fraction ends with EOS, the policy has probably not learned EOS
+MIN_ENDED = 0.1  # a warning is printed if a smaller fraction of completions ends with EOS
 LLAMA_PAD = "<|finetune_right_pad_id|>"
 RESERVED = re.compile(r"reserved|unused|placeholder|dummy|control_\d|extra_id|extra_\d", re.IGNORECASE)
 

@@ -307,7 +307,7 @@ def fitting(plan: Plan) -> list[str]:
 
 
 def fit_into(work: Sections, memory: float, loras: Loras | None = None) -> tuple[list[str], Plan]:
-    """Returns the overrides, as few as possible, with which a worker fits into `memory` bytes, and the resulting plan.
+    """Returns the least disruptive overrides with which a worker fits into `memory` bytes, and the resulting plan.
 
     If all overrides together are not enough, returns all of them.
     """
@@ -386,7 +386,8 @@ def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
         episodes = args.total_updates(rows.count) * args.batch_size
         tokens = episodes * (row + completion)
         models = 1 + args.has_critic_adapter
-        learning = 2 if args.gradient_checkpointing is False else 3  # a backward takes as long as a forward
+        # Forward, backward and (with gradient checkpointing) recomputation are assumed to take equally long.
+        learning = 2 if args.gradient_checkpointing is False else 3
         # Forwards for the reward, the reference, old log-probs and old values, then forwards and backwards of all epochs.
         passes = 2 + models * (1 + args.num_ppo_epochs * learning)
         at_once = args.decoded(workers)

@@ -16,7 +16,7 @@ from pipeline.system import storage
 
 CHUNKS = 8  # number of chunks, spread evenly over a large dataset, that are tokenized
 CHUNK = 256 << 10  # bytes of a chunk
-MAX_UNSPLITTABLE = 32 << 20  # maximum bytes of a file that cannot be split (zipped, a JSON array, CSV)
+MAX_UNSPLITTABLE = 32 << 20  # maximum bytes of a file that cannot be split (compressed, a JSON array, or CSV)
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,8 @@ class SlotDecoder(Decoder):
         self.rows: list[Row] = []
         self.cache: Any = None  # a SlotCache, or None if there are no rows
         self.settings: RowSettings | None = None
-        self.longest = 0  # tokens of the longest row in the cache
-        self.equal = True  # whether all rows have the same number of tokens
+        self.longest = 0  # number of tokens of the longest row in the cache
+        self.equal = True  # whether all rows have the same number of tokens in the cache
 
     def add(self, role: str, folder: str) -> None:
         self.shared.add(role, folder=folder)

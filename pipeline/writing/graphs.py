@@ -21,7 +21,7 @@ TOLERANCE = 1e-2  # maximum relative difference between a step and its first rep
 
 
 class Steps:
-    """Runs decoding steps, as replays while their shape stays the same. After a failure, all steps run kernel by kernel.
+    """Runs decoding steps. While the shape stays the same, replays a CUDA graph. After a failure, no step is replayed.
 
     Args:
         step: returns (B, H) hidden states for (rows, positions). Each call must read and write the same tensors.
