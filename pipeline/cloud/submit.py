@@ -138,7 +138,7 @@ def judge_key_variables(files: Iterable[str]) -> set[str]:
 
 
 def forwarded_variables(also: Iterable[str] = ()) -> dict[str, str]:
-    """Returns {name: value} of the environment variables to forward, from FORWARDED, `also` and $FORWARD, if they are set here."""
+    """Returns {name: value} of the environment variables to forward, from FORWARDED, `also` and $FORWARD, if set here."""
     known = {*FORWARDED, *also}
     names = {*known, *os.environ.get("FORWARD", "").replace(",", " ").split()}
     if unset := sorted(name for name in names - known if not os.environ.get(name)):
