@@ -79,7 +79,7 @@ def _instance(kind: dict[str, Any]) -> str:
 
 
 def types_of(name: str) -> tuple[dict[str, NodeType], int]:
-    """Returns the worker types and the maximum number of workers, or ({}, 0) if there is no cluster file for the cluster here."""
+    """Returns the worker types and the maximum number of workers, or ({}, 0) if no local cluster file describes the cluster."""
     file = Path(os.environ.get("CLUSTER", "cluster.yaml"))
     config = read_cluster_file(file) if name and file.is_file() else {}
     if not config or config.get("cluster_name") != name:

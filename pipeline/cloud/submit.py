@@ -88,7 +88,7 @@ def runtime_env(variables: dict[str, str]) -> Iterator[dict[str, Any]]:
     """
     environment: dict[str, Any] = {"working_dir": ".", "env_vars": session.ENVIRONMENT, "py_modules": []}
     package = Path(pipeline.__file__).parent
-    if package.parent != Path.cwd():  # no clone here, so the installed package is uploaded, too
+    if package.parent != Path.cwd():  # not in a clone, so the installed package is uploaded
         environment["py_modules"].append(str(package))
     with tempfile.TemporaryDirectory() as folder:
         if variables:
@@ -271,7 +271,7 @@ def follow(api: Api, submission: str) -> int:
     import aiohttp
 
     errors = (OSError, RuntimeError, aiohttp.ClientError)
-    shown, named = 0, False  # number of printed characters; whether the log has an error message from us
+    shown, named = 0, False  # number of printed characters; whether the log has a line with `error: `
     silent_since, problem = None, ""  # time of the first failed request; why reading the log failed
 
     async def tail(client: Any) -> None:
@@ -320,7 +320,7 @@ def follow(api: Api, submission: str) -> int:
     status, code = details.status.value, details.driver_exit_code
     if status == "SUCCEEDED":
         return 0
-    # If a library ends the process with status 2, the log has no error message from us.
+    # A library may also end the process with status 2, but then the log has no error message of the pipeline.
     if status == "FAILED" and (code == 1 or (code == 2 and named)):
         return int(code)  # the job's log has the reason
     print(f"{submission} {status.lower()}: {details.message}", file=sys.stderr)

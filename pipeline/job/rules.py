@@ -130,7 +130,7 @@ def find_problems(job: Job) -> Problems:
     )
     if any((job.run.load_best_model_at_end, job.run.early_stopping_patience, job.run.stop_if)):
         yield from _best_problems(job.run, job.metrics, job.evaluates, facts.trl)
-    # If the command line removes the held-out rows that the job file's gate needs, this is no problem: the run moves no alias.
+    # If the command line removes the held-out rows that the job file's gate needs, the run is allowed, but moves no alias.
     removed = {"data.eval", "data.eval_fraction"} & {*job.overridden}
     needs_rows = {one for one in job.gate if not removed or f"gate.{short(one)}" in job.overridden}
     yield from _gate_problems(job.gate, job.metrics, needs_rows if facts.learns else set())

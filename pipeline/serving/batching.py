@@ -23,7 +23,7 @@ ENDED = "the batcher has ended"  # error of requests after `close` or after the 
 
 
 class Token(NamedTuple):
-    """One token of a row."""
+    """One decoded token of a row."""
 
     id: int
     logprob: float  # log-prob of the token; at temperature 1 if the row has `top`
@@ -165,7 +165,7 @@ class Batcher:
                     self._wake()
 
     def _joining(self) -> list[ServedRow]:
-        """Takes as many rows from the queue as the decoder and `prompt_tokens` allow. Adds them to `rows`, and returns them."""
+        """Moves as many rows from the queue to `rows` as the decoder and `prompt_tokens` allow, and returns these rows."""
         joining: list[ServedRow] = []
         width = 0
         with self.condition:

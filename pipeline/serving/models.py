@@ -40,7 +40,7 @@ CACHE_FRACTION = {"cuda": 0.5, "cpu": 0.25}  # {device: fraction of its free mem
 
 @dataclass(frozen=True, eq=False)
 class Served:
-    """A loaded version. `role` is the name of its adapter on the shared base, or None if it has no adapter there."""
+    """A loaded version. `role` is the name of its adapter on the shared base, or None if it has no such adapter."""
 
     version: str
     role: str | None = None
