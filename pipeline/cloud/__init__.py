@@ -1,1 +1,1 @@
-"""Ray clusters from outside: cluster.yaml, checks before money is spent, job submission, spot notices, KubeRay."""
+"""Starts and ends Ray clusters in a cloud, checks and submits jobs to a cluster, and generates manifests for KubeRay."""

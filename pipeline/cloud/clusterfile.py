@@ -1,8 +1,8 @@
-"""Starts and ends the cluster of a cluster file with `ray`, after checks of the file and the cloud account.
+"""Starts and ends the cluster that a cluster file describes. Checks the file and the cloud account before it calls `ray`.
 
     python -m pipeline.cloud.clusterfile up|status|dashboard|down cluster.yaml
 
-Exits with status 2 and one message if the file is wrong or you are not signed in to AWS, otherwise with the status of `ray`.
+If a check fails, prints one message and exits with status 2. Otherwise, exits with the status of `ray`.
 """
 
 import os
@@ -20,25 +20,25 @@ from pipeline.errors import InputError, in_brief
 from pipeline.settle.placement import ACCELERATOR_TYPE, GPU_LABEL
 from pipeline.system import prices
 
-PLACEHOLDER = re.compile("EDIT|OWNER")  # marks values that the user has to fill in
+PLACEHOLDER = re.compile("EDIT|OWNER")  # matches placeholders that the user has to replace
 RAY = str(Path(sys.executable).parent / "ray")
 SIGN_IN = (
     "run `aws configure` or `aws sso login`, or export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
     "(AWS_PROFILE names one of several accounts)"
 )
-# {type of provider: what remains after `make down` and may cost money}
+# {type of provider: resources that `make down` does not delete and that may cost money}
 STAYS = {
     "aws": "the bucket, the stack with its roles and security group, and the key pair ray-autoscaler_*; to end them, too: "
     "aws s3 rb --force s3://BUCKET; aws cloudformation delete-stack --stack-name rlhf",
     "gcp": "the bucket and the service accounts; to end the bucket, too: gcloud storage rm --recursive gs://BUCKET",
     "local": "~/rlhf and ~/mlflow on each machine",
 }
-TOOLS = {"ssh": "openssh-client", "rsync": "rsync"}  # {command that `ray up` needs: its package}
+TOOLS = {"ssh": "openssh-client", "rsync": "rsync"}  # {command that `ray up` needs: package that contains it}
 
 
 @dataclass(frozen=True)
 class NodeType:
-    """A node, or a type of nodes that the autoscaler may start."""
+    """Describes a node, or a type of node that the autoscaler may start."""
 
     resources: dict[str, float]
     max_workers: int = 1
@@ -48,7 +48,7 @@ class NodeType:
 
 
 def read_cluster_file(file: Path) -> dict[str, Any]:
-    """Returns the parsed cluster file. Raises InputError if the file cannot be read or is no cluster file."""
+    """Returns the parsed cluster file. Raises InputError if the file cannot be read or is not a cluster file."""
     try:
         config = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
@@ -59,14 +59,14 @@ def read_cluster_file(file: Path) -> dict[str, Any]:
 
 
 def worker_types(config: dict[str, Any]) -> dict[str, NodeType]:
-    """Returns {name: node type of the workers}, with the resource that Ray adds for their GPU."""
+    """Returns {name: node type} for all node types except the head's. Adds the resource that Ray creates for the type of GPU."""
     found = {}
     for name, kind in (config.get("available_node_types") or {}).items():
         if name == config.get("head_node_type"):
             continue
         resources = {key: float(value) for key, value in (kind.get("resources") or {}).items()}
         labels = kind.get("labels") or {}
-        if gpu := labels.get(GPU_LABEL):  # Ray's resource is A100 for A100-40G and A100-80G
+        if gpu := labels.get(GPU_LABEL):  # Ray's resource has the name A100 for both A100-40G and A100-80G
             resources.setdefault(f"{ACCELERATOR_TYPE}{re.sub('^A100-.*', 'A100', gpu)}", 1.0)
         most = int(kind.get("max_workers", config.get("max_workers", 2)))
         found[name] = NodeType(resources, most, int(kind.get("min_workers", 0)), _instance(kind), labels)
@@ -79,7 +79,7 @@ def _instance(kind: dict[str, Any]) -> str:
 
 
 def types_of(name: str) -> tuple[dict[str, NodeType], int]:
-    """Returns the worker types and their maximum number, or ({}, 0) if the cluster of this name has no cluster file here."""
+    """Returns the worker types and the maximum number of workers, or ({}, 0) if no local cluster file describes the cluster."""
     file = Path(os.environ.get("CLUSTER", "cluster.yaml"))
     config = read_cluster_file(file) if name and file.is_file() else {}
     if not config or config.get("cluster_name") != name:
@@ -88,7 +88,7 @@ def types_of(name: str) -> tuple[dict[str, NodeType], int]:
 
 
 def check_cluster_file(file: Path) -> dict[str, Any]:
-    """Checks tools, lines to fill in, and files to mount. Returns the parsed cluster file. Raises InputError."""
+    """Returns the parsed cluster file. Raises InputError for missing tools, missing files to mount, and unedited placeholders."""
     config = read_cluster_file(file)
     for tool, package in TOOLS.items():
         if not shutil.which(tool):
@@ -118,13 +118,13 @@ def check_cluster_file(file: Path) -> dict[str, Any]:
 
 
 def _idle_hours(config: dict[str, Any]) -> str | None:
-    """Returns the hours without a job after which the head ends itself, or None if it never does."""
+    """Returns after how many hours without a job the head shuts itself down, or None if it never does."""
     found = re.search(r"\bHEAD_IDLE_HOURS=(\S+)", " ".join(config.get("head_start_ray_commands") or []))
     return found and found[1]
 
 
 def summary(config: dict[str, Any]) -> str:
-    """Returns text about the nodes that `ray up` starts: their price an hour, and when they end."""
+    """Returns a text with the nodes that `ray up` or the autoscaler starts, their prices, and when they are shut down."""
     provider = config["provider"]
     where = provider.get("region") or provider.get("head_ip") or provider.get("module", "")
     lines = [f"cluster {config['cluster_name']!r} on {provider['type']} {where}"]
@@ -149,7 +149,7 @@ def summary(config: dict[str, Any]) -> str:
 
 
 def _price(kind: NodeType) -> str:
-    """Returns a node's dollars an hour as text: the price of its instance type if known, otherwise of its GPUs."""
+    """Returns a text with a node's hourly price: the price of its instance type if known, otherwise of its GPUs."""
     known = prices.read_prices()
     gpus = known.gpus.get(kind.labels.get(GPU_LABEL, ""), 0.0) * kind.resources.get("GPU", 0)
     dollars = known.instances.get(kind.instance) or gpus
@@ -159,7 +159,7 @@ def _price(kind: NodeType) -> str:
 
 
 def check_account(config: dict[str, Any]) -> None:
-    """Raises InputError if you are not signed in to AWS, because Ray's own error is a traceback."""
+    """Raises InputError if the user is not signed in to AWS. Without this check, Ray would print a traceback."""
     if config["provider"]["type"] != "aws":
         return
     try:
@@ -169,11 +169,11 @@ def check_account(config: dict[str, Any]) -> None:
     except ModuleNotFoundError as error:
         what = f"{error.name} is not installed here"
         raise InputError(f'{what}; run .venv/bin/pip install -c constraints.txt -e ".[cloud]"') from error
-    except Exception as error:  # botocore raises exceptions of many types
+    except Exception as error:  # botocore raises many types of exceptions
         raise InputError(f"you are not signed in to AWS ({in_brief(error)}); {SIGN_IN}") from error
 
 
-# {subcommand: subcommand of `ray`, and options after the cluster file}
+# {our subcommand: (subcommand of `ray`, arguments after the cluster file)}
 VERBS = {
     "up": ("up", "--disable-usage-stats"),
     "status": ("exec", "RAY_AUTH_MODE=token ray status"),
@@ -183,7 +183,7 @@ VERBS = {
 
 
 def run_ray(verb: str, file: Path, options: list[str]) -> None:
-    """Checks cluster file and account, and replaces this process with `ray`. Before `down`, the head finishes its writes."""
+    """Checks the file and the account, then replaces this process by `ray`. Before `down`, the head saves MLflow's data."""
     config = check_cluster_file(file) if verb == "up" else read_cluster_file(file)
     check_account(config)
     environment = dict(os.environ)

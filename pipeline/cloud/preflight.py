@@ -1,6 +1,6 @@
-"""Checks on the submitter's machine, before the upload, whether a job can run on a cluster.
+"""Checks on the submitting machine, before the upload, that a job can run on a cluster.
 
-`query_cluster` asks the head over HTTP. Each check raises InputError for the first mistake, so that the job is not submitted.
+`query_cluster` gets the cluster's properties from the head over HTTP. Each check raises InputError if the job cannot run.
 """
 
 import glob
@@ -25,22 +25,22 @@ from pipeline.settle import placement
 from pipeline.settle.placement import Bundle, Places
 from pipeline.system import console, storage
 
-UPLOAD_LIMIT = 100 * 2**20  # bytes; Ray keeps the upload in the head's memory
+UPLOAD_LIMIT = 100 * 2**20  # maximum bytes of an upload, which Ray keeps in the head's memory
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a Ray cluster's head reports over HTTP."""
+    """The properties of a Ray cluster that its head reports over HTTP."""
 
-    nodes: list[NodeType]  # alive
+    nodes: list[NodeType]  # nodes that are alive
     types: dict[str, NodeType] = field(default_factory=dict)  # node types that the autoscaler may add
     max_workers: int = 0
-    tracking_uri: str | None = None  # address of the cluster's MLflow server, as the nodes see it
-    unknown_types: bool = False  # whether an autoscaler with unknown node types may add nodes
+    tracking_uri: str | None = None  # address at which the nodes reach the cluster's MLflow server
+    unknown_types: bool = False  # whether there may be an autoscaler whose node types are unknown
 
     @property
     def several(self) -> bool:
-        """Returns True if a job's processes can run on more than one node."""
+        """Returns True if the cluster has, or may get, more than one node."""
         growing = self.unknown_types or any(kind.max_workers for kind in self.types.values())
         return len(self.nodes) > 1 or growing
 
@@ -49,10 +49,10 @@ class Cluster:
 
 
 def query_cluster(get: Callable[[str], Any], address: str) -> Cluster:
-    """Returns the cluster at `address`. Raises InputError if the cluster's version of Ray or Python differs from this machine's.
+    """Queries the cluster at `address`. Raises InputError if its version of Ray or Python differs from this machine's.
 
     Args:
-        get: sends an authorized GET for a path, and returns the parsed JSON.
+        get: function that sends an authorized GET request for a path, and returns the parsed JSON.
     """
     import ray
 
@@ -70,10 +70,10 @@ def query_cluster(get: Callable[[str], Any], address: str) -> Cluster:
     nodes = [NodeType(node["resources_total"] or {}, labels=node["labels"] or {}) for node in alive]
     heads = ((node["node_ip"], node["labels"] or {}) for node in alive if node["is_head_node"])
     head, labels = next(heads, ("HEAD", {}))
-    # The API does not list the types that an autoscaler may add. The label of the head node names the cluster file.
+    # The API does not list the autoscaler's node types. They are read from the cluster file that the head's label names.
     types, most = clusterfile.types_of(labels.get("cluster-file", ""))
     mlflow = f"http://{head}:{labels['mlflow-port']}" if "mlflow-port" in labels else None
-    # KubeRay and `ray up` set the label of the node type on each node that they start.
+    # KubeRay and `ray up` set the label ray.io/node-group on each node that they start.
     return Cluster(nodes, types, most, mlflow, unknown_types=not types and "ray.io/node-group" in labels)
 
 
@@ -81,7 +81,7 @@ def query_cluster(get: Callable[[str], Any], address: str) -> Cluster:
 
 
 def check_storage(path: str, tracking_uri: str | None, cluster: Cluster) -> None:
-    """Raises InputError if nodes would not share the storage path or the MLflow server."""
+    """Raises InputError if the nodes cannot all use the same storage path and the same MLflow server."""
     why = ""
     if not storage.is_remote(path) and not os.path.isabs(path):
         why = "is inside the job's copy of this folder on the head, which Ray deletes with the job"
@@ -106,7 +106,7 @@ def _on_local_disk(path: str) -> bool:
 
 
 def check_resources(places: Places, cluster: Cluster) -> None:
-    """Raises InputError if neither live nodes nor nodes that may start have enough resources for all workers."""
+    """Raises InputError if neither the live nodes nor the autoscaler's nodes have enough resources for all workers."""
     for section, who, count, _, need in places.groups:
         possible = _possible_workers(need, cluster)
         if possible >= count:
@@ -135,7 +135,7 @@ def check_resources(places: Places, cluster: Cluster) -> None:
 
 
 def _possible_workers(need: Bundle, cluster: Cluster) -> int:
-    """Returns how many workers fit on the live nodes, or on all nodes that may start, whichever is larger.
+    """Returns how many workers fit on the live nodes, or on the nodes that the autoscaler may have, whichever is larger.
 
     The two numbers are not added, because `max_workers` includes the live nodes.
     """
@@ -152,9 +152,9 @@ def _shown(node: NodeType) -> str:
 
 
 def check_memory(workload: Workload, cluster: Cluster) -> None:
-    """Raises InputError if Ray may place a worker on a GPU with less memory than `plan` estimates.
+    """Raises InputError if Ray may place a worker on a GPU that has less memory than `plan` estimates for the worker.
 
-    Skips GPUs that `plan` does not know, and a base whose config.json this machine cannot read.
+    Skips GPUs that `plan` does not know. Checks nothing if this machine cannot read the base's config.json.
     """
     nodes = [*cluster.nodes, *cluster.types.values()]
     for section, who, _, _, need in workload.places.groups:
@@ -165,14 +165,14 @@ def check_memory(workload: Workload, cluster: Cluster) -> None:
         with console.waiting(f"estimating the memory of a {who}"):
             planned = workload.planned(section)
         if planned is None:
-            return  # only the cluster has the base, and checks its memory there
+            return  # only the cluster can read the base, and the run checks memory there
         small = {name: memory for name, memory in gpus.items() if memory * plan.GIB < planned.peak}
         if not small:
             continue
         listed = " or ".join(f"{name} with {memory:g}" for name, memory in small.items())
         advice = f"reduce its memory; run make plan JOB={workload.source}"
         if enough := sorted({*gpus} - {*small}) or plan.fitting(planned):
-            # without spaces, which Ray would take as part of a name
+            # without spaces, because Ray would treat them as part of a name
             selector = need.selector | {placement.GPU_LABEL: f"in({','.join(enough)})"}
             text = yaml.safe_dump(selector, default_flow_style=True, sort_keys=False, width=1000).strip()
             key = f"{section}.label_selector"
@@ -185,8 +185,8 @@ def check_memory(workload: Workload, cluster: Cluster) -> None:
 
 
 def upload_files(folder: str = ".") -> dict[str, int]:
-    """Returns {path: bytes} of the files that Ray uploads. Raises InputError above 100 MiB and names the five largest."""
-    # This private function of Ray 2.60 makes the upload. Replace the function when Ray has a public one that lists the files.
+    """Returns {path: bytes} for the files that Ray uploads. Above UPLOAD_LIMIT, raises InputError with the five largest."""
+    # Ray 2.60 uploads the files that this private function lists. Use a public function when Ray has one.
     from ray._private.runtime_env.packaging import _dir_travel
 
     root, sizes = Path(folder).absolute(), {}
@@ -208,7 +208,7 @@ def upload_files(folder: str = ".") -> dict[str, int]:
 
 
 def check_paths(paths: Iterable[tuple[str, str]], cluster: Cluster, files: dict[str, int]) -> None:
-    """Raises InputError for paths that exist only on this machine and are not part of the upload."""
+    """Raises InputError if a path of the job exists only on this machine and is not part of the upload."""
     for key, path in paths:
         if not cluster.several and os.path.isabs(path):  # the cluster's only node may be this machine
             continue

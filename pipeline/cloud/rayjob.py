@@ -1,9 +1,9 @@
-"""Makes a RayJob of KubeRay from a folder of jobs or from job files. Its cluster starts, runs the jobs, and ends.
+"""Generates a KubeRay RayJob from a folder of jobs or from job files. KubeRay starts a cluster, runs the jobs, and deletes it.
 
     python -m pipeline.cloud.rayjob jobs/velo run.storage_path=/mnt/runs mlflow.tracking_uri=http://mlflow:5000 > velo.yaml
 
-docs/clusters.md, "Kubernetes", explains the environment variables. jobs/cloud/kubernetes.yaml has what a namespace needs once:
-claims, accounts, a secret, and MLflow.
+docs/clusters.md, "Kubernetes", explains the environment variables. jobs/cloud/kubernetes.yaml sets up a namespace: claims,
+accounts, a secret, and MLflow.
 """
 
 import copy
@@ -28,24 +28,24 @@ from pipeline.settle.placement import Bundle, Group, Places
 from pipeline.system import storage
 
 CLAIM = "rlhf-runs"
-SERVICE_PORT = 8000  # port of the Service that KubeRay makes for a RayService
-MODELS = "/models"  # where pods mount the claim rlhf-models
-# Service accounts. KubeRay allows the head's account to start and end pods. The workers' account may not.
+SERVICE_PORT = 8000  # port of the Service that KubeRay creates for a RayService
+MODELS = "/models"  # path at which pods mount the claim rlhf-models
+# {container: its service account}. Only the head's account may start and end pods.
 ACCOUNTS = {"ray-head": "rlhf-head", "ray-worker": "rlhf-worker", "ray-job-submitter": "rlhf-worker"}
-# {section of the job: environment variable that selects the Kubernetes nodes of its pods}
+# {section of the job: environment variable with the labels of the Kubernetes nodes for its pods}
 NODE_SELECTORS = {"scaling": "NODE_SELECTOR", "rollout": "ROLLOUT_NODE_SELECTOR"}
 VARIABLES = (
     "IMAGE", "GPU", *NODE_SELECTORS.values(), "NODE_GPUS", "QUEUE", "PRIORITY_CLASS", "SCHEDULE",
 )  # fmt: skip
-# {kind of manifest: maximum number of characters in a name, set by KubeRay}
+# {kind of manifest: maximum length of its name in KubeRay}
 MAX_NAME_LENGTH = {"RayJob": 47, "RayService": 47, "RayCronJob": 36}
 TEMPLATE = yaml.safe_load(Path(__file__).with_name("rayjob-template.yaml").read_text(encoding="utf-8"))
 
 
 def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
-    """Returns the RayJob or RayCronJob of a folder of jobs or of job files, or the RayService of a serve job.
+    """Returns a RayJob or RayCronJob for a folder of jobs or for job files, or a RayService for a serve job.
 
-    Raises InputError for storage that pods do not share, and for variables that are missing or contradict a job.
+    Raises InputError if pods would not share the storage, or if an environment variable is missing or contradicts a job.
     """
     jobs = load(paths, overrides)
     first, claims = jobs[0], claims_of(jobs)
@@ -54,7 +54,7 @@ def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
     kind = "RayService" if first.port is not None else "RayCronJob" if schedule else "RayJob"
     name = profile_of(first.source) if Path(paths[0]).is_dir() else run_name(first)
     name = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
-    name = re.sub("^(?![a-z])", "rlhf-", name)  # Kubernetes requires a name that begins with a letter
+    name = re.sub("^(?![a-z])", "rlhf-", name)  # Kubernetes requires that a name begins with a letter
     cluster = {"rayVersion": version("ray"), **copy.deepcopy(TEMPLATE["cluster"])}
     cluster["headGroupSpec"]["template"] = pod("ray-head", {"cpu": "4", "memory": "16Gi"}, claims)
     cluster["workerGroupSpecs"] = worker_groups([one.places for one in jobs], claims)
@@ -74,16 +74,19 @@ def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
         spec["entrypoint"] = entrypoint(paths, jobs, overrides)
         submitter = pod("ray-job-submitter", {"cpu": "500m", "memory": "1Gi"}, {})
         spec["submitterPodTemplate"]["spec"] |= submitter["spec"]
-        spec |= {"suspend": bool(queue), "rayClusterSpec": cluster}  # Kueue starts a suspended job
+        spec |= {
+            "suspend": bool(queue),
+            "rayClusterSpec": cluster,
+        }  # Kueue later resumes it
     if kind == "RayCronJob":
         spec = {"schedule": schedule, "jobTemplate": spec}
     return {"apiVersion": "ray.io/v1", "kind": kind, "metadata": metadata, "spec": spec}
 
 
 def load(paths: list[str], overrides: list[str]) -> list[Workload]:
-    """Returns the jobs of a folder or of files.
+    """Loads the jobs of a folder or of job files.
 
-    Raises InputError for jobs that do not fit into one manifest, for a port, and for storage that pods do not share.
+    Raises InputError if one manifest cannot run all jobs, if serve.port is not 8000, or if pods would not share the storage.
     """
     whole = Path(paths[0]).is_dir()
     read = (
@@ -110,8 +113,8 @@ def load(paths: list[str], overrides: list[str]) -> list[Workload]:
 
 
 def warn_of_paths(jobs: list[Workload]) -> None:
-    """Prints a warning for each local path of a job that pods do not have."""
-    there = ("jobs", "pipeline", jobs[0].storage_path, MODELS)  # the first two are what the Dockerfile copies
+    """Prints a warning for each local path of a job that will not exist in the pods."""
+    there = ("jobs", "pipeline", jobs[0].storage_path, MODELS)  # the Dockerfile copies `jobs` and `pipeline`
     for key, path in dict.fromkeys(one for job in jobs for one in job.paths):
         if not any(Path(os.path.normpath(path)).is_relative_to(folder) for folder in there):
             why = "is neither in the image, which has jobs/ of this folder, nor below run.storage_path"
@@ -124,14 +127,14 @@ def profile_of(job_file: str) -> str:
 
 
 def run_name(job: Workload) -> str:
-    """Returns the run's name, under which the operator's next attempt, or `kubectl replace --force`, resumes the run."""
+    """Returns the run's name. Because of this name, KubeRay's next attempt, or `kubectl replace --force`, resumes the run."""
     return job.name or f"{profile_of(job.source)}-{job.stage}"
 
 
 def entrypoint(paths: list[str], jobs: list[Workload], overrides: list[str]) -> str:
-    """Returns the driver's command: `run` for a folder, or the stages of job files, one after another.
+    """Returns the command of the driver: `run` for a folder, or one command per job file, which run one after another.
 
-    Unless a schedule starts the job, each run has a name, so that the next try resumes it.
+    Unless the job has a schedule, the command sets run.name for each run, so that a retry resumes the run.
     """
     start, scheduled = ["python", "-m", "pipeline"], bool(os.environ.get("SCHEDULE"))
     if Path(paths[0]).is_dir():
@@ -146,7 +149,7 @@ def entrypoint(paths: list[str], jobs: list[Workload], overrides: list[str]) -> 
 
 
 def serve_config(job: Workload, overrides: list[str]) -> str:
-    """Returns the configuration of Ray Serve."""
+    """Returns the configuration of Ray Serve for a serve job, as JSON."""
     config = copy.deepcopy(TEMPLATE["serve"])
     config["http_options"]["port"] = job.port
     config["applications"][0] |= {
@@ -157,7 +160,7 @@ def serve_config(job: Workload, overrides: list[str]) -> str:
 
 
 def worker_groups(jobs: list[Places], claims: dict[str, str]) -> list[dict[str, Any]]:
-    """Returns the pod groups for the workers of all jobs. Jobs with equal workers share a group, sized for the largest job."""
+    """Returns the pod groups of all jobs. Jobs with the same resources per worker share a group, sized for the largest job."""
     found: dict[str, list[tuple[Group, str]]] = {}
     for places in jobs:
         strategy = places.scaling.get("placement_strategy") or "PACK"
@@ -173,16 +176,16 @@ def worker_groups(jobs: list[Places], claims: dict[str, str]) -> list[dict[str, 
 
 
 def group(workers: Group, strategies: set[str], claims: dict[str, str]) -> dict[str, Any]:
-    """Returns a group of pods whose labels satisfy the label_selector of the workers.
+    """Returns a pod group for workers. The pods get labels that satisfy the workers' label_selector.
 
-    If the number of workers is fixed, several workers share a pod, so that they exchange gradients within a node.
+    If the number of training workers is fixed, several workers share a pod, so that they exchange gradients within one node.
     """
     each, section, count = workers.each, workers.section, workers.most
     gpus = math.ceil(each.resources.get("GPU", 0))
     node_gpus = os.environ.get("NODE_GPUS") or "8"
     if not re.fullmatch("[1-9][0-9]*", node_gpus):
         raise InputError(f"found {node_gpus}, expected a number above 0", key="NODE_GPUS")
-    fitting = int(node_gpus) // gpus if gpus else 1  # workers on a node
+    fitting = int(node_gpus) // gpus if gpus else 1  # number of workers that fit on one node
     alone = section == "rollout" or workers.fewest < count or strategies & {"SPREAD", "STRICT_SPREAD"}
     shared = 1 if alone else max(n for n in range(1, max(fitting, 1) + 1) if count % n == 0)
     if "STRICT_PACK" in strategies and section == "scaling":
@@ -204,7 +207,7 @@ def group(workers: Group, strategies: set[str], claims: dict[str, str]) -> dict[
         "replicas": workers.fewest // shared,
         "minReplicas": workers.fewest // shared,
         "maxReplicas": count // shared,
-        # GPU pods offer no CPUs, so that a task that needs no GPU does not start a GPU pod.
+        # GPU pods declare no CPUs to Ray, so that tasks without GPUs do not make the autoscaler start a GPU pod.
         "rayStartParams": {"num-cpus": "0"} if gpus else {},
         **({"labels": labels} if labels else {}),
         "template": pod("ray-worker", requests, claims, nodes),
@@ -212,7 +215,7 @@ def group(workers: Group, strategies: set[str], claims: dict[str, str]) -> dict[
 
 
 def node_selector(section: str) -> dict[str, str]:
-    """Returns the labels of the Kubernetes nodes for a section's pods."""
+    """Returns the labels that the Kubernetes nodes of a section's pods must have."""
     text = os.environ.get(NODE_SELECTORS[section])
     try:
         return dict(one.split("=") for one in text.split(",")) if text else {}
@@ -221,10 +224,10 @@ def node_selector(section: str) -> dict[str, str]:
 
 
 def labels_of(each: Bundle, section: str) -> dict[str, str]:
-    """Returns the labels that a pod needs so that Ray places the workers in it."""
+    """Returns the labels that a pod needs so that Ray can place the workers in it."""
     labels = {}
     for key, value in each.selector.items():
-        if placement.matches({key: value}, {}):  # a selector that only excludes values needs no label
+        if placement.matches({key: value}, {}):  # it only excludes values, so the pod needs no label
             continue
         names = re.sub(r"^in\((.*)\)$", r"\1", value).split(",")
         if key == placement.GPU_LABEL and os.environ.get("GPU"):
@@ -240,7 +243,7 @@ def labels_of(each: Bundle, section: str) -> dict[str, str]:
 
 
 def claims_of(jobs: list[Workload]) -> dict[str, str]:
-    """Returns {claim: mount path} of the shared folders that the jobs need."""
+    """Returns {volume claim: mount path} for the shared folders that the jobs need."""
     path = jobs[0].storage_path
     claims = {} if storage.is_remote(path) else {CLAIM: path}
     return claims | ({"rlhf-models": MODELS} if any(job.downloads for job in jobs) else {})
@@ -252,7 +255,7 @@ def pod(
     claims: dict[str, str],
     nodes: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Returns a pod that mounts the claims, for nodes with the labels `nodes`."""
+    """Returns a pod that mounts `claims`, and that runs on nodes with the labels `nodes`."""
     made = copy.deepcopy(TEMPLATE["pod"])
     spec, (main,) = made["spec"], made["spec"]["containers"]
     image = os.environ.get("IMAGE", "")

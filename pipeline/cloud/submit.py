@@ -1,10 +1,10 @@
-"""Submits jobs to a Ray cluster: with RAY_ADDRESS=http(s)://HEAD:8265, each stage runs there instead of on this machine.
+"""Submits jobs to a Ray cluster. If RAY_ADDRESS=http(s)://HEAD:8265 is set, each stage runs on that cluster.
 
     RAY_ADDRESS=http://HEAD:8265 make sft PROFILE=llama3-8b ARGS="run.storage_path=s3://BUCKET/runs"
     python -m pipeline.cloud.submit logs|stop|jobs [NAME]        # later, from any machine
 
-Uploads the working directory except what .rayignore names, runs `python -m pipeline STAGE JOB` on the head, shows the job's log,
-and exits with the job's status. The job continues if this process or its connection ends.
+A submission uploads the working directory (except files in .rayignore), and runs `python -m pipeline STAGE JOB` on the head. This
+process shows the job's log and exits with the job's status. If this process or its connection ends, the job continues.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ from pipeline.run import session
 from pipeline.system import process, terminal
 from pipeline.system.credentials import FORWARDED_MODULE, without_credentials
 
-# Stages that submit their run.name as the name of the job
+# Stages whose run.name becomes the name of the submission
 RUNS = tuple(name for name, facts in STAGE.items() if facts.runs_in != "here")
 VERBS = (*RUNS, "sweep", "validate", "run")
-# Environment variables that a job gets if this machine has them. AWS_* variables are left out, because nodes have their own role.
+# Environment variables that are forwarded to a job if they are set here. AWS_* is not forwarded, because nodes have a role.
 FORWARDED = """HF_TOKEN HF_ENDPOINT HF_HUB_OFFLINE MLFLOW_TRACKING_URI MLFLOW_TRACKING_USERNAME MLFLOW_TRACKING_PASSWORD
     MLFLOW_TRACKING_TOKEN MLFLOW_TRACKING_INSECURE_TLS WANDB_API_KEY WANDB_BASE_URL WANDB_ENTITY WANDB_MODE
     RLHF_SERVE_TOKENS""".split()
-# Loggers of Ray that report each ignore file three times
+# Ray's loggers that print each ignore file three times
 CHATTY = ("ray._private.runtime_env", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")
 SILENT_SECONDS = 600  # time without a response after which this process stops following a job
 
@@ -74,7 +74,7 @@ def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
                 metadata={"run": name, "verb": verb, "job": path},
             )
         except RuntimeError as error:
-            if "already exists" in str(error):  # another process has just submitted a job of the same name
+            if "already exists" in str(error):  # another process has just submitted a job with this name
                 next_attempt(api, name)
             raise
     return follow(api, submission)
@@ -82,13 +82,13 @@ def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
 
 @contextlib.contextmanager
 def runtime_env(variables: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """Yields Ray's runtime environment for a job: files to upload, settings, and forwarded variables.
+    """Yields Ray's runtime environment for a job, with the files to upload, settings, and forwarded variables.
 
-    The variables are uploaded as a Python module, because Ray writes `env_vars` to its logs and its list of jobs.
+    The variables are uploaded as a Python module, because Ray would show `env_vars` in its logs and its list of jobs.
     """
     environment: dict[str, Any] = {"working_dir": ".", "env_vars": session.ENVIRONMENT, "py_modules": []}
     package = Path(pipeline.__file__).parent
-    if package.parent != Path.cwd():  # the package was installed, so there is no clone
+    if package.parent != Path.cwd():  # not in a clone, so the installed package is uploaded
         environment["py_modules"].append(str(package))
     with tempfile.TemporaryDirectory() as folder:
         if variables:
@@ -101,7 +101,7 @@ def runtime_env(variables: dict[str, str]) -> Iterator[dict[str, Any]]:
 
 
 def check_registry(command: str, references: Iterable[str], tracking_uri: str | None) -> None:
-    """Raises InputError if a command on this machine needs registered models but no MLflow server is set."""
+    """Raises InputError if a command that runs on this machine needs registered models, but no MLflow server is set."""
     named = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     if named or not any(InputURI.parse(reference).is_registered for reference in references):
         return
@@ -115,7 +115,7 @@ def check_registry(command: str, references: Iterable[str], tracking_uri: str | 
 
 
 def load_workloads(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Workload]]:
-    """Returns (name of the submission, its jobs), checked like jobs of this machine."""
+    """Returns (name of the submission, its jobs). The jobs are checked like jobs that run on this machine."""
     if verb == "run":
         from pipeline.commands import run as rlhf
 
@@ -133,12 +133,12 @@ def load_workloads(verb: str, path: str, overrides: list[str]) -> tuple[str, lis
 
 
 def judge_key_variables(files: Iterable[str]) -> set[str]:
-    """Returns the names of the environment variables with the API keys of judges."""
+    """Returns the names of the environment variables that hold the API keys of judges."""
     return {variable for file in files if (variable := judge.read_definition(file).api_key_variable)}
 
 
 def forwarded_variables(also: Iterable[str] = ()) -> dict[str, str]:
-    """Returns {name: value} of the job's environment variables: FORWARDED, `also` and $FORWARD, if they are set here."""
+    """Returns {name: value} of the environment variables to forward, from FORWARDED, `also` and $FORWARD, if set here."""
     known = {*FORWARDED, *also}
     names = {*known, *os.environ.get("FORWARD", "").replace(",", " ").split()}
     if unset := sorted(name for name in names - known if not os.environ.get(name)):
@@ -147,9 +147,9 @@ def forwarded_variables(also: Iterable[str] = ()) -> dict[str, str]:
 
 
 def next_attempt(api: "Api", name: str) -> str:
-    """Returns NAME, or NAME.2, NAME.3, ... if the cluster knows the name, because Ray accepts each submission id once.
+    """Returns a submission id: NAME, or NAME.2, NAME.3, ... if NAME is taken. Ray accepts each submission id only once.
 
-    Raises InputError if a submission of that name is still running.
+    Raises InputError if a submission with this name is still running.
     """
     earlier = [job for job in api.jobs() if (job.metadata or {}).get("run") == name]
     if running := [job for job in earlier if not job.status.is_terminal()]:
@@ -163,12 +163,12 @@ def next_attempt(api: "Api", name: str) -> str:
 
 
 def is_dashboard(address: str) -> bool:
-    """Returns True if jobs can be submitted to the address: http://HEAD:8265, or another scheme such as anyscale://."""
+    """Returns True if jobs can be submitted to the address, such as http://HEAD:8265 or anyscale://NAME."""
     return "://" in address and not address.startswith("ray://")
 
 
 def check_address(address: str) -> None:
-    """Raises InputError if no process listens at HOST:PORT, because Ray would wait for minutes."""
+    """Raises InputError if no process listens at HOST:PORT. Without this check, Ray would wait for minutes."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -183,7 +183,7 @@ def check_address(address: str) -> None:
 
 
 def token() -> str | None:
-    """Returns the cluster's token from the places that Ray also reads."""
+    """Returns the cluster's token from the variable or file from which Ray also reads it, or None."""
     if value := os.environ.get("RAY_AUTH_TOKEN"):
         return value.strip()
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
@@ -191,7 +191,7 @@ def token() -> str | None:
 
 
 class Api:
-    """The Jobs API of a cluster's head."""
+    """A client for the Jobs API of a cluster's head."""
 
     def __init__(self, address: str):
         from ray.dashboard.modules.dashboard_sdk import parse_cluster_info
@@ -200,7 +200,7 @@ class Api:
         headers = {"Authorization": f"Bearer {secret}"} if secret else {}
         try:
             info = parse_cluster_info(address.rstrip("/"), headers=headers)
-        except Exception as error:  # exceptions of any type, because a vendor's module resolves the scheme
+        except Exception as error:  # any type, because a vendor's module may parse the address
             why = f"{address!r} is unknown to Ray ({in_brief(error)})"
             raise InputError(why, key="RAY_ADDRESS") from error
         self.address = info.address
@@ -208,12 +208,12 @@ class Api:
 
     @contextlib.contextmanager
     def first_contact(self) -> Iterator[None]:
-        """Turns every error in the block into an InputError about the address."""
+        """Turns every error in the `with` block into an InputError about RAY_ADDRESS."""
         try:
             yield
         except InputError:
             raise
-        except Exception as error:  # exceptions of any type, because another program may listen at this port
+        except Exception as error:  # any type, because another program may listen at this port
             message = (
                 f"no dashboard of a Ray cluster answers at {self.address!r} ({in_brief(error)}); expected http://HEAD:8265 of a "
                 "running cluster (make status) with an open tunnel (make dashboard)"
@@ -221,10 +221,10 @@ class Api:
             raise InputError(message, key="RAY_ADDRESS") from error
 
     def get(self, path: str) -> Any:
-        """Sends an authorized GET. Returns the parsed JSON. Raises InputError for a wrong token."""
+        """Sends an authorized GET request, and returns the parsed JSON. Raises InputError if the head rejects the token."""
         import requests
 
-        seconds = (3, 10)  # time limits to connect and to answer
+        seconds = (3, 10)  # time limits for the connection and for the response
         answer = requests.get(self.address + path, timeout=seconds, **self.access)
         if answer.status_code in (401, 403):
             advice = "copy ~/.ray/auth_token from the head to the same path on this machine, or export RAY_AUTH_TOKEN"
@@ -240,7 +240,7 @@ class Api:
         return JobSubmissionClient(self.address, **self.access)
 
     def jobs(self) -> list[Any]:
-        """Returns the cluster's submissions as Ray's JobDetails, oldest first."""
+        """Returns Ray's JobDetails of all submissions to the cluster, oldest first."""
         with self.first_contact():
             self.get("/api/version")
             listed = [job for job in self.client().list_jobs() if job.submission_id]
@@ -263,15 +263,16 @@ class Api:
 
 
 def follow(api: Api, submission: str) -> int:
-    """Shows the log of a submission until it ends. Returns the job's exit status. Ctrl-C leaves the job running.
+    """Shows the log of a submission until the job ends. Returns the job's exit status. After Ctrl-C, the job continues.
 
-    After a lost connection, the log continues where it stopped. The exit status does not depend on the log.
+    If the connection is lost, reconnects and shows the log from where it stopped. The exit status is correct even if a part of
+    the log is missing.
     """
     import aiohttp
 
     errors = (OSError, RuntimeError, aiohttp.ClientError)
-    shown, named = 0, False  # number of characters; whether the log has an error message of the pipeline
-    silent_since, problem = None, ""  # time of the first missing response; why the log cannot be read
+    shown, named = 0, False  # number of printed characters; whether the log has a line with `error: `
+    silent_since, problem = None, ""  # time of the first failed request; why reading the log failed
 
     async def tail(client: Any) -> None:
         nonlocal shown, named, problem
@@ -303,7 +304,7 @@ def follow(api: Api, submission: str) -> int:
                 if details.status.is_terminal():
                     break
             except errors as error:
-                if "does not exist" in str(error):  # a new head does not know the job
+                if "does not exist" in str(error):  # for example, because the head was replaced
                     raise
                 report(error)
                 silent_since = silent_since or time.monotonic()
@@ -319,7 +320,7 @@ def follow(api: Api, submission: str) -> int:
     status, code = details.status.value, details.driver_exit_code
     if status == "SUCCEEDED":
         return 0
-    # A library that dies may also exit with 2, but then the log has no error message of the pipeline.
+    # A library may also end the process with status 2, but then the log has no error message of the pipeline.
     if status == "FAILED" and (code == 1 or (code == 2 and named)):
         return int(code)  # the job's log has the reason
     print(f"{submission} {status.lower()}: {details.message}", file=sys.stderr)
@@ -330,7 +331,7 @@ def follow(api: Api, submission: str) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs `logs`, `stop` or `jobs`. NAME is the name of a run or a submission. By default, `logs` shows the newest job."""
+    """Runs `logs`, `stop` or `jobs`. NAME is the name of a run or of a submission. Without NAME, `logs` shows the newest job."""
     try:
         verb, name = (*arguments, "", "")[:2]
         if verb not in ("logs", "stop", "jobs") or len(arguments) > 2 or (verb == "stop" and not name):

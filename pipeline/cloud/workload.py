@@ -1,4 +1,4 @@
-"""The facts about a job that the checks of a cluster and the manifests of KubeRay need."""
+"""Collects what a job needs from a cluster, for checks before a submission and for KubeRay manifests."""
 
 import os
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from pipeline.system import storage
 
 @dataclass(frozen=True)
 class Workload:
-    """A job's requirements of a cluster."""
+    """What a job needs from a cluster."""
 
     stage: str
     source: str  # the job file
@@ -26,18 +26,18 @@ class Workload:
     tracking_uri: str | None  # mlflow.tracking_uri
     port: int | None  # serve.port, if the job is a server
     places: Places
-    paths: list[tuple[str, str]]  # (key, local path) of the job file, rows, base, template and adapters
+    paths: list[tuple[str, str]]  # (key, local path) of the files that the job names, and of the job file
     judges: list[str]  # files that define the job's judges
-    downloads: bool  # whether the base comes from the Hub
-    planned: Callable[[str], plan.Plan | None]  # section -> memory of each of its workers
+    downloads: bool  # whether the base is downloaded from the Hub
+    planned: Callable[[str], plan.Plan | None]  # {section: memory plan of one worker}, as a function
 
 
 def workload_of(job: Job) -> Workload:
-    """Returns a job's requirements of a cluster."""
+    """Returns what a job needs from a cluster."""
     places = places_of(job, elsewhere=True)
 
     def planned(section: str) -> plan.Plan | None:
-        """Returns the plan of a section's workers, or None if this machine cannot read the base's config.json."""
+        """Returns the memory plan of one worker of a section, or None if this machine cannot read the base's config.json."""
         try:
             config_of(job.model)
         except InputError:

@@ -1,9 +1,9 @@
-"""Reads and checks job files. Unknown keys, wrong types and impossible combinations raise InputError before heavy imports.
+"""Reads and checks job files. Unknown keys, wrong types and invalid combinations raise InputError before slow imports.
 
     job = load_job("jobs/demo/sft.yaml", ["trainer.learning_rate=1e-4"], stage="sft")
 
-The sections `lora`, `trainer` and `scaling` are plain mappings with the keys of a library, and are checked against its dataclass.
-Relative paths start at the working directory of the command.
+The sections `lora`, `trainer` and `scaling` are dicts. Their keys are those of a library's config class, and are checked against
+this class. Relative paths are relative to the working directory.
 """
 
 import shlex
@@ -20,19 +20,19 @@ from pipeline.job.stages import INPUTS, STAGE
 from pipeline.job.yaml_tree import Tree, read_tree
 from pipeline.system import hub
 
-JOBS = tuple(STAGE)  # the stages for which there are job files
+JOBS = tuple(STAGE)  # all stages
 STAGES = tuple(name for name in JOBS if STAGE[name].runs_in == "train")
 RESUMABLE = tuple(
     name for name in JOBS if STAGE[name].runs_in in ("train", "data")
 )  # stages whose runs can be resumed
-# {section: the type of its values}, in the order in which sections are checked
+# {section: its type}, in the order in which sections are checked
 SECTIONS: dict[str, Any] = {
     "model": Model, "lora": dict, "data": Data, "trainer": dict, "scaling": dict, "rollout": dict, "serve": Serve, "run": Run, "mlflow": MLflow,
 }  # fmt: skip
 
 
 def make_target(stage: str, job_file: str) -> str:
-    """Returns the make command of a stage in the profile of a job file."""
+    """Returns the make command that runs a stage with the profile of a job file."""
     folder = Path(job_file).parent
     profile = folder.name if folder.parent.name == "jobs" and folder.name != "demo" else ""
     profile = "own" if profile == "examples" else profile  # jobs/examples extend jobs/own
@@ -40,7 +40,7 @@ def make_target(stage: str, job_file: str) -> str:
 
 
 def command_line(verb: str, path: str, overrides: list[str]) -> str:
-    """Returns the command line of a subcommand, with make if the job belongs to a profile."""
+    """Returns the command line of a subcommand. Uses make if the job file belongs to a profile."""
     profile = Path(path) if verb == "run" else Path(path).parent
     given = shlex.join(overrides)
     if profile.parent != Path("jobs") or (verb != "run" and Path(path).stem != verb):
@@ -50,18 +50,18 @@ def command_line(verb: str, path: str, overrides: list[str]) -> str:
 
 
 def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | None = None) -> Job:
-    """Reads and checks a job file. Raises InputError, naming file:line and section.key.
+    """Reads and checks a job file. Raises InputError with the file, the line and the key of the first mistake.
 
     Args:
-        overrides: `section.key=value`, as on the command line.
-        stage: the stage on the command line. If None, the stage of the file applies.
+        overrides: `section.key=value` texts, as on the command line.
+        stage: the stage that the command line names. The file must have the same stage. None accepts any stage.
     """
     _check_file(Path(path), stage or "sft")
     return job_of(read_tree(path, overrides or []), stage, str(path))
 
 
 def _check_file(path: Path, stage: str) -> None:
-    """Raises InputError if a path is no file, with a message that suggests job files."""
+    """Raises InputError if a path is not a file. The message suggests job files."""
     if path.exists() and not path.is_dir():
         return
     key, equals, value = str(path).partition("=")
@@ -77,7 +77,7 @@ def _check_file(path: Path, stage: str) -> None:
 
 
 def job_of(tree: Tree, stage: str | None, path: str) -> Job:
-    """Returns the checked job of a parsed job file."""
+    """Checks a parsed job file and returns its job. Raises InputError for the first mistake."""
     found = tree.data.get("stage")
     if found not in JOBS:
         raise tree.error("stage", f"found {show(found)}, expected one of {', '.join(JOBS)}")
@@ -96,7 +96,7 @@ def job_of(tree: Tree, stage: str | None, path: str) -> Job:
         overridden=tuple(key for key, place in tree.where.items() if place == "command line"),
         **{name: tree.data[name] for name in STAGE[found].inputs if name in tree.data},
     )
-    # A job that lost its held-out rows also loses the evaluations of its file, but not those of the command line.
+    # If a job has no held-out rows, turns off evaluations that the job file sets, but not those that the command line sets.
     quiet = {key: off for key, off in job.without_evaluations.items() if key in job.trainer}
     quiet = {key: off for key, off in quiet.items() if f"trainer.{key}" not in job.overridden}
     job = replace(job, trainer=job.trainer | quiet)
@@ -106,7 +106,7 @@ def job_of(tree: Tree, stage: str | None, path: str) -> Job:
 
 
 def split_revision(tree: Tree, model: Model) -> Model:
-    """Returns the section with the `@v1` of `name_or_path: org/name@v1` as `revision: v1`."""
+    """Splits `name_or_path: org/name@v1` into `name_or_path: org/name` and `revision: v1`."""
     with about("model.name_or_path"):
         name, revision = hub.split(model.name_or_path)
     if revision and model.revision not in (None, revision):
@@ -140,7 +140,7 @@ def _section(tree: Tree, section: str) -> dict[str, Any]:
     known = schema.keys(schema.class_of(section, stage))
 
     def hint(key: str) -> str:
-        """Returns the advice for an unknown key: a similar key, or the same key of another section."""
+        """Returns advice about an unknown key, such as a similar key or the same key in another section."""
         if f"{section}.{key}" == "trainer.max_steps" and stage == "ppo":
             return "the length of a ppo run is trainer.total_episodes = updates * trainer.batch_size"
         meant = schema.meant(f"{section}.{key}", stage)

@@ -1,4 +1,4 @@
-"""Metrics of a job: the conditions of its gate, which metrics it can measure, and which ones can compare evaluations.
+"""Determines which metrics a job can measure, and which of them can compare evaluations. Parses the conditions of gates.
 
 gate: {eval_accuracy: ">= 0.95", eval_loss: "<= champion"}
 """
@@ -22,18 +22,18 @@ OPERATORS: dict[str, Callable[[float, float], bool]]
 OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
 HELD_OUT_ROWS = "held-out rows (data.eval or data.eval_fraction)"
-# Keys of `trainer` that change the meaning of the eval loss. Losses with different values cannot be compared.
+# Keys of `trainer` that define the eval loss. Losses are comparable only if these keys have the same values.
 LOSS = """beta loss_type loss_weights label_smoothing label_smoothing_factor center_rewards_coefficient desirable_weight
     undesirable_weight f_divergence_type f_alpha_divergence_coef discopop_tau ld_alpha use_weighting rpo_alpha reference_free
     router_aux_loss_coef""".split()
-# Keys of `trainer` that change the completions of an evaluation, or the meaning of their scores and KL.
+# Keys of `trainer` that affect the completions of an evaluation, their scores, or their KL.
 SAMPLING = "response_length min_new_tokens temperature missing_eos_penalty reward_clip kl_estimator".split()
 
 
 def parse_gate(rule: Any) -> tuple[str, float | None]:
-    """Returns (">=", 0.95) for `">= 0.95"`, and ("<=", None) for `"<= champion"`. Raises ValueError for other conditions.
+    """Returns (">=", 0.95) for `">= 0.95"`, and ("<=", None) for `"<= champion"`. Raises ValueError if it is invalid.
 
-    `champion` stands for the metric of the version that mlflow.alias names.
+    `champion` stands for the same metric of the champion, the version that mlflow.alias names.
     """
     pattern = r"\s*(>=|<=|>|<)\s*(champion|[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*"
     match = re.fullmatch(pattern, rule) if isinstance(rule, str) else None
@@ -46,21 +46,21 @@ def parse_gate(rule: Any) -> tuple[str, float | None]:
 
 @dataclass(frozen=True)
 class Metrics:
-    """The metrics that a job can measure."""
+    """Knows which metrics a job can measure."""
 
     stage: str
-    absent: Mapping[str, str]  # {a word in Metric.needs: description of what the job lacks}
-    rewards: int = 0  # number of rewards
+    absent: Mapping[str, str]  # {word in Metric.needs: description}, for what the job lacks
+    rewards: int = 0  # number of rewards in the job
 
     def lacking(self, metric: Metric) -> str:
-        """Returns what the job lacks to measure a metric, or ""."""
+        """Returns a description of what the job lacks to measure a metric, or "" if it lacks nothing."""
         needs = [need for need in metric.needs.split() if metric.at != "result" or need != "rows"]
         needs += ["start"] * (metric.at == "initial" and STAGE[self.stage].trl)
         return next((self.absent[need] for need in needs if need in self.absent), "")
 
     @cached_property
     def lacks(self) -> dict[str, str]:
-        """Returns {metric: what the job lacks for it, or ""} for every metric that the stage can measure."""
+        """Returns {metric: `lacking(metric)`} for all metrics that the stage can measure."""
         own = [one for one in METRICS if self.stage in one.stages.split() and one.at != "curve"]
         lacks = {one.name: self.lacking(one) for one in own if "*" not in one.name}
         if self.stage == "ppo":
@@ -70,34 +70,35 @@ class Metrics:
 
     @property
     def compared(self) -> dict[str, str]:
-        """Returns `lacks` for the metrics that can compare two evaluations of the model."""
+        """Returns the part of `lacks` with metrics that can compare two evaluations of a model."""
         return {k: v for k, v in self.lacks.items() if k.startswith("eval_") and not SPEED.search(k)}
 
     @property
     def default(self) -> str:
-        """Returns the metric that compares evaluations by default: eval_loss, or for ppo eval_judge or eval_reward.
+        """Returns the metric that compares evaluations by default: eval_loss, in ppo eval_judge (eval_reward without a judge).
 
-        The loss also distinguishes models with equal accuracies. PPO maximizes the reward, so a judge comes first.
+        The loss is the default because it also distinguishes models with equal accuracies. For ppo, a judge is preferred,
+        because PPO maximizes the reward.
         """
         if STAGE[self.stage].trl:
             return "eval_loss"
         return "eval_reward" if "judge" in self.absent else "eval_judge"
 
     def is_open(self, metric: str) -> bool:
-        """Returns True if the metric's name contains a value of the rows, or a probe, which only the run knows."""
+        """Returns True if the job measures the metric, but only the run knows its name, which has e.g. a value from the rows."""
         found = find_metric(metric, self.stage)
         return bool(
             found and "*" in found.name and found.name.startswith("eval_") and not self.lacking(found)
         )
 
     def unknown(self, metric: str, known: Iterable[str]) -> str:
-        """Returns the message about a metric that is not in `known`."""
+        """Returns an error message about a metric that is not in `known`."""
         near = get_close_matches(metric, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(list(known)[:40])}"
         return f"`{self.stage}` has no such metric ({short(metric)}); {hint}"
 
     def why_not_compared(self, metric: str | None, greater_is_better: bool | None) -> str | None:
-        """Returns why run.metric_for_best_model cannot compare evaluations, or None. The default metric always can."""
+        """Returns why run.metric_for_best_model cannot compare evaluations, or None if it can. If it is not set, returns None."""
         known = self.compared
         if metric is None:
             return None

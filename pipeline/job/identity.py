@@ -1,4 +1,4 @@
-"""The identity of a run: name, folder and settings."""
+"""Defines the identity of a run: its name, its folder and its settings."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from pipeline.system import storage
 
 @dataclass(frozen=True)
 class Identity:
-    """A run, and the settings that may not change when it resumes."""
+    """Identifies a run, and holds the settings of its job."""
 
     stage: str
     name: str
     storage_path: str
-    overwrite: bool  # whether to start over although a run of this name exists
+    overwrite: bool  # whether to start from scratch if a run with this name exists
     source: str  # the job file
-    settings: dict[str, Any]  # all keys of the job with their values, as in job.json and result.json
+    settings: dict[str, Any]  # the resolved job as a dict, as stored in job.json
 
     @property
     def facts(self) -> Stage:
-        """Returns the facts about the stage."""
+        """Returns the entry of the run's stage in STAGE."""
         return STAGE[self.stage]
 
     @property
     def folder(self) -> str:
-        """Returns the folder of the run, with checkpoints, result.json and report."""
+        """Returns the run's folder, which holds checkpoints, result.json and the report."""
         return storage.join(self.storage_path, self.name)
 
 
 def identity_of(job: Job) -> Identity:
-    """Returns the identity of a job whose run.name is set."""
+    """Returns the identity of the run of a job. The job's run.name must be set."""
     run, settings = job.run, json.loads(json.dumps(job.to_dict(), default=str))
     return Identity(job.stage, str(run.name), run.storage_path, run.overwrite, job.source, settings)

@@ -1,6 +1,6 @@
-"""A job as dataclasses: the sections of the pipeline, with the types, defaults, ranges (`Annotated`) and meanings of their keys.
+"""Defines a job and its sections as dataclasses. Annotations and docstrings give the type, range and meaning of each key.
 
-schema.json is generated from these annotations and from the docstrings below the fields.
+schema.json is generated from the annotations, and from the docstrings below the fields.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Model:
     """Also loads *.bin weights, which can run code."""
 
 
-SPLITS = ("train", "eval", "pairs", "benchmarks")  # keys of `data` that name files of rows
-OF_ROWS = ("columns", "label", "transform", "group_by")  # keys of `data` that describe the rows
+SPLITS = ("train", "eval", "pairs", "benchmarks")  # keys of `data` whose values are files of rows
+OF_ROWS = ("columns", "label", "transform", "group_by")  # keys of `data` that a source can replace
 
 
 @dataclass(frozen=True)
 class Source:
-    """An entry of a list under a key of SPLITS. An entry is a path, or a mapping with these keys."""
+    """A source of rows: an entry of the list that a key in SPLITS has. An entry is a path, or a mapping with these keys."""
 
     path: str
     """A file, a glob, a folder, or an s3://, gs:// or hf:// address."""
@@ -72,7 +72,7 @@ class Source:
 
     @property
     def location(self) -> str:
-        """Returns the path. The path of a Hub dataset includes the revision."""
+        """Returns the path. For a dataset on the Hub, the path includes the revision."""
         if self.revision is None:
             return self.path
         name, colon, split = self.path.removeprefix(HUB).partition(":")
@@ -213,7 +213,7 @@ class Serve:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Returns {input: name} of all models. An input is policies.ID or rewards.ID."""
+        """Returns {policies.ID or rewards.ID: reference} for all models."""
         policies = {f"policies.{key}": name for key, name in self.policies.items()}
         return policies | {f"rewards.{key}": name for key, name in self.rewards.items()}
 
@@ -238,7 +238,7 @@ class Forward:
 
     @property
     def rows_per_forward(self) -> int:
-        """Returns the number of rows of data.train in a forward pass."""
+        """Returns how many rows of data.train are processed in one forward pass."""
         return self.local_rollout_forward_batch_size
 
 
@@ -346,17 +346,17 @@ class Job:
 
     @property
     def facts(self) -> Stage:
-        """Returns the facts about the stage."""
+        """Returns the entry of the job's stage in STAGE."""
         return STAGE[self.stage]
 
     @property
     def folder(self) -> str:
-        """Returns the folder of the run, with checkpoints, result.json and report."""
+        """Returns the run's folder, which holds checkpoints, result.json and the report."""
         return storage.join(self.run.storage_path, str(self.run.name))
 
     @property
     def paths(self) -> list[tuple[str, str]]:
-        """Returns (key, path) of all files of rows that the job names."""
+        """Returns (key, path) for all files of rows in the job."""
         return [
             (f"data.{key}", source.location)
             for key in SPLITS
@@ -365,12 +365,12 @@ class Job:
 
     @property
     def held_out(self) -> bool:
-        """Returns True if the job has held-out rows: data.eval, or a share of data.train."""
+        """Returns True if the job has held-out rows, from data.eval or data.eval_fraction."""
         return bool(self.data.eval or self.data.eval_fraction)
 
     @property
     def evaluates(self) -> bool:
-        """Returns True if the job evaluates during training: it has held-out rows and a schedule."""
+        """Returns True if the job evaluates during training. This needs held-out rows and a schedule."""
         scheduled = self.trainer.get("eval_steps")
         if self.facts.trl:
             scheduled = self.trainer.get("eval_strategy", "no") != "no"
@@ -378,14 +378,14 @@ class Job:
 
     @property
     def without_evaluations(self) -> dict[str, Any]:
-        """Returns the keys of `trainer` that turn evaluations off, or {} unless the job learns without held-out rows."""
+        """Returns the keys of `trainer` that turn evaluations off if a training job has no held-out rows, or else {}."""
         if self.held_out or not self.facts.learns:
             return {}
         return {"eval_strategy": "no", "eval_on_start": False} if self.facts.trl else {"eval_steps": 0}
 
     @property
     def metrics(self) -> Metrics:
-        """Returns the metrics that the job can measure."""
+        """Returns a Metrics object that knows which metrics the job can measure."""
         data, trainer, rollout = self.data, self.trainer, self.rollout_config
         needs = {
             "rows": (self.held_out, HELD_OUT_ROWS if self.facts.learns else "prompts to answer (data.eval)"),
@@ -405,7 +405,7 @@ class Job:
         return Metrics(self.stage, absent, len(self.rewards))
 
     def value(self, key: str) -> Any:
-        """Returns the value of a section, or of `section.key`. Returns None for a library's key that the job does not set."""
+        """Returns the value of a section or of `section.key`. Returns None for a key of a library that the job does not set."""
         section, _, name = key.partition(".")
         values = getattr(self, section)
         if not name:
@@ -413,7 +413,7 @@ class Job:
         return values.get(name) if isinstance(values, dict) else getattr(values, name)
 
     def changes(self, key: str) -> bool:
-        """Returns True if the job sets a section, or `section.key`, to another value than the default."""
+        """Returns True if the job sets a section or `section.key` to a value other than the default."""
         section, _, name = key.partition(".")
         value = self.value(key)
         known = schema.keys(schema.class_of(section, self.stage)) if name else {}
@@ -422,13 +422,13 @@ class Job:
 
     @property
     def workers(self) -> tuple[int, int]:
-        """Returns (fewest, most) workers. Both numbers are equal unless the job is elastic."""
+        """Returns the minimum and maximum number of workers. They are equal unless the job is elastic."""
         count = self.scaling.get("num_workers", 1) or 1
         return (count[0], count[1]) if isinstance(count, list) else (count, count)
 
     @property
     def in_process(self) -> bool:
-        """Returns True if the job runs in the process of the command: an export, or a job with scaling.num_workers: 0.
+        """Returns True if the job runs in the process of the command. Examples: exports, and jobs with scaling.num_workers: 0.
 
         On a cluster, or with rollout workers, scaling.num_workers=0 means one worker.
         """
@@ -439,7 +439,7 @@ class Job:
 
     @property
     def rewards(self) -> list[tuple[str, float]]:
-        """Returns (name, weight) of each reward."""
+        """Returns (reference, weight) for each reward."""
         items = self.reward if isinstance(self.reward, list) else [self.reward] if self.reward else []
         return [
             (name_of(item), float(item.get("weight", 1.0)) if isinstance(item, dict) else 1.0)
@@ -448,38 +448,38 @@ class Job:
 
     @property
     def policies(self) -> list[str]:
-        """Returns the names under `policy`. The job uses the first policy that exists."""
+        """Returns the references under `policy`. The job uses the first policy that exists."""
         return self.policy if isinstance(self.policy, list) else [self.policy] if self.policy else []
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Returns {input: name} of every model or Python function that the job names: policy, baseline, judge, reward.0, ..."""
+        """Returns {policy, baseline, judge, reward.0, ...: reference} for all models, judges and Python rewards in the job."""
         given = {"policy": next(iter(self.policies), None)}
         given |= {key: name_of(getattr(self, key)) for key in INPUTS if key not in ("policy", "reward")}
         given |= {f"reward.{index}": name for index, (name, _) in enumerate(self.rewards)}
         return {key: name for key, name in given.items() if name} | self.serve.inputs
 
     def key_of(self, name: str) -> str:
-        """Returns the key of an input in the job file. A single reward has the key `reward`, not `reward.0`."""
+        """Returns the key of an input in the job file. If `reward` is not a list, the key of reward.0 is `reward`."""
         if name in self.serve.inputs:
             return f"serve.{name}"
         return "reward" if name == "reward.0" and not isinstance(self.reward, list) else name
 
     @property
     def functions(self) -> dict[str, str]:
-        """Returns {key: python:module:function} of the rewards and the judge that are Python functions."""
+        """Returns {key: python:module:function} for rewards and judges that are Python functions."""
         named = self.inputs.items()
         return {self.key_of(name): source for name, source in named if InputURI.parse(source).is_function}
 
     @property
     def bf16(self) -> bool:
-        """Returns True if matrix products are in bfloat16. In TRL's stages, bfloat16 is the default (trl.SFTConfig.bf16)."""
+        """Returns True if matrix products are in bfloat16. This is the default with TRL's trainers (trl.SFTConfig.bf16)."""
         given = self.trainer.get("bf16")
         return bool(self.facts.trl and not self.trainer.get("fp16") if given is None else given)
 
     @property
     def args(self) -> Any:
-        """Returns the `trainer` section as its config class, or None for a TRL stage, which only workers can import."""
+        """Returns the section `trainer` as a config object, or None for a TRL stage, because only workers import TRL."""
         if self.facts.trl:
             return None
         module, _, name = self.facts.trainer.rpartition(".")
@@ -487,29 +487,29 @@ class Job:
 
     @property
     def rollout_config(self) -> RolloutConfig:
-        """Returns the `rollout` section as its config class."""
+        """Returns the section `rollout` as a RolloutConfig."""
         return RolloutConfig(**self.rollout)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the job with all defaults, as data for JSON."""
+        """Returns the job as a dict, including keys with default values."""
         return {key: value for key, value in asdict(self).items() if key != "overridden"}
 
 
 def name_of(item: Any) -> Any:
-    """Returns the name of a reward or judge. The name of `{judge: FILE}` is judge:FILE (pipeline/input_uri.py)."""
+    """Returns the reference of a reward or judge as text. For `{judge: FILE}`, this is judge:FILE (pipeline/input_uri.py)."""
     if not isinstance(item, dict):
         return item
     return f"judge:{item['judge']}" if "judge" in item else item.get("reward")
 
 
 def sources_of(spec: str | list[str | dict[str, Any]] | None) -> list[Source]:
-    """Returns the sources of the value of one of SPLITS."""
+    """Returns the sources in the value of a key in SPLITS."""
     items = [spec] if isinstance(spec, str) else spec or []
     return [Source(item) if isinstance(item, str) else Source(**item) for item in items]
 
 
 def sources_with_defaults(data: Data, name: str) -> list[Source]:
-    """Returns the sources of one of SPLITS. Keys that a source does not set have the values of the `data` section."""
+    """Returns the sources of a split. If a source does not set a key in OF_ROWS, the key has its value in the section `data`."""
     shared = {key: getattr(data, key) for key in OF_ROWS}
     return [
         replace(source, **{key: value for key, value in shared.items() if getattr(source, key) is None})
@@ -518,7 +518,7 @@ def sources_with_defaults(data: Data, name: str) -> list[Source]:
 
 
 def transforms_of(data: Data) -> dict[str, str]:
-    """Returns {key of the job: python:module:function} of all functions that transform rows, without duplicates."""
+    """Returns {key of the job: python:module:function} for all functions that transform rows. Lists each function once."""
     found = {"data.transform": data.transform}
     for name in SPLITS:
         for index, source in enumerate(sources_of(getattr(data, name))):

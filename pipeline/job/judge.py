@@ -1,6 +1,5 @@
-"""Reads the file of a judge, which a job names as `{judge: FILE}`: the model, the question, and the meaning of an answer.
-
-Every form gives scores between 0 and 1.
+"""Reads the file of an LLM judge, which a job names as `{judge: FILE}`. The file defines the model, the question, and how an
+answer becomes a score between 0 and 1.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from pipeline.job.yaml_tree import Tree, read_tree
 CLASS = "pipeline.job.judge.Definition"
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 MARKS = re.compile(r"""[*_`#\[\]"'“”‘’]""")  # Markdown and quotes
-# The default question of each form.
+# {form: default question}
 PROMPTS = {
     "score": """Judge the response to the request.
 
@@ -67,7 +66,7 @@ Criteria, each with its possible choices:
 
 Answer with one line for each criterion: its name, a colon, and one of its choices.""",
 }
-# keys that change neither the question nor the score
+# keys that affect neither the question nor the score
 LIMITS = """concurrency requests_per_minute tokens_per_minute timeout_s api_key_variable
     dollars_per_million_input dollars_per_million_output most_calls most_dollars""".split()
 
@@ -130,7 +129,7 @@ class Definition:
 
     @property
     def asks(self) -> str:
-        """Returns the text of the question, with its placeholders."""
+        """Returns the question, in which placeholders are not filled in yet."""
         return self.prompt or PROMPTS[self.form]
 
     @property
@@ -141,32 +140,32 @@ class Definition:
 
     @cached_property
     def digest(self) -> str:
-        """Returns a digest of all keys that decide the scores, so without LIMITS."""
+        """Returns a digest of the keys that affect the scores. These are all keys except LIMITS."""
         content = {key: value for key, value in asdict(self).items() if key not in LIMITS}
         content["prompt"] = self.asks
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
     def columns(self) -> set[str]:
-        """Returns the columns of the rows that the question shows."""
+        """Returns the columns of the rows that the question has placeholders for."""
         own = {"prompt", "completion", "completions", "criteria", "words", "low", "high"}
         return {*PLACEHOLDER.findall(self.asks)} - own
 
     def dollars(self, sent: float, answered: float) -> float:
-        """Returns the price of `sent` tokens of requests and `answered` tokens of answers."""
+        """Returns the price of `sent` input tokens and `answered` output tokens in dollars."""
         prices = self.dollars_per_million_input, self.dollars_per_million_output
         return (sent * prices[0] + answered * prices[1]) / 1e6
 
 
 def plain(text: str) -> str:
-    """Returns a text for comparisons: without Markdown, quotes, case, and dots at the ends of lines."""
+    """Normalizes a text for comparisons. Removes Markdown, quotes, and dots at the ends of lines, and ignores case."""
     # NFKC turns full-width characters and non-breaking spaces into the usual ones
     lines = MARKS.sub("", unicodedata.normalize("NFKC", text)).casefold().splitlines()
     return "\n".join(" ".join(line.split()).rstrip(". ") for line in lines)
 
 
 def read_definition(path: str) -> Definition:
-    """Returns the judge's definition in a file. Raises InputError, with the line, if the definition is wrong."""
+    """Reads and checks a judge's file. Raises InputError, with the line, if the file is invalid."""
     tree = read_tree(path, [])
     for key, problem in schema.wrong(tree.data, schema.keys(CLASS)):
         raise tree.error(key, problem)
@@ -178,7 +177,7 @@ def read_definition(path: str) -> Definition:
 
 
 def _problems(given: Definition) -> list[tuple[str, str]]:
-    """Returns (key, problem) of values that do not fit together."""
+    """Returns (key, problem) for values that are invalid, or invalid together with other values."""
     problems = []
     parts = urlsplit(given.endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -216,7 +215,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _check_criteria(tree: Tree, given: Definition) -> None:
-    """Raises InputError for a criterion with wrong keys, or that no answer could name clearly."""
+    """Raises InputError if a criterion has invalid keys, or if its name or choices are ambiguous in an answer."""
     names: set[str] = set()
     for index, one in enumerate(given.criteria or []):
         name, choices, weight = one.get("name"), one.get("choices"), one.get("weight", 1)
@@ -237,7 +236,7 @@ def _check_criteria(tree: Tree, given: Definition) -> None:
 
 
 def at_version(source: str) -> tuple[str, str]:
-    """Returns file and digest of `judge:FILE@DIGEST`; the digest of `judge:FILE` is empty."""
+    """Splits `judge:FILE@DIGEST` into file and digest. For `judge:FILE`, the digest is empty."""
     path, _, digest = source.removeprefix("judge:").partition("@")
     return path, digest
 
@@ -249,7 +248,7 @@ def pin_judge(source: str) -> str:
 
 
 def load_pinned(version: str) -> Definition:
-    """Returns the definition of a pinned judge. Raises InputError if its file changed after it was pinned."""
+    """Returns the definition of a pinned judge. Raises InputError if the file has changed since the judge was pinned."""
     path, digest = at_version(version)
     found = read_definition(path)
     if found.digest[:16] != digest:

@@ -1,6 +1,6 @@
-"""Checks that TRL and peft accept the sections of a job, before a worker starts: builds their config objects from them.
+"""Checks that TRL and peft accept the sections of a job. Builds their config objects from the sections before a worker starts.
 
-The imports take 5 seconds.
+Importing TRL and peft takes about 5 seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _checked_elsewhere = False
 
 
 def skip_library_checks() -> None:
-    """Makes `check_with_libraries` do nothing in this process, because the parent process has checked all jobs."""
+    """Makes `check_with_libraries` do nothing in this process. Called if the parent process has already checked all jobs."""
     global _checked_elsewhere
     _checked_elsewhere = True
 
@@ -42,20 +42,20 @@ def check_with_libraries(job: Job) -> None:
 
 
 def import_libraries(trl: bool = True) -> None:
-    """Imports peft, and TRL if needed. Turns garbage collection off meanwhile, which would take a quarter of the time."""
+    """Imports peft, and TRL if `trl` is true. Turns off garbage collection, which would take a quarter of the time."""
     gc.disable()
     try:
         for module in ("peft", *(("trl.trainer.base_config", "transformers.trainer") if trl else ())):
             importlib.import_module(module)
     finally:
-        gc.freeze()  # from now on, the garbage collector skips all modules
+        gc.freeze()  # makes the garbage collector skip the imported modules from now on
         gc.enable()
 
 
 def find_rejection(
     section: str, owner: str, make: Callable[[dict[str, Any]], object], values: dict[str, Any]
 ) -> str | None:
-    """Returns why a library rejects a section, with the key without which it accepts the rest, or None."""
+    """Returns why a library rejects a section, or None if it accepts the section. Names a key if removing that key is enough."""
     if (error := _error_of(make, values)) is None:
         return None
     reason = f"{owner} says: {visible(' '.join(str(error).split())[:500])}"
@@ -69,7 +69,7 @@ def _error_of(make: Callable[[dict[str, Any]], object], values: dict[str, Any]) 
     before = dict(os.environ)
     try:
         make(values)
-    except Exception as error:  # libraries raise errors of any type
+    except Exception as error:  # libraries raise many types of errors
         return error
     finally:
         # trainer.torch_compile sets variables that would compile the models of all later jobs.
@@ -86,12 +86,12 @@ def _make_lora(values: dict[str, Any]) -> None:
 
 
 def _make_trainer_arguments(dotted: str, use_gpu: bool, values: dict[str, Any]) -> None:
-    """Builds the arguments of a TRL stage, with optimizer and schedule for one parameter, as a worker does."""
+    """Builds a TRL stage's training arguments, an optimizer with one parameter, and a schedule, to find invalid values."""
     import torch
     from transformers import Trainer, get_scheduler
 
     module, _, name = dotted.rpartition(".")
-    if use_gpu:  # this machine may have no GPU
+    if use_gpu:  # the workers have GPUs, but this machine may have none
         values = {k: v for k, v in values.items() if k not in ("fp16", "fp16_full_eval", "tf32")}
     config = getattr(importlib.import_module(module), name)
     with tempfile.TemporaryDirectory() as folder:

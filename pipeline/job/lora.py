@@ -1,4 +1,4 @@
-"""Determines which modules a `lora` section adapts, by the rules of peft, and which settings vLLM ignores."""
+"""Determines which modules the section `lora` adapts, by the rules of peft, and which of its settings vLLM ignores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def adapts_lm_head(target_modules: Any) -> bool:
-    """Returns whether peft's `target_modules`, a list of names or a pattern, include the lm head."""
+    """Returns True if peft's `target_modules` (a list of names, or a pattern) include lm_head."""
     try:
         return is_named(target_modules, "lm_head")
     except re.error:  # models/compatibility.py reports the error
@@ -15,12 +15,12 @@ def adapts_lm_head(target_modules: Any) -> bool:
 
 
 def ignored_by_vllm(given: dict[str, Any]) -> str | None:
-    """Returns a setting of an adapter that vLLM ignores, or None. vLLM scales all modules by lora_alpha / r."""
+    """Returns a setting of an adapter that vLLM ignores, or None. For example, vLLM always scales by lora_alpha / r."""
     return next((key for key in ("use_dora", "rank_pattern", "alpha_pattern") if given.get(key)), None)
 
 
 def is_named(given: Any, module: str) -> bool:
-    """Returns whether a list of names, or a pattern, includes a module."""
+    """Returns True if a module matches a list of names or a pattern."""
     return any(matches(name, given, module) for name in listed(given))
 
 
@@ -29,7 +29,10 @@ def listed(given: Any) -> list[Any]:
 
 
 def matches(name: str, given: Any, module: str) -> bool:
-    """Returns whether peft adapts a module. Entries of a list match the end of its name. Any other setting is a pattern."""
-    if isinstance(given, list):  # the files of some bases lack the start of each name
+    """Returns True if the entry `name` of a setting `given` includes a module, by peft's rules.
+
+    An entry of a list matches the end of the module's name. Any other setting is a pattern.
+    """
+    if isinstance(given, list):  # `module` may lack its start, as in the files of some bases
         return f".{module}".endswith(f".{name}") or f".{name}".endswith(f".{module}")
     return bool(re.fullmatch(name if isinstance(given, str) else rf"(.*\.)?({name})", module))

@@ -1,4 +1,4 @@
-"""Types of numbers with ranges, for several sections of a job. Upper bounds only prevent overflows."""
+"""Defines types for numbers with a range, which several sections of a job use. Most upper bounds only prevent overflows."""
 
 from typing import Annotated, Any, Literal
 
@@ -17,12 +17,12 @@ Factor = Annotated[float, Gt(0), Le(10**6)]
 Weight = Annotated[float, Ge(0), Le(10**6)]
 Norm = (
     Literal[0] | Annotated[float, Ge(1e-6), Le(10**6)]
-)  # limit of a gradient norm; smaller limits would underflow
+)  # maximum gradient norm; smaller values would underflow
 Seconds = Annotated[float, Gt(0), Le(86_400)]
-Patience = Literal[-1] | Annotated[float, Ge(0), Le(365 * 86_400)]  # seconds; -1: no limit
+Patience = Literal[-1] | Annotated[float, Ge(0), Le(365 * 86_400)]  # seconds, or -1 for no limit
 
 
 def require_value(settings: Any, key: str, allowed: bool, expected: str) -> None:
-    """Raises InputError if the value of a key is not allowed."""
+    """Raises InputError about the value of a key if `allowed` is false."""
     if not allowed:
         raise InputError(f"found {short(repr(getattr(settings, key)))}, expected {expected}", key=key)

@@ -1,4 +1,4 @@
-"""The section `rollout` of a job."""
+"""Defines the section `rollout` of a job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from pipeline.job.ranges import Patience, require_value
 
-# arguments of vllm.LLM that the pipeline sets itself
+# arguments of vllm.LLM that a job cannot set in vllm_kwargs
 VLLM_FIXED = set(
     """model revision dtype trust_remote_code quantization gpu_memory_utilization enable_lora max_loras max_lora_rank
     max_model_len max_logprobs logprobs_mode generation_config disable_log_stats use_tqdm_on_load tensor_parallel_size""".split()

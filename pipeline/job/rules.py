@@ -1,6 +1,6 @@
-"""Rules for jobs beyond the types and ranges of the schema. Each problem names a key, and says what to do instead.
+"""Checks jobs for problems that the schema's types and ranges cannot express. Each problem has a key and says what to do instead.
 
-Settings that are valid but often unintended give warnings.
+Settings that are valid but often unintended cause warnings.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from pipeline.job.job import (
 from pipeline.job.lora import adapts_lm_head, ignored_by_vllm
 from pipeline.job.rollout import RolloutConfig
 
-Problems = Iterator[tuple[str, str]]  # (key of the job, what is wrong with its value)
+Problems = Iterator[tuple[str, str]]  # (key of the job, description of the problem)
 
-# What run.storage_path contains in addition to the folders of runs.
+# Files and folders in run.storage_path that are not runs, so that no run can have their names.
 RESERVED = ("artifacts", "data", "feedback", "judges", "mlflow.db", "report")
-MODEL_ID = r"[A-Za-z0-9][\w.-]{0,63}"  # pattern of a model's id in requests to `serve`
+MODEL_ID = r"[A-Za-z0-9][\w.-]{0,63}"  # pattern for model ids in requests to `serve`
 LABELS = ({"good", "bad"}, {"first", "second"}, {"first", "second", "tie"})  # allowed keys of data.label
 
-# {key: keys without which it has no effect}
+# {key: other keys that must be set for this key to have an effect}
 NEEDS = {
     "baseline": ["data.eval"],
     "trainer.teacher_system": ["teacher"],
@@ -65,7 +65,7 @@ EXCLUDES = [
 
 
 def find_problems(job: Job) -> Problems:
-    """Yields the problems of a job. Only the first is used, because later rules assume that earlier ones found nothing."""
+    """Yields the problems of a job. Only the first is used, because later rules assume that earlier ones found none."""
     facts, data = job.facts, job.data
     for key, why in facts.unused.items():
         if job.changes(key):
@@ -73,7 +73,7 @@ def find_problems(job: Job) -> Problems:
     for section in ("trainer", "rollout"):
         try:
             _ = job.args if section == "trainer" else job.rollout_config
-        except InputError as error:  # names of our own config classes
+        except InputError as error:  # raised by our own config classes
             yield f"{section}.{error.key}", error.message
     args, uses_vllm = job.args, job.rollout.get("engine") == "vllm"
     if uses_vllm:
@@ -117,7 +117,7 @@ def find_problems(job: Job) -> Problems:
         yield from _batch_problems(data.batch_size, job.trainer, facts.trainer, job.workers)
     for section in ("scaling", "rollout"):
         for label, value in (job.value(f"{section}.label_selector") or {}).items():
-            if " " in value:  # Ray (2.60) compares labels with the blank
+            if " " in value:  # Ray 2.60 does not strip spaces from labels
                 fixed = value.replace(" ", "")
                 yield f"{section}.label_selector.{label}", f"found {show(value)}, expected {fixed}"
     yield from _mapping_problems(job.reward, job.judge)
@@ -130,7 +130,7 @@ def find_problems(job: Job) -> Problems:
     )
     if any((job.run.load_best_model_at_end, job.run.early_stopping_patience, job.run.stop_if)):
         yield from _best_problems(job.run, job.metrics, job.evaluates, facts.trl)
-    # If the command line removes the held-out rows that the file's gate needs, the run starts, but moves no alias.
+    # If the command line removes the held-out rows that the job file's gate needs, the run is allowed, but moves no alias.
     removed = {"data.eval", "data.eval_fraction"} & {*job.overridden}
     needs_rows = {one for one in job.gate if not removed or f"gate.{short(one)}" in job.overridden}
     yield from _gate_problems(job.gate, job.metrics, needs_rows if facts.learns else set())
@@ -141,7 +141,7 @@ def find_problems(job: Job) -> Problems:
 
 # ---------------------------------------------------------------- rules of stages and sections
 def _vllm_problems(fsdp: bool, lora: dict[str, Any]) -> Problems:
-    """Yields settings that vLLM would ignore. `lora` is the section if the job makes a new adapter."""
+    """Yields settings that vLLM would ignore. `lora` is the section `lora`, or {} if the job creates no adapter."""
     if fsdp:
         found = "found vllm together with model.fsdp, but with vLLM each process loads the full base"
         yield "rollout.engine", f"{found}; set rollout.engine=transformers"
@@ -153,7 +153,7 @@ def _vllm_problems(fsdp: bool, lora: dict[str, Any]) -> Problems:
 def _trl_problems(
     trainer: dict[str, Any], lora: dict[str, Any], batch_size: int | None, workers: tuple[int, int]
 ) -> Problems:
-    """Yields keys that TRL would ignore, and a global batch that would change with the number of workers."""
+    """Yields keys that TRL would ignore. Yields data.batch_size if it is missing and the number of workers may change."""
     if adapts_lm_head(lora.get("target_modules")):
         yield "lora.target_modules", "found lm_head, to which TRL's trainers apply no adapter; remove it"
     for what in ("eval", "save", "logging"):
@@ -166,7 +166,7 @@ def _trl_problems(
 
 
 def _ppo_problems(args: Any, reward: Any, teacher: str | None, workers: int) -> Problems:
-    """Yields a reward, a teacher or prompts that are missing or have no effect."""
+    """Yields problems of a ppo job, such as a reward or teacher that is missing or has no effect."""
     alone = args.advantage_estimator == "none"
     if not reward and not alone:
         needs = "`ppo` needs it: reward: models:/NAME@ALIAS, or a folder, or python:MODULE:FUNCTION"
@@ -187,7 +187,7 @@ def _ppo_problems(args: Any, reward: Any, teacher: str | None, workers: int) -> 
 
 
 def _evaluate_problems(data: Data, policy: Any) -> Problems:
-    """Yields prompts without a policy, and a policy without prompts."""
+    """Yields a problem if an evaluate job has prompts without a policy, or a policy without prompts."""
     if not data.eval and (policy or not (data.pairs or data.benchmarks)):
         alone = "for a reward model alone, set data.pairs and policy=null"
         yield "data.eval", f"missing; `evaluate` needs prompts ({alone})"
@@ -197,7 +197,7 @@ def _evaluate_problems(data: Data, policy: Any) -> Problems:
 
 
 def _collect_problems(args: Collect, sets_good_above: bool) -> Problems:
-    """Yields settings with which `collect` makes no rows, and settings without effect."""
+    """Yields settings with which `collect` cannot make useful rows, and settings that have no effect."""
     if args.select in ("best_worst", "pairs") and args.num_generations < 2:
         expected = "2 or more, for example 4, or trainer.select=best"
         yield "trainer.num_generations", f"found 1: a pair needs two completions; expected {expected}"
@@ -211,7 +211,7 @@ def _collect_problems(args: Collect, sets_good_above: bool) -> Problems:
 
 
 def _name_problems(run: Run, mlflow: MLflow) -> Problems:
-    """Yields invalid names of a run, a registered model or an alias."""
+    """Yields problems with the names of the run, the registered model and the alias."""
     if run.name in RESERVED or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", run.name or "new"):
         expected = "at most 200 letters, digits, `.`, `_` and `-`: it names a folder in run.storage_path"
         yield (
@@ -228,7 +228,7 @@ def _name_problems(run: Run, mlflow: MLflow) -> Problems:
 
 
 def _serve_problems(serve: Serve, storage_path: str, uses_vllm: bool) -> Problems:
-    """Yields models without a usable id, and settings that a replica cannot have."""
+    """Yields problems of a serve job, such as invalid model ids and settings that a replica cannot use."""
     if not serve.inputs:
         example = "'serve.policies={my-policy: models:/rlhf-ppo@champion}'"
         yield "serve.policies", f"missing; `serve` needs it, or serve.rewards: {example}"
@@ -245,7 +245,7 @@ def _serve_problems(serve: Serve, storage_path: str, uses_vllm: bool) -> Problem
 
 
 def _export_problems(policies: list[str], reward: Any, repository: str | None) -> Problems:
-    """Yields inputs that are no adapters, and a repository that cannot contain everything that is exported."""
+    """Yields inputs of an export job that are not adapters, and a Hub repository that is invalid or would get two models."""
     if "base" in policies or not (policies or reward):
         needs = "`export` needs an adapter: policy=models:/rlhf-ppo@champion, its folder, or a reward"
         yield "policy", f"found {show(policies[0] if policies else None)}; {needs}"
@@ -262,9 +262,9 @@ def _export_problems(policies: list[str], reward: Any, repository: str | None) -
 
 # ---------------------------------------------------------------- rows, batches, inputs
 def _source_problems(data: Data, learns: bool) -> Problems:
-    """Yields unknown keys of a source, keys that its rows cannot have, and weights that do not fit together.
+    """Yields problems of the sources of rows: unknown keys, keys that do not apply to a source, and missing weights.
 
-    data/reshape.py checks the fields of each stage later.
+    data/reshape.py later checks the fields that each stage needs.
     """
     known = schema.keys(schema.class_of("source", ""))
     for name in SPLITS:
@@ -301,7 +301,7 @@ def _source_problems(data: Data, learns: bool) -> Problems:
 def _batch_problems(
     size: int | None, trainer: dict[str, Any], trainer_class: str, workers: tuple[int, int]
 ) -> Problems:
-    """Yields a data.batch_size that is no multiple of the rows that all workers process at once."""
+    """Yields data.batch_size if it is not a multiple of the number of rows that all workers process at once."""
     if size is None:
         return
     key = "per_device_train_batch_size"
@@ -316,7 +316,7 @@ def _batch_problems(
 
 
 def _mapping_problems(reward: Any, judge: Any) -> Problems:
-    """Yields mappings that do not name a reward or a judge."""
+    """Yields mappings under `reward` or `judge` that have the wrong keys or values."""
     several = reward if isinstance(reward, list) else []
     for item in several:
         if isinstance(item, dict) and not _names_input(item, ({"reward"}, {"judge"}), weighted=True):
@@ -328,14 +328,14 @@ def _mapping_problems(reward: Any, judge: Any) -> Problems:
 
 
 def _names_input(item: dict[str, Any], kinds: tuple[Any, ...], weighted: bool) -> bool:
-    """Returns whether a mapping has one of the `keys` with a text, and perhaps a weight."""
+    """Returns True if a mapping has the keys in one of `kinds` with texts as values. If `weighted`, it may also have a weight."""
     names = {key: value for key, value in item.items() if key != "weight"}
     has_weight = type(item.get("weight", 1)) in (int, float) if weighted else "weight" not in item
     return names.keys() in kinds and all(isinstance(name, str) for name in names.values()) and has_weight
 
 
 def _reference_problems(names: Mapping[str, str]) -> Problems:
-    """Yields invalid names of models and functions. `names` is {key of the job: name}."""
+    """Yields invalid references to models and functions. `names` is {key of the job: reference}."""
     for key, name in names.items():
         adapter = key.startswith(("policy", "baseline", "reference", "teacher", "serve.policies."))
         is_function = InputURI.parse(name).is_function
@@ -357,7 +357,7 @@ def _reference_problems(names: Mapping[str, str]) -> Problems:
 
 # ---------------------------------------------------------------- evaluations and gates
 def _best_problems(run: Run, metrics: Metrics, evaluates: bool, trl: bool) -> Problems:
-    """Yields why the run cannot choose the best evaluation or stop early: it has no evaluations, or they lack the metric."""
+    """Yields problems if the job chooses its best evaluation or may stop early, but has no evaluations or no suitable metric."""
     if not evaluates:
         key = next(
             key
@@ -378,7 +378,7 @@ def _best_problems(run: Run, metrics: Metrics, evaluates: bool, trl: bool) -> Pr
 
 
 def _gate_problems(gate: dict[str, str], metrics: Metrics, needs_rows: set[str]) -> Problems:
-    """Yields invalid conditions of a gate. `needs_rows` are the conditions that need held-out rows."""
+    """Yields invalid conditions of a gate. `needs_rows` has the metrics for which missing held-out rows are a problem."""
     for metric, rule in gate.items():
         key = f"gate.{short(metric)}"
         yield from _condition_problems(key, metric, rule, metrics, metrics.lacks)
@@ -402,7 +402,7 @@ def _condition_problems(
 
 
 def find_warnings(job: Job) -> Iterator[str]:
-    """Yields lines to print before a run starts, about settings that are valid but often unintended."""
+    """Yields warnings about settings that are valid but often unintended. They are printed before a run starts."""
     learns, trainer = job.facts.learns, job.trainer
     if learns and not job.held_out:
         yield (
@@ -432,7 +432,7 @@ def find_warnings(job: Job) -> Iterator[str]:
 
 
 def _idle_workers(args: Any, rollout: RolloutConfig, trainers: int) -> Iterator[str]:
-    """Yields a warning if there are more rollout workers than chunks."""
+    """Yields a warning if there are more rollout workers than chunks of work, so that some workers are idle."""
     workers, ahead = rollout.num_workers, max(1, rollout.staleness)
     prompts = math.ceil(args.prompts_per_update / trainers)  # prompts of an update on one trainer
     chunks = trainers * ahead * math.ceil(prompts / max(1, args.decoded(trainers) // args.num_generations))

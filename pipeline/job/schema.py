@@ -1,7 +1,7 @@
-"""The schema of job files: types, defaults, ranges and meanings of all keys.
+"""Provides the schema of job files, with the types, defaults, ranges and meanings of all keys.
 
-schema.json is generated from our dataclasses and from the config classes of TRL, peft and Ray, whose import takes seconds.
-Validation, `rlhf help KEY`, and editors read schema.json. Regenerate schema.json after a change of a key or of a pinned version:
+schema.json is generated from our dataclasses and from the config classes of TRL, peft and Ray, because importing these takes
+seconds. Validation, `rlhf help KEY`, and editors read schema.json. Regenerate it after you change a key or a pinned version:
 python -m pipeline.job.schema_of
 """
 
@@ -25,12 +25,12 @@ CLASSES = {
     "scaling": "ray.train.v2.api.config.ScalingConfig",
     "rollout": "pipeline.job.rollout.RolloutConfig",
 }
-NAMES = {  # {type in a schema: its name in messages}
+NAMES = {  # {type in JSON Schema: its name in messages}
     "null": "null", "boolean": "true or false", "integer": "a whole number", "number": "a number", "string": "text",
     "array": "a list", "object": "a mapping",
 }  # fmt: skip
 
-# {key in TRL's scripts, LLaMA-Factory, Axolotl or OpenRLHF: our key}, if the names differ
+# {key in TRL's scripts, LLaMA-Factory, Axolotl or OpenRLHF: our key}, for keys whose names differ
 ELSEWHERE = {
     "lr": "trainer.learning_rate",
     "epochs": "trainer.num_train_epochs",
@@ -52,12 +52,12 @@ def document() -> dict[str, Any]:
 
 
 def keys(dotted: str) -> dict[str, dict[str, Any]]:
-    """Returns {key: its schema} of the dataclass `package.module.Class`."""
+    """Returns {key: its schema} for the fields of the dataclass `package.module.Class`."""
     return document()["$defs"][dotted]["properties"]  # type: ignore[no-any-return]
 
 
 def class_of(section: str, stage: str) -> str:
-    """Returns the dataclass, as `package.module.Class`, whose fields are the keys of a section."""
+    """Returns the name (package.module.Class) of the dataclass whose fields are the keys of a section."""
     if section == "trainer":
         return STAGE[stage].trainer
     ours = f"pipeline.job.job.{'MLflow' if section == 'mlflow' else section.title()}"
@@ -65,13 +65,16 @@ def class_of(section: str, stage: str) -> str:
 
 
 def keys_of(stage: str) -> dict[str, str]:
-    """Returns {section.key: key} for all keys that a job of the stage may have."""
+    """Returns {section.key: key} for all keys that a job of this stage can set."""
     known = ((section, keys(class_of(section, stage)).items()) for section in SECTIONS)
     return {f"{section}.{key}": key for section, items in known for key, one in items if "not" not in one}
 
 
 def meant(key: str, stage: str) -> str | None:
-    """Returns the key that an unknown key probably means, or None: by other tools' names, by spelling, in another section."""
+    """Returns the key that the user probably meant by an unknown key, or None.
+
+    Looks for other tools' names of our keys, similar names, and the same name in another section.
+    """
     section, _, name = key.rpartition(".")
     known = keys_of(stage)
     if (ours := ELSEWHERE.get(name)) in {*known, *STAGE[stage].inputs}:
@@ -85,19 +88,19 @@ def meant(key: str, stage: str) -> str | None:
 # ---------------------------------------------------------------- values
 @cache
 def _validator() -> Any:
-    """Returns the class that checks values. As in JSON Schema Draft 4, 7.0 is no whole number."""
+    """Returns the validator class. As in JSON Schema Draft 4, 7.0 is not an integer."""
     from jsonschema import Draft4Validator, Draft7Validator, validators
 
     return validators.extend(Draft7Validator, type_checker=Draft4Validator.TYPE_CHECKER)
 
 
 def problem(value: Any, schema: Mapping[str, Any]) -> str | None:
-    """Returns why a key cannot have the value, or None."""
+    """Returns why a value does not match a schema, or None if it does."""
     validator = _validator()(schema)
     if (error := next(validator.iter_errors(value), None)) is None:
         return None
     part = "".join(f"{short(str(key))}: " for key in error.absolute_path)
-    found, wanted = error.instance, error.schema  # the wrong part of the value, and the schema of that part
+    found, wanted = error.instance, error.schema  # the part of the value that does not match, and its schema
     near = difflib.get_close_matches(str(found), list(map(str, _choices(wanted))), n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     if isinstance(found, (int, float)):
@@ -112,7 +115,7 @@ def problem(value: Any, schema: Mapping[str, Any]) -> str | None:
 def checked(
     tree: Tree, section: str, known: Mapping[str, dict[str, Any]], hint: Callable[[str], str] | None = None
 ) -> dict[str, Any]:
-    """Returns the checked values of a section. If a key needs a list, a single value becomes a list of one."""
+    """Returns the checked values of a section. If a key expects a list and has a single value, the value becomes a list."""
     values = tree.section(section)
     for key, value in values.items():
         single = key in known and isinstance(value, (str, int, float)) and not isinstance(value, bool)
@@ -126,11 +129,11 @@ def checked(
 def wrong(
     values: Mapping[str, Any], known: Mapping[str, dict[str, Any]], hint: Callable[[str], str] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yields (key, what is wrong) for keys that are rejected, unknown or missing, and for invalid values.
+    """Yields (key, problem) for unknown and missing keys, keys that a job cannot set, and invalid values.
 
     Args:
         known: {key: its schema}.
-        hint: returns the advice for an unknown key. None means `nearest`.
+        hint: function that returns advice about an unknown key. By default `nearest`.
     """
     for key in values:
         if "not" in known.get(key, ()):
@@ -146,13 +149,13 @@ def wrong(
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
-    """Returns the advice for an unknown key: a similar known key, or all known keys."""
+    """Returns advice about an unknown key: a known key with a similar name, or a list of all known keys."""
     near = difflib.get_close_matches(key, known := list(known), 1, 0.7)
     return f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
 
 
 def expected(schema: Mapping[str, Any]) -> str:
-    """Returns the type of a schema in words, with the range of numbers."""
+    """Returns the type and range that a schema expects, in words."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(map(expected, schema["anyOf"])))
     if choices := schema.get("enum"):
@@ -179,14 +182,14 @@ def _number(value: float) -> str:
 
 
 def _choices(schema: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields the values that a schema lists, for a value or for an item of a list."""
+    """Yields the values that a schema's `enum` lists, for the value itself or for the items of a list."""
     yield from schema.get("enum", ())
     for part in (*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else ())):
         yield from _choices(part)
 
 
 def described(name: str) -> list[str]:
-    """Returns what `rlhf help KEY` prints: type, default, range and meaning. Stages with the same text share one entry."""
+    """Returns what `rlhf help KEY` prints about a key. If the text is the same for several stages, they share one entry."""
     section, _, key = name.partition(".")
     found: dict[str, list[str]] = {}
     for stage in STAGE:

@@ -1,6 +1,6 @@
 """Generates schema.json, the JSON Schema of job files, from our dataclasses and the config classes of TRL, peft and Ray.
 
-Classes in this module narrow the libraries' types. The table REFUSED has the keys that the pipeline sets.
+Classes in this module restrict the types of the libraries' keys. The table REFUSED lists keys that a job cannot set.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _by_key(reasons: dict[str, str]) -> dict[str, str]:
 
 
 _MODEL = "the `model` section decides how base and tokenizer are loaded"
-# Keys of the libraries that a job cannot set, by reason.
+# {section: {key of a library that a job cannot set: reason}}
 REFUSED: dict[str, dict[str, str]] = {
     "trainer": _by_key(
         {
@@ -84,9 +84,9 @@ REFUSED: dict[str, dict[str, str]] = {
     "scaling": _by_key({"workers train on CPUs or on NVIDIA GPUs": "trainer_resources use_tpu topology"}),
 }
 
-# Types of the libraries' keys. The types exclude values with which a run fails late, or learns nothing.
+# Our types of the libraries' keys. They exclude values with which a run would fail late or learn nothing.
 Whole = Annotated[float, Ge(1), Le(10**9), MultipleOf(1)]
-Interval = Annotated[float, Gt(0), Lt(1)] | Whole  # a share of the run, or a number of steps
+Interval = Annotated[float, Gt(0), Lt(1)] | Whole  # a fraction of the run, or a number of steps
 
 
 class TrainerKeys:
@@ -105,12 +105,12 @@ class TrainerKeys:
     logging_steps: Interval
     eval_strategy: IntervalStrategy
     eval_steps: Interval | None
-    save_strategy: IntervalStrategy  # `best` is left out; set run.load_best_model_at_end=true instead
+    save_strategy: IntervalStrategy  # `best` is not allowed; set run.load_best_model_at_end=true instead
     save_steps: Interval
     optim: OptimizerNames
     learning_rate: Rate
     lr_scheduler_type: SchedulerType
-    lr_scheduler_kwargs: dict[str, Any] | None  # TRL also takes JSON as text
+    lr_scheduler_kwargs: dict[str, Any] | None  # TRL also accepts a JSON string
     warmup_steps: Literal[0] | Interval
     weight_decay: Annotated[float, Ge(0), Le(100)]
     max_grad_norm: Norm
@@ -120,7 +120,7 @@ class TrainerKeys:
     label_smoothing_factor: Fraction
     neftune_noise_alpha: Weight | None
     router_aux_loss_coef: Weight | None
-    gradient_checkpointing: bool | None  # planning/plan.py chooses the default
+    gradient_checkpointing: bool | None  # planning/plan.py chooses a value for null
     gradient_checkpointing_kwargs: dict[str, Any] | None
     activation_checkpointing_kwargs: dict[str, Any] | None
     debug: str | list[Literal["underflow_overflow", "tpu_metrics_debug"]]
@@ -151,9 +151,7 @@ class DPOKeys(TrainerKeys):
 
 
 class KTOKeys(TrainerKeys):
-    per_device_train_batch_size: Annotated[
-        int, Ge(2), Le(2**20)
-    ]  # the KL term needs completions of other rows
+    per_device_train_batch_size: Annotated[int, Ge(2), Le(2**20)]  # the KL term needs at least two rows
     beta: Annotated[float, Ge(1e-6), Le(10**6)]
     loss_type: Literal["kto", "apo_zero_unpaired"]
     desirable_weight: Annotated[float, Ge(0), Le(1000)]
@@ -166,7 +164,7 @@ class LoraKeys:
     lora_alpha: Annotated[int, Ge(1), Le(10**6)]
     alpha_pattern: dict[str, Factor]
     lora_dropout: Annotated[float, Ge(0), Le(0.99)]
-    bias: Literal["none"]  # other values train biases of the base, which all adapters share
+    bias: Literal["none"]  # other values would train biases of the base, which all adapters share
     init_lora_weights: bool | Literal["gaussian", "orthogonal"]
     layers_to_transform: Annotated[int, Ge(0), Le(10**5)] | list[Annotated[int, Ge(0), Le(10**5)]] | None
 
@@ -175,12 +173,12 @@ class ScalingKeys:
     num_workers: Annotated[int, Ge(0), Le(1000)] | Annotated[list[Annotated[int, Ge(1), Le(1000)]], Len(2, 2)]
     use_gpu: bool
     resources_per_worker: dict[str, Annotated[float, Ge(0)]] | None
-    label_selector: dict[str, str] | None  # all workers have the same value
+    label_selector: dict[str, str] | None  # Ray also accepts a list with one selector per worker
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
     elastic_resize_monitor_interval_s: Annotated[float, Ge(0), Le(86_400)]
 
 
-# {class of a library: section of a job, and our types of its keys}
+# {config class of a library: (section of a job, class with our types)}
 LIBRARIES: dict[str, tuple[str, type]] = {
     "SFTConfig": ("trainer", SFTKeys),
     "RewardConfig": ("trainer", RewardKeys),
@@ -192,10 +190,10 @@ LIBRARIES: dict[str, tuple[str, type]] = {
 
 
 def text() -> str:
-    """Returns the content of schema.json, with one line for each key."""
+    """Returns the content of schema.json. Each key has one line."""
     classes = dict.fromkeys(class_of(section, stage) for stage in STAGE for section in SECTIONS)
     made = {dotted: of_class(dotted) for dotted in (*classes, *OTHERS)}
-    del made[JOB]["source"], made[JOB]["overridden"]  # arguments that are no keys of a job file
+    del made[JOB]["source"], made[JOB]["overridden"]  # fields that a job file cannot set
     lines = [
         f'  "{dotted}": {{"type": "object", "additionalProperties": false, "properties": {{\n'
         + ",\n".join(f"   {json.dumps(key)}: {json.dumps(schema)}" for key, schema in keys.items())
@@ -226,7 +224,7 @@ def _of_stage(stage: str, made: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Plain(GenerateJsonSchema):
-    """Generates JSON Schema without titles. A literal becomes an `enum` without a type, so that 0 includes 0.0."""
+    """Generates JSON Schema without titles. A literal becomes an `enum` without a type, so that Literal[0] also accepts 0.0."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -236,7 +234,7 @@ class Plain(GenerateJsonSchema):
 
 
 def of_class(dotted: str) -> dict[str, Any]:
-    """Returns {key: schema} for the fields of a dataclass."""
+    """Returns {key: schema} for the fields of one of our dataclasses or of a library's config class."""
     module, _, name = dotted.rpartition(".")
     cls = getattr(importlib.import_module(module), name)
     keys = _of_ours(cls) if module.startswith("pipeline.") else _of_library(cls)
@@ -248,7 +246,7 @@ def of_class(dotted: str) -> dict[str, Any]:
 
 def _of_ours(cls: type) -> dict[str, Any]:
     keys: dict[str, Any] = {}
-    for base in reversed(cls.__mro__[:-1]):  # pydantic (2.14) reads the docstrings of a class's own fields
+    for base in reversed(cls.__mro__[:-1]):  # pydantic 2.14 does not read the docstrings of inherited fields
         adapter = TypeAdapter[Any](with_config(use_attribute_docstrings=True)(base))
         made = adapter.json_schema(schema_generator=Plain, ref_template="#/$defs/pipeline.job.job.{model}")
         for key, schema in made["properties"].items():
@@ -260,9 +258,9 @@ def _of_ours(cls: type) -> dict[str, Any]:
 
 def _of_library(cls: type) -> dict[str, Any]:
     section, ours = LIBRARIES[cls.__name__]
-    # Ray imports Domain for type checkers alone
+    # Ray imports Domain only for type checkers, so that get_type_hints needs a substitute.
     hints = get_type_hints(cls, localns={"Domain": object}) | get_type_hints(ours, include_extras=True)
-    argument = r"^ {4,8}(\w+):(.+?)(?=^ {4,8}\w+:|\n\n|\Z)"  # a field in the docstring's section Args
+    argument = r"^ {4,8}(\w+):(.+?)(?=^ {4,8}\w+:|\n\n|\Z)"  # matches a field in a docstring's Args
     help_of = dict(re.findall(argument, cls.__doc__ or "", re.MULTILINE | re.DOTALL))
     keys: dict[str, Any] = {}
     for field in dataclasses.fields(cls):

@@ -1,6 +1,6 @@
-"""The table of stages: inputs, rows, what is trained, unused keys, and the metrics of the summary.
+"""Defines the table of stages, with the inputs, rows, trained adapter, unused keys and summary metrics of each stage.
 
-Code that depends on the stage uses this table: job.facts.learns, not job.stage in ("sft", "rm", ...).
+Code that depends on the stage should use this table, for example job.facts.learns instead of job.stage in ("sft", "rm", ...).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pipeline import metrics
 
 OURS = "pipeline.job.job"
-# The inputs that a job may name. Stage.inputs lists the inputs of a stage.
+# All inputs that a job can name. Stage.inputs lists the inputs of one stage.
 INPUTS = ("policy", "reference", "baseline", "teacher", "reward", "judge")
-# {key that a stage does not use: reason}
+# {section or section.key that a stage does not use: reason}. Used for Stage.unused.
 _NO_SERVER = {"serve": "only `serve` answers requests"}
 _NO_ROLLOUT = {"rollout": "only `ppo` samples completions to learn from"}
 _LEARNS = _NO_SERVER | dict.fromkeys(
@@ -26,7 +26,7 @@ _NOTHING_TRAINED = dict.fromkeys(
     mlflow.registered_model""".split(),
     "this stage trains nothing",
 )
-# A stage that writes completions without learning from them uses only the decoding keys of `rollout`.
+# Stages that generate completions but do not learn from them use only the keys of `rollout` about decoding.
 _DECODES = dict.fromkeys(
     """rollout.num_workers rollout.staleness rollout.use_gpu rollout.resources_per_worker rollout.label_selector
     rollout.worker_wait_timeout_s rollout.chunk_timeout_s rollout.tensor_parallel_size rollout.correction
@@ -53,40 +53,41 @@ _ROW_BY_ROW = _NOTHING_TRAINED | {
 
 @dataclass(frozen=True)
 class Stage:
-    """The facts about one stage."""
+    """Describes one stage."""
 
     # Config class (package.module.Class) with the keys of the `trainer` section.
     trainer: str
     summary: str  # one line for --help
     inputs: Mapping[str, bool] = field(default_factory=dict)  # {input: whether it is required}
-    rows: str | None = None  # kind of rows that the stage reads (a key of data.formats.KINDS), if any
-    learns: str | None = None  # role of the adapter that the stage trains: policy or reward
-    # Whether the initial policy is the reference, unless the job names a reference.
+    rows: str | None = None  # kind of rows that the stage reads (a key of data.formats.KINDS), or None
+    learns: str | None = None  # role of the adapter that the stage trains (policy or reward), or None
+    # Whether training uses a reference model: the job's `reference`, or by default the initial policy.
     keeps_reference: bool = False
-    # Number of forward passes without gradients over the training tokens, besides the pass of the reference.
+    # Number of forward passes per training step without gradients, in addition to the forward pass of the reference.
     further_forwards: int = 0
     fewest_rows: int = 1  # minimum number of rows in a micro-batch
     sequences: int = 1  # number of sequences in a training row; a pair has two
     # Whether the stage generates completions. If so, the context needs space after the prompt.
     writes: bool = False
-    # Whether the stage scores with rewards or a judge. Rewards that are Python functions may read columns of the rows.
+    # Whether the stage scores completions with rewards or a judge. Python rewards may also read columns of the rows.
     scores: bool = False
-    # train: workers of Ray Train. data: actors of Ray Data. serve: replicas of Ray Serve. here: the process of the command.
+    # Where the stage runs: train (workers of Ray Train), data (actors of Ray Data), serve (replicas of Ray Serve), or here
+    # (the process of the command).
     runs_in: str = "train"
     # {section or section.key that the stage does not use: reason}
     unused: Mapping[str, str] = field(default_factory=dict)
-    title: str = ""  # name in reports
-    # Metrics of the stage's summary, the most important first. The table of `run` shows only the first metric.
+    title: str = ""  # name of the stage in reports
+    # Metrics in the stage's summary, most important first. The table that `run` prints shows only the first metric.
     headline: tuple[str, ...] = ()
 
     @property
     def trl(self) -> bool:
-        """Returns True if the stage trains with a TRL trainer. Only a worker imports the config class of a TRL stage."""
+        """Returns True if the stage uses a trainer of TRL. Only workers import the config class of such a stage."""
         return self.trainer.startswith("trl.")
 
     @property
     def online(self) -> bool:
-        """Returns True if the stage learns from completions that it samples."""
+        """Returns True if the stage trains on completions that it samples itself."""
         return bool(self.learns and self.writes)
 
     @property
@@ -134,8 +135,8 @@ STAGE: dict[str, Stage] = {
         rows="labels",
         learns="policy",
         keeps_reference=True,
-        fewest_rows=2,  # the KL term combines each prompt with the completion of another row
-        further_forwards=2,  # policy and reference, for the KL term
+        fewest_rows=2,  # the KL term combines each prompt with another row's completion
+        further_forwards=2,  # of policy and reference, for the KL term
         unused={**_LEARNS, **_NO_ROLLOUT},
         title="Kahneman-Tversky optimization",
         headline=("eval_rewards/margins", "eval_loss", "eval_kl"),
@@ -231,18 +232,18 @@ TRAINED = tuple(name for name, stage in STAGE.items() if stage.learns)
 
 
 def headline(stage: str, measured: Mapping[str, float]) -> list[metrics.Metric]:
-    """Returns those metrics of a stage's summary that were measured."""
+    """Returns the metrics in a stage's summary that are in `measured`."""
     found = (metrics.find_metric(name, stage) for name in STAGE[stage].headline if name in measured)
     return [one for one in found if one]
 
 
 def rows_of(stage: str) -> str | None:
-    """Returns the kind of a stage's rows, or None if it reads no rows or is no stage."""
+    """Returns the kind of rows that a stage reads, or None if it reads no rows or is not a stage."""
     return STAGE[stage].rows if stage in STAGE else None
 
 
 def title_of(stage: str) -> str:
-    """Returns `Reward model` for `rm`, or the name of a stage that has no title."""
+    """Returns the title of a stage, e.g. `Reward model` for `rm`. If a stage has no title, returns its name."""
     return STAGE[stage].title or stage
 
 

@@ -1,7 +1,7 @@
-"""Reads a job file with its `extends` and overrides into a tree, which knows the line of each key.
+"""Reads a job file, the files that it extends, and overrides into a tree that records the line of each key.
 
-The rules of YAML 1.2 apply, because version 1.1 is surprising. In YAML 1.2, `1e-4` is a number, `eval_strategy: no` is the
-word "no", and `2026-11-20` is text. A file with a text that looks like a secret is rejected, and the text is never printed.
+Values are read as in YAML 1.2, in which `1e-4` is a number, `eval_strategy: no` is the word "no", and `2026-11-20` is text. A
+file that contains a text like a secret is rejected, and the text is never printed.
 """
 
 import math
@@ -16,7 +16,7 @@ import yaml
 from pipeline.errors import InputError, in_brief, short, show, visible
 from pipeline.system.credentials import SECRET, has_credentials
 
-MAX_VALUES = 100_000  # values of a job file, with those behind aliases
+MAX_VALUES = 100_000  # maximum number of values in a job file, in which each alias counts with all its values
 NO_SECRETS = (
     "the value looks like a secret, which never belongs in a job file or on a command line; "
     "put it into the environment (HF_TOKEN, AWS_*, MLFLOW_TRACKING_*), and replace it if others have seen it"
@@ -24,9 +24,9 @@ NO_SECRETS = (
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads scalars as in YAML 1.2: true and false, decimal integers, floats with or without a point, null, text.
+    """Reads scalars as in YAML 1.2. Only true and false are booleans, and a float needs no decimal point.
 
-    ruamel.yaml implements YAML 1.2, but reads 2026-11-20 as a date too (0.18).
+    The package ruamel.yaml also implements YAML 1.2, but version 0.18 reads 2026-11-20 as a date.
     """
 
 
@@ -37,7 +37,7 @@ _Loader.yaml_implicit_resolvers = {
 }
 for _tag, _pattern, _first in (
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
-    # An integer of more than 18 digits does not fit into 64 bits, and is a float, as in JSON.
+    # An integer with more than 18 digits may not fit into 64 bits, and is read as a float.
     ("int", r"^[-+]?(?:0|[1-9][0-9_]{0,17})$", "-+0123456789"),
     ("float", r"^[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$", "-+.0123456789"),
     ("float", r"^(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$", "-+."),
@@ -47,21 +47,21 @@ for _tag, _pattern, _first in (
 
 @dataclass
 class Tree:
-    """The sections of a job file. `where` is {dotted key: `jobs/x.yaml:12` or `command line`}."""
+    """The sections of a job file. `where` is {dotted key: where it was set, e.g. `jobs/x.yaml:12` or `command line`}."""
 
     source: str
     data: dict[str, Any] = field(default_factory=dict)
     where: dict[str, str] = field(default_factory=dict)
 
     def error(self, key: str, message: str) -> InputError:
-        """Returns an InputError about a key, with the line of the key or, if it has none, of its section."""
+        """Returns an InputError about a key. It has the line of the key, or of its section if the key is not in the file."""
         section = key
         while section and section not in self.where:
             section = section.rpartition(".")[0]
         return InputError(message, key=key, where=self.where.get(section, self.source))
 
     def section(self, name: str) -> dict[str, Any]:
-        """Returns the keys of a section, or {} if it is missing. Raises InputError if the section is no mapping."""
+        """Returns the keys and values of a section, or {} if it is missing. Raises InputError if the section is not a mapping."""
         value = self.data.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.error(name, f"found {show(value)}, expected a mapping of keys to values")
@@ -69,7 +69,7 @@ class Tree:
 
 
 def read_tree(path: str | Path, overrides: list[str]) -> Tree:
-    """Reads the job file at `path` and applies `section.key=value` overrides. Raises InputError with file:line."""
+    """Reads the job file at `path` and applies `section.key=value` overrides. Raises InputError with the file and line."""
     tree = _extended(_tree(Path(path)), Path(path).parent)
     for text in overrides:
         override(tree, text)
@@ -88,15 +88,16 @@ def _tree(path: Path) -> Tree:
     except (OSError, ValueError) as error:
         raise InputError(f"{tree.source}: cannot be read as UTF-8 text ({in_brief(error)})") from None
     tree.data = _parse(text, tree.source, tree.where)
-    if not isinstance(tree.data, dict):  # the line is not quoted, because the file may contain a secret token
+    if not isinstance(tree.data, dict):  # the message does not quote the file, which may contain a secret
         raise InputError(f"{tree.source}: is no job; expected sections such as `stage: sft` and `model: ...`")
     return tree
 
 
 def _extended(tree: Tree, folder: Path) -> Tree:
-    """Returns a job merged onto the file, or the list of files, that its `extends` names. Later files win.
+    """Merges a job file with the file or the list of files that its `extends` names. Later files override earlier ones. The job
+    file itself overrides all of them.
 
-    Sections are merged key by key, one level deep. An empty section, such as `gate: {}`, removes the keys of that section.
+    Sections are merged key by key, one level deep. An empty section, such as `gate: {}`, removes the section's earlier keys.
     """
     names = tree.data.pop("extends", None) or []
     names = names if isinstance(names, list) else [names]
@@ -116,7 +117,7 @@ def _extended(tree: Tree, folder: Path) -> Tree:
 
 
 def _parse(text: str, name: str, where: dict[str, str]) -> Any:
-    """Returns the value of a YAML document, and fills `where`. Raises InputError with the line, but does not quote it."""
+    """Parses a YAML document, and adds the line of each key to `where`. Raises InputError, which does not quote the text."""
     for number, line in enumerate(text.splitlines(), 1):
         if SECRET.search(line) or has_credentials(line):
             raise InputError(f"{name}:{number}: {NO_SECRETS}")
@@ -131,7 +132,7 @@ def _parse(text: str, name: str, where: dict[str, str]) -> Any:
         mark = error.problem_mark or error.context_mark
         position = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         raise InputError(f"{position}: not valid YAML: {error.problem or error.context}") from None
-    # YAML parsers raise errors of each of the types
+    # the YAML parser raises errors of all these types
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
         what = "a character, a tag (!!) or an alias that cannot be read"
         raise InputError(f"{name}: not valid YAML: {what}; remove it") from None
@@ -140,7 +141,8 @@ def _parse(text: str, name: str, where: dict[str, str]) -> Any:
 def _record_lines(node: yaml.Node, key: str, name: str, where: dict[str, str], left: Iterator[int]) -> None:
     """Records the line of every key. Raises InputError for repeated keys, and for keys that are not text.
 
-    `left` has an item for each further value, because aliases of aliases turn a few lines into billions of values.
+    `left` yields an item for each value that the file may still have. The number of values is limited because nested aliases can
+    turn a few lines into billions of values.
     """
     if next(left, None) is None:
         raise InputError(
@@ -168,7 +170,7 @@ def _record_lines(node: yaml.Node, key: str, name: str, where: dict[str, str], l
 
 
 def override(tree: Tree, text: str) -> None:
-    """Applies one `section.key=value`. The value is YAML, except in `gate`, because `>` begins a block in YAML."""
+    """Applies an override `section.key=value`. The value is YAML, except in `gate`, because `>` starts a block in YAML."""
     key, equals, value = text.partition("=")
     if SECRET.search(text) or has_credentials(text):
         raise InputError(f"command line: {NO_SECRETS}")
@@ -197,7 +199,7 @@ def override(tree: Tree, text: str) -> None:
 
 
 def _check_values(tree: Tree, value: Any, key: str = "") -> None:
-    """Raises InputError for numbers that are not finite, and for blank texts."""
+    """Raises InputError if a number is not finite, or a text is empty or blank."""
     if isinstance(value, (dict, list)):
         for name, item in value.items() if isinstance(value, dict) else enumerate(value):
             _check_values(tree, item, f"{key}.{name}" if key else str(name))

@@ -18,7 +18,7 @@ from pipeline.system import storage
 
 
 class Point(NamedTuple):
-    """One value of one metric."""
+    """The value of a metric at a step."""
 
     key: str
     value: float
@@ -28,7 +28,7 @@ class Point(NamedTuple):
 
 
 class Tracker:
-    """Base class of trackers, which record the metrics of one run. Its methods may be slow, and may raise any type of error."""
+    """Base class of trackers, which record the metrics of one run. The methods may be slow, and may raise any type of error."""
 
     name: str  # the tracker's name in warnings
 

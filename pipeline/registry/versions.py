@@ -29,7 +29,7 @@ class Missing(InputError):
 
 @dataclass(frozen=True)
 class Version:
-    """A registered model version. `alias` is None if the gate failed; `gate` says why."""
+    """A registered model version. If the gate failed, `alias` is None, and `gate` says why."""
 
     name: str
     version: str
@@ -60,7 +60,7 @@ def publish(
     again, because a run registers at most one version.
 
     Args:
-        problem: None, or a reason why the gate fails whatever the metrics are.
+        problem: None, or the reason why the gate fails regardless of the metrics.
     """
     from mlflow.exceptions import MlflowException
 

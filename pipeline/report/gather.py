@@ -19,7 +19,7 @@ from pipeline.system.credentials import without_credentials
 
 @dataclass
 class Run:
-    """What a report needs to know about one run."""
+    """The data of one run that a report shows."""
 
     name: str
     stage: str

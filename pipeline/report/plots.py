@@ -31,7 +31,7 @@ Draw = Callable[[Any], None]  # function that draws into matplotlib axes
 
 
 class Drawing(NamedTuple):
-    """One picture of a report."""
+    """One picture of a report, with its title and explanation."""
 
     title: str
     note: str  # text that explains how to read the picture

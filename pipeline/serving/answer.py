@@ -1,4 +1,4 @@
-"""Answers requests for completions: collects the tokens of each choice, and returns or streams OpenAI's JSON."""
+"""Collects the tokens of each choice of a completion request, and returns or streams the choices in OpenAI's JSON format."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from pipeline.serving.models import Served
 from pipeline.serving.protocol import ChatRequest, CompletionRequest, Refused
 from pipeline.writing.rows import Sampling
 
-BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level vocabularies
+BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # for byte-level vocabularies
 
 
 @contextlib.asynccontextmanager
 async def time_limit(seconds: float, late: Refused | None = None) -> AsyncIterator[None]:
-    """Raises `late`, by default Refused (504), if the block takes longer."""
+    """Raises `late` (default: Refused with status 504) if the `with` block takes longer than `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -39,34 +39,34 @@ async def time_limit(seconds: float, late: Refused | None = None) -> AsyncIterat
 
 
 class Text:
-    """The text of a growing list of tokens.
+    """Decodes the tokens of one completion as they arrive.
 
-    Holds back incomplete characters, and as many characters as may become a stop text.
+    Does not return incomplete characters, or last characters that may be the start of a stop text, until more tokens arrive.
 
     Args:
-        stops: texts that end the completion. A stop text and all text after it are removed.
+        stops: texts that end the completion. Removes the stop text and all text after it.
     """
 
     def __init__(self, tokenizer: Any, stops: list[str]) -> None:
         self.tokenizer, self.stops = tokenizer, stops
         self.stream = DecodeStream(skip_special_tokens=True)
         self.ids: list[int] = []
-        self.written = ""  # the decoded text
-        self.shown = 0  # number of returned characters
+        self.written = ""  # the text that has been decoded so far
+        self.shown = 0  # number of characters that have been returned
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """Adds a token. Returns the text that can be shown now."""
+        """Adds a token. Returns the text that can be sent to the client now, or ""."""
         self.ids.append(token)
         self.written += self.stream.step(self.tokenizer.backend_tokenizer, token) or ""
         return self._show(held_back=max(map(len, self.stops), default=1) - 1)
 
     def close(self) -> str:
-        """Returns the remaining text after the last token."""
+        """Returns the rest of the text. Called after the last token."""
         if self.stopped:
             return ""
         decoded = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        # Some decoders change earlier text, which the client has already received.
+        # Some decoders change earlier text. Text that the client has already received cannot change.
         if decoded.startswith(self.written[: self.shown]):
             self.written = decoded
         return self._show(held_back=0)
@@ -76,7 +76,7 @@ class Text:
         return self.written[: self.shown]
 
     def _show(self, held_back: int) -> str:
-        """Returns new text up to the first stop text. Without a stop text, keeps the last `held_back` characters."""
+        """Returns new text up to the first stop text. If there is none, does not return the last `held_back` characters yet."""
         found = [at for stop in self.stops if (at := self.written.find(stop)) >= 0]
         end = min(found) if found else len(self.written) - held_back
         self.stopped = bool(found)
@@ -85,7 +85,7 @@ class Text:
 
 
 class Answer:
-    """The choices of one request, while the batcher writes them. Must be created in the event loop."""
+    """Collects the choices of one request while the batcher decodes them. Must be created in the event loop."""
 
     def __init__(
         self, server: Any, request: ChatRequest | CompletionRequest, prompt: list[int], served: Served
@@ -104,7 +104,9 @@ class Answer:
         sampling = replace(
             default,
             max_new_tokens=min(request.token_limit or default.max_new_tokens, default.max_new_tokens),
-            temperature=temperature if temperature >= 1e-6 else 0.0,  # smaller values overflow fp32 logits
+            temperature=temperature
+            if temperature >= 1e-6
+            else 0.0,  # a smaller divisor overflows fp32 logits
             top_p=1.0 if request.top_p is None else request.top_p,
             seed=self.seed,
         )
@@ -119,12 +121,12 @@ class Answer:
             self.loop.call_soon_threadsafe(self.arrived.put_nowait, (choice, token))
 
     def cancel(self) -> None:
-        """Removes unfinished rows from the batch."""
+        """Makes the batcher drop the rows of this request that are not finished."""
         for row in self.rows:
             row.cancelled = True
 
     async def _pieces(self) -> AsyncIterator[tuple[int, str, list[Token]]]:
-        """Yields (choice, new text, its tokens) until all choices are complete."""
+        """Yields (choice, new text, tokens of the new text) until all choices are complete."""
         unshown: list[list[Token]] = [[] for _ in self.rows]
         metrics = self.server.metrics
         async with time_limit(self.server.serve.timeout_s):
@@ -134,7 +136,7 @@ class Answer:
                 if isinstance(token, BaseException):
                     raise Refused(503, f"the answer was lost ({in_brief(token)}); try again") from token
                 if self.reasons[choice]:
-                    continue  # the token follows a stop text
+                    continue  # the choice has ended at a stop text before this token
                 if not any(self.tokens):
                     metrics.first_token.observe(time.monotonic() - self.began)
                 self.tokens[choice].append(token)
@@ -162,7 +164,7 @@ class Answer:
             self.cancel()
 
     async def as_json(self) -> dict[str, Any]:
-        """Returns the complete answer."""
+        """Waits until all choices are complete. Returns the response as a dict."""
         await self.wait_until_complete()
         choices = [
             {
@@ -176,7 +178,7 @@ class Answer:
         return {"object": "chat.completion", **self.head, "choices": choices, "usage": usage([self])}
 
     async def as_events(self) -> AsyncIterator[bytes]:
-        """Yields the answer as server-sent events."""
+        """Yields the response as server-sent events while the choices are decoded."""
         options = self.request.stream_options
         wants_usage = bool(options and options.include_usage)
 
@@ -200,13 +202,13 @@ class Answer:
                     yield part(choice, {}, reason=reason)
             if wants_usage:
                 yield chunk([], usage([self]))
-        except Refused as error:  # the HTTP status has been sent already
+        except Refused as error:  # too late for an HTTP error status, which has been sent already
             yield event(error.body())
             return
         yield b"data: [DONE]\n\n"
 
     def _logprobs(self, tokens: Iterable[Token]) -> dict[str, Any] | None:
-        """Returns OpenAI's list of tokens with log-probs and most likely alternatives, if the request wants this list."""
+        """Returns OpenAI's list of tokens with log-probs and most likely alternatives, or None if not requested."""
 
         def entry(token: int, logprob: float) -> dict[str, Any]:
             written = bytes_of(self.server.tokenizer, token)
@@ -223,7 +225,7 @@ class Answer:
 
 @lru_cache(1 << 14)
 def bytes_of(tokenizer: Any, token: int) -> bytes:
-    """Returns the bytes that a token adds to a text, which may be part of a character."""
+    """Returns the bytes of a token. They may be only a part of a UTF-8 character."""
     entry, decoder = tokenizer.backend_tokenizer.id_to_token(token), tokenizer.backend_tokenizer.decoder
     if entry is None or decoder is None or token in tokenizer.added_tokens_decoder:
         return str(tokenizer.decode([token])).encode()
@@ -231,11 +233,11 @@ def bytes_of(tokenizer: Any, token: int) -> bytes:
         return bytes(BYTES[character] for character in entry)
     if decoder.decode(["<0x41>"]) == "A" and re.fullmatch("<0x[0-9A-F]{2}>", entry):  # SentencePiece
         return bytes.fromhex(entry[3:5])
-    return decoder.decode(["a", entry])[1:].encode()  # the first token of a text loses its space
+    return decoder.decode(["a", entry])[1:].encode()  # after `a`, because decoders strip the start of a text
 
 
 def token_text(written: bytes) -> str:
-    """Returns a token's text. For part of a character, returns `bytes:` and the escaped bytes, like OpenAI."""
+    """Returns a token's text. If its bytes are not valid UTF-8, returns `bytes:` and the escaped bytes, like OpenAI."""
     try:
         return written.decode()
     except UnicodeDecodeError:
@@ -243,13 +245,13 @@ def token_text(written: bytes) -> str:
 
 
 def answer_head(kind: str, request: ChatRequest | CompletionRequest, served: Served) -> dict[str, Any]:
-    """Returns the first fields of every answer."""
+    """Returns the fields that all responses start with."""
     facts = {"id": f"{kind}-{secrets.token_hex(16)}", "created": int(time.time()), "model": request.model}
     return {**facts, "system_fingerprint": served.version}
 
 
 def usage(answers: list[Answer]) -> dict[str, int]:
-    """Returns the number of tokens of all answers."""
+    """Returns OpenAI's `usage`: the numbers of prompt and completion tokens, summed over answers."""
     prompt = sum(len(answer.prompt) for answer in answers)
     completion = sum(len(tokens) for answer in answers for tokens in answer.tokens)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
@@ -260,7 +262,7 @@ def event(value: dict[str, Any]) -> bytes:
 
 
 class Stream(StreamingResponse):
-    """The response of a streamed answer. Cancels the rows if the client disconnects, even before the first chunk."""
+    """A streamed response. If the client disconnects, even before the first chunk, the batcher drops the rows."""
 
     def __init__(self, answer: Answer, headers: dict[str, str]) -> None:
         super().__init__(answer.as_events(), headers=headers, media_type="text/event-stream")
@@ -270,7 +272,7 @@ class Stream(StreamingResponse):
         try:
             with contextlib.suppress(
                 TaskCancelledError
-            ):  # Ray Serve raises this if the client has disconnected
+            ):  # Ray Serve raises this error if the client disconnects
                 await super().__call__(scope, receive, send)
         finally:
             self.answer.cancel()
@@ -279,7 +281,7 @@ class Stream(StreamingResponse):
 async def complete_prompts(
     server: Any, request: CompletionRequest, prompts: list[list[int]], served: Served
 ) -> dict[str, Any]:
-    """Returns the completions of all prompts, as JSON of OpenAI's legacy completions."""
+    """Decodes the completions of all prompts. Returns a response of OpenAI's legacy completions API."""
     answers = [Answer(server, request, prompt, served) for prompt in prompts]
     try:
         server.batcher.submit([row for answer in answers for row in answer.rows])

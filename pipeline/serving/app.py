@@ -1,9 +1,9 @@
-"""The Ray Serve application: replicas of `Server`, which answer OpenAI's API, and one `Recorder`.
+"""Defines the Ray Serve application: replicas of `Server`, which implement OpenAI's API, and one `Recorder`.
 
     handle = serve.run(application(work, digests), name="serve")
 
-One replica handles a request from start to end: it parses the request, decodes it in a batch with others, and answers. The
-recorder stores feedback and the metrics of all replicas.
+A request is parsed, decoded and answered by a single replica, which batches it with other requests. The recorder stores the
+feedback and the metrics of all replicas.
 """
 
 from __future__ import annotations
@@ -46,20 +46,25 @@ from pipeline.system import console
 from pipeline.system.credentials import without_credentials
 from pipeline.writing.rows import Sampling
 
-TOO_LONG = "context_length_exceeded"  # OpenAI's code
-HEAD = "node:__internal_head__"  # resource that Ray gives to the head node
-FLUSH_S = 0.2  # seconds between two reports to the recorder; feedback on an answer needs its report
-MAX_UNSENT_ANSWERS = 10_000  # number of answers that a replica keeps while the recorder restarts
+TOO_LONG = "context_length_exceeded"  # OpenAI's error code
+HEAD = "node:__internal_head__"  # resource that only the head node has in Ray
+FLUSH_S = 0.2  # time between two reports of a replica to the recorder
+MAX_UNSENT_ANSWERS = 10_000  # maximum number of answers that a replica keeps while the recorder restarts
 RETRY, CLOSE = {"Retry-After": "1"}, {"Connection": "close"}
-HEADERS = {408: CLOSE, 413: CLOSE, 429: RETRY, 503: RETRY}  # {status of an error: headers of its response}
+HEADERS = {
+    408: CLOSE,
+    413: CLOSE,
+    429: RETRY,
+    503: RETRY,
+}  # {HTTP status of an error: headers of the response}
 app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
 
 def application(work: Work, digests: list[str]) -> Any:
-    """Returns the application that serves a checked job.
+    """Returns the Ray Serve application of a checked job.
 
     Args:
-        digests: sha256 of each valid client token. Without tokens, the application answers only this machine.
+        digests: sha256 of each valid client token. If there are no tokens, only requests to localhost are accepted.
     """
     limits, workers = work.serve, work.places.workers
     low, high = workers.fewest, workers.most
@@ -70,7 +75,7 @@ def application(work: Work, digests: list[str]) -> Any:
     logging = {"enable_access_log": False, "log_level": "WARNING"}
     recorder = serve.deployment(Recorder).options(
         name="recorder",
-        # Users look for the feedback folder on the head node, and no autoscaler removes the head.
+        # Runs on the head node, where users look for the feedback folder. An autoscaler never removes the head.
         ray_actor_options={"num_cpus": 0, "resources": {HEAD: 0.001}},
         max_ongoing_requests=1000,
         logging_config=logging,
@@ -78,7 +83,8 @@ def application(work: Work, digests: list[str]) -> Any:
     server = serve.deployment(Ingress).options(
         name="server",
         ray_actor_options=workers.each.options(),
-        # The limit is so high that replicas get every request, and answer 429 if their queue is full. Ray Serve would answer 503.
+        # High enough that Ray Serve, which would respond with status 503, passes on all requests. A replica with a full queue
+        # responds with status 429.
         max_ongoing_requests=4 * (limits.max_queue + work.args.local_rollout_forward_batch_size) + 64,
         graceful_shutdown_timeout_s=min(limits.timeout_s, 60.0),
         health_check_period_s=2.0,
@@ -92,10 +98,10 @@ def application(work: Work, digests: list[str]) -> Any:
 
 
 def bind_to_node_address() -> None:
-    """Makes the gRPC server of this replica listen only on the node's address in Ray, which is 127.0.0.1 on a local Ray.
+    """Makes the gRPC server of this replica listen only on the node's Ray address. If Ray is local, this address is 127.0.0.1.
 
-    The server unpickles all of its input, and Ray Serve 2.60 binds it to all interfaces. Remove the private patch when Ray Serve
-    accepts an address.
+    Ray Serve 2.60 makes this server listen on all interfaces, although it unpickles what it receives. Remove this patch of a
+    private function when Ray Serve has a setting for the address.
     """
     import ray
     from ray.serve._private import replica
@@ -106,16 +112,16 @@ def bind_to_node_address() -> None:
 
 
 class Recorder:
-    """Writes the feedback folder, and keeps the newest metrics of each replica. The application has one recorder."""
+    """Writes feedback to the feedback folder, and keeps the newest metrics of each replica. The application has one recorder."""
 
     def __init__(self, folder: str | None, max_bytes: int, encoding: tuple[Any, ...]) -> None:
         bind_to_node_address()
         self.store = folder and FeedbackStore(folder, max_bytes, feedback_encoders(*encoding))
         self.page = MetricsPage()
-        self.lock = threading.Lock()  # Ray Serve may call from several threads
+        self.lock = threading.Lock()  # Ray Serve may call methods in several threads
 
     def add_report(self, replica: str, metrics: Any, answers: list[dict[str, Any]]) -> Refused | None:
-        """Takes over a replica's metrics and its new answers. Returns the store's error instead of raising it."""
+        """Stores a replica's metrics and its new answers. Returns a Refused error instead of raising it."""
         self.page.update(replica, metrics)
         return self._in_store("remember", answers) if answers else None
 
@@ -123,7 +129,7 @@ class Recorder:
         return self._in_store("add", feedback)
 
     def _in_store(self, method: str, given: Any) -> Any:
-        """Calls the store. Returns a Refused, because Ray logs a traceback for each raised exception."""
+        """Calls a method of the store. Returns a Refused error instead of raising it, because Ray would log a traceback."""
         try:
             with self.lock:
                 return getattr(self.store, method)(given)
@@ -135,7 +141,7 @@ class Recorder:
 
 
 def endpoint(handler: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
-    """Returns a handler that first checks the sender, and that turns errors into responses."""
+    """Decorates a request handler: checks the sender before the handler runs, and turns exceptions into error responses."""
 
     @functools.wraps(handler)  # FastAPI reads the handler's signature
     async def wrapped(self: Any, request: Request, **given: Any) -> Response:
@@ -144,7 +150,7 @@ def endpoint(handler: Callable[..., Awaitable[Response]]) -> Callable[..., Await
             if path != "/health":
                 self.check_sender(request)
             response = await handler(self, request, **given)
-        except (ClientDisconnect, TaskCancelledError):  # no response, because the client has disconnected
+        except (ClientDisconnect, TaskCancelledError):  # the client will not read the response
             response = Response(status_code=499)
         except Exception as error:
             if isinstance(error, RowError):
@@ -162,7 +168,7 @@ def endpoint(handler: Callable[..., Awaitable[Response]]) -> Callable[..., Await
 
 
 class Server:
-    """A replica: the base, the versions on it, and the batch that all requests share."""
+    """A replica, with the base, its adapters, and the batch that all requests share."""
 
     def __init__(self, work: Work, digests: list[str], recorder: DeploymentHandle) -> None:
         bind_to_node_address()
@@ -179,17 +185,17 @@ class Server:
         self.scores = Scores(host, self.batcher)
         settings = (self.longest - args.response_length, "error", True, stops, work.data.parse_special_tokens)
         self.encoder = Encoder(self.tokenizer, kind_of("generate"), *settings)
-        # A separate thread tokenizes requests, so that a long prompt does not delay other answers.
+        # A separate thread tokenizes requests, so that a long prompt does not block the event loop.
         self.reader = ThreadPoolExecutor(1, "reader")
         self.metrics = Metrics()
-        self.answers: list[dict[str, Any]] = []  # answers that the recorder does not have yet
+        self.answers: list[dict[str, Any]] = []  # finished answers that have not been sent to the recorder
         self.flushing = asyncio.Lock()
         self.flusher = asyncio.get_running_loop().create_task(self._flush_often())
         interval = (self.serve.alias_poll_interval_s,)
         threading.Thread(target=self.models.watch_aliases, args=interval, daemon=True).start()
 
     def check_health(self) -> None:
-        """Raises an error if the batcher has ended. Ray Serve calls this periodically, and restarts failing replicas."""
+        """Raises RuntimeError if the batcher's thread has ended. Ray Serve calls this often, and restarts failing replicas."""
         if not self.batcher.alive:
             raise RuntimeError("the thread that has the model has ended")
 
@@ -207,13 +213,13 @@ class Server:
     async def _flush_often(self) -> None:
         while True:
             await asyncio.sleep(FLUSH_S)
-            # If the recorder restarts or cannot write, the next flush sends the same answers.
+            # If the recorder restarts or cannot write, the next flush sends the same answers again.
             with contextlib.suppress(Exception):
                 await self._flush()
 
     async def _flush(self) -> None:
         """Sends metrics and finished answers to the recorder."""
-        async with self.flushing:  # a caller that waited for the lock finds its answer already sent
+        async with self.flushing:  # while a caller waits for the lock, its answer may be sent
             self.metrics.running.set(len(self.batcher.rows))
             self.metrics.waiting.set(len(self.batcher.waiting))
             self.metrics.versions.clear()
@@ -223,12 +229,12 @@ class Server:
             try:
                 measured = list(self.metrics.registry.collect())
                 await self._ask_recorder("add_report", self.name, measured, answers)
-            except (Refused, asyncio.CancelledError):  # a client that disconnects cancels the call
+            except (Refused, asyncio.CancelledError):  # CancelledError if the client disconnects
                 self.answers = (answers + self.answers)[-MAX_UNSENT_ANSWERS:]
                 raise
 
     def remember(self, answer: Answer) -> None:
-        """Records a finished chat completion, so that clients can give feedback on it."""
+        """Keeps a finished chat completion for the recorder, so that clients can give feedback on it."""
         request = answer.request
         if not self.serve.log_prompts or not isinstance(request, ChatRequest):
             return
@@ -242,7 +248,9 @@ class Server:
     # --------------------------------------------------------------------------------- parts of every request
 
     def check_sender(self, request: Request) -> None:
-        """Raises Refused: 401 without a valid token, or 403 if a web page of another origin sent the request."""
+        """Raises Refused with status 401 if the token is missing or invalid.
+
+        If the server has no tokens, raises Refused with status 403 if the header Host or Origin does not name this machine."""
         if self.digests:
             scheme, _, token = request.headers.get("authorization", "").partition(" ")
             digest = hashlib.sha256(token.strip().encode()).hexdigest()
@@ -259,7 +267,7 @@ class Server:
                     raise Refused(403, f"{header}: found {value[:80]!r}; expected 127.0.0.1 or localhost")
 
     async def _body(self, request: Request) -> Any:
-        """Returns the JSON value of the request's body. Raises Refused."""
+        """Returns the parsed JSON of the request's body. Raises Refused if the body is invalid, too large or too slow."""
         most, body = self.serve.max_body_bytes, bytearray()
         too_large = Refused(413, f"the body has more than {most} bytes (serve.max_body_bytes)")
         if int(request.headers.get("content-length", 0)) > most:
@@ -272,7 +280,7 @@ class Server:
         return protocol.parse_json(bytes(body))
 
     async def _parse(self, request: Request, kind: type[Completion]) -> tuple[Completion, Served]:
-        """Returns the parsed request for completions, and the policy that it names. Raises Refused."""
+        """Returns a parsed completion request and the policy that it names. Raises Refused if the request is invalid."""
         parsed = protocol.parse_request(kind, await self._body(request))
         if parsed.model not in self.models.policies:
             raise protocol.unknown_model("policy", parsed.model, self.models.policies)
@@ -293,7 +301,7 @@ class Server:
     @app.get("/metrics")
     @endpoint
     async def prometheus(self, request: Request) -> Response:
-        with contextlib.suppress(Refused):  # a full disk does not affect the metrics
+        with contextlib.suppress(Refused):  # metrics are returned even if the recorder cannot store answers
             await self._flush()
         page = await self._ask_recorder("metrics")
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -338,7 +346,7 @@ class Server:
         return JSONResponse(found, headers={"x-model-version": served.version})
 
     def _prompt_ids(self, request: CompletionRequest) -> list[list[int]]:
-        """Returns the token ids of each prompt. Raises Refused."""
+        """Returns the token ids of each prompt. Raises Refused if a prompt is empty, invalid or too long."""
         limit = self.args.response_length
         most = self.longest - min(request.token_limit or limit, limit)
         vocabulary, prompts = len(self.tokenizer), []
@@ -353,7 +361,7 @@ class Server:
         return prompts
 
     def _chat_ids(self, request: ChatRequest) -> list[int]:
-        """Returns the token ids of the messages. Raises Refused."""
+        """Returns the token ids of the messages with the chat template. Raises Refused if they are invalid or too long."""
         outcome: Any
         row = {"prompt": request.messages, "chat_template_kwargs": request.chat_template_kwargs}
         try:
@@ -394,7 +402,7 @@ class Server:
         given = protocol.parse_request(Feedback, await self._body(request))
         if not self.serve.log_prompts:
             raise Refused(400, "this server keeps no answers; start it with serve.log_prompts=true")
-        await self._flush()  # the recorder may not have the answer yet
+        await self._flush()  # the answer may not have been sent to the recorder yet
         return JSONResponse(await self._ask_recorder("add_feedback", given.model_dump(exclude_none=True)))
 
 

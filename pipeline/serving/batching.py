@@ -1,7 +1,8 @@
-"""Continuous batching: each step writes one token of every completion, for all requests and policies together.
+"""Implements continuous batching. Each step decodes one token of every completion, for all requests and policies together.
 
-A row is one completion. A row joins the batch at any step, and leaves when it ends. One thread owns the decoder: it adds waiting
-rows, delivers new tokens, and between two steps calls functions of other threads, such as scoring and loading a version.
+A row is one completion. A row can join the batch before any step, and leaves the batch when it ends. Only one thread uses the
+decoder: it adds waiting rows and delivers new tokens. Between two steps, this thread also calls functions that other threads
+submit, for example to score rows or to load an adapter.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from pipeline.errors import SelfCheckFailed
 from pipeline.serving.protocol import Refused
 from pipeline.writing.rows import Decoder, Row
 
-ENDED = "the batcher has ended"  # error of requests after `close`, or after the decoder failed
+ENDED = "the batcher has ended"  # error of requests after `close` or after the decoder failed
 
 
 class Token(NamedTuple):
-    """One token of a row."""
+    """One decoded token of a row."""
 
     id: int
-    logprob: float  # log-prob of the token, at temperature 1 if the row reports alternatives
+    logprob: float  # log-prob of the token; at temperature 1 if the row has `top`
     top: list[tuple[int, float]]  # the most likely token ids, with their log-probs
     last: bool  # whether the token ends the row
 
@@ -35,14 +36,14 @@ class ServedRow(Row):
     """A row whose tokens are delivered to a client.
 
     Args:
-        deliver: called in the batcher's thread with each token, or with the error that ended the row.
+        deliver: function that the batcher's thread calls with each token, or with the error that ended the row.
     """
 
     deliver: Callable[[Token | BaseException], None] = field(kw_only=True)
     delivered: int = field(default=0, init=False)
 
     def deliver_new(self) -> None:
-        """Delivers the tokens, or the error, since the last call."""
+        """Delivers the tokens that were decoded since the last call, or the row's error."""
         while self.delivered < len(self.tokens) and not self.cancelled:
             i = self.delivered
             self.delivered += 1
@@ -60,8 +61,8 @@ class Batcher:
     """Decodes submitted rows in a separate thread.
 
     Args:
-        queue: maximum number of waiting rows.
-        prompt_tokens: maximum number of padded prompt tokens that join in one step. Other rows wait for a later step.
+        queue: maximum number of rows that wait to join the batch.
+        prompt_tokens: maximum number of prompt tokens, with padding, that join the batch in one step. Further rows wait.
     """
 
     def __init__(self, decoder: Decoder, queue: int, prompt_tokens: int = 1 << 30) -> None:
@@ -77,7 +78,7 @@ class Batcher:
     # ------------------------------------------------------------------------------------ from other threads
 
     def submit(self, rows: Sequence[ServedRow]) -> None:
-        """Accepts all rows of one request. Raises Refused (429) if the queue has no space for all of them."""
+        """Adds all rows of a request to the queue. If they do not all fit, raises Refused (429) and adds none."""
         with self.condition:
             self._forget_cancelled()
             if len(self.waiting) + len(rows) > self.queue:
@@ -86,7 +87,7 @@ class Batcher:
             self._wake()
 
     def run(self, function: Callable[[], Any]) -> Future[Any]:
-        """Calls `function` in the batcher's thread, between two steps. Returns a future of the result."""
+        """Makes the batcher's thread call `function` between two steps. Returns a future for the result."""
         future: Future[Any] = Future()
         with self.condition:
             self.requested.append((function, future))
@@ -105,12 +106,12 @@ class Batcher:
         return self.thread.is_alive()
 
     def roles(self) -> set[str | None]:
-        """Returns the roles of all unfinished rows."""
+        """Returns the roles of all rows that are waiting or in the batch."""
         with self.condition:
             return {row.role for row in (*self.rows, *self.waiting)}
 
     def _wake(self) -> None:
-        """Wakes the thread. When the batcher is closed, all waiting rows and calls get an error."""
+        """Wakes the batcher's thread. If the batcher is closed, all waiting rows and calls fail."""
         while self.closed and self.waiting:
             self.waiting.popleft().fail(RuntimeError(ENDED))
         while self.closed and self.requested:
@@ -120,7 +121,7 @@ class Batcher:
         self.condition.notify()
 
     def _forget_cancelled(self) -> None:
-        """Removes canceled rows from the queue, so that they take no space in it."""
+        """Removes canceled rows from the queue."""
         self.waiting = deque(row for row in self.waiting if not row.cancelled)
 
     # ----------------------------------------------------------------------------------------- in the thread
@@ -140,18 +141,18 @@ class Batcher:
                     continue  # the client has disconnected
                 try:
                     future.set_result(function())
-                except BaseException as error:  # the thread has to continue for other requests
+                except BaseException as error:  # an error must not end the thread, which other requests need
                     future.set_exception(error)
                     ruined = error if isinstance(error, SelfCheckFailed) else ruined
             try:
-                if ruined:  # loading a version has changed the base
+                if ruined:  # the base has been modified, so later tokens may be wrong
                     raise ruined
                 if joining := self._joining():
                     self.decoder.join(joining)
                     self._deliver()
                 self.decoder.step()
                 self._deliver()
-            except Exception as error:  # such as out of memory; loses only these rows
+            except Exception as error:  # e.g. out of memory; only the rows in the batch fail
                 lost, self.rows = self.rows, []
                 for row in lost:
                     row.fail(error)
@@ -159,12 +160,12 @@ class Batcher:
                     if not ruined:
                         self.decoder.reset()
                         continue
-                with self.condition:  # the decoder cannot be used any more
+                with self.condition:  # the decoder cannot be reset
                     self.closed = True
                     self._wake()
 
     def _joining(self) -> list[ServedRow]:
-        """Moves the first waiting rows for which the decoder has space to `rows`, and returns them."""
+        """Moves as many rows from the queue to `rows` as the decoder and `prompt_tokens` allow, and returns these rows."""
         joining: list[ServedRow] = []
         width = 0
         with self.condition:

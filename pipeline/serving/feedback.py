@@ -1,10 +1,10 @@
-"""Stores users' feedback on answers as rows that `kto`, `rm`, `dpo` and `sft` train on.
+"""Stores users' feedback on answers as training rows for `kto`, `rm`, `dpo` and `sft`.
 
     labels.jsonl         {prompt, completion, label}     kto
     comparisons.jsonl    {prompt, chosen, rejected}      rm, dpo
     edits.jsonl          {prompt, completion}            sft
 
-Each row names the version that answered, its seed and the time. A row is on disk before its sender gets a response.
+Each row also has the version that answered, the seed and the time. The client gets a response after the row is on disk.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from pipeline.job import Serve
 from pipeline.serving.protocol import Feedback, Refused
 from pipeline.system import storage
 
-# {file: (a stage that trains on it, the key of the request that makes its rows)}
+# {file: (a stage that trains on it, the key of a feedback request that adds a row to it)}
 FILES = {"labels": ("kto", "label"), "comparisons": ("rm", "chosen"), "edits": ("sft", "edit")}
 KEY = "serve.feedback_path"
 BYTES = "LENGTH(CAST(answer AS BLOB))"
 LOCK_S = (
-    10.0  # maximum seconds to wait until an earlier process, such as a replaced recorder, releases the folder
+    10.0  # maximum time to wait until an earlier process, such as a replaced recorder, releases the folder
 )
-KEPT_S = 30 * 24 * 3600  # seconds after which a conversation is deleted
+KEPT_S = 30 * 24 * 3600  # age in seconds at which a conversation is deleted
 TABLES = """
     PRAGMA journal_mode=WAL;
     PRAGMA foreign_keys=ON;
@@ -54,29 +54,29 @@ def feedback_folder(serve: Serve, storage_path: str) -> str:
 def feedback_encoders(
     tokenizer: Any, max_length: int, ends: Sequence[int], parse_special_tokens: bool
 ) -> dict[str, Encoder]:
-    """Returns {file: encoder of the stage that trains on it}.
+    """Returns {file: encoder of the stage that trains on the file}, to check new rows.
 
     Args:
-        max_length: number of tokens of the longest conversation that the server can produce.
+        max_length: maximum number of tokens of a conversation with the server.
     """
     settings = (max_length, "error", True, ends, parse_special_tokens)
     return {file: Encoder(tokenizer, kind_of(stage), *settings) for file, (stage, _) in FILES.items()}
 
 
 class FeedbackStore:
-    """The feedback folder: files of rows, and conversations.db with the answers that can still get feedback.
+    """Manages the feedback folder, which has files of training rows, and conversations.db with the answers that can get feedback.
 
     Args:
-        max_bytes: half is for rows, half for conversations. If rows fill their half, new rows are rejected. If conversations
-            exceed their half, the oldest conversations are deleted.
+        max_bytes: maximum size of the folder. Half is for rows: if it is full, new rows are rejected. Half is for conversations:
+            if it is full, the oldest conversations are deleted.
 
     Raises:
-        InputError: if another process uses the folder, or it is unusable.
+        InputError: if another process uses the folder, or if the folder cannot be used.
     """
 
     def __init__(self, folder: str, max_bytes: int, encoders: dict[str, Encoder]) -> None:
         self.folder, self.max_bytes, self.encoders = Path(folder), max_bytes, encoders
-        # If the system clock jumps ahead later, no conversation gets too old.
+        # Ages are computed from this, so that a later jump of the system clock does not delete conversations.
         self.epoch = time.time() - time.monotonic()
         try:
             with contextlib.ExitStack() as opened:
@@ -86,7 +86,7 @@ class FeedbackStore:
                 self.bytes = sum(remove_incomplete_line(self.folder / f"{name}.jsonl") for name in FILES)
                 database = self.folder / "conversations.db"
                 database.touch()
-                database.chmod(0o600)  # the database contains prompts and completions, like the rows
+                database.chmod(0o600)  # like the rows, the database contains prompts and completions
                 self.database = sqlite3.connect(database, check_same_thread=False)
                 opened.callback(self.database.close)
                 self.database.executescript(TABLES)
@@ -101,14 +101,14 @@ class FeedbackStore:
             raise InputError(why, key=KEY) from error
 
     def close(self) -> None:
-        """Releases the folder."""
+        """Closes the database, and unlocks the folder."""
         self.opened.close()
 
     def remember(self, answers: list[dict[str, Any]]) -> None:
-        """Stores answers that can get feedback, and deletes the oldest answers if all exceed their half of the folder."""
+        """Stores answers, so that they can get feedback. Deletes answers that are too old or exceed half of max_bytes."""
         size = self.conversation_bytes
         with self._transaction():
-            for answer in answers:  # a replica that missed the reply sends its answers again
+            for answer in answers:  # a replica that got no reply sends its answers again
                 row = (answer["id"], answer["time"], json.dumps(answer, ensure_ascii=False))
                 if self.database.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?)", row).rowcount:
                     size += len(row[2].encode())
@@ -119,7 +119,7 @@ class FeedbackStore:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Commits the block's changes of the database. Raises Refused if the disk is full."""
+        """Commits changes to the database at the end of the `with` block. Raises Refused (507) if writing fails."""
         try:
             with self.database:
                 yield
@@ -127,16 +127,16 @@ class FeedbackStore:
             raise Refused(507, f"feedback cannot be written ({error})") from error
 
     def _delete(self, which: str, value: float) -> int:
-        """Deletes answers and their feedback. Returns the number of bytes."""
+        """Deletes answers and their entries in the table feedback. Returns the number of deleted bytes."""
         deleted = self.database.execute(f"DELETE FROM answers WHERE {which} RETURNING {BYTES}", (value,))
         return sum(length for (length,) in deleted)
 
     def add(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Writes one label, comparison or edit. If the same feedback is sent again, nothing changes.
+        """Writes one label, comparison or edit as a row. Sending the same feedback again changes nothing.
 
         Raises:
-            Refused: 404 for an unknown answer, 400 for an unknown choice and for a row that no stage can train on, 409 if
-                the answer has other feedback of this kind already, 507 if the folder is full.
+            Refused: 404 for an unknown answer; 400 for an unknown choice or an unusable row; 409 if the answer
+                already has different feedback of this kind; 507 if the folder is full.
         """
         feedback = Feedback.model_validate(request)
         found = self.database.execute("SELECT answer FROM answers WHERE id = ?", (feedback.id,)).fetchone()
@@ -150,7 +150,9 @@ class FeedbackStore:
                 raise Refused(400, why, key)
         content = {"kind": feedback.kind, **feedback.model_dump(exclude_none=True, exclude={"id"})}
         if feedback.edit is not None:
-            content["edit"] = hashlib.sha256(feedback.edit.encode()).hexdigest()[:16]  # the row has the edit
+            content["edit"] = hashlib.sha256(feedback.edit.encode()).hexdigest()[
+                :16
+            ]  # the row has the full text
         name = feedback.id if feedback.kind == "comparisons" else f"{feedback.id}/{feedback.choice}"
         earlier = self.database.execute(
             "SELECT content FROM feedback WHERE answer = ? AND name = ? AND kind = ?",
@@ -170,7 +172,7 @@ class FeedbackStore:
         return {"id": feedback.id, "object": "feedback", "kind": feedback.kind, "version": answer["version"]}
 
     def _row(self, answer: dict[str, Any], feedback: Feedback) -> dict[str, Any]:
-        """Returns the row for a stage. Raises Refused if the row would prefer a truncated choice."""
+        """Returns the training row. Raises Refused if the feedback prefers a truncated choice."""
         kind, choice, texts = feedback.kind, feedback.choice, answer["texts"]
         preferred = feedback.chosen if kind == "comparisons" else choice if feedback.label else None
         if preferred in answer["truncated"]:
@@ -188,7 +190,7 @@ class FeedbackStore:
         return prompt | {"chosen": texts[feedback.chosen], "rejected": texts[feedback.rejected]}
 
     def _check_row(self, kind: str, row: dict[str, Any]) -> None:
-        """Raises Refused (400) if the stage would reject or skip the row."""
+        """Raises Refused (400) if the stage that trains on this kind of row would reject or skip the row."""
         encoder, key = self.encoders[kind], FILES[kind][1]
         outcome: Any
         try:
@@ -222,7 +224,7 @@ class FeedbackStore:
 
 
 def remove_incomplete_line(file: Path) -> int:
-    """Removes a last line that a killed process left incomplete. Returns the remaining bytes."""
+    """Removes the last line of a file if a killed process left it incomplete. Returns the size of the file."""
     content = file.read_bytes() if file.exists() else b""
     end = content.rfind(b"\n") + 1
     if end < len(content):

@@ -1,4 +1,4 @@
-"""The metrics of a replica, and a page for Prometheus with the metrics of all replicas."""
+"""Defines the metrics of a replica, and the Prometheus page with the metrics of all replicas."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Metrics:
 
 
 class MetricsPage:
-    """The newest metrics of each replica."""
+    """Keeps the newest metrics of each replica, and formats them for Prometheus."""
 
     def __init__(self) -> None:
-        self.newest: dict[str, tuple[float, list[Metric]]] = {}  # replica -> (time of the report, metrics)
+        self.newest: dict[str, tuple[float, list[Metric]]] = {}  # {replica: (time of the report, metrics)}
 
     def update(self, replica: str, metrics: list[Metric]) -> None:
         self.newest[replica] = (time.monotonic(), metrics)
 
     def collect(self) -> list[Metric]:
-        """Returns all metrics for prometheus_client, and labels each sample with its replica."""
+        """Returns the metrics of all live replicas for prometheus_client. Each sample gets the label `replica`."""
         merged: dict[str, Metric] = {}
         now = time.monotonic()
         for replica, (sent, metrics) in self.newest.items():

@@ -1,6 +1,6 @@
-"""The models of a replica: one base, its decoder, and a version for each model id.
+"""Loads the models of a replica: one base, its decoder, and one version for each model id.
 
-If a model id names an alias of the registry, the replica loads the new version when the alias moves.
+If a model id stands for an alias in the registry, the replica loads the new version when the alias moves.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from pipeline.writing.decoder import PREFILL_TOKENS, SlotDecoder
 from pipeline.writing.memory import free_bytes, kv_bytes
 from pipeline.writing.vllm import VllmDecoder, accepted_rank, start_llm
 
-BASE = "base"  # the version of the bare base
-MAX_ADAPTERS = 8  # adapters per vLLM batch; requests for others wait
-FREE_GPU_FRACTION = 0.1  # GPU memory that vLLM leaves unused
-CACHE_FRACTION = {"cuda": 0.5, "cpu": 0.25}  # fraction of the free memory for the KV cache
+BASE = "base"  # the version name of the base without an adapter
+MAX_ADAPTERS = 8  # maximum number of adapters in a vLLM batch; requests for further adapters wait
+FREE_GPU_FRACTION = 0.1  # fraction of the GPU's memory that vLLM leaves unused
+CACHE_FRACTION = {"cuda": 0.5, "cpu": 0.25}  # {device: fraction of its free memory for the KV cache}
 
 
 @dataclass(frozen=True, eq=False)
 class Served:
-    """A loaded version: a policy with its role in the batch, or a reward. The bare base has the role None."""
+    """A loaded version. `role` is the name of its adapter on the shared base, or None if it has no such adapter."""
 
     version: str
     role: str | None = None
@@ -48,23 +48,23 @@ class Served:
 
 
 class Models:
-    """The version behind each model id.
+    """Maps each model id to its loaded version.
 
-    Starts with the versions that the driver pinned when it checked the job. `follow_aliases` loads another version when an alias
-    moves. If a version cannot be loaded, the previous version keeps answering.
+    At the start, loads the versions that the driver pinned when it checked the job. When an alias moves, `follow_aliases` loads
+    the new version. If that fails, requests are still answered by the previous version.
 
     Args:
-        shared: the base. May be None if no reward needs a base.
+        shared: the base in this process, or None if vLLM has the base and no reward needs one.
     """
 
     def __init__(self, host: ModelHost, shared: SharedBase | None, batcher: Batcher) -> None:
         self.host, self.shared, self.batcher = host, shared, batcher
         self.files = check_base(host.work.model)
         self.uri = host.work.uri
-        self.policies: dict[str, Served] = {}  # model id -> policy
+        self.policies: dict[str, Served] = {}  # {model id: policy}
         self.rewards: dict[str, Served] = {}
-        self.remove: dict[str, Callable[[str], None]] = {}  # role -> function that removes the role
-        self.unused: set[str] = set()  # roles without a model id at the last poll
+        self.remove: dict[str, Callable[[str], None]] = {}  # {role: function that unloads it}
+        self.unused: set[str] = set()  # roles that no model id used at the last poll
         self.loaded = 0
         for key, version in pinned(host.work).items():
             found = host.work.inputs.get(key)
@@ -77,12 +77,12 @@ class Models:
     # --------------------------------------------------------------------------------------------- loading
 
     def _checked(self, key: str, version: str) -> Input:
-        """Returns a version that fits the base and the other policies. Raises InputError if the version does not fit."""
+        """Fetches and checks a version. Raises InputError if the version does not fit the base or the other policies."""
         work = self.host.work
         return self._with_same_template(key, check_inputs(work, {key: version}, self.files)[key])
 
     def _with_same_template(self, key: str, found: Input) -> Input:
-        """Returns an input. Raises InputError if a version's chat template differs from the template of the other policies."""
+        """Returns `found`. Raises InputError if its chat template differs from the chat template of the other policies."""
         if not key.startswith("policies.") or self.host.work.model.chat_template is not None:
             return found
         template = found.facts.get("chat_template")
@@ -95,7 +95,7 @@ class Models:
         return found
 
     def _serve(self, key: str, version: str, found: Input | None) -> None:
-        """Loads a version, unless the version is loaded already, and makes it answer for its model id."""
+        """Loads a version if it is not loaded yet, and assigns it to its model id."""
         kind, _, name = key.partition(".")
         models = self.policies if kind == "policies" else self.rewards
         served = next((one for one in models.values() if one.version == version), None)
@@ -116,7 +116,7 @@ class Models:
     # ------------------------------------------------------------------------------------------- following
 
     def watch_aliases(self, poll_interval_s: float) -> None:
-        """Loads the versions to which aliases move, and prints each change. Never returns."""
+        """Polls the aliases forever. Loads the new version when an alias moves, and prints each change and each new problem."""
         printed: dict[str, str] = {}
         while True:
             time.sleep(poll_interval_s)
@@ -130,9 +130,9 @@ class Models:
             printed = found
 
     def follow_aliases(self) -> dict[str, str]:
-        """Checks each alias once, loads the versions that aliases have moved to, and frees unused versions.
+        """Checks each alias once, loads the new versions of aliases that have moved, and unloads unused versions.
 
-        Returns {cause: line to print}. The cause of a problem stays the same at each poll, although an error's text may differ.
+        Returns {cause: line to print}. While a problem persists, its cause stays the same, even if the text of the error changes.
         """
         found = {}
         for key, reference in self.host.work.serve.inputs.items():
@@ -144,7 +144,8 @@ class Models:
                 version = registry.pin(reference, self.uri)
                 problem = f"{version} cannot be served"
                 if version != before:
-                    checked = self._checked(key, version)  # here, so that the batch does not wait
+                    # This thread, not the batcher's, checks the version, so that the batch is not delayed.
+                    checked = self._checked(key, version)
                     self.batcher.run(partial(self._serve, key, version, checked)).result()
                     found[f"{name} {version}"] = f"{name}: {version}"
             except Exception as error:
@@ -153,9 +154,9 @@ class Models:
         return found
 
     def _remove_unused(self) -> None:
-        """Removes each role that had no model id at two polls in a row and has no unfinished completion.
+        """Unloads each role that no model id used at the last two polls, and that no unfinished completion uses.
 
-        At the second poll, every request that uses the role has joined the batch.
+        The second poll is needed because a request may not have submitted its completions to the batcher at the first poll.
         """
         named = {one.role for one in (*self.policies.values(), *self.rewards.values())}
         unused = self.remove.keys() - named - self.batcher.roles()
@@ -165,7 +166,7 @@ class Models:
 
 
 def pinned(work: Work) -> dict[str, str]:
-    """Returns {policies.ID or rewards.ID: version that the driver pinned}."""
+    """Returns the versions that the driver pinned, as {policies.ID or rewards.ID: version}."""
     return {key: work.versions.get(key, BASE) for key in work.serve.inputs}
 
 
@@ -173,8 +174,10 @@ def pinned(work: Work) -> dict[str, str]:
 
 
 def start_decoder(host: ModelHost) -> tuple[SharedBase | None, Batcher]:
-    """Loads the base and starts the batcher. Base and batcher have no roles yet. vLLM loads the base in its own process. With
-    vLLM, this process loads the base only for reward models, and returns None if there are none.
+    """Loads the base and starts the batcher, both without adapters. Returns (base, batcher).
+
+    vLLM loads the base in its own process. With vLLM, this process also loads the base if there are reward models. Otherwise, the
+    returned base is None.
     """
     work = host.work
     if work.rollout.engine == "vllm":
@@ -189,8 +192,8 @@ def start_decoder(host: ModelHost) -> tuple[SharedBase | None, Batcher]:
         host.args.local_rollout_forward_batch_size,
         host.tokenizer.pad_token_id,
         max_positions=work.serve.cache_tokens or fits,
-        look=1,  # look at each step, so that clients get each token immediately
-        graphs=False,  # rows join and leave too often to replay CUDA graphs
+        look=1,  # reads tokens after each step, so that clients get each token immediately
+        graphs=False,  # rows join and leave the batch too often for CUDA graphs
     )
     decoder.check()
     return shared, Batcher(decoder, work.serve.max_queue, PREFILL_TOKENS[device.type])
@@ -198,7 +201,7 @@ def start_decoder(host: ModelHost) -> tuple[SharedBase | None, Batcher]:
 
 def _vllm(host: ModelHost) -> Batcher:
     work, rows = host.work, host.args.local_rollout_forward_batch_size
-    # One adapter more than policies: after an alias has moved, the old version still completes its rows.
+    # One more than the number of policies, because the old version still completes its rows after an alias has moved.
     options: dict[str, Any] = {
         "max_loras": min(len(work.serve.policies) + 1, MAX_ADAPTERS),
         "max_logprobs": TOP_LOGPROBS,
@@ -215,7 +218,7 @@ def _vllm(host: ModelHost) -> Batcher:
 
 
 def end_token_ids(host: ModelHost) -> list[int]:
-    """Returns the token ids that end a completion, like `load_base`, but without loading the base."""
+    """Returns the token ids that end a completion. They are the same as those of `load_base`, but the base is not loaded."""
     model = host.work.model
     config = base_config(model.name_or_path, model.revision)
     text = config.get("text_config") or config

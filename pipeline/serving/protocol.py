@@ -1,4 +1,4 @@
-"""Reads requests of OpenAI's API and `/v1/feedback`, and rejects invalid ones."""
+"""Parses and checks requests of OpenAI's API and of `/v1/feedback`."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
-TOP_LOGPROBS = 20  # maximum number of alternatives to a token, as in OpenAI's API
+TOP_LOGPROBS = 20  # maximum of `top_logprobs`, as in OpenAI's API
 TokenId = Annotated[int, Field(ge=0)]
 Request = TypeVar("Request", bound=BaseModel)
 Completion = TypeVar("Completion", bound="SampledRequest")
 
 
 class Refused(Exception):
-    """A refused request.
+    """Raised if a request is rejected or fails. The server sends this error to the client.
 
     Args:
         status: the HTTP status.
-        param: the wrong key of the request.
-        code: OpenAI's name for the error, if OpenAI has one.
+        param: the key of the request that is invalid, or None.
+        code: OpenAI's code for the error, or None if OpenAI has none.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(status, message, param, code)  # the args with which Exception is pickled
+        super().__init__(status, message, param, code)  # pickle passes these arguments to __init__
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class Refused(Exception):
 
 
 def unknown_model(what: str, name: str, known: Iterable[str]) -> Refused:
-    """Returns the error for an unknown model id."""
+    """Returns the error for a request with an unknown model id."""
     expected = ", ".join(known)
     expected = f"; expected one of {expected}" if expected else "; none is served here"
     return Refused(404, f"no {what} {name[:80]!r}{expected}", "model", "model_not_found")
@@ -47,7 +47,7 @@ class StreamOptions(BaseModel):
 
 
 class SampledRequest(BaseModel):
-    """The keys of both completion endpoints. `parse_request` rejects all other keys except NEUTRAL ones."""
+    """The keys that chat completions and legacy completions share. `parse_request` rejects other keys, except NEUTRAL ones."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -77,7 +77,7 @@ class SampledRequest(BaseModel):
 
     @property
     def top(self) -> int | None:
-        """Returns the number of alternatives for each token, or None if the client wants no log-probs."""
+        """Returns the requested number of alternatives per token, or None if the request does not ask for log-probs."""
         return None
 
 
@@ -107,7 +107,7 @@ class ChatRequest(SampledRequest):
 
 
 class CompletionRequest(SampledRequest):
-    """The keys of OpenAI's legacy completions, which use no chat template. Evaluation tools send prompts as token ids."""
+    """The keys of OpenAI's legacy completions, to which no chat template is applied. Prompts may be text or token ids."""
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = Field(min_length=1)
     stream: Literal[False] = False
@@ -118,7 +118,7 @@ class CompletionRequest(SampledRequest):
         return [self.prompt] if alone else self.prompt  # type: ignore[return-value, list-item]
 
 
-# {unsupported key that clients often send: values without an effect}. Other values are rejected.
+# {unsupported key that clients often send: values that have no effect}. All other values are rejected.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -138,7 +138,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class Feedback(BaseModel):
-    """Feedback on an answer: a label, a comparison of two choices, or a better text."""
+    """Feedback on an answer: a label for a choice, a comparison of two choices, or an edited text."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -164,7 +164,7 @@ class Feedback(BaseModel):
 
 
 def parse_json(body: bytes) -> Any:
-    """Returns the JSON value of a request's body. Raises Refused."""
+    """Parses the body of a request as JSON. Raises Refused if it is invalid."""
     try:
         return from_json(body)
     except ValueError as error:
@@ -172,10 +172,10 @@ def parse_json(body: bytes) -> Any:
 
 
 def parse_request(kind: type[Request], value: Any) -> Request:
-    """Returns the value as a request of a kind. Raises Refused for the first wrong field."""
+    """Returns a parsed request of class `kind`. Raises Refused, with the first invalid key, if `value` is invalid."""
     if not isinstance(value, dict):
         raise Refused(400, f"found a {type(value).__name__}, expected an object")
-    # Many clients send every key that they know, with null for unset keys.
+    # Many clients send all keys that they know, with null for keys that are not set.
     neutral = NEUTRAL if issubclass(kind, SampledRequest) else {}
     given = {k: v for k, v in value.items() if v is not None and v not in neutral.get(k, ())}
     try:

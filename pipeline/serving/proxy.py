@@ -1,15 +1,18 @@
-"""Limits the time for a request's headers in Ray Serve's proxy, because uvicorn 0.54 and Ray Serve 2.60 have no limit."""
+"""Limits the time in which a client must send its headers to Ray Serve's proxy. uvicorn 0.54 and Ray Serve 2.60 have no limit."""
 
 from typing import Any
 
 from uvicorn.protocols.http import auto
 
-# Names the function that the proxy calls before it starts uvicorn
+# Variable with the function that the proxy calls before it starts uvicorn
 ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "pipeline.serving.proxy:limit_headers"}
 
 
 class TimedProtocol(auto.AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's HTTP protocol, in which the timer between two requests runs until the next headers are complete."""
+    """uvicorn's HTTP protocol, but the keep-alive timer also limits the time for headers.
+
+    uvicorn stops this timer at the first byte of a request. This class stops the timer when the headers are complete.
+    """
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -17,7 +20,8 @@ class TimedProtocol(auto.AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self.timeout_keep_alive_task = timer
 
     def data_received(self, data: bytes) -> None:
-        timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None  # uvicorn would cancel it
+        # Hides the timer from uvicorn, which would cancel it.
+        timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
         super().data_received(data)
         if self.cycle is None or self.cycle.response_complete:
             self.timeout_keep_alive_task = timer
@@ -26,6 +30,6 @@ class TimedProtocol(auto.AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
 
 def limit_headers() -> list[Any]:
-    """Makes uvicorn use TimedProtocol in this process. Returns no middlewares."""
+    """Makes uvicorn use TimedProtocol in this process. Returns the list of middlewares for the proxy, which is empty."""
     auto.AutoHTTPProtocol = TimedProtocol
     return []

@@ -1,4 +1,4 @@
-"""Implements `/score`: scores rows with the reward models that share the policies' base."""
+"""Implements `/score`, which scores rows with reward models or reward functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_ROWS = 4096  # maximum number of rows in a request
 
 
 class Scores:
-    """Scores the rows of a request, in any format that `score` accepts."""
+    """Scores the rows of a request. Rows may have any format that the stage `score` accepts."""
 
     def __init__(self, host: ModelHost, batcher: Batcher) -> None:
         data, self.tokenizer, self.ends = host.work.data, host.tokenizer, end_token_ids(host)
@@ -30,10 +30,10 @@ class Scores:
         self.batcher = batcher
 
     def score(self, served: Served, rows: list[Any]) -> Future[list[dict[str, float]]]:
-        """Returns a future of each row's `score`, or of a pair's `score_chosen`, `score_rejected` and `score_margin`.
+        """Returns a future for a dict per row: `score`, or for pairs `score_chosen`, `score_rejected` and `score_margin`.
 
         Raises:
-            RowError: for the first wrong row. The row's number in the request is the line of the error.
+            RowError: if a row is invalid. The `line` of the error is the row's number in the request.
         """
         samples: list[list[tuple[list[int], list[int], dict[str, Any]]]] = []
         for number, row in enumerate(rows, 1):
@@ -53,7 +53,7 @@ class Scores:
         return self.batcher.run(scored)
 
     def _encode(self, source: str, row: Any, number: int) -> dict[str, Any]:
-        """Returns the token ids of a row. Raises RowError."""
+        """Returns the columns of a tokenized row. Raises RowError if the row is invalid or lacks a column for the reward."""
         outcome: Any
         try:
             [outcomes] = self.encoder.encode([parse_row(row, self.encoder.kind)])

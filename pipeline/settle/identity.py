@@ -1,4 +1,4 @@
-"""Determines the name of a run, where MLflow records it, and the gate of its version."""
+"""Determines the name of a run, the MLflow store that records it, and the gate of the version that it registers."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ class Wait:
         self.reported = 0.0
 
     def check(self) -> None:
-        """Reports the wait, or raises Failure after the time limit. Must be called repeatedly while workers are not placed."""
+        """Reports the wait, or raises Failure after the time limit. Callers call this repeatedly until the workers are placed."""
         now = time.monotonic()
         if self.since is None:
             self.since = self.reported = now

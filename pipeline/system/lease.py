@@ -71,7 +71,7 @@ class Lease:
 
 
 def hold(lease: Lease) -> int:
-    """Locks a file while this process runs, to show others on this machine that the attempt is alive. Returns the open file."""
+    """Locks a file while this process runs, to show that the attempt is alive. Returns the open file."""
     os.makedirs(lease.scratch, exist_ok=True)
     handle = os.open(os.path.join(lease.scratch, HELD), os.O_RDWR | os.O_CREAT)
     fcntl.flock(handle, fcntl.LOCK_SH)

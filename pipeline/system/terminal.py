@@ -179,13 +179,13 @@ class Screen(Output):
         return True
 
     def show(self, text: str, end: str = "\n") -> None:
-        """Shows a line that stays on the terminal, below the last progress line if that one stays, too."""
+        """Shows a line that stays on the terminal. If the progress line also stays, the new line is shown below it."""
         self.wipe()
         self.last = time.monotonic()
         self.put(clean(text) + end)
 
     def wipe(self) -> None:
-        """Erases the progress line. If `progress` is set, prints its text with a line break, so that it stays visible."""
+        """Erases the progress line. If `progress` is set, prints it with a line break, so that this text stays visible."""
         row, progress, self.row, self.progress = self.row, self.progress, False, ""
         if row:
             self.put(WIPE)
