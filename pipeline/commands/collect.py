@@ -27,7 +27,7 @@ from pipeline.run.parts import Answer, Record, RowRecipe, launch_rows
 # Columns that are removed from a prompt's row. Training would read these columns in addition to, or instead of, the completions.
 REPLACED = """messages conversations system completion chosen rejected pos_answers neg_answers label kto_tag margin score
     score_chosen score_rejected version reward_version seed""".split()
-Sample = dict[str, Any]  # completion, score, completion_tokens, ended
+Sample = dict[str, Any]  # has the keys completion, score, completion_tokens and ended
 SCORE = itemgetter("score")
 
 

@@ -376,9 +376,8 @@ def jobs_for(request: Request, sources: list[Source]) -> dict[str, str]:
     made += ["evaluate", "collect"] if reward and rows["ppo"] else []
     made += ["generate", "serve", "export"] if policies else []
     models = (yaml.safe_load(text).get("model") for text in kept.values())
-    model: dict[str, Any] = next(
-        filter(None, models), {}
-    )  # an added job uses the same base as the existing jobs
+    # A new job uses the same base as the existing jobs.
+    model: dict[str, Any] = next(filter(None, models), {})
     model |= {"name_or_path": request.model} if request.model else {}
     jobs = dict(kept)
     for job in made:

@@ -43,7 +43,7 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     jobs = load(folder, overrides, name)
     for job in jobs.values():  # finds missing files before the first stage starts, not an hour later
         check_paths(job)
-    for job in jobs.values():  # imports Ray
+    for job in jobs.values():  # runs after check_paths, because it imports Ray
         placement.check_fits(places_of(job))
     expected = {
         stage: expected_seconds(stage, job.source, job.run.storage_path) for stage, job in jobs.items()

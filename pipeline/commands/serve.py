@@ -58,9 +58,8 @@ def serving(work: Work, name: str = "serve") -> Iterator[Work]:
 
     section = with_port(work.serve)
     work = replace(work, serve=section)
-    if section.log_prompts and not os.environ.get(
-        "RAY_ADDRESS"
-    ):  # on a cluster, the folder is on the head node
+    # On a cluster, the folder is on the head node, so it cannot be checked here.
+    if section.log_prompts and not os.environ.get("RAY_ADDRESS"):
         folder = feedback.feedback_folder(section, work.run.storage_path)
         feedback.FeedbackStore(folder, max_bytes=section.max_feedback_bytes, encoders={}).close()
     with session(work.places, work.run.storage_path, work.uri):

@@ -19,7 +19,7 @@ def explained(work: Work) -> Iterator[None]:
     """Turns out-of-memory errors of torch or Python in the block into OutOfMemory, which names the settings to change."""
     try:
         yield
-    except OutOfMemory as error:  # PPO has named the phase
+    except OutOfMemory as error:  # raised by PPO, which names the phase itself
         raise OutOfMemory(error.phase, error.detail, remedy(work, error.phase)) from error
     except Exception as error:
         if not is_out_of_memory(error):

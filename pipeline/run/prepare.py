@@ -45,7 +45,7 @@ def prepared(
     session.set_environment()
     check_sampler(job.rollout_config, job.model)
     with console.waiting("checking the model"):
-        work = settle(job, pinned)  # before Ray starts
+        work = settle(job, pinned)  # resolves and checks the job before Ray starts
     with session.session(work.places, work.run.storage_path, work.uri):
         rows, report = dict[str, Any](), None
         if work.stage.rows:

@@ -33,9 +33,8 @@ from pipeline.system.lease import hold, remove_abandoned
 PRINT_INTERVAL_S = 5.0  # minimum time between printed lines of training steps; evaluations are always printed
 LIVE_INTERVAL_S = 0.5  # minimum time between two updates of the progress line
 LIVE_METRICS = 3  # number of metrics in the progress line
-NOTICE_INTERVAL_S = float(
-    os.environ.get("PIPELINE_NOTICE_EVERY_S", "5")
-)  # spot nodes give 30 to 120 s of notice
+# time between two queries for a notice; spot nodes give 30 to 120 s of notice
+NOTICE_INTERVAL_S = float(os.environ.get("PIPELINE_NOTICE_EVERY_S", "5"))
 
 
 def main(config: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from pipeline.writing.rows import Completion, Decoder, Sampling, seed_of
 SEED_OFFSET = 1_000_003  # added to seeds, so that evaluation and training draw different random numbers
 WIN_RATES = {"reward": "eval_win_rate", "judge": "eval_judge_win_rate"}
 THE_MODELS_OWN = Sampling(0, ())  # log-probabilities at temperature 1, with all end tokens allowed
-SAMPLES = 8  # number of completions in result.json: those to the first different prompts
+SAMPLES = 8  # number of completions in result.json, one for each of the first distinct prompts
 
 
 class Completions:
@@ -44,7 +44,7 @@ class Completions:
         self.samples: dict[str, dict[str, Any]] = {}  # {prompt: completion with its scores}
         self.texts: set[int] = set()  # hashes of the completions
         self.ngrams: dict[int, set[tuple[int, ...]]] = {1: set(), 2: set()}
-        self.total: Counter[int] = Counter()  # n -> number of n-grams
+        self.total: Counter[int] = Counter()  # {n: number of n-grams}
         for record in records:
             if len(self.samples) < SAMPLES and record["prompt"] not in self.samples:
                 shown = {

@@ -17,7 +17,7 @@ from pipeline.data.mixture import Mixture
 if TYPE_CHECKING:
     from transformers import Trainer
 else:
-    Trainer = object  # a mixin at run time, because the trainer imports torch
+    Trainer = object  # at run time, ExactBatches is a plain mixin, because importing Trainer imports torch
 
 
 class EvaluationSampler:

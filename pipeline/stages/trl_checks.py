@@ -25,7 +25,7 @@ from pipeline.stages.kl_pairs import paired
 
 CHECKED_ROWS = 64  # number of rows whose tokens are checked
 FORWARD_ROWS = 4  # number of rows that also go through the model
-MAX_LOGITS = 1 << 28  # maximum logits of a row that goes through the model; in fp32 they take a GiB
+MAX_LOGITS = 1 << 28  # maximum number of logits of a row that goes through the model, 1 GiB in fp32
 SIDES = ("chosen", "rejected")
 ADAPTERS = {"policy": "default", "reference": "ref"}  # {role: TRL's name of the adapter}
 
@@ -87,7 +87,7 @@ def compare(
         return []
     if stage in ("dpo", "kto"):
         trainer._metrics["eval"].clear()
-        trainer.compute_loss(model, collated(trainer, model, few))  # TRL adds metrics of the batch
+        trainer.compute_loss(model, collated(trainer, model, few))  # adds the batch's metrics to _metrics
         if same_start:
             results.append(policy_is_reference(trainer, model, few))
     numbers, limit = NUMBERS[stage](trainer, model, few)

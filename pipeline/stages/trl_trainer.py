@@ -43,7 +43,7 @@ def arguments(worker: Worker, config: Any, **fixed: Any) -> Any:
         values["gradient_accumulation_steps"] = max(1, worker.work.data.batch_size // rows)
     return config(
         output_dir=os.path.join(worker.scratch, "trainer"),
-        report_to="none",  # rank 0 logs to the run that the driver opened
+        report_to="none",  # instead, rank 0 logs to the MLflow run that the driver opened
         use_cpu=not worker.work.places.on_gpu,
         disable_tqdm=True,
         ddp_find_unused_parameters=False,
