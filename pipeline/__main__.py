@@ -109,7 +109,7 @@ def plain(arguments: list[str]) -> list[str]:
 def dispatch(verb: str, path: str, overrides: list[str]) -> int:
     """Checks the job, then runs it here or on a cluster. Returns the exit status.
 
-    The job is checked first, because imports and the start of Ray take seconds.
+    Checks the job first, because importing libraries and starting Ray takes seconds.
     """
     if verb == "demo":
         from pipeline.commands import shipped

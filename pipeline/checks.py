@@ -1,4 +1,4 @@
-"""Defines `CheckResult`, the result of a self-check. A run stops if a check does not hold."""
+"""Defines `CheckResult`, the result of a self-check. A run stops if a self-check fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from pipeline.errors import SelfCheckFailed
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check: its condition, what it found, and whether the condition holds. None: not checked in this job."""
+    """The result of one check: the condition, what the check found, and whether the condition holds.
+
+    `holds` is None if the check does not apply to the job.
+    """
 
     check: str
     found: str
@@ -29,6 +32,6 @@ def same_tensors(name: str, loaded: Mapping[str, Any], stored: Mapping[str, Any]
 
 
 def raise_if_failed(results: Sequence[CheckResult]) -> None:
-    """Raises SelfCheckFailed with all results that do not hold."""
+    """Raises SelfCheckFailed if any check failed. The error lists all failed checks."""
     if wrong := [f"{result.check}: {result.found}" for result in results if result.holds is False]:
         raise SelfCheckFailed("self-check failed:\n  " + "\n  ".join(wrong))

@@ -1,8 +1,8 @@
-"""Defines the demo: a small world, questions about it, and the judge that scores completions.
+"""Defines the demo's data: facts about countries, questions about these facts, and the function that scores answers.
 
-The world is a table of countries with their capitals and continents. A good completion is right, a full sentence and polite.
-The function `gold` scores completions. The scores label preference pairs and judge completions to eval prompts. No stage trains
-on the scores of `gold`. jobs/demo/make.py makes the data files and the base model.
+The facts are the capitals and continents of countries. A good completion is right, a full sentence, and polite. The function
+`gold` scores completions. Its scores label the preference pairs, and judge completions to eval prompts. No stage trains on the
+scores themselves. jobs/demo/make.py makes the data files and the base model.
 
 This module does not import torch, so that `python:pipeline.demo:gold` starts quickly as a reward.
 """
@@ -69,11 +69,11 @@ NAME = re.compile(r"\b(" + "|".join(NAMES) + r")\b")
 
 
 def gold(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """Scores each completion from 0 to 1. Only a right, civil and finished completion gets more than 0.
+    """Scores each completion from 0 to 1. A completion gets 0 if it is wrong, rude or truncated.
 
     The score is 1.0 for a full sentence with a polite phrase, 0.5 for a full sentence, and 0.25 for only the answer. A completion
-    is right if it names `answer` and no other place that is not in the question. A completion is finished if it ends with a full
-    stop or an exclamation mark.
+    is right if it names `answer`, and no other place except those in the question. A completion counts as truncated unless it
+    ends with a full stop or an exclamation mark.
     """
     return [
         _gold(str(prompt), completion, expected)
@@ -95,7 +95,7 @@ def _gold(prompt: str, completion: str, answer: str) -> float:
 
 
 def verdicts(row: dict[str, Any]) -> list[dict[str, str]]:
-    """Turns a preference pair into two examples that teach a judge.
+    """Turns a preference pair into two examples that train an LLM judge.
 
     Each example has the question of jobs/demo/judges/right.yaml as its prompt, and the right verdict as its completion.
     """
@@ -117,7 +117,7 @@ class Question(NamedTuple):
 
 
 def questions(held_out: bool | None = None) -> list[Question]:
-    """Returns all questions about the world, or only those about held-out countries (True) or other countries (False)."""
+    """Returns all questions, only questions about held-out countries (True), or only questions about other countries (False)."""
     return [
         Question(text.format(**fact._asdict()), kind, fact)
         for fact in FACTS

@@ -1,4 +1,4 @@
-"""Defines errors that the command line prints without a traceback, because their messages are enough."""
+"""Defines errors that the command line prints without a traceback, because their messages suffice. Formats errors as text."""
 
 import errno
 import re
@@ -17,7 +17,7 @@ def visible(text: str, lines: bool = True) -> str:
     """Escapes the characters that a terminal would interpret in a text from rows, files or models.
 
     Args:
-        lines: whether to keep line ends and tabs. False for names of files and fields.
+        lines: whether to keep line ends and tabs. Pass False for names of files and fields.
     """
     shown = UNSEEN.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
     return shown if lines else shown.replace("\n", "\\n").replace("\t", "\\t")
@@ -86,7 +86,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def about(key: str) -> Iterator[None]:
-    """Adds a key of the job to InputErrors of this `with` block, unless they have a key other than model.name_or_path."""
+    """Adds a job key to each InputError from this `with` block, unless the error has a key other than model.name_or_path."""
     try:
         yield
     except InputError as error:
@@ -101,7 +101,7 @@ def in_brief(error: BaseException, limit: int = 250) -> str:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error and all errors that it wraps, outermost first, also if Ray wrapped them.
+    """Yields an error and all errors that it wraps, outermost first, including errors that Ray wrapped.
 
     RayTaskError has `cause`. Errors of Ray Train have `controller_failure` or `worker_failures`, which have `_base_exc` (ray
     2.60, private). Remove these private names when Ray chains its exceptions by `__cause__`.
@@ -120,7 +120,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def summary(error: BaseException) -> str:
-    """Returns type and message on one line: of the InputError or Failure among the causes, or else of the innermost cause."""
+    """Returns type and message, on one line, of the outermost InputError or Failure in the chain, or of the innermost cause."""
     chain = list(causes(error))
     last = next((one for one in chain if isinstance(one, (InputError, Failure))), chain[-1])
     message = str(last).strip().splitlines()

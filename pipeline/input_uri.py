@@ -1,4 +1,4 @@
-"""References of a job to a model or a function.
+"""Parses the references in a job to a model, a function or a judge.
 
 models:/NAME@ALIAS, models:/NAME/VERSION    a registered version
 python:MODULE:FUNCTION                      a function
@@ -47,7 +47,7 @@ class InputURI:
 
     @property
     def is_model(self) -> bool:
-        """Returns False for a function and for a judge, because they have no local weights."""
+        """Returns True unless the reference is a function or a judge, which have no local weights."""
         return not (self.is_function or self.is_judge)
 
     def __str__(self) -> str:
@@ -59,6 +59,6 @@ class InputURI:
 
 
 def short_title(text: str) -> str:
-    """Returns `rlhf-dpo v3` for models:/rlhf-dpo/3, and any other text as it is."""
+    """Returns a model version's short title, for example `rlhf-dpo v3` for models:/rlhf-dpo/3. Returns other text unchanged."""
     ref = InputURI.parse(text)
     return f"{ref.name} v{ref.version}" if ref.version else text

@@ -1,4 +1,4 @@
-"""The table of metrics: stages, label, unit, whether a larger value is better, and what a job needs to measure them.
+"""Defines the table of metrics: stages, label, unit, whether a larger value is better, and what a job needs to measure them.
 
 Gates, terminal lines, reports and the choice of the best checkpoint use this table. A metric on held-out rows has the prefix
 `eval_`, or `initial_` if it was measured before training.
@@ -27,7 +27,7 @@ class Metric:
 
     name: str  # name with its prefix; * stands for a reward, a judge or a value of the rows
     stages: str
-    at: str  # curve: each step. result: also in result.json. initial, eval: held-out rows, in both.
+    at: str  # curve: logged at steps. result: also in result.json. initial, eval: on held-out rows, in both.
     label: str = ""  # label in summaries and reports
     line: str = ""  # short label in the lines of training steps; if empty, not shown there
     unit: str = ""
@@ -50,7 +50,7 @@ class Metric:
         return self.unit if self.unit.startswith(("nats", "tokens")) else ""
 
 
-# In the order of a line of training steps, the most important first
+# In the order in which a line of training steps shows metrics, the most important first
 TABLE = (
     # What TRL's stages learn
     Metric("loss", TRL, "curve", "", "loss", "loss"),
@@ -165,12 +165,12 @@ def find_metric(name: str, stage: str | None = None) -> Metric | None:
 
 
 def line_of(stage: str, measured: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Returns (label, value) of the metrics in a line of training steps, the most important first."""
+    """Returns (label, value) of each metric that a line of training steps shows, the most important first."""
     own = [one for one in METRICS if stage in one.stages.split()]
     return [(one.line, measured[one.name]) for one in own if one.line and one.name in measured]
 
 
 def greater_is_better(name: str, given: bool | None) -> bool:
-    """Returns `given`, or else whether larger values are better according to the table (unknown metrics: True)."""
+    """Returns `given` if it is set, or else whether the table says that larger values are better. The default is True."""
     found = find_metric(name)
     return given if given is not None else not found or found.greater_is_better is not False

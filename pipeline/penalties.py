@@ -1,5 +1,4 @@
-"""Defines Python rewards against faults that probes of a reward model find. A job adds these penalties to its reward, with a
-weight:
+"""Defines Python rewards that penalize typical exploits of a reward model. A job adds a penalty to its reward, with a weight:
 
 reward: [{reward: models:/rlhf-rm@champion}, {reward: python:pipeline.penalties:length, weight: 0.2}]
 """

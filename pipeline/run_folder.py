@@ -1,8 +1,8 @@
-"""Names of the files in the folder of a run, with their writers and readers."""
+"""Names of the files in the folder of a run. The comments name the code that writes and reads each file."""
 
-# run/resume.py writes the job before the work begins, to resume from it; report/ reads it, too.
+# run/resume.py writes the job before the work begins, to resume from it. report/ also reads it.
 JOB = "job.json"
-# run/launch.py writes the result last; report/, sweep/, `run` and a later start of the same run read it.
+# run/launch.py writes the result last. report/, sweep/, `run` and a later start of the same run read it.
 RESULT = "result.json"
 FAILED = "failed.json"  # run/launch.py writes why a run failed, for report/
 EVALUATION = "evaluation.json"  # stages/evaluate.py writes its tables, for itself and for report/

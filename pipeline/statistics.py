@@ -18,7 +18,7 @@ def wilson_interval(shares: Sequence[float]) -> tuple[float, float]:
     """
     p, n, z = mean(shares), len(shares), NormalDist().inv_cdf(0.975)
     middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    # keeps rounding errors of about 1e-16 inside [0, 1]
+    # Clips to [0, 1], because rounding errors may exceed the range by about 1e-16.
     return max(0.0, (middle - half) / (1 + z * z / n)), min(1.0, (middle + half) / (1 + z * z / n))
 
 
@@ -32,7 +32,7 @@ def calibration(margins: Sequence[float]) -> tuple[float, list[dict[str, Any]]]:
 
     A margin is score(chosen) - score(rejected). The model's confidence in the completion that it prefers is sigmoid(|margin|),
     from 0.5 to 1. The model is right if the margin is above 0. Bins have equal widths. The error is the mean over pairs of
-    |accuracy - confidence| of their bin (Guo et al. 2017). `accuracy_low` and `accuracy_high` are a 95 % interval.
+    |accuracy - confidence| of the pair's bin (Guo et al. 2017). `accuracy_low` and `accuracy_high` are a 95 % interval.
     """
     bins = 10
     members: list[list[float]] = [[] for _ in range(bins)]
@@ -91,6 +91,6 @@ def ngrams(tokens: Sequence[Any], n: int) -> list[tuple[Any, ...]]:
 
 
 def repetition(text: Sequence[Any], n: int = 4) -> float:
-    """Returns the share of a text's n-grams that repeat earlier n-grams. The share is near 1 if the text is a loop."""
+    """Returns the share of a text's n-grams that repeat earlier n-grams. If a text repeats itself in a loop, this is near 1."""
     found = ngrams(text, n)
     return 1 - len(set(found)) / len(found) if found else 0.0

@@ -1,10 +1,10 @@
-"""Tables and numbers as text."""
+"""Formats tables and numbers as text."""
 
 from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], sides: str = "") -> str:
-    """Returns lines with aligned columns. `sides` has < (left) or > (right) for each column, by default all <."""
+    """Returns lines with aligned columns. `sides` has < (left) or > (right) for each column. By default, all columns are <."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     columns = [f"{side}{width}" for side, width in zip(sides or "<" * len(widths), widths, strict=True)]
     return "\n".join("   " + "  ".join(map(format, line, columns)).rstrip() for line in (header, *rows))
@@ -16,7 +16,7 @@ def row(label: str, value: str) -> str:
 
 
 def number(value: float | None) -> str:
-    """Returns a number with three digits, or "" for None. Only very small and very large numbers have an exponent."""
+    """Returns a number with three significant digits, or "" for None. Only very small and very large numbers have an exponent."""
     if value is None:
         return ""
     if value == 0 or 1e-3 <= abs(value) < 1e5:

@@ -6,10 +6,10 @@ from pipeline.job.stages import STAGE
 
 
 class Command(NamedTuple):
-    """A subcommand. The subcommand's file has `run(job)`, or `run(path, overrides)` to read the job files itself."""
+    """A subcommand. Its file defines `run(job)`, or `run(path, overrides)` if the subcommand reads the job files itself."""
 
     summary: str  # one line for --help
-    # What follows the subcommand: a job file that is checked first, a file that the subcommand reads itself, or other words
+    # Arguments after the subcommand: `job` is a job file that is checked first, `file` is a file that the subcommand itself reads
     takes: Literal["job", "file", "folder", "rows", "runs", "key", "nothing"] = "file"
     stage: str | None = None  # the only stage whose jobs the subcommand takes, or None for any stage
 

@@ -3,8 +3,8 @@
     make chat    or    python -m pipeline chat jobs/demo/generate.yaml [policy=models:/NAME/3] [trainer.temperature=0]
 
 `chat` takes a job of `generate`, but does not read the job's rows. `chat` formats typed text with the chat template that the
-policy was trained with. /reset starts a new conversation, /system TEXT sets the system prompt, and /quit ends. Lines may also
-come from a pipe.
+policy was trained with. /reset starts a new conversation, /system TEXT sets the system prompt, and /quit ends the program. Lines
+may also come from a pipe.
 """
 
 import io
@@ -43,7 +43,7 @@ def run(job: Job) -> None:
             flush=True,
         )
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # bytes that are not UTF-8 do not end the conversation
+        sys.stdin.reconfigure(errors="replace")  # bytes that are not UTF-8 must not end the conversation
     Chat(host).talk(sys.stdin)
 
 
@@ -66,7 +66,7 @@ class Chat:
         self.encoder = Encoder(host.tokenizer, kind_of("generate"), *settings)
         self.system: list[dict[str, str]] = []
         self.turns: list[dict[str, str]] = []
-        self.completions = 0  # number of completions so far, which seeds the next completion
+        self.completions = 0  # number of completions so far, the seed of the next completion
 
     def talk(self, lines: Any) -> None:
         """Answers lines until /quit or the last line."""
@@ -121,7 +121,7 @@ class Chat:
     def prompt(self) -> list[int] | None:
         """Returns the token ids of the conversation, or None if the text cannot be encoded.
 
-        Forgets the oldest messages if the conversation no longer fits into the context.
+        Drops the oldest messages if the conversation no longer fits into the context.
         """
         for start in range(0, len(self.turns), 2):  # drops one question and its answer at a time
             [[outcome]] = self.encoder.encode([Record([*self.system, *self.turns[start:]])])

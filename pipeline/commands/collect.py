@@ -24,11 +24,10 @@ from pipeline.job import Collect, Job
 from pipeline.run.model_host import ModelHost
 from pipeline.run.parts import Answer, Record, RowRecipe, launch_rows
 
-# Columns that are removed from a prompt's row, because training would read them in addition to the completions, or instead of
-# them.
+# Columns that are removed from a prompt's row. Training would read these columns in addition to, or instead of, the completions.
 REPLACED = """messages conversations system completion chosen rejected pos_answers neg_answers label kto_tag margin score
     score_chosen score_rejected version reward_version seed""".split()
-Sample = dict[str, Any]  # completion, score, completion_tokens, ended
+Sample = dict[str, Any]  # has the keys completion, score, completion_tokens and ended
 SCORE = itemgetter("score")
 
 
@@ -59,7 +58,7 @@ def load(host: ModelHost) -> Answer:
 
 
 def origin(inputs: Mapping[str, str]) -> dict[str, Any]:
-    """Returns {"version": version of the policy, "reward_version": version of the reward, or list of versions}."""
+    """Returns {"version": policy's version, "reward_version": reward's version, or a list of versions for several rewards}."""
     rewards = [source for name, source in sorted(inputs.items()) if name.startswith("reward.")]
     scored_by = rewards[0] if len(rewards) == 1 else rewards
     return {"version": inputs.get("policy", "base"), "reward_version": scored_by}
@@ -75,9 +74,9 @@ def cleaned(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def choose(args: Collect, seed: int, count: int) -> list[int] | range:
-    """Returns the numbers of the prompts to use, of `count` prompts.
+    """Chooses which of `count` prompts to use. Returns their numbers.
 
-    Runs with the same seed use different prompts until all are used, if each run skips the prompts of the previous runs.
+    Runs with the same seed use different prompts until all prompts are used, if each run skips the prompts of earlier runs.
 
     Raises InputError if the job wants more than `count` prompts.
     """
@@ -92,7 +91,7 @@ def choose(args: Collect, seed: int, count: int) -> list[int] | range:
 
 
 def drawn(seed: int, count: int) -> Iterator[int]:
-    """Yields the numbers below `count` in random order, then again in another order, without end."""
+    """Yields the numbers from 0 to `count` - 1 in random order, then again in a different random order, and so on forever."""
     for epoch in itertools.count():
         order = list(range(count))
         Random(f"{seed}-{epoch}").shuffle(order)
@@ -103,7 +102,7 @@ def drawn(seed: int, count: int) -> Iterator[int]:
 
 
 def rows_of(args: Collect, record: Record) -> list[dict[str, Any]]:
-    """Returns the training rows that a prompt and its samples make."""
+    """Returns the training rows that are made from a prompt and its samples."""
     row, chosen = record["row"], selected(args, record["samples"])
     if args.select == "best":
         return [{**row, "completion": best["completion"], "score": best["score"]} for (best,) in chosen]
@@ -125,10 +124,10 @@ def rows_of(args: Collect, record: Record) -> list[dict[str, Any]]:
 
 
 def selected(args: Collect, samples: list[Sample]) -> list[tuple[Sample, ...]]:
-    """Returns the best sample, every sample, or pairs of a better and a worse sample.
+    """Returns the best sample, every sample, or pairs of a better and a worse sample, by `select`.
 
-    Leaves out a pair if the judge's preference depends on the order of the two samples. A truncated completion is
-    never the better sample, because it would teach the policy to stop in the middle of a sentence.
+    Leaves out a pair if the judge's preference depends on the order in which the judge sees the two samples. A truncated
+    completion is never the better sample, because it would teach the policy to stop in the middle of a sentence.
     """
     left = distinct(samples)
     finished = [one for one in left if one["ended"]]
@@ -154,12 +153,12 @@ def flips(one: Sample, other: Sample) -> bool:
 
 
 def is_good(args: Collect, one: Sample) -> bool:
-    """Returns whether a sample is labeled good. A truncated completion is never good."""
+    """Returns True if a sample gets the label good. A truncated completion is never good."""
     return one["ended"] and one["score"] > args.good_above
 
 
 def distinct(samples: list[Sample]) -> list[Sample]:
-    """Returns the samples without empty texts, repetitions, and texts that would be read as a conversation."""
+    """Returns the samples without empty texts, duplicates, and texts that would be read as a conversation."""
     first: dict[str, Sample] = {}
     for one in samples:
         first.setdefault(one["completion"].strip(), one)
@@ -167,7 +166,7 @@ def distinct(samples: list[Sample]) -> list[Sample]:
 
 
 def is_dialogue(completion: str) -> bool:
-    """Returns True if a row with this completion would be read as a conversation, or rejected as the text of a conversation."""
+    """Returns True if the data loader would read this completion as a conversation, or reject it as the text of one."""
     try:
         return repeats_prompt(completion) or unpacked("completion", completion) is not completion
     except RowError:
@@ -178,10 +177,10 @@ def is_dialogue(completion: str) -> bool:
 
 
 def count(args: Collect, record: Record) -> dict[str, int]:
-    """Counts a prompt's samples and pairs, and why some of them make no rows.
+    """Counts a prompt's samples and pairs, and the reasons why some of them become no training rows.
 
     `ties` are pairs of different completions with equal scores. `close` are pairs whose scores differ by less than min_margin.
-    `flips` are pairs whose preferred completion depends on the order in which a judge sees the two.
+    `flips` are pairs whose preferred completion depends on the order in which a judge sees the two completions.
     """
     samples = record["samples"]
     rows, texts = len(selected(args, samples)), [one["completion"].strip() for one in samples]
@@ -209,7 +208,7 @@ def count(args: Collect, record: Record) -> dict[str, int]:
 
 
 def measure(args: Collect, record: Record) -> dict[str, float]:
-    """Returns the metrics of a prompt: scores, completion length, shares of its samples, and the margin of its pairs."""
+    """Returns the metrics of a prompt: scores, completion length, shares of kinds of samples, and the margin of its pairs."""
     samples = record["samples"]
     scores, counts, number = [*map(SCORE, samples)], count(args, record), len(samples)
     metrics = {
@@ -230,7 +229,7 @@ def measure(args: Collect, record: Record) -> dict[str, float]:
 
 
 def why_none(args: Collect, counts: Mapping[str, int]) -> str:
-    """Returns the most frequent reason why there are no rows, and what to change."""
+    """Returns a message with the most frequent reason why there are no rows, and the key to change."""
     if counts["truncated"] == counts["completions"]:
         return (
             f"none of {counts['completions']} completions ended within trainer.response_length={args.response_length}; raise it if "

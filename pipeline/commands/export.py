@@ -5,10 +5,10 @@
 
 trainer.hub_model_id and trainer.push_to_hub=true push the folder to the Hub (commands/hub.py).
 
-No other code merges adapters. The base is loaded with its stored weights, never from NF4. Each merged weight is computed in
+Only `export` merges adapters. The base is loaded with its original weights, never in NF4. Each merged weight is computed in
 float32 and rounded once to model.dtype. A folder has safetensors, tokenizer, chat template, generation config and a model card.
-The folder appears only after plain transformers has loaded the model and its outputs equal the adapter's: in float32 with the
-same greedy text and scores within 1e-5, in a shorter dtype within its rounding.
+The folder appears only after plain transformers has loaded the model, and its outputs equal the adapter's. In float32, the greedy
+text must be the same, and scores may differ by 1e-5. In other dtypes, the outputs may differ by rounding.
 """
 
 import gc
@@ -33,7 +33,7 @@ from pipeline.settle.work import Work
 from pipeline.system import console, storage
 from pipeline.system.hub import ADAPTER, announcement, base_config
 
-# Prompts for the comparison of a merged model with its adapter
+# Prompts on which a merged model is compared with its adapter
 PROBES = (
     "What is the capital of Peru?",
     "Name the continent of Norway.",
@@ -42,7 +42,7 @@ PROBES = (
     "Explain to a child why the sky is blue.",
     "Translate to French: Good morning.",
 )
-# {dtype: (largest difference of a score, largest difference of a mean log-prob) that rounding the merged weights explains}
+# {dtype: (score, mean log-prob)}: largest differences that rounding the merged weights can cause
 TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (0.1, 0.1), "float16": (0.02, 0.02)}
 
 
@@ -83,7 +83,7 @@ def write_all(work: Work) -> dict[str, Any]:
 
 
 def write(host: ModelHost, name: str, folder: str) -> dict[str, float]:
-    """Writes one adapter to `folder`, merged into its base or unmerged. The folder appears only when it is complete.
+    """Writes one adapter to `folder`, merged into its base or as an adapter. The folder appears only when it is complete.
 
     Returns the differences between the merged model and the adapter. Raises Failure if a difference is too large.
     """
@@ -162,7 +162,7 @@ def merge(base: Any, adapter: str, dtype: str) -> Any:
         if isinstance(layer, BaseTunerLayer):
             weight = layer.get_base_layer().weight
             stored = weight.dtype
-            weight.data = weight.data.float()  # if not, peft would round the change of the weights
+            weight.data = weight.data.float()  # otherwise peft would round the change of the weights
             layer.merge(safe_merge=True)
             weight.data = weight.data.to(stored)
     return model.unload().to(getattr(torch, dtype))
@@ -172,7 +172,7 @@ def merge(base: Any, adapter: str, dtype: str) -> Any:
 
 
 def probes(host: ModelHost) -> tuple[list[list[int]], int]:
-    """Returns the token ids of PROBES after the chat template, and the maximum number of tokens of a completion."""
+    """Returns the token ids of PROBES in the chat template, and the maximum number of tokens of a completion."""
     encode = host.tokenizer.apply_chat_template
     turns = ([{"role": "user", "content": text}] for text in PROBES)
     rows = [[*encode(one, add_generation_prompt=True, return_dict=False)] for one in turns]

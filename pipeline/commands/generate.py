@@ -1,4 +1,4 @@
-"""Samples completions of a file of prompts, and writes JSON Lines: one line for each prompt, in their order.
+"""Samples a completion for each prompt of a file, and writes JSON Lines: one line for each prompt, in the order of the prompts.
 
     make generate    or    python -m pipeline generate jobs/demo/generate.yaml data.train=prompts.jsonl [section.key=value ...]
 
@@ -42,7 +42,7 @@ def load(host: ModelHost) -> Answer:
 def sampler(host: ModelHost, several: int) -> Callable[..., list[tuple[Record, list[Record]]]]:
     """Loads policy and rewards. Returns a function that samples and scores `several` completions for each prompt.
 
-    The function takes token rows and the number of the first row, which seeds the random numbers. The function returns each row
+    The function takes token rows and the number of the first row. Seeds depend on the row numbers. The function returns each row
     with its samples. A sample has completion, completion_tokens, ended, and a score if the job has rewards. If a judge compared
     the samples, `orders` has the scores for each order in which the judge saw them.
     """

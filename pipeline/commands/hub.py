@@ -3,9 +3,9 @@
     make export ARGS="reward=null trainer.hub_model_id=OWNER/NAME"                              sends nothing
     make export ARGS="reward=null trainer.hub_model_id=OWNER/NAME trainer.push_to_hub=true"     pushes
 
-The token comes only from HF_TOKEN. A push is one commit: whoever loads the repository gets the old files or the new ones. It
-replaces the files of an earlier export, which stay in the repository's history, and rejects a repository that no export wrote.
-After an interruption the same command continues without merging again.
+The token comes only from HF_TOKEN. A push is one commit, so a download never mixes old and new files. A push replaces the files
+of an earlier export, which stay in the repository's history. A push fails if the repository has files that no export wrote. After
+an interruption, the same command continues without merging again.
 """
 
 import os
@@ -30,7 +30,7 @@ from pipeline.system.credentials import without_credentials
 
 CARD = Path(__file__).with_name("card.jinja")
 TAG = "rlhf-pipeline"  # tag in the model card of each export, by which a push recognizes the repository of an earlier one
-# Names of the files that an export writes besides the model card. A push deletes no other files.
+# Names of the files that an export writes in addition to the model card. A push deletes only files with these names.
 WRITTEN = re.compile(r"[^/]+\.(safetensors|json|jinja)|tokenizer\.model|merges\.txt|vocab\.txt")
 ADVICE = "make a token with write access at https://huggingface.co/settings/tokens; export HF_TOKEN=..."
 
@@ -50,7 +50,7 @@ def card(host: ModelHost, name: str, differences: dict[str, float] | None = None
     """Returns the README.md for the input `name` (`policy` or `reward.0`) of an export job.
 
     Args:
-        differences: how far the outputs of the merged model are from the adapter's, or None if the folder has the adapter.
+        differences: differences between the outputs of merged model and adapter, or None if the folder has the adapter.
     """
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -66,7 +66,8 @@ def card(host: ModelHost, name: str, differences: dict[str, float] | None = None
     task, merged = "text-generation" if kind == "policy" else "text-classification", differences is not None
     extra = ["reward-model"] * (kind == "reward") + ["merged"] * merged
     path = base["name_or_path"]
-    on_hub = hub.is_reference(path) and not hub.local(path).is_dir()  # the hub rejects a folder as base
+    # The Hub does not accept a local folder as the base model.
+    on_hub = hub.is_reference(path) and not hub.local(path).is_dir()
     data = ModelCardData(
         library_name="transformers" if merged else "peft",
         pipeline_tag=task,
@@ -110,7 +111,7 @@ def _license(base: str, revision: str | None) -> dict[str, Any]:
     try:
         if path := hub.base_file(base, "README.md", revision):
             data = ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True).data
-    except (InputError, ValueError, OSError):  # the Hub is unreachable, or has no card
+    except (InputError, ValueError, OSError):  # the Hub is unreachable, or the base has no card
         pass
     if not data.get("license"):
         return {"license": "other", "license_name": "that-of-the-base-model"}
@@ -119,7 +120,7 @@ def _license(base: str, revision: str | None) -> dict[str, Any]:
 
 
 def ancestors(reference: str, uri: str, depth: int = 0, role: str = "") -> Iterator[Ancestor]:
-    """Yields a model version and then its parents, each followed by its own parents."""
+    """Yields a model version, then each of its parents, followed by that parent's own parents."""
     facts: dict[str, Any] = {}
     if InputURI.parse(reference).is_model:
         folder = registry.fetch(reference, uri)

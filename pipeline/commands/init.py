@@ -2,9 +2,9 @@
 
     rlhf init my --name velo --model Qwen/Qwen2.5-0.5B-Instruct        or   python -m pipeline init ...
 
-The jobs are those of the profile `own`, or of the one that --profile names, with your files and their columns, lengths that
-fit your rows, and names for the models that they train. Columns are guessed from names and values. `validate` shows the rows
-as the model will see them. If the profile of --name exists, only the jobs that it lacks are written.
+The jobs are copies of the profile `own`, or of the profile that --profile names. `init` sets your files and their columns,
+lengths that fit your rows, and names for the trained models. It guesses columns from their names and values. `validate` shows the
+rows as the model will see them. If the profile of --name exists, `init` writes only the jobs that the profile lacks.
 """
 
 import contextlib
@@ -41,9 +41,9 @@ from pipeline.models.template import text_as_chat
 from pipeline.models.tokenizer import eos_ids, load_tokenizer
 from pipeline.system.hub import base_config
 
-# {kind of rows: a stage that reads them}. The first stage in this table that can read a file decides its kind.
+# {kind of rows: a stage that reads such rows}. The first stage in this table that can read a file decides the file's kind.
 READER = {"pairs": "rm", "labels": "kto", "demonstrations": "sft", "prompts": "ppo"}
-# {stage: kinds of rows that it can train on}. A stage gets all files of one kind: the first of its kinds with files.
+# {stage: kinds of rows that it can train on}. A stage gets all files of one kind, the first of these kinds that has files.
 TAKES = {
     "sft": ("demonstrations", "labels", "pairs"),
     "rm": ("pairs",),
@@ -51,7 +51,7 @@ TAKES = {
     "kto": ("labels", "pairs"),
     "ppo": ("prompts", "demonstrations", "pairs", "labels"),
 }
-# {job: the stage whose rows it reads}, for jobs that train nothing
+# {job: stage}, for jobs that train nothing. The job reads the same rows as the stage.
 ROWS_OF = {**dict.fromkeys(("evaluate", "collect", "generate", "serve"), "ppo"), "score": "rm"}
 EVAL_PROMPTS = 200  # largest number of prompts in a file that init writes
 # {example in jobs/examples: columns that identify its rows}, for examples with a transform or with thresholds
@@ -74,12 +74,12 @@ class Source:
 
     path: str  # path as written in a job
     rows: list[dict[str, Any]]  # the first rows
-    stages: dict[str, dict[str, Any]]  # stage -> the keys of `data` with which it reads these rows
+    stages: dict[str, dict[str, Any]]  # {stage: the keys of `data` with which the stage reads these rows}
     for_eval: bool
 
     @property
     def kind(self) -> str:
-        """Returns what the rows are, a key of READER, or an empty text if no stage reads them."""
+        """Returns the kind of these rows (a key of READER), or "" if no stage can read the rows."""
         return next((kind for kind, stage in READER.items() if stage in self.stages), "")
 
 
@@ -93,7 +93,7 @@ class Request:
     model: str | None
     reward: str | None  # reward of ppo
     own: dict[str, Any]  # keys of `data` that describe the rows
-    kept: dict[str, str]  # {job that exists: its text}
+    kept: dict[str, str]  # {job that exists already: its text}
 
     @property
     def folder(self) -> Path:
@@ -135,7 +135,7 @@ def parse_options(path: str, options: list[str]) -> Request:
         known = f"--name, --model, --profile, reward=REWARD, {', '.join(f'data.{key}' for key in OF_ROWS)}"
         found = f"unknown option {next(iter(given))!r}; expected {known}"
         raise InputError(f"{found}; set other keys in the jobs that init writes")
-    # Loading a job with these values reports wrong ones, as a run would.
+    # Loads a job with these values, because loading raises the same errors as a run.
     data = load_job(shipped.JOBS / "own/sft.yaml", of_rows, "sft").data
     if reward:
         load_job(shipped.JOBS / "own/ppo.yaml", [f"reward={reward}"], "ppo")
@@ -162,7 +162,7 @@ def name_of(path: str) -> str:
 
 
 def check_readable(request: Request, sources: list[Source]) -> None:
-    """Raises InputError if the rows allow no new job, or if no stage can read the columns that the user set."""
+    """Raises InputError if no new job can use the rows, or if no stage can read the columns that the user set."""
     path, rows = sources[0].path, sources[0].rows
     columns = [keys.get("columns") for source in sources for keys in source.stages.values()]
     if request.own.get("columns") not in (None, *columns):
@@ -192,7 +192,7 @@ def write(request: Request, jobs: dict[str, str]) -> None:
 
 
 def jobs_with_lengths(request: Request, sources: list[Source]) -> dict[str, str]:
-    """Writes the jobs with lengths for the rows, and returns them. Leaves out stages that can read none of their rows."""
+    """Writes and returns the jobs, with lengths that fit the rows. Leaves out stages that can read none of their rows."""
     unclear = {
         stage for source in sources for stage, keys in source.stages.items() if keys.get("label", 0) is None
     }
@@ -234,7 +234,7 @@ def print_next(folder: Path, jobs: dict[str, str]) -> None:
         for key in re.findall(r"^ *(\w+): null .*# set ", text, re.M):
             print(f"  set `{key}` in {folder}/{job}.yaml; a comment there explains its values")
     command = "rlhf {} {}" if Path(sys.argv[0]).name == "rlhf" else "python -m pipeline {} {}"
-    if "MAKELEVEL" in os.environ:  # `make init`, whose user may have no environment activated
+    if "MAKELEVEL" in os.environ:  # called by `make init`; the virtual environment may not be activated
         command = "make {} JOB={}"
     ready = [job for job in jobs if job in TAKES and not re.search(r"^reward: null", jobs[job], re.M)]
     trained = [job for job in ready if job not in ("dpo", "kto") or "ppo" not in ready]
@@ -251,7 +251,7 @@ def print_next(folder: Path, jobs: dict[str, str]) -> None:
 
 
 def parts(path: str) -> Iterator[tuple[str, bool]]:
-    """Yields the splits of a dataset or the files of a folder, and whether they are for evaluation.
+    """Yields (path, whether it is for evaluation) for each split of a dataset or file of a folder.
 
     Files whose names differ only in numbers (`train-00000-of-00002.parquet`) become one glob.
     """
@@ -266,7 +266,7 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
         return
     aside = dict[str, str]()
     files = [file.path for file in find_files(path, "data", aside)]
-    # Numbers in the part of the path that all files share do not number shards.
+    # In the part of the path that all files share, numbers are not shard numbers.
     shared = os.path.dirname(files[0])
     while shared and not all(file.startswith(f"{shared}/") for file in files):
         shared = os.path.dirname(shared)
@@ -282,7 +282,7 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
 
 
 def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> Source:
-    """Finds the stages that can read the first rows of a path, with the columns that the user set, or with guessed columns."""
+    """Finds the stages that can read the first rows of a path. Uses the columns that the user set, or else guessed columns."""
     heads, made = [], Preprocess(transform=own.get("transform"), group_by=own.get("group_by"))
     as_typed, kinds = kind_of("sft").with_preprocess(made), {stage: kind_of(stage) for stage in TAKES}
     for file in find_files(path, "data.train")[: preview.FILES]:
@@ -319,7 +319,7 @@ def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> Source:
 
 
 def keys_of_example(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns {stage: keys of `data`} from the example in jobs/examples that reads rows in this format, or {}."""
+    """Returns {stage: keys of `data`} from an example in jobs/examples whose rows have this format, or {} if there is none."""
     stages: dict[str, dict[str, Any]] = {}
     for example, columns in EXAMPLES.items():
         if {*columns.split()} <= row.keys():
@@ -338,7 +338,7 @@ def columns_for(stage: str, columns: dict[str, str] | None) -> dict[str, str] | 
 
 
 def contradicts(guessed: dict[str, Any], typed: dict[str, Any] | None) -> bool:
-    """Returns True if the guess takes a column for one field, and the user set the column for another field."""
+    """Returns True if the guess uses a column for a different field than the user does."""
     fields = {one: field for field, column in (typed or {}).items() for one in listed(column)}
     return any(fields.get(one, field) != field for field, column in guessed.items() for one in listed(column))
 
@@ -347,7 +347,7 @@ def contradicts(guessed: dict[str, Any], typed: dict[str, Any] | None) -> bool:
 
 
 def jobs_for(request: Request, sources: list[Source]) -> dict[str, str]:
-    """Returns the text of each job that the rows allow, with the lengths of the profile, and of each job that exists."""
+    """Returns {job: text} of all jobs that can use the rows, with the profile's lengths, and of all jobs that exist already."""
     name, kept = request.name, request.kept
     rows = {stage: chosen(sources, stage) for stage in TAKES}
     there = {stage for stage in TAKES if rows[stage] or stage in kept}
@@ -358,7 +358,7 @@ def jobs_for(request: Request, sources: list[Source]) -> dict[str, str]:
     ]
     served = {f"{name}-{stage}": f"models:/{name}-{stage}@champion" for stage in policies}
     start = served.get(f"{name}-sft", "base")
-    newest = [*served.values()]  # a job uses the first of these models that exists
+    newest = [*served.values()]  # a job uses the first model in this list that exists
     best = {"policy": newest if len(newest) > 1 else (newest or ["base"])[0], "reward": reward}
     values: dict[str, dict[str, Any]] = {
         **{job: {"policy": start} for job in ("dpo", "kto", "collect")},
@@ -368,7 +368,7 @@ def jobs_for(request: Request, sources: list[Source]) -> dict[str, str]:
         "serve": {
             "serve.policies": served,
             "serve.rewards": {f"{name}-rm": reward} if reward else {},
-            "data.max_length": None,  # the context length minus the completion length
+            "data.max_length": None,  # by default the context length minus the completion length
         },
     }
     made = [stage for stage in TAKES if rows[stage]]
@@ -376,7 +376,8 @@ def jobs_for(request: Request, sources: list[Source]) -> dict[str, str]:
     made += ["evaluate", "collect"] if reward and rows["ppo"] else []
     made += ["generate", "serve", "export"] if policies else []
     models = (yaml.safe_load(text).get("model") for text in kept.values())
-    model: dict[str, Any] = next(filter(None, models), {})  # an added job has the base of the others
+    # A new job uses the same base as the existing jobs.
+    model: dict[str, Any] = next(filter(None, models), {})
     model |= {"name_or_path": request.model} if request.model else {}
     jobs = dict(kept)
     for job in made:
@@ -399,7 +400,7 @@ def jobs_for(request: Request, sources: list[Source]) -> dict[str, str]:
 
 
 def with_device(text: str) -> str:
-    """Returns the text of a job for the GPU of this machine. Without a GPU, ppo gets half of the completions."""
+    """Sets a job's keys for this machine's GPU, and returns the text. Without a GPU, halves the number of completions in ppo."""
     gpu = {"model.dtype": "bfloat16", "trainer.bf16": True, "scaling.use_gpu": True}
     values, comment = gpu, "`init` found a GPU"
     if not shutil.which("nvidia-smi"):
@@ -412,7 +413,7 @@ def with_device(text: str) -> str:
 
 
 def chosen(sources: list[Source], stage: str) -> list[Source]:
-    """Returns the sources that a stage gets, as the table TAKES says."""
+    """Returns the sources that a stage trains on, according to the table TAKES."""
     for kind in TAKES[stage]:
         found = [source for source in sources if source.kind == kind and stage in source.stages]
         if any(not source.for_eval for source in found):
@@ -421,7 +422,7 @@ def chosen(sources: list[Source], stage: str) -> list[Source]:
 
 
 def with_rows(text: str, job: str, sources: list[Source], stage: str) -> str:
-    """Returns the text of a job that reads these sources with the keys of `stage`."""
+    """Sets these sources as the rows of a job, with the keys of `stage`. Returns the job's text."""
     keys = [source.stages[stage] for source in sources]
     same = keys[0] if all(one == keys[0] for one in keys) else None
 
@@ -445,7 +446,7 @@ def with_rows(text: str, job: str, sources: list[Source], stage: str) -> str:
 
 
 def with_key(text: str, key: str, value: Any, comment: str = "") -> str:
-    """Sets `key` or `section.key` in the text of a job, and returns the text. All other lines stay as they are."""
+    """Sets `key` or `section.key` in the text of a job, and returns the text. Does not change other lines."""
     section, _, name = key.rpartition(".")
     indent = "  " if section else ""
     flow: dict[str, Any] = {"default_flow_style": True, "width": 10_000, "sort_keys": False}
@@ -468,13 +469,13 @@ def with_key(text: str, key: str, value: Any, comment: str = "") -> str:
 
 
 def set_lengths(folder: Path, jobs: dict[str, str]) -> set[str]:
-    """Sets lengths in `jobs` that 99 % of the first rows fit into, rounded up to 64 tokens.
+    """Sets lengths in `jobs`, rounded up to multiples of 64 tokens, so that 99 % of the first rows fit.
 
     Returns the stages that can read none of their rows.
 
-    If rows have messages and the base has no chat template, all jobs get the built-in one. Plain text then becomes messages,
-    too, so that policy and reward model see one format. The profile's lengths stay if the tokenizer or the rows of a stage
-    cannot be read, but no length exceeds the model's context.
+    If rows have messages and the base has no chat template, all jobs get the built-in chat template. Plain text then also becomes
+    messages, so that policy and reward model see the same format. If the tokenizer or the rows of a stage cannot be read, keeps
+    the profile's lengths. No length exceeds the model's context.
     """
     loaded = {stage: load(folder, stage) for stage in TAKES if stage in jobs}
     first = next(iter(loaded.values()))
@@ -510,7 +511,7 @@ def set_lengths(folder: Path, jobs: dict[str, str]) -> set[str]:
 
 
 def with_lengths(name: str, text: str, sizes: dict[str, tuple[int, int]], context: int) -> str:
-    """Returns the text of a job with lengths for its rows. If the rows were not measured, keeps the lengths of the profile.
+    """Sets lengths that fit a job's rows, and returns the job's text. If the rows were not measured, keeps the profile's lengths.
 
     Args:
         sizes: {stage: tokens of prompts and of completions}.
@@ -518,7 +519,7 @@ def with_lengths(name: str, text: str, sizes: dict[str, tuple[int, int]], contex
     """
     job, stage = yaml.safe_load(text), ROWS_OF.get(name, name)
     learner = next((one for one in ("sft", "dpo", "kto") if one in sizes), None)
-    if learner and stage == "ppo" and stage not in sizes:  # from conversations, `generate` reads the prompts
+    if learner and stage == "ppo" and stage not in sizes:  # `generate` reads the conversations' prompts
         sizes = {**sizes, "ppo": (sizes[learner][0], 0)}
     if stage == "ppo":  # completions are not part of data.max_length
         completions = max((sizes[one][1] for one in ("sft", "rm", "kto") if one in sizes), default=0)
@@ -531,7 +532,7 @@ def with_lengths(name: str, text: str, sizes: dict[str, tuple[int, int]], contex
     wanted, fits = job["data"].get("max_length") or context, "as in the profile"
     if stage in sizes:
         prompt, completion = sizes[stage]
-        if name in ("generate", "evaluate"):  # prompts may also be conversations of sft
+        if name in ("generate", "evaluate"):  # these jobs may also read the prompts of sft's conversations
             prompt = max(prompt, sizes.get("sft", (0,))[0])
         wanted, fits = -(-(prompt + completion) // 64) * 64, "99 % of the first rows fit"
     if wanted > context:
@@ -540,14 +541,14 @@ def with_lengths(name: str, text: str, sizes: dict[str, tuple[int, int]], contex
 
 
 def load(folder: Path, stage: str) -> Job:
-    """Returns the job of a stage. A ppo job may still lack its reward."""
+    """Loads the job of a stage. A ppo job may not have its reward yet."""
     return load_job(folder / f"{stage}.yaml", ["reward=models:/any/1"] if stage == "ppo" else [], stage)
 
 
 def longest(
     stage: str, data: Data, tokenizer: Any, records: list[tuple[Kind, Record]], context: int
 ) -> tuple[int, int]:
-    """Returns how many tokens cover 99 % of the prompts, and how many cover 99 % of the completions."""
+    """Returns the number of tokens that 99 % of the prompts fit into, and the number that 99 % of the completions fit into."""
     ends, special = eos_ids(tokenizer), data.parse_special_tokens
     as_chat = text_as_chat(tokenizer, data.apply_chat_template)
     examples, errors = list[Any](), list[RowError]()
@@ -584,7 +585,7 @@ def first_records(stage: str, data: Data) -> Iterator[tuple[Kind, Record]]:
 
 
 def without_label(kind: Kind) -> Kind:
-    """Takes `first` for `chosen` if data.label is not set. Which completion is better changes neither prompts nor lengths."""
+    """Uses `first` as `chosen` if the rule for data.label is unknown. Prompts and lengths do not depend on the label."""
     one, columns = kind.preprocess, dict(kind.preprocess.columns)
     if one.rule is not None or not {"first", "second", "label"} <= columns.keys():
         return kind
@@ -594,7 +595,7 @@ def without_label(kind: Kind) -> Kind:
 
 
 def add_prompts(request: Request, sources: list[Source], jobs: dict[str, str]) -> None:
-    """Writes files of prompts for generate and evaluate, if no file of the user has such rows, and sets them in `jobs`."""
+    """Writes files of prompts for generate and evaluate if the user has no such files. Sets the new files in `jobs`."""
     new, folder = jobs.keys() - request.kept.keys(), request.folder
     if "generate" in new and not chosen(sources, "ppo"):  # the rows are conversations that end with an answer
         learner = load(folder, next(stage for stage in ("sft", "dpo", "kto") if stage in jobs))
@@ -626,7 +627,7 @@ def write_rounds(folder: Path, dpo: str) -> None:
 
 
 def with_prompts(text: str, key: str, path: Path, rows: list[dict[str, Any]]) -> str:
-    """Writes a file of prompts. Returns the text of a job that reads it, without the columns of the source."""
+    """Writes a file of prompts. Returns the text of a job that reads this file, without the column keys of the user's files."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows[:EVAL_PROMPTS]]
     path.write_text("".join(lines), encoding="utf-8")
     text = with_key(text, f"data.{key}", str(path))

@@ -2,9 +2,9 @@
 
     python -m pipeline plan jobs/llama3-8b/ppo.yaml [section.key=value ...]
 
-`plan` needs no weights and no GPU. `plan` estimates for this machine's GPUs. If this machine has no GPU, or RAY_ADDRESS is set,
-`plan` estimates for the GPUs that `scaling.accelerator_type` or `scaling.label_selector` names, or for all GPUs of `plan`'s
-table. If the job does not fit, the exit status is 1, and the message says which keys make it fit.
+`plan` needs no weights and no GPU. The estimates are for this machine's GPUs. If this machine has no GPU, or RAY_ADDRESS is set,
+they are for the GPUs that `scaling.accelerator_type` or `scaling.label_selector` names, or for all GPUs that `plan` knows. If the
+job does not fit into memory, the exit status is 1, and the message says which keys to change.
 """
 
 import os
@@ -35,7 +35,7 @@ from pipeline.system import console, prices
 from pipeline.text import table
 
 RAY_BYTES = 1.5 * GIB  # memory of Ray's processes on this machine
-EPOCH_ROWS = 10_000  # assumed rows of an epoch, if neither the job nor its data has a length
+EPOCH_ROWS = 10_000  # assumed number of rows in an epoch, if the data cannot be counted
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -130,10 +130,10 @@ def allowed(selector: Mapping[str, str], names: Iterable[str]) -> list[str]:
 def folders_of_adapters(
     named: Mapping[str, str], uri: str, pin: Callable[[], tuple[Job, dict[str, str]]]
 ) -> tuple[dict[str, str], list[str]]:
-    """Returns {input: folder} of the adapters that a job names, and notes about what could not be found out.
+    """Returns {input: folder} of the adapters that a job names, and notes about adapters that could not be read.
 
     Args:
-        named: {input: what the job names}.
+        named: {input: reference in the job}.
         uri: the MLflow store.
         pin: returns the inputs with versions instead of aliases.
     """
@@ -153,7 +153,7 @@ def folders_of_adapters(
 
 
 def check_shapes(work: Sections, folders: dict[str, str]) -> None:
-    """Checks as a run does, but without weights, that the adapters and the section `lora` fit the base."""
+    """Checks that the adapters and the section `lora` fit the base. A run makes the same check, but with weights."""
     from pipeline.models.base import check_base
     from pipeline.models.compatibility import check_lora
     from pipeline.settle.inputs import makes_adapter
@@ -220,7 +220,7 @@ def on_gpus(planned: Plan, names: list[str]) -> float:
 
 
 def rows_of(planned: Plan) -> tuple[Rows, str]:
-    """Returns the number and lengths of an epoch's rows, and a text that says whether they were read or assumed."""
+    """Returns the number and lengths of the rows in an epoch, and a text that says whether these were read or assumed."""
     work = planned.work
     with console.waiting("reading some of the rows"):
         rows, how = estimate_rows(

@@ -1,9 +1,9 @@
-"""Draws a page about one run or several: curves, samples, lineage, data, job. Failed runs have one, too.
+"""Writes an HTML report about one or more runs: curves, samples, lineage, data and job. A failed run also gets a report.
 
     make report RUN=runs/ppo-...   or   python -m pipeline report RUN [RUN ...]
 
-A RUN is its folder, its name under runs/, or its MLflow id. The page of one run goes into its folder. The page of several runs
-goes into `report` in the folder of the last one, and draws runs of one stage over each other.
+RUN is a run's folder, its name under runs/, or its MLflow id. The report about one run is written into the run's folder. The
+report about several runs is written into `report` in the last run's folder. It draws runs of the same stage in the same plots.
 """
 
 from pipeline import report
@@ -12,7 +12,7 @@ from pipeline.system import storage
 
 
 def run(first: str, others: list[str]) -> str:
-    """Writes the page about these runs, prints its path, and returns it."""
+    """Writes the report on these runs. Prints and returns the report's path."""
     references = [first, *others] if first else others
     if not references:
         raise InputError(f"name a run: make report RUN=runs/NAME; the newest are {report.newest()}")

@@ -2,8 +2,8 @@
 
     make rlhf    or    python -m pipeline run jobs/demo [section.key=value ...] [STAGE.section.key=value ...]
 
-An override applies to every stage. An override that begins with a stage's name applies to that stage only. `run.name=X` names the
-runs sft-X, rm-X, ppo-X and evaluate-X. By default, X is the time. The same name again continues these runs.
+An override applies to every stage, unless it begins with a stage's name: then it applies only to that stage. `run.name=X` names
+the runs sft-X, rm-X, ppo-X and evaluate-X. By default, X is the time. The same name continues these runs.
 """
 
 import gc
@@ -32,7 +32,7 @@ from pipeline.stages import evaluate, ppo, rm, sft
 from pipeline.system import storage, terminal
 
 SHOWN_SAMPLES = 2
-# Seconds of the stages of jobs/demo on two cores. The estimate uses them until the stages have run in the storage path.
+# Seconds that each stage of jobs/demo takes on two cores. The estimate uses these until the storage path has a run of the stage.
 DEMO_SECONDS = {"sft": 8.0, "rm": 16.0, "ppo": 19.0, "evaluate": 1.0}
 ORDER = {"sft": sft.RECIPE, "rm": rm.RECIPE, "ppo": ppo.RECIPE, "evaluate": evaluate.RECIPE}
 
@@ -43,7 +43,7 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     jobs = load(folder, overrides, name)
     for job in jobs.values():  # finds missing files before the first stage starts, not an hour later
         check_paths(job)
-    for job in jobs.values():  # imports Ray
+    for job in jobs.values():  # runs after check_paths, because it imports Ray
         placement.check_fits(places_of(job))
     expected = {
         stage: expected_seconds(stage, job.source, job.run.storage_path) for stage, job in jobs.items()
@@ -84,7 +84,7 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
 
 
 def load(folder: str, overrides: list[str], name: str | None = None) -> dict[str, Job]:
-    """Returns the jobs of the stages. The run of a job that sets no name gets the name STAGE-`name`."""
+    """Returns {stage: job}. If a job does not set run.name, its run gets the name STAGE-`name`."""
     jobs, name = {}, common_name(overrides) or name
     for stage in ORDER:
         mine = overrides_of(stage, overrides)
@@ -117,7 +117,7 @@ def seconds_after(stage: str, expected: dict[str, float], results: list[dict[str
     """Returns the seconds that the stages after `stage` will take, or 0 if a stage's time is unknown.
 
     Args:
-        expected: {stage: seconds}, which are scaled by the speed of the stages that have ended.
+        expected: {stage: seconds}. These are scaled by the actual speed of the stages that have ended.
         results: results of the stages that have ended.
     """
     if not all(expected.values()):
@@ -129,7 +129,7 @@ def seconds_after(stage: str, expected: dict[str, float], results: list[dict[str
 
 
 def common_name(overrides: list[str]) -> str | None:
-    """Returns the X of `run.name=X`, or None."""
+    """Returns X if the overrides have `run.name=X`, or None."""
     names = [override.partition("=")[2] for override in overrides if override.startswith("run.name=")]
     return names[-1] if names else None
 
@@ -149,7 +149,7 @@ def overrides_of(stage: str, overrides: list[str]) -> list[str]:
 
 
 def closing(results: list[dict[str, Any]], folder: str, seconds: float, page: str | None) -> str:
-    """Returns what `run` prints at its end: samples, the first metric of the last two stages, and where to look next.
+    """Returns the text that `run` prints at the end: samples, the first metric of the last two stages, and commands to run next.
 
     Args:
         folder: folder of the job files.

@@ -1,4 +1,4 @@
-"""Scores a file of completions or pairs with a reward model, and reports how often it prefers the chosen completion.
+"""Scores a file of completions or pairs with a reward model. Reports how often the reward model prefers the chosen completion.
 
     make score    or    python -m pipeline score jobs/demo/score.yaml data.train=rows.jsonl [section.key=value ...]
 

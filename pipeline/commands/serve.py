@@ -1,4 +1,4 @@
-"""Serves policies and reward models on one base: OpenAI's chat completions, /score and /v1/feedback.
+"""Serves policies and reward models on one base, with OpenAI's chat completions API, /score and /v1/feedback.
 
     make serve    or    python -m pipeline serve jobs/demo/serve.yaml [serve.port=9000] [serve.log_prompts=true]
 
@@ -35,7 +35,7 @@ MIN_TOKEN_LENGTH = 16  # characters
 
 
 def run(job: Job) -> None:
-    token_digests(job.serve.host)  # reports a missing token before it downloads models
+    token_digests(job.serve.host)  # raises an error about a missing token before models are downloaded
     with serving(load_model_host(named(job)).work, job.run.name or "serve") as work:
         print(announcement(work), flush=True)
         try:
@@ -47,7 +47,7 @@ def run(job: Job) -> None:
 
 @contextlib.contextmanager
 def serving(work: Work, name: str = "serve") -> Iterator[Work]:
-    """Serves the models of a settled job during the block, which gets the work with the port.
+    """Serves the models of a job during the block. Yields the Work, with the server's port.
 
     Raises InputError if the port is taken, and Failure if a replica cannot be placed or does not start.
     """
@@ -58,13 +58,14 @@ def serving(work: Work, name: str = "serve") -> Iterator[Work]:
 
     section = with_port(work.serve)
     work = replace(work, serve=section)
-    if section.log_prompts and not os.environ.get("RAY_ADDRESS"):  # on a cluster, the folder is on the head
+    # On a cluster, the folder is on the head node, so it cannot be checked here.
+    if section.log_prompts and not os.environ.get("RAY_ADDRESS"):
         folder = feedback.feedback_folder(section, work.run.storage_path)
         feedback.FeedbackStore(folder, max_bytes=section.max_feedback_bytes, encoders={}).close()
     with session(work.places, work.run.storage_path, work.uri):
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         placement.wait_for_one(work.places)
-        # serve.timeout_s ends a request first, with a message.
+        # Ray Serve's limit is longer than serve.timeout_s, whose error has a better message.
         limits = {"request_timeout_s": section.timeout_s + 5, "keep_alive_timeout_s": REQUEST_S}
         serve.start(
             http_options={"host": section.host, "port": section.port, **limits},
@@ -87,7 +88,7 @@ def serving(work: Work, name: str = "serve") -> Iterator[Work]:
 
 
 def announcement(work: Work) -> str:
-    """Returns what `serve` prints at its start: the address, the versions that it serves, and an example request."""
+    """Returns the text that `serve` prints at the start: the address, the served versions, and an example request."""
     from pipeline.serving.models import pinned
 
     serve = work.serve
@@ -106,7 +107,7 @@ def announcement(work: Work) -> str:
 
 
 def token_digests(host: str) -> list[str]:
-    """Returns the SHA-256 of each token in RLHF_SERVE_TOKENS, which commas or white space separate.
+    """Returns the SHA-256 of each token in RLHF_SERVE_TOKENS. The tokens are separated by commas or white space.
 
     Raises InputError if a token is short, or if other machines can reach the server and there is no token.
     """
@@ -126,9 +127,9 @@ def token_digests(host: str) -> list[str]:
 
 
 def with_port(serve: Serve) -> Serve:
-    """Returns the section `serve` with a free port if its port is 0. Raises InputError if its port is taken."""
+    """Returns the section `serve`, with a free port in place of port 0. Raises InputError if the port is taken."""
     serve = with_absolute_folder(serve)
-    if os.environ.get("RAY_ADDRESS"):  # the port belongs to the head's machine
+    if os.environ.get("RAY_ADDRESS"):  # the server's port is on the head node, not on this machine
         return serve
     family = socket.AF_INET6 if ":" in serve.host else socket.AF_INET
     with socket.socket(family) as one:

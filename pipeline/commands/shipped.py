@@ -33,6 +33,6 @@ def copy_profile(profile: str) -> Path:
 
 
 def write_schema(folder: Path) -> None:
-    """Writes schema.json into the folder above the job files, where the first line of a job file tells editors to look."""
+    """Copies schema.json into `folder`, the parent of the job files' folder. The first line of each job file names this copy."""
     if not (file := folder / "schema.json").exists():
         shutil.copyfile(JOBS / "schema.json", file)

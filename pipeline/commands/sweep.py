@@ -3,9 +3,9 @@
     make sweep JOB=jobs/demo/rm.yaml SWEEP="trainer.learning_rate=1e-3,2e-3,4e-3 lora.r=8,16"
     python -m pipeline sweep jobs/demo/rm.yaml trainer.learning_rate=1e-3,2e-3,4e-3 lora.r=8,16 [section.key=value ...]
 
-As many trials run at the same time as there are resources for. Trials are compared by run.metric_for_best_model. ASHA stops the
-worse half of the trials at 25 and at 50 percent of the steps. The same command resumes an interrupted sweep, and tries failed
-trials again.
+As many trials run in parallel as the resources allow. Trials are compared by run.metric_for_best_model. ASHA stops the worse half
+of the trials after 25 % of the steps, and again after 50 %. The same command resumes an interrupted sweep, and retries failed
+trials.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
 
 
 def recorded(sweep: Sweep, seen: dict[str, str]) -> dict[str, Any]:
-    """Returns sweep.json of an earlier driver, or {}. Raises InputError if the folder has the sweep of another job."""
+    """Returns the sweep.json that an earlier driver wrote, or {}. Raises InputError if it belongs to a different sweep."""
     job = sweep.job
     keys = ("job", "metric", "trials", "reports")
     if job.run.overwrite or not (left := resume.read_left(sweep.folder, seen, run_folder.SWEEP, *keys)):
@@ -73,7 +73,7 @@ def recorded(sweep: Sweep, seen: dict[str, str]) -> dict[str, Any]:
 
 
 def with_one_store(sweep: Sweep) -> Sweep:
-    """Returns the sweep with trials that use the sweep's MLflow store."""
+    """Returns the sweep, with the sweep's MLflow store set in every trial."""
     uri = tracking_of(sweep.job).uri
     return replace(
         sweep,
@@ -85,7 +85,7 @@ def with_one_store(sweep: Sweep) -> Sweep:
 
 
 def with_versions(sweep: Sweep, inputs: dict[str, str]) -> Sweep:
-    """Returns the sweep with trials that name model versions instead of aliases, which may move during the sweep."""
+    """Returns the sweep, with model versions in place of aliases in every trial. Aliases may move during the sweep."""
     shared = {name: version for name, version in inputs.items() if name.partition(".")[0] not in sweep.keys}
     return replace(sweep, trials=[replace(one, job=by_version(one.job, shared)) for one in sweep.trials])
 
@@ -95,7 +95,7 @@ def run_all(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
 
     Args:
         left: content of the sweep.json that an earlier driver wrote, or {}.
-        work: settled work of the first trial.
+        work: the Work of the first trial.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -154,7 +154,7 @@ def run_all(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def trials_ended(sweep: Sweep) -> Iterator[None]:
-    """Ends the trials' MLflow runs as KILLED if the sweep is interrupted during the block."""
+    """Sets the status of the trials' MLflow runs to KILLED if the sweep is interrupted during the block."""
     try:
         yield
     except BaseException:

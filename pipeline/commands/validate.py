@@ -1,9 +1,8 @@
-"""Reads the rows of a job without training: counts kept, dropped and truncated rows, and shows three as the model sees them.
+"""Reads a job's rows without training. Counts kept, dropped and truncated rows, and shows three rows as the model sees them.
 
     python -m pipeline validate jobs/demo/sft.yaml [section.key=value ...]
 
-A later run reads the tokenized rows from the cache. This machine may lack the GPUs, the packages and the models that the run
-needs.
+A later run reads the tokenized rows from the cache. `validate` does not need the GPUs, the packages and the models of the run.
 """
 
 from dataclasses import replace
@@ -24,7 +23,7 @@ from pipeline.system import storage
 def run(job: Job) -> dict[str, Any]:
     if job.facts.rows is None:
         raise InputError(f"`{job.stage}` reads no rows: there is nothing to validate", key="stage")
-    # Removes run.name, because a run with this name may exist, and does not matter here.
+    # Removes run.name. Otherwise an existing run with this name would be an error.
     job = named(replace(job, run=replace(job.run, name=None)))
     storage.require_writable(job.run.storage_path)
     check_paths(job)
@@ -35,7 +34,7 @@ def run(job: Job) -> dict[str, Any]:
         placement.check_fits(places_of(job))
     except InputError as error:
         print(f"note: the run itself cannot start here: {error}", flush=True)
-    # Removes the models that do not exist yet from the job.
+    # Removes models that do not exist yet from the job.
     none: dict[str, Any] = dict.fromkeys(INPUTS)
     for name in INPUTS:
         try:

@@ -37,9 +37,7 @@ class Phases:
                 raise
             raise OutOfMemory(name, in_brief(error)) from error
         if self.device.type == "cuda":
-            torch.cuda.synchronize(
-                self.device
-            )  # waits for the kernels of this phase, which run asynchronously
+            torch.cuda.synchronize(self.device)  # waits for this phase's kernels, which run asynchronously
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
         self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), peak_bytes(self.device))
 

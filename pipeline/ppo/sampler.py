@@ -64,7 +64,7 @@ class Sampled:
     digest: str  # digest of the sampler's parameters
     completions: list[Completion]
     greedy: Sampled | None = None  # one greedy completion per prompt, for remax
-    raw: dict[str, list[float]] | None = None  # each reward's scores of the completions, by its name
+    raw: dict[str, list[float]] | None = None  # {name of a reward: its scores of the completions}
     ref_logprobs: Tensor | None = None  # (completions, actions) log-probs of the reference, on the CPU
 
 

@@ -180,9 +180,7 @@ class PPOTrainer:
         if args.normalize_values:
             before = self.moments.std
             self.moments.update(episodes.returns, episodes.learn)
-            if (
-                self.moments.center is not None
-            ):  # rescales the head, so that values stay the same (PopArt, 1602.07714)
+            if self.moments.center is not None:  # keeps the critic's values unchanged (PopArt, 1602.07714)
                 self.shared.heads["critic"].weight.data *= before / self.moments.std
         self.update += 1
         if args.sync_ref_model and self.update % args.ref_model_sync_steps == 0:

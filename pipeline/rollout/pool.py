@@ -63,7 +63,7 @@ class Pool:
         self.settings: NumericSettings | None = None  # settings of the session's trainers
         self.tasks: dict[Key, Task] = {}
         self.waiting: list[Task] = []
-        self.versions: dict[int, list[Any]] = {}  # version -> [reference to its tensors]
+        self.versions: dict[int, list[Any]] = {}  # {version: [ObjectRef of its tensors]}
         # Workers that have loaded models, or load them for the first time. If there are none, trainers sample their own chunks.
         self.present: set[int] = set()
         self.ready: set[int] = set()  # workers that have loaded their models
@@ -71,7 +71,7 @@ class Pool:
         self.broken: BaseException | None = None
         self.measured, self.lost = time.monotonic(), 0
         self.busy = 0.0  # seconds that workers have spent on finished chunks since `measured`
-        self.begun: dict[int, float] = {}  # worker -> start time of its current chunk
+        self.begun: dict[int, float] = {}  # {worker: start time of its current chunk}
         self.running: list[asyncio.Future] = []
         self.changed = asyncio.Condition()
 
@@ -99,7 +99,7 @@ class Pool:
             self.broken = None  # the error may not happen again, because workers may be on other nodes now
         self.session, self.settings = session, settings
         self.tasks, self.versions, self.waiting = {}, {}, []
-        self.alone_since = time.monotonic()  # the trainers have not waited yet
+        self.alone_since = time.monotonic()  # the new trainers have not waited yet
         await self._notify()
 
     async def publish(self, session: str, version: int, tensors: list[Any]) -> None:

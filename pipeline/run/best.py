@@ -1,6 +1,6 @@
 """Tracks the best evaluation of a run, whose adapter the run keeps, and decides whether training stops early.
 
-    best = make_tracker(run, gate, parameters) # None if nothing is compared
+    best = make_tracker(run, gate, parameters) # None if the run compares no evaluations
     best.compare(metrics, step)                # after each evaluation, on every rank with the same metrics
     best.exhausted                             # True if training must stop
     best.save(folder), best.load(folder)       # parts of every checkpoint
@@ -29,7 +29,7 @@ from pipeline.system.hub import json_object
 
 FIX = "remove this checkpoint, so that the run resumes from an earlier one"
 WEIGHTS = "best.safetensors"
-# f(value of an evaluation, step) reports to a sweep. Returns the reason to stop, or None.
+# f(value of an evaluation, step) reports the evaluation to a sweep. Returns the reason to stop the trial, or None.
 Report = Callable[[float, int], str | None]
 
 
@@ -39,10 +39,11 @@ class Best:
 
     metric: str
     greater_is_better: bool
-    patience: int | None  # evaluations without improvement until training stops; None: no limit
-    parameters: dict[str, torch.nn.Parameter]  # trainable parameters; if empty, the last weights are kept
+    patience: int | None  # evaluations without improvement after which training stops, or None for no limit
+    # Trainable parameters. If empty, the run keeps the last weights.
+    parameters: dict[str, torch.nn.Parameter]
     report: Report | None = None
-    stop_if: dict[str, str] = field(default_factory=dict)  # {metric: condition} that ends training
+    stop_if: dict[str, str] = field(default_factory=dict)  # {metric: condition that ends training}
     step: int | None = None  # None before the first evaluation with a finite value
     value: float | None = None
     stale: int = 0  # number of evaluations since the best step
@@ -50,7 +51,7 @@ class Best:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def compare(self, metrics: dict[str, float], step: int) -> None:
-        """Keeps the weights of this step if its value is better than all earlier values. A value of NaN is never better."""
+        """Copies the current weights if the metric is better than at all earlier steps. A value of NaN is never better."""
         for metric in (self.metric, *self.stop_if):
             if metric not in metrics:
                 key = "metric_for_best_model" if metric == self.metric else "stop_if"
@@ -75,11 +76,11 @@ class Best:
 
     @property
     def exhausted(self) -> bool:
-        """Returns True if training must stop: the patience has run out, or run.stop_if or the sweep stopped it."""
+        """Returns True if training must stop because of the patience, run.stop_if or the sweep."""
         return bool(self.stopped) or (self.patience is not None and self.stale >= self.patience)
 
     def restore(self) -> int | None:
-        """Restores the best weights. Returns the step of the best weights, or None if the last weights stay."""
+        """Restores the best weights. Returns the step of the best weights, or None if the run keeps the last weights."""
         if not self.weights:
             return None
         for name, parameter in self.parameters.items():
@@ -105,7 +106,7 @@ class Best:
 def make_tracker(
     run: Run, gate: Gate, parameters: dict[str, torch.nn.Parameter], report: Report | None = None
 ) -> Best | None:
-    """Returns the tracker of a run. Returns None if the run keeps the last step, never stops early and is no trial."""
+    """Returns the tracker of a run, or None if the run keeps the last step, never stops early and is not a trial of a sweep."""
     if (
         not run.load_best_model_at_end
         and run.early_stopping_patience is None
@@ -122,7 +123,7 @@ def describe_end(best: Best | None, kept: int | None, last: int, total: int) -> 
 
     Args:
         kept: the best step, or None if the run keeps the last step.
-        last, total: the last step, and the steps that the job sets.
+        last, total: the last step of this run, and the number of steps that the job sets.
     """
     by = {"by": best.metric, "value": best.value} if best and kept is not None else {"by": None}
     reason = best.reason() if best and best.exhausted and last < total else None

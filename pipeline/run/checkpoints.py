@@ -26,9 +26,9 @@ def name_of(step: int) -> str:
 
 
 def unused(folder: str, name: str, attempt: int = 1) -> str:
-    """Returns a name that no folder has: `name`, or `name-ATTEMPT` in a later attempt, with `.2`, `.3`, ... if needed.
+    """Returns a name that no folder has: `name`, or `name-ATTEMPT` after the first attempt, with `.2`, `.3`, ... if needed.
 
-    An attempt that has lost its lease, and does not know it yet, therefore writes into no folder of its successor.
+    An attempt that has lost its lease without noticing therefore cannot write into the folders of the next attempt.
     """
     mine = name if attempt == 1 else f"{name}-{attempt}"
     free, number = mine, 1
@@ -52,7 +52,7 @@ def seal(run_folder: str, name: str, files: dict[str, dict[str, Any]]) -> None:
 
 
 def prune(run_folder: str, num_to_keep: int | None) -> None:
-    """Removes all checkpoints except the newest `num_to_keep` complete ones. If None, all complete checkpoints are kept."""
+    """Removes all checkpoints except the newest `num_to_keep` complete ones. If None, keeps all complete checkpoints."""
     kept = complete(run_folder)[-(num_to_keep or 0) :]
     for name in _names(run_folder):
         if name not in kept:
@@ -109,7 +109,7 @@ def find_damage(path: str) -> str | None:
             return f"{name} is missing"
         if info.size != size:
             return f"{name} has {info.size} bytes, expected {size}"
-        # Each read from a bucket is a request, and file_digest reads 256 KiB at a time.
+        # Uses a large buffer, because file_digest reads 256 KiB at a time, and each read from a bucket is a request.
         with fs.open_input_stream(f"{folder}/{name}", buffer_size=1 << 22) as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         if digest != sha256:

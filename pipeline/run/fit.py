@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.train import DataConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 
-# TorchConfig's own backend runs these private functions in the workers. Remove these calls when Ray's `init_method` takes a URL.
+# TorchConfig's own backend runs these private functions in the workers. Remove this import when Ray's `init_method` takes a URL.
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _set_torch_distributed_env_vars, _setup_torch_process_group, _TorchBackend
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
@@ -21,8 +21,8 @@ from pipeline.settle import placement
 from pipeline.settle.placement import Places
 from pipeline.system import process
 
-# Time limit of a collective of torch.distributed. torch's default is half an hour, but a rank may wait longer for other ranks
-# that load models, score or wait for rollout workers. If a rank dies, Ray Train notices it.
+# Timeout of collectives in torch.distributed. torch's default is half an hour, but a rank may wait longer for other ranks that
+# load models, score completions or wait for rollout workers. Ray Train detects the death of a rank without this timeout.
 COLLECTIVE_TIMEOUT_S = 365 * 24 * 3600
 
 
@@ -33,7 +33,7 @@ def fit(
     config: dict[str, Any],
     rows: dict[str, Any],
 ) -> Any:
-    """Runs `loop(config)` on every worker of a TorchTrainer. Returns what `loop` returns on rank 0.
+    """Runs `loop(config)` on every worker of a TorchTrainer. Returns the result of `loop` on rank 0.
 
     Restarts workers that died, at most run.max_failures times. Raises ray.train.WorkerGroupError with the exception of each
     worker, or Failure if the workers could not be placed in time.

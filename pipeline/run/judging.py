@@ -1,4 +1,4 @@
-"""Estimates the cost of judges before a run, and reads their real cost at its end."""
+"""Estimates the cost of judges before a run, and reads their actual cost at the end of the run."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from pipeline.settle.work import Work
 from pipeline.statistics import mean
 from pipeline.system import prices
 
-SAMPLED = 100  # number of rows whose prompt lengths make the estimate
+SAMPLED = 100  # number of rows whose prompt lengths the estimate uses
 
 
 def estimate_costs(work: Work, rows: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[str]:
@@ -41,7 +41,7 @@ def estimate_costs(work: Work, rows: Mapping[str, Any], counts: Mapping[str, int
 
 
 def count_judged(work: Work, rows: Mapping[str, int], name: str) -> tuple[int, int]:
-    """Returns the number of completions that the input `name` scores in a run, and how many of them share a prompt.
+    """Returns the number of completions that the judge `name` scores in a run, and how many of these share each prompt.
 
     Args:
         rows: {split: number of rows}.
@@ -63,7 +63,7 @@ def count_judged(work: Work, rows: Mapping[str, int], name: str) -> tuple[int, i
 
 
 def read_costs(work: Work) -> dict[str, dict[str, float]]:
-    """Returns {input: numbers of answers, and dollars, of its judge in all attempts at the run}."""
+    """Returns {input: number of its judge's answers, and their cost in dollars, over all attempts at the run}."""
     run = work.run
     return {
         name: Store(folder(run.storage_path, given), run.name).costs(given) for name, given in _judges(work)

@@ -1,9 +1,9 @@
-"""The life of a run on the driver: check everything, prepare the rows, do the work, register, print the outcome.
+"""Runs a job from the driver: checks the job, prepares its rows, starts the work, registers the model and prints the outcome.
 
     launch(job, recipe) -> the content of result.json               for a stage that runs in Ray Train's workers
     with open_run(job, earlier) as (work, rows, report): ...        for every run
 
-Wrong input is an error before the first worker starts. An adapter is registered only after it was loaded again, and compared with
+Wrong input raises an error before the first worker starts. An adapter is registered only after it was reloaded, and compared with
 its copy in the artifact store.
 """
 
@@ -41,7 +41,7 @@ Companion = Callable[[Work], contextlib.AbstractContextManager[Any]]
 
 
 def publish(work: Work, result: dict[str, Any]) -> registry.Version | None:
-    """Registers the trained adapter. The alias moves to it if the adapter has changed and passes the gate.
+    """Registers the trained adapter as a version. Moves the alias to this version if training changed it and the gate passes.
 
     Returns None if nothing was trained, or if the job names no registered model.
 
@@ -71,12 +71,12 @@ def publish(work: Work, result: dict[str, Any]) -> registry.Version | None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a stage does in Ray Train's workers, and next to them on the driver."""
+    """The functions of a stage that run in Ray Train's workers, and on the driver."""
 
     train: Train  # runs in every worker, and returns what Worker.finish returns
     # f(work, result.json so far) -> the version that the run registers or promotes, or None
     register: Register = publish
-    # runs on the driver while the workers train; each worker gets the value that the companion yields
+    # Context manager on the driver that is open while the workers train. Each worker gets the value that it yields.
     companion: Companion = lambda work: contextlib.nullcontext()
     show: Callable[[dict[str, Any]], None] = lambda result: None  # prints tables after the summary
 
@@ -85,7 +85,7 @@ def launch(job: Job, recipe: Recipe, sweep: SweepHandle | None = None) -> dict[s
     """Runs one stage. Returns the content of result.json.
 
     Args:
-        sweep: the sweep, if the run is one of its trials.
+        sweep: the sweep that this run is a trial of, or None.
     """
     job = named(job)
     earlier = resume.find_earlier(identity_of(job))
@@ -128,15 +128,15 @@ def finished(earlier: Earlier) -> dict[str, Any] | None:
         "new one"
     )
     resume.print_differences(earlier.result.get("job") or run.settings, run)
-    return earlier.result | {"folder": run.folder}  # the folder may have been moved
+    return earlier.result | {"folder": run.folder}  # the folder may have moved since then
 
 
 @contextlib.contextmanager
 def open_run(job: Job, earlier: Earlier) -> Iterator[tuple[Work, dict[str, Any], Any]]:
-    """Yields the work of a run, its tokenized rows by name, and the report on the rows.
+    """Yields the Work of a run, its tokenized rows by name, and the report on the rows.
 
-    During the block, no other process may write into the run's folder. Raises InputError if the job, its data or an input is
-    wrong, or if the run cannot resume.
+    Holds the lease of the run's folder during the block, so that no other process writes into it. Raises InputError if the job,
+    its data or an input is wrong, or if the run cannot resume.
     """
     prices.read_prices()  # reports a wrong price file before the work starts
     started, tracking = time.monotonic(), tracking_of(job)
@@ -167,18 +167,18 @@ def open_run(job: Job, earlier: Earlier) -> Iterator[tuple[Work, dict[str, Any],
 
 
 def _mlflow_run(work: Work, new_run: bool) -> contextlib.AbstractContextManager[str | None]:
-    """Returns the MLflow run of a stage that runs in Ray Train's workers. Other stages have no MLflow run."""
+    """Opens the MLflow run of a stage that runs in Ray Train's workers. Other stages have no MLflow run."""
     if work.stage.runs_in != "train":
         return contextlib.nullcontext()
     return registry.mlflow_run(work.tracking, work.digests, new_run=new_run)
 
 
 def write_result(work: Work, report: Any, entries: dict[str, Any]) -> dict[str, Any]:
-    """Writes result.json, which finishes the run, and returns its content.
+    """Writes result.json, which marks the run as finished, and returns the content.
 
     Args:
-        report: the report on the rows, or None if the job reads none.
-        entries: what the stage adds to the entries of every run.
+        report: the report on the rows, or None if the job reads no rows.
+        entries: entries that only this stage has.
     """
     if report:
         entries = entries | {"data": {"digests": work.digests, "report": report.to_dict()}}
@@ -198,10 +198,10 @@ def write_result(work: Work, report: Any, entries: dict[str, Any]) -> dict[str, 
         "seconds": round(time.monotonic() - work.started, 2),
         "job": run.settings,
     }
-    # `rlhf report` may have drawn the unfinished run. The finished run gets a new report.
+    # Deletes a report that `rlhf report` drew of the unfinished run, so that the finished run gets a new one.
     storage.remove(storage.join(run.folder, run_folder.REPORT))
     storage.write_json(storage.join(run.folder, run_folder.RESULT), result)
-    # Deletes the parts only now, because an interrupted run resumes from its parts.
+    # Deletes the parts only after the result is written, because an interrupted run resumes from its parts.
     storage.remove(storage.join(run.folder, run_folder.PARTS))
     return result
 
@@ -210,7 +210,8 @@ def write_result(work: Work, report: Any, entries: dict[str, Any]) -> dict[str, 
 def failure_recorded(work: Work) -> Iterator[None]:
     """Writes failed.json, which the report shows, if the block raises an error.
 
-    An interruption is no error. An interruption gets a note with the run's name, for a hint how to continue.
+    An interruption (Ctrl-C or SIGTERM) is not recorded as a failure. It gets a note with the run's name, which the command line
+    prints to say how to continue.
     """
     path = storage.join(work.folder, run_folder.FAILED)
     storage.remove(path)  # left by the attempt that this run continues
@@ -229,14 +230,14 @@ def failure_recorded(work: Work) -> Iterator[None]:
             "mlflow_run_id": work.run_id,
             "tracking_uri": work.uri,
         }
-        # The user has to see the failure itself, even if the disk is full.
+        # Errors while writing must not hide the failure itself, for example if the disk is full.
         with contextlib.suppress(Exception):
             storage.write_json(path, failure)
         raise
 
 
 def train_in_workers(work: Work, rows: dict[str, Any], train: Train, companion: Any) -> dict[str, Any]:
-    """Runs `train(worker)` in every worker. Returns what Worker.finish returns, and the paths of checkpoint and adapter."""
+    """Runs `train(worker)` in every worker. Returns the result of Worker.finish, with the paths of checkpoint and adapter."""
     from pipeline.run.fit import fit
 
     places, run = work.places, work.run

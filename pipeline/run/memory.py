@@ -1,4 +1,4 @@
-"""Adds to out-of-memory errors the phase of the run, and the settings to change."""
+"""Adds to out-of-memory errors the phase in which memory ran out, and the settings to change."""
 
 import traceback
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def explained(work: Work) -> Iterator[None]:
     """Turns out-of-memory errors of torch or Python in the block into OutOfMemory, which names the settings to change."""
     try:
         yield
-    except OutOfMemory as error:  # PPO has named the phase
+    except OutOfMemory as error:  # raised by PPO, which names the phase itself
         raise OutOfMemory(error.phase, error.detail, remedy(work, error.phase)) from error
     except Exception as error:
         if not is_out_of_memory(error):
@@ -30,7 +30,7 @@ def explained(work: Work) -> Iterator[None]:
 
 
 def remedy(work: Work, phase: str) -> str:
-    """Returns the settings to change, each with its current value. The changes with the least effect come first."""
+    """Returns the settings to change, each with its current value. Changes that affect the run least come first."""
     facts, loading, lighter, new_run = work.stage, phase == "loading the base", [], []
     if not loading:
         lighter += _halved(work, _limit(work, phase))
@@ -49,7 +49,7 @@ def remedy(work: Work, phase: str) -> str:
 
 
 def _limit(work: Work, phase: str) -> str:
-    """Returns the key of `trainer` that limits the rows or tokens of a forward in this phase."""
+    """Returns the key of `trainer` that limits the rows or tokens of a forward pass in this phase."""
     if work.stage.trl:
         return f"per_device_{'eval' if phase == 'evaluate' else 'train'}_batch_size"
     if not work.stage.learns or phase in ("rollout", "evaluate"):

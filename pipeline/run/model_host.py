@@ -14,7 +14,7 @@ from pipeline.system import console, hub
 
 
 def load_model_host(job: Job) -> "ModelHost":
-    """Settles a job, and returns the host of its models in this process, without Ray."""
+    """Resolves and checks a job. Returns a ModelHost that loads its models in this process, without Ray."""
     session.set_environment()
     check_sampler(job.rollout_config, job.model)
     with console.waiting("checking the models"):
@@ -35,11 +35,11 @@ class ModelHost:
 
     @property
     def device(self) -> str:
-        """Returns the GPU if the job uses one, or else the CPU."""
+        """Returns "cuda" if the job uses a GPU, or else "cpu"."""
         return "cuda" if self.work.places.on_gpu else "cpu"
 
     def load_base(self, scorer_tokenizer: Any = None) -> Any:
-        """Loads the frozen base. Rank 0 warns if the processor emulates bfloat16, in which the job computes."""
+        """Loads the frozen base. Rank 0 warns if the job computes in bfloat16 on a processor that only emulates bfloat16."""
         import torch
 
         base = self.frozen_base(scorer_tokenizer)
@@ -55,8 +55,8 @@ class ModelHost:
         return load_base(self.work.frozen, scorer_tokenizer, self.device)
 
     def input(self, name: str) -> str:
-        """Returns the local folder of an input (`policy`, `reward.0`, ...). Machines other than the driver's fetch the files."""
+        """Returns the local folder of an input (`policy`, `reward.0`, ...). Fetches the files if they are not on this machine."""
         one = self.work.inputs[name]
-        # On another machine, a folder of the same name in the Hub's cache may lack files.
+        # On other machines, the Hub's cache may have a folder with the same path, in which files are missing.
         there = os.path.isdir(one.folder) and not one.version.startswith(hub.SCHEME)
         return one.folder if there else registry.fetch(one.version, self.work.uri)

@@ -1,10 +1,10 @@
-"""Batch inference: a function processes each row of a file, in Ray Data actors or in this process. A killed run resumes.
+"""Batch inference: runs a function on each row of a file, in Ray Data actors or in this process. A killed run can resume.
 
     launch_rows(job, RowRecipe("completions.jsonl", load, measure)) -> the content of result.json
 
-Rows are processed in parts of consecutive rows. The file of a part is written atomically, and an existing part is not made again.
-Each input row therefore has one output, in the order of the input. The output of a row depends only on the job, the row and its
-number, not on the number of actors or on interruptions. The workers of `evaluate` make their parts with `in_parts`.
+Rows are processed in parts of consecutive rows. The file of a part is written atomically, and a part that exists is skipped. Each
+input row therefore has exactly one output, in the order of the input. An output depends only on the job, the row and the row's
+number, not on the number of actors or on interruptions. The workers of `evaluate` use `in_parts`.
 """
 
 import contextlib
@@ -32,27 +32,27 @@ from pipeline.settle.work import Work
 from pipeline.system import console, storage
 from pipeline.system.lease import hold
 
-BATCHES = 4  # forward passes per part: enough rows to sort by length, but few to lose in a crash
+BATCHES = 4  # forward passes per part: enough rows to group by length, but few to repeat after a crash
 
 Record = dict[str, Any]  # the result of a row
 # (token rows, number of the first row) -> records
 Answer = Callable[[list[dict[str, Any]], int], list[Record]]
 Load = Callable[[ModelHost], Answer]  # loads the models, once in each actor
-Batches = Generator[dict[str, Any], None, None]  # result of Parts
+Batches = Generator[dict[str, Any], None, None]  # what Parts returns for each batch
 
 
 @dataclass(frozen=True)
 class RowRecipe:
-    """What a subcommand does with each row, and what it writes."""
+    """Defines how a subcommand processes each row, and what the subcommand writes."""
 
     output: str  # file in the folder of the run
     load: Load
-    # f(record) -> metrics, of which result.json has the means
+    # f(record) -> metrics. result.json has the mean of each metric.
     measure: Callable[[Record], dict[str, float]]
     lines: Callable[[Record], list[Record]] = lambda record: [record]  # f(record) -> lines of the output
-    # f(record) -> counts, of which result.json has the sums
+    # f(record) -> counts. result.json has the sum of each count.
     count: Callable[[Record], Mapping[str, int]] = lambda _: {}
-    # f(number of rows) -> the numbers of the rows to process, in order; None: all rows
+    # f(number of rows) -> the numbers of the rows to process, in order. If None, all rows are processed.
     choose: Callable[[int], Sequence[int]] | None = None
 
 
@@ -85,12 +85,12 @@ def part_size(args: Any) -> int:
 
 
 def in_parts(worker: Worker, of: str, count: int, answer: Callable[[range], Iterable[Any]]) -> Iterator[Any]:
-    """Yields the record of each of `count` rows, in order, after the workers have made the missing parts.
+    """Makes the missing parts on all workers. Then yields the records of all `count` rows, in order.
 
     Every rank must iterate to the end, and every rank gets the same records.
 
     Args:
-        of: start of the names of the parts' files.
+        of: prefix of the part files' names.
         answer: f(numbers of consecutive rows) -> their records, which must be JSON.
     """
     size = part_size(worker.args)
@@ -108,7 +108,7 @@ def in_parts(worker: Worker, of: str, count: int, answer: Callable[[range], Iter
 
 
 def share_rows(worker: Worker, count: int, answer: Callable[[range], list[Any]]) -> list[Any]:
-    """Returns the record of each of `count` rows, in order, on every rank. Each rank makes the records of its share.
+    """Makes the records of `count` rows, a share on each rank. Returns all records, in order, on every rank.
 
     Args:
         answer: f(numbers of rows) -> their records.
@@ -129,7 +129,7 @@ def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
     make = _here if work.places.in_process else _actors
     batches = make(work, (load, work, rows, chosen), missing)
     started, now = time.monotonic(), 0
-    # The actors end before the lease of the run's folder, also after an error.
+    # Ends the actors before this process gives up the lease of the run's folder, even after an error.
     with console.native_lines_filtered(), contextlib.closing(batches):
         for batch in batches:
             if problem := next(filter(None, batch["problem"]), None):
@@ -141,7 +141,7 @@ def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
 
 
 def _here(work: Work, given: tuple[Any, ...], missing: list[int]) -> Batches:
-    """Makes the missing parts in this process. Yields the results of Parts."""
+    """Makes the missing parts in this process. Yields what Parts returns for each batch."""
     console.silence_libraries()
     with like_a_worker(work.places):
         parts = Parts(*given)
@@ -150,7 +150,7 @@ def _here(work: Work, given: tuple[Any, ...], missing: list[int]) -> Batches:
 
 
 def _actors(work: Work, given: tuple[Any, ...], missing: list[int]) -> Batches:
-    """Makes the missing parts in Ray Data actors. Yields the results of Parts."""
+    """Makes the missing parts in Ray Data actors. Yields what Parts returns for each batch."""
     import ray
 
     workers = work.places.workers
@@ -185,7 +185,7 @@ class Parts:
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Writes parts. Returns the number of rows of each part, or an InputError or Failure that the driver must raise.
 
-        If an error were raised here, Ray Data would log it with its own frames, or turn an error of a constructor into text.
+        If this method raised the error, Ray Data would log it with its own frames, and turn an error of a constructor into text.
         """
         parts = [int(part) for part in batch["part"]]
         try:

@@ -1,6 +1,6 @@
-"""Prepares a run: settles its job, then reads and tokenizes its rows, on Ray if the job needs it.
+"""Prepares a run: resolves and checks its job, then reads and tokenizes its rows, on Ray if the job needs Ray.
 
-with prepared(job) as (work, rows, report):     # so far, only the cache of tokenized rows is written
+with prepared(job) as (work, rows, report):     # up to here, only the cache of tokenized rows is written
     ...
 """
 
@@ -35,30 +35,31 @@ def print_header(title: str) -> None:
 def prepared(
     job: Job, pinned: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[tuple[Work, dict[str, Any], Any]]:
-    """Starts Ray if the job needs it. Yields the job's Work, its tokenized rows by name, and the report on the rows, or None
-    without rows.
+    """Starts Ray if the job needs it. Yields the job's Work, its tokenized rows by name, and the report on the rows.
+
+    If the job reads no rows, the report is None.
 
     Args:
-        pinned: versions of inputs that the run began with; they are used even if aliases have moved.
+        pinned: {input: version} that the run began with. These versions are used even if aliases have moved.
     """
     session.set_environment()
     check_sampler(job.rollout_config, job.model)
     with console.waiting("checking the model"):
-        work = settle(job, pinned)  # before Ray starts
+        work = settle(job, pinned)  # resolves and checks the job before Ray starts
     with session.session(work.places, work.run.storage_path, work.uri):
         rows, report = dict[str, Any](), None
         if work.stage.rows:
             work, rows, report = tokenize(work, _ray_for_rows(work))
-            check_with_libraries(job)  # checked after the rows, because importing the libraries takes seconds
+            check_with_libraries(job)  # after reading the rows, because importing the libraries takes seconds
         yield work, rows, report
 
 
 def read_only(job: Job) -> Any:
-    """Returns the report on the rows of another machine's job. This machine may lack GPUs and their packages."""
+    """Returns the report on the rows of a job that may run on another machine. This machine needs no GPU and no GPU packages."""
     session.set_environment()
     with console.waiting("checking the model"):
         work = settle(job)
-    # Reading rows needs none of the run's resources, so this machine reads them in this process.
+    # Reading rows does not need the run's resources. Without a cluster, this process reads them.
     work = replace(work, places=replace(placement.ROWS, in_process=not placement.on_cluster()))
     with session.session(work.places, work.run.storage_path, work.uri):
         _, _, report = tokenize(work, _ray_for_rows(work))
@@ -68,6 +69,6 @@ def read_only(job: Job) -> Any:
 
 
 def _ray_for_rows(work: Work) -> Any:
-    """Returns a function that starts Ray if a job in this process has many rows, or None for a job that runs on Ray."""
+    """Returns a function that starts Ray for reading many rows, or None if the job runs on Ray anyway."""
     start = partial(session.session, placement.ROWS, work.run.storage_path, work.uri)
     return start if work.places.in_process else None

@@ -1,12 +1,12 @@
-"""Reads the folder of a run or sweep: who owns the folder, what an earlier process left, and what may differ on a resume.
+"""Reads the folder of a run or sweep: who owns the folder, what an earlier process left, and which keys may differ on a resume.
 
     earlier = find_earlier(run)                         # reads the folder once
-    left = unfinished(earlier)                          # raises if this job would give other results
+    left = unfinished(earlier)                          # raises InputError if this job would give different results
     with owned(folder, seen, overwrite) as lease:       # one driver at a time (lease.py)
         ...
 
-A run writes job.json before the work begins. job.json has the resolved job and what its inputs were when the work began:
-versions behind aliases, digests of base and rows, versions of the libraries.
+A run writes job.json before the work begins. job.json has the resolved job, and the state of its inputs when the work began: the
+versions that aliases pointed to, the digests of base and rows, and the versions of the libraries.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from pipeline.registry.store import flatten
 from pipeline.run import checkpoints
 from pipeline.system import lease, storage
 
-# {file: what a folder with this file belongs to}
+# {file: owner of a folder that has this file}
 OWNERS = {run_folder.JOB: "a run", run_folder.RESULT: "a run", run_folder.SWEEP: "a sweep"}
 # Sections that do not affect the results of a job.
 ELSEWHERE = ("run", "mlflow", "scaling", "source")
@@ -54,13 +54,14 @@ COMPARISON = (
 
 
 def check_folder(folder: str, owner: str, example: str) -> dict[str, str]:
-    """Returns owner_files() of a run's or sweep's folder.
+    """Checks the folder of a run or sweep. Returns its owner_files().
 
-    Raises InputError if the folder is not writable, or belongs to something else, which run.overwrite=true would delete.
+    Raises InputError if the folder is not writable, or belongs to a different kind of owner, whose files run.overwrite=true would
+    delete.
 
     Args:
         owner: `a run` or `a sweep`.
-        example: start of the other name that the error proposes.
+        example: prefix of the name that the error message proposes instead.
     """
     storage_path, _, name = folder.rpartition("/")
     storage.require_writable(storage_path)
@@ -77,14 +78,14 @@ def check_folder(folder: str, owner: str, example: str) -> dict[str, str]:
 
 
 def owner_files(folder: str) -> dict[str, str]:
-    """Returns {file: content} of the files that show what a folder belongs to."""
+    """Returns {file: content} of those files in a folder that OWNERS lists."""
     paths = {file: storage.join(folder, file) for file in OWNERS}
     return {file: "\n".join(storage.read_lines(path)) for file, path in paths.items() if storage.exists(path)}
 
 
 @contextlib.contextmanager
 def owned(folder: str, seen: dict[str, str], overwrite: bool) -> Iterator[lease.Lease]:
-    """Yields the lease of a folder, which this process has until the block ends.
+    """Yields the lease of a folder. This process holds the lease until the block ends.
 
     Raises InputError if another process has the lease, or has changed the folder.
 
@@ -97,7 +98,7 @@ def owned(folder: str, seen: dict[str, str], overwrite: bool) -> Iterator[lease.
             raise InputError(
                 f"another process has run {folder} meanwhile; run the same command again", key="run.name"
             )
-        if overwrite:  # deleted only now, because a mistake in the job must not delete the old run
+        if overwrite:  # deletes the old run only after the new job was checked
             for name in storage.names(folder).keys() - {lease.FOLDER}:
                 storage.remove(storage.join(folder, name))
         yield mine
@@ -148,7 +149,7 @@ class Earlier:
 def find_earlier(run: Identity) -> Earlier:
     """Returns what earlier attempts at a run left.
 
-    Raises InputError if the name belongs to another kind of run, or the storage path cannot be written to.
+    Raises InputError if a run of another stage has this name, or if the storage path is not writable.
     """
     files = check_folder(run.folder, "a run", run.stage)
     if run.overwrite:
@@ -180,9 +181,9 @@ def unfinished(earlier: Earlier) -> dict[str, Any]:
     if not left:
         return {}
     free = [*MAY_CHANGE, *_resolved(run), "begun_with"]
-    if run.settings["data"]["batch_size"] or run.facts.online:  # the key only limits the rows in memory
+    if run.settings["data"]["batch_size"] or run.facts.online:  # then the key only limits the rows in memory
         free.append("trainer.per_device_train_batch_size")
-    if run.facts.learns:  # in other stages, the judge's scores matter, and a part has this many rows
+    if run.facts.learns:  # other stages output the judge's scores, and make parts of this many rows
         free += ["judge", "trainer.local_rollout_forward_batch_size"]
     changed = differences(left, run, free)
     workers = [one.get("scaling", {}).get("num_workers") for one in (left, run.settings)]
@@ -220,7 +221,7 @@ def unfinished(earlier: Earlier) -> dict[str, Any]:
 
 
 def pinned_inputs(left: dict[str, Any], run: Identity) -> dict[str, str]:
-    """Returns {input: version} that the run began with, for the inputs that the job still names the same way."""
+    """Returns {input: version} that the run began with, for the inputs that have the same reference in the job now."""
     inputs = left.get("begun_with", {}).get("inputs", {})
     return {
         key: version
@@ -230,9 +231,9 @@ def pinned_inputs(left: dict[str, Any], run: Identity) -> dict[str, str]:
 
 
 def same_content(left: dict[str, Any], run: Identity, base: str, rows: dict[str, str]) -> bool:
-    """Returns True if the run began with this base and these rows, or False if it must start again.
+    """Returns True if the run began with this base and these rows, or False if the run must start over.
 
-    Raises InputError if the run must start again, but has left checkpoints or parts.
+    Raises InputError if the run must start over, but has left checkpoints or parts.
 
     Args:
         base: digest of the base.
@@ -258,7 +259,7 @@ def same_content(left: dict[str, Any], run: Identity, base: str, rows: dict[str,
 
 
 def essence(run: Identity, *but: str) -> dict[str, Any]:
-    """Returns the settings that affect the results of a run, as plain data, without the sections in `but`."""
+    """Returns the settings that affect the results of a run, as plain data. Omits the sections in `but`."""
     kept = {key: value for key, value in run.settings.items() if key not in (*ELSEWHERE, *but)}
     return kept | {"data": {key: value for key, value in kept["data"].items() if key != "cache_dir"}}
 
@@ -287,7 +288,7 @@ def print_differences(left: dict[str, Any], run: Identity) -> None:
 
 
 def _resolved(run: Identity) -> tuple[str, ...]:
-    """Returns the keys of the base whose resolved value a run records. The content of the base is compared later."""
+    """Returns the keys of section `model` that a run records in resolved form. `same_content` compares the base itself."""
     named = InputURI.parse(run.settings["model"]["name_or_path"]).is_registered
     return ("model.name_or_path", "model.revision") if named else ("model.revision",)
 

@@ -57,7 +57,7 @@ def reward(worker: ModelHost, shared: SharedBase | None, name: str, role: str) -
         return JudgeReward(
             definition, run.storage_path, run.name, args.reward_timeout_s, weight=weight, name=role
         )
-    # Training limits the tokens of a forward; other subcommands limit its rows.
+    # In training, the number of tokens limits a forward pass. In other subcommands, the number of rows does.
     by_tokens = bool(worker.work.stage.learns)
     limits = (
         {"tokens": args.max_tokens_per_micro_batch}
@@ -70,7 +70,7 @@ def reward(worker: ModelHost, shared: SharedBase | None, name: str, role: str) -
         shared.add(role, folder=folder, head=True)
         constants = given.facts.get("reward") or {"mean": 0.0, "std": 1.0}
         return AdapterReward(shared, role, **limits, weight=weight, **constants)
-    # A full model as input is in memory in addition to the base.
+    # The input is a full model, which is loaded in addition to the base.
     model_name, revision = hub.split(folder)
     settings = replace(worker.work.model, name_or_path=model_name, revision=revision, load_in_4bit=False)
     tokenizer = load_tokenizer(model_name, revision, trust_remote_code=settings.trust_remote_code)
@@ -83,12 +83,12 @@ def reward(worker: ModelHost, shared: SharedBase | None, name: str, role: str) -
 
 
 def judge(worker: ModelHost, shared: SharedBase) -> Reward | None:
-    """Returns the judge of the job, or None. A judge can be a function, an endpoint or a second reward model."""
+    """Returns the judge of the job, or None if the job has none. A judge is a function, an endpoint or a second reward model."""
     return reward(worker, shared, "judge", "judge") if "judge" in worker.work.inputs else None
 
 
 def add_frozen(worker: ModelHost, shared: SharedBase, name: str, role: str) -> str | None:
-    """Adds the input `name` as a frozen role. Returns the role, or None, the bare base, if there is no such input."""
+    """Adds the input `name` as a frozen role. Returns the role, or None (the bare base) if the job has no such input."""
     if name not in worker.work.inputs:
         return None
     shared.add(role, folder=worker.input(name))
@@ -96,16 +96,16 @@ def add_frozen(worker: ModelHost, shared: SharedBase, name: str, role: str) -> s
 
 
 def add_policy(worker: ModelHost, shared: SharedBase, args: PPOConfig) -> str | None:
-    """Adds the trainable role `policy`, and the frozen adapter that it starts from as its reference.
+    """Adds the trainable role `policy`. Adds the adapter that the policy starts from as its frozen reference.
 
-    Returns the role of the reference, or None, the bare base, if the job names no adapter.
+    Returns the role of the reference, or None (the bare base) if the job names no adapter.
     """
     folder = worker.input("policy") if "policy" in worker.work.inputs else None
     if folder:
         shared.add("policy", folder=folder, trainable=True)
     else:
         shared.add("policy", lora=worker.work.lora, trainable=True)
-    if args.sync_ref_model:  # the reference will change, so it shares its adapter with no frozen role
+    if args.sync_ref_model:  # training changes the reference, so the reference needs its own adapter
         shared.add("reference", copy_of="policy")
     elif folder:
         shared.add("reference", folder=folder)
@@ -115,7 +115,7 @@ def add_policy(worker: ModelHost, shared: SharedBase, args: PPOConfig) -> str | 
 
 
 def start(worker: ModelHost, shared: SharedBase, reference: str | None) -> str | None:
-    """Returns the role that equals the policy at the start: the reference, or a new role if the reference will change."""
+    """Returns a role that equals the policy at the start: the reference, or a new role if training changes the reference."""
     if reference is None or not worker.args.sync_ref_model:
         return reference
     return add_frozen(worker, shared, "policy", "start")
@@ -142,7 +142,7 @@ def _reward_role(index: int) -> str:
 
 @contextmanager
 def trainers_decoder(worker: Worker, shared: SharedBase, args: PPOConfig) -> Iterator[Decoder | None]:
-    """Yields the vLLM of a training worker, or None if the base samples itself, or if only rollout workers sample."""
+    """Yields the vLLM decoder of a training worker, or None if the base itself samples, or if only rollout workers sample."""
     rollout = worker.work.rollout
     if rollout.engine != "vllm" or rollout.num_workers:
         yield None
@@ -154,10 +154,10 @@ def trainers_decoder(worker: Worker, shared: SharedBase, args: PPOConfig) -> Ite
 
 
 def decoder(host: ModelHost, shared: SharedBase, wanted: Sequence[str | None]) -> Decoder:
-    """Returns the decoder of a job that does not train, by `rollout.engine`. vLLM ends with this process.
+    """Returns the decoder that `rollout.engine` names, for a job that does not train. A vLLM decoder stops with this process.
 
     Args:
-        wanted: frozen roles that it may sample from; None means the bare base.
+        wanted: frozen roles that the decoder may sample from. None means the bare base.
     """
     rows = host.args.local_rollout_forward_batch_size
     if host.work.rollout.engine != "vllm":
@@ -182,7 +182,7 @@ def vllm(
     rows: int,
     scratch: str | None = None,
 ) -> Iterator[Decoder]:
-    """Starts vLLM in addition to this process's base, and stops it when the block ends.
+    """Starts vLLM in addition to this process's base, and stops vLLM when the block ends.
 
     Args:
         wanted: roles that vLLM may sample from.
@@ -239,12 +239,12 @@ def vllm_options(model: Model, rollout: RolloutConfig, rows: int) -> dict[str, A
 
 
 def folders(worker: ModelHost, shared: SharedBase) -> dict[str, str]:
-    """Returns {role: folder of the adapter that the role started as}."""
+    """Returns {role: folder of the adapter whose weights the role had at the start}."""
     inputs = dict.fromkeys(("policy", "reference"), "policy") if "policy" in worker.work.inputs else {}
     rewards = {_reward_role(index): f"reward.{index}" for index in range(len(worker.work.rewards))}
     rewards = {
         role: name for role, name in rewards.items() if role in shared.roles
-    }  # inputs that are not adapters have no role
+    }  # rewards that are not adapters have no role
     inputs |= rewards
     inputs |= {"teacher": "teacher"} if "teacher" in worker.work.inputs else {}
     if rewards and not shared.is_head("critic"):
@@ -264,7 +264,7 @@ def save_policy(worker: ModelHost, shared: SharedBase, folder: str) -> dict[str,
 
 
 def outputs(shared: SharedBase, rows: list[list[int]], folder: str | None = None) -> list[torch.Tensor]:
-    """Returns the hidden states of rows of token ids, by the policy, or by the adapter in `folder` on the same base."""
+    """Returns the policy's hidden states of rows of token ids. If `folder` is set, uses the adapter in `folder` instead."""
     role = "reloaded" if folder else "policy"
     if folder:
         shared.add(role, folder=folder)

@@ -1,6 +1,6 @@
-"""Starts a Ray session: an embedded Ray, or the cluster that this driver runs on.
+"""Starts a Ray session: a local Ray, embedded in this process, or the cluster that this driver runs on.
 
-    with session(places, storage_path, uri):      # starts nothing for a job in process
+    with session(places, storage_path, uri):      # starts no Ray if the job runs in this process
         ...
 
 By default, Ray listens on every interface, and its agent runs any command that a client posts. The embedded Ray binds every
@@ -26,23 +26,23 @@ from pipeline.system import console, process, storage
 # Set before Ray starts, so that all its processes inherit them.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # without this, every line of a worker appears twice
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # otherwise every line that a worker prints appears twice
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # every process has the same working directory
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # `uv run` would upload the working directory at every start
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's future default; silences its warning on CPU workers
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",  # time that Ray waits for a node that died
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2",  # a spot node gives 30 s to 120 s of notice
-    # Rows are tokenized on the existing CPUs. By default, Ray Data requests twice as many, and the autoscaler of a cluster
-    # whose nodes all have GPUs (cluster.yaml) repeats in the log of the job that no node type fits.
+    # Tokenizes on the existing CPUs. By default, Ray Data requests twice as many CPUs. If all node types of a cluster have GPUs
+    # (cluster.yaml), the autoscaler would then log again and again that no node type fits.
     "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_MAX_CPU_RESOURCE_DELTA": "0",
     # Lets a GPU's memory blocks grow, because sequences of new lengths leave holes between blocks of fixed sizes.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     # By default, oneDNN caches 1024 matmul kernels, one for each shape. In PPO, where lengths vary, these kernels take 0.4 GiB.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
-    "GIT_PYTHON_REFRESH": "quiet",  # MLflow queries the commit, and prints much advice if git is missing
+    "GIT_PYTHON_REFRESH": "quiet",  # without git, MLflow would print a long warning about the commit
     **console.QUIET,
 }
-# Environment variables of Ray if it runs inside this process.
+# Environment variables for an embedded Ray.
 EMBEDDED = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # the default, 2 s, would delay the end of every run
     "RAY_prestart_worker_first_driver": "0",  # a process per CPU would slow the start, and few would be used
@@ -50,20 +50,22 @@ EMBEDDED = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # no cloud reclaims this machine
 }
 RAY_LOGGING: dict[str, Any] = {"log_to_driver": True, "logging_level": "warning"}
-MAX_ROOT_CHARACTERS = 40  # Ray's socket names add 66, and the system allows 107
+MAX_ROOT_CHARACTERS = 40  # Ray's socket names add 66 characters, and a socket path may have 107
 
 
 def set_environment() -> None:
-    """Sets ENVIRONMENT, except variables that the user has set. Call this function before the import of Ray, torch or MLflow."""
+    """Sets ENVIRONMENT, except variables that the user has set. Must be called before Ray, torch or MLflow is imported."""
     os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
 
 
 @contextlib.contextmanager
 def session(places: Places, storage_path: str, uri: str) -> Iterator[None]:
-    """Provides Ray for the block: the Ray of this process, the cluster's, or an embedded one. A job in this process gets no Ray.
+    """Provides Ray for the block, unless the job runs in this process. This is the Ray that this process has started already, the
+    cluster's Ray, or an embedded Ray.
 
     Args:
-        storage_path, uri: folder of the runs, and address of MLflow, which all nodes must reach.
+        storage_path: folder of the runs, which all nodes must reach.
+        uri: address of MLflow, which all nodes must reach.
     """
     placement.check_fits(places)
     set_environment()
@@ -71,7 +73,7 @@ def session(places: Places, storage_path: str, uri: str) -> Iterator[None]:
     if places.in_process:
         yield
         return
-    storage.scratch()  # each worker needs this folder; if another user owns it, the error comes before Ray starts
+    storage.scratch()  # workers need this folder; if another user owns it, this fails before Ray starts
     import ray
 
     if ray.is_initialized():
@@ -84,9 +86,9 @@ def session(places: Places, storage_path: str, uri: str) -> Iterator[None]:
     ):
         process.listen()  # ray.init() has installed its own handlers
         console.attach_ray_printer(JOBS)
-        # Ray Data's logger would warn of a hang whenever no CPU is free.
+        # Otherwise Ray Data would warn of a hang whenever no CPU is free.
         logging.getLogger("ray.data.dataset").setLevel(logging.ERROR)
-        placement.check_fits(places)  # again, because Ray's resources are known now
+        placement.check_fits(places)  # checks again, because Ray's resources are known now
         yield
 
 
@@ -136,7 +138,7 @@ def check_shared_storage(storage_path: str, uri: str) -> None:
         there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         answers[node["NodeManagerAddress"]] = sees.options(scheduling_strategy=there).remote(probe)
     for address, answer in answers.items():
-        # A spot node may have ended since the query.
+        # A spot node may have been terminated since the nodes were listed.
         with contextlib.suppress(ray.exceptions.TaskUnschedulableError, ray.exceptions.WorkerCrashedError):
             if not ray.get(answer, timeout=60):
                 blind.append(address)
@@ -155,22 +157,22 @@ TOKEN = secrets.token_hex(32)  # all sessions of this process share the token
 
 
 def secured() -> dict[str, str]:
-    """Returns the environment variables of a Ray that only this session can use. These variables override the user's settings."""
+    """Returns environment variables that let only this session use its Ray. These variables override the user's settings."""
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     return {
-        # Makes Ray bind to loopback. The name refers to Windows and macOS, where this is the default
+        # Makes Ray bind to loopback. The variable's name refers to Windows and macOS, where Ray binds to loopback by default
         # (https://github.com/ray-project/ray/issues/18730).
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": TOKEN,
-        # torch.distributed would listen on the address that this machine's name resolves to.
+        # Otherwise torch.distributed would listen on the address that this machine's name resolves to.
         **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback),
     }
 
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """Sets the environment of a session for the block, and restores it, because for example a cluster has another token."""
+    """Sets the environment of an embedded session for the block. Restores it afterwards, because a cluster has another token."""
     before = dict(os.environ)
     os.environ.update({key: value for key, value in EMBEDDED.items() if key not in os.environ})
     os.environ.update(secured())
@@ -193,13 +195,12 @@ def session_folder() -> str | None:
 
 
 def belong_to(folder: str | None) -> None:
-    """Lets this process start workers in the driver's embedded Ray, whose session_folder() is `folder`."""
+    """Sets the session_folder() of this process to the driver's, so that this process can start workers in the driver's Ray."""
     _folders[:] = [folder] if folder else []
 
 
 def _read_by_ray() -> None:
-    """Makes Ray read the environment again, because Ray otherwise reads it only at import. A notebook may have imported Ray long
-    before.
+    """Makes Ray read the environment again. Otherwise Ray reads it only at import, and a notebook may have imported Ray earlier.
 
     Ray's names here are private (ray 2.60). Remove this function when ray.init reads the environment, or takes
     address and token as arguments.
@@ -219,7 +220,7 @@ def embedded(**options: Any) -> Iterator[None]:
     import psutil
 
     root = _session_root()
-    # The newest session whose driver has ended stays, because its logs may be needed. Older sessions are deleted.
+    # Keeps the newest session whose driver has ended, because its logs may be needed. Deletes older sessions.
     sessions = sorted(path for path in root.glob("session_*_*") if path.is_dir() and not path.is_symlink())
     ended = [path for path in sessions if not psutil.pid_exists(int(path.name.rpartition("_")[2]))]
     for path in ended[:-1]:

@@ -17,7 +17,7 @@ SHOWN_SAMPLES = 4
 def print_summary(result: dict[str, Any]) -> None:
     """Prints samples, headline metrics before and after, the gate, the version, and the folder of a run.
 
-    A stage of `run` shows only its first metric and the metrics of its gate, because `run` shows samples at its end. The log
+    In `run`, a stage prints only its first metric and the metrics of its gate, because `run` prints samples at the end. The log
     has the other headline metrics. result.json and the report have all samples and metrics.
     """
     one_of_several = heading.get() != ALONE
@@ -60,7 +60,7 @@ def print_summary(result: dict[str, Any]) -> None:
 
 
 def how_it_ended(result: dict[str, Any]) -> str | None:
-    """Returns in words which step was kept as the best, and why training stopped early, or None if neither applies.
+    """Returns a text about the step that was kept as the best and the reason for an early stop, or None if there is neither.
 
     Args:
         result: the content of result.json.
@@ -76,13 +76,13 @@ def how_it_ended(result: dict[str, Any]) -> str | None:
 
 
 def change(metrics: dict[str, float], one: Metric) -> str:
-    """Returns a metric before and after, for example 0.5465 -> 0.5104."""
+    """Returns a metric before and after training, for example 0.5465 -> 0.5104."""
     before = metrics.get(one.before)
     return (f"{before:.4g} -> " if before is not None else "") + f"{metrics[one.name]:.4g}"
 
 
 def not_better(result: dict[str, Any]) -> str | None:
-    """Returns a warning if the eval win rate shows no gain, or None if it shows one, or if there is no win rate."""
+    """Returns a warning if the eval win rate is not clearly above 0.5. Otherwise, or if there is no win rate, returns None."""
     rate, low, high = (result["metrics"].get(f"eval_win_rate{end}") for end in ("", "_low", "_high"))
     if rate is None or low > 0.5:
         return None
@@ -126,7 +126,7 @@ def best_of_n_table(curve: list[dict[str, float]]) -> str:
 
 
 def probes_table(probes: dict[str, Any]) -> str:
-    """Returns a table of the effect of each probe of a reward, in standard deviations of the reward's scores."""
+    """Returns a table with the effect of each probe of a reward, in standard deviations of the reward's scores."""
     rows = []
     for name, one in probes.items():
         effect = f"{one['effect']:+.2f} ({one['low']:+.2f} to {one['high']:+.2f})"

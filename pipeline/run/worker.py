@@ -1,4 +1,4 @@
-"""A worker of a stage: its rank and device, its rows, its log and its checkpoints.
+"""Defines `Worker`, a training worker of a stage: its rank and device, its rows, its log and its checkpoints.
 
 The `train(worker)` of a stage runs once in every worker of the group. `train` reads rows and inputs, logs steps, commits
 checkpoints, and returns worker.finish(...), which saves the adapter and checks that the adapter reloads.
@@ -30,10 +30,11 @@ from pipeline.settle.work import Work
 from pipeline.system import console, hub, storage, terminal
 from pipeline.system.lease import hold, remove_abandoned
 
-PRINT_INTERVAL_S = 5.0  # at most one line of training steps in this time; evaluations are always printed
-LIVE_INTERVAL_S = 0.5  # time between two updates of the line of progress
-LIVE_METRICS = 3  # number of metrics in the line of progress
-NOTICE_INTERVAL_S = float(os.environ.get("PIPELINE_NOTICE_EVERY_S", "5"))  # spot nodes warn 30 to 120 s ahead
+PRINT_INTERVAL_S = 5.0  # minimum time between printed lines of training steps; evaluations are always printed
+LIVE_INTERVAL_S = 0.5  # minimum time between two updates of the progress line
+LIVE_METRICS = 3  # number of metrics in the progress line
+# time between two queries for a notice; spot nodes give 30 to 120 s of notice
+NOTICE_INTERVAL_S = float(os.environ.get("PIPELINE_NOTICE_EVERY_S", "5"))
 
 
 def main(config: dict[str, Any]) -> dict[str, Any]:
@@ -79,9 +80,9 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def like_a_worker(places: Places) -> Iterator[None]:
-    """Gives torch as many threads as in a worker that Ray starts, so that results are bit-identical.
+    """Gives torch as many threads in this process as in a worker that Ray starts, so that results are bit-identical.
 
-    A GPU job sees one GPU, because transformers wraps a model in nn.DataParallel if it sees several.
+    A GPU job gets only one visible GPU, because transformers wraps a model in nn.DataParallel if several GPUs are visible.
     """
     import torch
 
@@ -92,7 +93,7 @@ def like_a_worker(places: Places) -> Iterator[None]:
     threads, precision = torch.get_num_threads(), torch.backends.fp32_precision
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, int(places.workers.each.resources.get("CPU", 1))))
-    # The peak of memory must not include earlier stages of this process.
+    # The peak memory must not include earlier stages that ran in this process.
     clock.reset_peak(torch.device("cuda" if places.on_gpu else "cpu"))
     try:
         yield
@@ -102,9 +103,9 @@ def like_a_worker(places: Places) -> Iterator[None]:
 
 
 def leave_group_of_one(world: int, use_gpu: bool) -> None:
-    """Ends the torch.distributed group of a single worker on a CPU, in which accelerate would wrap models in DDP.
+    """Ends the torch.distributed group of a single worker on a CPU, because accelerate would wrap models in DDP.
 
-    On a GPU the group stays, because without a group transformers wraps a model in nn.DataParallel if it sees several GPUs.
+    On a GPU the group stays. Without a group, transformers wraps a model in nn.DataParallel if several GPUs are visible.
     Remove this function when TorchTrainer can start a worker without a group, or accelerate does not wrap models in a group of
     one.
     """
@@ -118,7 +119,7 @@ def leave_group_of_one(world: int, use_gpu: bool) -> None:
 
 
 def name_output(stage: str) -> None:
-    """Marks the lines of this process in the driver's log with the stage, and silences the libraries' warnings."""
+    """Marks the lines that this process writes to the driver's log with the stage, and silences the libraries' warnings."""
     print(f":actor_name:{stage}", flush=True)  # Ray's marker: log lines start with `(sft pid=...)`
     print(f":actor_name:{stage}", file=sys.stderr, flush=True)
     terminal.mark_lines()
@@ -140,14 +141,14 @@ class Outcome:
 
 
 class PreemptionNotice:
-    """Watches for Ray's notice that a node will be terminated, for example a spot node.
+    """Watches for Ray's notice that a node, such as a spot node, will be terminated.
 
     Every rank calls `poll` after every step. A query is a barrier of a few milliseconds, so all ranks query at the same step.
     At each query, all ranks agree on the step of the next query, about NOTICE_INTERVAL_S later.
     """
 
     def __init__(self) -> None:
-        self.active = False  # whether a notice has come, after which the run commits one checkpoint
+        self.active = False  # whether a notice has come; the run then commits one checkpoint
         self._next, self._step, self._asked = 0, 0, time.monotonic()
 
     def poll(self, step: int) -> bool:
@@ -182,7 +183,8 @@ class Worker(ModelHost):
         self.companion = companion  # what Recipe.companion yields, for example the pool of rollout workers
         # All workers of a node share this folder, because transformers lets each rank add its random state to a checkpoint.
         self.scratch = os.path.join(work.lease.scratch, "files")
-        self.started: tuple[float, int] | None = None  # (time, step) of the first line, for the time left
+        # (time, step) of the first line, to estimate the time left
+        self.started: tuple[float, int] | None = None
         self.printed = self.shown = 0.0  # times of the last printed line and of the last live line
         self.step = self.total = 0  # the last logged step; the last step of the run
         self.report = self._report if work.sweep else None
@@ -190,7 +192,7 @@ class Worker(ModelHost):
             registry.open_curves(work.tracking, work.run_id) if self.rank == 0 and work.run_id else None
         )
         self.notice = PreemptionNotice()
-        if self.local_rank == 0:  # workers that were killed have left files
+        if self.local_rank == 0:  # killed workers may have left files
             shutil.rmtree(self.scratch, ignore_errors=True)
             remove_abandoned()
         ray.train.collective.barrier()
@@ -255,14 +257,14 @@ class Worker(ModelHost):
         self.metrics.log(metrics, step)
 
     def _report(self, value: float, step: int) -> str | None:
-        """Reports an evaluation to the sweep. Returns why the trial must stop, or None. All ranks get the same result."""
+        """Reports an evaluation to the sweep. Returns the reason to stop the trial, or None. All ranks get the same result."""
         import ray
 
         assert self.work.sweep
         return ray.get(self.work.sweep.rungs.report.remote(self.work.run.name, step, self.total, value))
 
     def replay(self, history: list[tuple[int, dict[str, float]]]) -> None:
-        """Sends the (step, metrics) of a checkpoint to MLflow, which may lack the last of them."""
+        """Sends the (step, metrics) that a checkpoint recorded to MLflow, which may lack the last of these."""
         if self.metrics:
             for step, metrics in history:
                 self.metrics.log(metrics, step)
@@ -278,8 +280,8 @@ class Worker(ModelHost):
         checkpoints.
 
         Args:
-            source: None if this node has no files.
-            checked: {file: digest}, computed in memory. Raises Failure if a stored file differs.
+            source: folder with the files of this node, or None if this node has no files.
+            checked: {file: digest computed in memory}. Raises Failure if a stored file has a different digest.
         """
         import ray.train.collective
 
@@ -314,13 +316,13 @@ class Worker(ModelHost):
     ) -> dict[str, Any]:
         """Saves the adapter, checks that it reloads unchanged, and commits it as the last checkpoint of the run.
 
-        Returns the entries of result.json about the training, and `usage`, from which the driver computes the cost.
+        Returns the entries of result.json about the training. The driver computes the cost from the entry `usage`.
 
         Args:
             save: writes adapter and head into a folder, and returns their digest, as adapter_files.write_adapter does.
                 Called on rank 0. If None, nothing was trained.
-            outputs: returns outputs on a few rows, of the adapter in a folder, or for None of the adapter in memory. Called
-                on rank 0.
+            outputs: takes a folder, and returns outputs of the folder's adapter on a few rows. If the folder is None, uses the
+                adapter in memory. Called on rank 0.
         """
         import torch
 
@@ -348,7 +350,7 @@ class Worker(ModelHost):
                 held_out = {k: v for k, v in metrics.items() if k.startswith(("eval_", "initial_"))}
                 step = outcome.end["kept"]["step"] if outcome.end else self.step
                 self.metrics.log(held_out, step, final=True)
-                self.metrics.close()  # sends the last metrics before the run is finished
+                self.metrics.close()  # sends the last metrics before the run is marked as finished
             for name, content in {**outcome.tables, OUTCOME: entries}.items():
                 with open(os.path.join(final, name), "w", encoding="utf-8") as file:
                     json.dump(content, file)
@@ -364,10 +366,10 @@ class Worker(ModelHost):
         if work.judged_by:
             facts["judged_by"] = work.judged_by
         facts["rows"] = work.row_format
-        # If all rows are messages, the policy was trained on messages only.
+        # If all rows are messages, the policy was trained only on messages.
         chat = work.row_format == "chat"
         facts["text_as_chat"] = chat or text_as_chat(self.tokenizer, self.work.data.apply_chat_template)
-        # The judge is not a parent: nothing was trained on it.
+        # The judge is not a parent, because nothing was trained on the judge's scores.
         parents = {name: version for name, version in work.versions.items() if name != "judge"}
         return lineage.describe(work.run.stage, work.base, self.tokenizer, parents, work.digests, **facts)
 
@@ -379,7 +381,7 @@ class Worker(ModelHost):
 
 
 def require_reload(trained: list[Any], reloaded: list[Any], folder: str) -> None:
-    """Raises RuntimeError if the outputs of a saved adapter differ from the outputs of the trained one in any bit.
+    """Raises RuntimeError unless the outputs of the saved adapter and of the trained adapter are bit-identical.
 
     Lost heads and renamed keys are the most frequent faults of LoRA checkpoints, and peft only warns about them.
     """
@@ -392,12 +394,12 @@ def require_reload(trained: list[Any], reloaded: list[Any], folder: str) -> None
 
 
 def peak_memory(device: Any) -> int:
-    """Returns this worker's peak memory in bytes: GPU memory if its device is a GPU, or else resident memory."""
+    """Returns this worker's peak memory in bytes: GPU memory if it has a GPU, or else resident memory."""
     import torch
 
     from pipeline.ppo import clock
 
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_reserved(device)
-    # macOS reports no peak that can be reset; its ru_maxrss is in bytes.
+    # macOS has no resettable peak, so this uses ru_maxrss, which macOS reports in bytes.
     return clock.peak_bytes(torch.device("cpu")) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

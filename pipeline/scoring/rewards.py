@@ -120,7 +120,7 @@ class Reward(ABC):
     """
 
     columns: frozenset[str] = frozenset()  # columns of the data that the reward needs
-    compares = False  # whether the reward compares the completions to a prompt
+    compares = False  # whether the reward compares a prompt's completions with each other
 
     def __init__(self, name: str, weight: float = 1.0, mean: float = 0.0, std: float = 1.0) -> None:
         self.name, self.weight, self.mean, self.std = name, weight, mean, std

@@ -1,7 +1,7 @@
 """Benchmarks of reward models from files: RewardBench 2, RM-Bench, and your own best-of-k rows.
 
-A row of data.benchmarks has one prompt and several completions, the correct ones first (data.formats.benchmark). Each
-completion is scored alone; the benchmark's rule then compares the scores of a row.
+A row of data.benchmarks has one prompt and several completions, with the correct completions first (data.formats.benchmark). The
+reward model scores each completion alone. The benchmark's rule then compares the scores of a row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeline.run.worker import Worker
 from pipeline.stages.pairs import metric_name, scores_of
 from pipeline.statistics import mean, wilson_interval
 
-# The columns that the rules read.
+# Columns that the benchmarks' rules read
 FACTS = ("benchmark", "subset", "id", "pair", "correct", "completions")
 TIES = (
     "ties"  # subset of RewardBench 2 with several correct completions, which its files call `Ties` or `ties`
@@ -48,9 +48,9 @@ class Scored:
 def measure(
     worker: Worker, rewards: list[Any], rows: Any, ends: Collection[int]
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Returns (metrics, tables for evaluation.json) of the weighted `rewards` on the token rows of data.benchmarks.
+    """Scores the token rows of data.benchmarks with the weighted `rewards`. Returns (metrics, tables for evaluation.json).
 
-    A row is left out if one of its completions could not be used.
+    Leaves out a row of a benchmark if one of its completions was dropped.
     """
     if worker.rank == 0:
         print(f"scoring {len(rows)} completions of benchmarks", flush=True)
@@ -66,10 +66,10 @@ def measure(
 
 
 def _grouped(scored: Iterable[tuple[dict[str, Any], float]]) -> list[Scored]:
-    """Returns the complete rows of a benchmark.
+    """Groups scored completions into the rows of a benchmark. Returns the rows whose completions are all there.
 
     Args:
-        scored: completions in order, with their scores. `pair` is the number of a completion in its row.
+        scored: (completion, its score), in order. The completion's `pair` is its number in its row.
     """
     groups: list[Scored] = []
     for row, score in scored:
@@ -81,7 +81,7 @@ def _grouped(scored: Iterable[tuple[dict[str, Any], float]]) -> list[Scored]:
 
 
 def metrics_of(rows: Sequence[Scored]) -> tuple[dict[str, float], dict[str, Any]]:
-    """Returns the metrics `eval_BENCHMARK`, `eval_BENCHMARK/SUBSET`, and a table of each benchmark."""
+    """Returns (metrics `eval_BENCHMARK` and `eval_BENCHMARK/SUBSET`, {benchmark: table})."""
     metrics: dict[str, float] = {}
     tables: dict[str, Any] = {}
     by_name: dict[str, list[Scored]] = defaultdict(list)
@@ -102,7 +102,7 @@ def metrics_of(rows: Sequence[Scored]) -> tuple[dict[str, float], dict[str, Any]
 
 
 def best_of(row: Scored) -> float:
-    """Returns 1 if a correct completion has the highest score. Completions that share the highest score share the credit.
+    """Returns the share of correct completions among the completions with the highest score. Without ties, this is 0 or 1.
 
     RewardBench 2 has this rule for one correct completion (https://arxiv.org/abs/2506.01937).
     """
@@ -111,9 +111,9 @@ def best_of(row: Scored) -> float:
 
 
 def ties_score(rows: Sequence[Scored]) -> float:
-    """Returns the score of RewardBench 2 on its subset Ties: any correct completion may win, and correct scores should be close.
+    """Returns RewardBench 2's score on its subset Ties. Any correct completion may win, and correct scores should be close.
 
-    D is the spread of the correct scores, and G the gap between the worst correct and the best wrong score. The score is
+    D is the range of the correct scores, and G the gap between the lowest correct and the highest wrong score. The result is
     0.30 accuracy with several correct answers + 0.30 accuracy of their reference rows + 0.20 share of G > D + 0.20 share of
     min(G, G of the reference) > D + 0.01 mean tanh(min(G, G of the reference) / D - 1).
     """
@@ -154,7 +154,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _best_of_k(rows: list[Scored]) -> tuple[Scores, Scores]:
-    """Scores RewardBench 2 and your own best-of-k rows: the score is the mean over the subsets."""
+    """Scores RewardBench 2 and your own best-of-k rows. The score is the mean over the subsets."""
     subsets = _by_subset(rows, [best_of(row) for row in rows])
     for name in [name for name in subsets if name.lower() == TIES]:
         own = [row for row in rows if str(row.row["subset"]) == name]

@@ -1,7 +1,7 @@
 """Compares a policy with a baseline on eval prompts: reward, win rates, KL, length, diversity, and samples.
 
-Policy and baseline sample one completion for every prompt, with the same random numbers. Each worker samples for a share of
-the prompts.
+Policy and baseline each sample one completion for every prompt, with the same random numbers. Each worker samples completions for
+its share of the prompts.
 """
 
 import json
@@ -33,18 +33,18 @@ from pipeline.writing.rows import Completion, Decoder, Sampling, seed_of
 SEED_OFFSET = 1_000_003  # added to seeds, so that evaluation and training draw different random numbers
 WIN_RATES = {"reward": "eval_win_rate", "judge": "eval_judge_win_rate"}
 THE_MODELS_OWN = Sampling(0, ())  # log-probabilities at temperature 1, with all end tokens allowed
-SAMPLES = 8  # number of completions in result.json: the first ones to different prompts
+SAMPLES = 8  # number of completions in result.json, one for each of the first distinct prompts
 
 
 class Completions:
-    """Collects from the completions of one policy what the metrics need: numbers, distinct texts, n-grams and first samples."""
+    """Collects what the metrics need from one policy's completions: numbers, distinct texts, n-grams and the first samples."""
 
     def __init__(self, records: Iterable[dict[str, Any]]) -> None:
         self.numbers: dict[str, array[float]] = defaultdict(lambda: array("d"))  # in the order of the prompts
-        self.samples: dict[str, dict[str, Any]] = {}  # prompt -> completion with its scores
-        self.texts: set[int] = set()  # hashes
+        self.samples: dict[str, dict[str, Any]] = {}  # {prompt: completion with its scores}
+        self.texts: set[int] = set()  # hashes of the completions
         self.ngrams: dict[int, set[tuple[int, ...]]] = {1: set(), 2: set()}
-        self.total: Counter[int] = Counter()  # n -> number of n-grams
+        self.total: Counter[int] = Counter()  # {n: number of n-grams}
         for record in records:
             if len(self.samples) < SAMPLES and record["prompt"] not in self.samples:
                 shown = {
@@ -96,12 +96,12 @@ class Comparison:
         decoder: Decoder | None = None,
     ) -> None:
         self.worker, self.shared, self.prompts = worker, shared, prompts
-        # Each completion is scored alone here, so rewards that compare completions are left out.
+        # Leaves out rewards that compare completions, because each completion is scored alone here.
         self.rewards = [reward for reward in rewards if not reward.compares]
         self.judge, self.baseline = judge, baseline
         sampling = Sampling.from_args(worker.args, worker.tokenizer, shared)
         self.sampling = replace(sampling, seed=sampling.seed + SEED_OFFSET)
-        # In a PPO job, null becomes a constant. Free memory, which may differ after a resume, would change the numbers.
+        # In a PPO job, null becomes a constant here. If the free memory decided, the results could change after a resume.
         self.size = worker.args.local_rollout_forward_batch_size or PLANNED_ROWS
         self.decoder = decoder or SlotDecoder(shared, self.size, worker.tokenizer.pad_token_id)
         self.before: Completions | None = None
@@ -110,7 +110,7 @@ class Comparison:
     def of(self, policy: str | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Returns metrics and samples of `policy` (`eval_*`) and of the baseline (`initial_*`).
 
-        docs/evaluate.md explains the metrics. Every rank must call it, and every rank gets the same result.
+        docs/evaluate.md explains the metrics. Every rank must call this method, and gets the same result.
 
         Args:
             policy: a role, or None for the bare base.
@@ -135,14 +135,14 @@ class Comparison:
         ]
 
     def _wins(self, name: str) -> list[float]:
-        """Returns for each prompt 1 if the policy's completion has a higher score than the baseline's, 0.5 for a tie, or 0.
+        """Returns for each prompt 1 if the policy's completion scores higher than the baseline's, 0.5 for a tie, and 0 if lower.
 
         Args:
             name: `reward` or `judge`.
         """
         assert self.before and self.after
         scores = (one.numbers.get(name, ()) for one in (self.after, self.before))
-        # Equal completions in different batches have scores that differ by fp32 rounding.
+        # Counts close scores as a tie, because scores of equal completions in different batches differ by fp32 rounding.
         return [
             0.5 if math.isclose(ours, theirs, rel_tol=1e-5, abs_tol=1e-5) else float(ours > theirs)
             for ours, theirs in zip(*scores, strict=True)
@@ -151,7 +151,7 @@ class Comparison:
     def best_of(self, policy: str | None, n: int) -> list[dict[str, float]]:
         """Returns the best-of-n curve of `policy`. The reward ranks n completions per prompt, and the judge scores them.
 
-        Without a judge, the reward also scores them. Every rank must call it, and every rank gets the same result.
+        Without a judge, the reward also scores them. Every rank must call this method, and gets the same result.
         """
         sampling = replace(self.sampling, seed=self.sampling.seed + SEED_OFFSET)
 
@@ -182,16 +182,16 @@ class Comparison:
         return metrics
 
     def _of_all(self, of: str, count: int, answer: Callable[[range], list[Any]]) -> Iterable[Any]:
-        """Returns the record of each of `count` rows, in order, on every rank. `evaluate` makes parts, to resume."""
+        """Returns the records of `count` rows, in order, on every rank. `evaluate` stores parts of them, to resume from."""
         if not self.worker.work.stage.learns:
             return in_parts(self.worker, of, count, answer)
         return share_rows(self.worker, count, answer)
 
     def _answer(self, role: str | None, numbers: range, compared: bool) -> list[dict[str, Any]]:
-        """Returns tokens, scores and metrics of one completion of a role for each of some prompts.
+        """Samples one completion from a role for each prompt in `numbers`. Returns the completions' tokens, scores and metrics.
 
         Args:
-            compared: whether to add the difference in log-probability from the baseline.
+            compared: whether to add the difference between the role's and the baseline's log-probability of the completion.
         """
         rows = [_prompt(self.prompts[number]) for number in numbers]
         if not rows:
@@ -277,7 +277,7 @@ def logprobs(
     Args:
         token_ids: (prompt ids, completion ids) of each completion.
         size: maximum rows of one forward.
-        sampling: temperature, and minimum tokens before an end token. Greedy sampling has temperature 1 here.
+        sampling: temperature, and minimum tokens before an end token. For greedy sampling, uses temperature 1.
     """
     if not token_ids:
         return []

@@ -1,4 +1,4 @@
-"""Makes batches for TRL's trainers that have each row exactly once per epoch, for any number of workers.
+"""Makes batches for TRL's trainers. Each row is in exactly one batch per epoch, for any number of workers.
 
 The stock data loader of transformers and accelerate repeats or drops rows if their number is not divisible by the workers.
 `ExactBatches`, mixed into a trainer, splits each *global* batch over the ranks instead. The rows of a step, and so its loss,
@@ -17,7 +17,7 @@ from pipeline.data.mixture import Mixture
 if TYPE_CHECKING:
     from transformers import Trainer
 else:
-    Trainer = object  # a mixin at run time, because the trainer imports torch
+    Trainer = object  # at run time, ExactBatches is a plain mixin, because importing Trainer imports torch
 
 
 class EvaluationSampler:
@@ -42,12 +42,12 @@ class EvaluationSampler:
 class ExactBatchSampler(EvaluationSampler):
     """Yields the batches of one rank, as lists of row numbers. Over all ranks, each row occurs once per epoch.
 
-    With a mixture, an epoch has the rows that are drawn for it, and its order mixes the sources. The order is the permutation by
-    seed + epoch that accelerate's SeedableRandomSampler makes.
+    With a mixture, an epoch has the rows that the mixture draws for it. The order of the rows is the permutation that
+    accelerate's SeedableRandomSampler makes from seed + epoch.
 
     Each step takes the next `batch_size * world` rows of the order, and cuts them into `world` parts as evenly as possible. The
-    last step takes the rest, so some ranks may get an empty list. If the rest were part of the previous step, the number of steps
-    would depend on the number of workers, and a run resumed on another number could not find its position.
+    last step takes the remaining rows, so some ranks may get an empty list. If the step before it took these rows, the number of
+    steps would depend on the number of workers, and a run could not resume with a different number of workers.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class ExactBatchSampler(EvaluationSampler):
 class CountedCollator:
     """Collates rows, and adds the number of `rows` to the batch.
 
-    A rank without a row in the last global batch gets a dummy batch with the row `filler`, because all ranks must make the same
-    steps. A dummy batch has `rows` 0, and its labels are ignored in the loss.
+    A rank that has no row in the last global batch gets a dummy batch with the row `filler`, because all ranks must make the same
+    number of steps. A dummy batch has `rows` 0, and the loss ignores its labels.
     """
 
     def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], filler: dict[str, Any]):
@@ -100,16 +100,16 @@ class CountedCollator:
 class ExactBatches(Trainer):
     """Makes a transformers or TRL trainer use exact batches. List this class before the trainer among the bases.
 
-    Losses equal the losses of one worker with `world` times the per-device batch. For losses per token (sft),
-    `num_items_in_batch` makes the losses equal. For losses per row (rm, dpo, kto), each rank's mean is weighted by its share of
-    the rows.
+    Losses equal those of one worker whose per-device batch is `world` times as large. For losses per token (sft),
+    `num_items_in_batch` makes the losses equal. For losses per row (rm, dpo, kto), each rank's mean is weighted by the rank's
+    share of the rows.
 
     Eval metrics are means over tokens (sft) or rows (rm, dpo, kto). Only min_reward and max_reward depend on
     per_device_eval_batch_size, because TRL computes them for each batch.
     """
 
     mixture: Mixture | None = None  # sources of train_dataset; set before training
-    # for each fetched micro-batch: (weight, rows, uneven over the ranks)
+    # For each fetched micro-batch: (weight, number of rows, whether ranks have different numbers of rows)
     _shares: deque[tuple[float, int, bool]]
     _share = 1.0
     # for each batch evaluated by this rank: (number, {metric: (weight, value)})
@@ -154,8 +154,8 @@ class ExactBatches(Trainer):
             prefetch_factor=args.dataloader_prefetch_factor,
             worker_init_fn=partial(seed_worker, num_workers=workers, rank=rank),
         )
-        # For one process, accelerate moves batches to the device, but does not shard them again. From pinned memory, a batch is
-        # copied during the previous step.
+        # With num_processes=1, accelerate moves batches to the device, but does not shard them again. If memory is pinned, the
+        # copy of a batch overlaps with the previous step.
         prepared = prepare_data_loader(
             loader, self.accelerator.device, num_processes=1, process_index=0, put_on_device=True,
             non_blocking=args.dataloader_pin_memory,
@@ -167,8 +167,8 @@ class ExactBatches(Trainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Returns the micro-batches of an optimizer step, and stores their weights.
 
-        DDP averages losses over ranks, and transformers over micro-batches, both regardless of the numbers of rows. Therefore
-        the weight of a micro-batch is its number of rows, relative to the average number.
+        DDP averages losses over ranks, and transformers averages them over micro-batches. Both ignore the numbers of rows, so the
+        weight of a micro-batch is its number of rows, divided by the average number of rows.
         """
         import torch
 
@@ -219,7 +219,7 @@ class ExactBatches(Trainer):
         return weight
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
-        """Runs TRL's loop on each rank alone, then computes weighted means over the batches of all ranks, in their order."""
+        """Runs TRL's loop separately on each rank, then computes weighted means over the batches of all ranks, in order."""
         from accelerate.utils import gather_object
 
         self._evaluated = []

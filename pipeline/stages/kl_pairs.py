@@ -15,8 +15,9 @@ from pipeline.stages.exact_batches import CountedCollator, EvaluationSampler, Ex
 
 
 class PairedBatchSampler(ExactBatchSampler):
-    """Yields the batches of ExactBatchSampler, each followed by the rows whose completions its KL term uses. The added rows are
-    the rows of the optimizer step (`step` rows over all workers), shifted by one position (`mismatched`).
+    """Yields the batches of ExactBatchSampler, each followed by the rows whose completions the batch's KL term uses.
+
+    The added rows are the rows of the optimizer step (`step` rows over all workers), shifted by one position (`mismatched`).
     """
 
     def __init__(self, *rows: Any, step: int, **more: Any):
@@ -34,9 +35,9 @@ class PairedBatchSampler(ExactBatchSampler):
 
 
 def mismatched(rows: Any, before: Any) -> Any:
-    """Pairs each row of the step with the previous row or, if both are the same, with the nearest earlier row that differs.
+    """Returns for each row of a step the previous row or, if the two are the same, the nearest earlier row that differs.
 
-    If the step has only one row, pairs it with a row of the previous step (`before`), if any. Returns the rows found.
+    If the step has only one distinct row, returns a row of the previous step (`before`), if there is one.
     """
     import torch
 
@@ -51,7 +52,7 @@ def mismatched(rows: Any, before: Any) -> Any:
 
 
 class PairedEvaluationSampler(EvaluationSampler):
-    """Yields the batches of EvaluationSampler, each followed by rows half a dataset away, which usually have other prompts."""
+    """Yields the batches of EvaluationSampler, each followed by rows half a dataset later, which usually have other prompts."""
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in super().__iter__():
@@ -77,12 +78,12 @@ def paired(row: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 class PairedBatches(ExactBatches):
     """Makes TRL's KTOTrainer use exact batches, and a KL term that does not depend on the number of workers.
 
-    Metrics of desirable rows (`.../chosen`), or of undesirable rows, are means over rows with this label only.
+    The metrics `.../chosen` are means over desirable rows only, and `.../rejected` are means over undesirable rows only.
     """
 
-    # what TRL's `_compute_kl_logps` returns in this step: for the policy and for the reference
+    # Return values of TRL's `_compute_kl_logps` in this step: for the policy, and for the reference
     _of_step: tuple[Any, Any]
-    # the values in this micro-batch that TRL has not taken yet, or nothing outside of training
+    # The values that TRL has not yet read in this micro-batch. Empty outside of training.
     _due: Iterator[Any] = iter(())
 
     def _parts(self) -> tuple[Any, Any, Any]:
@@ -103,7 +104,7 @@ class PairedBatches(ExactBatches):
         return batches, items
 
     def _kl_logps(self, batches: list[dict[str, Any]]) -> tuple[Any, Any]:
-        """Returns the mean log-probs of the mismatched completions (policy, reference) over the step's rows on all workers."""
+        """Returns the mean log-prob of the mismatched completions under the policy and under the reference, over all workers."""
         import torch
         from trl.models.utils import disable_gradient_checkpointing
         from trl.trainer.utils import use_adapter
@@ -132,7 +133,7 @@ class PairedBatches(ExactBatches):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _compute_kl_logps(self, model: Any, batch: Any) -> Any:
-        # TRL calls this method for the policy, then for the reference, and takes the mean of the difference.
+        # TRL calls this method first for the policy, then for the reference, and averages the difference.
         of_step = next(self._due, None)
         return super()._compute_kl_logps(model, batch) if of_step is None else of_step
 

@@ -23,7 +23,7 @@ from pipeline.statistics import calibration, correlation, mean, sigmoid, tempera
 from pipeline.writing.rows import seed_of
 
 SIDES = ("chosen_ids", "rejected_ids")
-# {NAME: f(length of the chosen completion, length of the rejected one) -> whether eval_rm_accuracy_NAME has the pair}
+# {NAME: f(length of the chosen completion, length of the rejected one) -> whether eval_rm_accuracy_NAME includes the pair}
 BY_LENGTH: dict[str, Callable[[int, int], bool]] = {
     "matched_length": lambda chosen, rejected: max(chosen, rejected) <= 1.1 * min(chosen, rejected),
     "chosen_shorter": lambda chosen, rejected: chosen < rejected,
@@ -35,17 +35,17 @@ PLACES = ("first", "last")  # position of the chosen completion, for a judge tha
 def measure(
     worker: Worker, rewards: list[Any], judge: Any, rows: Any, ends: Collection[int]
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Returns (metrics `eval_rm_*`, tables for evaluation.json) of the weighted `rewards` on the token rows of `data.pairs`.
+    """Scores the token rows of `data.pairs` with weighted `rewards`. Returns (metrics `eval_rm_*`, tables for evaluation.json).
 
     docs/evaluate.md explains the metrics.
 
     Args:
-        ends: ids that end a completion.
+        ends: ids of the tokens that end a completion.
     """
     if worker.rank == 0:
         print(f"scoring {len(rows)} held-out pairs", flush=True)
     column, named = worker.work.data.subset, worker.work.inputs.get("judge")
-    # A Python function needs columns, which rows may lack.
+    # A Python function needs columns that the rows may lack.
     asks = named.version if named and named.kind == "function" else None
 
     def answer(numbers: range) -> list[dict[str, Any]]:
@@ -73,7 +73,7 @@ def compared(
 ) -> list[dict[str, Any]]:
     """Returns `scores` and `lengths` of the chosen and the rejected completion of each token row.
 
-    If a judge sees both completions at once, `orders` has the position and score of the chosen one in each order.
+    If a judge sees both completions at once, `orders` has the position and score of the chosen completion in each order.
     """
     notes: dict[str, Any] = {}
     scores = scores_of(rewards, rows, first, tokenizer, ends, notes)
@@ -89,9 +89,9 @@ def compared(
 
 
 def metrics_of(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
-    """Returns metrics and tables of pairs with `scores`, `lengths`, and optionally `orders`, `judge` and `subset`.
+    """Returns (metrics, tables) for pairs that have `scores`, `lengths`, and optionally `orders`, `judge` and `subset`.
 
-    Only numbers stay in memory, in arrays, to support millions of pairs.
+    Keeps only numbers in memory, in arrays, to support millions of pairs.
     """
     chosen, rejected, judged, agreeing = (array("d") for _ in range(4))
     lengths = array("l"), array("l")
@@ -126,7 +126,7 @@ def metrics_of(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[
         "eval_rm_ece": ece,
         "eval_rm_ties": mean([margin == 0 for margin in margins]),
     }
-    if all(by_place):  # both positions have the same weight, for any number of draws in each
+    if all(by_place):  # both positions have the same weight, even if one has more draws
         metrics["eval_rm_shown_first"] = 0.5 + (mean(by_place[0]) - mean(by_place[1])) / 2
     if agreeing:
         metrics["eval_rm_order_agreement"] = mean(agreeing)
@@ -156,7 +156,7 @@ def metrics_of(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[
 
 
 def faults(metrics: dict[str, float], ends_of: dict[str, tuple[float, float]]) -> list[str]:
-    """Returns the faults of a reward that a 95 % interval separates from chance.
+    """Returns messages about the faults of a reward that its metrics show.
 
     Args:
         ends_of: {name in BY_LENGTH or PLACES: interval of the accuracy}.
@@ -184,7 +184,7 @@ def faults(metrics: dict[str, float], ends_of: dict[str, tuple[float, float]]) -
 
 
 def _higher(ends_of: dict[str, tuple[float, float]], one: str, other: str) -> str | None:
-    """Returns the name of the higher of two intervals, or None if the intervals overlap or one is missing."""
+    """Returns which of two names has the higher interval, or None if the intervals overlap or one is missing."""
     if not {one, other} <= set(ends_of):
         return None
     (low, high), (other_low, other_high) = ends_of[one], ends_of[other]
@@ -208,7 +208,7 @@ def scores_of(
 
     Args:
         first: number of the first row.
-        notes: receives the rewards' notes on the completions; see Samples.
+        notes: this function adds the rewards' notes on the completions here; see Samples.
     """
     found = [
         (row["prompt_ids"], row[side], json.loads(row["row"]), seed_of(0, number), number)
@@ -241,6 +241,6 @@ def samples_of(
     seeds: Sequence[int] = (),
     groups: Sequence[int] = (),
 ) -> Samples:
-    """Returns the completions of some rows as samples. A truncated completion has no end token."""
+    """Returns the completions of some rows as Samples. A completion counts as truncated if it has no end token."""
     ended = [completion[-1] in ends for completion in completions]
     return Samples(list(prompts), list(completions), ended, list(rows), tokenizer, seeds, groups)

@@ -17,12 +17,12 @@ STRENGTH = 100.0  # inverse of the l1 penalty, as in AlpacaEval's fit without cr
 def length_controlled(wins: Sequence[float], longer: Sequence[float]) -> tuple[float, float, float]:
     """Returns the win rate at equal lengths of the completions, with the ends of its 95 % interval.
 
-    The win rate is AlpacaEval 2 (https://arxiv.org/abs/2404.04475) without the difficulty of prompts, which is known only for its
-    own prompts. The method fits a logistic regression of the wins on tanh(length difference / its standard deviation) and a
-    constant. The win rate is the sigmoid of the constant. The interval is from a bootstrap over the prompts.
+    The method is AlpacaEval 2's (https://arxiv.org/abs/2404.04475), without the term for the difficulty of prompts, which only
+    AlpacaEval's prompts have. It fits a logistic regression of the wins on tanh(length difference / its standard deviation) and a
+    constant. The win rate is the sigmoid of the constant. The interval comes from a bootstrap over the prompts.
 
     Args:
-        wins: for each prompt 1 for a win, 0.5 for a tie, or 0.
+        wins: for each prompt 1 for a win, 0.5 for a tie, or 0 for a loss.
         longer: for each prompt the length of the policy's completion minus the length of the baseline's.
     """
     spread = stdev(longer) if len(longer) > 1 else 0.0
@@ -35,8 +35,10 @@ def length_controlled(wins: Sequence[float], longer: Sequence[float]) -> tuple[f
 
 
 def _at_equal_length(features: np.ndarray, shares: np.ndarray) -> float:
-    """Returns the sigmoid of the constant. As in AlpacaEval, each row enters as a win and as a loss, weighted by its share of a
-    win."""
+    """Fits the logistic regression, and returns the sigmoid of its constant.
+
+    As in AlpacaEval, the fit has each row twice: as a win, weighted by the row's share of a win, and as a loss with the rest.
+    """
     from sklearn.linear_model import LogisticRegression
 
     weights = np.concatenate([shares, 1 - shares])
@@ -51,7 +53,7 @@ def _at_equal_length(features: np.ndarray, shares: np.ndarray) -> float:
 
 
 def best_of_n(proxy: Sequence[float], gold: Sequence[float], n: int) -> float:
-    """Returns the expected gold score of the completion that the proxy prefers among n.
+    """Returns the expected gold score of the completion with the highest proxy score among n completions.
 
     The estimate is unbiased: a mean over all subsets of n of the N >= n completions of a prompt. The estimate is the sum over i =
     n..N of C(i-1, n-1) / C(N, n) times the gold score of the i-th completion by ascending proxy score (Nakano et al. 2021,
@@ -65,7 +67,7 @@ def best_of_n(proxy: Sequence[float], gold: Sequence[float], n: int) -> float:
 def best_of_curve(
     proxy: Sequence[Sequence[float]], gold: Sequence[Sequence[float]]
 ) -> list[dict[str, float]]:
-    """Returns for n = 1, 2, 4, ... the mean proxy and gold score of the best of n, and an upper bound of the KL of best-of-n.
+    """Returns the mean proxy and gold scores of best-of-n, and an upper bound of its KL from the policy, for n = 1, 2, 4, ...
 
     The bound is ln n - (n - 1) / n nats per completion (https://arxiv.org/abs/2401.01879).
     """

@@ -4,8 +4,8 @@
 
 The trainer is in pipeline/ppo. Policy, reference, reward and critic are adapters on one frozen base. The policy starts as the
 sft adapter, and the frozen sft adapter is the reference. The critic starts as the reward adapter with its head, or is a head
-on the policy (trainer.critic). The policy completes eval prompts before training, every trainer.eval_steps updates, and after
-training, for the gate.
+on the policy (trainer.critic). The stage evaluates the policy on eval prompts before training, every trainer.eval_steps updates,
+and after training. The gate reads the last evaluation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def rollout_workers(work: Work) -> AbstractContextManager[Any]:
-    """Runs the rollout workers of the job, if it has any, while its workers train."""
+    """Runs the rollout workers of the job, if it has any, while its training workers train."""
     if not work.places.rollout:
         return nullcontext()
     from pipeline.rollout.pool import rollout_pool  # imports Ray
@@ -131,14 +131,14 @@ def _after_update(
 
 
 def _logged(trainer: PPOTrainer) -> dict[int, dict[str, float]]:
-    """Returns {update: metrics} of all logged updates. The last update and every evaluated update are among them."""
+    """Returns {update: metrics} of all logged updates. These include the last update and every update with an evaluation."""
     return {int(metrics["episode"]) // trainer.args.batch_size: metrics for metrics in trainer.history}
 
 
 def _finish(
     worker: Worker, trainer: PPOTrainer, tracked: Best | None, comparison: Comparison | None
 ) -> dict[str, Any]:
-    """Restores the best weights, evaluates them, and saves the policy. Returns what Worker.finish returns."""
+    """Restores the best weights, evaluates them, and saves the policy. Returns the result of Worker.finish."""
     from pipeline.run import best, roles
 
     shared = trainer.shared

@@ -1,4 +1,4 @@
-"""Probes of a reward model: measures how edits of completions in data.pairs change the score.
+"""Probes a reward model: edits completions in data.pairs, and measures how the edits change their scores.
 
 Most edits should not change the score. The other edits make a completion worse, so the score should fall. The effect of an
 edit is the mean change of the score, in standard deviations of the scores of the unedited completions.
@@ -20,7 +20,7 @@ from pipeline.scoring.rewards import weighted_scores
 from pipeline.stages.pairs import SIDES, samples_of
 from pipeline.statistics import mean
 
-MAX_PAIRS = 500  # number of pairs, which makes an interval of about ± 0.1 standard deviations
+MAX_PAIRS = 500  # number of pairs, enough for an interval of about ± 0.1 standard deviations
 SMALL = 0.2  # standard deviations; a smaller effect is no fault (Cohen's "small")
 WORST = 3  # number of examples of each probe in evaluation.json
 
@@ -43,10 +43,10 @@ def _unedited(text: str, _: str) -> str:
 
 @dataclass(frozen=True)
 class Probe:
-    # f(completion, chosen completion of another pair) -> edited completion. Pairs that the edit does not change are left out.
+    # f(completion, chosen completion of another pair) -> edited completion. Leaves out pairs that the edit does not change.
     edit: Callable[[str, str], str]
     worse: bool = False  # whether the edit makes the completion worse
-    # Whether to score the completions in reverse order, which changes a score that depends on the position in a batch.
+    # Whether to score the completions in reverse order. This detects scores that depend on the position in a batch.
     reverse: bool = False
 
     def applies(self, pair: dict[str, Any]) -> bool:
@@ -71,14 +71,14 @@ PROBES = {
 def measure(
     worker: Worker, rewards: list[Any], rows: Any, ends: Collection[int]
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Returns (metrics, tables for evaluation.json) of the weighted `rewards` on the first pairs of data.pairs.
+    """Probes the weighted `rewards` on the first pairs of data.pairs. Returns (metrics, tables for evaluation.json).
 
-    eval_rm_probe/NAME is the effect of an edit. eval_rm_probe_accuracy/NAME is the share of pairs whose chosen completion still
-    has the higher score after an edit of either completion; if the edit makes a completion worse, only the rejected completion is
-    edited. eval_rm_probes_failed is the number of probes whose verdict is not "ok".
+    eval_rm_probe/NAME is the effect of an edit. eval_rm_probe_accuracy/NAME is the share of pairs whose chosen completion keeps
+    the higher score if either of the two is edited. If the edit makes a completion worse, only the rejected completion is edited.
+    eval_rm_probes_failed is the number of probes whose verdict is not "ok".
 
     Args:
-        ends: ids that end a completion.
+        ends: ids of the tokens that end a completion.
     """
     count = min(len(rows), MAX_PAIRS)
     if worker.rank == 0:
@@ -125,7 +125,7 @@ def _text(tokenizer: Any, ids: list[int]) -> str:
 def _edited(
     tokenizer: Any, ids: list[int], edit: Callable[[str, str], str], other: str, ends: Collection[int]
 ) -> list[int]:
-    """Returns the ids of the edited text, with the end tokens of the completion, or its last token if nothing is left."""
+    """Returns the token ids of the edited text, with the completion's end tokens. If nothing is left, keeps the last token."""
     start = next((at for at in range(len(ids) - 1, -1, -1) if ids[at] in ends), len(ids))
     text = edit(_text(tokenizer, ids[:start]), other)
     edited = tokenizer(text, add_special_tokens=False).input_ids + ids[start:]
@@ -136,8 +136,8 @@ def metrics_of(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str,
     """Returns (metrics, tables).
 
     Args:
-        pairs: dicts with `text` and `other`, and with the scores of the chosen and of the rejected completion: `before`, and
-            `after` by probe.
+        pairs: dicts with `text`, `other`, `before` (scores of the chosen and the rejected completion) and `after` ({probe: the
+            two scores after the edit}).
     """
     spread = stdev([score for pair in pairs for score in pair["before"]]) if pairs else 0.0
     metrics: dict[str, float] = {}
@@ -177,10 +177,10 @@ def _in_order(pair: dict[str, Any], name: str) -> float:
 
 
 def _verdict(low: float, high: float, worse: bool) -> str:
-    """Returns "ok", or what is wrong with the effect of an edit.
+    """Returns "ok", or a text that says what is wrong with the effect of an edit.
 
     Args:
-        low, high: interval of the effect.
+        low, high: ends of the effect's 95 % interval.
         worse: whether the edit makes a completion worse.
     """
     if worse:

@@ -29,13 +29,13 @@ def train(worker: Worker) -> dict[str, Any]:
         """TRL's trainer, with each pair exactly once per epoch over all workers."""
 
     rows, held_out = worker.rows("train"), worker.rows("eval")
-    # Pairs that are too long have been dropped already.
+    # max_length is None, because pairs that are too long have been dropped already.
     args = trl_trainer.arguments(worker, RewardConfig, max_length=None)
     set_seed(args.seed)  # every rank initializes the head with the same random numbers
     trainer = trl_trainer.make_trainer(
         Trainer,
         worker.work.lora,
-        task_type="SEQ_CLS",  # if not, peft leaves the head random and frozen
+        task_type="SEQ_CLS",  # otherwise peft leaves the head random and frozen
         model=worker.load_base(worker.tokenizer),
         args=args,
         train_dataset=rows,
@@ -43,7 +43,7 @@ def train(worker: Worker) -> dict[str, Any]:
         processing_class=worker.tokenizer,
     )
     outcome = trl_trainer.train(worker, trainer)
-    # Without eval rows, some random training rows suffice for a mean and a standard deviation.
+    # Without eval rows, measures the mean and standard deviation of scores on some random training rows.
     some = sorted(np.random.default_rng(args.seed).permutation(len(rows))[:4096].tolist())
     pairs = score_pairs(worker, trainer, held_out if held_out is not None else rows.select(some))
     scores = [pair[side] for side in ("chosen", "rejected") for pair in pairs]
@@ -51,7 +51,7 @@ def train(worker: Worker) -> dict[str, Any]:
     std = (sum((s - mean) ** 2 for s in scores) / max(1, len(scores) - 1)) ** 0.5
     outcome.facts = {"reward": {"mean": mean, "std": std}}
     if held_out is not None:
-        # Means over pairs. In TRL's mean over batches, a short last batch has too much weight.
+        # Averages over pairs. TRL averages over batches, which gives a short last batch too much weight.
         margins = [pair["chosen"] - pair["rejected"] for pair in pairs]
         outcome.metrics["eval_accuracy"] = sum(margin > 0 for margin in margins) / len(margins)
         outcome.metrics["eval_margin"] = sum(margins) / len(margins)
@@ -94,7 +94,7 @@ def score_pairs(worker: Worker, trainer: Any, rows: Any) -> list[dict[str, float
 
 
 def doubtful(worker: Worker, rows: Any, pairs: list[dict[str, float]]) -> list[dict[str, Any]]:
-    """Returns the pairs with the lowest margins as text, each once. Such pairs show errors of the model or of the data."""
+    """Returns the distinct pairs with the lowest margins as text. Such pairs show errors of the model or of the data."""
     worst: dict[tuple[str, str, str], dict[str, Any]] = {}
     for index in sorted(range(len(pairs)), key=lambda i: pairs[i]["chosen"] - pairs[i]["rejected"]):
         if len(worst) == WORST:

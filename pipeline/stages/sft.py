@@ -16,7 +16,7 @@ PROMPT_TOKENS, SAMPLE_TOKENS = 512, 128
 
 
 def _at_ends(inputs: Any, ends: list[int]) -> Any:
-    """Returns a mask of the end tokens in the labels of a batch, without the first label."""
+    """Returns a mask that is True at the end tokens in the labels of a batch. Omits the first label of each row."""
     import torch
 
     labels = inputs["labels"][:, 1:]

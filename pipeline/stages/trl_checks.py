@@ -1,8 +1,8 @@
 """Self-checks of the TRL stages on their first rows, before the first optimizer step.
 
-TRL's loss on the prepared rows is compared with a plain forward of the model on single rows, without padding, packing or a
-collator. Without these checks, a fault would cost the whole run. One odd row does not stop the run. Only a fault of *all* first
-rows, or a pair with equal completions, stops the run.
+The checks compare TRL's loss on the prepared rows with a plain forward pass of the model on single rows, without padding, packing
+or a collator. Without these checks, a fault would waste the whole run. One odd row does not stop the run. Only a fault in *all*
+the first rows, or a pair with equal completions, stops the run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pipeline.run.worker import Worker
 from pipeline.stages.kl_pairs import paired
 
 CHECKED_ROWS = 64  # number of rows whose tokens are checked
-FORWARD_ROWS = 4  # number of these rows that go through the model
-MAX_LOGITS = 1 << 28  # maximum logits of a row that goes through the model; in fp32 they take a GiB
+FORWARD_ROWS = 4  # number of rows that also go through the model
+MAX_LOGITS = 1 << 28  # maximum number of logits of a row that goes through the model, 1 GiB in fp32
 SIDES = ("chosen", "rejected")
 ADAPTERS = {"policy": "default", "reference": "ref"}  # {role: TRL's name of the adapter}
 
@@ -34,7 +34,7 @@ Completion = tuple[list[int], list[int]]  # token ids of a prompt, and of its (l
 
 
 def first_step_checks(worker: Worker, trainer: Any) -> list[CheckResult]:
-    """Returns the results of the checks before the first step. Changes no state of the trainer. Every rank must call it."""
+    """Runs the checks before the first step, and returns their results. Does not change the trainer. Every rank calls this."""
     first = trainer.train_dataset.select(range(min(CHECKED_ROWS, len(trainer.train_dataset))))
     rows = [dict(row) for row in first]
     model, stage = trainer.accelerator.unwrap_model(trainer.model), worker.work.run.stage
@@ -77,17 +77,17 @@ def first_step_checks(worker: Worker, trainer: Any) -> list[CheckResult]:
 def compare(
     stage: str, trainer: Any, model: Any, rows: list[Row], same_start: bool = True
 ) -> list[CheckResult]:
-    """Compares the trainer's numbers on a batch with a forward of the model on single rows. Returns the results.
+    """Compares the trainer's numbers on a batch with forward passes of the model on single rows. Returns the results.
 
     Args:
-        same_start: whether the policy starts as the reference.
+        same_start: whether the policy equals the reference at the start.
     """
     few, results = affordable(model, rows), []
     if not few:  # all rows are too long
         return []
     if stage in ("dpo", "kto"):
         trainer._metrics["eval"].clear()
-        trainer.compute_loss(model, collated(trainer, model, few))  # TRL adds metrics of the batch
+        trainer.compute_loss(model, collated(trainer, model, few))  # adds the batch's metrics to _metrics
         if same_start:
             results.append(policy_is_reference(trainer, model, few))
     numbers, limit = NUMBERS[stage](trainer, model, few)
@@ -108,7 +108,7 @@ def compare(
 
 
 def completions_of(row: Row) -> Iterator[Completion]:
-    """Yields (prompt, completion) of a row as token ids. In sft, the completion is the last run of trained tokens."""
+    """Yields (prompt, completion) of a row as token ids. In SFT, the completion is the last contiguous span of trained tokens."""
     if "labels" in row:
         for part in _unpacked(row):
             ids, trained = part["input_ids"], [i for i, label in enumerate(part["labels"]) if label != -100]
@@ -118,7 +118,7 @@ def completions_of(row: Row) -> Iterator[Completion]:
                 yield ids[:start], ids[start : trained[-1] + 1]
     elif "completion_ids" in row:
         yield row["prompt_ids"], row["completion_ids"]
-    else:  # a pair; in rm, both sides include the prompt
+    else:  # a pair; in rm, both completions include the prompt
         yield from ((row.get("prompt_ids", []), row[f"{side}_ids"]) for side in SIDES)
 
 
@@ -132,7 +132,7 @@ def _unpacked(row: Row) -> list[Row]:
 
 
 def only_adapters_learn(trainer: Any, model: Any) -> CheckResult:
-    """Checks that only adapter and head require gradients, in fp32, and that the optimizer has them."""
+    """Checks that only the adapter and the head require gradients, that they are fp32, and that the optimizer has them."""
     learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     optimized = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
@@ -150,13 +150,13 @@ def only_adapters_learn(trainer: Any, model: Any) -> CheckResult:
 
 
 def special_tokens(tokenizer: Any, rows: Sequence[Completion]) -> list[CheckResult]:
-    """Checks the pad token, and that rows do not begin with two BOS, from the template and from the tokenizer."""
+    """Checks that the pad token is not EOS, and that rows do not begin with BOS from both the template and the tokenizer."""
     ends, bos = eos_ids(tokenizer), tokenizer.bos_token_id
     pad = f"pad is {tokenizer.pad_token!r}, completions end with {tokenizer.convert_ids_to_tokens(ends)}"
     twice = sum(bos is not None and (prompt + ids)[:2] == [bos, bos] for prompt, ids in rows)
     begins = f"{twice} of {len(rows)} rows begin with {tokenizer.bos_token} twice"
     return [
-        # If pad equals EOS, collators mask EOS, and the model never learns to end.
+        # If the pad token is EOS, collators mask EOS, and the model never learns to stop.
         CheckResult("the pad token is no EOS token", pad, tokenizer.pad_token_id not in ends),
         CheckResult("at most one BOS per row", begins, twice < max(1, len(rows))),
     ]
@@ -165,7 +165,7 @@ def special_tokens(tokenizer: Any, rows: Sequence[Completion]) -> list[CheckResu
 def ends_learned(worker: Worker, rows: Sequence[Completion]) -> CheckResult:
     """Checks that completions end with a trained EOS token. Without a trained EOS, the model never learns to stop."""
     ends, limit = set(eos_ids(worker.tokenizer)), worker.work.data.max_length or float("inf")
-    # Rows as long as the limit may be truncated.
+    # Leaves out rows that reach the length limit, because they may be truncated.
     complete = [ids for prompt, ids in rows if len(prompt) + len(ids) < limit]
     ended = sum(bool(ids) and ids[-1] in ends for ids in complete)
     found = f"{ended} of {len(complete)} completions end with an EOS token among the trained ones"
@@ -179,9 +179,9 @@ def loss_after_generation_prompt(tokenizer: Any, rows: Sequence[Completion]) -> 
         found = f"in none of {len(rows)} rows: the prompt is trained, too, from its first token"
         return CheckResult(name, found, False)
     _, asks = user_header_and_generation_prompt(tokenizer)
-    # Decodes only the start of a completion, which may have more turns, each after a generation prompt.
+    # Decodes only the start of a completion. The rest may have more turns, each with its own generation prompt.
     texts = [(tokenizer.decode(prompt), tokenizer.decode(prompt + ids[:8])) for prompt, ids in rows]
-    # A template may mark the trained tokens itself.
+    # The chat template may mark the trained tokens ({% generation %}). Then this check does not apply.
     marked = GENERATION.search(tokenizer.chat_template or "")
     applies = asks and not marked and any(asks in text for _, text in texts)
     after = sum(asks in prompt and prompt.rfind(asks) == text.rfind(asks) for prompt, text in texts)
@@ -190,7 +190,7 @@ def loss_after_generation_prompt(tokenizer: Any, rows: Sequence[Completion]) -> 
 
 
 def starts_as_its_file(model: Any, worker: Worker, role: str) -> CheckResult:
-    """Checks that the adapter of a role, policy or reference, equals its file."""
+    """Checks that the adapter of a role (policy or reference) equals its file."""
     from peft import get_peft_model_state_dict
 
     folder = worker.input(role)
@@ -201,7 +201,7 @@ def starts_as_its_file(model: Any, worker: Worker, role: str) -> CheckResult:
 
 
 def labels_are_tokens(trainer: Any, rows: list[Row]) -> CheckResult:
-    """Checks that a batch trains as many tokens as its rows, and that each label is the token at its position."""
+    """Checks that a batch has as many trained tokens as its rows, and that each label equals the token at its position."""
     batch = trainer.data_collator([dict(row) for row in rows])
     expected = sum(label != -100 for row in rows for part in _unpacked(row) for label in part["labels"][1:])
     trained = batch["labels"] != -100
@@ -221,7 +221,7 @@ def pairs_other_rows(trainer: Any) -> CheckResult:
     """Checks that the KL term of the first batch pairs each prompt with the completion of another row of the same step."""
     loader = trainer.get_train_dataloader()
     drawn = next(iter(loader.batch_sampler))
-    count = len(drawn) // 2  # the second half of a batch are the paired rows
+    count = len(drawn) // 2  # the second half of a batch has the paired rows
     rows = list(trainer.train_dataset.select(drawn))
     batch = loader.collate_fn([dict(row) for row in rows])
     themselves = wrong = 0
@@ -241,7 +241,7 @@ def pairs_other_rows(trainer: Any) -> CheckResult:
 
 
 def policy_is_reference(trainer: Any, model: Any, rows: list[Row]) -> CheckResult:
-    """Checks in TRL's metrics that policy and reference agree before the first step."""
+    """Checks with TRL's metrics that policy and reference have equal log-probs before the first step."""
     # TRL's rewards are beta times the log-ratio of policy and reference.
     metrics = trainer._metrics["eval"]
     rewards = {side: metrics[f"rewards/{side}"][-1] for side in SIDES if f"rewards/{side}" in metrics}
@@ -252,13 +252,13 @@ def policy_is_reference(trainer: Any, model: Any, rows: list[Row]) -> CheckResul
     return CheckResult("the policy starts as the reference", found, holds)
 
 
-# ([(name, number of the trainer on a padded batch, number from single rows)], the difference that rounding explains). The list
-# is empty if the loss of the job has other terms.
+# ([(name, the trainer's number on a padded batch, the number from single rows)], largest difference that rounding can explain).
+# The list is empty if the job's loss has other terms.
 Numbers = tuple[list[tuple[str, float, float]], float]
 
 
 def sft_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
-    """Compares the loss with the mean of -log p over the trained tokens."""
+    """Compares the trainer's loss with the mean of -log p over the trained tokens."""
     args = trainer.args
     if args.loss_type not in (None, "nll") or args.label_smoothing_factor or trainer.aux_loss_enabled:
         return [], 0.0
@@ -271,7 +271,7 @@ def sft_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
 
 
 def rm_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
-    """Compares the scores with the head's output, in fp32, on the last token of each row."""
+    """Compares the model's scores with the head's output, in fp32, on the last token of each row."""
     batch, bare = collated(trainer, model, rows), model.get_base_model()
     scores = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.flatten()
     head = next(p for name, p in bare.named_parameters() if is_head(name) and "default" in name).float()
@@ -285,7 +285,10 @@ def rm_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
 
 
 def preference_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
-    """Compares the mean log-probs of chosen and rejected completions under policy and reference. In kto, the label decides."""
+    """Compares the mean log-probs of chosen and rejected completions under policy and reference.
+
+    In KTO, the label alone says whether a completion counts as chosen.
+    """
     from trl.trainer.utils import use_adapter
 
     if getattr(trainer, "ld_alpha", None) is not None:  # dpo weights tokens by length
@@ -304,7 +307,7 @@ def preference_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
                     logprobs.setdefault(side, []).append(alone)
         for side, some in logprobs.items():
             by_trainer = sum(metrics[f"logps/{side}"])
-            if role == "reference":  # TRL has beta times the log-ratio
+            if role == "reference":  # TRL's reward is beta times the log-ratio
                 by_trainer -= sum(metrics[f"rewards/{side}"]) / trainer.beta
             numbers.append((f"the {role}'s log-prob of the {side}", by_trainer, sum(some) / len(some)))
     return numbers, tolerance(trainer, model) * max(1.0, *(abs(alone) for *_, alone in numbers))
@@ -317,7 +320,7 @@ NUMBERS = {"sft": sft_numbers, "rm": rm_numbers, "dpo": preference_numbers, "kto
 
 
 def affordable(model: Any, rows: list[Row]) -> list[Row]:
-    """Returns the shortest rows and the longest row within MAX_LOGITS, because most faults are about padding."""
+    """Returns the shortest rows and the longest row within MAX_LOGITS, because most faults come from padding."""
 
     def length(row: Row) -> int:
         if "labels" in row:  # `labels` include tokens after the last trained token
@@ -338,19 +341,19 @@ def collated(trainer: Any, model: Any, rows: list[Row]) -> dict[str, Any]:
 
 
 def logprobs_alone(model: Any, ids: list[int]) -> Tensor:
-    """Returns the log-probs (T - 1,) of the tokens after the first, on the CPU, by a forward of the row alone."""
+    """Returns the log-probs (T - 1,) of the tokens after the first, on the CPU, from a forward pass of this row alone."""
     row = torch.tensor([ids], device=model.device)
     logits = model(input_ids=row).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, row[0, 1:].unsqueeze(-1)).squeeze(-1).cpu()
 
 
 def completion_logprob(model: Any, prompt: list[int], completion: list[int]) -> float:
-    """Returns the log-prob of a completion, by a forward of its row alone."""
+    """Returns the log-prob of a completion, from a forward pass of its row alone."""
     return float(logprobs_alone(model, prompt + completion)[len(prompt) - 1 :].sum())
 
 
 def tolerance(trainer: Any, model: Any) -> float:
-    """Returns the relative difference that rounding explains, because batches differ in padding."""
+    """Returns the largest relative difference that rounding can explain between batches with different padding."""
     return 1e-3 if precision_in_use(trainer, model) == "fp32" else 0.05
 
 

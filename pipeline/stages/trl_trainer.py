@@ -1,4 +1,4 @@
-"""Code that the TRL stages share in a worker: arguments, progress, checkpoints, the check that an adapter reloads.
+"""Code that the TRL stages share in a worker: arguments, progress, checkpoints, and the check that an adapter reloads.
 
 A stage subclasses a TRL trainer only to use tokenized rows, and to sample each row exactly once.
 """
@@ -30,20 +30,20 @@ REFERENCE = "ref"  # TRL's name of a DPOTrainer's frozen reference adapter
 
 
 def arguments(worker: Worker, config: Any, **fixed: Any) -> Any:
-    """Returns the section `trainer` as an object of TRL's config class, with the pipeline's own settings.
+    """Returns the section `trainer` as an instance of TRL's config class, with the pipeline's own settings.
 
-    `data.batch_size` is the number of rows of one optimizer step over all workers. `data.batch_size` decides gradient
-    accumulation, so a job has the same steps on any number of workers. Call this function before the base is loaded.
+    `data.batch_size` is the number of rows in one optimizer step over all workers. It determines gradient accumulation, so a job
+    has the same steps on any number of workers. Call this function before the base is loaded.
     """
     values = worker.work.trainer | {"gradient_checkpointing": plan.recomputes(worker)}
-    if values.get("tf32") is None:  # transformers would turn TF32 on with torch_compile
+    if values.get("tf32") is None:  # with torch_compile, transformers would turn TF32 on
         values["tf32"] = False
     if worker.work.data.batch_size:
         rows = values.get("per_device_train_batch_size", 8) * worker.world
         values["gradient_accumulation_steps"] = max(1, worker.work.data.batch_size // rows)
     return config(
         output_dir=os.path.join(worker.scratch, "trainer"),
-        report_to="none",  # rank 0 logs to the run that the driver opened
+        report_to="none",  # instead, rank 0 logs to the MLflow run that the driver opened
         use_cpu=not worker.work.places.on_gpu,
         disable_tqdm=True,
         ddp_find_unused_parameters=False,
@@ -55,7 +55,7 @@ def arguments(worker: Worker, config: Any, **fixed: Any) -> Any:
 class Reporter(TrainerCallback):
     """Reports progress, speed, metrics and checkpoints of a transformers Trainer to the worker.
 
-    Speed is measured over optimizer steps only, without evaluations, checkpoints and waits for rows.
+    Speed is measured only during optimizer steps, not during evaluations, checkpoints and waits for rows.
     """
 
     def __init__(self, worker: Worker, trainer: Any, best: Best | None):
@@ -92,7 +92,7 @@ class Reporter(TrainerCallback):
         found = {"train_tokens_per_second": tokens / seconds, "memory/peak": peak_memory(self.device) / 2**30}
         if peak := peak_flops(self.device):
             # A forward takes 2 FLOPs per token and parameter. A backward through frozen weights takes 2 FLOPs as well, because
-            # only activations have gradients. Recomputed activations are left out (Chowdhery et al. 2022, PaLM, sec. 4.1).
+            # only activations have gradients. Recomputed activations do not count (Chowdhery et al. 2022, PaLM, sec. 4.1).
             facts = self.worker.work.stage
             passes = 2 + facts.keeps_reference + facts.further_forwards
             base = self.trainer.accelerator.unwrap_model(self.trainer.model).get_base_model()
@@ -117,7 +117,7 @@ class Reporter(TrainerCallback):
         numbers = _numbers(logs)
         if "loss" in numbers:
             numbers |= self.speed()
-        if "train_runtime" not in numbers:  # skips the summary at the end of training, which is no step
+        if "train_runtime" not in numbers:  # does not log TRL's summary at the end of training as a step
             self.worker.log(numbers, state.global_step, state.max_steps)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -129,7 +129,7 @@ class Reporter(TrainerCallback):
 
 
 def _sums_file(worker: Worker, folder: str) -> str:
-    """Returns this rank's file, or the file of rank 0 if fewer workers made the checkpoint."""
+    """Returns this rank's file of sums, or the file of rank 0 if the checkpoint has no file of this rank."""
     own = os.path.join(folder, f"sums_{worker.rank}.json")
     return own if os.path.exists(own) else os.path.join(folder, "sums_0.json")
 
@@ -167,7 +167,7 @@ def restore_sums(trainer: Any, path: str) -> None:
 
 
 class TokenizedRows:
-    """Mixin for TRL's preference trainers, for rows that are already tokenized."""
+    """Mixin that lets TRL's preference trainers use rows that are already tokenized."""
 
     def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
         # TRL 1.16 would tokenize text columns. Remove this class when TRL accepts rows with `prompt_ids`, as its RewardTrainer
@@ -178,8 +178,9 @@ class TokenizedRows:
 def continue_policy(worker: Worker, trainer_class: Any, args: Any) -> Any:
     """Returns a TRL trainer that continues the `policy` adapter, with the frozen `policy` adapter as its reference.
 
-    A job without `policy` starts a new adapter, and its reference is the base. If the job names a `reference`, this adapter is
-    the reference. TRL's reference is the adapter called `ref`, or without one the bare base (trl 1.16, DPOTrainer).
+    Without `policy`, the trainer starts a new adapter, and its reference is the base. If the job names a `reference`, that
+    adapter is the reference. TRL's reference is the adapter called `ref`, or the bare base if no adapter has this name (trl 1.16,
+    DPOTrainer).
     """
     base, adapter = worker.load_base(), None
     if "policy" in worker.work.inputs:
@@ -197,8 +198,8 @@ def continue_policy(worker: Worker, trainer_class: Any, args: Any) -> Any:
         processing_class=worker.tokenizer,
     )
     if adapter is None:
-        # On a 4-bit base, TRL rounds the adapter to bf16 after it has made the copy, which has the values of the file (trl 1.16,
-        # DPOTrainer and KTOTrainer). Remove this code together with the cast in `train`.
+        # On a 4-bit base, TRL rounds the adapter to bf16 after it has copied the adapter to `ref`. Restores the values from `ref`
+        # (trl 1.16, DPOTrainer and KTOTrainer). Remove this code together with the cast in `train`.
         named = dict(trainer.model.named_parameters())
         for name, parameter in named.items():
             if parameter.requires_grad:
@@ -209,7 +210,7 @@ def continue_policy(worker: Worker, trainer_class: Any, args: Any) -> Any:
         if "reference" in worker.work.inputs:
             as_peft_model(trainer.model, worker.input("reference"), REFERENCE)
     for layer in trainer.model.modules():
-        # TRL turns dropout off before the reference is loaded, or not at all. A reference never has dropout.
+        # Removes the reference's dropout. TRL turns dropout off before the reference is loaded, or not at all.
         if REFERENCE in getattr(layer, "lora_dropout", {}):
             layer.lora_dropout[REFERENCE] = torch.nn.Identity()
     return trainer
@@ -227,10 +228,10 @@ def make_trainer(
 
 
 def train(worker: Worker, trainer: Any) -> Outcome:
-    """Trains from the start, or from the worker's checkpoint. Returns final metrics, the step that is kept, and the tokens.
+    """Trains from the start, or from the worker's checkpoint. Returns the final metrics, the kept step, and the number of tokens.
 
-    The model then has the weights of the step that is kept. `eval_*` are metrics of this step. `initial_*` are metrics of
-    step 0, if the job sets `eval_on_start`.
+    The model then has the weights of the kept step. `eval_*` are metrics of this step. `initial_*` are metrics of step 0, if the
+    job sets `eval_on_start`.
     """
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:
@@ -272,7 +273,7 @@ def _evaluations(trainer: Any) -> dict[int, dict[str, Any]]:
 
 
 def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
-    """Trains. Returns TRL's summary, whose `train_loss` is over all steps, including steps before a resume."""
+    """Trains. Returns TRL's summary. Its `train_loss` is the mean over all steps, including steps before a resume."""
     if worker.resume:
         # The run was evaluated at step 0 already.
         trainer.args.eval_on_start = False
@@ -280,7 +281,7 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
         if best:
             best.load(worker.resume)
         if state.global_step >= state.max_steps > 0 or (best and best.exhausted):
-            # Nothing is left to train, but transformers 5.23 would make another step. Remove when train() returns at once.
+            # Training is complete, but transformers 5.23 would make one more step. Remove when train() returns at once.
             trainer._load_from_checkpoint(worker.resume)
             trainer.state = state
             worker.replay(_history(state))
@@ -304,7 +305,7 @@ def finish(worker: Worker, trainer: Any, outcome: Outcome) -> dict[str, Any]:
     """Saves the trained adapter, and checks on a few training rows that it reloads unchanged."""
     rows = trainer.train_dataset
     few = [dict(row) for row in rows.select(range(min(4, len(rows))))]
-    # A row has one sequence, a prompt with a completion, or a pair. The chosen side of a pair may include the prompt.
+    # A row has one sequence, a prompt with a completion, or a pair. The chosen completion of a pair may include the prompt.
     keys = ("input_ids", "prompt_ids", "completion_ids", "chosen_ids")
     probe = [[token for key in keys for token in row.get(key, ())] for row in few]
     return worker.finish(
@@ -317,8 +318,8 @@ def finish(worker: Worker, trainer: Any, outcome: Outcome) -> dict[str, Any]:
 def save(trainer: Any, folder: str) -> dict[str, Any]:
     """Writes the trained adapter, with its head if it has one, and its probes. Returns the digest of its tensors.
 
-    peft's save_pretrained would add the base's weights if an adapter is on the lm head or the embedding, and would query the
-    Hub about the base.
+    peft's save_pretrained would also write the base's weights if the adapter adapts the LM head or the embedding, and would query
+    the Hub about the base.
     """
     from peft import get_peft_model_state_dict
 
@@ -341,7 +342,7 @@ def save(trainer: Any, folder: str) -> dict[str, Any]:
 
 
 def outputs(trainer: Any, rows: list[list[int]], folder: str | None = None) -> list[torch.Tensor]:
-    """Returns the logits of rows of token ids, by the adapter in memory, or by the adapter in `folder` on the same base."""
+    """Returns the logits of rows of token ids, with the adapter in memory or, if `folder` is set, the adapter in `folder`."""
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     if folder:
         model.load_adapter(folder, adapter_name="reloaded", is_trainable=False)

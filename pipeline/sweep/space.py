@@ -30,11 +30,11 @@ from pipeline.run.resume import essence
 from pipeline.system import storage
 
 EXAMPLE = "for example trainer.learning_rate=1e-4,3e-4"
-# Keys and sections that cannot be varied, because they change where trials run or what they are compared on. Only data.batch_size
-# of the section `data` can be varied.
+# Keys and sections that cannot be varied, because they change where trials run, or what trials are compared on. In the section
+# `data`, only batch_size can be varied.
 FIXED = """stage extends run mlflow gate scaling data judge trainer.eval_strategy trainer.eval_steps trainer.eval_on_start
     trainer.per_device_eval_batch_size""".split()
-# {stage: eval metric that does not depend on the keys of the loss}
+# {stage: eval metric that does not depend on the loss settings}
 COMPARABLE = {
     "sft": "eval_mean_token_accuracy",
     "rm": "eval_accuracy",
@@ -45,7 +45,7 @@ COMPARABLE = {
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """The keys `sweep.*` on the command line. The names of the keys come from Ray Tune."""
+    """The keys `sweep.*` on the command line. They have the names of Ray Tune's arguments."""
 
     max_trials: Annotated[int, Ge(1), Le(10_000)] = 64
     """The most trials that a sweep may have."""
@@ -59,7 +59,7 @@ class SweepSettings:
 
 @dataclass(frozen=True)
 class Trial:
-    """One combination of values."""
+    """One run of a sweep, with one combination of values."""
 
     name: str  # name of the trial and of its folder
     values: dict[str, str]  # {varied key: value as typed}
@@ -68,7 +68,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep, whose jobs have been checked."""
+    """A sweep and its trials. The trials' jobs have been checked."""
 
     job: Job  # the job that all trials share, without the varied values
     settings: SweepSettings
@@ -88,7 +88,7 @@ class Sweep:
 
 
 def read_sweep(path: str, arguments: list[str]) -> Sweep:
-    """Returns the sweep that a command line describes. Raises one InputError for all combinations whose job is wrong."""
+    """Returns the sweep that a command line describes. Raises one InputError about all combinations whose job is invalid."""
     varied: dict[str, list[str]] = {}
     shared, settings = [], {}
     for argument in arguments:
@@ -139,7 +139,7 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
             run=replace(
                 job.run, name=name_of_trial(varied_values), storage_path=base.folder, overwrite=False
             ),
-            scaling=scaling,  # trials run at the same time, so none may run in the process of the sweep
+            scaling=scaling,  # trials run in parallel, so no trial may run in the sweep's own process
             mlflow=replace(job.mlflow, registered_model=None),
             data=replace(job.data, cache_dir=cache),
             gate={},
@@ -167,13 +167,13 @@ def _combinations(varied: dict[str, list[str]], settings: SweepSettings) -> list
             key="sweep.max_trials",
         )
     combinations = [dict(zip(varied, values, strict=True)) for values in itertools.product(*varied.values())]
-    return [one for i, one in enumerate(combinations) if one not in combinations[:i]]  # values may repeat
+    return [one for i, one in enumerate(combinations) if one not in combinations[:i]]  # removes duplicates
 
 
 def _load_all(
     path: str, shared: list[str], combinations: list[dict[str, str]]
 ) -> list[tuple[Job, dict[str, str]]]:
-    """Returns the job of every combination. Raises one InputError for all combinations that are wrong."""
+    """Returns the job of every combination. Raises one InputError about all combinations whose job is invalid."""
     jobs = []
     wrong: dict[str, list[str]] = {}
     for values in combinations:
@@ -191,7 +191,7 @@ def _load_all(
 
 
 def check_comparable(metric: str, stage: str, varied: Collection[str]) -> None:
-    """Raises InputError if a varied key changes what the metric measures, so that trials cannot be compared by it."""
+    """Raises InputError if a varied key changes what the metric measures. Such a metric cannot compare trials."""
     of_beta = (one := find_metric(metric)) and one.unit == IMPLICIT
     scale = LOSS if metric == "eval_loss" else ["beta"] if of_beta else []
     if changing := [key for key in varied if key.removeprefix("trainer.") in scale]:
@@ -205,7 +205,7 @@ def check_comparable(metric: str, stage: str, varied: Collection[str]) -> None:
 
 
 def name_of_trial(values: dict[str, str]) -> str:
-    """Returns a unique name for a combination of values, which can be the name of a folder."""
+    """Returns a unique name for a combination of values. The name is valid as the name of a folder."""
     typed = "_".join(f"{key.rpartition('.')[2]}-{value}" for key, value in values.items())
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", typed)
     if name == typed and len(name) <= 80:

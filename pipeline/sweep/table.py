@@ -14,7 +14,7 @@ def rows(sweep: Sweep, state: dict[str, Any], died: dict[str, str]) -> list[dict
 
     Args:
         state: the return value of Rungs.state.
-        died: {trial: the error of its process, which died more often than run.max_failures allows}.
+        died: {trial: error}, for trials whose process died more often than run.max_failures allows.
     """
     made = []
     for trial in sweep.trials:
@@ -44,13 +44,13 @@ def result_of(trial: Trial) -> dict[str, Any] | None:
 
 
 def best(sweep: Sweep, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Returns the row with the best value of the metric, or None if no trial has left an adapter."""
+    """Returns the row with the best value of the metric, or None if no trial has finished or stopped with a value."""
     left = [row for row in rows if row["state"] in ("finished", "stopped") and _is_number(row["figure"])]
     return (max if sweep.greater else min)(left, key=lambda row: row["figure"], default=None)
 
 
 def text(sweep: Sweep, rows: list[dict[str, Any]]) -> str:
-    """Returns the table as text. The best trial comes first, trials without a value come last."""
+    """Returns the table as text. The best trial comes first, and trials without a value come last."""
     sign = -1 if sweep.greater else 1
 
     def rank(row: dict[str, Any]) -> tuple[bool, float]:

@@ -1,11 +1,11 @@
-"""Runs the trials of a sweep on Ray Tune, as many at the same time as there are resources for.
+"""Runs the trials of a sweep on Ray Tune, as many in parallel as the resources allow.
 
     with watching(sweep, rungs, keep):                  # prints what the trials report, and calls keep(state) after each change
         run_trials(sweep, handle, places)               # returns when every trial has ended
 
-Tune starts a driver for each trial, and starts it again if its process dies. A trial resumes from its own folder. So after the
-sweep's own driver was killed, a new Tuner gets the trials that have not ended. (Tuner.restore would load pickles from the
-folder, which only the same version of Ray can read.)
+Tune starts a driver for each trial, and restarts a driver that dies. A trial resumes from its own folder. If the sweep's driver
+was killed, the next one passes the trials that have not ended to a new Tuner. It does not use Tuner.restore, which loads pickles
+that only the same version of Ray can read.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from pipeline.system.credentials import without_secrets
 from pipeline.system.lease import hold
 
 INTERVAL_S = 2.0  # time between two queries for new reports
-TUNE = "tune"  # folder of Ray Tune's own files, which nothing reads
+TUNE = "tune"  # folder of Ray Tune's own files, which this code does not read
 ENVIRONMENT = {
     "RAY_AIR_NEW_OUTPUT": "0",  # otherwise Tune prints a banner even with RunConfig.verbose=0
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # no CSV, JSON and TensorBoard files
@@ -58,7 +58,8 @@ def run_trials(sweep: Sweep, handle: SweepHandle, places: Places) -> dict[str, s
     room = sweep.settings.max_concurrent_trials or placement.side_by_side(places)
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     tuner = tune.Tuner(
-        # Drivers of trials leave all CPUs to the workers. They run on the head node, which outlives spot nodes.
+        # The trials' drivers reserve no CPUs, so that workers can use all CPUs. The drivers run on the head node, which outlives
+        # spot nodes.
         tune.with_resources(_trainable(sweep, handle), {"node:__internal_head__": 0.001}),
         param_space={"trial": tune.grid_search(waiting)},
         tune_config=tune.TuneConfig(max_concurrent_trials=room),
@@ -78,7 +79,7 @@ def run_trials(sweep: Sweep, handle: SweepHandle, places: Places) -> dict[str, s
 
 
 def _silent() -> Any:
-    """Returns a replacement of Tune's printer, which prints a line for each trial even with verbose=0 (ray 2.60)."""
+    """Returns a silent replacement for Tune's progress reporter, which prints lines even with verbose=0 (ray 2.60)."""
     from ray.tune.progress_reporter import TrialProgressCallback
 
     class Silent(TrialProgressCallback):
@@ -90,7 +91,7 @@ def _silent() -> Any:
 
 
 def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
-    """Returns the function that Tune starts for each trial, which is an ordinary run. An error ends only this trial."""
+    """Returns the function that Tune calls for each trial. It launches an ordinary run. An error ends only its trial."""
     jobs = {trial.name: trial.job for trial in sweep.trials}
     folder = session.session_folder()
 
@@ -120,7 +121,7 @@ def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
 
 @contextlib.contextmanager
 def watching(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]) -> Iterator[None]:
-    """Prints the trials' reports during the block, and writes sweep.json after each, in case the driver is killed.
+    """Prints the trials' reports during the block. Writes sweep.json after each report, because the driver may be killed.
 
     Args:
         keep: writes sweep.json.
@@ -159,12 +160,12 @@ def watching(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]) ->
 
 
 def overall(state: dict[str, Any], count: int, seconds: float, before: float) -> str:
-    """Returns a text with the numbers of ended and running trials, and with the time left at the speed so far.
+    """Returns a text with the numbers of ended and running trials, and the remaining time at the speed so far.
 
     Args:
         count: number of all trials.
         seconds: time since this driver started.
-        before: `count_done` at that time.
+        before: `count_done` when this driver started.
     """
     text = f"{len(state['ended'])} of {count} ended, {len(state['running'])} running"
     new, left = count_done(state) - before, count - count_done(state)
@@ -174,7 +175,7 @@ def overall(state: dict[str, Any], count: int, seconds: float, before: float) ->
 
 
 def count_done(state: dict[str, Any]) -> float:
-    """Returns the number of ended trials. A running trial counts by its share of steps."""
+    """Returns the number of ended trials. A running trial counts as the fraction of its steps that are done."""
     reports = {trial: reports[-1] for trial, reports in state["reports"].items() if reports}
     shares = {trial: last["step"] / last["of"] for trial, last in reports.items()}
     return sum((shares | dict.fromkeys(state["ended"], 1.0)).values())
@@ -187,7 +188,7 @@ class Rungs:
     """A Ray actor that gets every evaluation and decides which trials stop early, with the ASHA scheduler of Ray Tune.
 
     Tune itself would stop a trial by ending its process (ray 2.60). The workers of the trial would keep their resources, and the
-    run would leave no result. Here the trial stops like a run that stops early, with an adapter and a result.json.
+    run would leave no result. With this actor, a trial stops like a run with early stopping, with an adapter and a result.json.
 
     Args:
         metric: the metric that trials are compared by.
@@ -218,9 +219,10 @@ class Rungs:
                 self._note(trial, one)
 
     def report(self, trial: str, step: int, total: int, figure: float) -> str | None:
-        """Records an evaluation. Returns why the trial must stop, or None.
+        """Records an evaluation. Returns the reason to stop the trial, or None.
 
-        Every worker of a trial reports an evaluation, and a resumed trial reports it again. All reports get the first decision.
+        Every worker of a trial reports each evaluation, and a resumed trial may report it again. All reports of a step get the
+        same decision.
         """
         for known in self.reports.get(trial, []):
             if known["step"] == step:
@@ -236,7 +238,7 @@ class Rungs:
             self.reports[trial] = []
             if self.asha:
                 self.asha.on_trial_add(None, SimpleNamespace(trial_id=trial))
-        # ASHA must get every evaluation, because it compares later ones with it.
+        # Passes every evaluation to ASHA, even if its decision is known, because ASHA compares later evaluations with this one.
         decision = self._decide(trial, report)
         report.setdefault("stop", decision)
         self.reports[trial].append(report)
