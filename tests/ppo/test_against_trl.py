@@ -1,7 +1,7 @@
 """Compares our PPO formulas with TRL 1.12's PPOTrainer. The test runs lines of TRL's source without changes.
 
 Our results equal TRL's only if all completions have the maximum length. For shorter completions, TRL places the score one
-position after the end, and its GAE runs over padding. Like `make bench`, `make test-all` installs TRL 1.12 into a separate folder.
+position after the end, and its GAE runs over padding. `make test-all` installs TRL 1.12 into a separate folder.
 """
 
 import ast
