@@ -23,7 +23,7 @@ SPEED = re.compile(r"runtime|per_second|num_tokens|_time$")
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric, or a row of the table: several metrics that differ only in name, stage or prefix."""
+    """A metric. A row of the table may stand for several metrics that differ only in name, stage or prefix."""
 
     name: str  # name with its prefix; * stands for a reward, a judge or a value of the rows
     stages: str

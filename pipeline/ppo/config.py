@@ -337,5 +337,5 @@ class PPOConfig:
         return self.eval_steps > 0 and update % self.eval_steps == 0 and update < total
 
     def logs(self, update: int, total: int) -> bool:
-        """Returns True if this update, counted from 1, logs its metrics. An update with an evaluation always does."""
+        """Returns True if this update, counted from 1, logs its metrics. Updates with an evaluation always log."""
         return update % self.logging_steps == 0 or update == total or self.evaluates(update, total)

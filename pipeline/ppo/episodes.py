@@ -138,7 +138,7 @@ class Totals(NamedTuple):
 
 @dataclass
 class Episodes(Sequences):
-    """Episodes of an update: B rows with up to R actions. Action t of a row is its token `starts` + t."""
+    """Episodes of an update: B rows with up to R actions. Action t of a row is the row's token at position `starts` + t."""
 
     ended: Tensor  # (B,) bool; False if the completion is truncated at `response_length`
     sampler_logprobs: Tensor  # (B, R) log-probs reported by the engine

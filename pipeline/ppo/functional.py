@@ -156,7 +156,7 @@ def policy_loss(
         actions: number of actions in the optimizer step over all workers, so that stats of micro-batches *add up* to a mean.
         cliprange: the ratio is clipped to [1 - cliprange, 1 + cliprange_high].
         cliprange_high: None means `cliprange`. DAPO's clip-higher sets a larger value.
-        dual_clip: a number above 1. If the advantage A is negative, the loss is at most -dual_clip * A. If None, it is unbounded.
+        dual_clip: a number above 1. If the advantage A is negative, the loss is at most -dual_clip * A. None means no such limit.
         importance_sampling_level: "sequence" (GSPO) gives every action of a row the same ratio: the completion's probability
             ratio of new and old policy, to the power 1 / length. The sequence ratio is exp of the mean of the row's log-ratios.
 

@@ -31,7 +31,7 @@ Key = tuple[int, int, int]  # update, rank, and number among the rank's chunks o
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some of one trainer's prompts in an update. One process samples all completions of a chunk."""
+    """Some of one trainer's prompts in an update. One process samples all completions to these prompts."""
 
     update: int
     rank: int  # rank of the trainer that learns from the chunk

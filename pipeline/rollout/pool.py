@@ -51,7 +51,7 @@ class Task:
 
 
 class Pool:
-    """The pool's actor. Each start of the group of trainers is a session, and each call from a trainer names its session.
+    """The actor that distributes chunks. Each start of the group of trainers is a session, and each call names its session.
 
     Args:
         work: the run's work (settle/work.py).

@@ -1,1 +1,1 @@
-"""The life of a run, in the driver and in its workers."""
+"""Code that executes a run, in the driver and in its workers: checks, checkpoints, resuming, logging and the result."""
