@@ -126,7 +126,7 @@ def world(tmp_path_factory) -> dict[str, str]:
 
 
 def registry(storage: str) -> dict[str, Any]:
-    """Returns the content of MLflow: runs with their status, models, versions, aliases."""
+    """Returns what MLflow contains: runs with their status, models, versions and aliases."""
     store = client(Path(storage))
     experiments = [e.experiment_id for e in store.search_experiments()]
     return {

@@ -20,10 +20,10 @@ from pipeline.system import console
 FUNCTION = "ray.train.v2.api.data_parallel_trainer.DataParallelTrainer"
 # (object, a text that its source code contains, the file that needs the text)
 SOURCES = [
-    # Without this, an embedded run may end 12 s late, with a traceback.
+    # Without this detail, an embedded run may end 12 s late, with a traceback.
     (f"{FUNCTION}._create_default_callbacks", "PlacementGroupCleanerCallback()", "pipeline/run/fit.py"),
     (f"{FUNCTION}.fit", "_create_default_callbacks()", "pipeline/run/fit.py"),
-    # Without this, Ctrl-C ends a run with status 1, and workers remain.
+    # Without this detail, Ctrl-C ends a run with status 1, and workers keep running.
     (FUNCTION, "self._register_sigint_handler(controller)", "pipeline/run/fit.py"),
     ("ray.dashboard.modules.job.job_head", "No available agent", "pipeline/cloud/submit.py"),
     (
@@ -32,7 +32,7 @@ SOURCES = [
         "pipeline/cloud/submit.py",
     ),
     ("ray._private.worker", '"ray_print_logs"', "pipeline/system/console.py"),
-    # Without this, sampling and training round the base's weights differently.
+    # Without this detail, sampling and training round the base's weights differently.
     ("bitsandbytes.nn.Linear4bit.forward", "self.support_avx512bf16_for_cpu", "pipeline/models/base.py"),
     # If a library no longer prints a message, remove the message from NOISE.
     ("ray.train.v2._internal.execution.context", console.NOISE[1], "pipeline/system/console.py"),

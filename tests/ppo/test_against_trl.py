@@ -1,7 +1,7 @@
 """Compares our PPO formulas with TRL 1.12's PPOTrainer. The test runs lines of TRL's source without changes.
 
 Our results equal TRL's only if all completions have the maximum length. For shorter completions, TRL places the score one
-position after the end, and TRL's GAE runs over padding. `make test-all` installs TRL 1.12 into a separate folder, like `make bench`.
+position after the end, and its GAE also covers padding. Like `make bench`, `make test-all` installs TRL 1.12 separately.
 """
 
 import ast

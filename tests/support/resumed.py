@@ -21,7 +21,7 @@ def touched(monkeypatch, verb, step, once, happens):
 
 
 class Interrupted(Exception):
-    """Ends a run without ending the process."""
+    """Raised to end a run without ending the process."""
 
 
 def interrupted(monkeypatch, verb, step):

@@ -137,7 +137,7 @@ def test_a_policy_learns_from_a_rollout_worker_with_vllm_and_staleness(embedded_
 
 
 def of_vllm():
-    """Returns the PIDs of vLLM's processes."""
+    """Returns the PIDs of all processes of vLLM on this machine."""
     processes = set()
     for one in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # the process ended meanwhile
