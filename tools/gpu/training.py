@@ -23,14 +23,14 @@ from tools.gpu import models
 from tools.gpu.models import DEVICE, PRETEND, small
 from tools.gpu.record import Record, Skipped
 
-TOLERANCE = 0.15  # relative difference of measured and planned peak
-# completions per second of PPO on an H200, with 8B in bf16 and the lengths of jobs/llama3-8b
+TOLERANCE = 0.15  # largest allowed relative difference between measured and planned peak memory
+# Completions per second of PPO on an H200, with the 8B base in bf16 and the length limits of jobs/llama3-8b
 COMPLETIONS_A_SECOND = 1.0
 PHASES = ("rollout", "score", "values", "update")
 
 
 def planned_peak(stage: str, shape: str, precision: str, length: int, trainer: dict[str, Any]) -> float:
-    """Returns the GiB that `plan` expects for a worker of such a job."""
+    """Returns the peak memory in GiB that `plan` estimates for a worker of such a job."""
     with tempfile.TemporaryDirectory() as folder:
         models.config(shape).save_pretrained(folder)
         inputs = {"policy": folder, "reward": folder} if stage == "ppo" else {}
@@ -49,7 +49,7 @@ def planned_peak(stage: str, shape: str, precision: str, length: int, trainer: d
 
 
 def compare(record: Record, planned: float, above_only: bool = False) -> None:
-    """Compares the peak since `models.fresh` with the planned peak."""
+    """Compares the peak memory since the call of `models.fresh` with the planned peak."""
     measured = models.occupied()
     record.row(planned_GiB=planned, measured_GiB=measured)
     if PRETEND:  # most of the plan of a tiny model is CUDA's context and workspaces

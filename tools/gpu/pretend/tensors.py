@@ -168,7 +168,7 @@ def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
         grad, ours = self.grad, ("_t", "_device", "_is_param")
         vars(new).update({key: one for key, one in vars(self).items() if key not in ours})
         torch.utils.swap_tensors(self, new)
-        if grad is not None:  # without this, the gradient would stay on its device
+        if grad is not None:  # moves the gradient, which would otherwise stay on its old device
             self.grad = grad.to(value.device)
     else:
         _plain_data.__set__(self, value)
@@ -324,7 +324,7 @@ def _check(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], ours:
         return
     of_cpu = [
         x for x in tensors if not isinstance(x, GpuTensor) and x.dim()
-    ]  # CUDA accepts numbers of the CPU
+    ]  # CUDA accepts CPU tensors with zero dimensions
     devices = dict.fromkeys(x.device for x in ours)
     devices |= dict.fromkeys(x.device for x in of_cpu if not hasattr(x, "_of_any_device"))
     if len(devices) > 1:
