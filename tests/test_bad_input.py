@@ -32,7 +32,7 @@ TINY = {
 
 @dataclass
 class Case:
-    """One wrong input. In overrides, `{name}` is a path from the fixture `world`."""
+    """One wrong input to a command. In overrides, `{name}` stands for a path from the fixture `world`."""
 
     name: str
     verb: str

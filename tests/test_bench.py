@@ -16,7 +16,7 @@ from pipeline.ppo.episodes import prompt_order
 
 
 def bench(tmp_path, *arguments):
-    """Returns the results of `make bench`. Asserts that the ratios are those of the measured numbers."""
+    """Returns the results of `make bench`. Asserts that the ratios follow from the measured numbers."""
     command = [sys.executable, str(ROOT / "tools/bench"), *arguments]
     command += ["--size", "toy", "--rounds", "1", "--threads", "1", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Tests jobs whose workers do not fit: an error on this machine, and on a cluster a wait with a time limit."""
+"""Tests jobs that need more resources than exist. On one machine this is an error. On a cluster, the job waits for a time."""
 
 import os
 import re

@@ -158,7 +158,7 @@ def some_pairs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def some_settings(some_pairs):
-    """Returns settings with the pairs, with probes, and as best-of-3 rows with the next row's chosen completion."""
+    """Returns settings that use the pairs directly, in probes, and as best-of-3 rows (with the next row's chosen completion)."""
     best_of_3 = [
         {**row, "chosen": [row["chosen"]], "rejected": [row["rejected"], other["chosen"]]}
         for row, other in itertools.pairwise(json.loads(line) for line in some_pairs.open())

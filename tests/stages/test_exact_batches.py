@@ -147,7 +147,7 @@ def trainer(
         def get_train_dataloader(self):
             if mixed or stage != "kto":
                 return super().get_train_dataloader()
-            # TRL's dataloader keeps the order of the file.
+            # TRL's dataloader keeps the row order of the file.
             return in_our_order(self.train_dataset, size, self.data_collator)
 
     tok = tokenizer()
@@ -204,7 +204,7 @@ def losses(stage, rows, size, accumulate, folder, mixed=True, resume=None):
 
 
 def evaluated(stage, rows, folder, mixed=True, held_out=5):
-    """Returns the eval metrics before training."""
+    """Returns the eval metrics of a trainer before training."""
     made = trainer(stage, rows, 2, 2, str(folder), mixed, held_out)
     if stage == "kto":  # changes the policy, so that it differs from the reference
         for name, parameter in made.model.named_parameters():
@@ -273,7 +273,7 @@ def test_two_workers_have_the_losses_of_one(stage, rows, two_workers, tmp_path, 
 
 @pytest.mark.parametrize("stage,rows", CASES)
 def test_eval_metrics_do_not_depend_on_the_number_of_workers(stage, rows, two_workers, tmp_path):
-    """The metrics equal those of all rows in one batch, so a short last batch weighs less than a full batch."""
+    """The metrics equal the metrics of one batch with all rows, so a short last batch weighs less than a full batch."""
     figures, _ = two_workers(stage, rows)
     alone = evaluated(stage, rows, tmp_path)
     assert figures["metrics"] == alone  # bit-identical

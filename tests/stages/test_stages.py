@@ -184,7 +184,7 @@ def rows(name):
 
 
 def parts(name, config):
-    """Returns tokenizer, raw rows, arguments and LoRA settings of a demo job, for bare TRL."""
+    """Returns the tokenizer, raw rows, arguments and LoRA settings of a demo job, for training with plain TRL."""
     import datasets
     from transformers import AutoTokenizer
 

@@ -116,7 +116,7 @@ def test_only_an_error_of_peft_names_the_lora_section(lora, trainer, error, says
 
 
 def test_a_policy_continues_without_its_patterns_and_initialization(base, tmp_path):
-    """With these settings, peft's own loading would hang or change the base."""
+    """With these settings, loading the adapter with peft would hang or change the base."""
     trl_trainer.save(trained(base, rank_pattern={"q_proj": 2}), str(tmp_path))
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     changed = {"target_modules": r"(.*\w+)+\w+_projX", "init_lora_weights": False}

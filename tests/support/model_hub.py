@@ -1,4 +1,4 @@
-"""A fake Hugging Face Hub, to which tests push models and from which they load models and datasets."""
+"""A fake Hugging Face Hub. Tests push models to the fake Hub, and load models and datasets from it."""
 
 import base64
 import hashlib

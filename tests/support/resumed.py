@@ -1,4 +1,4 @@
-"""Compares an interrupted run with an uninterrupted one: adapter bits, metrics and curves."""
+"""Interrupts runs, and compares an interrupted run with an uninterrupted run: adapter bits, metrics and curves."""
 
 import importlib
 from dataclasses import replace

@@ -12,7 +12,7 @@ def sockets(process):
     for connection in psutil.net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.pid in family:
             address = connection.laddr.ip.removeprefix("::ffff:")
-            with contextlib.suppress(psutil.Error):  # the process ended meanwhile
+            with contextlib.suppress(psutil.Error):  # the process has ended in the meantime
                 # the name of the program, or the title that Ray gave the process
                 found[address, connection.laddr.port] = " ".join(family[connection.pid].cmdline()[:1])
     return found

@@ -58,7 +58,7 @@ def base(kind="llama", seed=0, **changes):
 
 
 def shared_base(kind="llama", critic=True, spread=0.0, seed=0, **changes):
-    """Returns a base with the roles reference, policy, reward and critic.
+    """Returns a tiny base model with the roles reference, policy, reward and critic.
 
     Args:
         critic: True for a copy of the reward, "head" for a head on the policy, or False for neither reward nor critic.
@@ -176,7 +176,7 @@ def samples_of(trainer, rollout):
 
 
 def in_some_rows(condition):
-    """Returns `condition`. Asserts that the condition holds in some rows and not in others, so that the test proves something."""
+    """Returns `condition`. Asserts that the condition holds in some rows but not in all. Otherwise a test would prove nothing."""
     assert condition.any() and not condition.all()
     return condition
 

@@ -28,7 +28,7 @@ def ppo(name: str, case: str, fields: str) -> None:
         num_ppo_epochs=2,
         num_mini_batches=2,
         num_generations=size.generations if ours.prompts == "shared" else 1,
-        # Small micro-batches save memory. But completions share prompts only within a micro-batch, so then it is the full minibatch.
+        # Small micro-batches save memory. Completions share a prompt only within a micro-batch, so then it is the full minibatch.
         per_device_train_batch_size=size.together if ours.prompts == "different" else size.prompts // 2,
         learning_rate=LEARNING_RATE,
         bf16=ours.bf16,

@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def cell(stage: str, fault: str, seed: int, baselines: Baselines) -> bool:
-    """Runs one stage with one fault. Prints the fault and the differences from an undisturbed run. Returns whether the runs are equal."""
+    """Runs one stage with one fault. Prints the fault and the differences from an undisturbed run. Returns True if none exist."""
     from mlflow import MlflowClient
 
     workers = 2 if fault in TWO_WORKERS else 1

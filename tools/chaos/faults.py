@@ -96,7 +96,7 @@ def rollout_worker(run: Run, rng: random.Random) -> str:
 
 
 def hang(run: Run, rng: random.Random) -> str:
-    """Stops the rollout worker with SIGSTOP, so that its process exists and does nothing."""
+    """Stops the rollout worker with SIGSTOP, so that its process still exists but does nothing."""
     run.start()
     step = moment(run, rng, last=STEPS - 3)
     os.kill(actors(run, ROLLOUT_WORKER)[0], signal.SIGSTOP)

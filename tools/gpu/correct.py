@@ -1,4 +1,4 @@
-"""Experiments on correct results. The models have four layers of Llama 3 8B."""
+"""Experiments that check results. The models are Llama 3 8B with only four layers."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def ppo_70b(record: Record) -> None:
 def _ppo(
     record: Record, shape: str, precision: str, episodes: int, prompt: int, completion: int, **settings: Any
 ) -> float:
-    """Runs one update with full-length rows, records its phases, and compares its peak with the plan.
+    """Runs one update with full-length rows, records the time of each phase, and compares peak memory with the plan.
 
     Returns the completions per second.
     """
@@ -140,7 +140,7 @@ def _step(
 
     Args:
         sequences: number of sequences per row.
-        head: parameters that are no part of the model.
+        head: parameters that are not part of the model.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -169,7 +169,7 @@ def _step(
     found = f"{losses[0]:.3f} to {losses[-1]:.3f}"
     record.check("the loss falls in four steps on one batch", found, losses[-1] < losses[0])
     trainer = dict(per_device_train_batch_size=rows, gradient_checkpointing=True, bf16=True)
-    # TRL's SFT loss keeps more of the logits than this loss.
+    # TRL's SFT loss keeps more copies of the logits in memory than this loss.
     compare(record, planned_peak(stage, "8b", precision, length, trainer), above_only=stage == "sft")
 
 

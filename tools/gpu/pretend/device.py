@@ -211,7 +211,7 @@ class Slot:
 
 
 class Fixed:
-    """Refers to a tensor from before the capture. A replay uses this tensor's memory, even if another tensor owns it by then."""
+    """Refers to a tensor from before the capture. A replay uses this tensor's memory, even if another tensor has reused it."""
 
     def __init__(self, tensor: torch.Tensor, memory: Memory) -> None:
         # a second tensor on the same memory, so that the graph does not keep the first tensor alive

@@ -397,7 +397,7 @@ def _with_default_generator(func: Any, args: Any, kwargs: Any, device: torch.dev
 
 
 def _product(*args: Any, beta: float = 1, alpha: float = 1, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns a product of matrices, plus a matrix if given, in `out_dtype`. torch has this operation only on CUDA."""
+    """Returns a matrix product in `out_dtype`, and adds a matrix if one is given. torch has this operation only on CUDA."""
     *added, a, b, dtype = args
     if a.dtype != b.dtype:
         raise RuntimeError(f"expected mat1 and mat2 to have the same dtype, but got: {a.dtype} != {b.dtype}")
