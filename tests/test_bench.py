@@ -58,7 +58,7 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios():
 
 @pytest.mark.slow
 def test_ppo_is_compared_with_trl(tmp_path):
-    """Also compares shared prompts with repeated ones, which must give the same episodes."""
+    """Also compares shared prompts with repeated prompts. Both must give the same episodes."""
     full, own = bench(tmp_path, "ppo", "--variant", "head", "adapter", "bf16-head", "shared-long")
     theirs = [
         f"TRL 1.12, {precision}" if TRL_PPO.is_dir() else None for precision in ("fp32", "fp32", "bf16")

@@ -143,7 +143,7 @@ def test_the_messages_of_the_troubleshooting_page_exist():
 
 
 def test_the_jobs_of_commands_that_need_an_account_load(in_root):
-    """No test runs these commands, which need an account."""
+    """No test runs these commands, because they need an account. So this test only loads their jobs."""
     found = re.findall(r"^make (\w+) PROFILE=([\w-]+) .*# account$", "\n".join(TEXTS.values()), re.MULTILINE)
     assert ("rm", "llama3-8b-qlora") in found
     for verb, profile in found:
@@ -259,7 +259,7 @@ def test_a_make_command(command, copy):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", TUTORIALS)
 def test_a_tutorial_runs_from_top_to_bottom(page, copy):
-    """The commands run with the model and rows of the demo, few steps and open gates."""
+    """Runs the page's commands with the model and rows of the demo, few steps, and gates that always pass."""
     commands = commands_of(PAGES[page])
     assert [target(command) for command in commands[:3]] == TUTORIALS[page]
     for command in commands:
@@ -342,7 +342,7 @@ def test_every_command_is_covered():
 
 
 def test_the_command_for_the_stack_sets_its_parameters():
-    """The command must set the parameters without a default. cloud/test_clusterfile.py creates the stack in a mock of AWS."""
+    """The command must set all parameters that have no default. cloud/test_clusterfile.py creates the stack in a mock of AWS."""
     [command] = [command for command in COMMANDS if command.startswith("aws cloudformation")]
     file = ROOT / shlex.split(command)[shlex.split(command).index("--template-file") + 1]
     parameters = re.search(r"^Parameters:\n(.*?)^\w", file.read_text(), re.M | re.S)[1]

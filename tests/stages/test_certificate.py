@@ -138,7 +138,7 @@ def _sound(prompt, text):
 
 @pytest.fixture(scope="module")
 def real_pairs():
-    """Returns (prompt, chosen, rejected) with paragraphs of Python's manual. A prompt consists of the words of the chosen paragraph."""
+    """Returns (prompt, chosen, rejected) from Python's manual. A prompt consists of the words of the chosen paragraph."""
     found = (" ".join(one.split()) for name in sorted(topics) for one in topics[name].split("\n\n"))
     sentences = re.compile(r"[A-Z][^|#`*<>=\[\]]{150,400}\.")
     paragraphs = [one for one in found if sentences.fullmatch(one) and one.count(". ") >= 1]
