@@ -88,8 +88,10 @@ def configuration() -> str:
         if stages == (*TRL,):
             classes = ["transformers.TrainingArguments"]
         defaults = {key: one["default"] for key, one in known.items() if one.get("default") is not None}
-        names = [f"`{key}`" + (f" (`{show(defaults[key])}`)" if key in defaults else "") for key in known]
-        intro = f"Keys of {', '.join(map(link, classes))}, with defaults other than null:"
+        if not defaults:
+            continue
+        names = [f"`{key}` (`{show(default)}`)" for key, default in defaults.items()]
+        intro = f"Keys of {', '.join(map(link, classes))}. These have a default:"
         pages += [f"## trainer of {', '.join(stages)}\n\n{intro}\n", filled(", ".join(names) + ".") + "\n"]
     return "\n".join(pages)
 

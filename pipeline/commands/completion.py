@@ -36,7 +36,9 @@ def script(verbs: list[str]) -> str:
     """Returns the completion script for some subcommands."""
     cases = []
     for verb in verbs:
-        known = {key for stage in stages_of(verb) for key in (*keys_of(stage), *STAGE[stage].inputs)}
+        stages = stages_of(verb)
+        taken = [(stage, facts) for stage, facts in STAGE.items() if stage in stages]
+        known = {key for stage, facts in taken for key in (*keys_of(stage), *facts.inputs)}
         keys = " ".join(f"{key}=" for key in sorted(known))
         cases.append(f'    {verb}) keys="{keys}" ;;')
     return SCRIPT.format(verbs=" ".join(verbs), cases="\n".join(cases))

@@ -177,7 +177,9 @@ def check_readable(request: Request, sources: list[Source]) -> None:
         raise InputError(guess.explain_misfit(rows, kind, path))
     new = jobs_for(request, sources).keys() - request.kept.keys()
     if not new:
-        raise InputError(f"{request.folder} has each job that these rows allow; set data.train there")
+        raise InputError(
+            f"{request.folder} has a job for each stage that can train on these rows; set data.train there"
+        )
     if request.reward and "ppo" not in new:
         raise InputError("only ppo takes it, and these rows make no new ppo job", key="reward")
 

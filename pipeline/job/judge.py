@@ -77,7 +77,7 @@ class Definition:
     """The keys of a judge's file."""
 
     model: str
-    """The model's id at the endpoint, as its answers name it."""
+    """The model id that the endpoint returns in its answers."""
     form: Literal["score", "yes", "rank", "rubric"]
     """What an answer is. score: a line `Score: NUMBER`. yes: the probability that it begins with Yes, not
     No. rank: a line `Ranking: B > A`, for all completions of a prompt in one request. rubric: a line `NAME:

@@ -193,7 +193,7 @@ def _evaluate_problems(data: Data, policy: Any) -> Problems:
         yield "data.eval", f"missing; `evaluate` needs prompts ({alone})"
     if data.eval and not policy:
         needs = "`evaluate` needs it to answer data.eval: models:/NAME@ALIAS or `base`"
-        yield "policy", f"missing; {needs}; for a reward model alone set data.eval=null"
+        yield "policy", f"missing; {needs}; to evaluate only a reward model, set data.eval=null"
 
 
 def _collect_problems(args: Collect, sets_good_above: bool) -> Problems:

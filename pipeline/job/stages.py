@@ -244,3 +244,8 @@ def rows_of(stage: str) -> str | None:
 def title_of(stage: str) -> str:
     """Returns `Reward model` for `rm`, or the name of a stage that has no title."""
     return STAGE[stage].title or stage
+
+
+def time_axis(stage: str) -> str:
+    """Returns what the steps of a stage's curves are. ppo logs its metrics once in each update."""
+    return "update" if STAGE[stage].online else "step"

@@ -157,7 +157,7 @@ def check_base(model: Model, scorer: bool = False, weights: bool = True) -> Base
     heads = [shape for name, shape in base.shapes.items() if name.startswith(HEAD_NAMES)]
     if scorer and base.shapes and not any(head[:1] == (1,) for head in heads):
         raise InputError(  # transformers would initialize a random head
-            f"the weight files of {model.name_or_path!r} have no head of one score, such as score.weight of shape (1, hidden size); "
+            f"the weight files of {model.name_or_path!r} have no classification head with one output, such as score.weight of shape (1, hidden size); "
             "use a trained reward model",
             KEY,
         )

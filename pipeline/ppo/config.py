@@ -74,7 +74,7 @@ class PPOConfig:
     response_length: Rows = 53
     """Maximum length of a completion in tokens, the end-of-sequence token included."""
     min_new_tokens: Annotated[int, Ge(0), Le(2**20)] = 0
-    """Tokens before a completion may end, 0 to `response_length` - 1. Before that many tokens, end-of-sequence tokens have
+    """Minimum length of a completion in tokens, 0 to `response_length` - 1. Before that length, end-of-sequence tokens have
     probability 0 in sampling and in all log-probs."""
     temperature: Annotated[float, Ge(0.01), Le(100)] = 1.0  # vLLM raises smaller values to 0.01
     """Sampling temperature: divides the logits, in sampling and in all log-probs."""
@@ -84,7 +84,7 @@ class PPOConfig:
     """Normalize the scores of reward adapters with the mean and standard deviation stored with their versions. Scores of Python
     functions, judges and other models have no stored constants, and are not normalized."""
     reward_timeout_s: Patience = 600.0
-    """Seconds that an update waits for a judge or for a reward that is an async function. After this time, the run ends, and the
+    """Seconds that an update waits for a judge or for a reward that is an async function. After this time, the run ends. The
     same command with its run.name continues the run. -1: no limit."""
     reward_clip: Factor | None = None
     """Clip the weighted sum of the (normalized) scores to [-reward_clip, reward_clip]. By default no clipping."""
@@ -116,7 +116,7 @@ class PPOConfig:
     """Weight of the policy when it is mixed into the reference. A small weight, with a mix after every update, is the usual
     exponential moving average. [alpha]"""
     ref_model_sync_steps: Count = 512
-    """Updates after which the policy is mixed into the reference."""
+    """Number of updates between two mixes of the policy into the reference."""
 
     # ---- advantages
     advantage_estimator: str = "gae"
@@ -219,8 +219,8 @@ class PPOConfig:
     """Compute matrix products in bfloat16 (autocast). On a CPU, also load the base in bfloat16. Adapters, heads, log-softmax,
     ratios and losses stay fp32."""
     gradient_checkpointing: bool | None = False
-    """Recompute activations in the backward pass. Training is about a quarter slower, and needs far less memory. null: only if,
-    by the job's plan, activations would not fit into a worker's free memory."""
+    """Recompute activations in the backward pass. Training is about a quarter slower, and needs far less memory. null: the
+    worker recomputes if the activations would exceed its free memory."""
 
     # ---- run
     seed: Seed = 42
@@ -271,7 +271,7 @@ class PPOConfig:
             require(key, allowed, "above 1e-7 with lr_scheduler_type: polynomial")
         for key in ("vf_coef", "critic_learning_rate"):
             allowed = getattr(self, key) != 0 or self.critic == "adapter" or not self.uses_critic
-            require(key, allowed, "above 0 with critic: head, because the head starts at 0")
+            require(key, allowed, "above 0 if trainer.critic is head, because the value head starts at 0")
         for key in ("bootstrap_truncated", "normalize_values", "critic_warmup_steps"):
             allowed = self.uses_critic or not getattr(self, key)
             require(key, allowed, "off without a critic (advantage_estimator: gae)")

@@ -1,8 +1,9 @@
-"""The only package that uses MLflow, and the trackers that `mlflow.report_to` names.
+"""Records runs and registers models in MLflow, and sends metrics to the other trackers that `mlflow.report_to` names.
 
-The driver opens a run before training, registers the adapter, and ends the run. Rank 0 of the workers logs metrics to the same
-run by its id. A registered version is the adapter folder as it was saved (adapter, head, tokenizer, lineage.json), with tags
-about its origin. Before the registration, the uploaded files are downloaded and compared with the folder.
+No other package imports MLflow. The driver opens an MLflow run before training, registers the adapter, and ends the MLflow run.
+The worker with rank 0 logs metrics to the same MLflow run. A registered version is a copy of the adapter folder (adapter, head,
+tokenizer, lineage.json), with tags that describe how it was trained. Before the registration, the driver downloads the uploaded
+files and compares them with the folder.
 """
 
 from pipeline.registry.champion import Champion, Gate, conditions, evaluate_gate, measured_on

@@ -1,4 +1,7 @@
-"""The gate of a version, and its champion: the version that the job's alias names before it moves."""
+"""Checks a new model version against the job's gate, and compares it with the champion.
+
+The champion is the version that the job's alias names when the check runs.
+"""
 
 import json
 import math
@@ -13,22 +16,22 @@ from pipeline.registry.store import metric_key, search_filter
 
 @dataclass(frozen=True)
 class Gate:
-    """The conditions for the alias to move to a version, and the metric that compares the version with the champion."""
+    """The conditions that a version must meet to get the alias, and the metric that compares the version with the champion."""
 
     model: str | None  # mlflow.registered_model, or None if nothing is registered
     alias: str
     conditions: dict[str, str]  # metric -> ">= 0.95"
     metric: str
     greater_is_better: bool
-    settings: dict[str, Any]  # {key of the job: value} for keys that change the meaning of the metrics
+    settings: dict[str, Any]  # {key of the job: value} for the keys that affect how metrics are measured
 
 
 @dataclass(frozen=True)
 class Champion:
-    """The metrics of the champion, or none if there is no champion or its metrics are not comparable."""
+    """The champion's metrics. `metrics` is empty if there is no champion, or if its metrics cannot be compared with the run's."""
 
     metrics: dict[str, float] = field(default_factory=dict)
-    note: str = ""  # text: the run is worse, or why run and champion cannot be compared
+    note: str = ""  # says that the run is worse, or why run and champion cannot be compared
 
 
 def champion_of(
@@ -43,10 +46,10 @@ def champion_of(
     """Returns the champion of a registered model, compared with a run that has the given metrics.
 
     Args:
-        own: the number of the run's version. If the champion is this version, nothing is compared.
-        measured: tags for everything that the metrics depend on: eval rows, reward, tokenizer, ... The champion must have the
-            same tags.
-        prefix: prefix of the champion's tags.
+        own: number of the version that has these metrics, or None. If this version is the champion, nothing is compared.
+        measured: tags that describe what the metrics depend on, such as eval rows, reward and tokenizer. The metrics are
+            compared only if the champion has the same tags.
+        prefix: prefix of the champion's tags, `evaluate.` for tags that `evaluate` has set.
     """
     models = mlflow.search_registered_models(search_filter("name", name))
     number = next((model.aliases.get(gate.alias) for model in models if model.name == name), None)
@@ -68,14 +71,14 @@ def champion_of(
 
 
 def measured_on(digests: dict[str, str], inputs: dict[str, str], gate: Gate) -> dict[str, str]:
-    """Returns tags for everything that metrics depend on: rows and functions by digest, models by version, and settings."""
+    """Returns tags with what metrics depend on: digests of rows and functions, versions of models, and settings."""
     data = {name: digest[:12] for name, digest in digests.items()}
     tags = {"data": data, "parents": inputs, "measured_with": gate.settings}
     return {key: json.dumps(value) for key, value in tags.items()}
 
 
 def _parts(tags: Mapping[str, str], prefix: str = "") -> dict[str, str]:
-    """Returns everything that eval metrics depend on, except for the version itself, from the version's tags."""
+    """Reads from a version's tags what its eval metrics depend on besides the version itself. Returns {name: value}."""
     same = {name: tags[prefix + name] for name in ("tokenizer", "chat_template") if prefix + name in tags}
     data, inputs, settings = (
         json.loads(tags.get(prefix + key, "{}")) for key in ("data", "parents", "measured_with")
@@ -87,16 +90,16 @@ def _parts(tags: Mapping[str, str], prefix: str = "") -> dict[str, str]:
 
 
 def _rounded(value: float) -> float:
-    """Rounds a value like the tags of a version, so that equal metrics stay equal."""
+    """Rounds a value to six digits, as tags do, so that a metric equals the tag that stores it."""
     return float(f"{value:.6g}")
 
 
 def conditions(
     gate: dict[str, str], metrics: dict[str, float], champion: dict[str, float]
 ) -> Iterator[tuple[str, str, float | None, bool]]:
-    """Yields (metric, condition, value, whether the condition is met). A missing metric and NaN fail their conditions.
+    """Yields (metric, condition, value, whether the condition is met). A missing metric and NaN do not meet a condition.
 
-    If the champion lacks a metric, any other value passes the comparison with the champion.
+    If the champion lacks a metric, every value except NaN passes the comparison with the champion.
     """
     for name, condition in gate.items():
         symbol, threshold = parse_gate(condition)
@@ -111,7 +114,7 @@ def conditions(
 def evaluate_gate(
     gate: dict[str, str], metrics: dict[str, float], champion: Champion = Champion()
 ) -> tuple[bool, str]:
-    """Returns whether every condition is met, and the reason as text."""
+    """Returns whether all conditions are met, and a text with the reason."""
     failures = [
         f"{name} = {'missing' if value is None else f'{value:.4g}'}, required {condition}"
         for name, condition, value, holds in conditions(gate, metrics, champion.metrics)

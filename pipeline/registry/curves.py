@@ -28,24 +28,24 @@ class Point(NamedTuple):
 
 
 class Tracker:
-    """Records the metrics of one run. Its methods may take long, and may raise any error of the tracker's library."""
+    """Base class of trackers, which record the metrics of one run. Its methods may be slow, and may raise any type of error."""
 
-    name: str  # name in warnings
+    name: str  # the tracker's name in warnings
 
     def recorded(self, key: str) -> dict[int, float]:
-        """Returns {step: value} of a metric for the values that an earlier process recorded."""
+        """Returns {step: value} with the values of a metric that an earlier process of this run recorded."""
         return {}
 
     def write(self, points: list[Point]) -> None:
-        """Records points. After a failure, the caller repeats the call with the same points."""
+        """Records points. If this method raises an error, the caller repeats the call with the same points."""
         raise NotImplementedError
 
     def close(self, final: dict[str, float]) -> None:
-        """Ends the recording. `final` has the results of the run."""
+        """Ends the recording. `final` holds the final metrics of the run."""
 
 
 class MLflowRun(Tracker):
-    """A run in MLflow."""
+    """Records metrics in an MLflow run."""
 
     def __init__(self, uri: str, run_id: str):
         self.name, self.uri, self.run_id = f"MLflow at {uri}", uri, run_id
@@ -61,7 +61,7 @@ class MLflowRun(Tracker):
 
 
 class TensorBoard(Tracker):
-    """Event files in a folder. A resumed run writes the files from the first step, because Worker.replay repeats the curve."""
+    """Writes event files for TensorBoard. A resumed run writes all steps again, because Worker.replay logs them again."""
 
     name = "TensorBoard"
     UPLOAD_S = 60.0  # time between two uploads to a bucket
@@ -95,10 +95,10 @@ class TensorBoard(Tracker):
 
 
 class WandB(Tracker):
-    """A run in Weights & Biases. The W&B run has the MLflow run's id, and its project is named like the experiment.
+    """Records metrics in a W&B run, which has the id of the MLflow run. The W&B project has the name of the MLflow experiment.
 
-    Offline, a resumed run is written from the first step. A server already has the earlier steps. The steps of W&B can only
-    ascend, so final values of an earlier step are only in the run's summary.
+    If W&B is offline, a resumed run writes all steps again. If W&B is online, its server already has the earlier steps. W&B
+    rejects values for a step before the current one, so final values of an earlier step appear only in the summary of the run.
     """
 
     name = "Weights & Biases"
@@ -109,7 +109,7 @@ class WandB(Tracker):
         self.run: Any = None
         self.local = ""
         self.next = 0  # the smallest step that W&B still accepts
-        self.row: dict[str, float] = {}  # metrics of step `next`
+        self.row: dict[str, float] = {}  # metrics that were logged for step `next`
 
     def write(self, points: list[Point]) -> None:
         if self.run is None:
@@ -133,7 +133,7 @@ class WandB(Tracker):
             job_type=self.of.stage,
             config=self.of.settings,
             dir=self.local,
-            # W&B must not record the command line, environment and code of this process.
+            # Prevents W&B from recording the command line, environment and code of this process.
             settings=wandb.Settings(
                 silent=True,
                 console="off",
@@ -144,7 +144,7 @@ class WandB(Tracker):
                 x_save_requirements=False,
             ),
         )
-        self.next = self.run.step  # next step; above 0 if W&B's server has earlier steps
+        self.next = self.run.step  # first step to log; above 0 if W&B's server has earlier steps
 
     def close(self, final: dict[str, float]) -> None:
         if self.run is None:
@@ -152,7 +152,7 @@ class WandB(Tracker):
         if final:
             self.run.log(
                 self.row, step=self.next, commit=True
-            )  # else the uncommitted row would overwrite the summary
+            )  # an uncommitted row would later overwrite the summary
             self.run.summary.update(final)
         self.run.finish()
         if self.remote and os.path.isdir(files := os.path.join(self.local, "wandb")):
@@ -160,7 +160,8 @@ class WandB(Tracker):
             shutil.rmtree(self.local)
 
 
-# {name in mlflow.report_to: f(tracking, id of the MLflow run) -> tracker}. The package and its extra have the same name.
+# {name in mlflow.report_to: function(tracking, id of the MLflow run) that returns the tracker}.
+# The Python package and the extra that installs it have the same name.
 TRACKERS: dict[str, Callable[[Tracking, str], Tracker]] = {
     "tensorboard": lambda tracking, _: TensorBoard(storage.join(tracking.run.folder, "tensorboard")),
     "wandb": lambda tracking, run_id: WandB(run_id, tracking),
@@ -168,9 +169,9 @@ TRACKERS: dict[str, Callable[[Tracking, str], Tracker]] = {
 
 
 class Queue:
-    """The points of one run that wait for one tracker. A point leaves the queue when the tracker has recorded it."""
+    """Holds the points of one run that one tracker has not recorded yet. A point is removed when the tracker has recorded it."""
 
-    BATCH = 1000  # maximum number of points in one call
+    BATCH = 1000  # maximum number of points that one call of `write` gets
 
     def __init__(self, tracker: Tracker):
         self.tracker, self.failed = tracker, False
@@ -178,9 +179,9 @@ class Queue:
         self.known: dict[str, dict[int, float]] = {}  # metric -> its recorded {step: value}
 
     def send(self, final: dict[str, float] | None = None) -> bool:
-        """Sends the pending points, and ends the recording if there are `final` results. Returns False if a call fails."""
+        """Sends the pending points. Ends the recording if `final` is given. Returns False if the tracker raises an error."""
         try:
-            # Not by an iterator, which raises an error if training appends a point meanwhile.
+            # An iterator over the deque would raise an error if training appended a point during the loop.
             while batch := [self.pending[index] for index in range(min(self.BATCH, len(self.pending)))]:
                 self._record(batch)
                 for _ in batch:
@@ -197,7 +198,7 @@ class Queue:
         return True
 
     def _record(self, batch: list[Point]) -> None:
-        """Records the points that the tracker does not have yet: a restarted worker repeats the steps after its checkpoint."""
+        """Records the points that the tracker lacks. A restarted worker repeats steps that the tracker may already have."""
         new: dict[str, dict[int, float]] = defaultdict(dict)
         points = []
         for point in batch:
@@ -214,15 +215,16 @@ class Queue:
 
 
 class Curves:
-    """Sends the metrics of one run to all trackers from a thread. Training neither waits for servers nor fails with them.
+    """Sends the metrics of one run to all trackers in a thread, so that a slow or failing server does not affect training.
 
-    A tracker gets its points in order, about once a second. If a tracker does not answer, the next round tries again.
+    Once a second, the thread sends each tracker its points in order. If a tracker does not answer, the thread tries again one
+    second later.
 
-    MLflow's own asynchronous logging (mlflow 3.17, AsyncLoggingQueue) drops a batch whose call failed, and sends in any order.
+    MLflow's asynchronous logging (mlflow 3.17, AsyncLoggingQueue) does not retry a failed batch, and may reorder batches.
     Replace `Curves` when MLflow retries.
     """
 
-    INTERVAL_S = 1.0  # time between two rounds
+    INTERVAL_S = 1.0  # time between two attempts to send
     CLOSE_TIMEOUT_S = 120.0  # time that `close` waits for a server that does not answer
 
     def __init__(self, *trackers: Tracker):
@@ -233,7 +235,7 @@ class Curves:
         self.thread.start()
 
     def log(self, metrics: dict[str, float], step: int, final: bool = False) -> None:
-        """Queues the numbers of `metrics`. A `final` value is recorded even if the step has another value."""
+        """Queues the numeric metrics. If `final` is true, new values replace recorded values of the same step."""
         now = int(time.time() * 1000)
         numbers = {metric_key(k): float(v) for k, v in metrics.items() if isinstance(v, int | float)}
         self.final |= numbers if final else {}
@@ -241,7 +243,7 @@ class Curves:
             queue.pending.extend(Point(key, value, now, step, final) for key, value in numbers.items())
 
     def close(self, timeout: float | None = None) -> None:
-        """Sends the rest. Waits at most `timeout` seconds (default CLOSE_TIMEOUT_S) for an unreachable server."""
+        """Sends the queued points. Waits at most `timeout` seconds (default CLOSE_TIMEOUT_S) for trackers that do not answer."""
         if self.abandoned:
             return
         self.closing.set()
@@ -258,7 +260,7 @@ class Curves:
     def _send_rounds(self) -> None:
         left = self.queues
         while left and not self.abandoned:
-            if self.closing.wait(self.INTERVAL_S):  # once `closing` is set, no more points come
+            if self.closing.wait(self.INTERVAL_S):  # no points are queued after `closing` is set
                 left = [queue for queue in left if not queue.send(self.final)]
                 time.sleep(self.INTERVAL_S if left else 0)
             else:
@@ -267,13 +269,13 @@ class Curves:
 
 
 def open_curves(tracking: Tracking, run_id: str) -> Curves:
-    """Returns the curves of a run, which MLflow and the trackers of mlflow.report_to get."""
+    """Returns a Curves object that sends a run's metrics to MLflow and to the trackers of mlflow.report_to."""
     others = [TRACKERS[name](tracking, run_id) for name in dict.fromkeys(tracking.also)]
     return Curves(MLflowRun(tracking.uri, run_id), *others)
 
 
 def check_trackers(also: list[str]) -> None:
-    """Raises InputError if a package for `mlflow.report_to` is missing, or W&B has no account."""
+    """Raises InputError if a package for `mlflow.report_to` is not installed, or if there are no credentials for W&B."""
     for name in also:
         if importlib.util.find_spec(name) is None:
             raise InputError(

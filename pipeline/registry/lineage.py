@@ -1,7 +1,7 @@
-"""The lineage of an adapter, which is `lineage.json` in its folder, and checks of adapters.
+"""Writes and reads an adapter's lineage.json, and checks that an adapter was trained on the job's base.
 
-The file has the digest of the base, the tokenizer and chat template of the training, the adapter's parents and its data. A stage
-rejects an adapter that was trained on another base.
+lineage.json has digests of the base, tokenizer, chat template and data that trained the adapter, and the versions of the models
+that the training used. A stage rejects an adapter that was trained on another base.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ def describe(
     data: dict[str, str],
     **more: Any,
 ) -> dict[str, Any]:
-    """Returns the lineage of an adapter. `more` has other entries, for example mean and std of the reward."""
+    """Returns the lineage of an adapter. `more` adds entries, for example mean and std of the reward."""
     from pipeline.models.tokenizer import template_digest, tokenizer_digest
 
     return {
@@ -55,7 +55,7 @@ def write(folder: str, lineage: dict[str, Any]) -> None:
 
 
 def read(folder: str, reference: str) -> dict[str, Any]:
-    """Returns the lineage of an adapter folder, or {} for an adapter that another program made with peft."""
+    """Returns the lineage of an adapter folder, or {} if the adapter has no lineage.json because another program trained it."""
     if not os.path.isdir(folder):
         raise InputError(
             f"{reference}: no such folder; use a folder, or models:/NAME@ALIAS of a registered adapter"
@@ -72,7 +72,7 @@ def is_adapter(folder: str) -> bool:
 
 
 def check_base(lineage: dict[str, Any], base: dict[str, Any], key: str, reference: str) -> None:
-    """Raises InputError if an adapter was trained on another base. The message has both names and digests."""
+    """Raises InputError if an adapter was trained on another base. The message names both bases and their digests."""
     trained_on = lineage.get("base") or base
     if trained_on["digest"] == base["digest"]:
         return
@@ -87,7 +87,7 @@ def check_base(lineage: dict[str, Any], base: dict[str, Any], key: str, referenc
 
 
 def check_base_name(folder: str, base: dict[str, Any], reference: str) -> None:
-    """Raises InputError if the config of an adapter without lineage.json names another base, in a folder or on the Hub."""
+    """Raises InputError if an adapter's config names another base. Used for adapters without lineage.json."""
     from pipeline.models.base import base_identity
 
     trained_on = str(adapter_files.read_settings(folder).get("base_model_name_or_path") or "")

@@ -1,4 +1,4 @@
-"""Opens and ends runs in MLflow, logs jobs, datasets and tables, and reads them."""
+"""Opens and ends MLflow runs, logs jobs, datasets and tables to them, and reads runs back from MLflow."""
 
 import json
 import warnings
@@ -16,8 +16,8 @@ from pipeline.registry.store import Tracking
 from pipeline.system import process, storage
 from pipeline.system.credentials import without_credentials
 
-RUN_TAG = "pipeline.run"  # tag of an MLflow run: the folder of its run
-# Tag of an experiment. The tag makes MLflow's page show runs and not traces, because training has no traces.
+RUN_TAG = "pipeline.run"  # tag of an MLflow run, whose value is the path of the run's folder
+# Tag that makes MLflow's page of an experiment show runs instead of traces. Training logs no traces.
 KIND = {"mlflow.experimentKind": "custom_model_development"}
 
 _parent: ContextVar[str | None] = ContextVar("parent", default=None)
@@ -25,7 +25,7 @@ _parent: ContextVar[str | None] = ContextVar("parent", default=None)
 
 @contextmanager
 def nested_under(run_id: str) -> Iterator[None]:
-    """Makes MLflow show the runs of this `with` block under another run."""
+    """Makes the MLflow runs that are opened in this `with` block children of the MLflow run `run_id`."""
     token = _parent.set(run_id)
     try:
         yield
@@ -35,12 +35,12 @@ def nested_under(run_id: str) -> Iterator[None]:
 
 @contextmanager
 def mlflow_run(tracking: Tracking, digests: dict[str, str], new_run: bool = False) -> Iterator[str]:
-    """Opens an MLflow run and yields its id. Ends the run as FINISHED, FAILED, or, after Ctrl-C or SIGTERM, KILLED. Opens an
-    interrupted run of this run.name again.
+    """Opens an MLflow run for the `with` block, and yields its id. Reopens the MLflow run of the same run folder if the run has
+    not finished. At the end, sets the status to FINISHED, to FAILED after an error, or to KILLED after Ctrl-C or SIGTERM.
 
     Args:
-        new_run: whether to start a new run instead of opening an interrupted run again. If a killed driver left a run as
-            RUNNING, that run ends as KILLED.
+        new_run: whether to start a new MLflow run even if the run folder has an unfinished one. If the unfinished one still has
+            the status RUNNING because its driver was killed, its status becomes KILLED.
     """
     run = tracking.run
     mlflow = store.client(tracking.uri)
@@ -62,7 +62,7 @@ def mlflow_run(tracking: Tracking, digests: dict[str, str], new_run: bool = Fals
         with process.signals_ignored():
             try:
                 mlflow.set_terminated(run_id, "FAILED" if isinstance(failure, Exception) else "KILLED")
-            except Exception as error:  # a second error must not hide the run's failure from the user
+            except Exception as error:  # the user must see the error of the run, not this error
                 why = f"server unreachable ({type(error).__name__})"
                 print(f"warning: cannot mark MLflow run {run_id} as ended: {why}", flush=True)
         raise
@@ -85,8 +85,8 @@ def end_interrupted(tracking: Tracking) -> None:
 
 
 def _tags(run: Identity) -> dict[str, str]:
-    """Returns the tag with the run's folder, and the tags that mlflow.start_run sets: user, source file, commit, parent."""
-    from mlflow.tracking.context.registry import resolve_tags  # (mlflow 3.17, not in its public API)
+    """Returns tags with the run's folder and stage, and the tags that mlflow.start_run sets (user, source, commit, parent)."""
+    from mlflow.tracking.context.registry import resolve_tags  # private in mlflow 3.17
     from mlflow.utils import mlflow_tags
 
     tags = {RUN_TAG: storage.absolute(run.folder), "stage": run.stage}
@@ -102,9 +102,9 @@ def _experiment(mlflow: Any, tracking: Tracking) -> str:
     from mlflow.exceptions import MlflowException
 
     name, location = tracking.experiment, None
-    if store.file_of_uri(tracking.uri):  # a server decides for itself where artifacts go
+    if store.file_of_uri(tracking.uri):  # a server chooses where it stores artifacts
         path = storage.join(storage.absolute(tracking.run.storage_path), "artifacts")
-        # MLflow reads a plain path with # or %20 as a different path
+        # MLflow would misread a path with # or %20 that is not a URI
         location = path if storage.is_remote(path) else Path(path).as_uri()
     try:
         if experiment := mlflow.get_experiment_by_name(name):
@@ -113,11 +113,11 @@ def _experiment(mlflow: Any, tracking: Tracking) -> str:
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-        return mlflow.get_experiment_by_name(name).experiment_id  # made by another process
+        return mlflow.get_experiment_by_name(name).experiment_id  # another process has just created it
 
 
 def _log_inputs(mlflow: Any, run_id: str, tracking: Tracking, digests: dict[str, str]) -> None:
-    """Logs the job, its parameters, and the digest of each dataset. Rows are neither stored nor read."""
+    """Logs the job, its parameters, and the source and digest of each dataset. Does not read or upload the rows."""
     import mlflow as mlflow_api
     from mlflow.data.meta_dataset import MetaDataset
     from mlflow.entities import Dataset, DatasetInput, InputTag, Param
@@ -130,10 +130,10 @@ def _log_inputs(mlflow: Any, run_id: str, tracking: Tracking, digests: dict[str,
     for start in range(0, len(params), 100):  # maximum number of parameters in one call
         mlflow.log_batch(run_id, params=params[start : start + 100])
     inputs = []
-    for context, paths in tracking.sources.items():  # the lineage has the digests of code
+    for context, paths in tracking.sources.items():
         if context not in digests:
             continue
-        # MLflow warns that a local path has two equal "local" sources
+        # MLflow warns that a local path matches two source types, both named "local"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             source = mlflow_api.data.dataset_source_registry.resolve_dataset_source(paths)
@@ -161,7 +161,7 @@ def _newest(mlflow: Any, experiments: list[str], folder: str) -> Any:
 
 
 def read_curves(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
-    """Returns {metric: [(step, value)]} of a run, by ascending steps. If a step was logged twice, the later value is returned."""
+    """Returns {metric: [(step, value)]} of a run, sorted by step. If a step was logged twice, returns its later value."""
     mlflow = store.client(uri)
     curves = {}
     for name in mlflow.get_run(run_id).data.metrics:
@@ -171,13 +171,13 @@ def read_curves(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
 
 
 def read_run(uri: str, run_id: str) -> dict[str, Any]:
-    """Returns name, stage, status, folder, job and result of a run from MLflow. A missing job or result is {}."""
+    """Reads name, stage, status, folder, job and result of a run from MLflow. If the job or the result is missing, it is {}."""
     try:
         store.check_reachable(uri)
         mlflow = store.client(uri)
         run = mlflow.get_run(run_id)
-        stage = run.data.tags["stage"]  # runs of other programs have no stage
-    except Exception as error:  # the store's driver and the network raise errors of any type
+        stage = run.data.tags["stage"]  # raises KeyError for a run of another program
+    except Exception as error:  # the database driver and the network raise many types of errors
         why = f"no such run of a job in {uri} ({summary(error)}); name its folder, or its server with MLFLOW_TRACKING_URI"
         raise InputError(f"{run_id}: {why}") from error
     logged = {file.path for file in mlflow.list_artifacts(run_id)}
@@ -202,13 +202,13 @@ def log_files(uri: str, run_id: str, files: list[str], samples: list[dict[str, A
         mlflow.log_artifact(run_id, file)
     if not samples:
         return
-    # MLflow's page would show a column with a dot in its name as empty.
+    # MLflow's page shows a column as empty if its name has a dot.
     rows = [
         {key.replace(".", "_"): value for key, value in store.flatten(sample).items()} for sample in samples
     ]
     columns = list(dict.fromkeys(key for row in rows for key in row))
     table = {"columns": columns, "data": [[row.get(column) for column in columns] for row in rows]}
     mlflow.log_dict(run_id, table, "samples.json")
-    # MLflow's table view needs a tag. MlflowClient.log_table also sets it, but appends to the table on a rerun.
+    # MLflow's table view needs this tag. MlflowClient.log_table sets it too, but would append to the table on a rerun.
     tag = json.dumps([{"path": "samples.json", "type": "table"}])
     mlflow.set_tag(run_id, "mlflow.loggedArtifacts", tag)

@@ -1,4 +1,4 @@
-"""The MLflow store of a job: a server, or a SQLite file. Checks that the store responds."""
+"""Finds the MLflow store of a job, which is a server or a SQLite file, and checks that it can be used."""
 
 import contextlib
 import logging
@@ -23,17 +23,17 @@ WAIT_S = 600  # time that the end of a run waits for an unreachable server
 
 @dataclass(frozen=True)
 class Tracking:
-    """The place where a run is recorded."""
+    """The MLflow store, experiment and other trackers that record a run."""
 
     uri: str  # tracking URI of MLflow
     experiment: str
     also: list[str]  # other trackers that get the same metrics
     run: Identity
-    sources: dict[str, str]  # {train, eval, ...: paths of the rows}
+    sources: dict[str, str]  # {split, e.g. train: paths of its rows}
 
 
 def uri_of(given: str | None, storage_path: str) -> str:
-    """Returns the tracking URI of the job, or else of the environment, or else of a SQLite file in run.storage_path.
+    """Returns the tracking URI: `given` (from the job), or MLFLOW_TRACKING_URI, or a SQLite file in run.storage_path.
 
     Credentials are removed (see `client`).
     """
@@ -46,19 +46,20 @@ def uri_of(given: str | None, storage_path: str) -> str:
             key="mlflow.tracking_uri",
         )
     path = f"{storage.absolute(storage_path)}/mlflow.db"
-    # SQLAlchemy decodes %20 and ends a path at `?`. With unquoted slashes, MLflow 3.17 would make a folder of the quoted name.
+    # Quotes % and ?, because SQLAlchemy decodes %20 and ends a path at `?`. Then also quotes slashes, because otherwise
+    # MLflow 3.17 would create a folder with the quoted name.
     return f"sqlite:///{quote(path, safe='') if set(path) & set('%?') else path}"
 
 
 def file_of_uri(uri: str) -> str | None:
-    """Returns the SQLite file of a tracking URI, or None for the address of a server."""
+    """Returns the path of the SQLite file in a tracking URI, or None if the URI is the address of a server."""
     return unquote(uri.partition(":///")[2].partition("?")[0]) if uri.startswith("sqlite:") else None
 
 
 def import_mlflow() -> None:
     """Imports MLflow, reduces its log messages, and sets short timeouts."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # level of MLflow's logger
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # minimum level of MLflow's log messages
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # 3 retries would take 13 s
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
@@ -66,15 +67,15 @@ def import_mlflow() -> None:
 
     for noisy in ("mlflow", "alembic"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    # MLflow logs each of these errors with traceback and SQL, and then raises it
+    # MLflow logs each database error with traceback and SQL before it raises the error
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 
 def client(uri: str) -> Any:
-    """Returns an MlflowClient that gives up within seconds instead of minutes.
+    """Returns an MlflowClient. If the server does not answer, its calls fail within seconds instead of minutes.
 
-    If MLFLOW_TRACKING_URI names the same server with credentials, the client uses them. Credentials of an HTTP server go into
-    the variables that MLflow reads, because MLflow's errors quote the URI.
+    If MLFLOW_TRACKING_URI names the same server with credentials, the client uses them. Credentials of an HTTP server are
+    passed in environment variables instead of the URI, because MLflow's error messages quote the URI.
     """
     import_mlflow()
     from mlflow import MlflowClient
@@ -101,7 +102,7 @@ def check_store(tracking: Tracking) -> None:
         else:
             with _created(file):
                 experiment = client(uri).get_experiment_by_name(name)
-    except Exception as error:  # the store's driver raises errors of any type
+    except Exception as error:  # the database driver raises many types of errors
         fix = "start the server, or" if file is None else "move that file away, name another store, or"
         fix += " leave the key out to use a SQLite file in run.storage_path"
         if file and "database schema" in str(error):
@@ -117,7 +118,7 @@ def check_store(tracking: Tracking) -> None:
 
 
 def check_reachable(uri: str) -> None:
-    """Raises an error of any type if a store cannot be read. Creates and changes nothing."""
+    """Raises an error (of any type) if the store cannot be read. Does not create or change the store."""
     if file := file_of_uri(uri):
         _try(file, "ro", "BEGIN")
     else:
@@ -127,12 +128,12 @@ def check_reachable(uri: str) -> None:
 
 @contextlib.contextmanager
 def _created(path: str) -> Iterator[None]:
-    """Creates the SQLite file if it is missing. During the `with` block, no other process creates the file or an experiment."""
+    """Creates the SQLite file if it is missing. Locks out other processes that set up the store in the `with` block."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     with storage.locked(f"{path}.lock", f"another process to set up {path}"):
         if not os.path.exists(path):
             partial = f"{path}.partial"
-            # Without this copy, MLflow makes the tables, which takes seconds
+            # If copying fails, MLflow creates the tables itself, which takes seconds
             with contextlib.suppress(Exception):
                 shutil.copyfile(empty_database(), partial)
                 os.replace(partial, path)
@@ -141,7 +142,7 @@ def _created(path: str) -> Iterator[None]:
 
 
 def empty_database() -> str:
-    """Returns the path of a database with MLflow's tables, made once per user and version, because migrations take seconds."""
+    """Returns the path of an empty database with MLflow's tables. The file is cached per user and MLflow version."""
     path = storage.cache(f"mlflow-{version('mlflow')}.db")
     if not _is_intact(path):  # missing, or damaged by a power failure
         import_mlflow()
@@ -150,7 +151,7 @@ def empty_database() -> str:
         with tempfile.TemporaryDirectory(dir=os.path.dirname(path)) as folder:
             new = os.path.join(folder, "mlflow.db")
             engine = utils.create_sqlalchemy_engine(f"sqlite:///{new}")
-            utils._initialize_tables(engine)  # a new store's tables (mlflow 3.17, private)
+            utils._initialize_tables(engine)  # private in mlflow 3.17
             engine.dispose()
             os.replace(new, path)
     return path
@@ -166,11 +167,11 @@ def _is_intact(path: str) -> bool:
 
 
 def _try(path: str, mode: str, begin: str) -> None:
-    """Raises sqlite3.Error if a file is no database, or is locked. MLflow would retry for more than a minute.
+    """Raises sqlite3.Error if the file is not a SQLite database, or is locked. MLflow itself would retry for more than a minute.
 
     Args:
         mode: the mode of a SQLite URI (ro or rwc).
-        begin: the statement to try. BEGIN IMMEDIATE needs the permission to write.
+        begin: the SQL statement to try. BEGIN IMMEDIATE fails if the file cannot be written.
     """
     uri = f"file:{quote(os.path.abspath(path))}?mode={mode}"
     connection = sqlite3.connect(uri, deadline.SECONDS, isolation_level=None, uri=True)
@@ -180,19 +181,19 @@ def _try(path: str, mode: str, begin: str) -> None:
 
 
 def call_persistently(uri: str, folder: str, call: Callable[[], Any]) -> Any:
-    """Returns what `call` returns. Repeats the call while the tracking server is unreachable, for at most WAIT_S.
+    """Returns the result of `call`. Retries it for up to WAIT_S while the server is unreachable or the SQLite file is locked.
 
-    Raises Failure if the SQLite file was deleted, because MLflow may still write into the deleted file.
+    Raises Failure if the SQLite file was deleted. MLflow may report no error, because it still has the deleted file open.
 
     Args:
-        folder: the folder of the run, which has the adapter.
+        folder: the run's folder. A message tells the user that the adapter is there.
     """
     give_up, pause = time.monotonic() + WAIT_S, 1.0
     while True:
         error: Exception | None = None
         try:
             found = call()
-        except Exception as caught:  # the store's driver raises errors of any type
+        except Exception as caught:  # the database driver raises many types of errors
             error = caught
         file = file_of_uri(uri)
         if file and not (os.path.exists(file) and os.path.getsize(file)):
@@ -213,7 +214,7 @@ def call_persistently(uri: str, folder: str, call: Callable[[], Any]) -> Any:
 
 
 def _is_away(uri: str, error: Exception) -> bool:
-    """Returns True if an error means that a server is unreachable or has failed, or that the SQLite file is locked."""
+    """Returns True if the error means that the server is unreachable or failed (HTTP 5xx), or that the SQLite file is locked."""
     from mlflow.exceptions import MlflowException
     from requests import RequestException
 
@@ -221,21 +222,21 @@ def _is_away(uri: str, error: Exception) -> bool:
         if file_of_uri(uri) and "database is locked" in str(one):
             return True
         if isinstance(one, MlflowException) and not file_of_uri(uri):
-            return one.get_http_status_code() >= 500  # this error is also raised if a request got no answer
-        if isinstance(one, RequestException):  # error of the artifact store
+            return one.get_http_status_code() >= 500  # MLflow sets status 500 if a request got no answer
+        if isinstance(one, RequestException):  # raised by the artifact store
             return one.response is None or one.response.status_code >= 500
     return False
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns {"data.train": 1} for {"data": {"train": 1}}, without None, because parameters and tables in MLflow are flat."""
+    """Flattens a nested dict: {"data": {"train": 1}} becomes {"data.train": 1}. Omits values that are None."""
     if isinstance(value, dict):
         return {k: v for key, item in value.items() for k, v in flatten(item, f"{prefix}{key}.").items()}
     return {} if value is None else {prefix.rstrip("."): value}
 
 
 def search_filter(field: str, value: str) -> str:
-    """Returns an MLflow search filter for a field's value.
+    """Returns an MLflow search filter for entries whose `field` has the value `value`.
 
     MLflow's filters cannot escape quotes. A quote in the value becomes the wildcard `_`, so other values may match. The caller
     must compare each result with the value.
@@ -245,5 +246,5 @@ def search_filter(field: str, value: str) -> str:
 
 
 def metric_key(name: str) -> str:
-    """Replaces characters that MLflow does not accept in the name of a metric."""
+    """Replaces characters that MLflow does not accept in a metric's name by `_`."""
     return "".join(c if c.isalnum() or c in "_-./ " else "_" for c in name)

@@ -1,4 +1,4 @@
-"""Registers versions with tags and descriptions, moves aliases, and finds the files of versions that a job names."""
+"""Registers model versions with tags and descriptions, moves aliases, and downloads the versions that a job names."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ DIGEST = 19  # length of a shortened digest, `sha256:...` or `commit:...`
 
 
 class Missing(InputError):
-    """Raised if a version that a job names is not registered."""
+    """Raised if a job names a model version that is not registered."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ def publish(
 ) -> Version:
     """Registers an adapter folder as a new version, and moves the alias if the gate passes.
 
-    The order makes a crash harmless: upload, comparison of the uploaded files, version, alias. After a crash, all steps may be
-    repeated, because a run is registered only once.
+    The steps are: upload, check of the uploaded files, registration, alias. After a crash, the caller can call this function
+    again, because a run registers at most one version.
 
     Args:
-        problem: the reason for which the gate fails regardless of the metrics, or None.
+        problem: None, or a reason why the gate fails whatever the metrics are.
     """
     from mlflow.exceptions import MlflowException
 
@@ -99,9 +99,9 @@ def publish(
 def promote(
     uri: str, gate: Gate, reference: str, metrics: dict[str, float], measured: dict[str, str]
 ) -> Version:
-    """Applies the gate of an evaluation to a pinned version. Adds the metrics as tags, and moves the alias if the gate passes.
+    """Applies an `evaluate` job's gate to a pinned version. Adds the metrics as tags. Moves the alias if the gate passes.
 
-    A version that failed the gate of its training also fails this gate. `measured` is the result of `measured_on`.
+    A version that failed the gate of its training job also fails this gate. `measured` is the result of `measured_on`.
     """
     mlflow = client(uri)
     ref = InputURI.parse(reference)
@@ -120,7 +120,7 @@ def promote(
 
 
 def _store(mlflow: Any, stage: str, run: Any, folder: str, tags: dict[str, str]) -> tuple[str, str]:
-    """Uploads the folder as a LoggedModel, downloads it and compares every file. Returns (model id, location)."""
+    """Uploads the folder as a LoggedModel, downloads it again and compares all files. Returns (model id, artifact location)."""
     sent = folder_digests(folder)
     # models that an earlier attempt uploaded
     left = mlflow.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'")
@@ -149,7 +149,7 @@ def _received(mlflow: Any, model: Any) -> dict[str, dict[str, Any]]:
 
 
 def _tags(lineage: dict[str, Any], gate: Gate) -> dict[str, str]:
-    """Returns short tags for searches in MLflow. The adapter's lineage.json has the full values."""
+    """Returns tags to search for in MLflow. Long values are shortened; the adapter's lineage.json has the full values."""
     base, reward = lineage.get("base", {}), lineage.get("reward", {})
     tags = {
         key: str(lineage[key]) for key in ("stage", "step", "tokenizer", "chat_template") if lineage.get(key)
@@ -164,7 +164,7 @@ def _tags(lineage: dict[str, Any], gate: Gate) -> dict[str, str]:
 
 
 def describe(stage: str, metrics: dict[str, float], lineage: dict[str, Any], gate: str, run: Any) -> str:
-    """Returns the description of a version in Markdown. `run` is MLflow's RunInfo."""
+    """Returns a Markdown description of a version. `run` is the RunInfo of the MLflow run that trained the version."""
     base, parents = lineage.get("base", {}), lineage.get("parents", {})
     lines = [
         f"- {one.label}: "
@@ -195,7 +195,7 @@ def _shown(value: float, of: Metric) -> str:
 
 
 def _link(source: str) -> str:
-    """Returns a link to the page of a registered version. Returns other sources as code."""
+    """Returns a Markdown link to a registered version's page in MLflow. Formats any other source as code."""
     ref = InputURI.parse(source)
     if not ref.version:
         return f"`{source}`"
@@ -206,9 +206,10 @@ def _link(source: str) -> str:
 
 
 def pin(reference: str, uri: str, job_file: str = "") -> str:
-    """Returns `models:/NAME/VERSION` for `models:/NAME@ALIAS`, so that the inputs of a run do not change.
+    """Returns `models:/NAME/VERSION` for `models:/NAME@ALIAS`, so that a run keeps its inputs if the alias moves.
 
-    A model on the Hub becomes `hf://org/name@COMMIT`. Returns folders unchanged. An error message shows a command for `job_file`.
+    A model on the Hub becomes `hf://org/name@COMMIT`. Returns folders unchanged. Error messages suggest
+    a command for `job_file`.
     """
     from mlflow.exceptions import MlflowException
 
@@ -245,7 +246,7 @@ def pin(reference: str, uri: str, job_file: str = "") -> str:
 
 
 def read_parameters(reference: str, uri: str) -> dict[str, str]:
-    """Returns {section.key: value} of the job that made a pinned version. Returns {} for a folder, or if MLflow lost the run."""
+    """Returns {section.key: value} of the job that trained a pinned version, or {} for a folder or if MLflow has no such run."""
     from mlflow.exceptions import MlflowException
 
     ref = InputURI.parse(reference)
@@ -259,7 +260,7 @@ def read_parameters(reference: str, uri: str) -> dict[str, str]:
 
 
 def read_version(reference: str, uri: str) -> dict[str, Any]:
-    """Returns aliases and tags of a pinned version. The tags parents, data and rows_from are parsed."""
+    """Returns the aliases and tags of a pinned version. Parses the JSON in the tags `parents`, `data` and `rows_from`."""
     ref = InputURI.parse(reference)
     registered = client(uri).get_model_version(ref.name, ref.version)
     tags: dict[str, Any] = dict(registered.tags)
@@ -278,11 +279,11 @@ def _newest(mlflow: Any, name: str) -> Any:
 
 
 def fetch(reference: str, uri: str) -> str:
-    """Returns the local folder of a pinned version (`models:/name/3`) or of a pinned adapter on the Hub. This folder is
-    read-only.
+    """Returns a local folder with the files of a pinned version (`models:/name/3`) or of a pinned adapter on the Hub. Callers
+    must not write to this folder.
 
-    Returns other references unchanged. Files from a bucket or a server are downloaded once for all processes and runs of a
-    machine, because a version never changes.
+    Returns other references unchanged. Files from a bucket or a server are downloaded once per user and machine. All processes
+    and runs share this copy, because the files of a version never change.
     """
     if reference.startswith(hub.SCHEME):
         return hub.fetch(reference)
@@ -294,18 +295,18 @@ def fetch(reference: str, uri: str) -> str:
     try:
         if _is_here(location):
             return _download(mlflow, location)
-        # the same mlflow-artifacts:/... has other files on another server
+        # the URI is part of the hash, because an mlflow-artifacts:/ location does not name its server
         copy = storage.cache("versions", hashlib.sha256(f"{uri} {location}".encode()).hexdigest()[:32])
-        if not os.path.isdir(copy):  # os.rename then publishes a complete folder
+        if not os.path.isdir(copy):  # os.rename makes the complete folder appear at once
             with tempfile.TemporaryDirectory(dir=os.path.dirname(copy)) as into:
                 folder = _download(mlflow, location, into)
                 try:
                     os.rename(folder, copy)
                 except OSError:
-                    if not os.path.isdir(copy):  # if not, another process has just made the same folder
+                    if not os.path.isdir(copy):  # otherwise, another process has just made the same folder
                         raise
         return copy
-    except Exception as error:  # each artifact store raises errors of other types
+    except Exception as error:  # each artifact store raises its own types of errors
         raise InputError(
             f"{reference}: its files cannot be fetched from {without_credentials(location)} ({summary(error)}); restore them, or "
             "use another version"
@@ -317,9 +318,10 @@ def _is_here(location: str) -> bool:
 
 
 def _download(mlflow: Any, location: str, into: str | None = None) -> str:
-    """Returns the local folder of an artifact location. In a local store, the result is the stored folder itself, not a copy.
+    """Downloads an artifact location and returns the local folder. For a local store, returns the stored folder without a copy.
 
-    The location is not a `models:/` reference, because MLflow would resolve it with the server of the process, not of the client.
+    `location` must not be a `models:/` reference, because MLflow would look it up on the server of this process's environment
+    instead of the client's server.
     """
     from mlflow import artifacts
 

@@ -12,7 +12,7 @@ from pipeline import text
 from pipeline.data.counts import versions_in_words
 from pipeline.data.report import name_of
 from pipeline.input_uri import short_title
-from pipeline.job.stages import title_of
+from pipeline.job.stages import time_axis, title_of
 from pipeline.registry.store import flatten
 from pipeline.report import evaluations, gather, headline, plots, preferences
 from pipeline.report.gather import Run
@@ -72,7 +72,7 @@ def drawn(runs: dict[str, Run]) -> dict[str, tuple[str, list[Drawing]]]:
         runs: {name: run} of one run, or of several runs of one stage.
     """
     first, alone = next(iter(runs.values())), len(runs) == 1
-    axis = "update" if first.stage == "ppo" else "step"  # PPO logs its metrics once in each update
+    axis = time_axis(first.stage)
     best = first.result.get("kept") or {}
     kept = best.get("step") if alone and best.get("by") else None
     histories = {name: run.history for name, run in runs.items()}

@@ -60,7 +60,7 @@ class Client:
             raise next((cause for cause in causes(error) if isinstance(cause, FINAL)), error) from None
         except ray.exceptions.RayActorError as error:
             raise Failure(
-                "the actor that distributes rollouts died; the same command with its run.name continues the run"
+                "the actor that distributes rollouts died; to continue the run, repeat the command with the same run.name"
             ) from error
         self.waited += time.perf_counter() - begin
         if sampled is None:

@@ -257,7 +257,7 @@ def test_several_texts_are_a_conversation_only_if_their_names_say_so():
 
 
 def test_pythons_text_of_a_list_fits_no_stage():
-    """Checks that columns with unusual values cause no traceback."""
+    """An earlier version raised a traceback if a text was a list in Python's notation."""
     made = [{"messages": str(CHAT)} for _ in range(8)]
     assert guess.fitting(made) == ""
     said = misfit(made, "sft", "chats.csv")

@@ -86,7 +86,7 @@ def test_the_run_ends_after_the_timeout_and_can_continue(fault, says, tmp_path):
         judge = reward(server, tmp_path, reward_timeout_s=0.3, timeout_s=0.1, concurrency=1)
         with pytest.raises(
             Failure,
-            match=rf"^reward 'judge' \(judge wise\): no usable answer for 0\.3 s .*({says}).* the same command with its run\.name continues",
+            match=rf"^reward 'judge' \(judge wise\): no usable answer for 0\.3 s .*({says}).* repeat the command with the same run\.name",
         ):
             judge.checked(samples(4))
         server.faults.clear()

@@ -53,7 +53,7 @@ def drop_head(folder: Path) -> None:
     ("spoil", "says"),
     [
         (lambda at: None, None),
-        (drop_head, "no head of one score"),
+        (drop_head, "no classification head with one output"),
         (lambda at: change(at, "config.json", id2label={"0": "a", "1": "b"}), "with 2 labels; expected an adapter"),
         (lambda at: change(at, "config.json", architectures=["GPT2LMHeadModel"]), "is a GPT2LMHeadModel; expected"),
         (lambda at: (at / "config.json").unlink(), "has no config.json; .*python:MODULE:FUNCTION"),

@@ -107,7 +107,7 @@ def _compared(trainer: Learner, episodes: Episodes) -> CheckResult:
         expected = zip(rows, _advantages(args, config, rows, paid), strict=True)
         wrong = sum(not _close(row.advantages, plain) for row, plain in expected if row.learn.any())
     if wrong_rewards:
-        found += f"; token rewards of {wrong_rewards} differ: the KL's sign or coefficient, or where the score is paid"
+        found += f"; token rewards of {wrong_rewards} differ: check the sign and coefficient of the KL penalty, and which token gets the score"
     elif wrong:
         found += f"; advantages of {wrong} differ: gamma, lambda, the values, what follows the last action, or whitening "
         found += "over other rows than all rows of all workers"

@@ -165,7 +165,7 @@ class Client:
                 span = span if is_late else f"in {UNCLEAR} answers to one question"
                 ended = f"{self.name}: no usable answer {span}; the last problem: {why}"
                 self.error = self.error or Failure(
-                    f"{ended}; the same command with its run.name continues the run"
+                    f"{ended}; to continue the run, repeat the command with the same run.name"
                 )
                 return
             wait = max(wait, pause * random.Random(key).uniform(0.5, 1.0))
@@ -210,7 +210,7 @@ class Client:
             if not self.open:
                 raise Failure(
                     f"{self.name}: its budget for this run is spent ({totals['calls']:.0f} answers, ${dollars:.4g}; {key}: "
-                    f"{getattr(definition, key):g}); raise {key}, and the same command with its run.name continues the run"
+                    f"{getattr(definition, key):g}); raise {key}, and repeat the command with the same run.name to continue the run"
                 )
             await asyncio.sleep(BUDGET_POLL_S)
 
