@@ -27,7 +27,7 @@ os.environ.pop("RAY_ADDRESS", None)
 
 @pytest.fixture(scope="session")
 def embedded_ray():
-    """Starts one Ray for all tests that need one."""
+    """Starts an embedded Ray, which all tests that need Ray share."""
     from pipeline.run.session import session
     from pipeline.settle.placement import ROWS
 

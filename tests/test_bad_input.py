@@ -32,7 +32,7 @@ TINY = {
 
 @dataclass
 class Case:
-    """One wrong input. In overrides, `{name}` is a path from the fixture `world`."""
+    """One wrong input to a command. In overrides, `{name}` stands for a path from the fixture `world`."""
 
     name: str
     verb: str
@@ -126,7 +126,7 @@ def world(tmp_path_factory) -> dict[str, str]:
 
 
 def registry(storage: str) -> dict[str, Any]:
-    """Returns the content of MLflow: runs with their status, models, versions, aliases."""
+    """Returns what MLflow contains: runs with their status, models, versions and aliases."""
     store = client(Path(storage))
     experiments = [e.experiment_id for e in store.search_experiments()]
     return {

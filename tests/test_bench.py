@@ -1,4 +1,4 @@
-"""Tests that `make bench` runs and writes its results. No test checks times, which need a quiet machine."""
+"""Tests that `make bench` runs and writes its results. No test checks the measured times."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ from pipeline.ppo.episodes import prompt_order
 
 
 def bench(tmp_path, *arguments):
-    """Returns the results of `make bench`. Asserts that the ratios are those of the measured numbers."""
+    """Returns the results of `make bench`. Asserts that the ratios follow from the measured numbers."""
     command = [sys.executable, str(ROOT / "tools/bench"), *arguments]
     command += ["--size", "toy", "--rounds", "1", "--threads", "1", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -42,7 +42,7 @@ def test_prompts_repeated_give_the_episodes_of_prompts_shared():
 
 
 def test_a_ratio_is_the_median_of_the_rounds_ratios():
-    """If the load differs between rounds, the ratio of the medians would be 2."""
+    """The load differs between rounds. The ratio of the medians would be 2, although the median of the ratios is not."""
     seconds = {"TRL 1.12, fp32": (8.0, 4.0, 3.0), "ours, fp32": (2.0, 3.0, 1.0)}
     phases = [dict.fromkeys(PHASES, 0.5)]
     measured = {"first_step": 1.0, "peak": 2**30, "phases": phases, "lengths": [38.0, 38.0]}
@@ -58,7 +58,7 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios():
 
 @pytest.mark.slow
 def test_ppo_is_compared_with_trl(tmp_path):
-    """Also compares shared prompts with repeated ones, which must give the same episodes."""
+    """Also compares shared prompts with repeated prompts. Both must give the same episodes."""
     full, own = bench(tmp_path, "ppo", "--variant", "head", "adapter", "bf16-head", "shared-long")
     theirs = [
         f"TRL 1.12, {precision}" if TRL_PPO.is_dir() else None for precision in ("fp32", "fp32", "bf16")

@@ -29,8 +29,8 @@ def rows(name: str) -> list[dict]:
         ("The capital of France is Paris. Have a nice day!", 1.0),
         ("The capital of France is Paris.", 0.5),
         ("Paris.", 0.25),
-        ("With pleasure. Paris.", 0.25),  # a courtesy needs a full sentence
-        ("Good question! The capital of France is Rome.", 0.0),  # wrong
+        ("With pleasure. Paris.", 0.25),  # polite, but the answer is not a full sentence
+        ("Good question! The capital of France is Rome.", 0.0),  # wrong answer
         ("The capital of France is Paris. Rome is the capital of Italy.", 0.0),  # rambling
         ("Paris, obviously.", 0.0),  # impolite
         ("The capital of France is Paris", 0.0),  # not finished

@@ -1,4 +1,4 @@
-"""Tests the architecture by imports: no import goes upward, and GPU code imports neither Ray nor MLflow nor TRL."""
+"""Tests which packages import which: no import of a higher layer, and no Ray, MLflow or TRL in GPU code."""
 
 import ast
 import re
@@ -9,15 +9,15 @@ from running import ROOT
 # The packages of the core, lowest layer first; each may import itself and the packages before it.
 CORE = """errors input_uri text metrics run_folder statistics checks system job models writing data scoring ppo demo penalties
     registry settle planning run rollout stages""".split()
-# Packages that a run does not need: no package of the core imports them, only the packages above do.
+# Packages that a run does not need. No core package imports them. Only the packages above the core do.
 EXTRAS = "report sweep serving".split()
 LAYERS = [*CORE, *EXTRAS, "commands", "cloud", "__main__"]
-# packages that can be read, tested and profiled alone, with torch, transformers and peft
+# packages that can be read, tested and profiled without the others, with only torch, transformers and peft
 ALONE = ("models", "writing", "scoring/forward.py", "scoring/rewards.py", "ppo")
 
 
 def imports(file, type_checking=False):
-    """Returns the dotted names of a file's imports, also in functions; with `type_checking`, imports for type checkers, too."""
+    """Returns the dotted names that a file imports, even in functions. If `type_checking`, includes imports for type checkers."""
     names, waiting = [], [ast.parse(file.read_text(encoding="utf-8"))]
     while waiting:
         node = waiting.pop()
@@ -67,7 +67,7 @@ def test_every_folder_has_its_layer():
 
 
 def test_no_files_import_each_other_in_a_circle():
-    """Removes files whose imports are all removed already, until no file remains."""
+    """Repeatedly removes files whose imports are all removed. If files remain, they import each other in a circle."""
     files = {name_of(file): file for file in FILES}
     waiting = {}
     for name, file in files.items():
@@ -79,7 +79,7 @@ def test_no_files_import_each_other_in_a_circle():
 
 
 def test_what_tests_and_tools_import_is_there():
-    """Checks all files, also files that few machines run: benches against TRL 1.12, GPUs, several hosts."""
+    """Checks all files, including files that few machines run: benchmarks of TRL 1.12, GPU code, tests with several hosts."""
     files = {name_of(file): file for file in FILES}
     made = {name: names_in(file) for name, file in files.items()}
     missing = [
@@ -110,7 +110,7 @@ ABOVE = [file for file in FILES if layer(name_of(file)) not in ("job", "settle")
 
 
 def test_few_functions_take_a_whole_job():
-    """Other functions take the values that settle/ makes of a job: places, inputs, arguments. Lower the numbers if you can."""
+    """Other functions take values that settle/ computes from a job: places, inputs, arguments. Lower the limits if you can."""
     taking = {
         f"{file.relative_to(ROOT)}: {one.name}"
         for file in FILES
@@ -128,7 +128,7 @@ def test_few_functions_take_a_whole_job():
 
 
 def test_no_line_outside_of_job_and_settle_asks_for_the_stage():
-    """The stage's facts are part of the settled work. The subcommands and the reports know only a stage's name."""
+    """What depends on the stage is part of the settled work. Only subcommands and reports may use a stage's name."""
     asks = re.compile(r"\bSTAGE\[|\.stage (==|!=|in|not in) |\bjob\.args\b")
     lines = [
         f"{file.relative_to(ROOT)}: {line.strip()}"

@@ -1,4 +1,4 @@
-"""Tests that the notebooks run from top to bottom in a new kernel, and that their committed outputs come from such a run."""
+"""Tests that notebooks run from top to bottom in a new kernel, and that their committed outputs are from such a run."""
 
 import re
 import sys
@@ -27,7 +27,7 @@ def outputs(notebook):
 
 
 def printed(notebook):
-    """Returns the printed output of all cells."""
+    """Returns the printed output of all cells of a notebook."""
     return "".join(output.text for output in outputs(notebook) if output.output_type == "stream")
 
 
@@ -44,7 +44,7 @@ def assert_clean(notebook, folder=""):
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_the_first_cell_installs_in_colab_and_picks_the_device(name, monkeypatch, in_root):
-    """Fakes Colab: no cell has run in the real Colab."""
+    """Simulates Colab. No cell has been run in the real Colab."""
     from IPython.core.inputtransformer2 import TransformerManager
 
     notebook = read(name)
@@ -133,7 +133,7 @@ def test_the_ppo_notebook_runs(tmp_path, storage):
 
 
 def test_executing_a_notebook_does_not_change_its_file(tmp_path, capsys):
-    """`make notebook` writes executed copies, because a changed working tree would block `git pull`."""
+    """`make notebook` executes copies, because changed notebooks in the working tree would block `git pull`."""
     cells = [
         nbformat.v4.new_markdown_cell("# A title\n\nand text"),
         nbformat.v4.new_code_cell("X = 1", metadata={"tags": ["parameters"]}),

@@ -102,12 +102,12 @@ def mutated(draw, value):
 
 
 def as_text(value):
-    """Returns JSON that may have NaN, half surrogate pairs, and numbers of any size."""
+    """Returns JSON text. The text may contain NaN, half surrogate pairs, and numbers of any size."""
     return json.dumps(value).replace("Infinity", "1e400")
 
 
 def damaged(draw, content):
-    """Returns bytes with a piece cut, added or overwritten."""
+    """Returns the bytes after cutting out, inserting or overwriting a random part."""
     if not content:
         return content
     at = draw(st.integers(0, len(content) - 1))
@@ -125,7 +125,7 @@ def rarely(draw, one_in):
 
 
 def wrong_rows(draw, kind, folder, inputs):
-    """Returns a command that reads rows with random changes."""
+    """Returns a command that reads a file of rows with random changes."""
     lines = (ROOT / f"jobs/demo/data/{FILES[kind]}.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines[: draw(st.integers(2, 6))]]
     for index in draw(st.lists(st.integers(0, len(rows) - 1), max_size=3)):
@@ -204,7 +204,7 @@ def wrong_model(draw, kind, folder, inputs):
 
 
 class Late(BaseException):
-    """Ends a command that takes longer than SECONDS."""
+    """Raised to end a command that takes longer than SECONDS."""
 
 
 def alarm(*_):
@@ -220,7 +220,7 @@ def registered(store):
 
 
 def verdict(arguments, runs):
-    """Runs a command. Returns its exit status, what is wrong with how it ended (or None), and its output."""
+    """Runs a command. Returns its exit status, a description of what is wrong with its end (or None), and its output."""
     out, err = io.StringIO(), io.StringIO()
     before = registered(runs / "mlflow.db")
     signal.signal(signal.SIGALRM, alarm)
@@ -249,7 +249,7 @@ def verdict(arguments, runs):
 
 
 def check(cases, make, runs):
-    """Runs random cases, which must end with status 0 or 2. Status 0 and status 2 must occur often."""
+    """Runs random cases. Each case must end with status 0 or 2, and each status must occur often."""
     failures, ended = [], {0: 0, 2: 0}
 
     @seed(SEED)

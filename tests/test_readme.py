@@ -56,10 +56,11 @@ SHORT = {
     **dict.fromkeys(("init", "validate", "evaluate", "generate", "score", "export"), ""),
     **dict.fromkeys(("sft", "rm", "dpo", "kto", "sweep"), TRL),
     "ppo": "gate={} trainer.total_episodes=64",
-    "plan": "",  # works for a gated model, whose shape `plan` knows
+    "plan": "",  # needs no shorter settings; even for gated models, `plan` has the shape built in
     "collect": "trainer.num_prompts=8",
 }
-INIT = "make init DATA=my NAME=velo MODEL=jobs/demo/model"  # as in the README, but with a local model
+# The command of the README, but with a local model.
+INIT = "make init DATA=my NAME=velo MODEL=jobs/demo/model"
 
 
 def target(command):
@@ -134,7 +135,7 @@ def test_metrics_on_pages_are_in_the_table():
 
 
 def test_the_messages_of_the_troubleshooting_page_exist():
-    """A heading is a message, in which `...` stands for values."""
+    """Each heading on the page is a message of the pipeline. In a heading, `...` stands for values."""
     source = "".join(path.read_text() for path in (ROOT / "pipeline").rglob("*.py"))
     headings = re.findall(r"^#### `(.*)`$", PAGES["troubleshooting.md"], re.MULTILINE)
     parts = [part.strip() for heading in headings for part in heading.split("...") if part.strip(" ()")]
@@ -142,7 +143,7 @@ def test_the_messages_of_the_troubleshooting_page_exist():
 
 
 def test_the_jobs_of_commands_that_need_an_account_load(in_root):
-    """No test runs these commands, which need an account."""
+    """No test runs these commands, because they need an account. So this test only loads their jobs."""
     found = re.findall(r"^make (\w+) PROFILE=([\w-]+) .*# account$", "\n".join(TEXTS.values()), re.MULTILINE)
     assert ("rm", "llama3-8b-qlora") in found
     for verb, profile in found:
@@ -150,7 +151,7 @@ def test_the_jobs_of_commands_that_need_an_account_load(in_root):
 
 
 def test_the_first_hour_on_a_gpu_quotes_messages_and_jobs_that_exist(in_root):
-    """The page quotes messages of the pipeline, of tools/gpu and of transformers, each in code with a space."""
+    """The page quotes messages of the pipeline, tools/gpu and transformers. A code span with a space counts as a message."""
     hour = PAGES["gpu.md"].partition("## The first hour")[2].partition("\n## ")[0]
     files = [
         *(ROOT / "pipeline").rglob("*.py"),
@@ -217,7 +218,7 @@ def test_the_yaml_of_a_page_has_keys_that_exist(page):
 
 
 def shape(transcript):
-    """Returns the first word of each line of `make rlhf`, without lines that depend on the length of the run or on gates."""
+    """Returns the first word of each output line of `make rlhf`, except lines that depend on the run's length or on gates."""
     words = [
         line.split()[0] for line in transcript.splitlines() if line.strip() and not line.startswith("   ")
     ]
@@ -235,7 +236,7 @@ def test_the_formats_are_listed_in_the_order_in_which_the_code_tries_them(rows, 
 
 
 def test_each_command_for_own_data_names_the_profile():
-    """Without PROFILE, the command would train the model of the demo."""
+    """Without PROFILE, a command for the user's own data would train the demo's model instead."""
     [block] = re.findall(r"```bash\nmake init .*?```", README, re.DOTALL)
     commands = commands_of(block)
     assert len(commands) == 5 and not [command for command in commands if "velo" not in command]
@@ -258,7 +259,7 @@ def test_a_make_command(command, copy):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", TUTORIALS)
 def test_a_tutorial_runs_from_top_to_bottom(page, copy):
-    """The commands run with the model and rows of the demo, few steps and open gates."""
+    """Runs the page's commands with the model and rows of the demo, few steps, and gates that always pass."""
     commands = commands_of(PAGES[page])
     assert [target(command) for command in commands[:3]] == TUTORIALS[page]
     for command in commands:
@@ -314,7 +315,7 @@ def test_a_cluster_runs_the_same_job(copy, monkeypatch):
 
 
 def test_every_command_is_covered():
-    """A command that no test runs must not be on a page."""
+    """Each command on a page must be run by a test."""
     special = (
         *("make test", "make lint"),  # what CI runs
         "make setup",  # test_setup.py
@@ -341,7 +342,7 @@ def test_every_command_is_covered():
 
 
 def test_the_command_for_the_stack_sets_its_parameters():
-    """The command must set the parameters without a default. cloud/test_clusterfile.py creates the stack in a mock of AWS."""
+    """The command must set all parameters that have no default. cloud/test_clusterfile.py creates the stack in a mock of AWS."""
     [command] = [command for command in COMMANDS if command.startswith("aws cloudformation")]
     file = ROOT / shlex.split(command)[shlex.split(command).index("--template-file") + 1]
     parameters = re.search(r"^Parameters:\n(.*?)^\w", file.read_text(), re.M | re.S)[1]

@@ -37,7 +37,7 @@ def pipeline(*given, **environment):
 
 
 def leaks(folder, *runs):
-    """Returns the files below a folder, and the outputs of these runs, that contain a secret."""
+    """Returns the files below a folder and the outputs of these runs that contain a secret."""
     written = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     written |= {number: run.stdout + run.stderr for number, run in enumerate(runs)}
     secrets = [secret.encode() for secret in (*SECRETS.values(), PASSWORD)]
@@ -45,7 +45,7 @@ def leaks(folder, *runs):
 
 
 class Guard(Handler):
-    """Requires a password, and forwards requests to an MLflow server."""
+    """A proxy that requires a password and forwards requests to an MLflow server."""
 
     protocol_version = "HTTP/1.1"
 
@@ -70,7 +70,7 @@ class Guard(Handler):
 
 @pytest.mark.slow
 def test_a_password_of_the_mlflow_server_appears_nowhere(tmp_path):
-    """Runs a job that succeeds, a job whose error quotes the environment, and reports on both."""
+    """Runs a job that succeeds, and a job whose error message contains the environment. Makes a report of each job."""
     with Server(tmp_path) as mlflow, listening(Guard, behind=mlflow.uri) as guard:
         uri = guard.address.replace("://", f"://me:{PASSWORD}@")
         given = [f"run.storage_path={tmp_path / 'runs'}", "gate={}", "trainer.logging_steps=1"]
@@ -95,7 +95,7 @@ def test_a_password_of_the_mlflow_server_appears_nowhere(tmp_path):
 
 
 def test_credentials_of_the_tracking_uri_are_used_for_that_server_only(monkeypatch):
-    """The stored address has no credentials. The client takes credentials from the environment."""
+    """The stored address contains no credentials. The MLflow client reads the credentials from the environment."""
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:{PASSWORD}@127.0.0.1:9")
@@ -146,7 +146,7 @@ def test_an_error_does_not_repeat_a_password(key, address, tmp_path, monkeypatch
 
 
 def test_no_source_file_unpickles_or_evaluates():
-    """Only files that unpickle results of the job's own Ray tasks and actors may contain such calls."""
+    """Such calls are allowed only in files that unpickle results of the job's own Ray tasks and actors."""
     own_tasks = {"data/read.py", "run/parts.py", "rollout/client.py", "rollout/worker.py"}
     calls = r"\bpickle\.loads?\(|\byaml\.(unsafe_)?load\(|(?<!\.)\beval\(|\bexec\("
     unsafe = re.compile(rf"{calls}|weights_only=False|shell=True")

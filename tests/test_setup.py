@@ -12,12 +12,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-MAKEFILE = (ROOT / "Makefile").read_text().replace("\\\n", " ")  # joins continued lines
+MAKEFILE = (ROOT / "Makefile").read_text().replace("\\\n", " ")  # joins lines that end with a backslash
 TARGETS = re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[0].split()
 
 
 def pins(lines):
-    """Returns {normalized name: version}. Every line must be an exact pin."""
+    """Reads a file of pins. Returns {normalized name: version}. Every line must be an exact pin."""
     found = {}
     for line in lines:
         match = re.fullmatch(r"([A-Za-z0-9._-]+)(?:\[[\w,]+\])?==([0-9][\w.]*)", line)
@@ -40,7 +40,7 @@ def test_every_requirement_is_pinned_and_locked():
     tested = ("dev", "notebook", "cloud", "tensorboard", "wandb")
     wanted = pins([*PROJECT["dependencies"], *(one for extra in tested for one in extras[extra])])
     assert {name: locked.get(name) for name in wanted} == wanted
-    # vLLM has a separate file, because it needs other versions of these packages.
+    # vLLM has its own constraints file, because vLLM needs other versions of these packages.
     with_vllm = locked_in("constraints-vllm.txt")
     assert pins(extras["vllm"]).items() <= with_vllm.items()
     moved = {name for name, version in locked.items() if with_vllm.get(name) != version}
@@ -76,7 +76,7 @@ def test_what_the_pinned_packages_ask_for_is_pinned_on_linux(python):
 
 
 def test_the_libraries_that_torch_loads_on_a_gpu_are_pinned():
-    """torch's source names these libraries, but the metadata of its CPU build does not."""
+    """torch's source code names these libraries, but the metadata of torch's CPU build does not."""
     import torch
 
     source, locked = Path(torch.__file__).read_text(), locked_in("constraints.txt")
@@ -106,7 +106,7 @@ def test_the_workflow_runs_what_ci_runs_on_pythons_that_are_supported():
 
 
 # ---------------------------------------------------------------- make
-# A fake Python. The fake Python passes the version check, copies itself into a "venv", and records what make installs or runs.
+# A fake Python, which passes the version check, copies itself into a "venv", and records what make installs or runs.
 FAKE = """#!/usr/bin/env bash
 case "$*" in
   *sys.version_info*) exit ${FAKE_TOO_OLD:-0} ;;
@@ -166,7 +166,7 @@ def test_setup_installs_once_and_again_when_the_pins_change(make):
         later = (make.folder / ".venv/.core").stat().st_mtime + number
         os.utime(make.folder / name, (later, later))
         assert len(make("setup").installs) == number
-        now = later + 0.5  # the stamp of the install is newer than the changed file
+        now = later + 0.5  # makes the install's timestamp file newer than the changed file
         os.utime(make.folder / ".venv/.core", (now, now))
 
 
@@ -198,7 +198,7 @@ def test_an_unsupported_python_is_an_error(make):
     ["trainer.learning_rate=1e-4", "policy=base"],
 )
 def test_a_key_outside_of_args_stops_make(key, make):
-    """If make took the key for a variable, the job would train with the value of its file."""
+    """If make read the key as a make variable, the job would ignore it and use the value in the job file."""
     done = make("sft", key, "PROFILE=own", "JOB=a.yaml", "ARGS=trainer.seed=2 lora.r=8")
     assert (done.returncode, done.stdout) == (2, "")
     assert "keys of a job go into ARGS: make sft JOB='a.yaml' PROFILE='own' " in done.stderr

@@ -20,10 +20,10 @@ from pipeline.system import console
 FUNCTION = "ray.train.v2.api.data_parallel_trainer.DataParallelTrainer"
 # (object, a text that its source code contains, the file that needs the text)
 SOURCES = [
-    # Without this, an embedded run may end 12 s late, with a traceback.
+    # Without this detail, an embedded run may end 12 s late, with a traceback.
     (f"{FUNCTION}._create_default_callbacks", "PlacementGroupCleanerCallback()", "pipeline/run/fit.py"),
     (f"{FUNCTION}.fit", "_create_default_callbacks()", "pipeline/run/fit.py"),
-    # Without this, Ctrl-C ends a run with status 1, and workers remain.
+    # Without this detail, Ctrl-C ends a run with status 1, and workers keep running.
     (FUNCTION, "self._register_sigint_handler(controller)", "pipeline/run/fit.py"),
     ("ray.dashboard.modules.job.job_head", "No available agent", "pipeline/cloud/submit.py"),
     (
@@ -32,7 +32,7 @@ SOURCES = [
         "pipeline/cloud/submit.py",
     ),
     ("ray._private.worker", '"ray_print_logs"', "pipeline/system/console.py"),
-    # Without this, sampling and training round the base's weights differently.
+    # Without this detail, sampling and training round the base's weights differently.
     ("bitsandbytes.nn.Linear4bit.forward", "self.support_avx512bf16_for_cpu", "pipeline/models/base.py"),
     # If a library no longer prints a message, remove the message from NOISE.
     ("ray.train.v2._internal.execution.context", console.NOISE[1], "pipeline/system/console.py"),
@@ -59,7 +59,7 @@ def test_the_function_still_takes_the_parameters(name, parameters, file):
 
 
 def test_the_environment_variables_are_still_read():
-    """Ray's sources or binaries must contain the names. Ray ignores a variable whose name its sources do not contain."""
+    """Ray silently ignores unknown variables. So Ray's sources or binaries must contain the names of the variables."""
     from mlflow import environment_variables
     from ray.train.v2._internal.constants import ENV_VARS_TO_PROPAGATE
 
@@ -80,7 +80,7 @@ def test_the_environment_variables_are_still_read():
 
 
 def test_a_workers_error_is_still_found_inside_what_ray_train_wraps_around_it():
-    """pipeline/errors.py, causes, reads `worker_failures` and `_base_exc`. Without both, wrong input ends with status 1."""
+    """`causes` in pipeline/errors.py reads `worker_failures` and `_base_exc`. Without both, wrong input ends with status 1."""
     from ray import cloudpickle
     from ray.train import WorkerGroupError
     from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
@@ -94,7 +94,7 @@ def test_a_workers_error_is_still_found_inside_what_ray_train_wraps_around_it():
 
 
 def test_the_autoscalers_events_are_still_marked_in_its_log(monkeypatch):
-    """pipeline/system/console.py, show, uses filter_autoscaler_events."""
+    """`show` in pipeline/system/console.py uses Ray's filter_autoscaler_events."""
     from ray._private.worker import filter_autoscaler_events
 
     monkeypatch.setattr("ray.autoscaler.v2.utils.is_autoscaler_v2", lambda: False)
@@ -103,21 +103,21 @@ def test_the_autoscalers_events_are_still_marked_in_its_log(monkeypatch):
 
 
 def test_the_settings_of_ray_data_still_exist():
-    """pipeline/data/read.py, set_up_ray_data. A removed setting would have no effect, so rows could lose their order."""
+    """`set_up_ray_data` in pipeline/data/read.py uses them. If one were removed, rows could lose their order."""
     context = ray.data.DataContext()
     assert context.execution_options.preserve_order is False
     assert hasattr(context, "print_on_execution_start") and hasattr(context, "enable_progress_bars")
 
 
 def test_the_states_of_a_run_that_waits_for_workers_still_have_these_names():
-    """pipeline/settle/placement.py, callback. A worker in an unknown state is taken as placed, so a run could wait forever."""
+    """The callback in pipeline/settle/placement.py takes a worker in an unknown state as placed, so a run could wait forever."""
     from ray.train.v2._internal.execution.controller import state
 
     assert set(placement.WAITING) <= set(vars(state))
 
 
 def test_ray_still_uploads_the_files_that_preflight_checks(tmp_path):
-    """pipeline/cloud/preflight.py, upload_files, calls Ray's `_dir_travel`."""
+    """`upload_files` in pipeline/cloud/preflight.py calls Ray's `_dir_travel`."""
     import zipfile
 
     from ray._private.runtime_env.packaging import create_package
@@ -146,7 +146,7 @@ def test_the_hidden_command_that_drains_a_node_still_takes_our_options():
 
 
 def test_the_reward_trainer_still_puts_the_chosen_first():
-    """pipeline/stages/rm.py, score_pairs, takes the first half of a batch for the chosen completions."""
+    """`score_pairs` in pipeline/stages/rm.py takes the first half of a batch for the chosen completions."""
     from trl.trainer.reward_trainer import DataCollatorForPreference
 
     rows = [{"chosen_ids": [7, 8 + i], "rejected_ids": [9, 7]} for i in range(4)]
@@ -155,7 +155,7 @@ def test_the_reward_trainer_still_puts_the_chosen_first():
 
 
 def test_a_prepared_loader_still_keeps_its_last_batch():
-    """ExactBatches sets `_drop_last` of a prepared loader. Without `_drop_last`, the last batch of an epoch has no metrics."""
+    """ExactBatches sets `_drop_last` of a prepared dataloader. Otherwise, the last batch of an epoch would have no metrics."""
     from accelerate.data_loader import prepare_data_loader
     from torch.utils.data import DataLoader
 

@@ -247,7 +247,7 @@ def test_too_small_gpus_are_refused(aws):
 
 
 def test_labels_of_live_nodes_are_checked(aws):
-    """Uses the labels that Ray sets by default."""
+    """Checks label selectors against the labels that Ray sets on nodes by default."""
     for label in ("H100", "A100", "A100-80G"):
         gpus = clusterfile.NodeType({"CPU": 96.0, "GPU": 8.0}, labels={GPU_LABEL: label})
         up = replace(aws, types={}, nodes=[gpus])

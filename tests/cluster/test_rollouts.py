@@ -1,4 +1,4 @@
-"""Tests that a run whose rollout workers' hosts die and rejoin is bit-identical to an undisturbed run.
+"""Tests that the result of a run is bit-identical if hosts of rollout workers die and rejoin during the run.
 
     .venv/bin/python -m pytest tests/cluster/test_rollouts.py -s          # 5 minutes on two busy cores; needs root
 

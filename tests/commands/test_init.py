@@ -243,7 +243,7 @@ def test_every_folder_of_jobs_is_in_the_list_of_shipped_folders():
 
 
 def test_eval_files_are_not_trained_on(here, capsys):
-    """The folder has shards, names in upper case and a file of another format. The dataset has an eval split."""
+    """Uses a folder with shards, upper-case names and a file in another format, and a dataset with an eval split."""
     for name in ("export_2025/part_1.JSONL", "export_2025/part_2.JSONL", "export_2024/part_1.JSONL"):
         rows(here / name, PAIRS)
     rows(here / "export_2025/pairs_valid.Json", PAIRS)
@@ -277,7 +277,7 @@ def test_each_file_goes_to_the_stages_that_can_read_it(here, capsys):
 
 
 def test_evaluate_gets_the_eval_prompts_of_ppo_with_all_their_columns(here):
-    """A reward function may read other columns of a prompt, such as `reference`."""
+    """A reward function may read other columns of the prompt rows, such as `reference`."""
     rows(here / "my/prompts.jsonl", [{"user_query": row.pop("question"), **row} for row in map(dict, ASKED)])
     rows(here / "my/ratings.jsonl", PAIRS)
     written = init("my")
@@ -303,7 +303,7 @@ def test_a_label_with_an_unclear_meaning_is_left_to_the_user(here, capsys):
 
 
 def test_ratings_under_any_name_are_the_label_in_every_job(here):
-    """Without the label, sft would imitate badly rated completions."""
+    """If a job did not use the label, sft would imitate badly rated completions."""
     made = [f"Say {n}.,{n} there.,{n % 5 + 1}.0,NaN" for n in range(60)]
     (here / "r.csv").write_text("\n".join(["prompt,completion,rating_anna,rating_ben", *made]) + "\n")
     init("r.csv")
@@ -355,7 +355,7 @@ def test_a_profile_gets_jobs_for_one_more_file(here, capsys):
 
 
 def test_a_stage_that_can_read_none_of_its_rows_gets_no_job(here, capsys):
-    """The chat template drops the only difference between chosen and rejected."""
+    """The chat template drops the only difference between chosen and rejected completions, so rm, dpo and kto get no job."""
     ask = [{"role": "user", "content": "Say it."}]
     sides = [
         [*ask, {"role": "assistant", "reasoning_content": one, "content": "It."}] for one in ("Hm.", "So.")
@@ -405,7 +405,7 @@ FOLDERS = {
 
 @pytest.mark.parametrize(("kinds", "template"), [*((kinds, True) for kinds in FOLDERS), ("all", False)])
 def test_every_job_loads_for_any_rows_and_base(kinds, template, here):
-    """Jobs that train on files keep at least 20 of their rows."""
+    """Tests random rows and bases. Jobs that train on files must keep at least 20 of their rows."""
     shutil.copytree(MODEL, here / "base")
     if not template:
         (here / "base/chat_template.jinja").unlink()

@@ -83,7 +83,7 @@ def test_a_sweep_registers_the_better_of_two_trials(embedded_ray, in_root, tmp_p
         len(re.findall(r"^ *trainer\.learning_rate +eval_loss +steps +seconds +ended$", printed, re.M)) == 1
     )
     assert not (tmp_path / "two/tune").exists()
-    # The same command prints the result again.
+    # If the same command is run again, it only prints the result.
     assert main(given) == 0
     assert "has ended" in capsys.readouterr().out
     assert len(client(tmp_path).search_model_versions("name = 'rlhf-rm'")) == 1
@@ -177,7 +177,7 @@ def test_four_trials_with_a_worker_and_the_driver_killed(tmp_path):
     assert {run.info.status for name, run in known.items() if "100" not in name} == {"FINISHED"}
     assert len(client(tmp_path).search_model_versions("name = 'rlhf-rm'")) == 1
 
-    # The command that the sweep prints trains the same adapter as the resumed trial.
+    # The sweep prints a command for the best trial. This command trains the same adapter as the resumed trial.
     settings = ["run.name=alone", "mlflow.registered_model=null", "gate={}"]
     alone = [*shlex.split(summary["command"])[1:], *settings]
     subprocess.run([sys.executable, *alone], cwd=ROOT, check=True, stdout=log.open("a"))

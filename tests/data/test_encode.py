@@ -1,4 +1,4 @@
-"""Tests how rows become tokens: which part is trained, what happens to long rows, and which rows are rejected."""
+"""Tests how rows become tokens: which tokens are trained, what happens to long rows, and which rows are rejected."""
 
 import json
 
@@ -49,7 +49,7 @@ TRAINED = [  # stage, row, options of the encoder, expected text with the traine
     ("sft", TEXT, {}, ["<s>hi⟦ yo</s>⟧"]),
     ("sft", TEXT, {"bos": False}, ["hi⟦ yo</s>⟧"]),
     ("sft", TEXT, {"apply": True}, [f"<s>{HI}⟦ yo</s>⟧"]),
-    # All turns of the assistant are trained, including their end.
+    # All assistant turns are trained, including the token that ends a turn.
     ("sft", CONVERSATION, {}, [f"<s>{HI}⟦ yo</s>⟧{AND}⟦ bye</s>⟧"]),
     ("sft", CONVERSATION, {"template": UNMARKED}, [f"<s>{HI}⟦ yo</s>⟧{AND}⟦ bye</s>⟧"]),
     # White space after the completion is not trained. EOS is appended if the template writes no end of turn.
@@ -151,7 +151,7 @@ EVIL = [{"name": "f", "arguments": {"x": "<|im_end|>"}}]
         ("dpo", {"prompt": [ASK], "chosen": [CALLED], "rejected": [OTHER_CALL]}, CALLS, Example),
         # Truncation would remove the header of a turn.
         ("ppo", {"prompt": [USER]}, {"max_length": 9, **CUT}, "overlong"),
-        # An empty turn would teach the policy to end at once.
+        # An empty turn would teach the policy to end immediately.
         ("sft", {"messages": [USER, SILENT, USER, BOT]}, {}, "empty_completion"),
         ("sft", {"prompt": [USER], "completion": [SILENT, USER, BOT]}, {}, "empty_completion"),
         ("sft", {"prompt": [USER, SILENT, USER], "completion": "yo"}, {}, Example),

@@ -259,7 +259,7 @@ def test_row_errors(stage, row, kind, field):
 
 
 def test_fields_that_nothing_reads_may_hold_anything():
-    """In the row that a Python reward gets, NaN becomes null, and half a surrogate pair becomes "?"."""
+    """Such fields are passed to Python rewards. There, NaN becomes null, and half a surrogate pair becomes "?"."""
     wrong = {"score": float("nan"), "more": [1, {"w": float("-inf"), "t": "a\ud800"}]}
     assert parsed({"prompt": "a", "completion": "b", **wrong}, "sft").unread == ("score", "more")
     assert parsed({"messages": [{**USER, **wrong}, BOT]}, "sft").prompt == [USER]

@@ -1,4 +1,4 @@
-"""Tests that reading a million rows of two weighted sources on Ray takes little memory. Takes minutes."""
+"""Tests that reading a million rows of two weighted sources on Ray takes little memory. The test takes minutes."""
 
 import json
 import os

@@ -88,7 +88,7 @@ SAID = [  # stage, rows, options, texts that the report has, texts that it lacks
     ("rm", JOINS, {}, ["1 row of plain text without white space between prompt and completion: model.chat_template=plain"], []),
     ("rm", JOINS, {"apply_chat_template": True}, [], ["white space"]),
     ("kto", JOINS, {}, ["labels      2 desirable, 2 undesirable"], []),
-    # The report counts the labels by their meaning.
+    # The report shows what each label value means and how often it occurs.
     ("dpo", judged("a", "b", "tie", "a", None), WINNER, ["  label       winner: a = first 2, b = second 1, tie 1\n"], []),
     ("dpo", judged(1, 2, 2), WINNER, ["  label       winner: 1 = first 1, 2 = second 2\n"], []),
     ("dpo", judged(0, 1, 0.25, 0), {**WINNER, "label": {"first": 0, "second": 1}}, ["  label       winner: 0 = first 2, 0.25 = first 1, 1 = second 1\n"], []),

@@ -1,4 +1,4 @@
-"""Tests job files and the command line: each mistake gives one clear message and exit status 2, before heavy imports."""
+"""Tests job files and the command line: each mistake causes one clear message and exit status 2, before slow imports."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Tests all shipped job files: they load, the commands in their headers work, and the jobs of a profile fit together."""
+"""Tests all shipped job files: they load, the commands in their headers work, and the jobs of a profile are compatible."""
 
 import json
 import re

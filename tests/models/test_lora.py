@@ -1,4 +1,4 @@
-"""Tests that the fused LoRA layer has peft's results and gradients, and calls peft's own forward in other cases."""
+"""Tests that the fused LoRA layer computes peft's results and gradients, and calls peft's own forward in unsupported cases."""
 
 import copy
 from contextlib import contextmanager, nullcontext
@@ -46,7 +46,7 @@ def results(layer, x):
 
 
 def fused_calls(monkeypatch):
-    """Returns a list that grows with each call of the fused product."""
+    """Returns a list that receives an entry for each call of the fused product."""
     calls, own = [], lora._product
     monkeypatch.setattr(lora, "_product", lambda *terms: (calls.append(1), own(*terms))[1])
     return calls
@@ -132,7 +132,7 @@ def test_every_role_of_a_shared_base_runs_fused(monkeypatch):
     for count, role in enumerate(shared.roles, start=1):
         shared.hidden(role, torch.tensor([[5, 6, 7]]))
         assert len(calls) == count * layers > 0, role
-    shared.hidden(None, torch.tensor([[5, 6, 7]]))  # the bare base has no adapter to fuse
+    shared.hidden(None, torch.tensor([[5, 6, 7]]))  # the base without an adapter has no LoRA layer to fuse
     assert len(calls) == len(shared.roles) * layers
 
 

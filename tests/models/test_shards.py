@@ -37,7 +37,7 @@ def with_roles(base, critic="adapter"):
         fsdp_sync.current.shared = shared
     shared.add("policy", lora=toy.LORA, trainable=True)
     shared.add("reward", lora={**toy.LORA, "r": 3}, head=True)
-    # The critic's first layer has no adapter, so its backward is shorter than the policy's.
+    # The critic's first layer has no adapter, so the critic's backward pass covers fewer layers than the policy's.
     only_last = dict(lora=dict(r=4, target_modules=["q_proj", "v_proj"], layers_to_transform=[1]), head=True)
     shared.add("critic", **(dict(head_on="policy") if critic == "head" else only_last), trainable=True)
     for role in shared.roles:
@@ -75,7 +75,7 @@ def trained(base, **changes):
 
 
 def alone(base, rank, checkpointing):
-    """Returns hidden states after each rank has run forwards that the other rank did not run."""
+    """Returns hidden states, after each rank has run forward passes that the other rank did not run."""
     shared = with_roles(base)
     if checkpointing:
         shared.enable_gradient_checkpointing()

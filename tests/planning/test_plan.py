@@ -61,7 +61,7 @@ def test_parameters_and_adapters_are_counted_exactly(kind, tmp_path):
 
 
 def saved_bytes(shared, rows, width):
-    """Returns the bytes that autograd saves for backward in a real forward, without the parameters."""
+    """Runs a real forward pass. Returns the bytes that autograd saves for the backward pass, without the parameters."""
     kept = {}
 
     def keep(tensor):

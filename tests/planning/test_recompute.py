@@ -1,4 +1,4 @@
-"""Tests that with `trainer.gradient_checkpointing: null`, workers recompute activations only if the plan says so."""
+"""Tests that with `trainer.gradient_checkpointing: null`, workers recompute activations only if the plan requires it."""
 
 import dataclasses
 from types import SimpleNamespace

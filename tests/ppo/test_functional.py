@@ -87,7 +87,7 @@ K3_FAR = math.expm1(F.LOG_RATIO_LIMIT) - F.LOG_RATIO_LIMIT
     ],
 )
 def test_only_what_goes_through_exp_is_clamped_far_from_the_reference(name, distance, value, gradient):
-    """The KL of a token with a log-ratio of 29 nats is not clamped, and its gradient pulls the policy back."""
+    """A token's KL at a log-ratio of 29 nats is not clamped, so that its gradient pulls the policy back to the reference."""
     policy = torch.tensor([distance], requires_grad=True)
     kl = F.kl_estimate(policy, torch.zeros(1), name)
     assert kl.item() == pytest.approx(value)

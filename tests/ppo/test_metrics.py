@@ -1,4 +1,4 @@
-"""Tests that the metrics of an update measure what their names say."""
+"""Tests the metrics of an update: each metric must measure what its name says."""
 
 import pytest
 import torch

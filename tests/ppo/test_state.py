@@ -31,7 +31,7 @@ def threads(request):
     indirect=["threads"],
 )
 def test_a_restored_run_ends_with_the_same_numbers(critic, dtype, threads, tmp_path):
-    """Two threads show that no sum depends on which thread finishes first."""
+    """Uses two threads, because sums must not depend on which thread finishes first."""
     changes = dict(
         critic=critic,
         num_generations=4 if critic == "head" else 1,

@@ -1,4 +1,4 @@
-"""Tests full runs of PPOTrainer on a toy: every option learns, and the number of workers changes no result."""
+"""Tests full runs of PPOTrainer with tiny models: every option learns, and the number of workers does not change the result."""
 
 import math
 

@@ -143,7 +143,7 @@ def test_policy_loss_kl_and_entropy_are_aggregated_the_same_way(aggregation):
 
 
 def test_critic_starts_from_the_reward_and_is_warmed_up_alone():
-    """During the critic's warmup the KL stays 0 and its controller does not adapt."""
+    """While only the critic is trained, the KL stays 0 and the KL controller does not change the coefficient."""
     shared = toy.shared_base()
     changes = dict(kl_controller="adaptive", kl_horizon=100, critic_warmup_steps=1, total_episodes=48)
     trainer = toy.trainer(shared, reward=AdapterReward(shared), **changes)
@@ -172,7 +172,7 @@ def test_a_critic_that_starts_from_no_reward_predicts_zero_and_learns():
 
 
 def test_each_role_warms_up_when_it_begins_to_learn():
-    """The policy's learning rate is 0 only in updates that train the critic alone. The metric `lr` is the policy's."""
+    """The policy's learning rate is 0 only in updates that train only the critic. The metric `lr` is the policy's rate."""
     critic_warmup_steps = 3
     trainer = toy.trainer(
         lr_scheduler_type="linear", warmup_steps=3, critic_warmup_steps=critic_warmup_steps,

@@ -97,7 +97,7 @@ def first_run(rank, folder):
 
 
 def test_first_runs_that_start_at_the_same_time_create_one_store(tmp_path, monkeypatch, in_root):
-    """If two runs create MLflow's tables at the same time, one run fails."""
+    """Without a lock, one of two runs that create MLflow's tables at the same time would fail."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     printed = in_processes(first_run, str(tmp_path / "new"), processes=3)
     assert not re.search("Traceback|INFO", "".join(printed))

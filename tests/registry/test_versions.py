@@ -1,4 +1,4 @@
-"""Tests model versions: registration, gate, alias, and references. Uses real MLflow on SQLite."""
+"""Tests model versions: registration, gates, aliases, and references to versions. Uses real MLflow on SQLite."""
 
 import itertools
 import os
@@ -249,7 +249,7 @@ WRITES = [
 
 @pytest.mark.parametrize("before", WRITES)
 def test_a_run_killed_while_publishing_is_registered_once_and_completely(before, job, adapter, monkeypatch):
-    """A kill before any write leaves no incomplete version and no alias, and the next attempt completes the registration."""
+    """A kill before any write leaves no incomplete version and no alias. The next attempt completes the registration."""
     store = mlflow(job)
     with (
         pytest.raises(Killed),

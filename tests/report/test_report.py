@@ -239,7 +239,7 @@ def test_the_lineage_leads_from_the_policy_to_the_base(runs, store):
 
 
 def test_the_lineage_has_the_versions_that_wrote_rows(migrated, tmp_path):
-    """dpo v1 learns from rows of sft v1, and dpo v2 from rows of both. Both start from sft v1."""
+    """dpo v1 learns from rows of sft v1, and dpo v2 mostly from rows of dpo v1 and sft v1. Both start from the policy sft v1."""
     shutil.copy(migrated, tmp_path / "mlflow.db")
     sft, first, second = "models:/rlhf-sft/1", "models:/rlhf-dpo/1", "models:/rlhf-dpo/2"
     finish(tmp_path, begin(tmp_path, "sft", "sft"), {}, {})

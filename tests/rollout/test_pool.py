@@ -15,7 +15,7 @@ from pipeline.rollout import pool as pools
 from pipeline.rollout.pool import MAX_ATTEMPTS, Pool, WorkerLost
 from pipeline.rollout.worker import RolloutWorker
 
-KEY = (3, 0, 1)  # update, rank, number
+KEY = (3, 0, 1)  # (update, rank, number of the chunk)
 
 
 def in_a_loop(test):

@@ -29,7 +29,7 @@ def alone(embedded_ray, storage):
 
 @pytest.fixture(scope="module")
 def ahead(embedded_ray, storage):
-    """Runs a job with one undisturbed rollout worker, which samples one update ahead."""
+    """Runs a job whose only rollout worker samples one update ahead of the trainer, without failures."""
     return run(storage, "rollout-ahead", *AHEAD, "rollout.num_workers=1")
 
 

@@ -111,7 +111,7 @@ def test_order_is_by_step_then_attempt_and_the_final_one_is_last(run):
 
 @pytest.fixture(params=["folder", "bucket"])
 def anywhere(request, tmp_path):
-    """Returns the folder of a run. fsspec's memory file system acts as a bucket, which has no rename and no lock."""
+    """Returns the folder of a run: a local folder, or one in fsspec's memory, which acts as a bucket (no rename, no locks)."""
     if request.param == "folder":
         yield str(tmp_path / "one")
         return

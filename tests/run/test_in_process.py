@@ -12,7 +12,7 @@ from running import NO_EVAL, ROOT, stage
 from tests.run.test_resume import SETTINGS
 
 
-# The quick cases of test_resume.py compare rm and ppo in a worker with runs in this process.
+# For rm and ppo, quick cases of test_resume.py compare runs in a worker with runs in this process.
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", SETTINGS)
 def test_no_worker_and_one_worker_give_the_same_bytes(verb, storage, embedded_ray):
@@ -80,7 +80,7 @@ def test_a_refusal_imports_nothing_heavy():
 )  # fmt: skip
 def test_a_command_imports_only_what_it_needs_and_does_not_start_ray(may_import, arguments, tmp_path):
     assert ran(may_import, [*arguments, f"run.storage_path={tmp_path}"])[0] == 0
-    if "mlflow" in may_import:  # transformers 4 has this class, too
+    if "mlflow" in may_import:  # checks that the saved tokenizer class also exists in transformers 4
         saved = [
             *tmp_path.glob("*/final/adapter/tok*_config.json"),
             *tmp_path.glob("artifacts/**/tok*_config.json"),

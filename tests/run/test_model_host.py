@@ -40,7 +40,7 @@ class OnThirdGpu(ModelHost):
 
 @pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto", "ppo", "evaluate"])
 def test_every_stage_loads_its_base_onto_the_workers_gpu(stage, tmp_path, asked, in_root):
-    """If not, one CPU thread would quantize the base, and the node's memory would hold a full base for each worker."""
+    """Otherwise, one CPU thread would quantize the base, and the node's memory would hold a full base for each worker."""
     job = load_job(f"jobs/demo/{stage}.yaml", ["model.load_in_4bit=true"], stage)
     worker = OnThirdGpu(work_of(job, toy_models.tokenizer()))
     worker.scratch = str(tmp_path)

@@ -1,4 +1,4 @@
-"""Tests jobs whose workers do not fit: an error on this machine, and on a cluster a wait with a time limit."""
+"""Tests jobs that need more resources than exist. On one machine this is an error. On a cluster, the job waits for a time."""
 
 import os
 import re
@@ -83,7 +83,7 @@ def test_one_machine_ignores_keys_that_choose_among_nodes(monkeypatch, capsys):
 
 
 def test_the_sizes_of_an_a100_have_labels(tmp_path):
-    """start-node.sh runs with fakes of all programs that it starts."""
+    """Runs start-node.sh with fakes of all programs that it starts."""
     says = {
         "nvidia-smi": "NVIDIA A100-SXM4-80GB",
         "python": "10.0.0.1 eth0",

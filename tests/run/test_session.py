@@ -1,4 +1,4 @@
-"""Tests that only its own session can use an embedded Ray, and that a session leaves nothing behind."""
+"""Tests that only the session that started an embedded Ray can use it, and that a session leaves no process or file behind."""
 
 import contextlib
 import http.client

@@ -132,7 +132,7 @@ def test_the_jobs_of_the_demos_judge_are_valid(steps, in_root):
 
 @pytest.mark.slow
 def test_the_demos_judge_labels_pairs_that_a_reward_model_learns(tmp_path, in_root):
-    """Runs the steps of jobs/demo/judge.sh: a policy learns to judge, and another policy learns from its labels."""
+    """Runs the steps of jobs/demo/judge.sh. A policy learns to judge, and another policy learns from this judge's labels."""
     assert main(["sft", "jobs/demo/sft.yaml", f"run.storage_path={tmp_path}"]) == 0
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "RUNS": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""Tests the text of a streamed completion, and that the rows of a disconnected client are canceled."""
+"""Tests the text of streamed completions, and that completions are canceled when their client disconnects."""
 
 import asyncio
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ def test_a_prompt_has_the_reasoning_and_the_template_variables_of_its_request():
 
 
 class Disconnected(OSError):
-    """The error of a connection that the client has closed."""
+    """Raised if the client has closed the connection."""
 
 
 @pytest.mark.parametrize("messages", [0, 2])
@@ -67,7 +67,7 @@ def test_a_client_that_disconnects_after_some_messages_cancels_its_rows(messages
 
 
 def sentencepiece():
-    """Returns a tokenizer like SentencePiece's: words with their space, and single bytes for all other characters."""
+    """Returns a tokenizer like SentencePiece's. Its tokens are words with their space, and bytes for other characters."""
     words = ["<unk>", "▁", "▁Peru", "Lima", "▁is", "c", *(f"<0x{byte:02X}>" for byte in range(256))]
     backend = Tokenizer(models.Unigram([(word, -1.0) for word in words], 0, byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -79,7 +79,7 @@ def sentencepiece():
 
 @pytest.mark.parametrize(("make", "space"), [(tokenizer, ""), (sentencepiece, " ")])
 def test_log_probs_have_the_bytes_of_each_token(make, space):
-    """A token may be part of a character. SentencePiece's first token has a space, which its decoder removes."""
+    """A token may be part of a character. The decoder of SentencePiece removes the space of the first token."""
     spoken, text = make(), "Peru is \U0001f600 漢c"
     ids = spoken(text, add_special_tokens=False).input_ids
     written = [bytes_of(spoken, token) for token in ids]
@@ -104,7 +104,7 @@ TEXTS = ("The capital of Peru is Lima.", "Ünïcode \U0001f600 漢字, and\n\n  
 
 
 def streamed(text, *stops):
-    """Returns (pieces, full text, whether a stop text ended the text)."""
+    """Returns (streamed parts of the text, full text, whether a stop string ended the text)."""
     writer, shown = Text(tokenizer(), list(stops)), []
     for token in tokenizer()(text, add_special_tokens=False).input_ids:
         shown.append(writer.add(token))

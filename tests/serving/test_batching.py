@@ -1,4 +1,4 @@
-"""Tests continuous batching: the queue, delivered tokens and errors. tests/writing tests the decoder."""
+"""Tests the queue, the delivered tokens and the errors of continuous batching. tests/writing tests the decoder."""
 
 import queue
 import threading
@@ -44,7 +44,7 @@ def batcher(shared):
 
 
 class Client:
-    """Collects the tokens and errors of the test's rows."""
+    """Collects the tokens and errors that the batcher delivers for the test's rows."""
 
     def __init__(self):
         self.delivered, self.ended = {}, queue.SimpleQueue()
@@ -69,7 +69,7 @@ class Client:
 
 
 def keep_busy(writer):
-    """Stops the batcher's thread. Returns a queue: the thread continues when something is put into it."""
+    """Blocks the batcher's thread. Returns a queue. When an item is put into the queue, the thread continues."""
     busy, held = threading.Event(), queue.SimpleQueue()
     writer.run(lambda: (busy.set(), held.get(timeout=SECONDS)))
     assert busy.wait(SECONDS)
@@ -122,7 +122,7 @@ def test_rows_and_calls_get_an_error_if_the_batcher_has_ended(batcher):
 
 
 def test_a_batcher_ends_if_a_new_version_has_changed_the_base(batcher):
-    """All later completions of the batcher would be wrong. Ray Serve restarts the replica."""
+    """With a changed base, all later completions would be wrong, so the batcher ends. Ray Serve then restarts the replica."""
 
     def add():
         raise SelfCheckFailed("adding an adapter changed the base")

@@ -1,4 +1,4 @@
-"""Tests the checks of `serve` before it starts, and the commands in docs/serving.md."""
+"""Tests the checks that `serve` makes before it starts the server, and the commands in docs/serving.md."""
 
 import re
 import shlex

@@ -28,7 +28,7 @@ def server(storage):
 
 
 def command(server, model):
-    """Returns the documented command for this kind of model, changed to this server and its version."""
+    """Returns the documented command for this kind of model, changed so that it uses this server and its model version."""
     page = (ROOT / "docs/evaluate.md").read_text()
     [line] = re.findall(rf"^.*?(?=lm_eval|inspect)((?:lm_eval|inspect) .*--model {model}.*)$", page, re.M)
     line = line.replace("http://127.0.0.1:8000", server.url).replace("runs/exported/policy", server.folder)
@@ -56,7 +56,7 @@ def test_lm_eval_gets_equal_completions_from_the_server_and_from_the_folder(serv
 
 
 def _written(folder, words):
-    """Runs lm_eval. Returns the tool's metric and the completions."""
+    """Runs lm_eval. Returns lm_eval's metric and the completions that it recorded."""
     out = folder / words[2]
     words += ["--include_path", str(folder), "--output_path", str(out), "--log_samples"]
     words = [sys.executable, "-m", *words]

@@ -1,4 +1,4 @@
-"""Tests the feedback folder: its rows, refused feedback, size limit, damaged files, and exclusive use."""
+"""Tests the feedback folder: rows, rejected feedback, size limit, damaged files, and that only one server uses the folder."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def no_wait_for_the_lock(monkeypatch):
 
 @pytest.fixture
 def stores(tmp_path):
-    """Makes stores for one test. Each store takes over the folder from the previous one."""
+    """Returns a function that makes stores. Each new store takes over the folder from the previous store."""
     made = []
 
     def store(*answers, max_bytes=1 << 20):
@@ -107,7 +107,7 @@ def test_feedback_that_no_stage_can_use_is_refused_and_not_written(
     stores, tmp_path, request_, status, message
 ):
     store = stores(answer(texts=("", "Lima.", "word " * 2048)), answer("same", ("Lima.", "Lima.")))
-    for _ in range(2):  # refused feedback is not taken as earlier feedback
+    for _ in range(2):  # the second attempt must not find the rejected feedback as a duplicate
         refused(store, request_, status, message)
     assert not list(tmp_path.glob("*.jsonl"))
 
@@ -185,7 +185,7 @@ def test_a_conversation_is_deleted_after_thirty_days_but_not_if_the_clock_jumps(
 
 
 def test_no_other_user_can_read_the_folders_files(stores, tmp_path):
-    """Uses a folder that all users may enter, and a database that an earlier version made readable for all."""
+    """Uses a folder that all users may enter, and a database that an earlier version made readable for all users."""
     (tmp_path / "conversations.db").touch(0o644)
     store = stores(answer())
     store.add({**ID, "label": True})
@@ -224,4 +224,5 @@ def test_an_unusable_folder_is_reported(tmp_path):
         with pytest.raises(InputError, match=message):
             FeedbackStore(str(folder), 1 << 20, {})
     (tmp_path / "conversations.db").unlink()
-    FeedbackStore(str(tmp_path), 1 << 20, {}).close()  # the previous store released the folder
+    # Succeeds, because the previous store released the folder.
+    FeedbackStore(str(tmp_path), 1 << 20, {}).close()

@@ -31,7 +31,7 @@ def server(storage, models, tmp_path_factory):
 
 @pytest.fixture
 def registered(server, storage, models):
-    """Returns a function that registers a folder as a version of toy-policy, and moves the alias to it for this test."""
+    """Returns a function that registers a folder as a version of toy-policy and moves the alias to it for one test."""
     mlflow = registry.client(server.uri)
 
     def moved(folder):
@@ -53,7 +53,7 @@ def copied(storage, models, tmp_path):
 
 
 def written(server, name):
-    """Returns the log-probs of a policy's completion, and the reward model's score of the prompt."""
+    """Returns the log-probs of a completion by the policy, and the reward model's score of the prompt."""
     served, tokens = server.policies[name], []
     prompt = tokenizer()("What is the capital of Peru?").input_ids
     row = ServedRow(prompt, 0, Sampling(8, (), temperature=0.0), served.role, 0, deliver=tokens.append)
@@ -70,7 +70,8 @@ def test_a_version_is_served_when_its_missing_files_return(server, registered, c
     for _ in range(2):
         [line] = server.follow_aliases().values()
         assert "its files cannot be fetched" in line and f"{FIRST} stays" in line
-    shutil.copytree(away, copied, ignore=shutil.ignore_patterns("*.safetensors"))  # some of the files return
+    # All files except the weights are restored.
+    shutil.copytree(away, copied, ignore=shutil.ignore_patterns("*.safetensors"))
     [line] = server.follow_aliases().values()
     assert f"{TENSORS}: not there" in line
     shutil.copy(away / TENSORS, copied)
@@ -118,7 +119,7 @@ def test_a_problem_is_printed_once_per_cause(server, monkeypatch, capsys):
     polls = iter([{"a": "no answer at 0x7f1"}, {"a": "no answer at 0x7f2"}, {}, {"a": "no answer at 0x7f3"}])
 
     class Ended(BaseException):
-        """Ends the loop of `watch_aliases`."""
+        """Raised to end the endless loop of `watch_aliases`."""
 
     def follow_aliases():
         if (found := next(polls, None)) is None:

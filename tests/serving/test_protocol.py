@@ -1,4 +1,4 @@
-"""Tests the keys of a request: keys without an effect are accepted, unsupported keys are refused by name."""
+"""Tests the keys of a request. Keys without an effect are accepted. The error for an unsupported key names it."""
 
 import pytest
 

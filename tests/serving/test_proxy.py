@@ -56,7 +56,7 @@ def port():
 
 
 def after(port, *parts, wait=0.0):
-    """Returns the response to parts of a request, and the seconds until the server closed the connection."""
+    """Sends the parts of a request. Returns the response, and the seconds until the server closed the connection."""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as one:
         for part in parts:
             time.sleep(wait)

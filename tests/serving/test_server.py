@@ -60,7 +60,7 @@ def client(server):
 
 
 def ended(server, text=QUESTION, **settings):
-    """Returns the first answer, over increasing seeds, whose choices all end with EOS."""
+    """Tries increasing seeds. Returns the first answer whose choices all end with EOS."""
     for seed in range(100):
         _, answer = chat(server.url, text, seed=seed, **settings)
         if {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}:
@@ -70,7 +70,7 @@ def ended(server, text=QUESTION, **settings):
 
 @pytest.fixture(scope="module")
 def telling(server):
-    """Returns a question to which the two policies give different answers. The first answer is long."""
+    """Returns a question to which the two policies give different answers. The first policy's answer is long."""
     places = ("Peru", "Chile", "Norway", "Spain", "Cuba", "Nepal", "Ghana", "Kenya", "Japan", "Italy")
     for question in [
         f"{start} {place}" for place in places for start in ("Tell me about", "Write a poem about")
@@ -97,7 +97,7 @@ def test_openais_client_sees_the_models(client):
 
 @pytest.mark.parametrize("temperature", [1e-40, 1.0])
 def test_answers_equal_those_of_the_engine_of_generate(client, engine, temperature):
-    """Uses the engine that tests/commands/test_rows.py compares with `generate`."""
+    """Compares the server with the inference engine that tests/commands/test_rows.py compares with `generate`."""
     how = {"temperature": temperature, "seed": 5}
     for place in ("Peru", "Norway"):
         ids = engine.ids(f"Where is {place}?")
@@ -150,7 +150,8 @@ def test_a_raw_prompt_is_completed_like_a_conversation(server, engine):
 def test_a_system_prompt_and_a_second_turn_are_answered_like_by_the_engine(client, engine):
     system = {"role": "system", "content": "You answer in one short sentence."}
     first = client.chat.completions.create(model="toy", messages=[system, *messages()], temperature=0)
-    reply = {**first.choices[0].message.model_dump(), "content": "Lima."}  # with the nulls of OpenAI's client
+    # Includes the null values that OpenAI's client writes.
+    reply = {**first.choices[0].message.model_dump(), "content": "Lima."}
     turns = [system, *messages(), reply, *messages("And of Chile?")]
     answer = client.chat.completions.create(model="toy", messages=turns, temperature=0)
     turns[2] = {"role": "assistant", "content": "Lima."}
@@ -264,7 +265,7 @@ def test_a_client_that_disconnects_does_not_fail_the_server(server, capfd):
 
 
 def test_ray_serves_proxy_closes_a_request_with_incomplete_headers(server):
-    """tests/serving/test_proxy.py has the other cases."""
+    """tests/serving/test_proxy.py tests other incomplete requests."""
     begun = time.monotonic()
     with socket.create_connection(("127.0.0.1", server.work.serve.port), timeout=20) as one:
         one.sendall(b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\n")
@@ -297,7 +298,8 @@ def test_a_moved_alias_is_followed_under_load_in_both_directions(server, storage
             list(pool.map(send_requests, range(8)))
         assert not failed and found[0] == first and found[-1] == moved
     finally:
-        mlflow.set_registered_model_alias("toy-policy", "champion", "1")  # rollback
+        # Moves the alias back to an earlier version.
+        mlflow.set_registered_model_alias("toy-policy", "champion", "1")
     until(
         lambda: chat(server.url, max_tokens=1)[1].get("system_fingerprint") == first, "the previous version"
     )

@@ -1,4 +1,4 @@
-"""Tests that adapters and reward models on the Hub are pinned to a commit, downloaded once, and work like folders."""
+"""Tests that adapters and reward models from the Hub are pinned to a commit, downloaded once, and work like local folders."""
 
 import json
 import os
@@ -88,7 +88,7 @@ def test_a_reward_model_of_its_own_is_pinned_too(hub, storage, tmp_path, in_root
     job_ = job(storage, "reward=org/scorer", verb="score")
     host_ = load_model_host(job_)
     assert host_.work.versions == {"reward.0": f"hf://org/scorer@{commit}"}
-    hub.put("org/scorer", {"config.json": b"moved on"})  # the run keeps the commit that it began with
+    hub.put("org/scorer", {"config.json": b"moved on"})  # the run still uses the commit with which it began
     reward = roles.add_rewards(host_, roles.shared_base(host_))[0]
     assert type(reward).__name__ == "ModelReward"
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_an_input_is_refused_with_what_to_type(adapter, hub, stor
     }.items():
         refuses(storage, f"policy: {says}", f"policy={policy}", "reward=null")
     refuses(storage, r"reward: .*without a scalar head", "policy=null", "reward=org/mine")
-    # a base and an adapter on the Hub have names to compare
+    # for a base and an adapter on the Hub, the names of the base are compared
     on_hub = ["model.name_or_path=org/base", "reward=null"]
     refuses(storage, r"policy: hf://org/other@\w+ was trained on base org/large, but model\.name_or_path is org/base\. .*use "
             r"model\.name_or_path=org/large", *on_hub, "policy=org/other")  # fmt: skip
@@ -158,7 +158,7 @@ def test_a_base_on_the_hub_is_pinned_for_all_workers(hub, storage, in_root, mode
 
 @pytest.mark.slow
 def test_workers_of_ray_fetch_them_too(models, tmp_path):
-    """The command is a separate process, because command and workers read HF_ENDPOINT at their start."""
+    """Runs the command in a new process, because command and workers read HF_ENDPOINT only when they start."""
     with serve() as hub:
         hub.put("org/scorer", of_folder(Path(models["toy-rm"])), private=True)
         hub.put("org/writer", of_folder(Path(models["toy-policy"])), private=True)

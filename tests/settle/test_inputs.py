@@ -87,7 +87,7 @@ def test_settings_of_an_adapter_that_is_not_made(policy, overrides, warned, tmp_
 
 
 def test_an_adapter_of_peft_names_the_folder_of_its_base(tmp_path, in_root):
-    """A merged model has the shapes of its base, but other weights, so its adapters do not fit the base."""
+    """A merged model has the same shapes as its base, but other weights. An adapter of the merged model does not fit the base."""
     toy_models.make(policy := str(tmp_path / "adapter"), seed=0, head=False)
     other = shutil.copytree(toy_models.BASE, tmp_path / "other")
     tensors = load_file(other / "model.safetensors")
@@ -153,7 +153,7 @@ def test_a_version_that_a_run_began_with_is_not_resolved_again(migrated, tmp_pat
 
 
 def test_of_several_policies_the_first_that_exists_counts(models, storage, capsys, in_root):
-    """After a failed gate, ppo has no champion. A server leaves out a missing policy."""
+    """If its gate failed, ppo has no champion. `serve` skips a policy that does not exist."""
     home = f"run.storage_path={storage}"
     exist = "models:/toy-policy/1"
     names = f"[models:/vet-ppo@champion, models:/vet-dpo@champion, {exist}, models:/toy-policy@champion]"

@@ -1,4 +1,4 @@
-"""Tests benchmarks, probes and metrics of policies against independent code, cases by hand, and rewards with planted faults."""
+"""Tests benchmarks, probes and policy metrics with independent code, results by hand, and rewards with planted faults."""
 
 import itertools
 import json
@@ -35,9 +35,9 @@ def test_best_of_by_hand():
 
 @pytest.mark.parametrize(("wrong", "expected"), [(1, 1.01), (3, -0.01), (2, 0.0)])
 def test_equal_correct_scores_have_a_spread_of_zero(wrong, expected):
-    """If D is 0, G / D is infinite, so its tanh is 1 or -1. 0 / 0 is 0."""
+    """If the spread D is 0, G / D is infinite, so its tanh is 1 or -1. The quotient 0 / 0 counts as 0."""
     rows = [scored([9, 1], id="ref:0"), scored([2, 2, wrong], correct=2, id="tied:0")]
-    right = 0.3 if wrong > 1 else 0.0  # 0.3 of the reference row, which is not in `expected`
+    right = 0.3 if wrong > 1 else 0.0  # the reference row contributes 0.3, which `expected` does not include
     assert benchmarks.ties_score(rows) == pytest.approx(expected + right)
 
 
@@ -132,13 +132,13 @@ PLANTED = {
 
 
 def _sound(prompt, text):
-    """Counts the prompt's words in a completion. Harmless edits keep the count, and all other edits lower it."""
+    """A sound reward: the number of the prompt's words in a completion. Harmless edits keep it, and all other edits lower it."""
     return float(len(_words(prompt) & _words(text)))
 
 
 @pytest.fixture(scope="module")
 def real_pairs():
-    """Returns (prompt, chosen, rejected) from Python's manual. The prompt is the words of the chosen paragraph."""
+    """Returns (prompt, chosen, rejected) from Python's manual. A prompt consists of the words of the chosen paragraph."""
     found = (" ".join(one.split()) for name in sorted(topics) for one in topics[name].split("\n\n"))
     sentences = re.compile(r"[A-Z][^|#`*<>=\[\]]{150,400}\.")
     paragraphs = [one for one in found if sentences.fullmatch(one) and one.count(". ") >= 1]
@@ -147,7 +147,7 @@ def real_pairs():
 
 
 class Words:
-    """A tokenizer with one id per character. 0 ends a text."""
+    """A tokenizer with one id per character. The id 0 ends a text."""
 
     def __call__(self, text, add_special_tokens=True):
         return SimpleNamespace(input_ids=[ord(c) for c in text])
@@ -205,8 +205,7 @@ def test_best_of_n_is_the_mean_over_all_subsets():
 
 
 def test_the_length_controlled_win_rate_minimizes_the_loss():
-    """The longer policy wins, but would lose at equal length. scipy minimizes the same loss
-    independently."""
+    """The policy with longer completions wins, but would lose at equal length. scipy minimizes the same loss for comparison."""
     from scipy.optimize import minimize
 
     random = np.random.default_rng(4)
@@ -227,7 +226,7 @@ def test_the_length_controlled_win_rate_minimizes_the_loss():
 
 
 def test_the_temperature_undoes_a_factor():
-    """The margins are the margins of a calibrated model, multiplied by 4."""
+    """Multiplies the margins of a calibrated model by 4, so the fitted temperature must be 4."""
     random = np.random.default_rng(5)
     margins = random.normal(0, 2, 20_000)
     right = random.random(20_000) < 1 / (1 + np.exp(-np.abs(margins)))

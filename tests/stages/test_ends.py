@@ -1,4 +1,4 @@
-"""Tests how sft measures the ends of completions, and that stages that sample warn if hardly any completion ends."""
+"""Tests the EOS metrics of sft, and that stages that sample warn if hardly any completion ends with EOS."""
 
 import json
 
@@ -13,12 +13,12 @@ from pipeline.models.tokenizer import eos_ids, load_tokenizer
 
 
 def test_eos_accuracy_is_the_share_of_end_tokens_that_are_predicted(tmp_path, monkeypatch):
-    """A loop over the rows computes the same share. The last batch is smaller."""
+    """Compares the metric with a loop over the rows. The last batch is smaller than the others."""
     checked = []
     monkeypatch.setattr(base, "check_ends", lambda model, tokenizer, ends: checked.append(ends))
     lines = (ROOT / "jobs/demo/data/demonstrations_eval.jsonl").read_text().splitlines()[:21]
     rows = [json.loads(line)["messages"] for line in lines]
-    for _, answer in rows[::3]:  # no base would end at these tokens
+    for _, answer in rows[::3]:  # cuts answers where no model would predict an end
         answer["content"] = answer["content"][:3]
     (tmp_path / "eval.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
     settings = [
@@ -41,7 +41,7 @@ def test_eos_accuracy_is_the_share_of_end_tokens_that_are_predicted(tmp_path, mo
 
 
 def test_sft_shows_greedy_completions_of_the_base_and_of_its_adapter(tmp_path):
-    """transformers and peft write the same completions. A prompt of two rows is shown once."""
+    """Generating with transformers and peft gives the same completions. A prompt that two rows share is shown once."""
     lines = (ROOT / "jobs/demo/data/demonstrations_eval.jsonl").read_text().splitlines()
     (tmp_path / "eval.jsonl").write_text("\n".join(lines[:2] * 2 + lines[2:12]))
     rows = [json.loads(line)["messages"] for line in lines]

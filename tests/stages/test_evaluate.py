@@ -1,4 +1,4 @@
-"""Tests `evaluate` against a bootstrap, TRL's evaluation and counts by hand, and tests its gate."""
+"""Compares `evaluate` with a bootstrap, TRL's evaluation and results counted by hand. Tests the gate of `evaluate`."""
 
 import itertools
 import json
@@ -158,7 +158,7 @@ def some_pairs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def some_settings(some_pairs):
-    """Returns settings with the pairs, with probes, and as best-of-3 rows with the next row's chosen completion."""
+    """Returns settings that use the pairs directly, in probes, and as best-of-3 rows (with the next row's chosen completion)."""
     best_of_3 = [
         {**row, "chosen": [row["chosen"]], "rejected": [row["rejected"], other["chosen"]]}
         for row, other in itertools.pairwise(json.loads(line) for line in some_pairs.open())
@@ -183,7 +183,7 @@ def test_a_subset_that_is_no_column_is_refused(models, storage, some_pairs, caps
 
 
 def conversation(prompt, completion):
-    """Returns token ids of a prompt, and of the conversation without the white space after its end."""
+    """Returns the token ids of a prompt, and of the conversation up to its last end token."""
     turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     head = tokenizer().apply_chat_template(turns[:1], add_generation_prompt=True, return_dict=False)
     whole = tokenizer().apply_chat_template(turns, return_dict=False)
@@ -241,7 +241,7 @@ def test_its_benchmark_and_its_probes(alone, storage):
     table = found["benchmarks"]["best_of_k"]
     assert table["rows"] == table["subsets"]["all"]["rows"] == 63
     assert alone["metrics"]["eval_best_of_k"] == table["score"]
-    # a third completion can only take the first place away
+    # with a third completion, the chosen one is the best less often than with two
     assert table["score"] < alone["metrics"]["eval_rm_accuracy"]
     probes = found["probes"]
     assert {"empty", "order", "polite_closing"} <= probes.keys() and probes["order"]["verdict"] == "ok"
@@ -272,7 +272,7 @@ def test_a_gate_that_does_not_hold_leaves_it(policy, storage):
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_killed_three_times_it_ends_with_the_same_metrics(workers, models, storage, some_settings, in_root):
-    """The command is killed after some parts of pairs, probes, benchmarks and completions."""
+    """Kills the command three times, each time after it has written other parts of its results."""
     prompts = storage / "few_prompts.jsonl"
     rows = (ROOT / "jobs/demo/data/prompts_eval.jsonl").read_text().splitlines(keepends=True)
     prompts.write_text("".join(rows[:16]))
@@ -322,7 +322,7 @@ def test_a_policy_is_judged_by_a_second_reward_model(policy):
 
 
 def test_more_completions_to_choose_from_raise_the_reward(policy, storage):
-    """The reward of the best of n by the same reward cannot fall as n grows."""
+    """If the same reward chooses the best of n completions, the best completion's reward cannot fall as n grows."""
     curve = json.loads((storage / "policy" / "evaluation.json").read_text())["best_of_n"]
     assert [point["n"] for point in curve] == [1, 2, 4]
     assert curve[0]["proxy"] < curve[1]["proxy"] < curve[2]["proxy"]

@@ -66,7 +66,7 @@ def test_each_row_once_and_equal_steps(rows, size, world, seed, epoch):
     assert {*map(len, batches), len(ExactBatchSampler(rows, size, 0, world, seed))} == {len(one)}
     for step, whole in enumerate(one):
         parts = [of_rank[step] for of_rank in batches]
-        assert flat(parts) == whole  # one worker with the full batch has the same rows in this step
+        assert flat(parts) == whole  # in this step, one worker with the full batch would have the same rows
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
     assert sorted(flat(one)) == list(range(rows))
 
@@ -147,7 +147,7 @@ def trainer(
         def get_train_dataloader(self):
             if mixed or stage != "kto":
                 return super().get_train_dataloader()
-            # TRL's dataloader keeps the order of the file.
+            # TRL's dataloader keeps the row order of the file.
             return in_our_order(self.train_dataset, size, self.data_collator)
 
     tok = tokenizer()
@@ -177,7 +177,7 @@ def trainer(
 
 
 def in_our_order(data, size: int, collator):
-    """Returns a loader with the order of ExactBatches, and with TRL's KL pairs: completions shifted by one in each batch."""
+    """Returns a dataloader with the row order of ExactBatches and TRL's KL pairs (completions shifted by one in a batch)."""
 
     def collate(rows):
         kl = [rows[-1]["completion_ids"]] + [row["completion_ids"] for row in rows[:-1]]
@@ -204,9 +204,9 @@ def losses(stage, rows, size, accumulate, folder, mixed=True, resume=None):
 
 
 def evaluated(stage, rows, folder, mixed=True, held_out=5):
-    """Returns the eval metrics before training."""
+    """Returns the eval metrics of a trainer before training."""
     made = trainer(stage, rows, 2, 2, str(folder), mixed, held_out)
-    if stage == "kto":  # makes the policy differ from the reference
+    if stage == "kto":  # changes the policy, so that it differs from the reference
         for name, parameter in made.model.named_parameters():
             if "lora_B" in name:
                 parameter.data += 0.1
@@ -238,7 +238,7 @@ def losses_of_all(rank: int, folder: str, port: str, cases: list[tuple[str, int]
 
 @pytest.fixture(scope="module")
 def two_workers(tmp_path_factory):
-    """Returns a function from a case to the figures and folder of its run on two workers.
+    """Returns a function that maps a case to the results and the folder of a run on two workers.
 
     All quick cases run in the same two processes, because imports take most of the time.
     """
@@ -259,7 +259,7 @@ def two_workers(tmp_path_factory):
 
 @pytest.mark.parametrize("stage,rows", CASES)
 def test_two_workers_have_the_losses_of_one(stage, rows, two_workers, tmp_path, monkeypatch):
-    """With 23 rows, the last batch is uneven. With 21 rows, only one worker has a row in the last micro-batch."""
+    """With 23 rows, the last batch has unequal shares. With 21 rows, only one worker has a row in the last micro-batch."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     figures, folder = two_workers(stage, rows)
     # TRL's trainer computes the full batch at once, so its loss is a plain mean over rows or tokens.
@@ -268,18 +268,18 @@ def test_two_workers_have_the_losses_of_one(stage, rows, two_workers, tmp_path, 
     assert figures["losses"] == pytest.approx(stock, abs=1e-5)
     assert losses(stage, rows, 4, 2, tmp_path / "accumulated") == pytest.approx(stock, abs=1e-5)
     resumed = losses(stage, rows, 4, 2, tmp_path / "resumed", resume=str(folder / "checkpoint-4"))
-    assert resumed[-2:] == pytest.approx(stock[-2:], abs=1e-5)  # one worker continues the run of two
+    assert resumed[-2:] == pytest.approx(stock[-2:], abs=1e-5)  # one worker resumes the run of two workers
 
 
 @pytest.mark.parametrize("stage,rows", CASES)
 def test_eval_metrics_do_not_depend_on_the_number_of_workers(stage, rows, two_workers, tmp_path):
-    """The metrics equal those of all rows in one batch, so a short last batch weighs less than a full batch."""
+    """The metrics equal the metrics of one batch with all rows, so a short last batch weighs less than a full batch."""
     figures, _ = two_workers(stage, rows)
     alone = evaluated(stage, rows, tmp_path)
     assert figures["metrics"] == alone  # bit-identical
     at_once = evaluated(stage, rows, tmp_path, mixed=False, held_out=32)
     changing = ["min_reward", "max_reward"]
-    if stage == "kto":  # z0 depends on the batch
+    if stage == "kto":  # KTO's z0 depends on the batch
         assert alone["eval_rewards/margins"] and alone["eval_kl"]
         changing += ["eval_kl", "eval_loss"]
     if stage in ("dpo", "kto"):  # TRL averages these metrics over tokens, ExactBatches over rows

@@ -1,4 +1,4 @@
-"""Tests that with model.fsdp each stage ends on two shards as with full bases, and resumes with another number of workers."""
+"""Tests that two shards (model.fsdp) give each stage's result with full bases, and that runs resume on more or fewer workers."""
 
 import pytest
 from dying import killed
@@ -16,7 +16,7 @@ PPO = [
     "judge=null",
 ]  # fmt: skip
 SFT, RM = "policy=models:/rlhf-sft/1", "reward=models:/rlhf-rm/1"
-# The order matters, because the adapter of a stage is an input of later stages.
+# The order of the stages matters, because later stages use the adapters of earlier stages.
 OF_STAGE = {
     "sft": [*TRL, "trainer.packing=true", "data.max_length=64"],
     "rm": [*TRL, "trainer.gradient_checkpointing=true"],

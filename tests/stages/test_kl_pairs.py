@@ -1,4 +1,4 @@
-"""Tests which rows KTO's KL term pairs: different rows of one step, for any number of workers."""
+"""Tests that KTO's KL term pairs different rows of the same step, and the same rows for any number of workers."""
 
 import pytest
 import torch

@@ -1,10 +1,10 @@
-"""Tests that the demo's shipped jobs learn for every seed and pass their gates, from data to judge."""
+"""Tests the demo's shipped jobs from the data to the final evaluation. For every seed, the models learn and pass their gates."""
 
 import pytest
 from running import stage
 
 pytestmark = pytest.mark.slow
-GOLD = "judge=python:pipeline.demo:gold"  # a score from 0 to 1 that trains no model
+GOLD = "judge=python:pipeline.demo:gold"  # an oracle score from 0 to 1, which is not used for training
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3, 4, 5])

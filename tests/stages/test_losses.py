@@ -1,4 +1,4 @@
-"""Tests that each loss of dpo trains, resumes bit-identically and passes the first-rows checks, and the order of kto's rows."""
+"""Tests that dpo trains and resumes bit-identically with each loss and passes the first-rows checks. Tests kto's row order."""
 
 import random
 import re
@@ -23,7 +23,7 @@ NEEDS = {"robust": {"label_smoothing": 0.1}, "exo_pair": {"label_smoothing": 0.0
 
 
 def trainer(stage, batches, rows, folder, **settings):
-    """Returns TRL's trainer as the stage builds it, on tokenized rows and with a nonzero sft adapter."""
+    """Returns TRL's trainer as the stage builds it, for tokenized rows and a nonzero sft adapter."""
     import trl
     from datasets import Dataset
     from peft import LoraConfig, get_peft_model
@@ -98,7 +98,8 @@ def test_rows_of_kto_are_shuffled(loss, tmp_path):
     rows = [{"prompt_ids": [3], "completion_ids": [4 + i, 5], "label": bool(i % 2)} for i in range(32)]
     settings = {"loss_type": loss, "train_sampling_strategy": sampling(loss)}
     made = trainer("kto", PairedBatches, rows, tmp_path, **settings)
-    own = 4 if made.calculate_KL else None  # in a batch, the paired rows come after its own
+    # Number of a batch's own rows; the rows for the KL term come after them.
+    own = 4 if made.calculate_KL else None
     batches = made.get_train_dataloader().batch_sampler
     order = [row for batch in batches for row in list(batch)[:own]]
     assert sorted(order) == list(range(32)) and order != sorted(order)

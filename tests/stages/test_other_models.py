@@ -1,4 +1,4 @@
-"""Tests that all stages train tiny random models of other families than Llama, and adapters on an NF4 base.
+"""Tests that all stages train tiny random models of families other than Llama, and train adapters on an NF4 base.
 
 The stages' own `train` functions run in this process, without Ray and MLflow.
 """
@@ -25,7 +25,7 @@ def config_of(family, vocabulary, eos):
         "qwen3": lambda: t.Qwen3Config(tie_word_embeddings=True, **WIDE, **common),
         "mistral": lambda: t.MistralConfig(sliding_window=None, **WIDE, **common),
         "gemma": lambda: t.GemmaConfig(**WIDE, **common),
-        # the head is called embed_out
+        # in this family, the lm head is named embed_out
         "gpt_neox": lambda: t.GPTNeoXConfig(intermediate_size=128, **SIZE, **common),
         "llama-nf4": lambda: t.LlamaConfig(**WIDE, **common),
         "llama-bf16": lambda: t.LlamaConfig(**WIDE, **common),
@@ -33,7 +33,7 @@ def config_of(family, vocabulary, eos):
     return made[family]()
 
 
-# PPO of the slow families runs quickly on a toy (tests/ppo/test_trainer.py).
+# tests/ppo/test_trainer.py quickly tests PPO with the families that are slow here.
 QUICK, SLOW = ("gpt2", "llama-nf4"), ("gpt_neox", "llama-bf16", "qwen3", "mistral", "gemma")
 
 
@@ -87,7 +87,7 @@ def test_every_stage_trains_an_adapter_that_reloads(train):
     assert any(key.endswith("score.weight") for key in tensors_of(rm))
     assert json.loads((rm / "lineage.json").read_text())["reward"]["std"] > 0
     metrics, dpo = train("dpo", "trainer.loss_type=[sigmoid]", "trainer.loss_weights=null", policy=sft)
-    # log 2, because policy and reference are the same adapter
+    # the first loss is log 2, because policy and reference are the same adapter
     assert metrics["train_loss"] == pytest.approx(0.693, abs=0.05)
     tensors_of(dpo)
     tensors_of(train("kto", policy=sft)[1])
@@ -99,7 +99,7 @@ def test_every_stage_trains_an_adapter_that_reloads(train):
 
 @pytest.mark.parametrize("stage", ["rm", "ppo"])
 def test_an_adapter_that_reloads_differently_is_refused(stage, tmp_path, monkeypatch):
-    """Changes a number in the saved file, like a lost head or a renamed key."""
+    """Changes a weight in the saved file, to simulate a lost head or a renamed key."""
     from pipeline.run.worker import lineage
 
     def spoil(folder, facts):

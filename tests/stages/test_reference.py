@@ -1,4 +1,4 @@
-"""Tests the reference of dpo: by default the policy itself, or another adapter, or the bare base."""
+"""Tests the three kinds of reference model in dpo: the initial policy (the default), another adapter, and the bare base."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ class Stop(Exception):
 
 
 def before_the_first_step(monkeypatch, folder, look, *settings, inputs):
-    """Calls `look` with the trainer of a dpo job before the first step, and ends the job."""
+    """Calls `look` with the trainer of a dpo job before the first step, and then ends the job."""
 
     def run(worker, trainer):
         look(trainer)
@@ -75,9 +75,10 @@ def dropouts(model):
 def test_the_reference_in_trl_is_checked(reference, adapters, monkeypatch, tmp_path):
     roles = ["policy"] if reference == "base" else ["policy", "reference"]
     inputs = {role: adapters[role] for role in roles}
-    settings = [f"reference={reference}", "model.dtype=float32"]  # the check's limit allows rounding only
-    alone.train("dpo", tmp_path, *settings, inputs=inputs)  # a sound run passes
-    # From here on, TRL takes the policy for the reference, for example for log-probs computed before the reference exists.
+    # In fp32, the check tolerates only rounding errors.
+    settings = [f"reference={reference}", "model.dtype=float32"]
+    alone.train("dpo", tmp_path, *settings, inputs=inputs)  # without a fault, the run passes the check
+    # From here on, TRL uses the policy as the reference, as if it computed log-probs before the reference exists.
     monkeypatch.setattr("trl.trainer.dpo_trainer.use_adapter", lambda *_, **__: contextlib.nullcontext())
     with pytest.raises(Failure, match=r"the reference's log-prob of the .* from the rows alone"):
         alone.train("dpo", tmp_path, *settings, inputs=inputs)

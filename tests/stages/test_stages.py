@@ -1,4 +1,4 @@
-"""Tests each stage end to end at toy size: its output, its registered version, and its losses, which equal those of bare TRL."""
+"""Tests each stage end to end at toy size: the output, the registered version, and that losses equal those of plain TRL."""
 
 import json
 import re
@@ -51,11 +51,11 @@ def test_a_training_stage_leaves_a_result_a_version_and_small_checkpoints(name, 
     assert str(alias.version) == result["version"]
     assert client(storage).get_run(result["mlflow_run_id"]).info.status == "FINISHED"
     known = load_job(ROOT / f"jobs/demo/{name}.yaml", [], name).metrics.lacks
-    # Entries that only some jobs have: a mixture of experts, counted tokens, rows with reference completions.
+    # Metrics that only some jobs log: for mixtures of experts, for token counts, and for rows with reference completions.
     beyond = re.compile("aux_loss|tokens_per_second|perplexity")
     lacking = {metric for metric, lacks in known.items() if not lacks} - set(result["metrics"])
     assert [metric for metric in lacking if not beyond.search(metric)] == [], "a gate on it could never hold"
-    # A checkpoint holds adapters and Adam's moments once, as `plan` estimates, and nothing of the base.
+    # As `plan` estimates, a checkpoint has one copy of the adapters and of Adam's moments, and no base weights.
     newest = max((storage / f"toy-{name}").glob("checkpoint_*[0-9]"))
     size = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
     planned = plan_of(load_job(ROOT / f"jobs/demo/{name}.yaml", [], name)).checkpoint
@@ -111,7 +111,8 @@ def test_ppo_ends_before_its_first_step_if_a_reward_lost_its_head(runs, storage,
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(runs["rm"]["adapter"], tmp_path / "rm")
-    path = tmp_path / "rm/adapter_model.safetensors"  # simulates a lost head by other numbers
+    # Changes the weights of the score head, to simulate that the head was lost.
+    path = tmp_path / "rm/adapter_model.safetensors"
     tensors = {key: t.clone() + ("score" in key) for key, t in load_file(path).items()}
     save_file(tensors, path, metadata={"format": "pt"})
     stage("ppo", storage, "lost", f"reward={tmp_path}/rm", *PPO_QUICK, status=1)
@@ -122,7 +123,7 @@ def test_ppo_ends_before_its_first_step_if_a_reward_lost_its_head(runs, storage,
 def test_plan_reads_the_initial_adapters_of_a_job(runs, storage, capsys):
     stage("plan", storage, "x", "lora.r=2", job="jobs/demo/dpo.yaml")
     out = capsys.readouterr().out
-    # the sft adapter has rank 16, the job rank 2
+    # the sft adapter has rank 16, although the job sets rank 2
     assert "note:" not in out and "0.131 M learn" in out
 
 
@@ -136,7 +137,7 @@ def test_evaluate_compares_and_registers_nothing(runs, storage):
 
 
 def test_a_finished_run_is_not_run_again(runs, storage, capsys):
-    """If the process was killed after result.json, the same command ends the MLflow run and writes the report."""
+    """If the process was killed after writing result.json, the same command ends the MLflow run and writes the report."""
     run_id = runs["sft"]["mlflow_run_id"]
     client(storage).update_run(run_id, status="RUNNING")
     again = stage("sft", storage, "toy-sft", *TRL_QUICK, "run.report=true")
@@ -183,7 +184,7 @@ def rows(name):
 
 
 def parts(name, config):
-    """Returns tokenizer, raw rows, arguments and LoRA settings of a demo job, for bare TRL."""
+    """Returns the tokenizer, raw rows, arguments and LoRA settings of a demo job, for training with plain TRL."""
     import datasets
     from transformers import AutoTokenizer
 
@@ -191,7 +192,7 @@ def parts(name, config):
     args = dict(job.trainer) | {"gradient_accumulation_steps": 2}
     args |= {"output_dir": str(ROOT / "runs/bare"), "report_to": "none", "disable_tqdm": True}
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "jobs/demo/model")
-    # The tokenizer names no pad token, like Llama 3's. By default, TRL would pad with eos and read the reward before it.
+    # Like Llama 3's tokenizer, this one has no pad token. By default, TRL would pad with EOS and read rewards before the EOS.
     tokenizer.pad_token = "<|finetune_right_pad_id|>"
     return tokenizer, datasets.Dataset.from_list(list(rows(name))), config(**args), job.lora
 
@@ -214,7 +215,7 @@ def bare(name, policy=None):
     if name in ("dpo", "kto"):
         model, adapter = PeftModel.from_pretrained(model, policy, is_trainable=True), {}
     if name == "kto":
-        # TRL computes its KL term per micro-batch in file order. So a full step is one micro-batch in the pipeline's order.
+        # TRL computes its KL term per micro-batch, in file order. So this run has one micro-batch per step, and our row order.
         args.per_device_train_batch_size, args.gradient_accumulation_steps = 16, 1
         data = data.select(torch.randperm(len(data), generator=torch.Generator().manual_seed(args.seed)))
     made = getattr(trl, f"{trainer}Trainer")(

@@ -56,12 +56,12 @@ def test_the_files_are_those_of_pefts_own_writer(task_type, lora, base, tmp_path
     tensors = [(folder / "adapter_model.safetensors").read_bytes() for folder in folders]
     assert tensors[0] == tensors[1]
     ours, pefts = (json.loads((folder / "adapter_config.json").read_text()) for folder in folders)
-    pefts["target_modules"].sort()  # peft writes a set, whose order is random
+    pefts["target_modules"].sort()  # peft writes a set in random order
     assert ours == pefts
 
 
 def test_an_adapter_on_the_lm_head_contains_no_base_weight(base, tmp_path):
-    """peft's save_pretrained also writes lm_head.base_layer.weight, which other stages reject."""
+    """The file must not contain lm_head.base_layer.weight, which peft's save_pretrained adds and other stages reject."""
     trainer = trained(base, target_modules=["q_proj", "lm_head"])
     trl_trainer.save(trainer, str(tmp_path))
     assert all("lora_" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
@@ -82,7 +82,7 @@ def test_speed_counts_the_tokens_and_seconds_of_steps_only(base, monkeypatch):
     clock = iter([10.0, 12.0, 50.0, 52.0])
     monkeypatch.setattr(trl_trainer.time, "monotonic", lambda: next(clock))
     trainer = trained(base)
-    trainer._total_train_tokens = 1000  # tokens before a resume
+    trainer._total_train_tokens = 1000  # number of tokens that were trained before a resume
     notice = SimpleNamespace(poll=lambda step: False)
     two = SimpleNamespace(work=SimpleNamespace(stage=STAGE["dpo"]), device="cpu", world=2, notice=notice)
     measured = trl_trainer.Reporter(two, trainer, None)
@@ -116,7 +116,7 @@ def test_only_an_error_of_peft_names_the_lora_section(lora, trainer, error, says
 
 
 def test_a_policy_continues_without_its_patterns_and_initialization(base, tmp_path):
-    """With these settings, peft's own loading would hang or change the base."""
+    """With these settings, loading the adapter with peft would hang or change the base."""
     trl_trainer.save(trained(base, rank_pattern={"q_proj": 2}), str(tmp_path))
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     changed = {"target_modules": r"(.*\w+)+\w+_projX", "init_lora_weights": False}

@@ -1,4 +1,4 @@
-"""Runs a stage in this process with its real trainer on rows of the demo, without Ray and MLflow."""
+"""Runs a stage with its real trainer on rows of the demo, in this process and without Ray and MLflow."""
 
 import contextlib
 import importlib
@@ -30,11 +30,11 @@ QUICK = {
     **dict.fromkeys(("sft", "rm", "dpo", "kto"), ONE_STEP),
     "ppo": ["trainer.total_episodes=64", "trainer.batch_size=64", "trainer.response_length=16"],
 }
-ROWS = 24  # rows per file of the demo
+ROWS = 24  # number of rows that are used from each file of the demo
 
 
 class Alone(ModelHost):
-    """One worker of a stage, in this process."""
+    """The only worker of a stage, which runs in this process."""
 
     rank, world, local_rank, resume, companion, report = 0, 1, 0, None, None, None
 
@@ -72,7 +72,7 @@ class Alone(ModelHost):
 
 
 def worker(stage, folder, *settings, inputs=MappingProxyType({})):
-    """Returns a worker of `stage` with the first ROWS rows of the demo, as tokens."""
+    """Returns a worker of `stage` with the first ROWS rows of each demo file, tokenized."""
     os.chdir(ROOT)
     out = Path(tempfile.mkdtemp(dir=folder))
     job = load_job(f"jobs/demo/{stage}.yaml", [*QUICK[stage], "trainer.seed=1", *settings], stage)

@@ -13,7 +13,7 @@ def raises(prompts, completions, **_):
 
 
 def fills_the_gpu(completions, **_):
-    """Acts like a reward whose own model does not fit into memory."""
+    """Raises an out-of-memory error, like a reward whose own model does not fit into GPU memory."""
     import torch
 
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -28,7 +28,7 @@ def needs_weight(prompts, completions, weight):
 
 
 def leaks(completions, **_):
-    """Raises an error whose text contains all environment variables, and so the secrets among them."""
+    """Raises an error whose text contains all environment variables, including secrets."""
     import os
 
     raise RuntimeError(f"no reward with {dict(os.environ)}")

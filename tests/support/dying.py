@@ -1,4 +1,4 @@
-"""Faults that happen once, at a step of a stage, on rank 0, for tests of recovery."""
+"""Faults for tests of recovery. Each fault happens once, on rank 0, at a given step of a stage."""
 
 import importlib
 import os
@@ -11,7 +11,7 @@ import psutil
 
 
 def train_of(stage: str) -> Any:
-    """Returns the function `train` of a stage, which runs in each worker."""
+    """Returns the function `train` of a stage. Each worker runs this function."""
     return importlib.import_module(f"pipeline.stages.{stage}").train
 
 
@@ -44,7 +44,7 @@ def killed() -> None:
 
 
 def fill(folder: str) -> None:
-    """Writes into a folder until its disk is full."""
+    """Writes a file into a folder until the folder's disk is full."""
     with open(os.path.join(folder, "filler"), "wb") as file:
         try:
             while True:
@@ -55,7 +55,7 @@ def fill(folder: str) -> None:
 
 
 def swap(folder: str) -> None:
-    """Replaces a folder by a file, so that nothing can be written there, as after a lost mount."""
+    """Replaces a folder with a file, so that writing into the folder fails, as after a lost mount."""
     os.rename(folder, folder + "-gone")
     with open(folder, "x", encoding="utf-8"):
         pass

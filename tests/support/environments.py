@@ -1,4 +1,4 @@
-"""Installs tools into separate environments, because the project does not pin them."""
+"""Installs tools that the project does not pin. Each tool gets a separate environment."""
 
 import subprocess
 import sys

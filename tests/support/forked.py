@@ -1,4 +1,4 @@
-"""Runs a function in several processes, which are forks of one process, so that they import libraries once."""
+"""Runs a function in several processes. The processes are forks of one process, so that libraries are imported only once."""
 
 import pickle
 import subprocess

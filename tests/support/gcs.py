@@ -35,7 +35,7 @@ class Bucket(Handler):
     def store(self, name, content, query, metadata=None):
         with (
             self.server.lock
-        ):  # so that no other request writes between the check of the condition and the write
+        ):  # the lock lets no other request write between the check of the condition and the write
             there = self.server.objects.get(name, (b"", 0))[1]
             if "ifGenerationMatch" in query and int(query["ifGenerationMatch"]) != there:
                 self.missing(412, "conditionNotMet")

@@ -16,7 +16,7 @@ TOKEN = "0123456789abcdef" * 2
 
 
 class Head:
-    """Runs a Ray head as a context manager. With `--block`, killing one process ends the cluster, and no other Ray.
+    """Runs a Ray head as a context manager. With `--block`, killing one process ends this cluster, and no other Ray.
 
     Args:
         options: additional options of `ray start`.
@@ -28,7 +28,8 @@ class Head:
         self.address, self.gcs = f"http://127.0.0.1:{self.port}", f"127.0.0.1:{gcs}"
         self.options = [f"--dashboard-port={self.port}", f"--port={gcs}", *options]
         self.environment = environment
-        self.folder = Path(tempfile.mkdtemp(prefix="rh"))  # paths of sockets have a limited length
+        # A short path, because the length of socket paths is limited.
+        self.folder = Path(tempfile.mkdtemp(prefix="rh"))
         self.token = self.folder / "token"
 
     def __enter__(self) -> "Head":
@@ -68,7 +69,7 @@ class Head:
 
 
 class Proxy:
-    """A proxy to a head. `cut` closes its connections, and refuses new ones until `mend` is called."""
+    """A proxy to a Ray head. `cut` closes the proxy's connections. The proxy refuses new connections until `mend` is called."""
 
     def __init__(self, port: int):
         self.target, self.open, self.broken = port, [], False

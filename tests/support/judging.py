@@ -10,12 +10,12 @@ from collections import Counter
 from servers import Handler, listening
 
 MODEL = "wise"
-# what goes wrong with the first requests, one by one
+# the faults that happen to the first requests, one fault per request
 FAULTS = ["hangs", "closes", 429, 500, "torn", "nonsense", "other model", 408, "closes", 503, 429, "nonsense"]
 
 
 def liking(text):
-    """Returns a score from 1 to 10 that depends only on the question."""
+    """Returns a score from 1 to 10, computed from the question alone."""
     return 1 + int(hashlib.sha256(text.encode()).hexdigest(), 16) % 10
 
 
@@ -31,7 +31,7 @@ def chat(text, model=MODEL, top=None, tokens=(100, 10)):
 
 
 class Judging(Handler):
-    """Treats each request as the next entry of `server.faults` says. After the last entry, the server answers requests."""
+    """Applies the next fault in `server.faults` to each request. When no fault is left, the server answers requests."""
 
     def do_POST(self):
         server, asked = self.server, json.loads(self.body())

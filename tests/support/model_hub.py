@@ -1,4 +1,4 @@
-"""A fake Hugging Face Hub, to which tests push models and from which they load models and datasets."""
+"""A fake Hugging Face Hub. Tests push models to the fake Hub, and load models and datasets from it."""
 
 import base64
 import hashlib
@@ -17,14 +17,14 @@ READER = "hf_" + "rO7" * 11  # token of a user who may only read
 
 
 class ModelHub:
-    """The repositories of a Hub. The names of datasets start with `datasets/`."""
+    """Stores the repositories of the fake Hub. The names of dataset repositories start with `datasets/`."""
 
     def __init__(self):
         self.repos = {}  # {name: {"private": bool, "gated": bool, "branches": {name: commit}, "commits": {commit: files}}}
         self.blobs = {}  # LFS files, by sha256
         self.requests = []  # (method, path, authorization) of each request
-        self.lfs = False  # whether safetensors files are LFS files
-        self.broken_after = None  # number of write requests after which the Hub fails
+        self.lfs = False  # whether safetensors files are stored as LFS files
+        self.broken_after = None  # number of write requests after which the fake Hub fails
         self.address = ""
 
     def put(self, repo, files, private=False, gated=False, branch="main"):
@@ -171,7 +171,7 @@ class Handler(servers.Handler):
         return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
     def tree(self, files, inside="", recursive=False):
-        """Returns the files and folders in a folder, and with `recursive` also those in its subfolders."""
+        """Lists the files and folders in a folder. If `recursive` is set, also lists the contents of its subfolders."""
         found = {}
         for name, data in files.items():
             if not inside or name.startswith(f"{inside}/"):
@@ -237,7 +237,7 @@ def serve():
 
 @contextmanager
 def connected(cache):
-    """Makes the libraries of this process use a ModelHub in place of the Hub, with an empty cache.
+    """Makes the libraries in this process use a ModelHub instead of the real Hub, and an empty cache.
 
     For a new process, the variables HF_ENDPOINT and HF_HOME suffice. This process has imported huggingface_hub already.
     """

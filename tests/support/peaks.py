@@ -70,7 +70,7 @@ def row(stage):
 
 
 def trl_step(stage, config, dtype, checkpointing, folder):
-    """Returns a function that runs two steps of TRL's trainer."""
+    """Returns a function that runs two training steps with TRL's trainer."""
     kind = LlamaForSequenceClassification if stage == "rm" else LlamaForCausalLM
     trainer, arguments, more = {
         "sft": (SFTTrainer, SFTConfig, {"dataset_kwargs": {"skip_prepare_dataset": True}}),
@@ -93,7 +93,7 @@ def trl_step(stage, config, dtype, checkpointing, folder):
 
 
 def ppo_step(config, dtype, checkpointing):
-    """Returns a function that runs an update of our PPO trainer."""
+    """Returns a function that runs an update with our PPO trainer."""
     low = dtype == torch.bfloat16
     model = LlamaForCausalLM._from_config(config, dtype=dtype).eval()
     shared = SharedBase(model, autocast=torch.bfloat16 if low else None)

@@ -15,7 +15,7 @@ LINEAGE = {
 
 
 def published(job, run_id, folder, metrics, facts):
-    """Registers an adapter as a run of this job does at its end. Returns the version."""
+    """Registers an adapter in the same way as a run of this job at its end. Returns the model version."""
     uri, gate = tracking_of(job).uri, gate_of(job)
     return registry.publish(uri, gate, job.stage, run_id, folder, metrics, facts)
 
@@ -25,7 +25,7 @@ def mlflow(job) -> MlflowClient:
 
 
 class Killed(BaseException):
-    """Simulates a kill, because no code of the pipeline catches it."""
+    """An exception that simulates a kill, because no code of the pipeline catches this exception."""
 
 
 def killed(*_, **__):

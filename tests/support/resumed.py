@@ -1,4 +1,4 @@
-"""Compares an interrupted run with an uninterrupted one: adapter bits, metrics and curves."""
+"""Interrupts runs, and compares an interrupted run with an uninterrupted run: adapter bits, metrics and curves."""
 
 import importlib
 from dataclasses import replace
@@ -21,7 +21,7 @@ def touched(monkeypatch, verb, step, once, happens):
 
 
 class Interrupted(Exception):
-    """Ends a run without ending the process."""
+    """Raised to end a run without ending the process."""
 
 
 def interrupted(monkeypatch, verb, step):

@@ -31,7 +31,7 @@ def stage(
         assert main([verb, file, *settings]) == status
         path = storage / name / "result.json"
         result = json.loads(path.read_text()) if path.exists() else {}
-        if verb in STAGES and result:  # a gate must accept each metric of the run
+        if verb in STAGES and result:  # checks that a gate can name each metric of the run
             known = load_job(file, settings, verb).metrics
             assert not [one for one in result["metrics"] if one not in known.lacks and not known.is_open(one)]
         return result

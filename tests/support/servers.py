@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A request handler that prints nothing."""
+    """An HTTP request handler that logs nothing."""
 
     def log_message(self, *_):
         pass
@@ -27,7 +27,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def listening(handler, **facts):
-    """Starts a server. The facts and its `address` become attributes of the server."""
+    """Starts a server. Stores the keyword arguments and the server's address as attributes of the server."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         vars(server).update(facts, address=f"http://127.0.0.1:{server.server_port}")
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -48,7 +48,7 @@ def silent():
 
 @contextlib.contextmanager
 def answering(status, body, kind="application/json", at=None):
-    """Yields HOST:PORT of a server that gives all requests the same answer, except for the paths in `at`, {path: body}."""
+    """Yields HOST:PORT of a server. It sends `at[path]` for the paths in `at`, and the same answer for all other requests."""
 
     class Same(Handler):
         def answer(self):

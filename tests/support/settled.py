@@ -1,4 +1,4 @@
-"""Settles a job with the tokenizer, base and inputs that a test sets."""
+"""Prepares a job's settled work with the tokenizer, base and inputs that a test sets."""
 
 from pipeline.planning import plan
 from pipeline.settle import settle

@@ -53,7 +53,7 @@ CALLING = (  # CHATML with tools and tool calls
     "{{ c.function.name }} {{ c.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-THINKING = (  # like Qwen3's template, without its rules for earlier turns
+THINKING = (  # like Qwen3's template, but without the rules for thoughts in earlier turns
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
     "{% endif %}{{ m.content | trim }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
@@ -88,19 +88,19 @@ def parsed(row, stage: str):
 
 
 def encoder(stage, template=None, max_length=500, overlong="error", apply=False, bos=True, ends=("</s>",)):
-    """Returns an encoder. Tokens in `ends` end a completion."""
+    """Returns an encoder for rows. The tokens in `ends` end a completion."""
     tok = tokenizer(template, bos)
     return Encoder(tok, kind_of(stage), max_length, overlong, apply, tok.convert_tokens_to_ids([*ends]))
 
 
 def encoded(stage, row, **options):
-    """Returns the tokenizer, and the examples or errors of one row."""
+    """Encodes one row. Returns the tokenizer, and the row's examples or errors."""
     made = encoder(stage, **options)
     return made.tokenizer, made.encode([parse_row(row, made.kind)])[0]
 
 
 def trained(tok, example: Example) -> list[str]:
-    """Returns the text of each sequence of trained tokens."""
+    """Returns the text of each contiguous sequence of trained tokens in an example."""
     runs, last = [], -2
     for at, (token, label) in enumerate(
         zip(example.columns["input_ids"], example.columns["labels"], strict=True)
@@ -128,7 +128,7 @@ def make(tmp_path, stage="sft", packing=False, context=400, template=None, on_ra
 
 
 def use_small_chunks(monkeypatch, size=300):
-    """Cuts files into chunks of `size` bytes, so that small files have several."""
+    """Makes the pipeline read files in chunks of `size` bytes, so that small files have several chunks."""
     plan = read.plan_chunks
     monkeypatch.setattr(read, "plan_chunks", lambda *args: plan(*args, size))
 

@@ -62,7 +62,7 @@ def second(storage: Path) -> str:
 
 
 def register(storage: Path, name: str, folder: str, facts: dict, metrics: dict, *more: str):
-    """Registers an adapter like a run. Returns the version."""
+    """Registers an adapter in the same way as a run does at its end. Returns the model version."""
     lineage.write(folder, facts)
     tokenizer().save_pretrained(folder)
     given = [f"run.storage_path={storage}", f"run.name={Path(folder).name}", "gate={}", *more]
@@ -75,14 +75,14 @@ def make(folder: str, seed: int, head: bool) -> None:
     torch.manual_seed(seed)
     shared = shared_base()
     shared.add("toy", lora={"r": 4, "target_modules": "all-linear"}, head=head)
-    # peft sets the matrices B to 0. An adapter that changes nothing would hide faults.
+    # peft initializes the LoRA matrices B to 0. An adapter that does not change the base's output would hide faults.
     for parameter in shared.parameters_of("toy"):
         parameter.data += 0.04 * torch.randn_like(parameter)
     shared.save("toy", folder)
 
 
 class Engine:
-    """A policy and a reward model on one base, to compare with commands and server. The first turn is the user's."""
+    """A policy and a reward model on one base, to compare with commands and the server. Conversations start with a user turn."""
 
     def __init__(self, folders: dict[str, str]):
         self.shared = shared_base()

@@ -58,7 +58,7 @@ def base(kind="llama", seed=0, **changes):
 
 
 def shared_base(kind="llama", critic=True, spread=0.0, seed=0, **changes):
-    """Returns a base with the roles reference, policy, reward and critic.
+    """Returns a tiny base model with the roles reference, policy, reward and critic.
 
     Args:
         critic: True for a copy of the reward, "head" for a head on the policy, or False for neither reward nor critic.
@@ -79,7 +79,7 @@ def shared_base(kind="llama", critic=True, spread=0.0, seed=0, **changes):
 
 
 def values(shared, role, ids):
-    """Returns the (B, T) outputs of the role's head for `ids` (B, T), which are padded on the right."""
+    """Returns the (B, T) outputs of the role's head for token ids (B, T) that are padded on the right."""
     return shared.head(role, shared.hidden(role, ids))
 
 
@@ -92,7 +92,7 @@ def prompts(count=32, seed=1):
 
 
 def low(completion_ids, **columns):
-    """Returns for each completion the fraction of its tokens below 20. This fraction is the reward of the toy runs."""
+    """The reward of the toy runs. Returns the fraction of token ids below 20 for each completion."""
     return [sum(t < 20 for t in ids) / len(ids) for ids in completion_ids]
 
 
@@ -130,7 +130,7 @@ def weights(trainer_or_shared, roles=("policy", "critic")):
 
 
 def greedy_score(trainer, prompts, rewards=None):
-    """Returns the mean score of greedy completions. By default, the trainer's rewards score the completions."""
+    """Returns the mean score of greedy completions. By default, uses the trainer's own rewards."""
     ids = [[int(i) for i in row["input_ids"]] for row in prompts]
     trainer.sampler.decoder.changed("policy")
     greedy = replace(trainer.sampler.sampling, temperature=0.0)
@@ -150,7 +150,7 @@ def cache_bytes(shared, rows, tokens):
 
 
 def recorded(trainer):
-    """Returns a list that receives the samples of each rollout."""
+    """Makes a trainer record its rollouts. Returns a list that receives the samples of each rollout."""
     recorded_samples, rollout = [], trainer.rollout
 
     def record():
@@ -176,7 +176,7 @@ def samples_of(trainer, rollout):
 
 
 def in_some_rows(condition):
-    """Returns `condition`. Asserts that the condition holds in some rows and not in others, so that the test proves something."""
+    """Returns `condition`. Asserts that the condition holds in some rows but not in all. Otherwise a test would prove nothing."""
     assert condition.any() and not condition.all()
     return condition
 

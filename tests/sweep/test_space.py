@@ -1,4 +1,4 @@
-"""Tests that a sweep makes a job of each combination of values, and reports errors in any job before one starts."""
+"""Tests that a sweep makes a job for each combination of values, and reports an error in any job before a trial starts."""
 
 import pytest
 

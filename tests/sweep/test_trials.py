@@ -1,4 +1,4 @@
-"""Tests which trials stop early, also after a restart of the driver, and the table of results."""
+"""Tests which trials are stopped early, even after a restart of the driver, and the table of results."""
 
 import json
 
@@ -20,7 +20,8 @@ def test_the_worse_trial_stops_and_every_worker_gets_the_same_decision(greater):
     good, bad = (0.6, 0.3) if greater else (0.3, 0.6)
     assert judge.report("good", 25, 100, good) is None
     assert judge.report("bad", 25, 100, bad) == STOPS
-    assert judge.report("bad", 25, 100, good) == STOPS  # as another rank or the restarted trial reports it
+    # Another rank or the restarted trial may report the same step again.
+    assert judge.report("bad", 25, 100, good) == STOPS
     assert len(judge.state()["reports"]["bad"]) == 1
 
 
@@ -29,7 +30,7 @@ def test_no_trial_stops_before_the_grace_period_or_at_its_end():
     for trial, figure in (("good", 0.3), ("bad", 0.6)):
         assert judge.report(trial, 24, 100, figure) is None
         assert judge.report(trial, 100, 100, figure) is None
-    off = rungs(factor=1)  # no trial stops early
+    off = rungs(factor=1)  # with this factor, no trial is stopped early
     assert off.report("good", 25, 100, 0.3) is None and off.report("bad", 25, 100, 0.6) is None
 
 
@@ -56,7 +57,7 @@ def test_a_new_driver_continues_from_the_recorded_reports():
 def test_each_event_is_a_line_and_failures_are_kept():
     judge = rungs()
     judge.begin("a")
-    judge.begin("a")  # its process died, and another one took over
+    judge.begin("a")  # the process of the trial died, and a new process runs the trial again
     judge.begin("b")
     judge.report("a", 25, 100, 0.3)
     judge.report("b", 25, 100, 0.6)

@@ -26,7 +26,7 @@ def s3(monkeypatch, tmp_path):
     """Returns a client of a mock S3 with one bucket for all processes of the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.setenv("RAY_TMPDIR", "/tmp")  # sockets need short names
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")  # a short path, because the length of socket paths is limited
     (tmp_path / "tmp").mkdir()
     with mock_s3(monkeypatch) as client:
         yield client
@@ -85,7 +85,7 @@ def test_a_killed_run_resumes_before_a_damaged_checkpoint_and_its_version_is_fet
             ppo = run("ppo", name, *SMALL["ppo"], "policy=models:/killed@champion", reward)
             ppo.env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}
             assert ppo.start().ends() == 0, ppo.lines[-20:]
-        # the drivers and workers of both runs share one copy
+        # the drivers and workers of both runs share one downloaded copy of the version
         (kept,) = (tmp_path / "cache/rlhf-pipeline/versions").iterdir()
         assert (kept / "adapter_model.safetensors").read_bytes() == weights[1]
         assert not [path for path in (tmp_path / "tmp").iterdir() if path.name.startswith("tmp")]
@@ -123,11 +123,12 @@ def assert_equals_an_undisturbed_run(s3, name, tmp_path, server):
 
 def attempts(s3, name):
     files = keys(s3, f"runs/{name}/lease/")
-    return [json.loads(read(s3, one)) for one in files if one.endswith(".json")]  # pyarrow marks folders
+    # Skips the empty objects with which pyarrow marks folders.
+    return [json.loads(read(s3, one)) for one in files if one.endswith(".json")]
 
 
 def test_a_resumed_run_has_the_same_bits_and_one_writer_at_a_time(s3, tmp_path, monkeypatch):
-    """Kills the head with all processes of the run. Each attempt has its own TMPDIR, like an attempt on another machine."""
+    """Kills the Ray head and all processes of the run. Each attempt has its own TMPDIR, as if it ran on another machine."""
     monkeypatch.setenv("PIPELINE_LEASE_S", "6")
     with Server(tmp_path) as server, contextlib.ExitStack() as heads:
         killed = ppo(s3, "killed-head", tmp_path, server)

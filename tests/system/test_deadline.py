@@ -1,4 +1,4 @@
-"""Tests that buckets, tracking servers and clusters without an answer are named within seconds. Uses real clients and local
+"""Tests that an error soon names a bucket, tracking server or cluster that does not answer. Uses real clients and local
 servers."""
 
 import json
@@ -27,12 +27,12 @@ def two_seconds(monkeypatch):
 
 @pytest.fixture
 def nobody(monkeypatch, tmp_path):
-    """Removes all credentials, and every bucket except a silent one."""
+    """Removes all real credentials. Redirects all bucket requests to a server that never answers."""
     with silent() as where:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{where}")
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
             monkeypatch.setenv(name, "x")
-        monkeypatch.setenv("HOME", str(tmp_path))  # removes the credentials file, too
+        monkeypatch.setenv("HOME", str(tmp_path))  # hides the user's credentials files
         monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
         yield
 
@@ -67,7 +67,7 @@ def test_what_the_call_itself_raises_comes_back(monkeypatch):
 
 
 def test_a_process_does_not_wait_for_a_call_that_was_left_behind(nobody):
-    """pyarrow's S3 waits for its requests when the interpreter ends, which would take minutes here."""
+    """When the interpreter exits, pyarrow's S3 client waits for its open requests. Here, this would take minutes."""
     program = (
         "import sys; from pipeline.system import deadline, process; from pipeline.__main__ import main;"
         "deadline.SECONDS = 1; sys.exit(process.run_main(main))"

@@ -1,4 +1,4 @@
-"""Tests that one process at a time may write into a folder, and that a process without its lease writes nothing more."""
+"""Tests that only one process at a time may write into a folder, and that a process that lost its lease stops writing."""
 
 import contextlib
 import errno
@@ -50,7 +50,7 @@ def folder(request, tmp_path, monkeypatch):
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """Returns a function after which this process acts like a process on another machine."""
+    """Returns a function. After its call, this process acts like a process on another machine."""
 
     def move(name="elsewhere"):
         (tmp_path / name).mkdir(exist_ok=True)
@@ -65,7 +65,7 @@ def history(folder):
 
 
 def killed(folder):
-    """Acquires a folder's lease like a killed process: nobody renews the lease, and its lock is free."""
+    """Acquires a folder's lease and leaves it as a killed process would: no process renews it, and its lock is free."""
     mine, _, handle = lease._acquire(folder)
     os.close(handle)
     return mine
@@ -79,7 +79,7 @@ def test_attempts_are_numbered_and_one_owns_the_folder(folder, elsewhere, capsys
             lease.held(folder).__enter__()
         elsewhere()
         with pytest.raises(InputError, match=r"another process is running .* process \d+, since 20"):
-            lease.held(folder).__enter__()  # after the next renewal
+            lease.held(folder).__enter__()  # another process still fails after the lease was renewed
         first.require()
     capsys.readouterr()
     with lease.held(folder) as second:
@@ -103,7 +103,7 @@ def test_the_lease_of_another_machine_expires_whatever_its_clock_says(
         time_of = lease._time
         patch.setattr(lease, "_time", lambda later=0.0: time_of(later + ahead))
         before = killed(folder)
-    if not storage.is_remote(folder):  # the other machine's clock sets times of a shared file system
+    if not storage.is_remote(folder):  # in a shared file system, file times come from another machine's clock
         then = os.path.getmtime(before.file) + ahead
         os.utime(before.file, (then, then))
     elsewhere()
@@ -135,7 +135,7 @@ def test_a_killed_process_of_this_machine_has_no_lease_once_its_workers_have_end
     began = time.monotonic()
     with lease.held(folder):
         assert time.monotonic() - began < S
-    before = killed(folder)  # for a cluster, whose workers may be on other nodes
+    before = killed(folder)  # marks the lease as held for a cluster, whose workers may run on other nodes
     storage.write_json(before.file, storage.read_json(before.file) | {"cluster": True})
     with lease.held(folder):
         assert time.monotonic() - began > S
@@ -189,7 +189,7 @@ def test_a_process_that_was_suspended_for_longer_than_its_lease_writes_nothing_m
             writer.send_signal(signal.SIGCONT)
             output = writer.stdout.read()  # waits until the writer has ended
             assert "stops:" in output and "belongs to attempt 2" in output, output
-            # the writer may have been suspended between its check and its write
+            # at most one more line, because the writer may have been suspended between its check and its write
             assert len(written.read_text().split()) - lines <= 1
             time.sleep(S)
             mine.require()
@@ -228,7 +228,8 @@ def test_a_run_without_its_lease_commits_no_checkpoint_and_registers_nothing(
         assert storage.create(str(run / "lease/000002.json"), record)
         left.update(everything(run))
 
-    monkeypatch.setattr(lease, "SECONDS", 600.0)  # the process has not yet noticed the loss of its lease
+    # With long leases, the process has not yet noticed that it lost its lease.
+    monkeypatch.setattr(lease, "SECONDS", 600.0)
     touched(monkeypatch, "sft", step, tmp_path / "once", taken_over)
     steps = ["trainer.max_steps=4", "trainer.save_strategy=steps", "trainer.save_steps=2"]
     stage("sft", tmp_path, "one", *steps, *NO_EVAL, "scaling.num_workers=0", "run.max_failures=3", status=1)

@@ -1,4 +1,4 @@
-"""Tests the command line as a process: terminals, signals and exit statuses."""
+"""Tests how the command line behaves as a process: output streams, signals and exit status."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def program(text, status=0, **how):
     """Runs a program with `process.run_main` in a new process. Returns (stdout, stderr)."""
     body = textwrap.indent(textwrap.dedent(text), "    ")
     source = f"import sys\nfrom pipeline.system import process\ndef main():\n{body}\n"
-    # under nohup, children ignore this signal
+    # if the tests run under nohup, child processes ignore this signal
     how.setdefault("preexec_fn", lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
     done = subprocess.run(
         [sys.executable, "-c", source + "sys.exit(process.run_main(main))"],
@@ -98,7 +98,7 @@ ENDS = {
 
 
 def test_user_code_cannot_end_a_run_with_the_status_of_success(tmp_path):
-    """Otherwise `make` and CI would accept a run that trained nothing. Child processes may exit as they like."""
+    """Otherwise `make` and CI would accept a run that trained nothing. Child processes of a run may exit with any status."""
     rewards = [f"def of{name}(completions): {code}\n" for name, code in ENDS.items()]
     (tmp_path / "ends.py").write_text("import os\n" + "".join(rewards))
     text = f"""
@@ -139,7 +139,7 @@ def test_a_signal_after_the_last_line_does_not_change_the_status():
 
 
 def test_the_message_about_a_signal_has_the_common_name_of_the_runs(monkeypatch, capsys):
-    """`run` adds its note, which names all stages, after the note of the interrupted stage."""
+    """After the message of the interrupted stage, `run` adds a message with the common name of all stages."""
 
     def interrupted(*_):
         stop = KeyboardInterrupt()
@@ -153,7 +153,7 @@ def test_the_message_about_a_signal_has_the_common_name_of_the_runs(monkeypatch,
 
 
 def test_only_the_first_signal_counts_until_its_cleanup_takes_too_long():
-    """One of the signals arrives in the callback of a weakref, where Python drops exceptions."""
+    """One of the signals arrives in a weakref callback, where Python ignores exceptions."""
     text = """
     import os, signal, time, weakref
     def arrive(*numbers):
@@ -221,7 +221,7 @@ class Run:
     ],
 )
 def test_a_signal_while_a_run_starts(number, status, word, workers, tmp_path):
-    """With a worker, Ray has installed its own signal handler at that moment."""
+    """If the run has a worker, Ray's own signal handler is installed at that moment."""
     run = Run(tmp_path, f"scaling.num_workers={workers}")
     run.until("starting Ray|tokeni[sz]ing|data for")
     os.killpg(run.process.pid, number)

@@ -1,4 +1,4 @@
-"""Tests progress: lines every INTERVAL_S if stderr is not a terminal, and the loading of a model's own weights."""
+"""Tests progress output: a line every INTERVAL_S if stderr is not a terminal, and the progress of loading a base."""
 
 import os
 import re
@@ -29,7 +29,7 @@ def test_counted_work_is_reported_and_bytes_as_bytes(capsys, monkeypatch):
 
 
 def test_the_loading_of_a_base_is_shown(capsys, monkeypatch, in_root):
-    """Every process of a run sets TQDM_DISABLE against other bars, but this does not hide the loading."""
+    """Every process of a run sets TQDM_DISABLE to hide other progress bars. The progress of loading a base is still shown."""
     from pipeline.models.base import load_base
 
     monkeypatch.setattr(progress, "INTERVAL_S", 0.0)

@@ -46,7 +46,7 @@ def test_a_wait_for_a_lock_is_printed_and_has_a_time_limit(tmp_path, capsys):
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make folders of another user")
 @pytest.mark.parametrize("planted", ["folder", "link to their folder", "their link to our folder"])
 def test_a_folder_of_another_user_is_refused(planted, tmp_path):
-    """The owner of such a folder could exchange files of a run, such as an adapter between its check and its registration."""
+    """The folder's owner could replace a run's files, for example an adapter after it is checked and before it is registered."""
     if planted == "folder":
         (tmp_path / "mine").mkdir(mode=0o777)
         os.chown(tmp_path / "mine", OTHER, OTHER)
@@ -91,15 +91,15 @@ def test_missing_packages_of_a_bucket_are_named(monkeypatch):
 
 
 def test_a_bucket_of_google_creates_a_file_only_once(monkeypatch):
-    """Uses a fake of Google's client, because the project has no mock of Google Cloud Storage."""
+    """Uses a fake of Google's client library in place of Google Cloud Storage."""
     stored = {}
 
     class PreconditionFailed(Exception):
-        """Google's error for an object that exists."""
+        """The error that Google's client raises if an object exists already."""
 
     class Blob(SimpleNamespace):
         def upload_from_string(self, content, if_generation_match):
-            assert if_generation_match == 0  # writes only if the object does not exist
+            assert if_generation_match == 0  # 0 means that Google writes only if the object does not exist
             if self.name in stored:
                 raise PreconditionFailed
             stored[self.name] = content

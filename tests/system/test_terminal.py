@@ -1,4 +1,4 @@
-"""Tests what a command shows and logs, by level, with and without a terminal."""
+"""Tests what a command shows and logs at each log level, with and without a terminal."""
 
 import io
 import sys
@@ -19,7 +19,7 @@ class Stream(io.StringIO):
 
 @pytest.fixture
 def command(monkeypatch, tmp_path):
-    """Starts a command on a stream. Returns a function that prints lines and returns (text, text of the log)."""
+    """Simulates a command whose stdout is a stream. Returns a function that prints lines and returns (stream text, log text)."""
 
     def run(lines, tty=False, level=terminal.NORMAL):
         out = Stream(tty)
@@ -103,7 +103,7 @@ def test_the_log_has_errors_and_no_secret(command, monkeypatch, tmp_path):
 
 
 def test_half_a_surrogate_is_shown_and_logged(command):
-    """For example, a reward may print the texts that it scores."""
+    """Such text may occur, for example, if a reward prints the completions that it scores."""
     out, log = command(lambda: print("warning: \ud83d is no emoji"))
     assert out == "warning: \\ud83d is no emoji\n" and log.endswith(out)
 

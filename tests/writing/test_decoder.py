@@ -16,14 +16,14 @@ from pipeline.writing.decoder import SlotDecoder
 from pipeline.writing.rows import Row, Sampling, draw, uniforms
 
 ENDS = (2, 3, 4, 5, 6, 7)
-# Quick tests use bases with absolute positions, with sliding windows and soft caps, and with convolutions.
+# Quick tests use bases with absolute positions, with sliding windows and logit soft caps, and with convolutions.
 FEW = ("gpt2", "gemma2", "convolutions")
 KINDS = [pytest.param(k, marks=[pytest.mark.slow] * (k not in FEW)) for k in (*toy.KINDS, "convolutions")]
 PROMPTS = [row["input_ids"] for row in toy.prompts(12)]
 
 
 def with_convolutions():
-    """Returns a model in which half of the layers keep the state of a convolution instead of keys and values."""
+    """Returns a model in which half of the layers cache the state of a convolution instead of keys and values."""
     config = transformers.Lfm2Config(
         vocab_size=toy.VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, layer_types=["conv", "full_attention"], initializer_range=0.2, pad_token_id=0,
@@ -65,7 +65,7 @@ def completions(shared, prompts, sampling, decoder=None, numbers=None):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_is_decoded_as_if_alone_while_other_rows_join_and_leave(kind):
-    """Rows with several roles and temperatures join at random. Some rows share a prompt, and one row is canceled."""
+    """Rows with different roles and temperatures join the batch at random. Some rows share a prompt, and one row is canceled."""
     shared, dice = base(kind, critic=kind != "convolutions"), random.Random(3)
     roles = (None, "policy") if kind == "convolutions" else (None, "policy", "reference")
     rows = []
@@ -99,11 +99,12 @@ def test_a_row_is_decoded_as_if_alone_while_other_rows_join_and_leave(kind):
 def test_a_completion_depends_only_on_seed_number_and_prompt(kind):
     shared, sampling = base(kind), Sampling(12, ENDS, seed=7)
     together = completions(shared, PROMPTS, sampling)
-    assert 1 < len({len(one.tokens) for one in together})  # some rows left the batch early
+    # Some rows ended, and left the batch, before others.
+    assert 1 < len({len(one.tokens) for one in together})
     order = [3, 0, 11, 7, 5]
     apart = completions(shared, [PROMPTS[i] for i in order], sampling, SlotDecoder(shared, 2), order)
     assert [together[i].tokens for i in order] == [one.tokens for one in apart]
-    for look in (3, 100):  # steps after which finished rows leave
+    for look in (3, 100):  # number of steps after which finished rows leave the batch
         later = completions(shared, PROMPTS, sampling, SlotDecoder(shared, look=look))
         assert [one.tokens for one in later] == [one.tokens for one in together]
     other = completions(shared, PROMPTS, Sampling(12, ENDS, seed=8))
@@ -154,7 +155,7 @@ def test_alternatives_have_the_log_probs_of_the_model_at_temperature_1():
 
 
 def seen_by(shared, monkeypatch):
-    """Returns a list that receives the inputs of each forward of the body."""
+    """Returns a list that receives the inputs of each forward pass of the model's body."""
     seen, body = [], shared.body
 
     def noted(**inputs):
@@ -168,7 +169,8 @@ def seen_by(shared, monkeypatch):
 def test_rows_join_only_while_the_cache_stays_within_its_limit():
     decoder = SlotDecoder(base(), 8, max_positions=4 * 64)
     rows = [Row([5 + i] * (3 + i), i, Sampling(20, ())) for i in range(20)]
-    rows.append(Row([9] * 90, 20, Sampling(400, ())))  # a row that exceeds the limit by itself runs alone
+    # A single row that exceeds the token limit is decoded alone.
+    rows.append(Row([9] * 90, 20, Sampling(400, ())))
     waiting, largest = list(rows), 0
     while waiting or decoder.rows:
         joining: list[Row] = []
@@ -183,7 +185,7 @@ def test_rows_join_only_while_the_cache_stays_within_its_limit():
 
 
 def test_the_cache_is_freed_when_the_last_row_leaves(monkeypatch):
-    """The cache may take half of a GPU's memory, so it must not wait for Python's garbage collection."""
+    """The KV cache may take half of a GPU's memory, so it must be freed without Python's garbage collector."""
     decoder, caches, of_rows = SlotDecoder(base()), [], decoders.SlotCache
 
     def made(*args):

@@ -1,4 +1,4 @@
-"""Tests that replayed decoding steps give the same completions as steps that run kernel by kernel."""
+"""Tests that decoding with replayed CUDA graphs gives the same completions as decoding without CUDA graphs."""
 
 from unittest.mock import MagicMock
 
@@ -27,10 +27,10 @@ def tokens(completions):
 
 
 class Replayed(graphs.Steps):
-    """Simulates a CUDA graph. A replay runs the step, and writes its result into the tensor of the recorded step."""
+    """Simulates CUDA graphs. A replay runs the step again, and writes the result into the output tensor of the recorded step."""
 
     recorded = replays = 0
-    wrong = 0.0  # error that a replay adds to its result
+    wrong = 0.0  # error that each replay adds to the result
 
     def _capture(self, step):
         output = torch.full((1, 1), float("nan"))

@@ -1,4 +1,4 @@
-"""Tests how many rows are decoded at once in the free memory, and which share of a GPU vLLM gets."""
+"""Tests how many rows are decoded at once with the free memory, and which fraction of a GPU's memory vLLM gets."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def test_free_memory_is_limited_by_the_container_but_not_by_cached_files(tmp_pat
 
 
 def free_rows(monkeypatch, rows):
-    """Sets the free memory to hold `rows` rows of a toy trainer."""
+    """Sets the free memory so that the KV cache of `rows` rows of a toy trainer fits."""
     row = memory.kv_bytes(toy.config(), 4) * (7 + 8) + 20 * toy.VOCAB
     monkeypatch.setattr(memory, "free_bytes", lambda device: 2.0 * rows * row)
 
@@ -68,11 +68,11 @@ def test_a_resumed_run_decodes_as_many_rows_as_before(tmp_path, monkeypatch, cap
     state = json.loads((tmp_path / "ppo_state.json").read_text())
     assert state["decoding"] == {"workers": 1, "rows": 5}
     (tmp_path / "ppo_state.json").write_text(json.dumps(state | {"decoding": {"workers": 2, "rows": 5}}))
-    assert resumed(9) == 9  # with another number of workers, each worker has other completions
+    assert resumed(9) == 9  # after a change of the number of workers, the recorded number of rows is not used
 
 
 def test_chunks_do_not_depend_on_memory(monkeypatch):
-    """If they did, a smaller GPU would change the random numbers of a reward and the chunks of rollout workers."""
+    """If chunks depended on memory, a smaller GPU would change a reward's random numbers and the rollout workers' chunks."""
     found = []
     for rows in (100, 5):
         free_rows(monkeypatch, rows)
@@ -91,8 +91,8 @@ BASE_BYTES, KV_BYTES = 15 * GIB, 2 * 32 * 8 * 128 * 2
     [
         (79, 60, 64, 1024, 0.33),  # 15 + 8 + 3 GiB
         (139, 120, 64, 1024, 0.19),
-        (79, 60, 512, 1024, 0.64),  # the cache of 256 rows
-        (79, 40, 512, 1024, 0.48),  # 95 % of the free memory
+        (79, 60, 512, 1024, 0.64),  # the KV cache has space for only 256 rows
+        (79, 40, 512, 1024, 0.48),  # limited to 95 % of the free memory
     ],
 )
 def test_vllm_gets_memory_for_base_and_cache_or_most_of_the_free_memory(total, free, rows, length, share):

@@ -1,4 +1,4 @@
-"""Tests rollouts by a real vLLM (its CPU build suffices)."""
+"""Tests rollouts that are sampled by a real vLLM. The CPU build of vLLM suffices."""
 
 import contextlib
 import os
@@ -85,7 +85,7 @@ def test_samples_depend_on_seed_and_number(decoder):
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "min_new_tokens": 4}])
 def test_the_log_probs_of_vllm_equal_those_of_the_trainer(shared, decoder, settings):
-    """Tests temperature, a minimum length and several end tokens. The trainer then learns from these samples."""
+    """Samples with a temperature, a minimum length and several end tokens. Then the trainer learns from these samples."""
     rows = [{"input_ids": ids, "row": '{"prompt": ""}'} for ids in prompts()]
     args = PPOConfig(
         total_episodes=24, batch_size=12, response_length=12, advantage_estimator="reinforce_plus_plus",
@@ -120,7 +120,7 @@ def test_vllm_ends_with_a_killed_worker_and_the_run_continues(embedded_ray, stor
 
 
 def test_a_policy_learns_from_a_rollout_worker_with_vllm_and_staleness(embedded_ray, storage):
-    """A self-check compares each chunk's log-probs with those of its policy version in the trainer."""
+    """A self-check compares each chunk's log-probs with the trainer's log-probs for the same policy version."""
     options = [
         "rollout.engine=vllm", "rollout.num_workers=1", "rollout.staleness=2", "trainer.total_episodes=640",
         "trainer.batch_size=32", "trainer.response_length=16", "trainer.save_steps=0", "data.eval=null", "judge=null",
@@ -137,10 +137,10 @@ def test_a_policy_learns_from_a_rollout_worker_with_vllm_and_staleness(embedded_
 
 
 def of_vllm():
-    """Returns the PIDs of vLLM's processes."""
+    """Returns the PIDs of all processes of vLLM on this machine."""
     processes = set()
     for one in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # the process ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended in the meantime
             if Path(f"/proc/{one}/comm").read_text().startswith("VLLM"):
                 processes.add(one)
     return processes

@@ -14,7 +14,7 @@ HOW = Sampling(3, (2,), temperature=0.5, seed=1)
 
 
 class Given(SimpleNamespace):
-    """Holds the arguments of a call."""
+    """Stores the arguments of a call as attributes."""
 
     def __init__(self, *args, **named):
         super().__init__(args=args, **named)

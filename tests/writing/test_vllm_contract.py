@@ -1,7 +1,7 @@
 """Tests that the pinned vLLM has the names, arguments and outputs that pipeline/ uses.
 
-The tests run in an environment with vLLM's CPU build, which `make .bench/vllm` makes. In other environments, the first test
-starts the tests in that environment.
+The tests run in an environment with vLLM's CPU build, which `make .bench/vllm` makes. In other environments,
+the first test runs all tests in vLLM's environment.
 """
 
 import dataclasses
@@ -131,7 +131,7 @@ def test_completions_and_alternatives_have_the_expected_form(decoder):
             assert all(isinstance(token, int) for token in written.tokens)
             assert all(logprob <= 0 for logprob in written.logprobs)
             assert written.ended or len(written.tokens) == 6
-    # Processed log-probs include the temperature.
+    # Processed log-probs are computed from logits that were divided by the temperature.
     rows = [Row(PROMPT, 0, Sampling(1, (825, 1), temperature=heat), top=2) for heat in (1.0, 0.5)]
     decoder.join(rows)
     while decoder.rows:

@@ -45,8 +45,9 @@ PLAIN = {
 }
 PARTS = ("ppo", *PLAIN)
 
-Commands = dict[str, list[str]]  # name of a measurement -> script and arguments
-Rows = list[tuple[str, str | None]]  # rows of the table: our program, and the program to compare with
+Commands = dict[str, list[str]]  # name of a measurement -> its script and arguments
+# Rows of the table: (our measurement, the measurement to compare it with).
+Rows = list[tuple[str, str | None]]
 
 
 def main() -> None:
@@ -75,7 +76,7 @@ def main() -> None:
 
 
 def comparisons(part: str, size: str, variants: list[str]) -> Iterator[tuple[str, Commands, Rows]]:
-    """Yields (case, commands, rows of the table) for measurements that share their rounds."""
+    """Yields (case, commands, rows of the table) for each group of measurements that run in the same rounds."""
     if part == "ppo":
         for case in CASES:
             commands, rows = {}, []
@@ -95,7 +96,7 @@ def comparisons(part: str, size: str, variants: list[str]) -> Iterator[tuple[str
 
 
 def measure(options: argparse.Namespace, what: dict[str, str], commands: Commands, rows: Rows) -> None:
-    """Runs all commands in each round, and writes the results of the rounds so far."""
+    """Runs all commands in each round. After each round, writes the results of all rounds so far."""
     runs: Runs = {name: [] for name in commands}
     load = os.getloadavg()[0]
     for round_ in range(options.rounds):
@@ -105,12 +106,12 @@ def measure(options: argparse.Namespace, what: dict[str, str], commands: Command
         found = [{"ours": a, "other": b, "ratios": ratios(runs, a, b)} for a, b in rows]
         here = {"cpu": processor(), "threads": options.threads, "date": time.strftime("%Y-%m-%d")}
         here["load"] = [load, os.getloadavg()[0]]
-        units = SIZES[what["size"]].prompts if what["part"] == "ppo" else 1  # samples of an update
+        units = SIZES[what["size"]].prompts if what["part"] == "ppo" else 1  # number of samples per update
         keep(options.out, what, {"units": units, "rows": found, "runs": runs, "machine": here})
 
 
 def run(options: argparse.Namespace, title: str, command: list[str]) -> dict[str, Any]:
-    """Returns the result of a new process. The output of the process goes to a log, which is printed if the process fails."""
+    """Runs a measurement in a new process and returns its result. If the process fails, prints the log of its output."""
     name = re.sub(r"[^a-z0-9.]+", "-", title.lower())
     found, log = options.out / f"{name}.json", options.out / f"{name}.log"
     print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
@@ -136,7 +137,7 @@ def run(options: argparse.Namespace, title: str, command: list[str]) -> dict[str
 
 
 def keep(out: Path, what: dict[str, str], result: dict[str, Any]) -> None:
-    """Writes a result next to results of other parts. Replaces an earlier result of the same measurement."""
+    """Adds a result to the results of other parts. Replaces an earlier result of the same measurement."""
     path = out / "results.json"
     results = json.loads(path.read_text()) if path.exists() else []
     results = [one for one in results if not what.items() <= one.items()] + [what | result]

@@ -1,4 +1,4 @@
-"""Measures `evaluate`. `make bench` runs `python tools/bench/evaluate.py ours|plain SIZE evaluate`. A step is a pair."""
+"""Measures `evaluate`. `make bench` runs `python tools/bench/evaluate.py ours|plain SIZE evaluate`. A step is one pair."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ ROWS = 16  # completions per forward pass
 
 
 def ours(name: str, _: str) -> None:
-    """Runs the command line in this process. Measures only the scoring, from token rows to metrics."""
+    """Runs `evaluate` in this process. Measures only the scoring, from tokenized rows to metrics."""
     from pipeline.__main__ import main as command
     from pipeline.stages import pairs
 

@@ -1,6 +1,6 @@
-"""Measures judges. `make bench` runs `python tools/bench/judge.py ours|plain SIZE judge`.
+"""Measures questions to an LLM judge. `make bench` runs `python tools/bench/judge.py ours|plain SIZE judge`.
 
-A step is a question. The server is a separate process, and answers each question after DELAY_S.
+One step is one question. The server is a separate process, and answers each question after DELAY_S.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ def measured(ask) -> None:
 
 
 def ours(endpoint: str) -> None:
-    """Uses the pipeline's client, whose store has each answer on disk before the answer is used."""
+    """Uses the pipeline's client, which writes each answer to disk before the answer is used."""
     from pipeline.job.judge import Definition
     from pipeline.scoring.judges import forms
     from pipeline.scoring.judges.client import Client, JudgeRequest
@@ -74,7 +74,7 @@ def ours(endpoint: str) -> None:
 
 
 def plain(endpoint: str) -> None:
-    """Sends the same number of requests at a time, and only reads the answers."""
+    """Sends as many concurrent requests as `ours`, and only reads the answers."""
 
     async def ask() -> None:
         left = iter(range(QUESTIONS))

@@ -10,14 +10,14 @@ from typing import Any
 
 from sizes import EOS, LEARNING_RATE, LORA, SIZES, TRL_PPO, Clock, Setting, Size, high_water
 
-sys.path.insert(0, str(TRL_PPO))  # before the installed TRL
+sys.path.insert(0, str(TRL_PPO))  # so that TRL 1.12 is imported instead of the installed TRL
 
 
 def ppo(name: str, case: str, fields: str) -> None:
     """Runs updates with a reward model."""
     clock, size, theirs = Clock(), SIZES[name], Setting(**json.loads(fields))
     if theirs.bf16:
-        # acts like `accelerate launch --mixed_precision bf16`; TRL's trainer does not pass args.bf16 on
+        # like `accelerate launch --mixed_precision bf16`, because TRL's trainer does not pass args.bf16 to accelerate
         os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
     import torch
     from transformers import AutoModelForSequenceClassification, TrainerCallback
@@ -55,7 +55,7 @@ def trainer_of(size: Size, policy: Any, reward: Any, critic: Any, watch: Any, bf
         temperature=1.0,
         learning_rate=LEARNING_RATE,
         bf16=bf16,
-        # TRL itself cuts the rows of an update into minibatches. With gradient accumulation instead, accelerate would skip
+        # TRL itself splits the rows of an update into minibatches. With gradient accumulation instead, accelerate would skip
         # every other optimizer step.
         per_device_train_batch_size=size.prompts,
         gradient_accumulation_steps=1,
@@ -73,7 +73,7 @@ def trainer_of(size: Size, policy: Any, reward: Any, critic: Any, watch: Any, bf
         args=args,
         processing_class=tokens,
         model=policy,
-        ref_model=None,  # the policy without its adapter
+        ref_model=None,  # with None, the reference is the policy without its adapter
         reward_model=reward,
         value_model=critic,
         train_dataset=datasets.Dataset.from_list([{"input_ids": ids} for ids in size.token_ids(tokens)]),

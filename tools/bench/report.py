@@ -28,7 +28,7 @@ HEAD = "part | model | ours | other | units/s | other | speedup | peak GiB | oth
 
 
 def render(results: list[Result]) -> str:
-    """Returns the page: the machine of each result, and the tables."""
+    """Returns the Markdown page: for each result, the machine and a table."""
     lines = ["# Bench", "", *map(machine, results), *LEGEND.split("\n")]
     lines += table(HEAD, (cells(result, row) for result in results for row in result["rows"]))
     phases = [
@@ -48,7 +48,7 @@ def part_of(result: Result) -> str:
 
 
 def machine(result: Result) -> str:
-    """Returns a line with date and machine of a result, and with the load of the machine."""
+    """Returns a line with a result's date and machine, and the machine's load average."""
     here, rounds = result["machine"], len(next(iter(result["runs"].values())))
     load = f"load average {min(here['load']):.1f} to {max(here['load']):.1f}"
     what = f"{part_of(result)} {result['size']}"
@@ -61,7 +61,7 @@ def table(head: str, rows: Iterable[list[str]]) -> list[str]:
 
 
 def cells(result: Result, row: Result) -> list[str]:
-    """Returns the cells of a comparison. The cells have dashes if the other program was not measured."""
+    """Returns the table cells of a comparison, with dashes if the other program was not measured."""
     scales = {"step": lambda s: result["units"] / s, "peak": lambda size: size / GIB, "first_step": float}
     found = [part_of(result), result["size"], row["ours"], row["other"] or "-"]
     for (key, scale), ratio in zip(scales.items(), ("speed", "peak", "later"), strict=True):
@@ -72,14 +72,14 @@ def cells(result: Result, row: Result) -> list[str]:
 
 
 def phase_cells(runs: list[Result]) -> list[str]:
-    """Returns the mean length of completions, and medians over the updates of all rounds, without warmups."""
+    """Returns the mean length of completions, and median phase times over the updates of all rounds except warmups."""
     length = statistics.mean(length for run in runs for length in run["lengths"][1:])
     updates = [update for run in runs for update in run["phases"]]
     return [f"{length:.1f}", *(f"{statistics.median(one[phase] for one in updates):.3g}" for phase in PHASES)]
 
 
 def ratios(runs: Runs, ours: str, other: str | None) -> dict[str, float]:
-    """Returns medians over the rounds: ratios of speed and peak memory, and how many seconds later our first step ends."""
+    """Returns medians over the rounds: ratios of speed and peak memory, and the seconds by which our first step ends later."""
     if other is None:
         return {}
     pairs = list(zip(runs[ours], runs[other], strict=True))

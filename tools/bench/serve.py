@@ -21,8 +21,7 @@ def questions() -> list[str]:
 def ours(name: str, _: str, *overrides: str) -> None:
     """Serves two policies on one base over HTTP. Each client waits for an answer before its next request.
 
-    The peak is the private memory of the replica and of vLLM's processes before the first request. The replica has one
-    thread, like a worker on one CPU.
+    The peak is the private memory of the replica and of vLLM's processes before the first request. The replica uses one thread.
     """
     import psutil
 
@@ -83,7 +82,7 @@ def ours(name: str, _: str, *overrides: str) -> None:
 
 
 def plain(name: str, _: str) -> None:
-    """Runs two merged models in memory, with transformers' `generate` for one request after the other, without HTTP.
+    """Keeps two merged models in memory, and calls transformers' `generate` for one request after another, without HTTP.
 
     The peak is the private memory of the process.
     """

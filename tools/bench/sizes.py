@@ -1,6 +1,6 @@
-"""What both programs of a comparison share: settings, models, rows, and a clock.
+"""Settings, models, rows and a clock, which both programs of a comparison use.
 
-No program imports the other one, so that neither pays for the other's imports.
+Neither program imports the other program, so that neither spends time on the other's imports.
 """
 
 import json
@@ -20,8 +20,8 @@ WORK = ROOT / "runs/bench"  # random models, rows, and outputs of measurements
 TRL_PPO = ROOT / ".bench/trl"
 LORA: dict[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
 LEARNING_RATE = 1e-5
-SEED = 6  # seed of our sampling, with which completions of size `large` use about 39% of the length limit
-NEVER = -1e4  # added to a logit
+SEED = 6  # sampling seed; with this seed, completions of size `large` have about 39% of the maximum length
+NEVER = -1e4  # added to the logit of a token that must not be sampled
 PHASES = ("rollout", "score", "values", "update")  # phases of our PPO
 CASES = {"full": "all completions up to the limit", "own": "each until it ends by itself"}
 
@@ -53,29 +53,29 @@ class Setting:
         return name if self.prompts == "different" else f"{name}, {self.prompts} prompts"
 
 
-# name -> our setting, and the setting to compare with
+# name of a variant -> (our setting, the setting to compare it with)
 VARIANTS = {
     "head": (Setting(), Setting(trl=True)),
     "adapter": (Setting(critic="adapter"), Setting(trl=True)),
-    "bf16-head": (Setting(bf16=True), Setting(trl=True, bf16=True)),  # for a processor with bf16
+    "bf16-head": (Setting(bf16=True), Setting(trl=True, bf16=True)),  # for CPUs with bf16 instructions
     "shared-long": (Setting(prompts="shared"), Setting(prompts="repeated")),
 }
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model, and the amount of work in the measurements with it."""
+    """A model size: the model, and the amount of work in each measurement."""
 
     name: str
-    shape: dict[str, int] | None  # shape of a random Llama; None means the trained demo model
+    shape: dict[str, int] | None  # config of a random Llama; None means the trained demo model
     prompts: int  # prompts of one PPO update
-    together: int  # rows of our forward and backward passes; TRL cannot split its minibatch
+    together: int  # rows per forward and backward pass of our PPO; TRL cannot split its minibatch
     generations: int  # completions per prompt, if prompts are shared
     prompt_tokens: int | None  # tokens per prompt; None means the demo's prompts
-    long_prompt_tokens: int | None  # tokens of each prompt with several completions
+    long_prompt_tokens: int | None  # tokens per prompt if completions share prompts
     new_tokens: int  # maximum tokens of a completion
     eos_bias: float  # added to the logit of EOS in the case `own`, so that completions end at about 40% of the limit
-    updates: int  # updates of PPO; the first is a warmup
+    updates: int  # PPO updates; the first update is a warmup
     rows: int  # rows per step of sft; rm and dpo have half as many pairs, of two rows each
     words: int | None  # words per row of sft, rm and dpo; None means the demo's rows
     steps: int  # steps of sft, rm, dpo
@@ -108,7 +108,7 @@ class Size:
         (self.folder / "ready").touch()
 
     def adapter(self, seed: int, head: bool = False) -> Path:
-        """Returns the folder of a random adapter, which is made once."""
+        """Returns the folder of a random adapter. Creates the adapter if the folder does not exist."""
         folder = self.folder / f"{'reward' if head else 'policy'}-{seed}"
         if not (folder / "adapter_model.safetensors").exists():
             import torch
@@ -144,7 +144,7 @@ class Size:
         return [tokens.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
 
     def base(self, case: str, dtype: str) -> Any:
-        """Returns the model. A bias on the lm head makes the model sample EOS (case `own`) or never (case `full`).
+        """Returns the model. A bias on the lm head makes the model sample EOS sometimes (case `own`) or never (case `full`).
 
         Only the tokenizer's end token ends a completion, because TRL's PPO supports only one.
         """
@@ -164,7 +164,7 @@ class Size:
 
 
 def write_model(folder: Path, shape: dict[str, int]) -> None:
-    """Writes a random Llama with the demo's tokenizer, which has fewer tokens than the model."""
+    """Writes a random Llama with the demo's tokenizer. The tokenizer has fewer tokens than the model."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -220,7 +220,7 @@ SIZES = {size.name: size for size in ALL}
 
 
 def write(found: dict[str, Any]) -> None:
-    """Writes the results of this process to the file BENCH_OUT, which its parent reads."""
+    """Writes this process's results to the file BENCH_OUT, which the parent process reads."""
     Path(os.environ["BENCH_OUT"]).write_text(json.dumps(found))
 
 
@@ -230,7 +230,7 @@ def since_start(at: float) -> float:
 
 
 class Clock:
-    """The time at which each step ended, and other results of a measurement."""
+    """Records the time at which each step ends, and other results of a measurement."""
 
     def __init__(self) -> None:
         self.ends: list[tuple[int, float]] = []
@@ -240,7 +240,7 @@ class Clock:
         self.ends.append((number, at or time.time()))
 
     def write(self, peak: int, warmup: int = 1) -> None:
-        """Writes the seconds until the first step ended, the mean seconds of steps after the warmup, and the peak bytes."""
+        """Writes the seconds until the first step ended, the mean seconds per step after the warmup, and the peak in bytes."""
         start, begin = next(step for step in self.ends if step[0] >= warmup)
         last, end = self.ends[-1]
         found = {

@@ -33,11 +33,12 @@ def arguments(stage: str, size: Size) -> dict[str, Any]:
 def ours(name: str, stage: str) -> None:
     """Runs the command line in this process, on an embedded Ray.
 
-    MLflow has the time at which each step ended. The memory is that of the worker, which has the model.
+    Reads from MLflow when each step ended. Measures the memory of the worker, which holds the model.
     """
     clock, size = Clock(), SIZES[name]
     storage = size.folder / "runs"
-    shutil.rmtree(storage, ignore_errors=True)  # the time to the first step includes the preparation of rows
+    # Deletes cached rows, because the time to the first step includes preparing the rows.
+    shutil.rmtree(storage, ignore_errors=True)
     settings = [
         f"model.name_or_path={size.model}",
         f"data.train={size.folder / ROWS[stage]}.jsonl",
@@ -50,7 +51,8 @@ def ours(name: str, stage: str) -> None:
         "gate={}",
         f"mlflow.registered_model=bench-{stage}",
         "mlflow.tracking_uri=null",
-        f"trainer={json.dumps(arguments(stage, size))}",  # replaces the full section, so that TRL's defaults apply to both programs
+        # Replaces the full section `trainer`, so that both programs use TRL's defaults.
+        f"trainer={json.dumps(arguments(stage, size))}",
         *(["policy=base"] if stage == "dpo" else []),
     ]
     from pipeline.__main__ import main as command
@@ -67,7 +69,7 @@ def ours(name: str, stage: str) -> None:
 
 
 def plain(name: str, stage: str) -> None:
-    """Trains on the same raw rows, base and arguments in one plain process. TRL templates and tokenizes."""
+    """Trains on the same raw rows, base and arguments in one plain process. TRL applies the chat template and tokenizes."""
     import datasets
     import trl
     from peft import LoraConfig

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from faults import FAULTS, ROLLOUT, TWO_WORKERS
 from runs import Baselines, Server, differences
 
-# `ahead` is ppo with a rollout worker that samples one update ahead
+# `ahead` is ppo with a rollout worker that samples one update ahead of the trainer
 STAGES = ("sft", "rm", "dpo", "kto", "ppo", "ahead")
 
 
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def cell(stage: str, fault: str, seed: int, baselines: Baselines) -> bool:
-    """Runs one stage with one fault. Prints the fault and the differences. Returns True if there are no differences."""
+    """Runs one stage with one fault. Prints the fault and the differences from an undisturbed run. Returns True if none exist."""
     from mlflow import MlflowClient
 
     workers = 2 if fault in TWO_WORKERS else 1

@@ -25,7 +25,7 @@ RESTARTS = "run.max_failures=3"
 
 
 def moment(run: Run, rng: random.Random, first: int = 1, last: int = STEPS - 1) -> int:
-    """Waits until the run is somewhere in the step after a random step. Returns the random step."""
+    """Chooses a random step. Waits until a random moment in the step after it. Returns the chosen step."""
     step = rng.randint(first, last)
     run.wait_for(rf"\bstep +{step}/{STEPS}\b")
     time.sleep(rng.uniform(0, 0.4))
@@ -44,13 +44,13 @@ def below(root: int) -> dict[int, str]:
     found = {}
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(root).children(recursive=True):
-            with contextlib.suppress(psutil.Error):  # the process ended meanwhile
+            with contextlib.suppress(psutil.Error):  # the process has ended in the meantime
                 found[child.pid] = " ".join(child.cmdline())
     return found
 
 
 def actors(run: Run, kind: str) -> list[int]:
-    """Returns the processes of the run's actors of this kind, on the embedded Ray."""
+    """Returns the processes of all actors with this name that belong to the run's embedded Ray."""
     return sorted(pid for pid, command in below(run.process.pid).items() if kind in command)
 
 
@@ -61,7 +61,7 @@ def kill(*pids: int) -> None:
 
 
 def again(run: Run) -> None:
-    """Runs the command of a killed driver again."""
+    """Runs the same command again after its driver was killed."""
     run.process.wait()
     ended(run.again())
 
@@ -78,7 +78,7 @@ def worker(run: Run, rng: random.Random) -> str:
 
 
 def driver(run: Run, rng: random.Random) -> str:
-    """Kills the driver with SIGKILL, and at once runs the same command again."""
+    """Kills the driver with SIGKILL, and runs the same command again immediately."""
     run.start()
     step = moment(run, rng)
     kill(run.process.pid)
@@ -96,7 +96,7 @@ def rollout_worker(run: Run, rng: random.Random) -> str:
 
 
 def hang(run: Run, rng: random.Random) -> str:
-    """Stops the rollout worker with SIGSTOP, so that its process exists and does nothing."""
+    """Stops the rollout worker with SIGSTOP, so that its process still exists but does nothing."""
     run.start()
     step = moment(run, rng, last=STEPS - 3)
     os.kill(actors(run, ROLLOUT_WORKER)[0], signal.SIGSTOP)
@@ -113,10 +113,10 @@ def node(run: Run, rng: random.Random, notice: bool = False, actor: str = TRAINE
             may fail.
     """
     training = actor == TRAINER
-    ahead = int("rollout.num_workers=1" in run.arguments)  # a node of its own for the rollout worker
+    ahead = int("rollout.num_workers=1" in run.arguments)  # number of additional nodes for a rollout worker
     nodes = Nodes(run, 3, for_rollouts=ahead) if training else Nodes(run, 1, for_rollouts=2)
     if notice:
-        run.pause = 1.2  # the run must not end before the node
+        run.pause = 1.2  # slows the run down, so that it does not end before the node does
     run.start(*([f"run.max_failures={0 if notice else 3}"] if training else []))
     step = moment(run, rng, last=4 if notice else STEPS - 1)
     victim = rng.choice(until(lambda: nodes.busy(actor), f"a node with a {actor}"))
@@ -157,7 +157,8 @@ def write(run: Run, rng: random.Random) -> str:
 def corrupt(run: Run, rng: random.Random) -> str:
     """Corrupts the newest checkpoint between two runs: flips a bit, truncates a file, or deletes a file."""
     run.start()
-    step = moment(run, rng, first=8)  # waits for two checkpoints, so that the older can replace the newer
+    # Waits for two checkpoints, so that an older one is left if the newest is corrupt.
+    step = moment(run, rng, first=8)
     kill(run.process.pid, *below(run.process.pid))
     run.process.wait()
     complete = (path for path in run.folder.glob("checkpoint_*[0-9]") if (path / "digests.json").exists())
@@ -188,7 +189,7 @@ class Nodes:
     """
 
     def __init__(self, run: Run, count: int, for_rollouts: int = 0):
-        # Workers are children of the nodes and get their environment. With two threads, the order of sums would change.
+        # Workers inherit the environment of their node's process. With two threads, the order of sums would change.
         before = dict(os.environ)
         run.finally_do.append(lambda: (os.environ.clear(), os.environ.update(before), _read_by_ray()))
         os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0", **AUTHENTICATION)

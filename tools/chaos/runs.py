@@ -1,4 +1,4 @@
-"""Runs of a stage as separate processes: start, watch, restart and compare."""
+"""Starts, watches, restarts and compares runs of a stage. Each run is a separate process."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 14
-# Token of the clusters and their drivers, so that no other machine can use them.
+# Token of the clusters and their drivers, so that no client on another machine can use the clusters.
 AUTHENTICATION = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 PATIENCE = 240  # seconds after which a wait fails
 SMALL = {
@@ -30,20 +30,20 @@ SMALL = {
         "trainer.kl_controller=adaptive", "trainer.kl_horizon=100", "trainer.normalize_values=true", "data.eval=null",
         "judge=null",
     ],
-    # If no node has room for a rollout worker, the trainers sample themselves before PATIENCE is over.
+    # If no node has resources for a rollout worker, the trainers themselves sample before PATIENCE seconds have passed.
     "ahead": [
         "rollout.num_workers=1", "rollout.staleness=1", "rollout.chunk_timeout_s=5", "rollout.worker_wait_timeout_s=20",
         "trainer.local_rollout_forward_batch_size=4",
     ],
 }  # fmt: skip
-# metrics that depend on time or on the machine
+# metrics that differ between equal runs, because they depend on time or on the machine
 MEASURED = re.compile(
     r"runtime|per_second|second|time|memory|flos|mfu|rollout/(wait_seconds|wait_fraction|idle|queue|bytes|workers|lost)"
 )
 
 
 def until(there: Any, what: str, patience: float = PATIENCE, every: float = 0.1) -> Any:
-    """Returns the first true value of `there()`."""
+    """Calls `there()` repeatedly. Returns its first true value."""
     give_up = time.monotonic() + patience
     while time.monotonic() < give_up:
         if found := there():
@@ -91,9 +91,9 @@ class Server:
 
 
 class Run:
-    """A run with one name. After a kill, `again` starts it in another process."""
+    """A run with a fixed name. After a kill, `again` starts the run in a new process."""
 
-    process: Any = None  # the last driver
+    process: Any = None  # process of the last driver
 
     def __init__(self, stage: str, name: str, folder: Path, server: Server, overrides: list[str]):
         self.name, self.folder, self.log = name, folder / "runs" / name, folder / f"{name}.log"
@@ -104,7 +104,7 @@ class Run:
         self.lines: list[str] = []
         self.address: str | None = None  # address of a cluster that outlives the driver
         self.extra: tuple[str, ...] = ()
-        self.pause = 0.35  # seconds after each step
+        self.pause = 0.35  # pause after each step in seconds
         self.env: dict[str, str] = {}
         self.finally_do: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Runs the command line with a pause after each step, which gives time for faults: python slowly.py STAGE JOB.yaml [...]
+"""Runs the command line with a pause after each step, so that faults have time to happen: python slowly.py STAGE JOB.yaml [...]
 
 The pause happens when every rank asks for notices of preemption. The pause changes no result, and each step prints its line. If
 CHAOS_ROWS names a folder, the workers of TRL's stages write the rows of each step there.
@@ -17,7 +17,7 @@ from pipeline.__main__ import main
 
 def slow(stage: str, seconds: float, folder: str | None) -> Any:
     def slowly(worker: Any) -> Any:
-        importlib.import_module("pipeline.run.worker").PRINT_INTERVAL_S = 0.0  # a line for each step
+        importlib.import_module("pipeline.run.worker").PRINT_INTERVAL_S = 0.0  # prints a line for each step
         train = importlib.import_module(f"pipeline.stages.{stage}").train
         if folder:
             record_rows(worker, folder)
@@ -34,7 +34,7 @@ def slow(stage: str, seconds: float, folder: str | None) -> Any:
 
 
 def record_rows(worker: Any, folder: str) -> None:
-    """Makes each step append {attempt, step, world, rows} to the file of its worker."""
+    """Makes each worker append {attempt, step, world, rows} to its file at each step."""
     import ray.train.collective
 
     from pipeline.stages.exact_batches import ExactBatches

@@ -1,4 +1,4 @@
-"""A Ray cluster and an MLflow server on several hosts of hosts.py. All hosts but the first can join and leave.
+"""A Ray cluster and an MLflow server on several hosts of hosts.py. All hosts except the first can join and leave the cluster.
 
     with cluster_of(3) as cluster:          # cluster.folder is shared by all hosts
         cluster.join(cluster.hosts[1], "rollouts")
@@ -23,7 +23,7 @@ from hosts import Host, Hosts
 from tools.chaos.runs import answers, until
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 400  # seconds to wait for anything
+PATIENCE = 400  # seconds after which any wait fails
 
 
 def environment_with(**more: str) -> dict[str, str]:
@@ -87,7 +87,7 @@ class Cluster:
     def _ray(self, host: Host, label: str, *more: str) -> None:
         command = ["ray", "start", f"--node-ip-address={host.ip}", f"--labels=for={label}"]
         command = host.here("env", "-C", str(ROOT), *command, "--object-store-memory=100000000", *more)
-        # a node must start within 30 s, which a busy machine may miss
+        # by default, a node must start within 30 s, which is too short on a busy machine
         for _ in range(3):
             status, output = Process(*command, env=self.environment).end()
             if status == 0:
@@ -99,7 +99,7 @@ class Cluster:
         self._ray(host, label, f"--address={self.address}", "--num-cpus=1")
 
     def leave(self, host: Host) -> None:
-        """Kills all processes of the host at once, except its process 1."""
+        """Kills all processes of the host at the same time, except its process 1."""
         subprocess.run(host.here("bash", "-c", "kill -9 -1"))
 
     def start(self, host: Host, *command: str) -> Process:
@@ -110,8 +110,9 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster_of(count: int, dashboard: bool = False, **more: str) -> Iterator[Cluster]:
-    """Starts a cluster with one node and `count` hosts. Removes cluster and hosts at the end."""
-    folder = Path(tempfile.mkdtemp(prefix="rlhf.")).resolve()  # short, because socket paths have a limit
+    """Starts `count` hosts and a cluster with one node, on the first host. Removes cluster and hosts at the end."""
+    # Short, because the length of socket paths is limited.
+    folder = Path(tempfile.mkdtemp(prefix="rlhf.")).resolve()
     try:
         with Hosts(folder, count, [Path(sys.prefix), ROOT, folder], ssh=False) as hosts:
             cluster = Cluster(hosts, folder, dashboard, **more)

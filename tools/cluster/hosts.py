@@ -47,7 +47,7 @@ MaxStartups 100
 
 
 def missing(ssh: bool = True) -> str | None:
-    """Returns why this machine cannot run hosts, or None if it can."""
+    """Returns the reason why this machine cannot create such hosts, or None if it can."""
     if os.name != "posix" or os.geteuid() != 0:
         return "needs root, to make network namespaces"
     tools = (*TOOLS, *SSH_TOOLS) if ssh else TOOLS
@@ -66,7 +66,7 @@ class Host:
     process: subprocess.Popen
 
     def here(self, *command: str) -> list[str]:
-        """Returns a command line that runs a command on this host."""
+        """Returns the command line with which a command runs on this host."""
         pid = self.process.pid  # process of unshare, whose child is the host's process 1
         (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         spaces = ["--net", "--mount", "--pid", "--uts", "--ipc"]
@@ -154,7 +154,7 @@ class Hosts:
         for host in self.hosts:
             host.process.kill()  # ends all processes of the host
             host.process.wait()
-            # without this, the bridge stays until the host's last process has ended
+            # otherwise the bridge would exist until the host's last process has ended
             subprocess.run(["ip", "link", "del", f"v{host.name}"])
             subprocess.run(["ip", "netns", "del", host.name])
         subprocess.run(["ip", "link", "del", "rlhfbr"])

@@ -1,4 +1,4 @@
-"""Experiments on correct results. The models have four layers of Llama 3 8B."""
+"""Experiments that check results. The models are Llama 3 8B with only four layers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def self_checks(record: Record, precision: str) -> None:
         expected = trainer.run_update()
         trainer.restore(f"{folder}/state")
         again = trainer.run_update()
-    # A GPU adds in any order in the backward pass. Values from before the first backward pass must be equal.
+    # In the backward pass, a GPU adds in any order. Values that were computed before the first backward pass must be equal.
     before = [n for n in expected if n.startswith(("objective/", "completions/", "val/num", "val/sampler"))]
     differ = [name for name in before if expected[name] != again[name]]
     record.check(
@@ -56,7 +56,7 @@ def self_checks(record: Record, precision: str) -> None:
 
 
 def _saved(shared: SharedBase, role: str, folder: str) -> str:
-    """Saves a role's adapter with its probes, like a stage does. Returns the adapter's folder."""
+    """Saves a role's adapter with its probes, as a stage does. Returns the adapter's folder."""
     at = f"{folder}/{role}"
     shared.save(role, at)
 

@@ -43,7 +43,7 @@ def rows_at_once(record: Record, precision: str) -> None:
 def step_seconds(decoder: SlotDecoder, prompts: list[list[int]]) -> tuple[float, float]:
     """Returns (seconds of the prompts' forward pass, mean seconds of the decoding steps after it)."""
     seconds = []
-    for tokens in (4, 1, STEPS + 1):  # the first is a warmup
+    for tokens in (4, 1, STEPS + 1):  # the first call is a warmup
         torch.cuda.synchronize()
         start = time.perf_counter()
         completions = decoder.generate("policy", prompts, range(len(prompts)), Sampling(tokens, ()))
@@ -55,7 +55,7 @@ def step_seconds(decoder: SlotDecoder, prompts: list[list[int]]) -> tuple[float,
 
 
 def cuda_graphs(record: Record, precision: str) -> None:
-    """Compares decoding with and without CUDA graphs: equal log-probs, and not slower."""
+    """Checks that decoding with CUDA graphs gives the log-probs of decoding without CUDA graphs, and is not slower."""
     shared = models.shared_base(precision=precision, roles=["policy"])
     for rows in (ROWS[0], ROWS[-1]):
         prompts, seconds = models.prompts(rows, PROMPT, PROMPT), {}
@@ -65,7 +65,8 @@ def cuda_graphs(record: Record, precision: str) -> None:
             _, seconds[graphs] = step_seconds(decoder, prompts)
             peak = torch.cuda.max_memory_allocated() / models.GIB
             record.row(rows=rows, graphs=graphs, ms_per_step=1e3 * seconds[graphs], peak_GiB=peak)
-        decoder.generate("policy", prompts, range(rows), Sampling(STEPS, ()))  # needs another capture
+        # This call must capture its graphs again.
+        decoder.generate("policy", prompts, range(rows), Sampling(STEPS, ()))
         works = decoder.graphs is not None and decoder.graphs.works
         record.check(f"{rows} rows: steps are captured, twice", "yes" if works else "no", works)
         if not PRETEND:
@@ -78,7 +79,7 @@ def cuda_graphs(record: Record, precision: str) -> None:
 
 
 def fused_lora(record: Record, backward: bool) -> None:
-    """Compares our fused LoRA layer with peft's under autocast: equal results in less time."""
+    """Checks that under autocast, our fused LoRA layer has the results of peft's LoRA layer and takes less time."""
     shared = models.shared_base(layers=4, roles=["policy"], spread=0.02)
     ids = torch.tensor(models.prompts(4, small(512, 16), small(512, 16)), device=DEVICE)
     parameters, results, seconds = shared.parameters_of("policy"), {}, {}

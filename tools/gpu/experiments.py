@@ -159,7 +159,7 @@ def run(name: str) -> Record:
 
 
 def isolated(seconds: float, work: Callable[..., Any], *args: Any, method: str | None = None) -> Any:
-    """Returns the result of `work(*args)` from a separate process, which leaves no memory and no CUDA error behind.
+    """Runs `work(*args)` in a separate process and returns its result. Memory and CUDA errors end with the process.
 
     Args:
         method: start method of multiprocessing. By default, a pretended GPU uses `fork`, because libraries are then loaded

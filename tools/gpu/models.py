@@ -68,7 +68,7 @@ def config(shape: str = "8b", layers: int | None = None) -> LlamaConfig:
 
 
 def base(shape: str = "8b", precision: str = "bf16", layers: int | None = None, device: Any = None) -> Any:
-    """Returns a random causal language model, which is made on the device and not copied there."""
+    """Returns a random causal language model. The weights are created on the device, without a copy from the CPU."""
     torch.manual_seed(0)
     device, dtype = device or DEVICE, torch.float32 if precision == "fp32" else torch.bfloat16
     made = config(shape, layers)
@@ -99,7 +99,7 @@ def _quantized(made: LlamaConfig, dtype: torch.dtype, device: Any) -> Any:
         for name, parameter in module.named_parameters(recurse=False):
             shape = (module.out_features, module.in_features) if quantized else parameter.shape
             new = torch.ones(shape, dtype=dtype, device=device)
-            if len(shape) > 1:  # a norm's weight has one dimension
+            if len(shape) > 1:  # excludes the weights of norms, which have one dimension
                 new.normal_(std=made.initializer_range)
             if quantized:
                 kind = dict(quant_type="nf4", compress_statistics=True, module=module)
@@ -199,7 +199,7 @@ def timed(work: Callable[[], object], rounds: int = 3, warm_up: int = 1) -> floa
 
 
 def fresh() -> None:
-    """Frees unused memory and resets the peak."""
+    """Frees unused GPU memory and resets the record of peak memory."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -23,14 +23,14 @@ from tools.gpu import models
 from tools.gpu.models import DEVICE, PRETEND, small
 from tools.gpu.record import Record, Skipped
 
-TOLERANCE = 0.15  # relative difference of measured and planned peak
-# completions per second of PPO on an H200, with 8B in bf16 and the lengths of jobs/llama3-8b
+TOLERANCE = 0.15  # largest allowed relative difference between measured and planned peak memory
+# Completions per second of PPO on an H200, with the 8B base in bf16 and the length limits of jobs/llama3-8b
 COMPLETIONS_A_SECOND = 1.0
 PHASES = ("rollout", "score", "values", "update")
 
 
 def planned_peak(stage: str, shape: str, precision: str, length: int, trainer: dict[str, Any]) -> float:
-    """Returns the GiB that `plan` expects for a worker of such a job."""
+    """Returns the peak memory in GiB that `plan` estimates for a worker of such a job."""
     with tempfile.TemporaryDirectory() as folder:
         models.config(shape).save_pretrained(folder)
         inputs = {"policy": folder, "reward": folder} if stage == "ppo" else {}
@@ -49,7 +49,7 @@ def planned_peak(stage: str, shape: str, precision: str, length: int, trainer: d
 
 
 def compare(record: Record, planned: float, above_only: bool = False) -> None:
-    """Compares the peak since `models.fresh` with the planned peak."""
+    """Compares the peak memory since the call of `models.fresh` with the planned peak."""
     measured = models.occupied()
     record.row(planned_GiB=planned, measured_GiB=measured)
     if PRETEND:  # most of the plan of a tiny model is CUDA's context and workspaces
@@ -80,7 +80,7 @@ def ppo_70b(record: Record) -> None:
 def _ppo(
     record: Record, shape: str, precision: str, episodes: int, prompt: int, completion: int, **settings: Any
 ) -> float:
-    """Runs one update with full-length rows, records its phases, and compares its peak with the plan.
+    """Runs one update with full-length rows, records the time of each phase, and compares peak memory with the plan.
 
     Returns the completions per second.
     """
@@ -140,7 +140,7 @@ def _step(
 
     Args:
         sequences: number of sequences per row.
-        head: parameters that are no part of the model.
+        head: parameters that are not part of the model.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -169,7 +169,7 @@ def _step(
     found = f"{losses[0]:.3f} to {losses[-1]:.3f}"
     record.check("the loss falls in four steps on one batch", found, losses[-1] < losses[0])
     trainer = dict(per_device_train_batch_size=rows, gradient_checkpointing=True, bf16=True)
-    # TRL's SFT loss keeps more of the logits than this loss.
+    # TRL's SFT loss keeps more copies of the logits in memory than this loss.
     compare(record, planned_peak(stage, "8b", precision, length, trainer), above_only=stage == "sft")
 
 

@@ -68,7 +68,7 @@ def messages(run: str, *settings: str, fault: Fault | None = None) -> list[str]:
 
 
 def _worker(rank, name, settings, inputs, results):
-    """Runs as one of two PPO workers, which both have the fault."""
+    """Runs in each of two PPO workers. Both workers have the fault."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{results[0]}-group", rank=rank, world_size=2)
     said = []
@@ -85,7 +85,7 @@ def _worker(rank, name, settings, inputs, results):
 
 @contextlib.contextmanager
 def _heard(said: list[str]):
-    """Adds the error that ends the block to `said`."""
+    """If an error ends the `with` block, adds the error's message to `said`."""
     try:
         yield
     except Exception as error:

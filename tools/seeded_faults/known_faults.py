@@ -43,7 +43,7 @@ class Fault:
     change: Change
     settings: str = ""  # keys of the run
     quick: bool = False  # `make test` also plants this fault
-    unnamed: str = ""  # why no check can name the fault, if none can
+    unnamed: str = ""  # the reason, if no check can name the fault
 
     def is_named(self, said: list[str]) -> bool:
         return bool(self.cause) and any(re.search(self.cause, line, re.DOTALL) for line in said)
@@ -244,7 +244,7 @@ def second_begin(columns):
 
 
 def header_is_trained(original, *args):
-    """Acts like a template that does not mark completions."""
+    """Simulates a chat template that does not mark completions, so that headers of turns are trained too."""
     if original.__name__ == "load_tokenizer":
         tokenizer = original(*args)
         tokenizer.chat_template = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", tokenizer.chat_template)
@@ -255,7 +255,7 @@ def header_is_trained(original, *args):
 
 
 def last_label_is_masked(batch):
-    """Acts like a collator that masks labels equal to the pad token, which here is EOS. Each row loses its last label."""
+    """Simulates a collator that masks labels equal to the pad token. Here, this is EOS, so each row loses its last label."""
     for row in batch["labels"]:
         trained = (row != -100).nonzero()
         if len(trained):
@@ -299,7 +299,7 @@ def sides_are_swapped(columns):
 
 
 def without(part: str) -> Callable[[nn.Module], None]:
-    """Sets all parameters to zero whose names contain `part`."""
+    """Sets all parameters whose names contain `part` to zero."""
 
     def call(model):
         for name, parameter in model.named_parameters():

@@ -53,7 +53,8 @@ def cuda(gpus: int = 2, gib: float = 80) -> Iterator[None]:
     """Pretends that this process has `gpus` GPUs with `gib` GiB each. Threads that start in the block pretend, too."""
     with suppress(ImportError):
         import bitsandbytes  # looks for CUDA's libraries once, at import
-    torch.utils._device._device_constructors()  # fills torch's own list before torch.tensor is replaced
+    # `torch` caches this list; it must be filled before torch.tensor is replaced.
+    torch.utils._device._device_constructors()
     machine.gpus = [Gpu(index, int(gib * GIB)) for index in range(gpus)]
     machine.thread = threading.local()
     machine.replays = 0
@@ -65,7 +66,7 @@ def cuda(gpus: int = 2, gib: float = 80) -> Iterator[None]:
         kinds = torch.utils._foreach_utils._foreach_supported_types
         kinds.append(GpuTensor)
         stack.callback(kinds.remove, GpuTensor)
-        register_package(5, _location, _restored)  # comes before the CPU's entry
+        register_package(5, _location, _restored)  # priority 5 comes before the CPU's entry
         stack.callback(lambda: _package_registry.remove((5, _location, _restored)))
         stack.enter_context(autocast.kernels())
         stack.enter_context(Mode())

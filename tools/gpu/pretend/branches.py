@@ -35,7 +35,7 @@ def statements() -> dict[str, str]:
 
 
 def _of_cuda(tree: ast.AST) -> Iterator[tuple[list[ast.stmt], int]]:
-    """Yields the block and the position in it of each statement for CUDA."""
+    """Yields (block of statements, index in the block) for each CUDA-only statement."""
     inside = set[ast.stmt]()
     for node in ast.walk(tree):
         for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
@@ -50,7 +50,7 @@ def _of_cuda(tree: ast.AST) -> Iterator[tuple[list[ast.stmt], int]]:
 
 
 class _Noting(SourceFileLoader):
-    """Loads a module, and inserts a call that records a statement before each statement for CUDA."""
+    """A module loader that inserts a recording call before each CUDA-only statement."""
 
     def get_code(self, fullname: str) -> Any:
         text = Path(self.path).read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 GIB = 2**30
-BLOCK = 512  # bytes; torch's allocator rounds each tensor up to a multiple
+BLOCK = 512  # bytes; torch's allocator rounds the size of each tensor up to a multiple of this
 CONTEXT = GIB // 2  # bytes of GPU memory for CUDA's context
 PHILOX_STEP = 4  # torch increases a generator's offset by this for each random kernel
 
@@ -97,7 +97,7 @@ class Memory:
 
 
 class Random:
-    """A GPU's random generator, with a seed and an offset like Philox. The generator's numbers differ from CUDA's."""
+    """A GPU's random generator, with a seed and an offset like CUDA's Philox generator. The random numbers differ from CUDA's."""
 
     def __init__(self) -> None:
         self.seed, self.offset = 0, 0
@@ -175,7 +175,7 @@ def waits(what: str) -> None:
 
 
 class Stream:
-    """A stream. All operations run immediately, so there is nothing to wait for."""
+    """A pretended CUDA stream. All operations run immediately, so no method has to wait."""
 
     def __init__(self, device: Any = None, **_: Any) -> None:
         self.device = machine.device(device)
@@ -211,7 +211,7 @@ class Slot:
 
 
 class Fixed:
-    """Refers to a tensor from before the capture. A replay uses this tensor's memory, even if another tensor owns it by then."""
+    """Refers to a tensor from before the capture. A replay uses this tensor's memory, even if another tensor has reused it."""
 
     def __init__(self, tensor: torch.Tensor, memory: Memory) -> None:
         # a second tensor on the same memory, so that the graph does not keep the first tensor alive
@@ -243,7 +243,7 @@ class Graph:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream.")
         pool = pool or graph_pool_handle()
         if pool in machine.pools and machine.pools[pool] <= 0:
-            # torch frees a pool together with its last graph, and then accepts the pool's name no more.
+            # torch frees a pool together with its last graph. After that, torch no longer accepts the pool's handle.
             raise RuntimeError(
                 "it->second->use_count > 0 INTERNAL ASSERT FAILED at c10/cuda/CUDACachingAllocator.cpp"
             )
@@ -262,7 +262,7 @@ class Graph:
         self.made = {}
 
     def place(self, tensor: torch.Tensor, memory: Memory) -> Slot | Fixed:
-        """Returns a reference with which a replay finds a plain tensor."""
+        """Returns a reference to a plain tensor. With this reference, a replay finds the tensor."""
         if id(tensor) in self.made:
             return Slot(self.made[id(tensor)][0])
         return Fixed(tensor, memory)

@@ -168,7 +168,7 @@ def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
         grad, ours = self.grad, ("_t", "_device", "_is_param")
         vars(new).update({key: one for key, one in vars(self).items() if key not in ours})
         torch.utils.swap_tensors(self, new)
-        if grad is not None:  # without this, the gradient would stay on its device
+        if grad is not None:  # moves the gradient, which would otherwise stay on its old device
             self.grad = grad.to(value.device)
     else:
         _plain_data.__set__(self, value)
@@ -324,7 +324,7 @@ def _check(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], ours:
         return
     of_cpu = [
         x for x in tensors if not isinstance(x, GpuTensor) and x.dim()
-    ]  # CUDA accepts numbers of the CPU
+    ]  # CUDA accepts CPU tensors with zero dimensions
     devices = dict.fromkeys(x.device for x in ours)
     devices |= dict.fromkeys(x.device for x in of_cpu if not hasattr(x, "_of_any_device"))
     if len(devices) > 1:
@@ -397,7 +397,7 @@ def _with_default_generator(func: Any, args: Any, kwargs: Any, device: torch.dev
 
 
 def _product(*args: Any, beta: float = 1, alpha: float = 1, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns a product of matrices, plus a matrix if given, in `out_dtype`. torch has this operation only on CUDA."""
+    """Returns a matrix product in `out_dtype`, and adds a matrix if one is given. torch has this operation only on CUDA."""
     *added, a, b, dtype = args
     if a.dtype != b.dtype:
         raise RuntimeError(f"expected mat1 and mat2 to have the same dtype, but got: {a.dtype} != {b.dtype}")
