@@ -1,6 +1,6 @@
 """Names of the files in the folder of a run. The comments name the code that writes and reads each file."""
 
-# run/resume.py writes the job before the work begins, to resume from it. report/ also reads it.
+# run/resume.py saves the job before training starts, so that the run can resume with it. report/ reads the job, too.
 JOB = "job.json"
 # run/launch.py writes the result last. report/, sweep/, `run` and a later start of the same run read it.
 RESULT = "result.json"

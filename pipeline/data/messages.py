@@ -253,7 +253,10 @@ def completion_text(value: Any, key: str, prompt: Text) -> Text:
 
 
 def with_system(turns: Turns, system: Any) -> Turns:
-    """Adds a row's `system` prompt, if any, to a conversation. Raises RowError if the conversation has a different `system`."""
+    """Adds a row's `system` prompt, if any, to a conversation.
+
+    Raises RowError if the conversation already has a system message with another text.
+    """
     if not system:
         return turns
     first = {"role": "system", "content": text(system, "system")}

@@ -213,7 +213,7 @@ class Serve:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Returns {policies.ID or rewards.ID: reference} for all models."""
+        """Returns {policies.ID or rewards.ID: URI of the model} for all models."""
         policies = {f"policies.{key}": name for key, name in self.policies.items()}
         return policies | {f"rewards.{key}": name for key, name in self.rewards.items()}
 
@@ -496,7 +496,7 @@ class Job:
 
 
 def name_of(item: Any) -> Any:
-    """Returns the reference of a reward or judge as text. For `{judge: FILE}`, this is judge:FILE (pipeline/input_uri.py)."""
+    """Returns the name or URI of a reward or judge as text. For `{judge: FILE}`, this is judge:FILE (pipeline/input_uri.py)."""
     if not isinstance(item, dict):
         return item
     return f"judge:{item['judge']}" if "judge" in item else item.get("reward")

@@ -73,7 +73,7 @@ def keys_of(stage: str) -> dict[str, str]:
 def meant(key: str, stage: str) -> str | None:
     """Returns the key that the user probably meant by an unknown key, or None.
 
-    Looks for other tools' names of our keys, similar names, and the same name in another section.
+    Looks for the name that another tool gives the key, for a similar name, and for the key in another section.
     """
     section, _, name = key.rpartition(".")
     known = keys_of(stage)

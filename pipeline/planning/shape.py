@@ -18,7 +18,7 @@ from pipeline.job import Model
 from pipeline.system.hub import base_config
 from pipeline.writing.memory import kv_bytes
 
-# Parts of config.json of gated models, so that they can be planned without access rights or a network.
+# Parts of the config.json of gated models, so that `plan` needs neither access rights nor a network for these models.
 _LLAMA_3 = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

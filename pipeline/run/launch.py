@@ -210,8 +210,8 @@ def write_result(work: Work, report: Any, entries: dict[str, Any]) -> dict[str, 
 def failure_recorded(work: Work) -> Iterator[None]:
     """Writes failed.json, which the report shows, if the block raises an error.
 
-    An interruption (Ctrl-C or SIGTERM) is not recorded as a failure. It gets a note with the run's name, which the command line
-    prints to say how to continue.
+    An interruption (Ctrl-C or SIGTERM) is not recorded as a failure. The exception gets a note with the run's name, and
+    the command line prints how to continue the run.
     """
     path = storage.join(work.folder, run_folder.FAILED)
     storage.remove(path)  # left by the attempt that this run continues

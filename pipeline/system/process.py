@@ -25,7 +25,9 @@ from pipeline.system import deadline, terminal
 _exit = os._exit
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE_S = 20.0  # time that a run has to clean up after the first signal
-received: signal.Signals | None = None  # the last SIGTERM or SIGHUP; ray.get() loses the code of a SystemExit
+received: signal.Signals | None = (
+    None  # the last SIGTERM or SIGHUP, kept here because ray.get() loses the code of a SystemExit
+)
 _is_command = False
 _since: float | None = None  # time.monotonic() of the first signal, or None if there was none
 

@@ -28,7 +28,7 @@ from pipeline.writing.rows import Completion, Decoder, Row, Sampling, seed_of
 
 
 class VllmDecoder(Decoder):
-    """Decodes each row as a request to vLLM.
+    """Sends each row to vLLM as a separate request.
 
     Args:
         llm: a vllm.LLM, from `start_llm`.

@@ -51,7 +51,7 @@ def init(*given, model=MODEL):
 
 
 def next_commands(shown):
-    """Returns the subcommands below `Run next:`. If make runs the tests, these are make targets."""
+    """Returns the subcommands below `Run next:`. The commands are make targets if make runs the tests."""
     return re.findall(r"(\w+) (?:JOB=)?jobs/", shown.partition("Run next:")[2])
 
 

@@ -127,7 +127,7 @@ def test_a_mark_inside_a_control_token_adds_no_space():
 
 
 def test_turn_markers_that_are_not_special_are_control_tokens():
-    """DeepSeek's turn markers are not marked as `special`. `<think>` is also in the template, but a completion may contain it."""
+    """DeepSeek does not mark its turn markers as `special`. A completion may contain `<think>`, which its template contains."""
     template = "{% for m in messages %}<|{{ m.role }}|><think></think>{{ m.content }}<|over|>{% endfor %}{# <|user|> #}"
     tok = tokenizer(template)
     tok.add_tokens(

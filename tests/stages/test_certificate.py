@@ -122,7 +122,7 @@ def _words(text):
     return {word for word in re.findall(r"[a-z]{3,}", text.lower())} - STOP
 
 
-# {planted fault: (reward of a prompt and a completion, probe that must find the fault)}
+# {planted fault: (faulty reward function, probe that must find the fault)}
 PLANTED = {
     "longer is better": (lambda prompt, text: len(text.split()), "repetition"),
     "markdown is better": (lambda prompt, text: text.count("**") + _sound(prompt, text), "markdown"),

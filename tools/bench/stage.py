@@ -1,4 +1,4 @@
-"""Measures sft, rm or dpo. `make bench` runs `python tools/bench/stage.py ours|plain SIZE STAGE`."""
+"""Measures the training speed of sft, rm or dpo. `make bench` runs `python tools/bench/stage.py ours|plain SIZE STAGE`."""
 
 import json
 import shutil

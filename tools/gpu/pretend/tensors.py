@@ -40,7 +40,7 @@ PUT = {aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.de
 
 
 class GpuTensor(torch.Tensor):
-    """A tensor of a pretended GPU. `_t` is the plain tensor with its values."""
+    """A CPU tensor that reports a GPU as its device. `_t` is the plain tensor with its values."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     _t: torch.Tensor
@@ -109,7 +109,7 @@ class GpuTensor(torch.Tensor):
 
 @cache
 def _gpu_class(kind: type) -> type:
-    """Returns the class of a GPU tensor that is also a given subclass of Tensor, such as bitsandbytes' Params4bit."""
+    """Returns a class of pretended GPU tensors that inherits from a subclass of Tensor, such as bitsandbytes' Params4bit."""
     if issubclass(kind, GpuTensor) or kind in (torch.Tensor, torch.nn.Parameter):
         return kind if issubclass(kind, GpuTensor) else GpuTensor
     return type(kind.__name__, (kind, GpuTensor), {"__module__": kind.__module__})
