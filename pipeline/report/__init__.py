@@ -9,11 +9,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pipeline import registry, text
+from pipeline import registry
 from pipeline.errors import summary
 from pipeline.report.gather import Run, newest, read_run
+from pipeline.run.summary import print_path
 from pipeline.run_folder import REPORT, RESULT
-from pipeline.system import console, storage, terminal
+from pipeline.system import console, storage
 
 
 def write_page(runs: list[Run], folder: str, result: dict[str, Any] | None = None) -> str:
@@ -44,7 +45,7 @@ def of_run(result: dict[str, Any]) -> None:
     with console.waiting("drawing the report"):
         drawn = of_several([folder], folder, result=result)
     if drawn:
-        terminal.say(text.row("report", storage.relative(drawn)), result=True)
+        print_path("report", drawn)
 
 
 def of_several(folders: list[str], folder: str, result: dict[str, Any] | None = None) -> str | None:
