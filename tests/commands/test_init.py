@@ -343,8 +343,8 @@ def test_a_profile_gets_jobs_for_one_more_file(here, capsys):
     capsys.readouterr()
     assert main(["init", "ratings.jsonl", "--name", "vet"]) == 0
     shown = capsys.readouterr().out
-    assert "wrote jobs/vet: rm, dpo, kto, score, evaluate, collect\n" in shown
-    assert "  not changed: export, generate, ppo, serve, sft\n" in shown
+    assert "wrote jobs/vet: rm, dpo, kto, ppo, score, evaluate, collect\n" in shown
+    assert "  not changed: export, generate, serve, sft\n" in shown
     assert "  jobs/vet/iterate.sh: rounds of collect, dpo and evaluate\n" in shown
     assert (here / "jobs/vet/sft.yaml").read_text() == edited
     dpo = load_job("jobs/vet/dpo.yaml")

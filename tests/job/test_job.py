@@ -69,7 +69,7 @@ BAD = [
     ("ppo", ["policy=python:a:b"], r"policy: found 'python:a:b', expected an adapter"),
     ("sft", ["data.train=null"], r"data\.train: missing; `sft` needs rows"),
     ("evaluate", ["data.eval=null"], r"data\.eval: missing; `evaluate` needs prompts"),
-    ("evaluate", ["data.train=a.jsonl"], r"data\.train: `evaluate` does not use this key \(.*put the prompts under data\.eval"),
+    ("evaluate", ["data.train=a.jsonl"], r"data\.train: `evaluate` does not use this key \(.*name the prompts in data\.eval"),
     ("sft", ["trainer.eval_strategy=epoch"], r"trainer\.eval_strategy: there is nothing to evaluate on"),
     ("sft", ["data.batch_size=12"], r"data\.batch_size: found 12, expected a multiple of 8.*set data\.batch_size=16"),
     ("sft", ["data.batch_size=8", "trainer.per_device_train_batch_size=2", "scaling.num_workers=[1,3]"], r"expected a multiple of 12.*set data\.batch_size=12"),

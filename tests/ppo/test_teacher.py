@@ -110,7 +110,7 @@ NONE = ["reward=null", "trainer.advantage_estimator=none"]
         (["trainer.advantage_estimator=none"], r"advantage_estimator: found none.*set reward=null"),
         (NONE, r"teacher: missing; the job learns from a teacher"),
         (["trainer.teacher_coef=1"], r"teacher: missing"),
-        (["teacher=base"], r"trainer.teacher_coef: found null, with which the teacher has no effect"),
+        (["teacher=base"], r"trainer.teacher_coef: found 0.0, with which the teacher has no effect"),
         (["trainer.teacher_system=Be kind."], r"trainer.teacher_system: needs teacher"),
         (
             ["teacher=python:a:b", "trainer.teacher_coef=1"],

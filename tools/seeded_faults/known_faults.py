@@ -415,7 +415,7 @@ FAULTS = [
     Fault("the score is added one token too early", "ppo", PAID, TOKEN_REWARDS, score_one_place_early),
     Fault("the score is added to each token", "ppo", PAID, TOKEN_REWARDS,
           lambda call, scores, kl, mask, coefficient: call(scores * 0, kl, mask, coefficient) + scores[:, None] * mask),
-    Fault("the KL penalty is added instead of subtracted", "ppo", "KL's sign", (losses, "kl_estimate"),
+    Fault("the KL penalty is added instead of subtracted", "ppo", "sign and coefficient of the KL", (losses, "kl_estimate"),
           lambda call, a, b, estimator: call(b, a, estimator), quick=True),
     Fault("the KL penalty counts twice", "ppo", SIGN, TOKEN_REWARDS,
           lambda call, scores, kl, mask, coefficient: call(scores, kl, mask, 2 * coefficient)),
