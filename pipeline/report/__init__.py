@@ -12,6 +12,7 @@ from typing import Any
 from pipeline import registry
 from pipeline.errors import summary
 from pipeline.report.gather import Run, newest, read_run
+from pipeline.run.prepare import ALONE, heading
 from pipeline.run.summary import print_path
 from pipeline.run_folder import REPORT, RESULT
 from pipeline.system import console, storage
@@ -44,7 +45,7 @@ def of_run(result: dict[str, Any]) -> None:
         return
     with console.waiting("drawing the report"):
         drawn = of_several([folder], folder, result=result)
-    if drawn:
+    if drawn and heading.get() == ALONE:  # `run` names one page of all stages at its end
         print_path("report", drawn)
 
 
