@@ -80,10 +80,8 @@ def find_problems(job: Job) -> Problems:
         makes_adapter = job.stage == "ppo" and "base" in (job.policies or ["base"])
         yield from _vllm_problems(job.model.fsdp, job.lora if makes_adapter else {})
     if facts.reads_train and not data.train:
-        yield (
-            "data.train",
-            f"missing; `{job.stage}` needs rows, for example data.train=jobs/demo/data/*.jsonl",
-        )
+        needs = f"`{job.stage}` needs rows, for example data.train=jobs/demo/data/*.jsonl"
+        yield "data.train", f"missing; {needs}"
     if job.workers[0] > job.workers[1]:
         yield "scaling.num_workers", f"found {[*job.workers]}, expected [min, max]"
     if facts.trl:
@@ -121,13 +119,9 @@ def find_problems(job: Job) -> Problems:
                 fixed = value.replace(" ", "")
                 yield f"{section}.label_selector.{label}", f"found {show(value)}, expected {fixed}"
     yield from _mapping_problems(job.reward, job.judge)
-    yield from _reference_problems(
-        {
-            **transforms_of(data),
-            **{job.key_of(name): source for name, source in job.inputs.items()},
-            **{f"policy.{index}": name for index, name in enumerate(job.policies)},
-        }
-    )
+    references = transforms_of(data) | {job.key_of(name): source for name, source in job.inputs.items()}
+    references |= {f"policy.{index}": name for index, name in enumerate(job.policies)}
+    yield from _reference_problems(references)
     if any((job.run.load_best_model_at_end, job.run.early_stopping_patience, job.run.stop_if)):
         yield from _best_problems(job.run, job.metrics, job.evaluates, facts.trl)
     # If the command line removes the held-out rows that the job file's gate needs, the run is allowed, but moves no alias.

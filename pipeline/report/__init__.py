@@ -9,13 +9,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pipeline import registry
+from pipeline import registry, text
 from pipeline.errors import summary
 from pipeline.report.gather import Run, newest, read_run
 from pipeline.run.prepare import ALONE, heading
-from pipeline.run.summary import print_path
 from pipeline.run_folder import REPORT, RESULT
-from pipeline.system import console, storage
+from pipeline.system import console, storage, terminal
 
 
 def write_page(runs: list[Run], folder: str, result: dict[str, Any] | None = None) -> str:
@@ -46,7 +45,7 @@ def of_run(result: dict[str, Any]) -> None:
     with console.waiting("drawing the report"):
         drawn = of_several([folder], folder, result=result)
     if drawn and heading.get() == ALONE:  # `run` names one page of all stages at its end
-        print_path("report", drawn)
+        terminal.say(text.row("report", storage.relative(drawn)), result=True)
 
 
 def of_several(folders: list[str], folder: str, result: dict[str, Any] | None = None) -> str | None:

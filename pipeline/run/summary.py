@@ -54,15 +54,10 @@ def print_summary(result: dict[str, Any]) -> None:
             lines.append(f"  {champion.note}")
     for line in lines:
         terminal.say(line, result=True)
-    print_path("result", f"{result['folder']}/{RESULT}")
+    page = text.row("result", storage.relative(f"{result['folder']}/{RESULT}"))
+    print(page) if one_of_several else terminal.say(page, result=True)
     words = filter(None, (terminal.duration(result["seconds"]), prices.in_words(result["cost"])))
     terminal.say(text.row("time", ", ".join(words)), result=True)
-
-
-def print_path(label: str, path: str) -> None:
-    """Prints where a file of the run is. For a stage of `run`, only the log gets the line."""
-    line = text.row(label, storage.relative(path))
-    print(line) if heading.get() != ALONE else terminal.say(line, result=True)
 
 
 def how_it_ended(result: dict[str, Any]) -> str | None:
