@@ -235,7 +235,7 @@ def test_the_headline_names_what_is_not_read_and_reasons_for_dropped_rows(tmp_pa
         report = make(tmp_path, train=str(folder), **options).report
         assert report.headline() == (
             "36 of 40 training rows (3 wrong or missing field), 37 duplicates; "
-            f"not read: column by; not read: {folder}/scores.xlsx (no format of rows), {folder}/test.jsonl (left out by its name)"
+            f"not read: column by; not read: {folder}/scores.xlsx (not a data file), {folder}/test.jsonl (excluded by its file name)"
         )
         assert f"warning     not read: {folder}/scores.xlsx" in report.render()
     report = make(tmp_path, train=str(folder), eval=str(folder), **options).report

@@ -165,14 +165,14 @@ def test_other_delimiters_and_excels_sep_line(tmp_path, text, row):
         ("a.ZST", b"(\xb5/\xfd\x24", "compressed in an unsupported format; unpack it"),
         ("a.jsonl.xz", lzma.compress(b"{}"), "compressed in an unsupported format"),
         ("a.jsonl", bz2.compress(b"{}"), "compressed in an unsupported format"),
-        ("a.csv", b"\xd0\xcf\x11\xe0\xa1", "a workbook of an old Excel"),
+        ("a.csv", b"\xd0\xcf\x11\xe0\xa1", "an Excel workbook in the old"),
         ("a.pkl", pickle.dumps([{"a": 1}]), "a pickle; save its rows as JSON Lines or Parquet"),
         (
             "a.json",
             json.dumps({"data": [{"a": 1}]}, indent=2),
-            r"an object over several lines; run jq -c \. FILE",
+            r"objects that span several lines; run jq -c \. FILE",
         ),
-        ("a.json", '\ufeff\n{\r\n"a": 1\r\n}', "an object over several lines"),
+        ("a.json", '\ufeff\n{\r\n"a": 1\r\n}', "objects that span several lines"),
     ],
 )
 def test_a_file_of_another_format_is_recognized_by_its_first_bytes(tmp_path, name, content, says):
