@@ -5,10 +5,11 @@ role is a LoRA adapter, and may have a scalar head in fp32. Some roles are only 
 Because all roles share one base, PPO's four models need little more memory than one model. `with shared.use(role)` activates a
 role within the block. Methods that run the model take a role as an argument and activate it themselves.
 
-The module avoids two traps of peft and of gradient checkpointing. First, peft's `set_adapter` turns off `requires_grad` of every
-other adapter. The policy would get no gradients once the critic has been active. `use` only switches the active adapter of peft's
-layers. Second, gradient checkpointing runs a layer's forward again during `backward`, with the adapter that is active at that
-time. The context of the checkpoint activates the role of the original forward again.
+This module works around two pitfalls, one in peft and one in gradient checkpointing. First, peft's `set_adapter` turns off
+`requires_grad` of every other adapter. With `set_adapter`, the policy would get no gradients after the critic had been active.
+`use` switches only the active adapter of peft's layers, and does not change `requires_grad`. Second, gradient checkpointing runs
+a layer's forward again during `backward`, with the adapter that is active at that time. `checkpoint_contexts` makes the second
+forward use the role of the first forward.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class SharedBase(nn.Module):
         head: bool = False,
         trainable: bool = False,
     ) -> None:
-        """Adds a role from one of lora, folder, copy_of and head_on. If the method raises an error, no role is added.
+        """Adds a role, defined by lora, folder, copy_of or head_on. If the method raises an error, no role is added.
 
         A new adapter does not change the outputs until it is trained, because peft initializes the product B A with 0.
 
@@ -157,7 +158,7 @@ class SharedBase(nn.Module):
         with unchanged(self.base):
             inject_adapter_in_model(config, self.base, role)
         fuse(self.base)
-        for handle in self._mixing:  # `use_each` will add hooks to all layers, including the new ones
+        for handle in self._mixing:  # `use_each` adds hooks to all layers later, including the new layers
             handle.remove()
         self._mixing = []
         for parameter in self._adapter(role).values():
@@ -266,7 +267,7 @@ class SharedBase(nn.Module):
         return args, {**kwargs, **({"mixed": self._rows} if mixed else {"adapter_names": self._rows.names})}
 
     def remove(self, role: str) -> None:
-        """Removes a role that is not in use, and its adapter unless another role uses it."""
+        """Removes an inactive role. Removes the role's adapter too, unless another role uses the adapter."""
         if self.is_head(role):
             del self.heads[role]
         stored = self._stored.pop(role)
@@ -362,7 +363,7 @@ class SharedBase(nn.Module):
             return self.body(input_ids=input_ids, use_cache=False).last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns (..., V) fp32 logits for hidden states (..., H) with the active role, in sampling and in training.
+        """Returns (..., V) fp32 logits for hidden states (..., H) with the active role.
 
         If the role has an adapter on the lm head, autocast may round the logits.
         """
@@ -490,8 +491,8 @@ class SharedBase(nn.Module):
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         """Returns two contexts: one for a checkpointed forward, and one for its recomputation."""
-        # torch calls this method during the forward, so `self.role` is the role to restore in backward. Remove it when peft
-        # restores the active adapter itself (https://github.com/huggingface/peft/issues/2832).
+        # torch calls this method during the forward, so `self.role` is the role to restore in backward. Remove this method when
+        # peft restores the active adapter itself (https://github.com/huggingface/peft/issues/2832).
         return nullcontext(), self.use(self.role)
 
     def _precision(self) -> AbstractContextManager:
@@ -514,7 +515,7 @@ class SharedBase(nn.Module):
 
 
 def saved_config(folder: str | Path) -> LoraConfig:
-    """Returns the configuration with which to load an adapter: the file's configuration after adapter_files.exact_settings."""
+    """Returns the peft configuration of a saved adapter, with the values of adapter_files.exact_settings."""
     exact = adapter_files.exact_settings(folder)
     config = PeftConfig.from_pretrained(str(folder))
     vars(config).update(exact)
@@ -577,7 +578,7 @@ def unchanged(base: nn.Module) -> Iterator[None]:
         for name, weight in base.named_parameters():
             if "lora_" not in name and "modules_to_save" not in name and weight.device.type != "meta":
                 local = weight.to_local() if isinstance(weight, DTensor) else weight
-                # The step is odd, so that the sample includes all columns.
+                # The stride is odd, so that the sample covers different columns of the matrix.
                 sample = local.detach().flatten()[:: local.numel() // 64 | 1]
                 found.append((local.data_ptr(), local._version, str(sample.tolist())))
         return found

@@ -30,7 +30,8 @@ VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype"
 CONTEXT_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx", "max_sequence_length",
 )  # fmt: skip
-# Maximum distance, relative to their norm, of two rows of an lm head that are treated as equal. Trained rows differ by about 1.
+# Two rows of an lm head are treated as equal if their distance, relative to the norm of a row, is at most this value. The
+# relative distance of trained rows is about 1.
 MIN_DISTANCE = 0.01
 KEPT_OUT_OF_NF4 = ["lm_head", "embed_out", *HEAD_NAMES]  # layers that stay unquantized
 
@@ -117,7 +118,7 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
         "use_safetensors": None if model.allow_pickle else True,
         "trust_remote_code": model.trust_remote_code,
         "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # mismatched weights are rejected below, by the check of `info`
+        "ignore_mismatched_sizes": True,  # the check of `info` below rejects mismatched weights
         "tqdm_class": Bar,
         "device_map": None if device is None else {"": device},
     }
@@ -248,8 +249,9 @@ def _nf4(dtype: torch.dtype) -> Any:
 def _one_nf4_path(model: torch.nn.Module) -> None:
     """Prevents bitsandbytes 0.50 from repacking NF4 weights at the first inference on a CPU with avx512_bf16.
 
-    The packed weights round differently from the weights used in training, and bitsandbytes never unpacks them. The flag is
-    private. Remove this function when packed and unpacked weights round the same way (https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804).
+    Products with packed weights are rounded differently from products in training, and bitsandbytes never unpacks the weights.
+    The flag that this function sets is private. Remove this function when packed and unpacked weights give the same products
+    (https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804).
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

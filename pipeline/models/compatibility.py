@@ -29,7 +29,7 @@ Shapes = dict[str, tuple[int, ...]]  # shapes of the tensors in files, by name
 
 @dataclass(frozen=True)
 class Base:
-    """Describes a base, from its files."""
+    """Describes a base by its config.json and the shapes of its tensors."""
 
     model: Model
     config: dict[str, Any]
@@ -52,7 +52,7 @@ class Base:
 
     @property
     def tied(self) -> bool:
-        """Returns whether the lm head is tied to the embedding. If config.json lacks the key, True if there is no lm head."""
+        """Returns whether the lm head is tied to the embedding, by config.json or because the weight files have no lm head."""
         heads = [name for name in self.shapes if name.removesuffix(".weight").endswith(LM_HEADS)]
         return bool(self.config.get("tie_word_embeddings", self.shapes and not heads))
 
@@ -95,7 +95,7 @@ def safetensors_files(model: Model, fetch: bool) -> list[Path]:
         fetch: whether to download Hub weights that are split into several files. If False, returns [] for such weights.
     """
     name, revision = model.name_or_path, model.revision
-    if single := base_file(name, SINGLE, revision):  # this file takes precedence over an index
+    if single := base_file(name, SINGLE, revision):  # transformers prefers one file to an index
         return [single]
     index = base_json(name, INDEX, revision)
     if index is None and not model.allow_pickle:

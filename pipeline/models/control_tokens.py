@@ -26,7 +26,7 @@ class ControlTokens:
     """Finds the control tokens of a tokenizer in a text, and escapes them.
 
     Args:
-        as_text: whether control tokens in content are encoded as plain text. If False, they are encoded as control tokens.
+        as_text: whether control tokens in content are encoded as plain text (True) or as control tokens (False).
     """
 
     def __init__(self, tokenizer: Any, as_text: bool = True):
@@ -78,7 +78,7 @@ class Escaping:
         return {key: self.escape(one) if isinstance(one, str) else one for key, one in message.items()}
 
     def encode(self, rendered: str, add_special_tokens: bool = False) -> Encoded:
-        """Encodes a text rendered from escaped contents. Offsets refer to `rendered`."""
+        """Encodes a text rendered from escaped contents. The returned offsets are positions in `rendered`."""
         backend = self.control.tokenizer.backend_tokenizer
         first, *others = rendered.split(self.mark)
         begin = backend.encode(first, add_special_tokens=add_special_tokens)
@@ -86,8 +86,8 @@ class Escaping:
         stop = 1 + max((i for i, added in enumerate(begin.special_tokens_mask) if not added), default=-1)
         ids, offsets, start = begin.ids[:stop], begin.offsets[:stop], len(first)
         for piece in others:
-            # Some tokenizers add a space at the start of a text. With a line break first, they add no space to the piece itself.
-            # The token of the line break is dropped below.
+            # Some tokenizers add a space at the start of a text. After a line break, no tokenizer adds a space, so each piece is
+            # encoded after a line break. The loop drops the line break's token.
             encoding = backend.encode(f"\n{piece}", add_special_tokens=False)
             for token, (left, right) in zip(encoding.ids, encoding.offsets, strict=True):
                 if right > 1:

@@ -51,7 +51,7 @@ def alone(input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int) -> Ba
 def packed(
     input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int, packs: Sequence[Sequence[int]]
 ) -> Batch:
-    """Makes a batch in which the completions of each pack share one row. Has the arguments of `alone`, and `packs`.
+    """Makes a batch in which the completions of each pack share one row. Takes the arguments of `alone`, and `packs`.
 
     Args:
         packs: for each row, the indices of its completions. All completions of a row have the same prompt.
@@ -91,7 +91,7 @@ def packs_that_pay(
     completions: int | None = None,
     tokens: int | None = None,
 ) -> list[list[int]]:
-    """Packs completions into one row while this saves computation. Returns the indices of each row's completions.
+    """Packs completions of one prompt into one row if packing saves computation. Returns the indices of each row's completions.
 
     A row of T tokens costs about T * (12 W**2 + 2 T W) multiplications per layer. The first term is for the weights, the second
     for attention. A packed row also computes the attention between its completions, although this attention is masked.
@@ -100,7 +100,7 @@ def packs_that_pay(
         prompts: for each completion, the index of its prompt.
         starts, counts: for each completion, the tokens of its prompt and of the completion.
         width: W, the size of the hidden states.
-        completions, tokens: maximum completions and tokens of a pack, or None. A single completion may exceed these limits.
+        completions, tokens: maximum completions and tokens of a pack, or None for no limit. A single completion may be larger.
     """
 
     def cost(tokens: int) -> int:
@@ -133,12 +133,12 @@ def micro_batches(
 ) -> list[list[int]]:
     """Returns batches of rows of similar length, as indices into `lengths`, shortest rows first.
 
-    A batch with at least BUSY_TOKENS of the device ends before a row that would make more than 1/8 of the batch padding.
+    If a batch already has BUSY_TOKENS tokens, a row that would raise its share of padding above 1/8 starts a new batch.
 
     Args:
         lengths: tokens of each row.
-        rows: maximum completions of a batch, or None.
-        tokens: maximum tokens of a batch, including padding, or None. A longer row is a batch by itself.
+        rows: maximum completions of a batch, or None for no limit.
+        tokens: maximum tokens of a batch, including padding, or None for no limit. A row with more tokens is a batch by itself.
         device: type of the device on which the batches run.
         completions: completions in each row, or None if each row has one completion.
     """

@@ -16,7 +16,7 @@ from pipeline.errors import InputError, in_brief
 from pipeline.system.deadline import call_with_deadline
 
 PLAIN = Path(__file__).with_name("plain.jinja")
-# A fixed date. Otherwise, the templates of Llama 3.1 and later would write today's date into the prompt.
+# This fixed date replaces today's date, which the templates of Llama 3.1 and later would write into the prompt.
 DATE = "26 Jul 2024"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks the completions in a template
 MAX_CHARACTERS = 1_000_000  # maximum characters of the text that a template renders for one of the PROBES
@@ -61,7 +61,7 @@ def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
 
 
 def _plain(tokenizer: Any) -> str:
-    """Returns the built-in template. It writes a bos token only if the tokenizer also adds one to every text."""
+    """Returns the built-in template. The template writes a bos token only if the tokenizer also adds one to every text."""
     text = PLAIN.read_text(encoding="utf-8")
     first = tokenizer("a").input_ids[:1]
     if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]:
@@ -99,7 +99,7 @@ def text_as_chat(tokenizer: Any, apply_chat_template: bool | None) -> bool:
 
 
 def _error(tokenizer: Any) -> Exception | None:
-    """Returns an error if the tokenizer's template can render none of the PROBES, or None.
+    """Returns an error if the tokenizer's template cannot render any of the PROBES, or None if it can.
 
     A template may reject some of the PROBES."""
     from jinja2 import TemplateError
@@ -133,7 +133,7 @@ def user_header_and_generation_prompt(tokenizer: Any) -> tuple[str, str]:
             )
             for asks in (False, True)
         )
-    except Exception:  # no template, or one that requires a system message
+    except Exception:  # no template, or a template that requires a system message
         return "", ""
     before = plain.partition("?")[0].removeprefix(tokenizer.bos_token or "").strip()
     return before, asking[len(plain) :].strip() if asking.startswith(plain) else ""

@@ -67,7 +67,7 @@ def load_tokenizer(
         tokenizer.eos_token = tokens[0]
     set_template(tokenizer, chat_template, name_or_path)
     _check_ids(tokenizer, rows, name_or_path)
-    tokenizer.generation_eos = _as_list(generation.get("eos_token_id"))  # further ids that end a completion
+    tokenizer.generation_eos = _as_list(generation.get("eos_token_id"))  # more ids that end a completion
     tokenizer.pad_token = _pad_token(tokenizer, set(eos_ids(tokenizer)), rows, name_or_path)
     tokenizer.padding_side = "right"
     return tokenizer
@@ -78,7 +78,8 @@ def _read(name_or_path: str, revision: str | None, trust_remote_code: bool) -> A
     settings = base_json(name_or_path, "tokenizer_config.json", revision) or {}
     options: dict[str, Any] = {"revision": revision}
     if settings.get("pad_token") in NEVER_PRODUCED:
-        # This pipeline has chosen this pad token. Loaded as a special token, it would match its character in any text.
+        # An earlier run of this pipeline chose this pad token. If it were loaded as a special token, every occurrence of its
+        # character in a text would be encoded as padding.
         options["pad_token"] = None
     plain = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
     try:
@@ -133,7 +134,7 @@ def _check_ids(tokenizer: Any, rows: int | None, where: str) -> None:
 
 
 def eos_ids(tokenizer: Any, generation_config: Any = None) -> list[int]:
-    """Returns the sorted ids of all tokens that end a completion: eos of the tokenizer and the generation config, end of turn.
+    """Returns the sorted ids of all tokens that end a completion: the EOS tokens and the tokens that end a turn.
 
     Args:
         generation_config: the model's configuration or its dict, whose eos ids are added to the tokenizer's `generation_eos`.
@@ -201,7 +202,7 @@ def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> 
 def tokenizer_digest(tokenizer: Any) -> str:
     """Returns a SHA-256 of the settings that determine token ids. Saving, loading and pickling do not change the digest."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    backend.pop("padding")  # the last call of the tokenizer sets padding and truncation
+    backend.pop("padding")  # each call of the tokenizer may change its padding and truncation
     backend.pop("truncation")
     specials = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
     return _digest(json.dumps([backend, specials], sort_keys=True))
