@@ -26,7 +26,7 @@ def name_of(step: int) -> str:
 
 
 def unused(folder: str, name: str, attempt: int = 1) -> str:
-    """Returns a name that no folder has: `name`, or `name-ATTEMPT` after the first attempt, with `.2`, `.3`, ... if needed.
+    """Returns an unused folder name: `name`, or `name-ATTEMPT` after the first attempt, with `.2`, `.3`, ... if needed.
 
     An attempt that has lost its lease without noticing therefore cannot write into the folders of the next attempt.
     """

@@ -42,10 +42,10 @@ MAY_CHANGE = (
     "rollout.num_workers", "rollout.use_gpu", "rollout.resources_per_worker", "rollout.label_selector", "rollout.worker_wait_timeout_s",
     "rollout.chunk_timeout_s", "rollout.tensor_parallel_size", "rollout.gpu_memory_utilization",
 )  # fmt: skip
-# Keys that decide which step is kept and where training stops, in a run that compares its evaluations.
+# Keys that decide which step is saved and when training stops, in a run that compares its evaluations.
 COMPARISON = (
     "run.load_best_model_at_end", "run.metric_for_best_model", "run.greater_is_better", "run.early_stopping_patience", "run.stop_if",
-    # logging_steps is the default of eval_steps. KTO's KL and extremes depend on the size of the batches.
+    # logging_steps is the default of eval_steps. KTO's KL estimate and its extremes depend on the batch size.
     "trainer.eval_steps", "trainer.eval_strategy", "trainer.logging_steps", "trainer.per_device_eval_batch_size", "judge",
 )  # fmt: skip
 
@@ -78,7 +78,7 @@ def check_folder(folder: str, owner: str, example: str) -> dict[str, str]:
 
 
 def owner_files(folder: str) -> dict[str, str]:
-    """Returns {file: content} of those files in a folder that OWNERS lists."""
+    """Returns {file: content} for each file in OWNERS that exists in a folder."""
     paths = {file: storage.join(folder, file) for file in OWNERS}
     return {file: "\n".join(storage.read_lines(path)) for file, path in paths.items() if storage.exists(path)}
 
@@ -147,7 +147,7 @@ class Earlier:
 
 
 def find_earlier(run: Identity) -> Earlier:
-    """Returns what earlier attempts at a run left.
+    """Returns what earlier attempts at a run left in its folder.
 
     Raises InputError if a run of another stage has this name, or if the storage path is not writable.
     """
@@ -159,7 +159,7 @@ def find_earlier(run: Identity) -> Earlier:
 
 
 def _read(run: Identity, seen: dict[str, str], file: str) -> dict[str, Any]:
-    """Returns the content of job.json or result.json, or {} if there is no file. Raises InputError if another stage wrote it."""
+    """Returns job.json or result.json, or {} if the file is missing. Raises InputError if another stage wrote the file."""
     left = read_left(run.folder, seen, file, "stage")
     if left and left["stage"] != run.stage:
         kind = "an unfinished" if file == run_folder.JOB else "a finished"
@@ -174,16 +174,16 @@ def _read(run: Identity, seen: dict[str, str], file: str) -> dict[str, Any]:
 def unfinished(earlier: Earlier) -> dict[str, Any]:
     """Returns job.json of the run that this command resumes, or {} if this command starts a new run.
 
-    A run without a checkpoint or a part has nothing to resume, so its job may still be edited.
-    Raises InputError if this job would give other results than the job that began the run.
+    A run without a checkpoint or a part file has nothing to resume, so its job may still be edited. Raises InputError if this job
+    would give different results from the job that began the run.
     """
     run, left = earlier.run, earlier.job
     if not left:
         return {}
     free = [*MAY_CHANGE, *_resolved(run), "begun_with"]
-    if run.settings["data"]["batch_size"] or run.facts.online:  # then the key only limits the rows in memory
+    if run.settings["data"]["batch_size"] or run.facts.online:  # the key only limits the rows in memory
         free.append("trainer.per_device_train_batch_size")
-    if run.facts.learns:  # other stages output the judge's scores, and make parts of this many rows
+    if run.facts.learns:  # in other stages, these keys set the judge of the output and the size of the parts
         free += ["judge", "trainer.local_rollout_forward_batch_size"]
     changed = differences(left, run, free)
     workers = [one.get("scaling", {}).get("num_workers") for one in (left, run.settings)]
@@ -191,8 +191,8 @@ def unfinished(earlier: Earlier) -> dict[str, Any]:
         changed["scaling.num_workers"] = (
             workers[0],
             workers[1],
-        )  # the batch of a step grows with the workers
-    # How evaluations are compared affects the result only if a job keeps the best step or may stop early.
+        )  # each worker adds rows to the batch of a step
+    # The keys in COMPARISON affect the result only if a job keeps the best step or may stop early.
     for given in (left.get("run", {}), run.settings["run"]):
         if (
             given.get("load_best_model_at_end")
@@ -221,7 +221,7 @@ def unfinished(earlier: Earlier) -> dict[str, Any]:
 
 
 def pinned_inputs(left: dict[str, Any], run: Identity) -> dict[str, str]:
-    """Returns {input: version} that the run began with, for the inputs that have the same reference in the job now."""
+    """Returns {input: version} that the run began with, for the inputs whose references in the job have not changed."""
     inputs = left.get("begun_with", {}).get("inputs", {})
     return {
         key: version
@@ -233,7 +233,7 @@ def pinned_inputs(left: dict[str, Any], run: Identity) -> dict[str, str]:
 def same_content(left: dict[str, Any], run: Identity, base: str, rows: dict[str, str]) -> bool:
     """Returns True if the run began with this base and these rows, or False if the run must start over.
 
-    Raises InputError if the run must start over, but has left checkpoints or parts.
+    Raises InputError if the run must start over, but has left checkpoints or part files.
 
     Args:
         base: digest of the base.

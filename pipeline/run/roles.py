@@ -57,7 +57,7 @@ def reward(worker: ModelHost, shared: SharedBase | None, name: str, role: str) -
         return JudgeReward(
             definition, run.storage_path, run.name, args.reward_timeout_s, weight=weight, name=role
         )
-    # In training, the number of tokens limits a forward pass. In other subcommands, the number of rows does.
+    # In training, the number of tokens limits a forward pass. In other subcommands, the number of rows limits a forward pass.
     by_tokens = bool(worker.work.stage.learns)
     limits = (
         {"tokens": args.max_tokens_per_micro_batch}
@@ -214,9 +214,9 @@ def vllm(
 
 
 def vllm_options(model: Model, rollout: RolloutConfig, rows: int) -> dict[str, Any]:
-    """Returns the arguments of vllm.LLM that follow from these sections of a job.
+    """Returns the arguments of vllm.LLM for the sections `model` and `rollout` of a job.
 
-    vLLM's own limits of a batch grow with the GPU, but `memory_share` assumes the limits that are set here.
+    vLLM's default batch limits grow with the GPU's memory, but `memory_share` assumes the limits that this function sets.
 
     Args:
         rows: number of completions that vLLM decodes at the same time.

@@ -61,7 +61,7 @@ def print_summary(result: dict[str, Any]) -> None:
 
 
 def how_it_ended(result: dict[str, Any]) -> str | None:
-    """Returns a text about the step that was kept as the best and the reason for an early stop, or None if there is neither.
+    """Returns a text about the best step and the reason for an early stop, or None if the run has neither.
 
     Args:
         result: the content of result.json.
