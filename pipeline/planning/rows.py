@@ -21,10 +21,10 @@ MAX_UNSPLITTABLE = 32 << 20  # maximum bytes of a file that cannot be split (com
 
 @dataclass(frozen=True)
 class Rows:
-    """The number and the mean length of the training rows of an epoch."""
+    """The number and the mean length of the training rows in an epoch."""
 
     count: int
-    tokens: float  # mean tokens of a row; for a preference pair, of its prompt with the chosen completion
+    tokens: float  # mean tokens of a row; a preference pair counts its prompt and the chosen completion
 
 
 def estimate_rows(work: Sections, context: int | None) -> tuple[Rows | None, str]:

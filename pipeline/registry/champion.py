@@ -31,7 +31,7 @@ class Champion:
     """The champion's metrics. `metrics` is empty if there is no champion, or if its metrics cannot be compared with the run's."""
 
     metrics: dict[str, float] = field(default_factory=dict)
-    note: str = ""  # says that the run is worse, or why run and champion cannot be compared
+    note: str = ""  # message that the run is worse, or why it cannot be compared with the champion
 
 
 def champion_of(
@@ -46,10 +46,10 @@ def champion_of(
     """Returns the champion of a registered model, compared with a run that has the given metrics.
 
     Args:
-        own: number of the version that has these metrics, or None. If this version is the champion, nothing is compared.
+        own: number of the version that has these metrics, or None. If this version is the champion, returns an empty Champion.
         measured: tags that describe what the metrics depend on, such as eval rows, reward and tokenizer. The metrics are
             compared only if the champion has the same tags.
-        prefix: prefix of the champion's tags, `evaluate.` for tags that `evaluate` has set.
+        prefix: prefix of the champion's tags to compare, `evaluate.` for tags that `evaluate` has set.
     """
     models = mlflow.search_registered_models(search_filter("name", name))
     number = next((model.aliases.get(gate.alias) for model in models if model.name == name), None)
@@ -71,14 +71,14 @@ def champion_of(
 
 
 def measured_on(digests: dict[str, str], inputs: dict[str, str], gate: Gate) -> dict[str, str]:
-    """Returns tags with what metrics depend on: digests of rows and functions, versions of models, and settings."""
+    """Returns tags that record what metrics depend on: digests of rows and functions, versions of models, and settings."""
     data = {name: digest[:12] for name, digest in digests.items()}
     tags = {"data": data, "parents": inputs, "measured_with": gate.settings}
     return {key: json.dumps(value) for key, value in tags.items()}
 
 
 def _parts(tags: Mapping[str, str], prefix: str = "") -> dict[str, str]:
-    """Reads from a version's tags what its eval metrics depend on besides the version itself. Returns {name: value}."""
+    """Returns {name: value} for the tags of a version that its eval metrics depend on, such as digests, inputs and settings."""
     same = {name: tags[prefix + name] for name in ("tokenizer", "chat_template") if prefix + name in tags}
     data, inputs, settings = (
         json.loads(tags.get(prefix + key, "{}")) for key in ("data", "parents", "measured_with")
@@ -90,7 +90,7 @@ def _parts(tags: Mapping[str, str], prefix: str = "") -> dict[str, str]:
 
 
 def _rounded(value: float) -> float:
-    """Rounds a value to six digits, as tags do, so that a metric equals the tag that stores it."""
+    """Rounds a value to six digits, so that a metric equals its value in a version's tags, which have six digits."""
     return float(f"{value:.6g}")
 
 

@@ -87,7 +87,7 @@ def check_base(lineage: dict[str, Any], base: dict[str, Any], key: str, referenc
 
 
 def check_base_name(folder: str, base: dict[str, Any], reference: str) -> None:
-    """Raises InputError if an adapter's config names another base. Used for adapters without lineage.json."""
+    """Raises InputError if an adapter's config names another base. This check is for adapters without lineage.json."""
     from pipeline.models.base import base_identity
 
     trained_on = str(adapter_files.read_settings(folder).get("base_model_name_or_path") or "")

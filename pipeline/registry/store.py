@@ -72,7 +72,7 @@ def import_mlflow() -> None:
 
 
 def client(uri: str) -> Any:
-    """Returns an MlflowClient. If the server does not answer, its calls fail within seconds instead of minutes.
+    """Returns an MlflowClient. If the server does not answer, the client's calls fail within seconds instead of minutes.
 
     If MLFLOW_TRACKING_URI names the same server with credentials, the client uses them. Credentials of an HTTP server are
     passed in environment variables instead of the URI, because MLflow's error messages quote the URI.
@@ -95,7 +95,7 @@ def check_store(tracking: Tracking) -> None:
     """Raises InputError if the tracking server or SQLite file cannot be used. Creates the file if it is missing."""
     uri, name = tracking.uri, tracking.experiment
     file = file_of_uri(uri)
-    import_mlflow()  # before the time limit and the lock, because the import is slow
+    import_mlflow()  # imports MLflow before the time limit and the lock, because the import is slow
     try:
         if file is None:
             experiment = deadline.call_with_deadline(lambda: client(uri).get_experiment_by_name(name))
@@ -122,13 +122,13 @@ def check_reachable(uri: str) -> None:
     if file := file_of_uri(uri):
         _try(file, "ro", "BEGIN")
     else:
-        import_mlflow()  # before the time limit, because the import is slow
+        import_mlflow()  # imports MLflow first, because the import is slow
         deadline.call_with_deadline(lambda: client(uri).get_experiment_by_name("Default"))
 
 
 @contextlib.contextmanager
 def _created(path: str) -> Iterator[None]:
-    """Creates the SQLite file if it is missing. Locks out other processes that set up the store in the `with` block."""
+    """Creates the SQLite file if it is missing. During the `with` block, no other process can set up the store."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     with storage.locked(f"{path}.lock", f"another process to set up {path}"):
         if not os.path.exists(path):
@@ -181,12 +181,12 @@ def _try(path: str, mode: str, begin: str) -> None:
 
 
 def call_persistently(uri: str, folder: str, call: Callable[[], Any]) -> Any:
-    """Returns the result of `call`. Retries it for up to WAIT_S while the server is unreachable or the SQLite file is locked.
+    """Returns the result of `call`. Retries for up to WAIT_S while the server is unreachable or the SQLite file is locked.
 
     Raises Failure if the SQLite file was deleted. MLflow may report no error, because it still has the deleted file open.
 
     Args:
-        folder: the run's folder. A message tells the user that the adapter is there.
+        folder: the run's folder. A message tells the user that the adapter is in this folder.
     """
     give_up, pause = time.monotonic() + WAIT_S, 1.0
     while True:

@@ -29,7 +29,7 @@ class Missing(InputError):
 
 @dataclass(frozen=True)
 class Version:
-    """A registered model version. If the gate failed, `alias` is None, and `gate` says why."""
+    """A registered model version. If the gate failed, `alias` is None, and `gate` contains the reason."""
 
     name: str
     version: str
@@ -56,8 +56,8 @@ def publish(
 ) -> Version:
     """Registers an adapter folder as a new version, and moves the alias if the gate passes.
 
-    The steps are: upload, check of the uploaded files, registration, alias. After a crash, the caller can call this function
-    again, because a run registers at most one version.
+    Uploads the files, checks the uploaded files, registers the version, and then moves the alias. After a crash, the caller can
+    call this function again, because a run registers at most one version.
 
     Args:
         problem: None, or the reason why the gate fails regardless of the metrics.
@@ -208,8 +208,8 @@ def _link(source: str) -> str:
 def pin(reference: str, uri: str, job_file: str = "") -> str:
     """Returns `models:/NAME/VERSION` for `models:/NAME@ALIAS`, so that a run keeps its inputs if the alias moves.
 
-    A model on the Hub becomes `hf://org/name@COMMIT`. Returns folders unchanged. Error messages suggest
-    a command for `job_file`.
+    A model on the Hub becomes `hf://org/name@COMMIT`. Returns folders unchanged. Error messages suggest a command with the job
+    file `job_file`.
     """
     from mlflow.exceptions import MlflowException
 
@@ -303,7 +303,7 @@ def fetch(reference: str, uri: str) -> str:
                 try:
                     os.rename(folder, copy)
                 except OSError:
-                    if not os.path.isdir(copy):  # otherwise, another process has just made the same folder
+                    if not os.path.isdir(copy):  # if the folder exists, another process has just made it
                         raise
         return copy
     except Exception as error:  # each artifact store raises its own types of errors

@@ -24,7 +24,7 @@ from pipeline.settle.work import Input, Work
 from pipeline.system import hub, storage, terminal
 from pipeline.system.functions import digest_functions, import_function
 
-# Arguments that a Python reward function can have in addition to the columns of the rows.
+# Parameters that a Python reward function can have in addition to the columns of the rows.
 GIVEN = ("prompts", "completions", "completion_ids", "seeds", "groups")
 
 
@@ -76,7 +76,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
 
 
 def first(names: list[str], uri: str, job_file: str) -> str:
-    """Returns the pinned version of the first reference that exists. If none exists, raises the error about the first one."""
+    """Returns the pinned version of the first reference that exists. If none exists, raises the error about the first reference."""
     errors: list[registry.Missing] = []
     for name in names:
         try:
@@ -142,7 +142,7 @@ def digests_of_functions(work: Work) -> dict[str, str]:
 
 
 def missing_parameter(source: str, columns: set[str]) -> str | None:
-    """Returns a column that a Python reward or a judge's question needs but the rows lack, or None if the rows lack none."""
+    """Returns a column that a Python reward or a judge's question needs but the rows lack, or None if no column is missing."""
     if InputURI.parse(source).is_judge:
         return next(iter(sorted(judge.read_definition(judge.at_version(source)[0]).columns - columns)), None)
     optional = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
@@ -263,14 +263,14 @@ def makes_adapter(stage: Stage, args: Any, adapters: Iterable[str]) -> bool:
         adapters: names of the inputs that are adapters.
     """
     started_from = {"policy", "reward"} & stage.inputs.keys()
-    if stage.online and not args.has_critic_adapter:  # then no adapter is copied from `reward`
+    if stage.online and not args.has_critic_adapter:  # the critic's adapter is not copied from `reward`
         started_from.discard("reward")
     given = {name.partition(".")[0] for name in adapters}
     return stage.learns is not None and not (started_from and given >= started_from)
 
 
 def check_reward_model(model: Model, where: str) -> None:
-    """Raises InputError if a model is not a sequence classifier with one label. Loading it would add a random head."""
+    """Raises InputError if a model is not a sequence classifier with one label, because its head would be random."""
     from pipeline.models.base import check_base
     from pipeline.models.tokenizer import load_tokenizer
 

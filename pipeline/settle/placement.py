@@ -63,7 +63,7 @@ class Bundle:
 
 
 class Group(NamedTuple):
-    """The training workers or the rollout workers of a job: how many there may be, and what each of them needs."""
+    """The training or rollout workers of a job: their minimum and maximum number, and the resources of each worker."""
 
     section: str  # `scaling` or `rollout`
     who: str  # name in messages
@@ -103,7 +103,7 @@ class Places:
 
 
 _CPU = Bundle({"CPU": 1}, {})
-# Where a job runs that only reads rows: in one worker with one CPU.
+# Places of a job that only reads rows: one worker with one CPU.
 ROWS = Places(False, Group("scaling", "worker", 1, 1, _CPU), [_CPU], None, False, False, {}, [], -1)
 
 
@@ -120,7 +120,7 @@ def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
 def check_fits(places: Places) -> None:
     """Raises InputError if this machine, or the cluster at its maximum size, has too few resources for the workers of a job.
 
-    It is called before Ray starts, and again when Ray is running and reports its memory and the autoscaler's limits.
+    This check runs before Ray starts. It runs again when Ray reports its memory and the autoscaler's limits.
     """
     has = "this cluster at its largest" if on_cluster() else "this machine"
     there, taken = _limits(), defaultdict[str, float](float)
@@ -203,7 +203,7 @@ class Wait:
         self.reported = 0.0
 
     def check(self) -> None:
-        """Reports the wait, or raises Failure after the time limit. Callers call this repeatedly until the workers are placed."""
+        """Reports the wait, or raises Failure after the time limit. Callers repeat the call until the workers are placed."""
         now = time.monotonic()
         if self.since is None:
             self.since = self.reported = now
@@ -260,7 +260,7 @@ def launch_failure() -> str:
 def callback(places: Places) -> Any:
     """Returns a Ray Train callback that ends a run if its workers are not placed in time, or after a fatal error.
 
-    Ray 2.60 retries a placement without limit and restarts workers after any error, and has no setting to prevent either. The
+    Ray 2.60 retries a placement without limit and restarts workers after any error, and has no setting to change this. The
     controller calls its callbacks whenever its state changes and at each retry. If a callback raises an error, the run ends.
     Remove this callback when FailureConfig has a deadline and a list of errors that are not retried.
     """
@@ -268,7 +268,7 @@ def callback(places: Places) -> Any:
     from ray.train.v2._internal.execution.callback import ControllerCallback
 
     def is_news(record: logging.LogRecord) -> bool:
-        """Returns False for the traceback that Ray logs at each retry. Wait prints one line instead."""
+        """Returns False for the traceback that Ray logs at each retry. The class Wait prints one line instead."""
         return not (
             record.exc_info and isinstance(record.exc_info[1], (Failure, WorkerGroupStartupTimeoutError))
         )

@@ -42,7 +42,7 @@ _MIN_LENGTH = 8  # minimum length of a secret in characters; a shorter value may
 
 
 def take_forwarded() -> None:
-    """Sets the environment variables that `submit` forwarded with the job. Does nothing if this process has no such job."""
+    """Sets the environment variables that `submit` forwarded with the job. Does nothing if `submit` forwarded no variables."""
     if importlib.util.find_spec(FORWARDED_MODULE):
         os.environ.update(importlib.import_module(FORWARDED_MODULE).VARIABLES)
 

@@ -14,7 +14,7 @@ from pipeline.input_uri import InputURI
 
 
 def digest_functions(sources: Iterable[str]) -> str:
-    """Returns a SHA-256 digest of the source code of the functions' modules. Without source code, hashes the reference."""
+    """Returns a SHA-256 digest of the source code of the functions' modules. Without source code, hashes the function's name."""
     digests = []
     for source in sources:
         try:

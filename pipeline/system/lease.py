@@ -5,13 +5,13 @@
     hold(lease)                     # in a worker: shows other processes on this machine that the attempt is alive
     lease.require()                 # before each commit: raises LeaseLost if another attempt owns the folder
 
-Attempt N creates the file `lease/N.json`, and renews it until the attempt ends. Only one process can create this file. The newest
-attempt owns the folder. If a process lost its connection meanwhile, it finds the file of a later attempt, and stops. The files
-remain as a history of the attempts.
+Attempt N creates the file `lease/N.json`, and renews it until the attempt ends. Only one process can create `lease/N.json`. The
+newest attempt owns the folder. A process that was disconnected for a while may find the file of a later attempt, and then stops.
+The lease files remain as a history of the attempts.
 
-The clocks of machines are not compared. A lease has expired if another process has watched it for the duration of the lease, and
-it was not renewed. If all processes of a killed attempt ran on this machine, the next attempt checks a file lock
-instead.
+The clocks of machines are not compared. A lease has expired if another process has watched it for its full duration, and it was
+not renewed. If all processes of a killed attempt ran on this machine, the next attempt waits for a file lock instead of the
+expiry.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ SECONDS = float(
 )  # duration of a lease, which its owner renews every SECONDS / 4
 POLL_S = 1.0  # seconds between two reads of a lease that may expire
 HELD = ".held"  # file in an attempt's scratch folder, on which all its processes hold a shared lock
-ABANDONED_S = 3600  # age at which an unlocked scratch folder is deleted; a younger one may get a lock soon
+ABANDONED_S = 3600  # age at which an unlocked scratch folder is deleted; a new folder may get its lock soon
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,11 @@ def _acquire(folder: str) -> tuple[Lease, dict[str, Any], int]:
                 taken = f"{_time()}: taken over by attempt {lease.attempt}"
                 storage.write_json(_file(folder, last), before | {"ended": taken})
             return lease, record, handle
-        os.close(handle)  # another process has created the file
+        os.close(handle)  # another process has created the same lease file
 
 
 def _wait_until_expired(folder: str, file: str, left: dict[str, Any]) -> None:
-    """Waits until a lease has expired, whose file contained `left`. Raises InputError if a process still holds the lease."""
+    """Waits until the lease in `file`, which contained `left`, expires. Raises InputError if a process still holds the lease."""
     import psutil
 
     path, running, patience = storage.scratch("runs", str(left.get("id")), HELD), "another process is", 0.0

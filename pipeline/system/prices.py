@@ -61,7 +61,7 @@ def cost_of_run(usage: dict[str, Any], seconds: float, local: bool) -> dict[str,
 
     Args:
         usage: `gpu` (torch's name), `gpus` (their number), and the `tokens` and `completions` that the stage counted.
-        local: whether the run was on this machine. If so, and its price is known, that price is used instead of the GPUs' prices.
+        local: whether the run was on this machine. If the price of this machine is known, it replaces the prices of the GPUs.
     """
     prices, hours, dollars = read_prices(), seconds / 3600, None
     each = prices.of(usage["gpu"]) if usage["gpus"] else None

@@ -38,7 +38,7 @@ def join(base: str, *parts: str) -> str:
 
 
 def private(parent: str, name: str, variable: str) -> str:
-    """Returns the path of the folder `name` in `parent`, which only this user can enter. Creates it if it is missing.
+    """Returns the path of the folder `name` in `parent`, which only this user can enter. Creates the folder if it is missing.
 
     Raises InputError if another user owns the folder and could therefore replace its files.
 
@@ -80,7 +80,7 @@ def filesystem(path: str) -> tuple[Any, str]:
         return pafs.LocalFileSystem(), absolute(path)
     try:
         return pafs.FileSystem.from_uri(path)
-    except (ValueError, OSError):  # pyarrow does not support this scheme, but fsspec may, e.g. hf://
+    except (ValueError, OSError):  # fsspec may support a scheme that pyarrow lacks, e.g. hf://
         if path.startswith(("s3://", "gs://")):
             raise  # the bucket does not exist, or cannot be reached
         import fsspec
@@ -101,7 +101,7 @@ def exists(path: str) -> bool:
 
 
 def read_json(path: str) -> Any:
-    """Returns the parsed content of a JSON file. Raises OSError or ValueError if it cannot be read or parsed."""
+    """Returns the parsed content of a JSON file. Raises OSError or ValueError if the file cannot be read or parsed."""
     with _opened(path) as stream:
         try:
             return json.loads(stream.read())
@@ -141,7 +141,7 @@ def create(path: str, value: Any) -> bool:
         import fsspec
 
         fs, inner = fsspec.core.url_to_fs(path)
-        fs.pipe_file(inner, content, mode="create")  # not atomic for every scheme
+        fs.pipe_file(inner, content, mode="create")  # this call is not atomic for every scheme
         return True
     except FileExistsError:
         return False
@@ -237,7 +237,7 @@ def local_copy(folder: str) -> Iterator[str]:
 
 
 def store_folder(folder: str, path: str) -> None:
-    """Copies the files of `folder` into the folder `path`. Each of the two may be local or in a bucket."""
+    """Copies the files of `folder` into the folder `path`. Both folders may be local or in a bucket."""
     import pyarrow.fs as pafs
 
     (source, inner), (sink, copy) = filesystem(folder), filesystem(path)
