@@ -112,7 +112,7 @@ def read_shapes(folder: str | Path) -> Shapes:
     path = Path(folder) / TENSORS
     if not os.path.lexists(path):
         raise InputError(
-            f"{path}: not there. Adapters are read from safetensors only (a pickled adapter_model.bin can run any code); "
+            f"{path}: no such file. Adapters are read from safetensors only (a pickled adapter_model.bin can run any code); "
             "save it again with safe_serialization=True"
         )
     return shapes_in(path, FIX)
@@ -197,7 +197,7 @@ def check_adapter_fits_base(base: Base, folder: str | Path, scores: bool, refere
         )
         if scores:
             kind, stages, example = "an adapter without a scalar head, so it cannot score", "`rm`", "rm"
-        expected = f"expected one that {stages} trained, e.g. models:/rlhf-{example}@champion"
+        expected = f"expected an adapter that {stages} trained, e.g. models:/rlhf-{example}@champion"
         raise InputError(f"{reference} is {kind}; {expected}")
     if any(map(is_head, found)) != scores:
         lacks = "lacks the" if scores else "contains a"

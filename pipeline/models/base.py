@@ -290,9 +290,9 @@ def check_ends(model: torch.nn.Module, tokenizer: Any, ends: set[int]) -> None:
         if others:
             token = tokenizer.convert_ids_to_tokens(end)
             raise InputError(
-                f"the lm head has the same row for {token!r}, the end of the training rows, as for {len(others)} other tokens. "
+                f"the lm head has the same row for {token!r}, which ends the training rows, as for {len(others)} other tokens. "
                 "So this token was never trained, and no completion would end, because the lm head stays frozen. Use a base whose "
-                "end token was trained (an instruct version), or end the rows with such a token (eos_token in "
+                "end token was trained (an instruct version), or end the rows with a trained token (eos_token in "
                 "tokenizer_config.json, or model.chat_template)",
                 KEY,
             )

@@ -149,7 +149,7 @@ def check_lora(base: Base, lora: dict[str, Any], scores: bool = False) -> None:
     for index in lora_section.listed(lora.get("layers_to_transform")) if modules else ():
         if index not in layers:
             has = f"layers {layers[0]} to {layers[-1]}" if layers else "no layers of that name"
-            raise InputError(f"found {index}, and these modules have {has}", "lora.layers_to_transform")
+            raise InputError(f"found {index}, but these modules have {has}", "lora.layers_to_transform")
     if problem := unmergeable(base, adapted, bool(lora.get("lora_bias")), scores):
         raise problem
 
@@ -165,11 +165,11 @@ def unmergeable(base: Base, adapted: Iterable[str], bias: bool, scores: bool) ->
         name = module.rpartition(".")[2]
         if base.tied and not scores and name in (*LM_HEADS, *EMBEDDINGS):
             twin = "embeddings" if name in LM_HEADS else "lm head"
-            fix = "merging the adapter would change both; train an adapter without this module"
+            fix = "merging the adapter would change both weights; train an adapter without this module"
             why = f"adapts {name}, which this base ties to its {twin}: {fix}"
             return InputError(why, "lora.target_modules")
         if bias and base.shape_of(module) and not base.shape_of(module, "bias"):
             fix = "train an adapter with lora.lora_bias=false"
-            why = f"adds a bias to {name}, which has none in this base and could not be merged; {fix}"
+            why = f"adds a bias to {name}, which has none in this base, so the adapter could not be merged; {fix}"
             return InputError(why, "lora.lora_bias")
     return None

@@ -153,7 +153,7 @@ def warn_of_endless(ended: float, completions: str) -> None:
     """Prints a warning if less than the fraction MIN_ENDED of the completions ended with EOS."""
     if ended < MIN_ENDED:
         print(
-            f"warning: {ended:.0%} of {completions} ended by themselves, the others were truncated at trainer.response_length; "
+            f"warning: {ended:.0%} of {completions} ended with EOS, the other ones were truncated at trainer.response_length; "
             "raise this key, or train sft on rows that end, and check its eos_accuracy",
             flush=True,
         )

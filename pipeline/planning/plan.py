@@ -203,7 +203,7 @@ def make_plan(work: Sections, loras: Loras | None = None, learns: bool = True) -
         items.append(Item(f"activations for backward: {tokens:,} tokens, {kind}", saved, "update"))
         items.append(Item("logits and their gradients", _logits(stage, shape, tokens, device), "update"))
     if stage.online and asked.bf16:
-        items.append(Item("the learning adapters in bfloat16", trainable / 2, "update"))
+        items.append(Item("copies of the trained adapters in bfloat16", trainable / 2, "update"))
     vllm = stage.online and rollout.engine == "vllm"
     if asked.rollout_rows and not (learning and vllm and rollout.num_workers):
         gpus = rollout.tensor_parallel_size if vllm and not learning else 1
@@ -426,7 +426,7 @@ def recomputes(worker: Any) -> bool:
     loras = {name.split(".")[0]: adapter_files.describe_adapter(worker.input(name)) for name in adapters}
     peak = make_plan(_with(work, {"trainer.gradient_checkpointing": False}), loras).peak
     memory = free_bytes(torch.device(worker.device))
-    why = f"keeping all needs {peak / GIB:.1f} GiB, and {memory / GIB:.1f} GiB are free"
+    why = f"storing all activations needs {peak / GIB:.1f} GiB, and {memory / GIB:.1f} GiB are free"
     needed, why = max(worker.gather((peak > MAX_FILL * memory, why)))  # True if any worker needs to recompute
     if worker.rank == 0:
         kept = "recomputed" if needed else "kept"

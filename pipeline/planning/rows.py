@@ -61,7 +61,7 @@ def estimate_rows(work: Sections, context: int | None) -> tuple[Rows | None, str
             sizes.append(round(part.kept / share) if share else 0)
             estimated |= share < 1
         if not sum(sizes):
-            return None, "none of its first rows can be used; `validate` shows why"
+            return None, "none of the first rows of data.train can be used; `validate` shows why"
         mixture = mix_sources(sources_of(work.data.train), sizes, work.data.stopping_strategy)
         drawn = mixture.draws if mixture else sizes
     except InputError as error:

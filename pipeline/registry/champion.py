@@ -59,7 +59,7 @@ def champion_of(
     tags = mlflow.get_model_version(name, number).tags
     then, measured = _parts(tags, prefix), _parts(measured)
     if other := [key for key in {**measured, **then} if measured.get(key) != then.get(key)]:
-        return Champion(note=f"not compared with {which}: other {other[0]}")
+        return Champion(note=f"not compared with {which}: different {other[0]}")
     known = {key: float(tags.get(prefix + metric_key(key), "nan")) for key in metrics}
     known = {key: value for key, value in known.items() if not math.isnan(value)}
     metric = gate.metric
@@ -123,5 +123,5 @@ def evaluate_gate(
     if failures:
         return False, "failed: " + "; ".join(failures)
     alone = [key for key, rule in gate.items() if parse_gate(rule)[1] is None and key not in champion.metrics]
-    why = "the champion has none" if champion.metrics else champion.note or "no champion yet"
+    why = "the champion has no such metric" if champion.metrics else champion.note or "no champion yet"
     return True, f"passed; {', '.join(alone)}: {why}" if alone else "passed" if gate else "none set"

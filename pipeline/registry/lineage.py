@@ -95,7 +95,7 @@ def check_base_name(folder: str, base: dict[str, Any], reference: str) -> None:
     other, fix = False, ""
     if hub.is_reference(trained_on) and base["digest"].startswith("commit:"):
         other = trained_on.lower() != name.lower()
-        fix = f". If {name} holds the same weights, download it and name the folder"
+        fix = f". If {name} has the same weights, download it and set model.name_or_path to the folder"
     elif os.path.exists(os.path.join(trained_on, "config.json")) and base["digest"].startswith("sha256:"):
         other = base_identity(trained_on)["digest"] != base["digest"]
     if other:

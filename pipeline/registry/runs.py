@@ -178,7 +178,7 @@ def read_run(uri: str, run_id: str) -> dict[str, Any]:
         run = mlflow.get_run(run_id)
         stage = run.data.tags["stage"]  # raises KeyError if another program made the run
     except Exception as error:  # the database driver and the network raise many types of errors
-        why = f"no such run of a job in {uri} ({summary(error)}); name its folder, or its server with MLFLOW_TRACKING_URI"
+        why = f"cannot find this run in {uri} ({summary(error)}); name the run's folder, or set MLFLOW_TRACKING_URI to its server"
         raise InputError(f"{run_id}: {why}") from error
     logged = {file.path for file in mlflow.list_artifacts(run_id)}
 

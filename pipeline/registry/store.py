@@ -104,9 +104,9 @@ def check_store(tracking: Tracking) -> None:
                 experiment = client(uri).get_experiment_by_name(name)
     except Exception as error:  # the database driver raises many types of errors
         fix = "start the server, or" if file is None else "move that file away, name another store, or"
-        fix += " leave the key out to use a SQLite file in run.storage_path"
+        fix += " remove the key to use a SQLite file in run.storage_path"
         if file and "database schema" in str(error):
-            fix = "install the MLflow that wrote it, or copy the file and migrate it as MLflow says"
+            fix = "install the MLflow version that wrote the file, or copy the file and run the migration that MLflow proposes"
         why = f"{uri!r} does not answer ({summary(error)}); {fix}"
         raise InputError(why, key="mlflow.tracking_uri") from error
     if experiment and experiment.lifecycle_stage == "deleted":
@@ -198,7 +198,7 @@ def call_persistently(uri: str, folder: str, call: Callable[[], Any]) -> Any:
         file = file_of_uri(uri)
         if file and not (os.path.exists(file) and os.path.getsize(file)):
             raise Failure(
-                f"{file} was deleted by another process. The same command makes a new file"
+                f"{file} was deleted by another process. Run the same command again to create a new file"
             ) from error
         if error is None:
             return found

@@ -110,7 +110,7 @@ def promote(
     trained = mlflow.get_model_version(ref.name, ref.version).tags.get("gate", "")
     if ok and trained.startswith("failed"):
         why = trained.removeprefix("failed: ")
-        ok, reason = False, f"failed: the gate of the training failed, too ({why})"
+        ok, reason = False, f"failed: the gate of the training job failed, too ({why})"
     held_out = {metric_key(key): f"{value:.6g}" for key, value in metrics.items() if key.startswith("eval_")}
     for key, value in (held_out | measured | {"gate": reason}).items():
         mlflow.set_model_version_tag(ref.name, ref.version, f"evaluate.{key}", value)
@@ -137,7 +137,7 @@ def _store(mlflow: Any, stage: str, run: Any, folder: str, tags: dict[str, str])
     if sent != received:
         mlflow.finalize_logged_model(model.model_id, "FAILED")
         different = sorted(k for k in {*sent, *received} if sent.get(k) != received.get(k))
-        raise RuntimeError(f"the artifact store returned other files than were saved: {', '.join(different)}")
+        raise RuntimeError(f"files in the artifact store differ from the saved files: {', '.join(different)}")
     mlflow.finalize_logged_model(model.model_id, "READY")
     return model.model_id, model.artifact_location
 
@@ -240,7 +240,7 @@ def pin(reference: str, uri: str, job_file: str = "") -> str:
             known = ", ".join(f"@{alias} -> v{number}" for alias, number in named.items()) or "none"
             why = (
                 f"no such alias or version of {ref.name!r} (aliases: {known}); the newest is models:/{ref.name}/"
-                f"{newest.version} (gate {newest.tags.get('gate', '?')}); name that to use it anyway"
+                f"{newest.version} (gate {newest.tags.get('gate', '?')}); name this version to use it anyway"
             )
         raise Missing(f"{ref}: {why}") from error
 

@@ -56,7 +56,7 @@ class Best:
             if metric not in metrics:
                 key = "metric_for_best_model" if metric == self.metric else "stop_if"
                 known = ", ".join(sorted(name for name in metrics if name.startswith("eval_")))
-                raise Failure(f"run.{key}: the evaluation has no {metric} here, but {known}")
+                raise Failure(f"run.{key}: the evaluation has no metric {metric}, but {known}")
         value = float(metrics[self.metric])
         if self.report:
             if not math.isfinite(value):

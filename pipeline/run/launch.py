@@ -56,7 +56,7 @@ def publish(work: Work, result: dict[str, Any]) -> registry.Version | None:
         if not adapter_files.was_trained(folder, start.folder if start else None):
             why = "The learning rate was 0 at every step, as in a run that ends within its warm-up, or no gradient reached the adapter"
             if result["metrics"].get("grad_norm/policy") == 0:
-                why = "No gradient reached it: every advantage was 0, as if all completions of a prompt get the same score"
+                why = "No gradient reached the adapter, because every advantage was 0, as if all completions of a prompt get the same score"
             unchanged = f"nothing was learned: after training the adapter equals {start.version if start else 'its initialization'}. {why}"
             print(f"warning: {unchanged}", flush=True)
         if not work.gate.model:

@@ -44,7 +44,7 @@ def remedy(work: Work, phase: str) -> str:
         new_run += _switched(work, "model.load_in_4bit", True)
     advice = [f"set, in this order, {', '.join(lighter)}"] if lighter else []
     advice += [f"if that is not enough, in a new run, {', '.join(new_run)}"] if new_run else []
-    advice += [f"`make plan JOB={work.run.source}` computes what fits"] if facts.learns else []
+    advice += [f"`make plan JOB={work.run.source}` computes which settings fit"] if facts.learns else []
     return "; ".join(advice)
 
 

@@ -225,7 +225,7 @@ def join(work: Work, count: int, recipe: RowRecipe, path: str) -> dict[str, Any]
                 yield from (json.dumps(line, ensure_ascii=False) for line in recipe.lines(record))
         if seen != count:  # another version of the pipeline may have written the parts
             raise InputError(
-                f"{work.folder}/{run_folder.PARTS} holds {seen} rows of {count}; set run.overwrite=true to start over",
+                f"{work.folder}/{run_folder.PARTS} contains {seen} rows instead of {count}; set run.overwrite=true to start over",
                 key="run.name",
             )
 

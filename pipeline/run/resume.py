@@ -66,7 +66,7 @@ def check_folder(folder: str, owner: str, example: str) -> dict[str, str]:
     storage_path, _, name = folder.rpartition("/")
     storage.require_writable(storage_path)
     if not storage.is_remote(folder) and os.path.lexists(folder) and not os.path.isdir(folder):
-        why = f"{folder} is no folder, or links to none; remove it, or choose another run.name"
+        why = f"{folder} is not a folder, or is a broken link; remove it, or choose another run.name"
         raise InputError(why, "run.name")
     for file in (seen := owner_files(folder)):
         if OWNERS[file] != owner:
@@ -206,7 +206,7 @@ def unfinished(earlier: Earlier) -> dict[str, Any]:
         different = [f"{key}={_shown(then)} (now {_shown(now)})" for key, (then, now) in changed.items()]
         raise InputError(
             f"{run.name!r} began with {', '.join(different)} and cannot resume with different settings. Restore them, choose "
-            "another run.name, or set run.overwrite=true. Keys that do not decide the numbers may change: run, mlflow, gate, ...; with data.batch_size also scaling",
+            "another run.name, or set run.overwrite=true. Keys that do not affect the results may change: run, mlflow, gate, ..., and scaling if data.batch_size is set",
             key="run.name",
         )
     then, now = left.get("begun_with", {}).get("versions", {}), lineage.versions()
@@ -214,7 +214,7 @@ def unfinished(earlier: Earlier) -> dict[str, Any]:
         f"{name} {then[name]} (now {now.get(name)})" for name in then if then[name] != now.get(name)
     ]:
         print(
-            f"warning: {run.name!r} began with {', '.join(other)}, so its numbers may differ from here on",
+            f"warning: {run.name!r} began with {', '.join(other)}, so its results may differ from here on",
             flush=True,
         )
     return left
@@ -282,7 +282,7 @@ def print_differences(left: dict[str, Any], run: Identity) -> None:
     """Prints the settings of this command that differ from those of a finished run."""
     changed = differences(left, run, ("run", "source", *_resolved(run)))
     if changed:
-        print("it ran with other settings; this command's were not used:")
+        print("the run used other settings; the settings of this command are ignored:")
     for key, (then, now) in changed.items():
         print(f"   {key}: was {_shown(then)}, is {_shown(now)}")
 

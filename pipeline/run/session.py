@@ -145,7 +145,7 @@ def check_shared_storage(storage_path: str, uri: str) -> None:
     os.remove(probe)
     if blind:
         raise InputError(
-            f"{storage_path} is not shared: {', '.join(blind)} do not see what the driver writes there; use a bucket or a "
+            f"{storage_path} is not shared: {', '.join(blind)} do not see the files of the driver; use a bucket or a "
             "network mount, e.g. run.storage_path=s3://BUCKET/runs",
             key="run.storage_path",
         )

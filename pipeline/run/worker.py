@@ -302,8 +302,8 @@ class Worker(ModelHost):
             if checked and (wrong := checkpoints.find_damage(path := storage.join(run_folder, name))):
                 storage.remove(path)
                 raise Failure(
-                    f"the last checkpoint is not what was trained ({wrong}): something else writes to {self.scratch} or "
-                    f"{run_folder}; stop it, then run the same command again"
+                    f"the last checkpoint differs from the trained weights ({wrong}): another program writes to {self.scratch} or "
+                    f"{run_folder}; stop that program, then run the same command again"
                 )
             self.work.lease.require()
             checkpoints.prune(run_folder, self.work.options.num_to_keep)

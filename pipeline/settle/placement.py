@@ -122,7 +122,7 @@ def check_fits(places: Places) -> None:
 
     This check runs before Ray starts. It runs again when Ray reports its memory and the autoscaler's limits.
     """
-    has = "this cluster at its largest" if on_cluster() else "this machine"
+    has = "this cluster at its maximum size" if on_cluster() else "this machine"
     there, taken = _limits(), defaultdict[str, float](float)
     for section, who, count, _, bundle in places.groups if there else ():
         for name, amount in bundle.resources.items():
@@ -132,7 +132,7 @@ def check_fits(places: Places) -> None:
                 key = "num_workers" if amount <= most else "resources_per_worker"
                 key = "use_gpu" if name == "GPU" and not most else key
                 change = places.fewer(most / amount) if section == "scaling" else ""
-                advice = f"lower {section}.num_workers or {section}.resources_per_worker, or run the job where there is more"
+                advice = f"lower {section}.num_workers or {section}.resources_per_worker, or run the job where more resources are available"
                 raise InputError(
                     f"{count} {who}{'s' * (count > 1)} with {name}: {amount:g} each{trainer}, but {has} has {most:g}; "
                     f"{f'set {change}' if change else advice}",
@@ -209,9 +209,9 @@ class Wait:
             self.since = self.reported = now
         if self.limit >= 0 and now - self.since >= self.limit:
             raise Failure(
-                f"run.placement_timeout_s: no place for {self.need} was found in {self.limit:g} s; {describe_cluster()}. Add "
+                f"run.placement_timeout_s: no resources for {self.need} were free within {self.limit:g} s; {describe_cluster()}. Add "
                 "nodes, lower scaling.num_workers or scaling.resources_per_worker, or raise run.placement_timeout_s; the same "
-                "command with its run.name resumes"
+                "command with its run.name resumes the run"
             )
         if now - self.reported >= REPORT_INTERVAL_S:
             self.reported = now

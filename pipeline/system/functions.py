@@ -35,8 +35,8 @@ def import_function(source: str) -> Callable[..., Any]:
         of_importing = at.filename.startswith(("<frozen", pkgutil.__file__))
         place = "" if of_importing else f", at {at.filename}:{at.lineno}"
         raise InputError(
-            f"{source}: cannot be imported from {os.getcwd()} ({in_brief(error)}{place}); correct the name, the module, or "
-            "PYTHONPATH, which adds folders"
+            f"{source}: cannot be imported from {os.getcwd()} ({in_brief(error)}{place}); correct the name or the module, "
+            "or add its folder to PYTHONPATH"
         ) from error
     if not callable(found):
         raise InputError(f"{source}: is not a function")

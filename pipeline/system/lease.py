@@ -66,7 +66,7 @@ class Lease:
         others = [one for one in (_read(later), mine) if one.get("id", self.id) != self.id]
         state = f"belongs to {_who(others[0])}" if others else "was deleted"
         raise LeaseLost(
-            f"{self.folder} {state}; this process, attempt {self.attempt}, stops and writes nothing more there"
+            f"{self.folder} {state}; this process, attempt {self.attempt}, stops and writes nothing more to this folder"
         )
 
 
@@ -153,7 +153,7 @@ def _wait_until_expired(folder: str, file: str, left: dict[str, Any]) -> None:
 def _expires(file: str, left: dict[str, Any]) -> bool:
     """Watches a lease for its duration. Returns True if the lease expires or ends, or False if a process renews it."""
     seconds = left.get("seconds", SECONDS)
-    terminal.say(f"waiting {seconds:.0f} s for a lease to expire: {_who(left)} may still write there")
+    terminal.say(f"waiting {seconds:.0f} s for a lease to expire: {_who(left)} may still write to its folder")
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         time.sleep(POLL_S)

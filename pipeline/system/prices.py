@@ -51,8 +51,8 @@ def read_prices() -> Prices:
         return Prices(str(prices["date"]), machine, gpus, instances)
     except (OSError, yaml.YAMLError, AttributeError, TypeError, ValueError, RecursionError) as error:
         raise InputError(
-            f"{file}: {summary(error)}; expected `date`, `machine` (dollars an hour), `gpus` (dollars "
-            "an hour of one) and `instances`, as in {L4: 0.98}"
+            f"{file}: {summary(error)}; expected `date`, `machine` (dollars per hour), `gpus` (dollars "
+            "per hour of one GPU) and `instances`, as in {L4: 0.98}"
         ) from error
 
 

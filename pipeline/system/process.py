@@ -56,7 +56,7 @@ def run_main(main: Callable[[], int]) -> int:
 
 
 def _forbid(name: str) -> None:
-    """Makes os.`name` raise Failure in this process, because user code could end a run with status 0. Child processes are exempt."""
+    """Makes os.`name` raise Failure in this process, because user code could end a run with status 0. Children are exempt."""
     real, command, library = getattr(os, name), os.getpid(), os.execl.__code__.co_filename
 
     def end(*arguments: Any) -> Any:

@@ -54,7 +54,7 @@ def private(parent: str, name: str, variable: str) -> str:
         if found.st_mode & 0o077:
             os.chmod(folder, 0o700)
     except OSError as error:
-        why = f"cannot use {folder} ({error.strerror}); export {variable}=FOLDER, one that you own"
+        why = f"cannot use {folder} ({error.strerror}); export {variable}=FOLDER with a folder that you own"
         raise InputError(why, variable) from error
     return folder
 
@@ -106,7 +106,7 @@ def read_json(path: str) -> Any:
         try:
             return json.loads(stream.read())
         except RecursionError as error:
-            raise ValueError(f"its values are nested too deep ({error})") from error
+            raise ValueError(f"its values are nested too deeply ({error})") from error
 
 
 def _opened(path: str) -> Any:
