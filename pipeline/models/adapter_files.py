@@ -71,7 +71,7 @@ def write_adapter(folder: str | Path, config: Any, tensors: dict[str, Any]) -> d
     config.inference_mode, config.init_lora_weights = True, True
     modules = ranks({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for pattern in ("rank_pattern", "alpha_pattern"):
-        # If several patterns match a module, peft applies the first one. However, peft sorts the patterns when it saves them.
+        # peft applies the first pattern that matches a module, but sorts the patterns when it saves them.
         given = getattr(config, pattern) or {}
         found = {module: get_pattern_key(given, module) for module in modules}
         setattr(config, pattern, {module: given[key] for module, key in found.items() if key in given})

@@ -348,7 +348,7 @@ class SharedBase(nn.Module):
     # ------------------------------------------------------------------------------------------- computing
 
     def body(self, **inputs: Any) -> Any:
-        """Runs the transformer below the lm head with the active role. Takes the inputs of transformers' base model."""
+        """Runs the transformer below the lm head with the active role. Accepts the arguments of transformers' base model."""
         # transformers uses gradient checkpointing only in train mode, and then drops the KV cache. Train mode has no other
         # effect, because every dropout is 0.
         training = self.gradient_checkpointing and torch.is_grad_enabled()
@@ -525,7 +525,7 @@ def saved_config(folder: str | Path) -> LoraConfig:
 def tensors_in(folder: str | Path, base: nn.Module) -> dict[str, Tensor]:
     """Returns the tensors of an adapter's file without the copies of base weights that peft may save.
 
-    Raises InputError if such a copy differs from the weight of `base`, which may be a PeftModel.
+    Raises InputError if a copy differs from the weight in `base`, which may be a PeftModel.
     """
     path = Path(folder) / TENSORS
     tensors = load_file(path)

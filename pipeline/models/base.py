@@ -26,7 +26,7 @@ WHOLE_FILE_BYTES = 1 << 30  # weight files of up to 1 GiB are hashed in full
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # in larger files, the header and 64 pieces of 64 KiB are hashed
 # Keys of config.json that the digest excludes.
 VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
-# Keys of config.json that name the number of positions.
+# Keys of config.json that contain the maximum number of positions.
 CONTEXT_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx", "max_sequence_length",
 )  # fmt: skip
@@ -69,7 +69,7 @@ def base_identity(name_or_path: str, revision: str | None = None) -> dict[str, A
 
 
 def context_length(config: dict[str, Any]) -> int | None:
-    """Returns the number of positions in config.json, or None if config.json names no limit."""
+    """Returns the number of positions in config.json, or None if config.json has no limit."""
     for part in (config, config.get("text_config") or {}):
         for key in CONTEXT_KEYS:
             if isinstance(part.get(key), int):
@@ -100,7 +100,7 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
     Args:
         model: the job's `model` section. `load_in_4bit` quantizes to NF4 with double quantization, on a CPU too.
         scorer_tokenizer: the tokenizer of a reward model, or None. With a tokenizer, loads an AutoModelForSequenceClassification
-            with one label and an untrained head in fp32. With None, loads an AutoModelForCausalLM.
+            with one label and an untrained head in fp32. Without a tokenizer, loads an AutoModelForCausalLM.
         device: the device on which the base is loaded and quantized. None means the CPU, on which quantizing 70B parameters
             takes half an hour.
     """
@@ -299,7 +299,7 @@ def check_ends(model: torch.nn.Module, tokenizer: Any, ends: set[int]) -> None:
 
 
 def score_head(model: torch.nn.Module) -> torch.nn.Module:
-    """Returns the scalar head of a sequence-classification model. Raises InputError if there is none."""
+    """Returns the scalar head of a sequence-classification model. Raises InputError if the model has no scalar head."""
     for name in HEAD_NAMES:
         if hasattr(model, name):
             return getattr(model, name)

@@ -1,7 +1,7 @@
 """Checks before a run starts that a `lora` section fits the weights of the base (without importing torch).
 
 The checks read only the headers of safetensors files, which takes milliseconds. When a worker loads the
-model, transformers, peft and `base.load_base` find the remaining contradictions.
+model, transformers, peft and `base.load_base` detect all other conflicts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Base:
 
     model: Model
     config: dict[str, Any]
-    shapes: Shapes  # empty if the weights are not local, or not safetensors
+    shapes: Shapes  # tensor shapes, or {} if the weights are not local, or not safetensors
 
     @property
     def plain_names(self) -> bool:
@@ -92,10 +92,10 @@ def safetensors_files(model: Model, fetch: bool) -> list[Path]:
     """Returns the weight files of a base in the order in which transformers reads them, or [] if the weights are pickles.
 
     Args:
-        fetch: whether to download Hub weights that are split into several files. If False, returns [] for such weights.
+        fetch: whether to download Hub weights that are split into several files. If False, returns [] for split weights.
     """
     name, revision = model.name_or_path, model.revision
-    if single := base_file(name, SINGLE, revision):  # transformers prefers one file to an index
+    if single := base_file(name, SINGLE, revision):  # transformers prefers a single file to an index
         return [single]
     index = base_json(name, INDEX, revision)
     if index is None and not model.allow_pickle:

@@ -1,6 +1,7 @@
 """Prevents special tokens in the content of a row from being encoded as special tokens.
 
-Only the chat template may write control tokens, such as the end of a turn. In content, their characters are plain text.
+Only the chat template may write control tokens, such as the end of a turn. In content, the characters of control tokens are plain
+text.
 
     control = ControlTokens(tokenizer)
     escaping = control.escaping([content])            # None if no content contains a control token

@@ -91,7 +91,7 @@ def _from_logits(
 ) -> Tensor:
     """Returns (1, N) fp32 log-probs of `targets` for hidden states (N, H), or (2, N) with the entropies."""
     logits = shared.logits(hidden)
-    if temperature != 1.0:  # skipped if 1, because dividing reads and writes the largest tensor again
+    if temperature != 1.0:  # for 1, skips a division that would read and write the largest tensor
         logits = logits / temperature
     if barred:
         logits = bar(logits, early, barred)

@@ -91,11 +91,11 @@ class FusedLinear(Linear):
         return y if base.bias is None else y + base.bias.to(y.dtype)
 
     def mixes(self, batch: MixedBatch) -> bool:
-        """Returns whether this layer can use `_mixed`."""
+        """Returns whether `_mixed` supports this layer with the adapters of the batch."""
         return not self.merged and all(self._plain(name) for name in batch.rows_of if name in self.lora_A)
 
     def _mixed(self, x: Tensor, batch: MixedBatch) -> Tensor:
-        """Returns the output (B, ..., N) for rows x (B, ..., K). Each row uses its own adapter, or none."""
+        """Returns the output (B, ..., N) for rows x (B, ..., K). Each row uses its own adapter, or no adapter."""
         y = self.get_base_layer()(x)
         for name, index in batch.rows_of.items():
             if name in self.lora_A:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 # A forward with this many tokens keeps the hardware busy, so more padding costs more than a second forward (measured on a CPU).
-# On a GPU, launching the kernels of a layer takes about 1 ms. In this time, a layer of an 8B model processes about 1,000 tokens.
+# On a GPU, launching the kernels of a layer takes about 1 ms, in which a layer of an 8B model processes about 1,000 tokens.
 BUSY_TOKENS = {"cpu": 256, "cuda": 2048}
 
 
@@ -93,8 +93,9 @@ def packs_that_pay(
 ) -> list[list[int]]:
     """Packs completions of one prompt into one row if packing saves computation. Returns the indices of each row's completions.
 
-    A row of T tokens costs about T * (12 W**2 + 2 T W) multiplications per layer. The first term is for the weights, the second
-    for attention. A packed row also computes the attention between its completions, although this attention is masked.
+    A row of T tokens costs about T * (12 W**2 + 2 T W) multiplications per layer. The products with weights cost 12 W**2 per
+    token, and attention costs 2 T W. A packed row also computes the attention between its completions, although this attention is
+    masked.
 
     Args:
         prompts: for each completion, the index of its prompt.
@@ -133,12 +134,12 @@ def micro_batches(
 ) -> list[list[int]]:
     """Returns batches of rows of similar length, as indices into `lengths`, shortest rows first.
 
-    If a batch already has BUSY_TOKENS tokens, a row that would raise its share of padding above 1/8 starts a new batch.
+    If a batch already has BUSY_TOKENS tokens, a row that would raise the batch's share of padding above 1/8 starts a new batch.
 
     Args:
         lengths: tokens of each row.
         rows: maximum completions of a batch, or None for no limit.
-        tokens: maximum tokens of a batch, including padding, or None for no limit. A row with more tokens is a batch by itself.
+        tokens: maximum tokens of a batch, including padding, or None for no limit. A row of more than `tokens` is a batch by itself.
         device: type of the device on which the batches run.
         completions: completions in each row, or None if each row has one completion.
     """

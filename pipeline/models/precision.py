@@ -28,7 +28,7 @@ def mm_fp32(a: Tensor, b: Tensor) -> Tensor:
     if a.device.type == "cuda":
         return torch.mm(a, b, out_dtype=torch.float32)
     # torch supports `out_dtype` only on CUDA. On other devices, a second product computes the rounding error of the first
-    # product. This error is small, so rounding the error itself hardly matters.
+    # product. The rounding error is small, so rounding it in turn hardly matters.
     rounded = a @ b
     return rounded.float().add_(rounded.addmm_(a, b, beta=-1))
 

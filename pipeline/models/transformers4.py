@@ -54,7 +54,7 @@ def old_rope(config: dict[str, Any]) -> dict[str, Any]:
         return {}
     old = {key: full[key] for key in ("rope_theta", "partial_rotary_factor") if key in full}
     old["rope_scaling"] = None
-    if (kind := full.get("rope_type", "default")) == "longrope":  # Phi-3 rejects any other key
+    if (kind := full.get("rope_type", "default")) == "longrope":  # Phi-3's config rejects unknown keys
         old["rope_scaling"] = {"type": kind, **{key: full[key] for key in ("short_factor", "long_factor")}}
     elif kind != "default":
         old["rope_scaling"] = {key: full[key] for key in full if key not in (*old, "type")}

@@ -144,7 +144,7 @@ def memory_settings(work: Sections, context: int) -> MemorySettings:
         decoded = min(args.decoded(workers), MAX_VLLM_ROWS)
     scored = args.max_tokens_per_micro_batch or FORWARD_TOKENS["cuda" if work.places.on_gpu else "cpu"]
     scored = max(width, min(scored, args.batch_size * width))
-    checkpointing = args.gradient_checkpointing is not False  # with None, the run decides later
+    checkpointing = args.gradient_checkpointing is not False  # if None, the run decides later
     rows = min(rows, args.batch_size)
     return MemorySettings(rows, width, work.bf16, checkpointing, 1, decoded, prompt, completion, scored)
 
@@ -411,7 +411,7 @@ def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
 def recomputes(worker: Any) -> bool:
     """Returns whether the workers recompute activations: `trainer.gradient_checkpointing`, or the plan's decision if it is null.
 
-    All ranks return the same value. Rank 0 prints the plan's reason. Must be called before the base is loaded.
+    All ranks return the same value. Rank 0 prints the plan's reason. Call this function before the base is loaded.
     """
     import torch
 

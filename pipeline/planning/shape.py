@@ -82,7 +82,7 @@ class Shape:
         quantized = whole["linear"] if model.load_in_4bit else 0
         self.weights = (self.parameters - quantized) * self.dtype_bytes + quantized * NF4_BYTES
         # Bytes that a decoding step reads and writes. For a matrix product, bitsandbytes writes and reads a copy of each NF4
-        # weight in the compute dtype (functional.dequantize_4bit). Only its kernel for a batch of one row needs no copy.
+        # weight in the compute dtype (functional.dequantize_4bit). Only the kernel for a batch of one row needs no copy.
         self.moved = self.weights + 2.0 * quantized * self.dtype_bytes
 
     def sharded(self, workers: int, lm_head: bool) -> float:
@@ -115,7 +115,7 @@ class Shape:
 
     @property
     def keeps_other_state(self) -> bool:
-        """Returns whether a layer has state other than keys and values. The decoder then reads all prompts in one forward."""
+        """Returns whether a layer has more state than keys and values. If so, the decoder reads all prompts in one forward."""
         kinds = getattr(self.text, "layer_types", None) or ()
         return any(kind not in ("full_attention", "sliding_attention", "chunked_attention") for kind in kinds)
 

@@ -1,6 +1,6 @@
 """Checks a new model version against the job's gate, and compares it with the champion.
 
-The champion is the version that the job's alias names when the check runs.
+The champion is the version that the job's alias points to when the check runs.
 """
 
 import json

@@ -72,7 +72,7 @@ def is_adapter(folder: str) -> bool:
 
 
 def check_base(lineage: dict[str, Any], base: dict[str, Any], key: str, reference: str) -> None:
-    """Raises InputError if an adapter was trained on another base. The message names both bases and their digests."""
+    """Raises InputError if an adapter was trained on another base. The error message names both bases."""
     trained_on = lineage.get("base") or base
     if trained_on["digest"] == base["digest"]:
         return

@@ -77,7 +77,7 @@ def end_finished(uri: str, run_id: str) -> None:
 
 
 def end_interrupted(tracking: Tracking) -> None:
-    """Marks a run as KILLED if its driver was killed and left it as RUNNING."""
+    """Marks a run as KILLED if its driver was killed and left the status RUNNING."""
     mlflow = store.client(tracking.uri)
     newest = _newest(mlflow, [_experiment(mlflow, tracking)], storage.absolute(tracking.identity.folder))
     if newest and newest.info.status == "RUNNING":

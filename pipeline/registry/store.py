@@ -144,7 +144,7 @@ def _created(path: str) -> Iterator[None]:
 def empty_database() -> str:
     """Returns the path of an empty database with MLflow's tables. The file is cached per user and MLflow version."""
     path = storage.cache(f"mlflow-{version('mlflow')}.db")
-    if not _is_intact(path):  # missing, or damaged by a power failure
+    if not _is_intact(path):  # the file is missing, or a power failure has damaged it
         import_mlflow()
         from mlflow.store.db import utils
 

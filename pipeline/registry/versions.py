@@ -149,7 +149,7 @@ def _received(mlflow: Any, model: Any) -> dict[str, dict[str, Any]]:
 
 
 def _tags(lineage: dict[str, Any], gate: Gate) -> dict[str, str]:
-    """Returns tags to search for in MLflow. Long values are shortened; the adapter's lineage.json has the full values."""
+    """Returns tags for searches in MLflow. Long values are shortened; the adapter's lineage.json has the full values."""
     base, reward = lineage.get("base", {}), lineage.get("reward", {})
     tags = {
         key: str(lineage[key]) for key in ("stage", "step", "tokenizer", "chat_template") if lineage.get(key)

@@ -87,9 +87,9 @@ def _trainer(places: Places, run: Run, loop: Any, config: dict[str, Any], rows: 
         ),
     )
     if folder:
-        # Ray Train's cleaner of placement groups delays the end of a run by 12 s (ray 2.60, private). It polls the dashboard of
-        # the Ray that this machine started last, which may belong to another user. An embedded Ray needs no cleaner, because its
-        # processes end with the driver. Remove this code when the cleaner queries the GCS of its own session.
+        # Ray Train's cleaner of placement groups delays the end of a run by 12 s (ray 2.60, private). The cleaner polls the
+        # dashboard of the Ray that this machine started last, which may belong to another user. An embedded Ray needs no cleaner,
+        # because its processes end with the driver. Remove this code when the cleaner queries the GCS of its own session.
         defaults, cleaner = trainer._create_default_callbacks, PlacementGroupCleanerCallback
         trainer._create_default_callbacks = lambda: [c for c in defaults() if not isinstance(c, cleaner)]
     return trainer

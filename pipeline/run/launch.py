@@ -73,7 +73,7 @@ def publish(work: Work, result: dict[str, Any]) -> registry.Version | None:
 class Recipe:
     """The functions that a stage runs in Ray Train's workers and on the driver."""
 
-    train: Train  # runs in every worker, and returns what Worker.finish returns
+    train: Train  # runs in every worker, and returns the result of Worker.finish
     # f(work, result.json so far) -> the version that the run registers or promotes, or None
     register: Register = publish
     # Context manager on the driver that is open while the workers train. Each worker gets the yielded value.
@@ -167,7 +167,7 @@ def open_run(job: Job, earlier: Earlier) -> Iterator[tuple[Work, dict[str, Any],
 
 
 def _mlflow_run(work: Work, new_run: bool) -> contextlib.AbstractContextManager[str | None]:
-    """Opens the MLflow run of a stage that runs in Ray Train's workers. Other stages have no MLflow run."""
+    """Opens the MLflow run of a stage that runs in Ray Train's workers. Stages without these workers have no MLflow run."""
     if work.spec.runs_in != "train":
         return contextlib.nullcontext()
     return registry.mlflow_run(work.tracking, work.digests, new_run=new_run)

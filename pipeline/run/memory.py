@@ -9,7 +9,7 @@ from pipeline.errors import OutOfMemory, in_brief, is_out_of_memory
 from pipeline.job import schema
 from pipeline.settle.work import Work
 
-# {name of a function in the traceback: phase of the run}. PPO sets the phase in the error itself.
+# {name of a function in the traceback: phase of the run}. PPO's errors already contain the phase.
 PARTS = {"load_base": "loading the base", "training_step": "update", "evaluation_loop": "evaluate"}
 ROLLOUT = ("rollout", "score", "values", "evaluate")  # phases without gradients
 
@@ -40,10 +40,10 @@ def remedy(work: Work, phase: str) -> str:
             lighter += ["trainer.gradient_checkpointing=true (now null)"]
         lighter += _switched(work, "trainer.gradient_checkpointing", True)
     new_run += _switched(work, "model.dtype", "bfloat16")
-    if not work.model.fsdp:  # a sharded base cannot be 4-bit
+    if not work.model.fsdp:  # a sharded base cannot be quantized
         new_run += _switched(work, "model.load_in_4bit", True)
     advice = [f"set, in this order, {', '.join(lighter)}"] if lighter else []
-    advice += [f"if that is not enough, in a new run, {', '.join(new_run)}"] if new_run else []
+    advice += [f"if that fails, start a new run with {', '.join(new_run)}"] if new_run else []
     advice += [f"`make plan JOB={work.identity.source}` computes which settings fit"] if spec.learns else []
     return "; ".join(advice)
 

@@ -34,7 +34,7 @@ from pipeline.system.lease import hold
 
 BATCHES = 4  # forward passes per part; enough rows to group by length, but few rows to repeat after a crash
 
-Record = dict[str, Any]  # the result of a row
+Record = dict[str, Any]  # the output for one row
 # (token rows, number of the first row) -> records
 Answer = Callable[[list[dict[str, Any]], int], list[Record]]
 Load = Callable[[ModelHost], Answer]  # loads the models, once in each actor
@@ -45,7 +45,7 @@ Batches = Generator[dict[str, Any], None, None]  # results of Parts.__call__
 class RowRecipe:
     """Defines how a subcommand processes each row, and what the subcommand writes."""
 
-    output: str  # file in the folder of the run
+    output: str  # output file in the run's folder
     load: Load
     # f(record) -> metrics. result.json has the mean of each metric.
     measure: Callable[[Record], dict[str, float]]

@@ -54,7 +54,7 @@ COMPARISON = (
 
 
 def check_folder(folder: str, owner: str, example: str) -> dict[str, str]:
-    """Checks the folder of a run or sweep. Returns its owner_files().
+    """Checks the folder of a run or sweep. Returns the folder's owner_files().
 
     Raises InputError if the folder is not writable, or belongs to a different kind of owner, whose files run.overwrite=true would
     delete.

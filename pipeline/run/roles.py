@@ -251,7 +251,7 @@ def folders(worker: ModelHost, shared: SharedBase) -> dict[str, str]:
 
 
 def save_policy(worker: ModelHost, shared: SharedBase, folder: str) -> dict[str, Any]:
-    """Writes the policy and its probes. Returns the digest of its tensors."""
+    """Writes the policy and its probes. Returns the digest of the policy's tensors."""
     digest = shared.save("policy", folder)
     pad = worker.tokenizer.pad_token_id
     precision = precision_in_use(shared)

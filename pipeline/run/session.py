@@ -60,8 +60,8 @@ def set_environment() -> None:
 
 @contextlib.contextmanager
 def session(places: Places, storage_path: str, uri: str) -> Iterator[None]:
-    """Provides Ray for the block, unless the job runs in this process. This is the Ray that this process has started already, the
-    cluster's Ray, or an embedded Ray.
+    """Provides Ray for the block, unless the job runs in this process. Uses the Ray that this process has already started, joins
+    the cluster, or starts an embedded Ray.
 
     Args:
         storage_path: folder of the runs, which all nodes must reach.
@@ -157,7 +157,7 @@ TOKEN = secrets.token_hex(32)  # all sessions of this process share the token
 
 
 def secured() -> dict[str, str]:
-    """Returns environment variables that let only this session use its Ray. These variables override the user's settings."""
+    """Returns environment variables that restrict the embedded Ray to this session. They override the user's settings."""
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     return {
         # Makes Ray bind to loopback. The variable's name refers to Windows and macOS, where Ray binds to loopback by default
@@ -216,7 +216,7 @@ def _read_by_ray() -> None:
 
 @contextlib.contextmanager
 def embedded(**options: Any) -> Iterator[None]:
-    """Starts Ray for the block with these arguments of ray.init. Raises Failure if Ray does not start."""
+    """Starts Ray for the block, with `options` as arguments of ray.init. Raises Failure if Ray does not start."""
     import psutil
 
     root = _session_root()

@@ -178,7 +178,7 @@ def check_inputs(work: Work, versions: Mapping[str, str], files: Base) -> dict[s
     Raises InputError if an adapter was trained on another base, or if the stage cannot use an input.
 
     Args:
-        work: the Work object of the job. Its `base` must be set.
+        work: the Work object of the job, with the field `base` set.
         files: the files of the base.
     """
     inputs = {}

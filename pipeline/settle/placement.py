@@ -92,7 +92,7 @@ class Places:
 
     @property
     def count(self) -> str:
-        """Returns the number of workers as text, e.g. `2` or `2 to 4`."""
+        """Returns the number of workers as text, for example `2` or `2 to 4`."""
         _, _, low, high, _ = self.workers
         return f"{low}" if low == high else f"{low} to {high}"
 
@@ -120,7 +120,8 @@ def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
 def check_fits(places: Places) -> None:
     """Raises InputError if this machine, or the cluster at its maximum size, has too few resources for the workers of a job.
 
-    This check runs before Ray starts. It runs again when Ray reports its memory and the autoscaler's limits.
+    This check runs before Ray starts. The check runs again after Ray's start, when Ray reports its memory and the autoscaler's
+    limits.
     """
     has = "this cluster at its maximum size" if on_cluster() else "this machine"
     there, taken = _limits(), defaultdict[str, float](float)
@@ -165,7 +166,7 @@ def _autoscaler_limits() -> dict[str, float]:
 
 
 def side_by_side(places: Places) -> int:
-    """Returns how many runs of a job can run at the same time, at least 1. Counts nodes that the autoscaler could add."""
+    """Returns how many runs of a job can run at the same time, at least 1. Includes nodes that the autoscaler could add."""
     import ray
 
     nodes = [(node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
@@ -223,7 +224,7 @@ def describe_cluster() -> str:
     import ray
 
     def shown(resources: dict[str, float]) -> str:
-        """Returns the amounts as text, with memory in GiB. Leaves out Ray's internal resources such as `node:...`."""
+        """Returns the amounts as text, with memory in GiB. Omits Ray's internal resources such as `node:...`."""
         amounts = [
             f"{name}: {amount / 2**30:.1f} GiB" if name == "memory" else f"{name}: {amount:g}"
             for name, amount in sorted(resources.items())

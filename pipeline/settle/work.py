@@ -17,7 +17,7 @@ from pipeline.system.lease import Lease
 
 @dataclass(frozen=True)
 class SweepHandle:
-    """What a trial of a sweep needs to know about its sweep."""
+    """The data that a trial needs about its sweep."""
 
     rungs: Any  # actor that gets the eval metrics of every trial (pipeline/sweep/trials.py)
     run_id: str  # id of the MLflow run that is the parent of the trials' runs

@@ -26,7 +26,7 @@ NOISE = (
     "Failed to load CPU gemm_4bit_forward from kernels-community",
     # Ray Serve reports a failure when it shuts down its own controller.
     "Task ServeController.graceful_shutdown failed",
-    # Ray Serve logs this for each request to a replica on a lost node, although another replica answers the request.
+    # Ray Serve logs this message for each request to a replica on a lost node, although another replica answers the request.
     "Failed to get queue length from Replica",
 )
 

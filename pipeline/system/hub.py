@@ -94,7 +94,7 @@ def _hub_answers() -> bool:
 
 
 def base_json(name_or_path: str, filename: str, revision: str | None = None) -> dict[str, Any] | None:
-    """Returns the content of a base's JSON file, or None if the file does not exist. Raises InputError if its JSON is invalid."""
+    """Returns the content of a base's JSON file, or None if the file does not exist. Raises InputError if the JSON is invalid."""
     path = base_file(name_or_path, filename, revision)
     if path is None:
         return None
@@ -103,7 +103,7 @@ def base_json(name_or_path: str, filename: str, revision: str | None = None) -> 
 
 
 def json_object(path: str | Path, fix: str = "fetch or save it again") -> dict[str, Any]:
-    """Returns the content of a JSON file. Raises InputError if it is not a JSON object.
+    """Returns the content of a JSON file. Raises InputError if the content is not a JSON object.
 
     Args:
         fix: advice at the end of the error message.

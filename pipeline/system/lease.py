@@ -136,7 +136,7 @@ def _wait_until_expired(folder: str, file: str, left: dict[str, Any]) -> None:
     import psutil
 
     path, running, patience = storage.scratch("runs", str(left.get("id")), HELD), "another process is", 0.0
-    if os.path.exists(path) and not left.get("cluster"):  # all processes of that attempt ran on this machine
+    if os.path.exists(path) and not left.get("cluster"):  # all processes of the attempt ran on this machine
         if not psutil.pid_exists(left["pid"]):
             running, patience = "workers of a killed process (ps lists them as ray::RayTrainWorker) are", 60.0
         what = "the workers of a killed process to exit"
@@ -192,7 +192,7 @@ def _who(record: dict[str, Any]) -> str:
 
 
 def _expiry() -> dict[str, str]:
-    """Returns the times of renewal and expiry by this machine's clock. Other processes only check whether these values change."""
+    """Returns the times of renewal and expiry by this machine's clock. Other processes only check whether the times change."""
     return {"renewed": _time(), "expires": _time(SECONDS)}
 
 

@@ -20,7 +20,7 @@ class Prices:
     instances: dict[str, float]  # {instance type of a cloud: dollars per hour}
 
     def of(self, device: str) -> float | None:
-        """Returns a GPU's dollars per hour, or None if unknown. `device` is torch's name, e.g. NVIDIA A100-SXM4-80GB."""
+        """Returns a GPU's dollars per hour, or None if unknown. `device` is torch's name, such as NVIDIA A100-SXM4-80GB."""
         words = set(re.split(r"[^A-Za-z0-9]+", device.replace("GB", "G")))
         return next((dollars for label, dollars in self.gpus.items() if set(label.split("-")) <= words), None)
 

@@ -3,8 +3,8 @@
     sys.exit(process.run_main(main))
 
 Ctrl-C raises KeyboardInterrupt, as usual in Python. SIGTERM and SIGHUP raise SystemExit. The exit status is 128 plus the number
-of the signal, as in a shell. After the first signal, further signals are ignored for PATIENCE_S. After that time, the next signal
-ends the process immediately.
+of the signal, as in a shell. Within PATIENCE_S after the first signal, further signals are ignored. A later signal ends the
+process immediately.
 """
 
 import atexit
@@ -97,7 +97,7 @@ def listen(handler: Callable[..., Any] = _on_signal) -> None:
 
 
 def _deliver_again(swallowed: Any) -> None:
-    """Sends a signal again if Python ignored its exception because it was raised in a __del__ or a weakref callback."""
+    """Sends a signal again if its exception was raised in a __del__ or a weakref callback, where Python ignores exceptions."""
     if issubclass(swallowed.exc_type, KeyboardInterrupt | SystemExit):
         resume()
         threading.Timer(0.1, os.kill, (os.getpid(), received or signal.SIGINT)).start()

@@ -183,7 +183,7 @@ def write_lines(path: str, lines: Iterable[str]) -> None:
     fs, inner = filesystem(path)
     fs.create_dir(inner.rsplit("/", 1)[0], recursive=True)
     if is_remote(path):
-        # Collects all lines first. If `lines` raised an error later, closing the stream would upload incomplete content.
+        # Collects all lines before writing. If `lines` raised an error later, closing the stream would upload incomplete content.
         with tempfile.TemporaryFile() as file:
             file.writelines(f"{line}\n".encode() for line in lines)
             file.seek(0)

@@ -56,7 +56,7 @@ def live(text: str, left: float | None = None, more: str = "") -> None:
     """Replaces the progress line at the bottom of the terminal.
 
     Args:
-        left: estimated seconds until the work is done. The last progress line that has this value stays on the terminal.
+        left: estimated seconds until the work is done. The last progress line with this value stays on the terminal.
         more: text after the remaining time. A narrow terminal cuts this text off.
     """
     if _of_worker or sys.stdout is screen:
@@ -97,7 +97,7 @@ class Output:
         self.put("")
 
     def put(self, text: str) -> None:
-        """Writes and flushes text. If this fails (a closed pipe, a full disk), the run continues without output."""
+        """Writes and flushes text. If writing fails (a closed pipe, a full disk), the run continues without output."""
         try:
             self.stream.write(text)
             self.stream.flush()
