@@ -184,7 +184,7 @@ def check_adapter_fits_base(base: Base, folder: str | Path, scores: bool, refere
     """Raises InputError if an adapter's files are damaged, if it was trained on another base, or if it has the wrong head.
 
     Args:
-        scores: whether the adapter must have a scalar head. If False, the adapter must not have a head.
+        scores: whether the adapter must have a scalar head (True), or must not have a head (False).
         reference: the adapter's name in messages.
     """
     given, path, found = read_settings(folder), Path(folder) / TENSORS, read_shapes(folder)
@@ -227,8 +227,8 @@ def was_trained(folder: str | Path, start: str | Path | None) -> bool:
     """Returns whether training changed an adapter.
 
     Args:
-        start: the adapter's folder before training. None means that the adapter was new. The product B A of a new adapter
-            is 0 (https://arxiv.org/abs/2106.09685, section 4.1).
+        start: the adapter's folder before training, or None if the adapter was new. The product B A of a new adapter is 0
+            (https://arxiv.org/abs/2106.09685, section 4.1).
     """
     import torch
     from safetensors.torch import load_file

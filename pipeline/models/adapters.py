@@ -232,7 +232,7 @@ class SharedBase(nn.Module):
 
     @contextmanager
     def use_each(self, roles: Sequence[str | None]) -> Iterator[SharedBase]:
-        """Within the block, row i of a batch uses the adapter of `roles[i]`. The forwards must not need gradients.
+        """Within the block, row i of a batch uses the adapter of `roles[i]`. Forwards within the block must not need gradients.
 
         The base processes the full batch. Each adapter processes only the rows that use it.
         """
@@ -437,8 +437,9 @@ class SharedBase(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Returns log-probs (B, R) of actions, and their entropies (B, R) or None, in fp32 nats. Values outside the mask are 0.
 
-        Action t of row b is the token `input_ids[b, starts[b] + t]`. Its log-prob comes from the logits one position earlier. The
-        lm head is applied only to positions of actions, in chunks, so no tensor of all logits (B, T, V) is allocated.
+        Action t of row b is the token `input_ids[b, starts[b] + t]`. The log-prob of an action comes from the logits one position
+        earlier. The lm head is applied only to positions of actions, in chunks, so no tensor of all logits (B, T, V) is
+        allocated.
 
         Args:
             role: the role, or None for the bare base.

@@ -101,7 +101,7 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
         model: the job's `model` section. `load_in_4bit` quantizes to NF4 with double quantization, on a CPU too.
         scorer_tokenizer: the tokenizer of a reward model, or None. With a tokenizer, loads an AutoModelForSequenceClassification
             with one label and an untrained head in fp32. Without a tokenizer, loads an AutoModelForCausalLM.
-        device: the device on which the base is loaded and quantized. None means the CPU, on which quantizing 70B parameters
+        device: the device on which the base is loaded and quantized, or None for the CPU, on which quantizing 70B parameters
             takes half an hour.
     """
     import torch
@@ -152,7 +152,7 @@ def check_base(model: Model, scorer: bool = False, weights: bool = True) -> Base
 
     Args:
         scorer: whether the base is a full reward model, which must have a scalar head.
-        weights: whether to read the weight files. If `weights` is False, only config.json is read.
+        weights: whether to read the weight files in addition to config.json.
     """
     config = base_config(model.name_or_path, model.revision)
     base = Base(model, config, check_weights(model) if weights else {})

@@ -34,7 +34,7 @@ class Lockstep:
 
     def __init__(self, body: nn.Module) -> None:
         self.body = body
-        # A SharedBase, with the same roles on all ranks. None means that the same adapter is always active.
+        # A SharedBase with the same roles on all ranks, or None if the same adapter is always active.
         self.shared: Any = None
         # The group communicates between CPUs, so that no rank waits for a GPU. The timeout is long, because a rank may have to
         # wait for rollout workers. The process that started the ranks detects the death of a rank.
@@ -90,7 +90,7 @@ class Lockstep:
             self.joining = False
 
 
-# The Lockstep of this process's base, which shards.py sets. None means that the base is not sharded.
+# The Lockstep of this process's base, or None if the base is not sharded. shards.py sets this variable.
 current: Lockstep | None = None
 
 

@@ -27,7 +27,7 @@ class Batch:
     # If a completion has fewer than R actions, its last index is repeated.
     at: Tensor
     position_ids: Tensor | None = None  # (P, T), or None if the positions of each row count from 0
-    # (P, T, T) bool, True for the tokens that each token attends to. None means all earlier tokens.
+    # (P, T, T) bool, True for the tokens that each token attends to, or None for all earlier tokens.
     allowed: Tensor | None = None
 
     def ends(self) -> Batch:
@@ -139,7 +139,7 @@ def micro_batches(
     Args:
         lengths: tokens of each row.
         rows: maximum completions of a batch, or None for no limit.
-        tokens: maximum tokens of a batch, including padding, or None for no limit. A row of more than `tokens` is a batch by itself.
+        tokens: maximum tokens of a batch, including padding, or None for no limit. A longer row is a separate batch.
         device: type of the device on which the batches run.
         completions: completions in each row, or None if each row has one completion.
     """

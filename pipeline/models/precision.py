@@ -37,7 +37,7 @@ def linear_fp32(x: Tensor, layer: nn.Linear, dtype: torch.dtype | None) -> Tenso
     """Returns the output (..., M) of a frozen layer for x (..., K), in fp32 or higher precision.
 
     Args:
-        dtype: dtype of the operands. None means the dtype of the layer's weight.
+        dtype: dtype of the operands, or None for the dtype of the layer's weight.
     """
     weight = layer.weight
     # On a CPU, making a half-precision copy of the weight would take as long as the product.

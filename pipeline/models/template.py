@@ -30,11 +30,11 @@ PROBES = [
 def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
     """Sets the tokenizer's `chat_template`. Raises InputError if the template cannot be read or renders none of the PROBES.
 
-    Also sets the attribute `text_as_chat`, which says whether a plain-text prompt becomes a user message. `text_as_chat` is
+    Also sets the attribute `text_as_chat`, which specifies whether a plain-text prompt becomes a user message. `text_as_chat` is
     False if neither the tokenizer nor the job has a template.
 
     Args:
-        chat_template: a Jinja file, or "plain" (built in). None means the tokenizer's own template, or else "plain".
+        chat_template: a Jinja file, "plain" (built in), or None for the tokenizer's own template ("plain" if it has none).
         where: the base's name in messages.
     """
     plain, own = _plain(tokenizer), tokenizer.chat_template
@@ -90,7 +90,7 @@ def text_as_chat(tokenizer: Any, apply_chat_template: bool | None) -> bool:
     """Returns whether a plain-text prompt becomes a user message in the chat template.
 
     Args:
-        apply_chat_template: the job's `data.apply_chat_template`. None means the tokenizer's attribute `text_as_chat`, which
+        apply_chat_template: the job's `data.apply_chat_template`, or None for the tokenizer's attribute `text_as_chat`, which
             set_template or the policy's lineage has set.
     """
     if apply_chat_template is not None:

@@ -49,7 +49,7 @@ def load_tokenizer(
     the pad token or end a completion.
 
     Args:
-        chat_template: a Jinja file, or "plain". None means the tokenizer's own template, or else "plain".
+        chat_template: a Jinja file, "plain", or None for the tokenizer's own template ("plain" if it has none).
     """
     config = base_config(name_or_path, revision)
     generation = base_json(name_or_path, "generation_config.json", revision) or {}

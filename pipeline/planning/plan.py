@@ -47,7 +47,7 @@ GPUS = {
 # A run recomputes activations if storing them would need more than this fraction of the free memory. On a CPU, estimates are
 # within 15 % of measured peaks. Estimates have not been compared with measurements on a GPU.
 MAX_FILL = 0.9
-# Assumed fraction of a GPU's peak FLOP/s and of its memory bandwidth. The plan prints this fraction.
+# Assumed fraction of a GPU's peak FLOP/s and of its memory bandwidth. The plan prints the assumed fraction.
 UTILIZATION = 0.35
 RUNTIME = {
     "cpu": 0.75 * GIB,
@@ -58,7 +58,7 @@ RUNTIME = {
 # would take 25 % longer.
 SLACK = {"cpu": 2.0, "cuda": 1.1}
 # Layers of a sharded base in memory at the same time: the current layer, the next layer, and the shards from which the next
-# layer is gathered. This number has not been measured on a GPU.
+# layer is gathered. The number of layers has not been measured on a GPU.
 GATHERED = 3
 # Tokens and vocabulary entries of a tile. TRL's losses for sft, dpo and kto compute the logits one tile at a time.
 LOGIT_TILE = (4096, 32768)
@@ -271,7 +271,7 @@ def _moments(trainer: dict[str, Any]) -> float:
 
 
 def _has_reference(work: Sections) -> bool:
-    """Returns whether the reference is an adapter. If not, the reference is the bare base, which needs no additional memory."""
+    """Returns whether the reference is an adapter. A reference without an adapter is the base, which needs no more memory."""
     start = work.named.get("reference") or work.named.get("policy")
     return work.spec.keeps_reference and start not in (None, "base")
 

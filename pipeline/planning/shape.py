@@ -115,7 +115,7 @@ class Shape:
 
     @property
     def keeps_other_state(self) -> bool:
-        """Returns whether a layer has more state than keys and values. If so, the decoder reads all prompts in one forward."""
+        """Returns whether a layer has more state than keys and values, so that the decoder reads all prompts in one forward."""
         kinds = getattr(self.text, "layer_types", None) or ()
         return any(kind not in ("full_attention", "sliding_attention", "chunked_attention") for kind in kinds)
 

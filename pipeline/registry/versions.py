@@ -195,7 +195,7 @@ def _shown(value: float, of: Metric) -> str:
 
 
 def _link(source: str) -> str:
-    """Returns a Markdown link to a registered version's page in MLflow. Formats any other source as code."""
+    """Returns a Markdown link to a registered version's page in MLflow. Formats a source that is not registered as code."""
     ref = InputURI.parse(source)
     if not ref.version:
         return f"`{source}`"
@@ -280,10 +280,10 @@ def _newest(mlflow: Any, name: str) -> Any:
 
 def fetch(reference: str, uri: str) -> str:
     """Returns a local folder with the files of a pinned version (`models:/name/3`) or of a pinned adapter on the Hub. Callers
-    must not write to this folder.
+    must not write to the returned folder.
 
     Returns other references unchanged. Files from a bucket or a server are downloaded once per user and machine. All processes
-    and runs share this copy, because the files of a version never change.
+    and runs share the downloaded copy, because the files of a version never change.
     """
     if reference.startswith(hub.SCHEME):
         return hub.fetch(reference)

@@ -52,7 +52,7 @@ def seal(run_folder: str, name: str, files: dict[str, dict[str, Any]]) -> None:
 
 
 def prune(run_folder: str, num_to_keep: int | None) -> None:
-    """Removes all checkpoints except the newest `num_to_keep` complete ones. If None, keeps all complete checkpoints."""
+    """Removes all checkpoints except the newest `num_to_keep` complete ones, or except all complete ones if it is None."""
     kept = complete(run_folder)[-(num_to_keep or 0) :]
     for name in _names(run_folder):
         if name not in kept:

@@ -52,7 +52,7 @@ class RowRecipe:
     lines: Callable[[Record], list[Record]] = lambda record: [record]  # f(record) -> lines of the output
     # f(record) -> counts. result.json has the sum of each count.
     count: Callable[[Record], Mapping[str, int]] = lambda _: {}
-    # f(number of rows) -> the numbers of the rows to process, in order. If None, all rows are processed.
+    # f(number of rows) -> the numbers of the rows to process, in order, or None to process all rows.
     choose: Callable[[int], Sequence[int]] | None = None
 
 

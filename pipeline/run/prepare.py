@@ -40,7 +40,7 @@ def prepared(
     If the job reads no rows, the report is None.
 
     Args:
-        pinned: {input: version} that the run began with. These versions are used even if aliases have moved.
+        pinned: {input: version} that the run began with. The run uses the pinned versions even if aliases have moved.
     """
     session.set_environment()
     check_sampler(job.rollout_config, job.model)

@@ -155,7 +155,7 @@ def decoder(host: ModelHost, shared: SharedBase, wanted: Sequence[str | None]) -
     """Returns the decoder that `rollout.engine` names, for a job that does not train. A vLLM decoder stops with this process.
 
     Args:
-        wanted: frozen roles that the decoder may sample from. None means the bare base.
+        wanted: frozen roles that the decoder may sample from, with None for the bare base.
     """
     rows = host.args.local_rollout_forward_batch_size
     if host.work.rollout.engine != "vllm":

@@ -157,7 +157,7 @@ TOKEN = secrets.token_hex(32)  # all sessions of this process share the token
 
 
 def secured() -> dict[str, str]:
-    """Returns environment variables that restrict the embedded Ray to this session. They override the user's settings."""
+    """Returns environment variables that restrict the embedded Ray to this session, and override the user's settings."""
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     return {
         # Makes Ray bind to loopback. The variable's name refers to Windows and macOS, where Ray binds to loopback by default
@@ -172,7 +172,7 @@ def secured() -> dict[str, str]:
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """Sets the environment variables of an embedded session. Restores them afterwards, because a cluster has its own token."""
+    """Sets the environment variables of an embedded session only within the block, because a cluster has another token."""
     before = dict(os.environ)
     os.environ.update({key: value for key, value in EMBEDDED.items() if key not in os.environ})
     os.environ.update(secured())

@@ -319,10 +319,10 @@ class Worker(ModelHost):
         Returns the entries of result.json about the training. The driver computes the cost from the entry `usage`.
 
         Args:
-            save: writes adapter and head into a folder, and returns their digest, as adapter_files.write_adapter does.
-                Called on rank 0. If None, nothing was trained.
-            outputs: takes a folder, and returns outputs of the folder's adapter on a few rows. If the folder is None, uses the
-                adapter in memory. Called on rank 0.
+            save: function that writes adapter and head into a folder and returns their digest (see adapter_files.write_adapter),
+                or None if nothing was trained. Called on rank 0.
+            outputs: function of a folder that returns outputs of the folder's adapter on a few rows. If the folder is None, the
+                function uses the adapter in memory. Called on rank 0.
         """
         import torch
 

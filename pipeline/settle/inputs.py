@@ -34,8 +34,8 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
     If model.name_or_path is a registered adapter, the returned job has the base of that adapter instead.
 
     Args:
-        pinned: {input: version} from the start of the run, if the run resumes. These versions are used even if their aliases
-            have moved.
+        pinned: {input: version} from the start of the run, if the run resumes. The pinned versions are used even if aliases have
+            moved.
     """
     tracking = tracking_of(job)
     uri = tracking.uri

@@ -242,7 +242,7 @@ def launch_failure() -> str:
     """Returns a text that says which nodes the autoscaler failed to start, and why. Returns "" if no launch has failed.
 
     Ray 2.60 retries the same node type without limit, and often writes the reason only to monitor.log on the head node. The
-    driver can read this file because it runs on the head node.
+    driver can read monitor.log because it runs on the head node.
     """
     import ray
     from ray.autoscaler.v2.sdk import get_cluster_status

@@ -203,7 +203,7 @@ def fetch(reference: str) -> str:
     if settings is None:
         return reference
     for file in ADAPTER:
-        # None means that the cache does not record whether the file exists.
+        # The result is None if the cache does not record whether the file exists.
         if try_to_load_from_cache(repo, file, revision=commit) is None:
             base_file(repo, file, commit)
     return str(settings.parent)

@@ -57,7 +57,7 @@ def live(text: str, left: float | None = None, more: str = "") -> None:
 
     Args:
         left: estimated seconds until the work is done. The last progress line with this value stays on the terminal.
-        more: text after the remaining time. A narrow terminal cuts this text off.
+        more: text after the remaining time. A narrow terminal cuts the text off.
     """
     if _of_worker or sys.stdout is screen:
         print(LIVE, "" if left is None else round(left), LIVE, text, LIVE, more, sep="", flush=True)
@@ -86,7 +86,7 @@ class Output:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        """Shows a text, and adds it to the log of the run. Used for stderr, whose lines are all shown."""
+        """Shows a text, and adds it to the log of the run. This method is for stderr, whose lines are all shown."""
         with screen.lock:
             screen.wipe()
             self.put(clean(text))
