@@ -83,7 +83,7 @@ class Escaping:
         backend = self.control.tokenizer.backend_tokenizer
         first, *others = rendered.split(self.mark)
         begin = backend.encode(first, add_special_tokens=add_special_tokens)
-        # The tokenizer may add a token at the end, such as BERT's [SEP]. This token must come after the last piece of the text.
+        # The tokenizer may add an end token, such as BERT's [SEP], which must come after the last piece of the text.
         stop = 1 + max((i for i, added in enumerate(begin.special_tokens_mask) if not added), default=-1)
         ids, offsets, start = begin.ids[:stop], begin.offsets[:stop], len(first)
         for piece in others:

@@ -61,7 +61,7 @@ def bar(logits: Tensor, rows: Tensor, tokens: Sequence[int]) -> Tensor:
 class _RowWise(torch.autograd.Function):
     """Computes y (K, N) = run(x) for hidden states x (N, H). y[:, n] must depend only on x[n]. `run` trains no parameters.
 
-    Under these conditions, row n of the gradient of sum(y[k]) is the derivative of y[k, n]. The forward computes all K
+    If y[:, n] depends only on x[n], row n of the gradient of sum(y[k]) is the derivative of y[k, n]. The forward computes all K
     gradients while the chunk's logits are in memory. For backward, K tensors (N, H) are kept instead of the logits (N, V).
     """
 

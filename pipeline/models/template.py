@@ -18,7 +18,7 @@ from pipeline.system.deadline import call_with_deadline
 PLAIN = Path(__file__).with_name("plain.jinja")
 # This fixed date replaces today's date, which the templates of Llama 3.1 and later would write into the prompt.
 DATE = "26 Jul 2024"
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks the completions in a template
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # tag that marks the completions in a template
 MAX_CHARACTERS = 1_000_000  # maximum characters of the text that a template renders for one of the PROBES
 BOS_LINE = "{{- bos_token }}\n"
 PROBES = [

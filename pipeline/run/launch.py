@@ -167,7 +167,7 @@ def open_run(job: Job, earlier: Earlier) -> Iterator[tuple[Work, dict[str, Any],
 
 
 def _mlflow_run(work: Work, new_run: bool) -> contextlib.AbstractContextManager[str | None]:
-    """Opens the MLflow run of a stage that runs in Ray Train's workers. Stages without these workers have no MLflow run."""
+    """Opens the MLflow run of a stage that runs in Ray Train's workers. Stages outside Ray Train have no MLflow run."""
     if work.spec.runs_in != "train":
         return contextlib.nullcontext()
     return registry.mlflow_run(work.tracking, work.digests, new_run=new_run)
