@@ -112,7 +112,7 @@ class Rollout:
 
 
 class Rollouts:
-    """Returns the sampled chunks of each update. Rollout workers may sample them ahead of the trainer.
+    """Returns the sampled chunks of each update. Rollout workers may sample chunks ahead of the trainer.
 
     Args:
         sampler: samples chunks in this process if no rollout worker does.
@@ -157,7 +157,7 @@ class Rollouts:
                 workers.request(self.requested[coming])
 
     def _sampled(self, chunk: Chunk, update: int) -> Sampled:
-        """Returns a chunk from the rollout workers, or samples it here if there are none."""
+        """Returns a chunk from the rollout workers, or samples the chunk in this process if there are no rollout workers."""
         if not self.workers or not self.versions:
             self._sync((update, update))
             return self.sampler.sample(chunk)

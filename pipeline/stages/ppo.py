@@ -106,7 +106,7 @@ def _after_update(
     update: int,
     total: int,
 ) -> bool:
-    """Logs an update, tracks its evaluation, and saves a checkpoint if one is due. Returns True if training must stop."""
+    """Logs an update, tracks the best evaluation, and saves a checkpoint if one is due. Returns True if training must stop."""
     from pipeline.models.tokenizer import warn_of_endless
     from pipeline.scoring.judges.reward import JudgeReward
 

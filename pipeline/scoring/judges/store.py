@@ -1,4 +1,4 @@
-"""Stores answers of a judge on disk. A process writes one file, and reads the files of all processes and earlier runs.
+"""Stores answers of a judge on disk. Each process writes one file, and reads the files of all processes and earlier runs.
 
 A line is JSON: an answer with its `key` and `tokens`, the `tokens` of an unusable answer, or the other `counts` of a call. Files
 in a bucket cannot grow, so each group of answers in a bucket is a new file.
@@ -24,16 +24,16 @@ COUNTS = ("judged", "from_store", "failed", "waited")  # counts of a client's ca
 
 
 def folder(storage_path: str, definition: Definition) -> str:
-    """Returns the folder with the answers of a definition, which all runs of a storage path share."""
+    """Returns the folder with a judge's answers, which all runs of a storage path share."""
     return storage.join(storage_path, "judges", definition.digest[:16])
 
 
 class Store:
-    """Has the answers of one definition, and counts the costs of each run.
+    """Contains the answers for one definition of a judge, and counts the costs of each run.
 
     Args:
         folder: a folder or a bucket's path.
-        run: the run that pays for the answers of this process.
+        run: the run whose budget pays for the answers to this process.
     """
 
     def __init__(self, folder: str, run: str) -> None:
