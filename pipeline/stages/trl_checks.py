@@ -40,7 +40,7 @@ def first_step_checks(worker: Worker, trainer: Any) -> list[CheckResult]:
     """
     first = trainer.train_dataset.select(range(min(CHECKED_ROWS, len(trainer.train_dataset))))
     rows = [dict(row) for row in first]
-    model, stage = trainer.accelerator.unwrap_model(trainer.model), worker.work.run.stage
+    model, stage = trainer.accelerator.unwrap_model(trainer.model), worker.work.identity.stage
     completions = [completion for row in rows for completion in completions_of(row)]
     tokenizer = worker.tokenizer
     results = [
