@@ -15,9 +15,9 @@ from pipeline.errors import OutOfMemory, in_brief, is_out_of_memory
 class Phases:
     """Adds up the seconds of each phase, and records its peak memory: `with phases("rollout"): ...`.
 
-    On a GPU, memory is what torch allocated. On a CPU, memory is the process's resident set (Linux only, elsewhere 0). Each phase
-    resets the operating system's peak, so getrusage does not report the peak of the whole run. The metric `memory/peak` reports
-    the peak of the whole run. An out-of-memory error becomes an OutOfMemory with the phase's name.
+    On a GPU, memory is the memory that torch allocated. On a CPU, memory is the process's resident set (Linux only, elsewhere 0).
+    Each phase resets the operating system's peak, so getrusage does not report the peak of the whole run. The metric
+    `memory/peak` reports the peak of the whole run. If memory runs out, raises OutOfMemory with the phase's name.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,6 +68,6 @@ def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif (clear := Path("/proc/self/clear_refs")).exists():
-        # Some containers forbid the reset. The peak memory since the process started is then an upper bound.
+        # If a container forbids resetting the peak, the peak since the process started is an upper bound.
         with suppress(PermissionError):
             clear.write_text("5")  # "reset the peak resident set size" (proc(5))

@@ -68,9 +68,9 @@ class PPOConfig:
     """Tokens per forward and backward pass on one worker, padding included. By default `per_device_train_batch_size`
     episodes; in passes without gradients, 16384 tokens on a GPU and 4096 on a CPU."""
     local_rollout_forward_batch_size: Rows | None = None
-    """Completions per chunk. A worker decodes all completions of a chunk at once. An update is split into chunks, which are
-    sampled and scored one by one. Rollout workers share the chunks of an update (`rollout.num_workers`). By default, a chunk has
-    256 completions, and a worker decodes only as many at once as fit into half of its free memory when the run starts."""
+    """Completions per chunk, all of which a worker decodes at once. An update is split into chunks, which are sampled and scored
+    one by one. Rollout workers share the chunks of an update (`rollout.num_workers`). By default, a chunk has 256 completions, of
+    which a worker decodes as many at once as fit into half of its free memory when the run starts."""
 
     # ---- rollout. There is no top-k and no top-p, so the log-probs belong to the distribution that tokens are sampled from.
     response_length: Rows = 53
@@ -97,7 +97,7 @@ class PPOConfig:
     mask_truncated_completions: bool = False
     """Exclude completions truncated at `response_length` from the loss (DAPO's overlong filtering)."""
     whiten_rewards: bool = False
-    """Scale token rewards to unit variance over the batch, keeping their mean."""
+    """Scale token rewards to unit variance over the batch, without changing their mean."""
 
     # ---- KL to the reference
     kl_coef: Weight = 0.05
@@ -115,8 +115,8 @@ class PPOConfig:
     sync_ref_model: bool = False
     """Mix the policy into the reference every `ref_model_sync_steps` updates."""
     ref_model_mixup_alpha: Share = 0.6
-    """Weight of the policy when it is mixed into the reference. A small weight, with a mix after every update, is the usual
-    exponential moving average. [alpha]"""
+    """Weight of the policy when it is mixed into the reference. With a small weight and a mix after every update, the reference
+    is an exponential moving average of the policy. [alpha]"""
     ref_model_sync_steps: Count = 512
     """Number of updates between two mixes of the policy into the reference."""
 
@@ -125,7 +125,7 @@ class PPOConfig:
     """gae, rloo, grpo, remax, reinforce_plus_plus, none, or your own as python:MODULE:FUNCTION (see ppo/estimators.py). gae uses
     a critic. rloo, grpo and remax subtract a baseline from a completion's reward: rloo the mean reward of the prompt's other
     completions, grpo the mean of all of them (and divides by their standard deviation), remax the score of the greedy
-    completion. reinforce_plus_plus has no baseline, and whitens the reward to go over the batch. none: the job has no reward,
+    completion. reinforce_plus_plus has no baseline, and whitens the rewards-to-go over the batch. none: the job has no reward,
     and learns from its `teacher` alone."""
     critic: Literal["adapter", "head"] = "adapter"
     """What predicts the values for gae. adapter: a separate role, which starts as a copy of the first reward adapter and its
@@ -149,8 +149,8 @@ class PPOConfig:
     cliprange: Factor = 0.2
     """Clip range of the probability ratio: [1 - cliprange, 1 + cliprange]. [epsilon]"""
     cliprange_high: Factor | None = None
-    """Upper clip range: [1 - cliprange, 1 + cliprange_high]; above `cliprange`, unlikely tokens can gain more (DAPO's
-    clip-higher, 0.28). By default `cliprange`. [epsilon_high]"""
+    """Upper clip range: [1 - cliprange, 1 + cliprange_high]; a value above `cliprange` lets unlikely tokens gain more probability
+    (DAPO's clip-higher, 0.28). By default `cliprange`. [epsilon_high]"""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Which probability ratio is clipped. token: each token's ratio. sequence: the completion's ratio to the power 1 / length
     (GSPO), for rloo and grpo. The sequence ratio is much closer to 1, so GSPO sets `cliprange` to about 0.0003."""
@@ -160,32 +160,32 @@ class PPOConfig:
     sum, divided by the number of completions times `response_length` (Dr. GRPO). By default sequence for grpo, as in its
     paper, else token. The value loss is always a mean over tokens."""
     dual_clip: Annotated[float, Gt(1), Le(10**6)] | None = None
-    """Bound of dual clip, usually 3: for a negative advantage, the objective is at least this times the advantage.
-    By default no bound. [c, Ye et al.]"""
+    """Bound of dual clip, usually 3: for a negative advantage, the objective is at least this bound times the advantage. By
+    default no bound. [c, Ye et al.]"""
     entropy_coef: Weight = 0.0
-    """Coefficient of the entropy bonus: one nat of a token's entropy lowers the loss by this. [c2 in the PPO paper]"""
+    """Coefficient of the entropy bonus: each nat of a token's entropy lowers the loss by this amount. [c2 in the PPO paper]"""
     vf_coef: Weight = 0.1
     """Coefficient of the value loss. With `critic: adapter`, policy and critic share no parameters, and the coefficient only
     scales the critic's gradient before `max_grad_norm` and `adam_epsilon` apply. The step size of the critic is
     `critic_learning_rate`. With `critic: head`, the coefficient weighs the value loss against the policy loss. If coefficient and
     rewards are large, the value loss moves the policy, and the KL grows without benefit. [c1 in the PPO paper]"""
     cliprange_value: Factor | None = 0.2
-    """Clip range of the critic's values around their values in the rollout, in units of the reward. With `normalize_values`, the
-    unit is a standard deviation of the returns. null: no clipping."""
+    """Clip range of the value loss: how far a value may be from its old value in the rollout, in units of the reward. With
+    `normalize_values`, the unit is a standard deviation of the returns. null: no clipping."""
     normalize_values: bool = False
     """Normalize the critic's targets by the running mean and standard deviation of the returns."""
     critic_warmup_steps: Steps = 0
     """Number of first updates that train the critic alone. The policy's learning rate schedule begins after these updates."""
     target_kl: Factor | None = None
-    """End an update before the optimizer step of a minibatch if its approximate KL to the old policy (k2, mean nats per
-    token) exceeds 1.5 times this value. By default, no update ends early."""
+    """End an update before the optimizer step of a minibatch if the minibatch's approximate KL to the old policy (k2, mean nats
+    per token) exceeds 1.5 times this value. By default, no update ends early."""
 
     # ---- optimizer (AdamW), schedule: one scheduler step for each update
     optim: Literal[
         "adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"
     ] = "adamw_torch"
-    """The kind of AdamW, with the names of transformers. fused: one kernel per step. 8bit: bitsandbytes stores each moment in
-    one byte if a parameter has 4096 numbers or more. paged: moments move to CPU memory if GPU memory is full."""
+    """The kind of AdamW, named as in transformers. fused: one kernel per step. 8bit: bitsandbytes stores each moment in one byte
+    if a parameter has 4096 numbers or more. paged: moments move to CPU memory if GPU memory is full."""
     learning_rate: Rate = 3e-6
     """Initial learning rate of policy and critic."""
     critic_learning_rate: Annotated[float, Ge(0), Le(100)] | None = None
@@ -213,7 +213,7 @@ class PPOConfig:
     """Number of updates of linear warm-up: the n-th update uses n / (warmup_steps + 1) of the learning rate. The critic's warm-up
     begins with the run. The policy's warm-up begins when the policy begins to learn (`critic_warmup_steps`)."""
     max_grad_norm: Norm = 1.0
-    """Clip the L2 norms of the gradients of policy and critic, each separately, to this norm. With `critic: head`, the policy's
+    """Maximum L2 norm of the gradients, which are clipped separately for policy and critic. With `critic: head`, the policy's
     gradient comes from both losses. 0: no clipping."""
 
     # ---- precision, memory
@@ -226,7 +226,8 @@ class PPOConfig:
 
     # ---- run
     seed: Seed = 42
-    """Seed of prompt order, minibatches and sampling. Sampling depends on the number of the episode, not on batch or worker."""
+    """Seed of prompt order, minibatches and sampling. The random numbers of an episode depend on its number, not on batch or
+    worker."""
     logging_steps: Count = 1
     """Updates between two log entries."""
     save_steps: Steps = 0
@@ -285,12 +286,12 @@ class PPOConfig:
 
     @property
     def whitens_advantages(self) -> bool:
-        """Returns `whiten_advantages`, or the estimator's default if it is None."""
+        """Returns `whiten_advantages`, or the estimator's default if the key is None."""
         return self.estimator.whiten if self.whiten_advantages is None else self.whiten_advantages
 
     @property
     def aggregation(self) -> Literal["token", "sequence", "constant"]:
-        """Returns `loss_aggregation`, or the estimator's default if it is None."""
+        """Returns `loss_aggregation`, or the estimator's default if the key is None."""
         return self.loss_aggregation or self.estimator.loss_aggregation
 
     @property

@@ -4,7 +4,7 @@ Conventions of all functions:
 
 * Tensors are (batch, time). Time runs over the *actions* of a completion, and action t is its token t. The log-prob and the
   value of action t are read one position earlier, in the state *before* the action. The caller must shift log-probs and values by
-  this position.
+  one position.
 * A mask is 1 (or True) on action tokens, including the end-of-sequence token, and 0 on padding. Masked positions may
   contain NaN and inf. `torch.where` replaces them before any arithmetic, because 0 * NaN is NaN, also in a gradient.
   Results of functions are 0 at masked positions.
@@ -40,14 +40,14 @@ def whiten(
     eps: float = 1e-8,
     all_reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Returns `x` scaled to unit variance (unbiased, over the mask). The mean becomes 0, or is kept if `shift_mean=False`.
+    """Returns `x` scaled to unit variance (unbiased, over the mask). The mean becomes 0, or is unchanged if `shift_mean=False`.
 
     Mean and variance are computed in fp64 and in two passes. The fp64 mean of equal fp32 values is exact, so their deviations
     are exactly 0. With fewer than two values, the variance is taken as 1.
 
     Args:
         eps: added to the variance.
-        all_reduce: sums a small tensor over the workers, so that all of them use the same mean. Not needed with one worker.
+        all_reduce: sums a small tensor over the workers, so that all of them use the same mean; not needed with one worker.
     """
     mask = mask.bool()
     reduce = all_reduce or (lambda t: t)

@@ -48,7 +48,7 @@ def fill_advantages(args: PPOConfig, config: RolloutConfig, episodes: Episodes, 
     kl = kl_estimate(episodes.old_logprobs, episodes.ref_logprobs, args.kl_estimator)
     rewards = token_rewards(scores, kl, mask, kl_coef if args.kl_in == "reward" else 0.0)
     if args.whiten_rewards:
-        # Keeps the mean of the rewards. Subtracting the mean would add a constant to every token, and so reward or punish length.
+        # The mean of the rewards is not subtracted, because a constant in each token's reward would reward or punish length.
         rewards = whiten(rewards, mask, shift_mean=False, all_reduce=all_reduce)
     episodes.rewards = rewards
     advantages = estimate_advantages(args, episodes, bootstrap)

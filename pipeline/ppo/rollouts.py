@@ -53,7 +53,7 @@ class Versions:
 
     @contextmanager
     def use(self, version: int) -> Iterator[None]:
-        """Switches the policy to a version within the block, and restores it afterwards."""
+        """Within the block, the policy has the weights of `version`. Restores the policy's weights after the block."""
         now = self._copy()
         self.shared.fill("policy", self.held[version])
         try:
@@ -68,7 +68,7 @@ class Versions:
             torch.save(older, Path(folder) / VERSIONS_FILE)
 
     def load(self, folder: str | Path) -> None:
-        """Reads the file that `save` wrote, if there is one."""
+        """Reads the file that `save` wrote, if the file exists."""
         self.held, self.digests = {}, {}
         path = Path(folder) / VERSIONS_FILE
         stored = torch.load(path, weights_only=True, map_location="cpu") if path.exists() else {}

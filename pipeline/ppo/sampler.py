@@ -40,7 +40,7 @@ class Chunk:
     rows: list[int]  # indices of the chunk's completions in the rank's share
     prompt_ids: list[list[int]]  # token ids of each prompt
     data: list[str]  # JSON text of each prompt's data row
-    episodes: list[int]  # number of each completion in the run, which decides its seed; grouped by prompt
+    episodes: list[int]  # each completion's number in the run, which determines its seed; grouped by prompt
 
     @property
     def key(self) -> Key:
@@ -120,7 +120,8 @@ class Sampler:
     def fit_to_memory(self, chunk: int, longest: int) -> None:
         """Sets from the free memory how many completions of a chunk are decoded at once, unless the job sets the number.
 
-        Every trainer calls this method. All trainers use the smallest number of any trainer, because rounding depends on it.
+        Every trainer calls this method. All trainers use the smallest number of any trainer, because rounding depends on this
+        number.
 
         Args:
             longest: tokens of the longest prompt.

@@ -61,7 +61,8 @@ class PPOTrainer:
     Args:
         sampler: has the roles, the rewards and the settings. Without rollout workers, the sampler samples and scores in this
             process.
-        rollout: how far sampling may run ahead, and the off-policy correction. None means `RolloutConfig()`.
+        rollout: configures how far sampling may run ahead of training, and the off-policy correction. None means
+            `RolloutConfig()`.
         rollout_workers: sample and score chunks for this trainer. If None, `sampler` samples and scores the chunks.
     """
 
@@ -88,7 +89,7 @@ class PPOTrainer:
         self._prepare_roles()
         self.total = args.total_updates(prompts.per_epoch)
         self.optimizer, self.scheduler = optimizer_and_schedule(args, self.shared, self.roles, self.total)
-        self.update = 0  # number of completed updates; with the seed, determines the position in the data
+        self.update = 0  # number of completed updates, which determines the position in the data
         self.kl_coef = args.kl_coef
         self.moments = RunningMoments()
         if sampler.critic_reward is not None:
@@ -115,8 +116,8 @@ class PPOTrainer:
         if self.workers > 1:
             can_pack = torch.tensor(float(shared.can_pack), device=self.device)
             shared.can_pack = bool(all_reduce(can_pack, dist.ReduceOp.MIN))
-            # New adapters are random, so all ranks get the adapters of rank 0. The reference is sent, too, because it may be a
-            # copy of a random policy.
+            # New adapters are random, so all ranks get the adapters of rank 0. The reference is broadcast, too, because it may be
+            # a copy of a random policy.
             for role in filter(None, [*self.roles, self.sampler.reference]):
                 for parameter in shared.parameters_of(role):
                     dist.broadcast(parameter.data, src=0)
@@ -388,7 +389,8 @@ class PPOTrainer:
 
         The backward of an adapter runs before the forward of the next adapter. Only one role's activations are therefore in
         memory, and a checkpointed layer is recomputed with the adapter of its forward. A critic that is a head on the policy
-        reads the policy's hidden states, and one backward trains both. While only the critic learns, only the head is trained.
+        reads the policy's hidden states, and one backward trains both. If only the critic learns, the backward trains only the
+        head.
 
         Args:
             totals: counts over the complete minibatch and all workers.

@@ -77,7 +77,7 @@ class Pool:
         self.changed = asyncio.Condition()
 
     async def start(self) -> None:
-        """Starts the workers, once."""
+        """Starts the workers, unless they have been started already."""
         if self.running:
             return
         terminal.mark_lines()

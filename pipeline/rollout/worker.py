@@ -26,7 +26,7 @@ class NumericSettings:
 
 
 class RolloutWorker:
-    """Has the frozen base, the frozen roles and one version of the policy.
+    """Contains the frozen base, the frozen roles and one version of the policy.
 
     Args:
         work: the run's work. `rollout.use_gpu` chooses this worker's device.

@@ -68,7 +68,7 @@ def collate_ids(
     """Returns sequences of prompts and completions, which are token ids.
 
     Args:
-        indices: each row's index in the global batch of an update. By default, rows are counted from 0.
+        indices: each row's index in the global batch of an update. By default, the indices are 0, 1, 2, ...
         pad: id of the padding token.
     """
     token_ids = [[*p, *c] for p, c in zip(prompts, completions, strict=True)]

@@ -85,7 +85,7 @@ class Samples:
         return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in self.completion_ids]
 
     def columns(self) -> dict[str, list[Any]]:
-        """Returns the columns other than prompt and completion, with one value per row, or None if a row lacks the column.
+        """Returns all columns except prompt and completion. The value of a row that lacks the column is None.
 
         The column `messages` has the prompts if they are lists of messages.
         """
@@ -264,7 +264,7 @@ class FunctionReward(Reward):
     """Scores completions with a Python function `f(prompts, completions, **columns) -> list of numbers`, as in TRL.
 
     The function may be async. The function's arguments are lists: `prompts`, `completions`, `completion_ids`, `seeds`, `groups`
-    and the data's other columns. The function gets the arguments in its signature, or all of them if it takes **kwargs.
+    and the data's other columns. The function receives the arguments in its signature, or all arguments if it accepts **kwargs.
     Completions to the same prompt have the same number in `groups`, and are in the same call. If the function raises, the run
     stops with a Failure that shows the sample and the function's own stack frames.
 

@@ -104,7 +104,7 @@ def metrics_of(rows: Sequence[Scored]) -> tuple[dict[str, float], dict[str, Any]
 def best_of(row: Scored) -> float:
     """Returns the share of correct completions among the completions with the highest score. Without ties, this is 0 or 1.
 
-    RewardBench 2 has this rule for one correct completion (https://arxiv.org/abs/2506.01937).
+    RewardBench 2 uses this rule if only one completion is correct (https://arxiv.org/abs/2506.01937).
     """
     largest = max(row.scores)
     return row.good.count(largest) / row.scores.count(largest)

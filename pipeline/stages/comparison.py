@@ -183,7 +183,7 @@ class Comparison:
         return metrics
 
     def _of_all(self, of: str, count: int, answer: Callable[[range], list[Any]]) -> Iterable[Any]:
-        """Returns the records of `count` rows, in order, on every rank. `evaluate` stores records in parts, to resume."""
+        """Returns the records of `count` rows, in order, on every rank. `evaluate` stores the records, and resumes from them."""
         if not self.worker.work.spec.learns:
             return in_parts(self.worker, of, count, answer)
         return share_rows(self.worker, count, answer)

@@ -1,7 +1,7 @@
 """Makes batches for TRL's trainers. Each row is in exactly one batch per epoch, for any number of workers.
 
 The stock data loader of transformers and accelerate repeats or drops rows if their number is not divisible by the workers.
-`ExactBatches`, mixed into a trainer, splits each *global* batch over the ranks instead. The rows of a step, and so its loss,
+With the mixin `ExactBatches`, a trainer instead splits each *global* batch over the ranks. The rows of a step, and so its loss,
 are the same for any number of workers with the same global batch. The batches of eval rows are also the same for any number of
 workers.
 """
@@ -101,7 +101,7 @@ class CountedCollator:
 class ExactBatches(Trainer):
     """Makes a transformers or TRL trainer use exact batches. List this class before the trainer among the bases.
 
-    Losses equal those of one worker whose per-device batch is `world` times as large. For losses per token (sft),
+    Losses equal the losses of a single worker whose per-device batch is `world` times as large. For losses per token (sft),
     `num_items_in_batch` makes the losses equal. For losses per row (rm, dpo, kto), each rank's mean is weighted by the rank's
     share of the rows.
 
@@ -239,7 +239,7 @@ class ExactBatches(Trainer):
 
 @contextmanager
 def each_rank_alone(trainer: Any) -> Iterator[None]:
-    """Makes the gather functions of a trainer return the rank's own values, so that its metrics cover only its own batches."""
+    """Makes a trainer's gather functions return the rank's own values, so that each rank's metrics cover only its own batches."""
     accelerator = trainer.accelerator
     accelerator.gather = accelerator.gather_for_metrics = trainer.gather_function = lambda value, *_: value
     try:

@@ -131,7 +131,7 @@ def _after_update(
 
 
 def _logged(trainer: PPOTrainer) -> dict[int, dict[str, float]]:
-    """Returns {update: metrics} of all logged updates. These include the last update and every update with an evaluation."""
+    """Returns {update: metrics} of all logged updates. The last update and every update with an evaluation are logged."""
     return {int(metrics["episode"]) // trainer.args.batch_size: metrics for metrics in trainer.history}
 
 

@@ -35,7 +35,7 @@ def train(worker: Worker) -> dict[str, Any]:
     trainer = trl_trainer.make_trainer(
         Trainer,
         worker.work.lora,
-        task_type="SEQ_CLS",  # with another type, peft would freeze the random head
+        task_type="SEQ_CLS",  # with another task type, peft would freeze the random head
         model=worker.load_base(worker.tokenizer),
         args=args,
         train_dataset=rows,

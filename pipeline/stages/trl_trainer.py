@@ -142,9 +142,9 @@ def _history(state: Any) -> list[tuple[int, dict[str, float]]]:
     return [(e["step"], _numbers(e)) for e in state.log_history if "train_runtime" not in e]
 
 
-# transformers 5.23 and TRL 1.16 sum metrics between two lines of the log, but their checkpoints lack the sums. The first line
-# after a resume would be a mean over fewer steps, and tokens would be counted from 0. These attributes of transformers and TRL
-# are private. Remove these functions when trainer_state.json has the sums.
+# transformers 5.23 and TRL 1.16 sum metrics between two lines of the log, but their checkpoints lack the sums. The first log line
+# after a resume would contain a mean over fewer steps, and tokens would be counted from 0. These attributes of transformers and
+# TRL are private. Remove these functions when trainer_state.json has the sums.
 def save_sums(trainer: Any, path: str) -> None:
     sums = {
         "tr_loss": trainer._tr_loss.item(),

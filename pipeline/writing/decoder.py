@@ -30,7 +30,7 @@ Drawn = tuple[Tensor, Tensor, Any]  # token ids (B,), their log-probs (B,), and 
 
 
 class SlotDecoder(Decoder):
-    """Decodes all rows in one forward per step. Rows that join at the same time share the forward of equal prompts.
+    """Decodes all rows in one forward per step. Rows with equal prompts that join at the same time share the prompt's forward.
 
     The KV cache is freed when the last row leaves.
 

@@ -44,8 +44,8 @@ class Sampling:
 class Completion:
     tokens: list[int]  # token ids, including the end-of-sequence token
     ended: bool  # False if the completion was truncated at the length limit
-    # The decoder's log-probs, in nats. PPO does not use them as old log-probs, because they differ from the trainer's log-probs
-    # by rounding, and the first ratio must be 1. PPO only compares them with the trainer's log-probs.
+    # The decoder's log-probs, in nats. PPO does not use these log-probs as old log-probs, because they differ from the trainer's
+    # log-probs by rounding, and the first ratio must be 1. PPO only compares them with the trainer's log-probs.
     logprobs: list[float]
 
 

@@ -144,7 +144,7 @@ def gradients(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
     plain, again = found[0], found[-1]
     norms = {role: float(gradient.norm()) for role, gradient in again.items()}
     listed = ", ".join(f"{role} {norm:.3g}" for role, norm in norms.items())
-    if not all(map(math.isfinite, norms.values())):  # the trainer skips a step with NaN or inf
+    if not all(map(math.isfinite, norms.values())):  # the trainer skips a step with NaN or inf gradients
         return [CheckResult(name, f"norms: {listed}", None) for name in names]
     holds = others == 0 and all(norms.values())
     reach = CheckResult(names[0], f"norms: {listed}; {others} other tensors", holds)

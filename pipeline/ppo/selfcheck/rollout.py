@@ -1,4 +1,4 @@
-"""Checks invariants of the first rollout and update of every run, and computes their numbers again with independent code.
+"""Checks invariants of the first rollout and update of every run, and recomputes their results with independent code.
 
 Most faults of a PPO implementation (active dropout, a temperature in sampler or trainer only, a shifted mask, the wrong adapter)
 break an invariant long before a reward curve shows them. If sampler and trainer have the same fault, no invariant breaks.
@@ -36,7 +36,7 @@ from pipeline.scoring.rewards import AdapterReward
 
 MAX_TOKENS = 1024  # total number of checked actions
 CHECKED_COMPLETIONS = 4  # number of checked completions of rollout workers per update
-TAILS = (0.8, 0.9, 0.95, 0.99)  # a tail has the tokens outside the most likely ones with this total mass
+TAILS = (0.8, 0.9, 0.95, 0.99)  # a tail is all tokens except the most likely ones with this total mass
 Z_LIMIT = 5.0  # tolerance in standard deviations below the mean; exceeded once in two million correct runs
 MAX_SURPRISAL = 20.0  # upper limit of a surprisal, in nats
 
@@ -154,7 +154,7 @@ def ends_inside(trainer: Learner, episodes: Episodes) -> CheckResult:
 
 
 def only_adapters_learn(trainer: Learner) -> CheckResult:
-    """Checks that only the learning roles require gradients, in fp32, that the optimizer has all of them, and dropout is off."""
+    """Checks that exactly the learning roles are trainable, in fp32 and in the optimizer, and that dropout is off."""
     shared = trainer.shared
     learning = {id(p) for role in trainer.roles for p in shared.parameters_of(role)}
     trainable = [p for p in shared.parameters() if p.requires_grad]
@@ -240,7 +240,7 @@ def _prompts(episodes: Episodes) -> list[list[int]]:
 
 
 def prompts_as_templated(trainer: Learner, episodes: Episodes) -> CheckResult:
-    """Checks that prompts begin with at most one BOS, and chats end with the template's generation prompt."""
+    """Checks that prompts begin with at most one BOS, and that chats end with the template's generation prompt."""
     tokenizer, prompts = trainer.sampler.tokenizer, _prompts(episodes)
     bos = getattr(tokenizer, "bos_token_id", None)
     twice = sum(bos is not None and ids[:2] == [bos, bos] for ids in prompts)

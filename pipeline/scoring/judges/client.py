@@ -87,7 +87,7 @@ class Client:
         return hashlib.sha256(b"\0".join(content)).hexdigest()
 
     async def answers(self, requests: Sequence[JudgeRequest]) -> list[dict[str, Any]]:
-        """Returns the answer to each question. Raises Failure, InputError, or an error of the disk.
+        """Returns the answer to each question. Raises Failure, InputError, or a disk error.
 
         Each answer is on disk before this method returns. If a request fails, the method still waits for open requests, because
         their answers cost money.

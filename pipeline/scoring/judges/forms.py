@@ -17,7 +17,7 @@ from pipeline.statistics import mean
 
 NUMBER = r"[-+]?\d+(?:\.\d+)?"
 LEAD = r"[ >+-]*(?:\d+[.)] )?"  # start of a line in a list or a quotation, before `NAME:`
-LEAST_SHARE = 0.5  # minimum probability that the first token begins yes or no, or the job's own two words
+LEAST_SHARE = 0.5  # minimum probability that the first token begins an expected word, such as yes or no
 TOP_LOGPROBS = 20  # `top_logprobs` of a request, the maximum that endpoints allow
 
 

@@ -39,7 +39,7 @@ class Store:
     def __init__(self, folder: str, run: str) -> None:
         self.folder, self.run = folder, run
         self.answers: dict[str, dict[str, Any]] = {}
-        # run -> sent and answered (tokens that cost money), calls, and COUNTS
+        # for each run: tokens sent to and answered by the judge, calls, and COUNTS
         self.totals: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self.read: dict[str, int] = {}  # file -> number of bytes read
         self.name, self.parts = uuid.uuid4().hex, 0
@@ -96,7 +96,7 @@ class Store:
 
     @contextlib.asynccontextmanager
     async def asking(self, key: str) -> AsyncIterator[bool]:
-        """Lets one process of a machine at a time ask a question. Yields whether the question still has no answer."""
+        """Allows only one process of a machine at a time to send a question. Yields whether the question still has no answer."""
         if self.remote:
             yield key not in self.answers
             return
