@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -64,6 +65,7 @@ class PPOTrainer:
         rollout: configures how far sampling may run ahead of training, and the off-policy correction. None means
             `RolloutConfig()`.
         rollout_workers: sample and score chunks for this trainer. If None, `sampler` samples and scores the chunks.
+        folders: {role: folder with the adapter that the role must equal before training}. A self-check compares role and file.
     """
 
     def __init__(
@@ -72,8 +74,9 @@ class PPOTrainer:
         prompts: Prompts,
         rollout: RolloutConfig | None = None,
         rollout_workers: RolloutWorkers | None = None,
+        folders: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self.sampler, self.prompts, self.args = sampler, prompts, sampler.args
+        self.sampler, self.prompts, self.args, self.folders = sampler, prompts, sampler.args, folders
         self.shared, self.device = sampler.shared, sampler.shared.device
         self.rollout_config = rollout or RolloutConfig()
         self.rank, self.workers = world()
@@ -94,8 +97,6 @@ class PPOTrainer:
         self.moments = RunningMoments()
         if sampler.critic_reward is not None:
             self._scale_copied_critic(sampler.critic_reward)
-        # role -> folder with the adapter that the role must equal before training
-        self.folders: Mapping[str, str] = {}
         self.skipped_steps = 0
         self.history: list[dict[str, float]] = []  # metrics of the logged updates
         self.tokens = 0  # tokens that all workers have sampled for training
@@ -172,7 +173,7 @@ class PPOTrainer:
         config = self.rollout_config
         if config.corrects or config.staleness:
             # If old log-probs come from the training forward, only completions that enter the loss have old log-probs.
-            mask = episodes.learn if self.old_from_training else episodes.mask
+            mask = episodes.learn if self.reuses_training_forward else episodes.mask
             metrics |= off_policy_metrics(episodes, config, mask)
 
         self.scheduler.step()
@@ -304,7 +305,7 @@ class PPOTrainer:
 
         Does nothing if the old log-probs come from the training forward itself.
         """
-        if self.old_from_training:
+        if self.reuses_training_forward:
             return
         for rows, part in self.sampler.parts_of(episodes):
             width = part.mask.shape[1]
@@ -319,7 +320,7 @@ class PPOTrainer:
                 episodes.bootstrap[rows] = last_value.where(~part.ended, 0.0)
 
     @property
-    def old_from_training(self) -> bool:
+    def reuses_training_forward(self) -> bool:
         """Returns True if old log-probs come from the training forward.
 
         Returns False in the first update, because its self-checks need old log-probs before the training forward.
@@ -378,7 +379,7 @@ class PPOTrainer:
             stats |= self.optimizer_step()
             sums = {key: sums.get(key, 0.0) + value for key, value in stats.items()}
             steps += 1
-        if self.old_from_training and self.workers > 1:
+        if self.reuses_training_forward and self.workers > 1:
             old = all_reduce(episodes.old_logprobs)  # only one worker has a row's log-probs; all others add 0
             mine.old_logprobs = old[mine.indices, : mine.mask.shape[1]]
         counts = {"policy/steps": float(steps), "skipped_steps": float(self.skipped_steps)}
@@ -407,7 +408,7 @@ class PPOTrainer:
                     states = forward.states(self.shared, "policy", part)
             if policy:
                 logprobs, entropy = self.sampler.logprobs("policy", part, args.entropy_coef > 0, states)
-                if self.old_from_training:
+                if self.reuses_training_forward:
                     part.old_logprobs = logprobs.detach()
                     episodes.old_logprobs[micro_batch, : part.mask.shape[1]] = part.old_logprobs
                 loss, stats = losses.policy_objective(args, part, totals, logprobs, entropy, self.kl_coef)

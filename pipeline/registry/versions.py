@@ -85,15 +85,19 @@ def publish(
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        held_out = {metric_key(k): f"{v:.6g}" for k, v in metrics.items() if k.startswith("eval_")}
-        held_out = {k: v for k, v in held_out.items() if not SPEED.search(k)}
-        tags |= held_out | {"gate": reason}
+        tags |= _held_out(metrics) | {"gate": reason}
         version = mlflow.create_model_version(
             name, source, run_id, model_id=model_id, tags=tags, description=description
         ).version
     if ok:
         mlflow.set_registered_model_alias(name, gate.alias, version)
     return Version(name, str(version), gate.alias if ok else None, reason, champion)
+
+
+def _held_out(metrics: dict[str, float]) -> dict[str, str]:
+    """Returns the metrics on held-out rows as tags of a version, except for metrics of speed."""
+    held_out = {key: value for key, value in metrics.items() if key.startswith("eval_")}
+    return {metric_key(key): f"{value:.6g}" for key, value in held_out.items() if not SPEED.search(key)}
 
 
 def promote(
@@ -111,8 +115,7 @@ def promote(
     if ok and trained.startswith("failed"):
         why = trained.removeprefix("failed: ")
         ok, reason = False, f"failed: the gate of the training failed, too ({why})"
-    held_out = {metric_key(key): f"{value:.6g}" for key, value in metrics.items() if key.startswith("eval_")}
-    for key, value in (held_out | measured | {"gate": reason}).items():
+    for key, value in (_held_out(metrics) | measured | {"gate": reason}).items():
         mlflow.set_model_version_tag(ref.name, ref.version, f"evaluate.{key}", value)
     if ok:
         mlflow.set_registered_model_alias(ref.name, gate.alias, ref.version)

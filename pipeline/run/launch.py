@@ -145,7 +145,7 @@ def open_run(job: Job, earlier: Earlier) -> Iterator[tuple[Work, dict[str, Any],
     registry.check_trackers(tracking.also)
     with console.waiting("opening MLflow"):
         registry.check_store(tracking)
-    left = resume.unfinished(earlier)
+    left = resume.resumable(earlier)
     for warning in find_warnings(job):
         print(f"warning: {warning}", flush=True)
     with contextlib.ExitStack() as stack:

@@ -1,7 +1,7 @@
 """Reads the folder of a run or sweep: who owns the folder, what an earlier process left, and which keys may differ on a resume.
 
     earlier = find_earlier(run)                         # reads the folder once
-    left = unfinished(earlier)                          # raises InputError if this job would give different results
+    left = resumable(earlier)                           # raises InputError if this job would give different results
     with owned(folder, seen, overwrite) as lease:       # one driver at a time (lease.py)
         ...
 
@@ -28,9 +28,7 @@ from pipeline.system import lease, storage
 
 # {file: owner of a folder that has this file}
 OWNERS = {run_folder.JOB: "a run", run_folder.RESULT: "a run", run_folder.SWEEP: "a sweep"}
-# Sections that do not affect the results of a job.
-ELSEWHERE = ("run", "mlflow", "scaling", "source")
-# Keys that do not affect results, or affect only the order of summation.
+# Sections and keys that a resumed run may change, because they do not affect results, or affect only the order of summation.
 MAY_CHANGE = (
     "run", "mlflow", "gate", "scaling", "source", "data.cache_dir",
     "model.attn_implementation",
@@ -42,7 +40,7 @@ MAY_CHANGE = (
     "rollout.num_workers", "rollout.use_gpu", "rollout.resources_per_worker", "rollout.label_selector", "rollout.worker_wait_timeout_s",
     "rollout.chunk_timeout_s", "rollout.tensor_parallel_size", "rollout.gpu_memory_utilization",
 )  # fmt: skip
-# Keys that decide which step is kept and where training stops, in a run that compares its evaluations.
+# Keys that a resumed run may not change if it compares its evaluations. They decide which step is kept and where training stops.
 COMPARISON = (
     "run.load_best_model_at_end", "run.metric_for_best_model", "run.greater_is_better", "run.early_stopping_patience", "run.stop_if",
     # logging_steps is the default of eval_steps. KTO's KL and extremes depend on the size of the batches.
@@ -171,7 +169,7 @@ def _read(run: Identity, seen: dict[str, str], file: str) -> dict[str, Any]:
     return left
 
 
-def unfinished(earlier: Earlier) -> dict[str, Any]:
+def resumable(earlier: Earlier) -> dict[str, Any]:
     """Returns job.json of the run that this command resumes, or {} if this command starts a new run.
 
     A run without a checkpoint or a part has nothing to resume, so its job may still be edited.
@@ -180,30 +178,12 @@ def unfinished(earlier: Earlier) -> dict[str, Any]:
     run, left = earlier.identity, earlier.job
     if not left:
         return {}
-    free = [*MAY_CHANGE, *_resolved(run), "begun_with"]
-    if run.settings["data"]["batch_size"] or run.spec.online:  # then the key only limits the rows in memory
-        free.append("trainer.per_device_train_batch_size")
-    if run.spec.learns:  # other stages output the judge's scores, and make parts of this many rows
-        free += ["judge", "trainer.local_rollout_forward_batch_size"]
-    changed = differences(left, run, free)
-    workers = [one.get("scaling", {}).get("num_workers") for one in (left, run.settings)]
-    if run.spec.trl and not run.settings["data"]["batch_size"] and (workers[0] or 1) != (workers[1] or 1):
-        changed["scaling.num_workers"] = (
-            workers[0],
-            workers[1],
-        )  # the batch of a step grows with the workers
-    # How evaluations are compared affects the result only if a job keeps the best step or may stop early.
-    for given in (left.get("run", {}), run.settings["run"]):
-        if (
-            given.get("load_best_model_at_end")
-            or given.get("early_stopping_patience")
-            or given.get("stop_if")
-        ):
-            changed |= {key: two for key, two in differences(left, run).items() if _among(key, COMPARISON)}
-    if changed and not _has_progress(run.folder):
+    changes = blocking_changes(left, run)
+    different = [f"{key}={_shown(then)} (now {_shown(now)})" for key, (then, now) in changes.items()]
+    if changes and not _has_progress(run.folder):
+        print(f"run {run.name} starts over: it began with {', '.join(different)}, and left no checkpoint")
         return {}
-    if changed:
-        different = [f"{key}={_shown(then)} (now {_shown(now)})" for key, (then, now) in changed.items()]
+    if changes:
         raise InputError(
             f"{run.name!r} began with {', '.join(different)} and cannot resume with different settings. Restore them, choose "
             "another run.name, or set run.overwrite=true. Keys that do not decide the numbers may change: run, mlflow, gate, ...; with data.batch_size also scaling",
@@ -218,6 +198,36 @@ def unfinished(earlier: Earlier) -> dict[str, Any]:
             flush=True,
         )
     return left
+
+
+def blocking_changes(left: dict[str, Any], run: Identity) -> dict[str, tuple[Any, Any]]:
+    """Returns {section.key: (value then, value now)} of the changed settings with which an unfinished run cannot resume.
+
+    Args:
+        left: job.json of the unfinished run.
+    """
+    spec, settings = run.spec, run.settings
+    free = [*MAY_CHANGE, *_resolved(run), "begun_with"]
+    if settings["data"]["batch_size"] or spec.online:  # then the key only limits the rows in memory
+        free.append("trainer.per_device_train_batch_size")
+    if spec.learns:  # other stages output the judge's scores, and make parts of this many rows
+        free += ["judge", "trainer.local_rollout_forward_batch_size"]
+    sections = (left.get("run", {}), settings["run"])
+    compares = any(
+        section.get(key)
+        for section in sections
+        for key in ("load_best_model_at_end", "early_stopping_patience", "stop_if")
+    )
+    changes = {
+        key: values
+        for key, values in differences(left, run).items()
+        if not _among(key, free) or (compares and _among(key, COMPARISON))
+    }
+    # Without data.batch_size, the batch of a step grows with the workers.
+    then, now = (one.get("scaling", {}).get("num_workers") for one in (left, settings))
+    if spec.trl and not settings["data"]["batch_size"] and (then or 1) != (now or 1):
+        changes["scaling.num_workers"] = (then, now)
+    return changes
 
 
 def pinned_inputs(left: dict[str, Any], run: Identity) -> dict[str, str]:
@@ -258,10 +268,13 @@ def same_content(left: dict[str, Any], run: Identity, base: str, rows: dict[str,
 # --------------------------------------------------------------------------------------------- differences
 
 
-def essence(run: Identity, *but: str) -> dict[str, Any]:
-    """Returns the settings that affect the results of a run, as plain data. Omits the sections in `but`."""
-    kept = {key: value for key, value in run.settings.items() if key not in (*ELSEWHERE, *but)}
-    return kept | {"data": {key: value for key, value in kept["data"].items() if key != "cache_dir"}}
+def essence(run: Identity) -> dict[str, Any]:
+    """Returns {section.key: value} of the settings that affect the results of a run that compares its evaluations."""
+    return {
+        key: value
+        for key, value in flatten(run.settings).items()
+        if _among(key, COMPARISON) or not _among(key, MAY_CHANGE)
+    }
 
 
 def differences(left: dict[str, Any], run: Identity, but: Sequence[str] = ()) -> dict[str, tuple[Any, Any]]:

@@ -192,6 +192,7 @@ class Worker(ModelHost):
             registry.open_curves(work.tracking, work.run_id) if self.rank == 0 and work.run_id else None
         )
         self.notice = PreemptionNotice()
+        self._rows: dict[str, Any] = {}  # results of `rows`
         if self.local_rank == 0:  # killed workers may have left files
             shutil.rmtree(self.scratch, ignore_errors=True)
             remove_abandoned()
@@ -210,8 +211,9 @@ class Worker(ModelHost):
 
         from pipeline.data.read import to_hf
 
-        fingerprint = self.work.fingerprints.get(name)
-        return to_hf(ray.train.get_dataset_shard(name), fingerprint) if fingerprint else None
+        if name not in self._rows and (fingerprint := self.work.fingerprints.get(name)):
+            self._rows[name] = to_hf(ray.train.get_dataset_shard(name), fingerprint)
+        return self._rows.get(name)
 
     def frozen_base(self, scorer_tokenizer: Any = None) -> Any:
         """Loads the job's frozen base on this worker's device. With `model.fsdp`, the workers hold shards of the base."""
@@ -223,16 +225,9 @@ class Worker(ModelHost):
 
     def gather(self, mine: Any) -> list[Any]:
         """Returns the values of all ranks, in the order of the ranks, on every rank."""
-        import torch
+        from pipeline.ppo.episodes import gather
 
-        from pipeline.models.fsdp_sync import catch_up
-
-        if self.world == 1:
-            return [mine]
-        catch_up()
-        parts: list[Any] = [None] * self.world
-        torch.distributed.all_gather_object(parts, mine)
-        return parts
+        return gather(mine)
 
     def log(self, metrics: dict[str, float], step: int, total: int) -> None:
         """Sends metrics to MLflow, and prints a line at most every PRINT_INTERVAL_S. Only rank 0 does so."""

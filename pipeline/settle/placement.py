@@ -78,13 +78,17 @@ class Places:
 
     in_process: bool
     workers: Group
-    bundles: list[Bundle]  # one bundle for each worker of the minimum number
     rollout: Group | None  # rollout workers, or None if the training workers also sample
     on_gpu: bool
     rollout_on_gpu: bool  # whether rollout workers have their models on GPUs
     scaling: dict[str, Any]  # the keys of Ray's ScalingConfig
     smaller: list[int]  # numbers of workers below the minimum that would also be valid, largest first
     timeout_s: float  # time limit for the placement of workers, or -1 for no limit
+
+    @property
+    def bundles(self) -> list[Bundle]:
+        """Returns a bundle for each worker of the minimum number."""
+        return [self.workers.each] * self.workers.fewest
 
     @property
     def groups(self) -> list[Group]:
@@ -104,7 +108,7 @@ class Places:
 
 _CPU = Bundle({"CPU": 1}, {})
 # Where a job runs that only reads rows: in one worker with one CPU.
-ROWS = Places(False, Group("scaling", "worker", 1, 1, _CPU), [_CPU], None, False, False, {}, [], -1)
+ROWS = Places(False, Group("scaling", "worker", 1, 1, _CPU), None, False, False, {}, [], -1)
 
 
 def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
