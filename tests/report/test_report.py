@@ -362,7 +362,7 @@ def test_a_run_that_cannot_be_found_or_drawn_is_one_message(runs, store, tmp_pat
         "no run; expected a folder with job.json, a name under runs/, or an MLflow run id; the newest are runs/",
     )
     given |= dict.fromkeys(
-        ["0" * 32, client(store).create_run("0").info.run_id], "no such run of a job in sqlite"
+        ["0" * 32, client(store).create_run("0").info.run_id], "cannot find this run in sqlite"
     )
     given["memory:///no/run"] = "memory:///no/run: no run; expected a folder with job.json"
     given["damaged"] = "damaged: no report can be drawn ("
