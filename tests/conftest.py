@@ -93,7 +93,7 @@ def in_root(monkeypatch):
 
 @cache
 def scope_of(nodeid):
-    """Returns the scope of a test: "ray" for files that use Ray, else its file. A scope runs in one pytest-xdist worker."""
+    """Returns "ray" if the file of a test uses Ray, otherwise the file. One pytest-xdist worker runs all tests of a scope."""
     file = nodeid.partition("::")[0]
     return "ray" if "embedded_ray" in (ROOT / file).read_text() else file
 

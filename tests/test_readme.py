@@ -56,7 +56,7 @@ SHORT = {
     **dict.fromkeys(("init", "validate", "evaluate", "generate", "score", "export"), ""),
     **dict.fromkeys(("sft", "rm", "dpo", "kto", "sweep"), TRL),
     "ppo": "gate={} trainer.total_episodes=64",
-    "plan": "",  # needs no shorter settings; even for gated models, `plan` has the shape built in
+    "plan": "",  # `plan` needs no shorter settings and no network, because it has the shapes of gated models built in
     "collect": "trainer.num_prompts=8",
 }
 # The command of the README, but with a local model.
@@ -143,7 +143,7 @@ def test_the_messages_of_the_troubleshooting_page_exist():
 
 
 def test_the_jobs_of_commands_that_need_an_account_load(in_root):
-    """No test runs these commands, because they need an account. So this test only loads their jobs."""
+    """Tests cannot run commands that need an account. This test only loads the jobs of such commands."""
     found = re.findall(r"^make (\w+) PROFILE=([\w-]+) .*# account$", "\n".join(TEXTS.values()), re.MULTILINE)
     assert ("rm", "llama3-8b-qlora") in found
     for verb, profile in found:
@@ -207,7 +207,7 @@ def test_a_page_has_short_lines_and_names_and_links_that_exist(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_yaml_of_a_page_has_keys_that_exist(page):
-    """Each fragment must fit into a job of rm or export, or into the file of a judge."""
+    """Each YAML fragment on a page must have keys of a job of rm or export, or keys of a judge's file."""
     for fragment in re.findall(r"```yaml\n(.*?)```", PAGES[page], re.DOTALL):
         read = yaml.safe_load(fragment)
         if read.keys() <= schema.keys(judge.CLASS).keys():

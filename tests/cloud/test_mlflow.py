@@ -25,7 +25,7 @@ def needs(*modules):
     """Skips a test if a module of the extra `cloud` is not installed."""
     try:
         found = all(importlib.util.find_spec(module) for module in modules)
-    except ModuleNotFoundError:  # its parent package is missing
+    except ModuleNotFoundError:  # raised by find_spec if the parent package of a module is missing
         found = False
     return pytest.mark.skipif(not found, reason=f"needs {', '.join(modules)}")
 

@@ -41,7 +41,7 @@ def bundles(job):
 
 
 def request(bundle):
-    """Returns the autoscaler's request for a bundle with selectors NAME or in(NAME,...)."""
+    """Returns the autoscaler's resource request for a bundle. A label selector has the form NAME or in(NAME,...)."""
     among = LabelSelectorOperator.LABEL_OPERATOR_IN
     selector = [
         (key, among, re.fullmatch(r"(?:in\()?(.*?)\)?", value)[1].split(","))

@@ -106,7 +106,7 @@ def test_a_job_with_a_mistake_is_not_submitted(cluster, capsys, tmp_path, monkey
     ],
 )
 def test_a_cluster_with_other_versions_is_refused(path, change, message, cluster):
-    """Changes a version in the head's response, because a second Ray cannot be installed."""
+    """Simulates another version of Ray or Python by changing the head's response."""
     api = submit.Api(cluster.address)
 
     def get(requested):
@@ -252,14 +252,14 @@ def test_the_exit_status_is_the_status_of_the_job(cluster, capsys):
     assert submit.follow(api, "fails") == 2
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("line")]
     assert lines == ["line 0", "line 1", "line 2"]
-    submit_shell(api, "died", status=2)  # for example, because a file of a library is missing
+    submit_shell(api, "died", status=2)  # as if a file of a library were missing
     assert submit.follow(api, "died") == 1
     assert "died failed: " in capsys.readouterr().err
 
 
 def test_a_lost_connection_loses_no_line_and_repeats_none(cluster, capsys, monkeypatch):
     proxy = Proxy(cluster.port)
-    # Ray's client prefers this variable to its `address` argument.
+    # Ray's client prefers RAY_ADDRESS to its argument `address`.
     monkeypatch.setenv("RAY_ADDRESS", proxy.address)
     api = submit.Api(proxy.address)
     submit_shell(api, "cut", lines=40, pause=0.2)

@@ -134,7 +134,7 @@ def test_collect_selects_from_the_engines_completions(engine, storage, capfd):
         assert line["seed"] == 5 and line["score_chosen"] > line["score_rejected"]
     assert (result["rows"], result["counts"]["rows"], result["counts"]["completions"]) == (11, len(lines), 33)
     assert len(lines) > 11
-    assert capfd.readouterr().err == ""  # Ray's C++ code must not print anything either
+    assert capfd.readouterr().err == ""  # capfd also captures what Ray's C++ code prints
     assert result["counts"]["prompts_with_rows"] == len({line["number"] for line in lines})
     scores = [one["score"] for samples in expected for one in samples]
     assert result["metrics"]["score"] == pytest.approx(sum(scores) / 33, abs=1e-4)
@@ -151,7 +151,10 @@ def test_collect_draws_prompts_and_takes_a_function_as_reward(models, storage):
     assert [line["number"] for line in lines] == [n for n in numbers if n in found]
     assert result["rows"] == 4 and result["counts"]["rows"] == len(lines) > 0
     assert result["counts"]["completions"] == 16
-    assert result["data"]["digests"].keys() == {"train", "reward"}  # a resumed run compares these digests
+    assert result["data"]["digests"].keys() == {
+        "train",
+        "reward",
+    }  # a resumed run compares the digests of its files
     assert all(line["reward_version"] == gold and line["answer"] == PLACES[line["number"]] for line in lines)
 
 

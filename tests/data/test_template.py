@@ -143,7 +143,7 @@ def test_a_template_that_rewrites_earlier_turns():
 
 
 ENDS = ("</s>", "<|im_end|>")
-LAST = {  # the trained text of the last completion, if the row has no thoughts and if it has thoughts
+LAST = {  # template: trained text of the last completion, without thoughts in the row and with thoughts
     "qwen3": ("<think>\n\n</think>\n\nbye", "<think>\ntwo\n</think>\n\nbye"),
     # The generation prompt of this template ends with <think>.
     "qwen3_5_think": ("\n</think>\n\nbye", "two\n</think>\n\nbye"),

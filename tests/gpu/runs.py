@@ -14,7 +14,9 @@ from typing import Any, Literal
 from unittest import mock
 
 # isort: off
-from tools.gpu.pretend import branches  # before the modules of pipeline/, whose statements it records
+from tools.gpu.pretend import (
+    branches,
+)  # must be imported before pipeline/, because it instruments these modules
 # isort: on
 
 import pytest

@@ -38,7 +38,7 @@ PPO = [
     POLICY, REWARD, "trainer.total_episodes=8", "trainer.batch_size=4", "trainer.response_length=12", "trainer.save_steps=1",
     "trainer.kl_coef=0", "run.report=false",
 ]  # fmt: skip
-RUNS = {  # name: (subcommand, its keys besides GPU)
+RUNS = {  # name: (subcommand, its keys in addition to those in GPU)
     "sft": ("sft", TRL),
     "sft-checkpointing-bf16": ("sft", [*TRL, BF16, CHECKPOINTING, "trainer.packing=true"]),
     "sft-nf4": ("sft", [*TRL, BF16, NF4]),

@@ -88,7 +88,7 @@ def test_an_adapter_that_changes_the_base_is_detected(start, dtype):
     ids=["embedding", "option"],
 )
 def test_copies_of_base_weights_in_a_peft_file_must_equal_the_base(targets, save, tmp_path):
-    """peft saves base weights next to adapters of embeddings. All loaders compare these with the base, and then ignore them."""
+    """peft saves base weights next to adapters of embeddings. Our loaders compare the copies with the base, then ignore them."""
     made = peft.get_peft_model(
         toy.base(), peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets)
     )
@@ -137,7 +137,7 @@ def test_copies_of_base_weights_in_a_peft_file_must_equal_the_base(targets, save
 
 
 def test_loading_an_adapter_initializes_no_tensor(monkeypatch, tmp_path):
-    """Some of peft's initializations would change the base, and all tensors come from the file anyway."""
+    """Some of peft's initializations would change the base. None is needed, because the file contains all tensors."""
     shared = SharedBase(toy.base())
     shared.add("made", lora={**toy.LORA, "init_lora_weights": "orthogonal"}, trainable=True)
     shared.save("made", tmp_path)

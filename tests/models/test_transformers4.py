@@ -39,7 +39,7 @@ FAMILIES = {
 
 
 def saved(case, folder):
-    """Saves a model twice. `kept` keeps the base's old key names. `made` has old names that were converted from new names."""
+    """Saves a model twice: `kept` with the old key names of the base's config, `made` with old names converted from new ones."""
     model_type, keys = FAMILIES[case]
     base = {**SIZE, "model_type": model_type, "torch_dtype": "float32", **keys}
     (folder / "base").mkdir(parents=True)

@@ -35,7 +35,7 @@ def test_a_sound_job_passes_every_check(settings, tmp_path):
     results = checks.check_first_rollout(trainer, trainer.make_experience().episodes)
     assert False not in verdicts(results).values(), results
     assert list(verdicts(results).values()).count(True) >= 8
-    assert torch.equal(before, toy.weights(trainer))  # the checks must not train
+    assert torch.equal(before, toy.weights(trainer))  # the self-checks must not change the weights
     assert all(p.grad is None for p in trainer.shared.parameters())
 
 

@@ -124,7 +124,7 @@ def test_an_invalid_teacher_section_is_refused(settings, message, in_root):
 
 
 def test_a_stage_learns_from_a_teacher_without_a_reward(tmp_path):
-    """The teacher of the sft adapter is the base with a system message, without which the base writes other completions."""
+    """The sft adapter learns from the base with a system message. Without this message, the base writes other completions."""
     sft = alone.train("sft", tmp_path, "trainer.learning_rate=3e-3", "trainer.warmup_steps=0")["adapter"]
     settings = [*NONE, "judge=null", "teacher=base", "trainer.teacher_coef=1", "trainer.kl_coef=0", "gate={}"]
     settings += [

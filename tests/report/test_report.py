@@ -1,4 +1,4 @@
-"""Tests the report page of finished, failed and interrupted runs. Most runs are only recorded in MLflow. One is a real run."""
+"""Tests the report page of finished, failed and interrupted runs. One run is real. The other runs are only recorded in MLflow."""
 
 import json
 import math
@@ -436,7 +436,7 @@ def test_accuracy_calibration_and_length_bias_of_pairs():
     sure = [pair(math.log(9) * (-1 if i == 0 else 1), longer=2) for i in range(10)]
     summary = preferences.summary(sure)
     assert (summary["accuracy"], summary["calibration error"]) == (0.9, pytest.approx(0.0, abs=1e-9))
-    # Undefined, because each chosen completion is longer by exactly two tokens.
+    # The correlation is undefined, because each chosen completion is longer by exactly two tokens.
     assert summary["margin to length, correlation"] is None
     assert summary["accuracy where the chosen completion is longer"] == 0.9
     assert summary["accuracy where the chosen completion is shorter"] is None

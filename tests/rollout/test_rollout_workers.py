@@ -47,7 +47,7 @@ def test_a_dying_and_a_hanging_worker_change_no_bit(ahead, storage, monkeypatch,
     touched(monkeypatch, "ppo", 2, storage / "rollout-hurt-once", happens)
     result = run(storage, "rollout-hurt", *AHEAD, "rollout.num_workers=2", "rollout.chunk_timeout_s=3")
     assert_equal(storage, ahead, result)
-    # Nonzero, because the previous policy version sampled the completions.
+    # The KL is nonzero, because the previous policy version sampled the completions.
     assert ahead["metrics"]["rollout/sampler_kl"] != 0
     said = capfd.readouterr().out
     assert "has not answered for 3 s" in said and said.count("another worker takes its place") >= 2

@@ -233,5 +233,5 @@ def test_recorded_versions_apply_to_unchanged_inputs_of_the_job(tmp_path, in_roo
     resume.record(ppo(), pinned, "b", {})
     found = unfinished(ppo())
     assert resume.pinned_inputs(found, ppo()) == pinned
-    del pinned["judge"]  # the job names another judge, which is therefore resolved again
+    del pinned["judge"]  # a judge that differs from the interrupted run's is resolved again
     assert resume.pinned_inputs(found, ppo("judge=models:/c@champion")) == pinned

@@ -289,7 +289,10 @@ def start():
 
 
 def test_a_killed_session_leaves_only_rays_agents_and_an_ended_one_no_process_and_no_file(start):
-    """Ray's agents try for a minute to report the end. The next session deletes all but the newest files of killed sessions."""
+    """After a kill, Ray's agents try for a minute to report the end of their session.
+
+    The next session deletes all but the newest files of killed sessions.
+    """
     driver = start()
     left = psutil.Process(driver.pid).children(recursive=True)
     driver.send_signal(signal.SIGKILL)

@@ -89,7 +89,7 @@ ONE_STEP = dict(
 
 
 def test_old_logprobs_come_from_the_training_forward_if_an_update_has_one_step(monkeypatch):
-    """An update of one step needs no extra forward for old log-probs. Weights and metrics are as with this extra forward."""
+    """An update of one step needs no extra forward for old log-probs. The extra forward would change no weight and no metric."""
     assert forwards(**ONE_STEP) == 2  # one forward for the reference, one for training
     runs = []
     for later in (True, False):

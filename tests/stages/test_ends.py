@@ -18,7 +18,7 @@ def test_eos_accuracy_is_the_share_of_end_tokens_that_are_predicted(tmp_path, mo
     monkeypatch.setattr(base, "check_ends", lambda model, tokenizer, ends: checked.append(ends))
     lines = (ROOT / "jobs/demo/data/demonstrations_eval.jsonl").read_text().splitlines()[:21]
     rows = [json.loads(line)["messages"] for line in lines]
-    for _, answer in rows[::3]:  # cuts answers where no model would predict an end
+    for _, answer in rows[::3]:  # truncates answers, so that no model would predict EOS after them
         answer["content"] = answer["content"][:3]
     (tmp_path / "eval.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
     settings = [

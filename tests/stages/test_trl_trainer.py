@@ -95,7 +95,7 @@ def test_speed_counts_the_tokens_and_seconds_of_steps_only(base, monkeypatch):
     monkeypatch.setattr(trl_trainer, "peak_flops", lambda device: 1e9)
     found = measured.speed()
     assert found["train_tokens_per_second"] == 600 / 4 and found["memory/peak"] > 0
-    # forward and backward of the policy, forward of the reference; peak from a datasheet for each worker
+    # three passes over 600 tokens: forward and backward of the policy, forward of the reference
     flops = 2 * trainer.model.get_base_model().num_parameters() * 600 * 3
     assert found["mfu"] == pytest.approx(flops / (4 * 1e9 * 2))
     assert measured.speed() == {}

@@ -25,7 +25,7 @@ RESTARTS = "run.max_failures=3"
 
 
 def moment(run: Run, rng: random.Random, first: int = 1, last: int = STEPS - 1) -> int:
-    """Chooses a random step. Waits until a random moment in the step after it. Returns the chosen step."""
+    """Waits until a random moment after the end of a random step. Returns the number of this step."""
     step = rng.randint(first, last)
     run.wait_for(rf"\bstep +{step}/{STEPS}\b")
     time.sleep(rng.uniform(0, 0.4))

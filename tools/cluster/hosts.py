@@ -47,7 +47,7 @@ MaxStartups 100
 
 
 def missing(ssh: bool = True) -> str | None:
-    """Returns the reason why this machine cannot create such hosts, or None if it can."""
+    """Returns why this machine cannot create hosts from Linux namespaces, or None if this machine can create them."""
     if os.name != "posix" or os.geteuid() != 0:
         return "needs root, to make network namespaces"
     tools = (*TOOLS, *SSH_TOOLS) if ssh else TOOLS

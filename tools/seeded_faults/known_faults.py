@@ -255,7 +255,7 @@ def header_is_trained(original, *args):
 
 
 def last_label_is_masked(batch):
-    """Simulates a collator that masks labels equal to the pad token. Here, this is EOS, so each row loses its last label."""
+    """Simulates a collator that masks labels equal to the pad token. The pad token is EOS, so each row loses its last label."""
     for row in batch["labels"]:
         trained = (row != -100).nonzero()
         if len(trained):

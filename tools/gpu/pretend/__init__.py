@@ -50,9 +50,9 @@ NAME = "NVIDIA H100 80GB HBM3"
 
 @contextmanager
 def cuda(gpus: int = 2, gib: float = 80) -> Iterator[None]:
-    """Pretends that this process has `gpus` GPUs with `gib` GiB each. Threads that start in the block pretend, too."""
+    """Pretends that this process has `gpus` GPUs with `gib` GiB each. Threads started in the `with` block have the same GPUs."""
     with suppress(ImportError):
-        import bitsandbytes  # looks for CUDA's libraries once, at import
+        import bitsandbytes  # bitsandbytes searches for CUDA's libraries only at its import
     # `torch` caches this list; it must be filled before torch.tensor is replaced.
     torch.utils._device._device_constructors()
     machine.gpus = [Gpu(index, int(gib * GIB)) for index in range(gpus)]
@@ -66,7 +66,7 @@ def cuda(gpus: int = 2, gib: float = 80) -> Iterator[None]:
         kinds = torch.utils._foreach_utils._foreach_supported_types
         kinds.append(GpuTensor)
         stack.callback(kinds.remove, GpuTensor)
-        register_package(5, _location, _restored)  # priority 5 comes before the CPU's entry
+        register_package(5, _location, _restored)  # priority 5 is before torch's entry for the CPU
         stack.callback(lambda: _package_registry.remove((5, _location, _restored)))
         stack.enter_context(autocast.kernels())
         stack.enter_context(Mode())
@@ -278,7 +278,7 @@ def _location(storage: Any) -> str | None:
 
 
 class _Opened:
-    """Replaces safetensors' reader, which copies to a GPU with CUDA itself."""
+    """Replaces safetensors' reader, which would call CUDA to copy tensors to a GPU."""
 
     def __init__(self, *args: Any, device: Any = "cpu", **kwargs: Any) -> None:
         self.file, self.device = _safe_open(*args, **kwargs), machine.device(device)

@@ -320,7 +320,7 @@ def _check(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], ours:
     if func in INDEXED or func in PUT:
         _check_index(func, args)
         return
-    if func.namespace == "c10d":  # nccl.check has checked these
+    if func.namespace == "c10d":  # nccl.check has checked the tensors of collectives
         return
     of_cpu = [
         x for x in tensors if not isinstance(x, GpuTensor) and x.dim()
