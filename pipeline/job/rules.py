@@ -111,8 +111,7 @@ def find_problems(job: Job) -> Problems:
             nothing = "there is nothing to evaluate on: set data.eval or data.eval_fraction"
             yield f"trainer.{key}", f"{nothing}, or {key}={str(off).lower()}"
     yield from _source_problems(data, bool(facts.learns))
-    if facts.trl:
-        yield from _batch_problems(data.batch_size, job.trainer, facts.trainer, job.workers)
+    yield from batch_problems(job, job.workers)
     for section in ("scaling", "rollout"):
         for label, value in (job.value(f"{section}.label_selector") or {}).items():
             if " " in value:  # Ray 2.60 does not strip spaces from labels
@@ -292,14 +291,16 @@ def _source_problems(data: Data, learns: bool) -> Problems:
         yield "data.train", f"{missing}; expected one for each, or for none"
 
 
-def _batch_problems(
-    size: int | None, trainer: dict[str, Any], trainer_class: str, workers: tuple[int, int]
-) -> Problems:
-    """Yields data.batch_size if it is not a multiple of the number of rows that all workers process at once."""
-    if size is None:
+def batch_problems(job: Job, workers: tuple[int, int]) -> Problems:
+    """Yields data.batch_size if it is not a multiple of the number of rows that all workers process at once.
+
+    Args:
+        workers: the minimum and maximum number of workers.
+    """
+    size, key = job.data.batch_size, "per_device_train_batch_size"
+    if size is None or not job.facts.trl:
         return
-    key = "per_device_train_batch_size"
-    device = trainer.get(key, schema.keys(trainer_class)[key]["default"])
+    device = job.trainer.get(key, schema.keys(job.facts.trainer)[key]["default"])
     low, high = workers
     step = device * math.lcm(*range(low, high + 1))
     if size % step:

@@ -55,9 +55,10 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
     inputs, missing = dict[str, str](), list[str]()
     for name, source in named.items():
         with about(job.key_of(name)):
-            if InputURI.parse(source).is_function:
+            ref = InputURI.parse(source)
+            if ref.is_function:
                 import_function(source)
-            if InputURI.parse(source).is_judge:
+            if ref.is_judge:
                 inputs[name] = pinned.get(name) or judge.pin_judge(source)
                 continue
             names = job.policies if name == "policy" else [source]
@@ -142,9 +143,7 @@ def digests_of_functions(work: Work) -> dict[str, str]:
 
 
 def missing_parameter(source: str, columns: set[str]) -> str | None:
-    """Returns a column that a Python reward or a judge's question needs but the rows lack, or None if the rows lack none."""
-    if InputURI.parse(source).is_judge:
-        return next(iter(sorted(judge.read_definition(judge.at_version(source)[0]).columns - columns)), None)
+    """Returns a column that a Python reward needs but the rows lack, or None if the rows have all columns."""
     optional = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
     parameters = inspect.signature(import_function(source)).parameters.values()
     required = [one.name for one in parameters if one.default is one.empty and one.kind not in optional]
@@ -182,10 +181,11 @@ def check_inputs(work: Work, versions: Mapping[str, str], files: Base) -> dict[s
     """
     inputs = {}
     for name, reference in versions.items():
-        if InputURI.parse(reference).is_function:
+        ref = InputURI.parse(reference)
+        if ref.is_function:
             inputs[name] = Input(reference, "function")
             continue
-        if InputURI.parse(reference).is_judge:
+        if ref.is_judge:
             with about(work.keys[name]):
                 given = judge.load_pinned(reference)
                 _check_judge(work, name, given)

@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline.errors import InputError
 from pipeline.job.job import Data, transforms_of
+from pipeline.job.judge import Definition, at_version
 from pipeline.settle.inputs import GIVEN, digests_of_functions, missing_parameter
 from pipeline.settle.work import Input, Work
 from pipeline.system import functions, storage
@@ -143,8 +144,12 @@ def check_columns(work: Work, rows: dict[str, Any]) -> None:
         for role, one in asking.items():
             if role == "judge" and name != "eval":
                 continue  # a judge skips pairs and benchmark rows that lack columns
-            if wanted := missing_parameter(one.version, columns):
-                source = one.version.rpartition("@")[0] if one.kind == "judge" else one.version
+            if one.kind == "judge":
+                source, lacking = at_version(one.version)[0], Definition(**one.facts).columns - columns
+                wanted = min(lacking, default=None)
+            else:
+                source, wanted = one.version, missing_parameter(one.version, columns)
+            if wanted:
                 raise InputError(
                     f"{source} asks for `{wanted}`, which the rows of data.{name} do not have; "
                     f"expected one of {', '.join((*GIVEN, *sorted(columns)))}. Add the column to the rows, or give the "
