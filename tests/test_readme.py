@@ -56,7 +56,8 @@ SHORT = {
     **dict.fromkeys(("init", "validate", "evaluate", "generate", "score", "export"), ""),
     **dict.fromkeys(("sft", "rm", "dpo", "kto", "sweep"), TRL),
     "ppo": "gate={} trainer.total_episodes=64",
-    "plan": "",  # `plan` needs no shorter settings and no network, because it has the shapes of gated models built in
+    # `plan` needs no shorter settings and no network, because it has the shapes of gated models built in
+    "plan": "",
     "collect": "trainer.num_prompts=8",
 }
 # The command of the README, but with a local model.

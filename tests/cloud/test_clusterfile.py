@@ -229,9 +229,8 @@ def test_ray_up_starts_the_head_on_ec2(ec2, home):
     head, profile = started
     assert (head["InstanceType"], head["ImageId"], profile) == ("m7i.2xlarge", IMAGE, "rlhf-head")
     assert "InstanceLifecycle" not in head  # an on-demand instance, because the cluster ends if its head ends
-    assert {"Key": "ray-cluster-name", "Value": "rlhf"} in head[
-        "Tags"
-    ]  # the IAM role may start only instances with this tag
+    # the IAM role may start only instances with this tag
+    assert {"Key": "ray-cluster-name", "Value": "rlhf"} in head["Tags"]
     (group,) = (one["GroupId"] for one in head["SecurityGroups"])
     assert group == made
     [found] = ec2.client("ec2").describe_security_groups(GroupIds=[group])["SecurityGroups"]
@@ -351,8 +350,7 @@ def test_a_worker_without_a_head_shuts_down(node):
     assert done.returncode == 0, done.stderr
     asked = [line for line in log if line == "timeout 10 bash -c < /dev/tcp/10.0.0.9/6379"]
     assert len(asked) >= 3 and log[-1] == "sudo shutdown -h now"
-    for file in FILES[
-        :2
-    ]:  # local.yaml is left out, because it uses the user's own machines, which must not shut down
+    # local.yaml is left out, because it uses the user's own machines, which must not shut down
+    for file in FILES[:2]:
         [start] = yaml.safe_load(file.read_text())["worker_start_ray_commands"][1:]
         assert start == "HEAD_IDLE_HOURS=1 bash ~/rlhf/start-node.sh worker"

@@ -151,10 +151,8 @@ def test_collect_draws_prompts_and_takes_a_function_as_reward(models, storage):
     assert [line["number"] for line in lines] == [n for n in numbers if n in found]
     assert result["rows"] == 4 and result["counts"]["rows"] == len(lines) > 0
     assert result["counts"]["completions"] == 16
-    assert result["data"]["digests"].keys() == {
-        "train",
-        "reward",
-    }  # a resumed run compares the digests of its files
+    # a resumed run compares the digests of its files
+    assert result["data"]["digests"].keys() == {"train", "reward"}
     assert all(line["reward_version"] == gold and line["answer"] == PLACES[line["number"]] for line in lines)
 
 

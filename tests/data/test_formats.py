@@ -54,7 +54,8 @@ OTHERS = [  # stage, row, prompt, completions
     ("ppo", {"instruction": "hi", "history": "[]"}, [USER], []),
     ("rm", {"prompt": "p", "pos_answers": ["a", "b"], "neg_answers": ["c", "d"]}, "p", [("a", "c"), ("b", "d")]),
     ("rm", {"chosen": "The cat sat here", "rejected": "The cat saw it"}, "The cat", [(" sat here", " saw it")]),
-    ("rm", {"prompt": "", "chosen": [USER, BOT], "rejected": [USER, NO]}, [USER], ENDS),  # a row format of the dataset Capybara
+    # a row format of the dataset Capybara
+    ("rm", {"prompt": "", "chosen": [USER, BOT], "rejected": [USER, NO]}, [USER], ENDS),
     ("rm", {"prompt": "hi", "chosen": "yo", "rejected": "no", "system": "s"}, [SYSTEM, USER], ENDS),
     ("rm", {"prompt": "hi", "pos_answers": ["yo"], "neg_answers": ["no"], "system": "s"}, [SYSTEM, USER], ENDS),
     ("rm", {"chosen": [USER, BOT], "rejected": [USER, NO], "system": "s"}, [SYSTEM, USER], ENDS),

@@ -137,10 +137,8 @@ def test_the_meaning_of_values_is_derived_if_it_is_unique(values, first, second,
         ([0, 1], "set data.label='{first: 0, second: 1}' if 0 means that the first completion is better"),
         ([1, 1], "data.label="),  # if the only label is 1, the other label may be 0 or 2
         ([-1, 0, 1], "{first: -1, second: 1}"),
-        (
-            ["model_1"],
-            "data.label=",
-        ),  # if the only label is model_1, the other label may be model_0 or model_2
+        # if the only label is model_1, the other label may be model_0 or model_2
+        (["model_1"], "data.label="),
         (["gpt-4", "claude"], "{first: claude, second: gpt-4}"),
         (["right"], "data.label="),  # `right` may be a position or mean correct
         ([None, ""], "data.columns.label=COLUMN"),

@@ -14,9 +14,8 @@ from typing import Any, Literal
 from unittest import mock
 
 # isort: off
-from tools.gpu.pretend import (
-    branches,
-)  # must be imported before pipeline/, because it instruments these modules
+# must be imported before pipeline/, because it instruments these modules
+from tools.gpu.pretend import branches
 # isort: on
 
 import pytest

@@ -240,9 +240,8 @@ def test_a_plan_for_kto_has_the_share_of_desirable_rows_and_two_rows_in_a_micro_
     assert min(sizes) == 2
     both = [plan._with(work_of(asked), {"trainer.gradient_checkpointing": on}) for on in (False, True)]
     kept, recomputed = (plan.estimate_hours(plan.make_plan(one), "L4", ROWS) for one in both)
-    assert recomputed / kept == pytest.approx(
-        (3 + 3) / (2 + 3)
-    )  # both sums include KTO's three forward passes without gradients
+    # both sums include KTO's three forward passes without gradients
+    assert recomputed / kept == pytest.approx((3 + 3) / (2 + 3))
 
 
 def test_a_plan_counts_a_base_in_shards():

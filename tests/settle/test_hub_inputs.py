@@ -59,10 +59,8 @@ def test_what_was_pushed_says_the_same_when_loaded_back(
 
 
 def test_an_adapter_is_downloaded_once_and_then_needs_no_hub(adapter, hub, storage, monkeypatch, in_root):
-    del (
-        adapter["chat_template.jinja"],
-        adapter["lineage.json"],
-    )  # most adapters on the Hub lack these two files
+    # most adapters on the Hub lack these two files
+    del adapter["chat_template.jinja"], adapter["lineage.json"]
     first = hub.put("owner/mine", adapter | {"optimizer.pt": b"x" * 1000})
     reference = registry.pin("owner/mine", "")
     folder = registry.fetch(reference, "")

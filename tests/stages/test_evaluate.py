@@ -160,7 +160,7 @@ def some_pairs(tmp_path_factory):
 def some_settings(some_pairs):
     """Returns settings for an evaluation of pairs, probes, and best-of-3 rows.
 
-    The next row's chosen completion is the third one.
+    The third completion of a best-of-3 row is the chosen completion of the next row.
     """
     best_of_3 = [
         {**row, "chosen": [row["chosen"]], "rejected": [row["rejected"], other["chosen"]]}

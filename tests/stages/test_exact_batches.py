@@ -66,9 +66,8 @@ def test_each_row_once_and_equal_steps(rows, size, world, seed, epoch):
     assert {*map(len, batches), len(ExactBatchSampler(rows, size, 0, world, seed))} == {len(one)}
     for step, whole in enumerate(one):
         parts = [of_rank[step] for of_rank in batches]
-        assert (
-            flat(parts) == whole
-        )  # the rows of all workers are the rows that a single worker would have in this step
+        # the rows of all workers are the rows that a single worker would have in this step
+        assert flat(parts) == whole
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
     assert sorted(flat(one)) == list(range(rows))
 
