@@ -55,7 +55,7 @@ def postgres():
 
 @contextlib.contextmanager
 def serving(folder, *options, **environment):
-    """Runs an MLflow server with these options until the `with` block ends. Yields the server's address."""
+    """Runs an MLflow server with the given options until the `with` block ends. Yields the server's address."""
     port = free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1", *options]
     how = {"cwd": folder, "env": os.environ | environment, "start_new_session": True}
@@ -70,7 +70,7 @@ def serving(folder, *options, **environment):
 @pytest.mark.slow
 @needs("psycopg")
 def test_mlflow_serves_from_postgresql(postgres, tmp_path):
-    """Uses the address format of cluster.yaml, and the driver of the extra `cloud`."""
+    """Uses a database address in the format of cluster.yaml, and the PostgreSQL driver of the extra `cloud`."""
     import mlflow
 
     with serving(tmp_path, "--backend-store-uri", postgres) as address:

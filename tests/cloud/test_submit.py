@@ -385,7 +385,10 @@ def test_an_address_with_a_vendors_scheme_is_resolved_by_ray(cluster, tmp_path, 
 
 @pytest.mark.slow
 def test_a_stage_runs_on_the_cluster(cluster, capfd, tmp_path):
-    """Two processes submit the same run at the same time. One of them starts the run, and the other exits with a message."""
+    """Two processes submit the same run at the same time.
+
+    One process starts the run, and the other process exits with a message.
+    """
     short = ["gate={}", "trainer.max_steps=1", "trainer.eval_on_start=false", "trainer.eval_strategy=no"]
     arguments = ["sft", "jobs/demo/sft.yaml", f"run.storage_path={tmp_path}/runs", "run.name=far", *short]
     command = [sys.executable, "-m", "pipeline", *arguments]

@@ -24,7 +24,7 @@ OUTPUT = {"generate": "completions.jsonl", "collect": "rows.jsonl", "score": "sc
 
 
 def run(verb: str, storage: Path, name: str, rows: list[dict], *overrides: str) -> tuple[dict, list[dict]]:
-    """Runs a command on these rows. Returns the content of result.json, and the lines of the output."""
+    """Runs a command on the given rows. Returns the content of result.json, and the lines of the output."""
     path = storage / f"{name}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = [REWARD, f"data.train={path}", *([POLICY] if verb != "score" else []), *overrides]
@@ -65,7 +65,7 @@ def test_generate_writes_the_row_and_the_engines_completion(engine, storage, cap
 
 
 def by_an_error(folder, given, monkeypatch):
-    """Runs `generate`, and makes it fail after it has written three parts."""
+    """Runs `generate`, and makes the command fail when its folder has three files of completed rows."""
     load = generate.load
 
     def loads(host):
@@ -84,7 +84,7 @@ def by_an_error(folder, given, monkeypatch):
 
 
 def by_kill(folder, given):
-    """Runs `generate` in a process, and kills the process after it has written three parts."""
+    """Runs `generate` in a process, and kills the process when its folder has three files of completed rows."""
     settings = [*given, f"run.storage_path={folder.parent}", f"run.name={folder.name}"]
     command = [sys.executable, "-m", "pipeline", "generate", "jobs/demo/generate.yaml", *settings]
     with subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL) as process:

@@ -188,7 +188,10 @@ def test_a_column_of_unrelated_tools_is_not_read():
      ("-1", False), (" false", False), ("Thumbs down", False), ("\U0001f44e", False), ("geography", None), (3, None)],
 )  # fmt: skip
 def test_values_that_a_label_may_have(value, label):
-    """kto trains on good and bad completions, sft only on good ones. sft ignores a column whose values are no such labels."""
+    """kto trains on good and bad completions, sft only on good ones.
+
+    sft ignores a column whose values mean neither good nor bad.
+    """
     row = {"prompt": "q", "completion": "a", "label": value}
     if label is None:
         with pytest.raises(RowError, match="for ratings set data"):

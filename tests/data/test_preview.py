@@ -207,7 +207,7 @@ def test_a_list_of_labels_may_be_json_text_as_in_csv(tmp_path):
 
 @pytest.mark.parametrize("printed", ["['In {0}.', 'There.']", "['In {0}.' 'There.']", '["In {0}."]'])
 def test_texts_that_are_printed_lists_are_rejected_in_csv(tmp_path, printed):
-    """One CSV row with a printed list may be code. JSON files may have printed lists, because JSON itself has lists."""
+    """If only one value in a CSV column looks like a list, the value may be code. In JSON files, no text is taken for a list."""
     rows = [{"prompt": f"Where is {n}?", "completion": printed.format(n)} for n in range(3)]
     path = tmp_path / "train.csv"
 

@@ -187,7 +187,7 @@ def test_a_base_that_cannot_be_sharded_is_an_error(tmp_path, one_rank):
 
 
 def test_both_ranks_raise_if_they_train_different_roles(monkeypatch, one_rank):
-    """Simulates two ranks, one after the other. A fake all-reduce combines the code with the other rank's."""
+    """Simulates two ranks, one after the other. A fake all-reduce returns the maximum of both ranks' role codes."""
     monkeypatch.setattr(fsdp_sync.dist, "new_group", lambda **_: None)
     steps = Lockstep(toy.base().base_model)
     steps.shared = with_roles(toy.base())

@@ -349,7 +349,7 @@ def jobs_of_profile(profile, tmp_path):
 def test_a_profile_starts_on_a_machine_with_gpus_or_says_what_to_change(
     profile, count, gpu, tmp_path, in_root, monkeypatch
 ):
-    """Applies the changes that the messages propose. Then the jobs find GPUs and fit, or the message proposes larger GPUs."""
+    """Applies the changes that the messages propose. A changed job must fit, or the message must propose larger GPUs."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(NvidiaGPUAcceleratorManager, "get_current_node_num_accelerators", lambda: count)
     memory, fitted = plan.GPUS[gpu].memory * plan.GIB, 0

@@ -202,7 +202,10 @@ def test_rewards_with_seeds_draw_the_same_numbers_for_any_split_of_an_update():
 
 
 class Stale(Elsewhere):
-    """Samples every chunk from the first policy version, like a stale prefix cache. Reports this version if `honest`."""
+    """Samples every chunk from the first policy version, like a stale prefix cache.
+
+    Reports the version that it used if `honest`, otherwise the requested version.
+    """
 
     def __init__(self, honest):
         super().__init__()

@@ -169,7 +169,8 @@ def worker(rank, folder, numbers):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{folder}/group", rank=rank, world_size=2)
     row = memory.kv_bytes(toy.config(), 4) * (7 + 8) + 20 * toy.VOCAB
-    with pytest.MonkeyPatch.context() as patch:  # rank 0 has twice the memory for 2 rows, rank 1 for 5
+    # free memory: on rank 0 twice what 2 rows need, on rank 1 twice what 5 rows need
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "free_bytes", lambda device: 2.0 * row * (2 + 3 * rank))
         assert toy.trainer().sampler.rows == 2, "workers decode different numbers of rows"
     for number in numbers:

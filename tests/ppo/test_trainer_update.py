@@ -40,7 +40,7 @@ EVEN = dict(rows=[row | {"input_ids": 2 * row["input_ids"][:3]} for row in toy.p
 # the updates differ by 5e-2 or more.
 @pytest.mark.parametrize(("changes", "rounding"), [(EVEN, 0.0), ({}, 1e-4)], ids=["even", "ragged"])
 def test_the_update_in_the_documentation_equals_the_trainers(changes, rounding):
-    """Compares the second updates, because then the policy differs from the reference and Adam's moments are nonzero."""
+    """Compares the second update of both. Before the first update, the policy equals the reference and Adam's moments are 0."""
 
     def after_an_update():
         shared = toy.shared_base()

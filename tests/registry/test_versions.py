@@ -167,7 +167,10 @@ def test_the_gate():
 
 
 def test_a_gate_may_compare_with_the_champion(job, adapter):
-    """Compared versions must have the same eval rows. Without a gate, a worse version gets the alias and a note about this."""
+    """Versions with different eval rows are not compared.
+
+    Without a gate, a worse version gets the alias, and its description says so.
+    """
     compared, rows = replace(job, gate={"eval_loss": "<= champion"}), {"data": {"eval": "e" * 64}}
 
     def publish(one, loss, **more):

@@ -67,7 +67,7 @@ def test_a_worker_has_a_gpu_unless_the_job_says_otherwise():
 
 
 def test_one_machine_ignores_keys_that_choose_among_nodes(monkeypatch, capsys):
-    """On one machine, these keys have no effect, so that the same job file runs on a cluster and on one machine."""
+    """Keys that choose among nodes have no effect on one machine, so a job file for a cluster also runs there."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     selected = job("scaling.label_selector={zone: a}", "scaling.accelerator_type=H100")
     here = places_of(selected, note=True)

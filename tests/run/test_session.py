@@ -239,7 +239,7 @@ def test_a_run_announces_each_phase_and_says_nothing_else(run):
 
 @pytest.mark.parametrize("run", ["sft"], indirect=True)
 def test_a_run_writes_no_secret_of_its_environment_anywhere(run):
-    """The test searches log, checkpoints, MLflow's database and artifacts, result.json and stdout."""
+    """Searches for secrets in the log, checkpoints, MLflow's database and artifacts, result.json and stdout."""
     written = {path.name for path in run.folder.parent.rglob("*")}
     assert {"mlflow.db", "result.json", "job.json", "adapter_model.safetensors", "log.txt"} <= written
     assert leaks(run.folder.parent, run) == []

@@ -46,7 +46,7 @@ def ppo(name: str, case: str, fields: str) -> None:
     if ours.prompts == "repeated":
         token_ids = repeated(token_ids, size.generations)
     rows = [{"input_ids": ids, "row": json.dumps({"prompt": ""})} for ids in token_ids]
-    # The peak before the trainer exists. The trainer resets the system's record of peak memory, and reports its own peak.
+    # Reads the peak before the trainer exists, because the trainer resets the system's record of peak memory.
     before = high_water()
     trainer = PPOTrainer(Sampler(Roles(shared, [AdapterReward(shared)]), tokens, args), Prompts(rows))
     if ours.prompts == "repeated":
