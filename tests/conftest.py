@@ -43,7 +43,7 @@ def storage(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def migrated():
-    """Returns the database file of an empty MLflow store. Tests copy the file."""
+    """Returns the database file of an empty MLflow store, which tests copy."""
     from pipeline.registry import store
 
     return Path(store.empty_database())
@@ -67,7 +67,7 @@ def engine(models):
 
 @pytest.fixture(scope="session", autouse=True)
 def databases_that_do_not_wait_for_the_disk():
-    """Turns off SQLite's waits for the disk, which make commits slow. The waits only protect against a power failure."""
+    """Turns off SQLite's waits for the disk, which make commits slow. SQLite's waits only protect against a power failure."""
     from sqlalchemy import Engine, event
 
     def without_waiting(connection, _):
@@ -104,7 +104,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """Gives each scope to one worker. In the pinned version, `--dist loadgroup` of pytest-xdist splits scopes."""
+    """Assigns each scope to one pytest-xdist worker. In the pinned version, `--dist loadgroup` of pytest-xdist splits scopes."""
     from xdist.scheduler import LoadScopeScheduling
 
     config.option.loadscopereorder = False  # keeps the order of scopes

@@ -68,7 +68,7 @@ def test_ppo_is_compared_with_trl(tmp_path):
             *theirs,
             "ours, fp32, critic head, repeated prompts",
         ]
-        assert len(result["runs"]) == 5 + 2 * TRL_PPO.is_dir()  # TRL runs once for both critics
+        assert len(result["runs"]) == 5 + 2 * TRL_PPO.is_dir()  # one run of TRL is compared with both critics
         for (run,) in result["runs"].values():
             for update in run.get("phases", []):
                 assert set(update) == set(PHASES) and all(seconds > 0 for seconds in update.values())

@@ -110,7 +110,10 @@ ABOVE = [file for file in FILES if layer(name_of(file)) not in ("job", "settle")
 
 
 def test_few_functions_take_a_whole_job():
-    """Most functions take values that settle/ computes from a job. Lower the limits of this test if fewer take a job."""
+    """Most functions take values that settle/ computes from a job.
+
+    Lower the limits of this test if fewer functions take a job.
+    """
     taking = {
         f"{file.relative_to(ROOT)}: {one.name}"
         for file in FILES

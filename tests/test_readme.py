@@ -144,7 +144,7 @@ def test_the_messages_of_the_troubleshooting_page_exist():
 
 
 def test_the_jobs_of_commands_that_need_an_account_load(in_root):
-    """Tests cannot run commands that need an account. This test only loads the jobs of such commands."""
+    """Tests cannot run commands that need an account, so this test only loads the jobs of these commands."""
     found = re.findall(r"^make (\w+) PROFILE=([\w-]+) .*# account$", "\n".join(TEXTS.values()), re.MULTILINE)
     assert ("rm", "llama3-8b-qlora") in found
     for verb, profile in found:
@@ -343,7 +343,10 @@ def test_every_command_is_covered():
 
 
 def test_the_command_for_the_stack_sets_its_parameters():
-    """The command must set all parameters that have no default. cloud/test_clusterfile.py creates the stack in a mock of AWS."""
+    """The command must set all stack parameters that have no default.
+
+    cloud/test_clusterfile.py creates the stack in a mock of AWS.
+    """
     [command] = [command for command in COMMANDS if command.startswith("aws cloudformation")]
     file = ROOT / shlex.split(command)[shlex.split(command).index("--template-file") + 1]
     parameters = re.search(r"^Parameters:\n(.*?)^\w", file.read_text(), re.M | re.S)[1]

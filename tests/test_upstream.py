@@ -1,6 +1,6 @@
-"""Tests undocumented details of libraries that the pipeline uses. If a new version of a library breaks such a detail, a test
-fails here. Each test names the file that needs the detail. Read the comment in that file, and adapt the file or remove the
-workaround.
+"""Tests undocumented details of libraries that the pipeline uses. A test fails if a new version of a library
+changes a detail. Each test names the file of the pipeline that relies on a detail. If a test fails, read the comment in this
+file, and adapt the file or remove the workaround.
 """
 
 import inspect
@@ -59,7 +59,7 @@ def test_the_function_still_takes_the_parameters(name, parameters, file):
 
 
 def test_the_environment_variables_are_still_read():
-    """Ray silently ignores unknown variables. So Ray's sources or binaries must contain the names of the variables."""
+    """Ray silently ignores unknown variables, so Ray's sources or binaries must contain the names of the pipeline's variables."""
     from mlflow import environment_variables
     from ray.train.v2._internal.constants import ENV_VARS_TO_PROPAGATE
 

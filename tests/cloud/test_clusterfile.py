@@ -207,7 +207,7 @@ def head_and_profile(boto3):
 
 @needs_moto
 def test_ray_up_starts_the_head_on_ec2(ec2, home):
-    """Runs the real `ray up` until the mock of AWS has an instance. Then ends `ray up`, which cannot log in to a mock."""
+    """Runs the real `ray up` until the mock of AWS has an instance, and then ends `ray up`, which cannot log in to a mock."""
     [stack] = ec2.client("cloudformation").describe_stacks(StackName="rlhf")["Stacks"]
     made = {one["OutputKey"]: one["OutputValue"] for one in stack["Outputs"]}["SecurityGroup"]
     file = filled(AWS, home)

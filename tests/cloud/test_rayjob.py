@@ -177,7 +177,7 @@ def test_a_schedule_starts_new_runs(paths, monkeypatch, capsys):
     assert words[:2] == ["bash", "-c"]
     commands = [shlex.split(one)[3:5] for one in words[2].split(" && ")]
     assert commands == [["kto", paths[0]], ["evaluate", paths[1]]]
-    # `ray job submit` also joins the words with list2cmdline and passes the line to a shell
+    # `ray job submit` joins the words with list2cmdline and passes the line to a shell
     line = subprocess.list2cmdline(["bash", "-c", "echo 'a b' && echo c"])
     assert subprocess.check_output(line, shell=True, text=True) == "a b\nc\n"
 

@@ -1,4 +1,4 @@
-"""Tests on which nodes Ray's autoscaler places the shipped jobs, and that the checks before an upload agree with it."""
+"""Tests on which nodes Ray's autoscaler places the shipped jobs, and that the checks before an upload find the same nodes."""
 
 import re
 from collections import Counter
@@ -169,7 +169,8 @@ def autoscaling_config_of(spec):
     """Returns the node types that Ray's autoscaler reads from a manifest, without a running node."""
     spec = spec.get("rayClusterSpec") or spec["rayClusterConfig"]
     for group in spec["workerGroupSpecs"]:
-        group |= {"numOfHosts": 1, "replicas": 0, "minReplicas": 0}  # numOfHosts is the operator's default
+        # the KubeRay operator sets numOfHosts to 1 by default
+        group |= {"numOfHosts": 1, "replicas": 0, "minReplicas": 0}
     spec["autoscalerOptions"] = {"version": "v2"}
     return _derive_autoscaling_config_from_ray_cr({"metadata": {"namespace": "a", "name": "b"}, "spec": spec})
 

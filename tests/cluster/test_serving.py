@@ -212,7 +212,7 @@ def assert_feedback_is_accepted(client, answers, died):
         if status == 404:
             unknown.append(arrived - died)
         else:
-            assert status in (200, 400), message  # 400 for an empty completion
+            assert status in (200, 400), message  # an empty completion has status 400
     print(f"{len(unknown)} answers were lost with the host, seconds before its death: {unknown}")
     assert all(-2 < seconds < 1 for seconds in unknown), unknown
 

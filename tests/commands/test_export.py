@@ -311,7 +311,7 @@ def test_vllm_serves_an_adapter_with_the_command_that_export_prints(engine, mode
 
 
 def ask(command, path, body):
-    """Starts a server with this command, sends one request to the server, and returns the answer."""
+    """Starts a server with the given command, sends one request to the server, and returns the answer."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]

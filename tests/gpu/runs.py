@@ -14,8 +14,7 @@ from typing import Any, Literal
 from unittest import mock
 
 # isort: off
-# must be imported before pipeline/, because it instruments these modules
-from tools.gpu.pretend import branches
+from tools.gpu.pretend import branches  # before the modules of pipeline/, to instrument these modules
 # isort: on
 
 import pytest

@@ -137,7 +137,10 @@ def test_copies_of_base_weights_in_a_peft_file_must_equal_the_base(targets, save
 
 
 def test_loading_an_adapter_initializes_no_tensor(monkeypatch, tmp_path):
-    """Some of peft's initializations would change the base. None is needed, because the file contains all tensors."""
+    """Some of peft's initializations would change the base.
+
+    No initialization is needed, because the adapter's file contains all tensors.
+    """
     shared = SharedBase(toy.base())
     shared.add("made", lora={**toy.LORA, "init_lora_weights": "orthogonal"}, trainable=True)
     shared.save("made", tmp_path)
@@ -220,7 +223,7 @@ def test_a_policy_adapter_stays_the_same_when_it_is_saved_copied_and_loaded_here
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("extra", [{}, {"lora_bias": True}, {"target_modules": ["q_proj"]}], ids=str)
 def test_rows_of_one_batch_can_use_different_adapters(extra, autocast):
-    """The fused layers compute plain LoRA. Other kinds of adapters use peft's own forward."""
+    """Plain LoRA is computed by the fused layers. LoRA with a bias or on some modules only is computed by peft's own forward."""
     shared = toy.shared_base(spread=0.2)
     shared.autocast = autocast
     shared.add("other", lora={"r": 2, "target_modules": "all-linear", **extra})

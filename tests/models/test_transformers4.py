@@ -39,7 +39,10 @@ FAMILIES = {
 
 
 def saved(case, folder):
-    """Saves a model twice: `kept` with the old key names of the base's config, `made` with old names converted from new ones."""
+    """Saves a model in two folders.
+
+    In `kept`, old keys come from the base's config. In `made`, old keys are converted from new keys.
+    """
     model_type, keys = FAMILIES[case]
     base = {**SIZE, "model_type": model_type, "torch_dtype": "float32", **keys}
     (folder / "base").mkdir(parents=True)

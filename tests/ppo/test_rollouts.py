@@ -1,4 +1,4 @@
-"""Tests sampling by rollout workers, synchronous or ahead of the trainer. Results are bit-identical, and faults are detected.
+"""Tests sampling by rollout workers, synchronous or ahead of the trainer: results are bit-identical, faults are detected.
 
 The workers here are samplers with a second base in this process. tests/rollout tests real workers.
 """

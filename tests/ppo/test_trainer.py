@@ -154,7 +154,7 @@ def shared_run(number, spread=0.0):
         loads.append(sum(episodes.lengths()[row] for row in rows))
         return accumulate(episodes, rows, *rest)
 
-    def learned(episodes):  # records nothing during the self-checks, which accumulate single rows
+    def learned(episodes):  # ignores the self-checks, which also call `accumulate`
         trainer.accumulate = counted
         metrics = learn(episodes)
         trainer.accumulate = accumulate

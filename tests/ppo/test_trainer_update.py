@@ -25,7 +25,7 @@ GSPO = dict(
 )  # fmt: skip
 # the Python code of an update in docs/architecture.md
 [PAGE] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/architecture.md").read_text(), re.DOTALL)
-# Settings that the code on the page reads. Each value differs from the default and changes the result.
+# Settings that the code in docs/architecture.md reads. Each value differs from the default and changes the result.
 # Clipping changes only the policy's gradient.
 SET = dict(
     temperature=0.8, gamma=0.98, lam=0.9, kl_coef=0.3, cliprange=0.05, cliprange_value=0.1, vf_coef=0.2, max_grad_norm=0.5,
@@ -35,12 +35,12 @@ SET = dict(
 EVEN = dict(rows=[row | {"input_ids": 2 * row["input_ids"][:3]} for row in toy.prompts()], min_new_tokens=7)
 
 
-# The trainer sorts a minibatch by length, and the page's code does not. With rows of different lengths, the sums have
-# another order, and rounding makes the two updates differ by 6e-7 of their size. A missing step in the page's code makes
-# the updates differ by 5e-2 or more.
+# Unlike the code in docs/architecture.md, the trainer sorts a minibatch by length. With rows of different lengths, the
+# order of sums differs, and rounding makes the two updates differ by 6e-7 of their size. If the documented code lacked a
+# step, the updates would differ by 5e-2 or more.
 @pytest.mark.parametrize(("changes", "rounding"), [(EVEN, 0.0), ({}, 1e-4)], ids=["even", "ragged"])
 def test_the_update_in_the_documentation_equals_the_trainers(changes, rounding):
-    """Compares the second update of both. Before the first update, the policy equals the reference and Adam's moments are 0."""
+    """Compares the second updates, because before the first update the policy equals the reference and Adam's moments are 0."""
 
     def after_an_update():
         shared = toy.shared_base()
@@ -196,7 +196,8 @@ def test_reference_is_the_frozen_adapter_and_the_first_kl_is_zero():
     shared = toy.shared_base()
     for parameter in [*shared.parameters_of("reference"), *shared.parameters_of("policy")]:
         parameter.data += 0.1 * torch.sin(torch.arange(parameter.numel())).view_as(parameter)
-    trainer = toy.trainer(shared)  # both adapters start from the sft adapter, not the bare base
+    # policy and reference start from an adapter that differs from the bare base
+    trainer = toy.trainer(shared)
     frozen = toy.weights(shared, ["reference"])
     assert trainer.run_update()["objective/kl"] == pytest.approx(0, abs=1e-4)
     assert trainer.run_update()["objective/kl"] != pytest.approx(0, abs=1e-4)

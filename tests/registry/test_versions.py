@@ -169,7 +169,7 @@ def test_the_gate():
 def test_a_gate_may_compare_with_the_champion(job, adapter):
     """Versions with different eval rows are not compared.
 
-    Without a gate, a worse version gets the alias, and its description says so.
+    Without a gate, a worse version gets the alias, and its description says that it is worse.
     """
     compared, rows = replace(job, gate={"eval_loss": "<= champion"}), {"data": {"eval": "e" * 64}}
 

@@ -33,7 +33,7 @@ def ahead(embedded_ray, storage):
     return run(storage, "rollout-ahead", *AHEAD, "rollout.num_workers=1")
 
 
-# tests/ppo/test_rollouts.py has a faster test of the same behavior with tiny models.
+# tests/ppo/test_rollouts.py compares runs with and without a rollout worker in less time, with tiny models.
 @pytest.mark.slow
 def test_one_rollout_worker_gives_the_same_bits_as_none(alone, storage, capfd):
     result = run(storage, "rollout-one", *PPO, "rollout.num_workers=1")

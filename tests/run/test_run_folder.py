@@ -212,7 +212,7 @@ def test_a_folder_that_changed_before_this_process_owned_it_is_refused(run):
 
 
 def test_a_resumed_run_uses_the_recorded_version_and_commit_of_its_base(halfway, in_root):
-    """If the alias or the branch has moved since, the content's digest differs."""
+    """A resume is rejected if the digest of the base has changed, because the alias or the branch of the base has moved."""
     assert unfinished(job_of(halfway, *BATCH, "model.name_or_path=models:/rlhf-sft@champion"))
     job = job_of(halfway, *BATCH)
     left = unfinished(job)

@@ -131,13 +131,13 @@ WORKERS = {"sft": "ray::RayTrainWorker", "sweep": "ray::RayTrainWorker", "ppo": 
     scope="module", params=["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sweep", "ppo"))]
 )
 def run(request, tmp_path_factory):
-    """Runs a job with workers. Returns its listening sockets, their answers to requests without a token, and its output."""
+    """Runs a job with workers. Returns the run's listening sockets, their answers to requests without a token, and the output."""
     folder = tmp_path_factory.mktemp("sockets")
     command = [
         sys.executable, "-m", "pipeline", *RUNS[request.param], f"run.storage_path={folder}", "run.name=one",
         "run.report=false", "gate={}",
     ]  # fmt: skip
-    # The session must override these settings of the user.
+    # user settings that the session must override
     env = os.environ | SECRETS | {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
     env.pop("RAY_AUTH_TOKEN", None)
     # In this folder, Ray's processes look for the address of the cluster that was last started on this machine.

@@ -25,7 +25,7 @@ def test_a_prompt_is_computed_once_for_its_completions(critic):
     found = []
     for packs in (True, False):
         shared = toy.shared_base(critic=critic, spread=0.1)
-        shared.can_pack = packs  # overrides what the base supports
+        shared.can_pack = packs  # turns packing on or off, whatever the base supports
         settings = dict(critic=critic, check_reference=False, **GROUPS)
         found.append(
             gradients(toy.trainer(shared, min_new_tokens=2, per_device_train_batch_size=32, **settings))

@@ -59,7 +59,7 @@ def test_what_was_pushed_says_the_same_when_loaded_back(
 
 
 def test_an_adapter_is_downloaded_once_and_then_needs_no_hub(adapter, hub, storage, monkeypatch, in_root):
-    # most adapters on the Hub lack these two files
+    # most adapters on the Hub have no chat template and no lineage.json
     del adapter["chat_template.jinja"], adapter["lineage.json"]
     first = hub.put("owner/mine", adapter | {"optimizer.pt": b"x" * 1000})
     reference = registry.pin("owner/mine", "")

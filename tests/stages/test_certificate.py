@@ -205,7 +205,10 @@ def test_best_of_n_is_the_mean_over_all_subsets():
 
 
 def test_the_length_controlled_win_rate_minimizes_the_loss():
-    """The policy with longer completions wins, but would lose at equal length. Compares with scipy's minimum of the loss."""
+    """The policy with longer completions wins, but would lose at equal length.
+
+    The win rate must minimize the loss like scipy's result.
+    """
     from scipy.optimize import minimize
 
     random = np.random.default_rng(4)

@@ -41,7 +41,7 @@ def test_eos_accuracy_is_the_share_of_end_tokens_that_are_predicted(tmp_path, mo
 
 
 def test_sft_shows_greedy_completions_of_the_base_and_of_its_adapter(tmp_path):
-    """Generating with transformers and peft gives the same completions. A prompt that two rows share is shown once."""
+    """The shown completions equal those of transformers' `generate` with peft. A prompt that two rows share is shown once."""
     lines = (ROOT / "jobs/demo/data/demonstrations_eval.jsonl").read_text().splitlines()
     (tmp_path / "eval.jsonl").write_text("\n".join(lines[:2] * 2 + lines[2:12]))
     rows = [json.loads(line)["messages"] for line in lines]

@@ -129,7 +129,7 @@ def test_a_policy_continues_without_its_patterns_and_initialization(base, tmp_pa
         tokenizer=None,
     )
 
-    def trainer(model, **_):  # TRL's DPOTrainer also copies the adapter
+    def trainer(model, **_):  # like TRL's DPOTrainer, copies the adapter for the reference
         model.add_adapter("ref", model.peft_config["default"])
         peft.set_peft_model_state_dict(model, peft.get_peft_model_state_dict(model), adapter_name="ref")
         return SimpleNamespace(model=model)

@@ -177,7 +177,10 @@ def samples_of(trainer, rollout):
 
 
 def in_some_rows(condition):
-    """Returns `condition`. Asserts that the condition holds in some rows but not in all. Otherwise a test would prove nothing."""
+    """Returns `condition`.
+
+    Asserts that the condition holds in some rows but not in all, because otherwise a test would prove nothing.
+    """
     assert condition.any() and not condition.all()
     return condition
 

@@ -55,8 +55,8 @@ def trainer_of(size: Size, policy: Any, reward: Any, critic: Any, watch: Any, bf
         temperature=1.0,
         learning_rate=LEARNING_RATE,
         bf16=bf16,
-        # TRL itself splits the rows of an update into minibatches. With gradient accumulation instead, accelerate would skip
-        # every other optimizer step.
+        # TRL itself splits the rows of an update into minibatches. If gradient accumulation split the rows, accelerate would
+        # skip every other optimizer step.
         per_device_train_batch_size=size.prompts,
         gradient_accumulation_steps=1,
         local_rollout_forward_batch_size=size.prompts,

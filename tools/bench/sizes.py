@@ -200,7 +200,7 @@ def shape(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: i
 
 
 ALL = (
-    Size(  # for the test of the bench
+    Size(  # the size that tests/test_bench.py uses
         name="toy", shape=shape(1024, 64, 96, 2, 2), prompts=4, together=2, generations=2,
         prompt_tokens=8, long_prompt_tokens=24, new_tokens=6, eos_bias=4.6, updates=2, rows=4, words=10, steps=2, warmup=1,
         logging_steps=1, pairs=4, serve_tokens=6, serve_seconds=3,

@@ -4,7 +4,7 @@
     hosts[0].here("ray", "status")          # a command line for this host, without sshd
 
 The hosts are Linux namespaces around one network bridge. The hosts share the other parts of the file system, like machines with a
-network mount. Needs root and TOOLS. Removes everything at the end.
+network mount. Needs root and the programs in TOOLS. Removes everything at the end.
 """
 
 import os
@@ -154,7 +154,7 @@ class Hosts:
         for host in self.hosts:
             host.process.kill()  # ends all processes of the host
             host.process.wait()
-            # otherwise the bridge would exist until the host's last process has ended
+            # without this command, the bridge would exist until the host's last process has ended
             subprocess.run(["ip", "link", "del", f"v{host.name}"])
             subprocess.run(["ip", "netns", "del", host.name])
         subprocess.run(["ip", "link", "del", "rlhfbr"])

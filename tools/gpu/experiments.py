@@ -159,7 +159,9 @@ def run(name: str) -> Record:
 
 
 def isolated(seconds: float, work: Callable[..., Any], *args: Any, method: str | None = None) -> Any:
-    """Runs `work(*args)` in a separate process and returns its result. Memory and CUDA errors end with the process.
+    """Runs `work(*args)` in a separate process and returns its result.
+
+    The end of the process frees its GPU memory and clears CUDA errors.
 
     Args:
         method: start method of multiprocessing. By default, a pretended GPU uses `fork`, because libraries are then loaded

@@ -172,7 +172,7 @@ def _step(
     found = f"{losses[0]:.3f} to {losses[-1]:.3f}"
     record.check("the loss falls in four steps on one batch", found, losses[-1] < losses[0])
     trainer = dict(per_device_train_batch_size=rows, gradient_checkpointing=True, bf16=True)
-    # TRL's SFT loss keeps more copies of the logits in memory than this loss.
+    # `plan` expects TRL's SFT loss, which keeps more copies of the logits in memory than the loss of this experiment.
     compare(record, planned_peak(stage, "8b", precision, length, trainer), above_only=stage == "sft")
 
 

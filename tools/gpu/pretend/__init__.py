@@ -5,7 +5,7 @@
 
 In the block torch finds GPUs, so code takes its branches for CUDA, and autocast and autograd use CUDA's dispatch keys. Wrong
 code gets CUDA's errors: two devices in one operation, `numpy()` of a GPU tensor, a host read during the capture of a graph, a
-graph in a pool that is gone. `host_reads` counts operations that make the host wait.
+graph in a freed memory pool. `host_reads` counts operations that make the host wait.
 
 Results are computed by the CPU's kernels. CUDA's kernels, speed and memory fragments are not simulated.
 """
@@ -53,7 +53,7 @@ def cuda(gpus: int = 2, gib: float = 80) -> Iterator[None]:
     """Pretends that this process has `gpus` GPUs with `gib` GiB each. Threads started in the `with` block have the same GPUs."""
     with suppress(ImportError):
         import bitsandbytes  # bitsandbytes searches for CUDA's libraries only at its import
-    # `torch` caches this list; it must be filled before torch.tensor is replaced.
+    # torch caches its list of tensor constructors, and must do so before torch.tensor is replaced.
     torch.utils._device._device_constructors()
     machine.gpus = [Gpu(index, int(gib * GIB)) for index in range(gpus)]
     machine.thread = threading.local()
