@@ -15,11 +15,11 @@ from pipeline.__main__ import parser
 from pipeline.commands import SUMMARIES
 from pipeline.errors import show
 from pipeline.job import schema
-from pipeline.job.stages import INPUTS, STAGE
+from pipeline.job.stages import INPUTS, STAGE_SPECS
 from pipeline.metrics import TABLE
 
 DOCS = Path(__file__).parent
-TRL = [stage for stage, facts in STAGE.items() if facts.trainer.startswith("trl.")]
+TRL = [stage for stage, spec in STAGE_SPECS.items() if spec.trainer.startswith("trl.")]
 LIBRARIES = {  # package of a configuration class -> its documentation
     "peft": "https://huggingface.co/docs/peft/package_reference/lora#peft.{name}",
     "ray": "https://docs.ray.io/en/latest/train/api/doc/ray.train.{name}.html",
@@ -80,11 +80,11 @@ def configuration() -> str:
         sections = {*INPUTS} if title == "Top level" else None
         known = {key: one for key, one in schema.keys(dotted).items() if sections is None or key in sections}
         pages.append(table(f"## {title}", known, intro, dotted))
-    ours = [stage for stage in STAGE if stage not in TRL]
+    ours = [stage for stage in STAGE_SPECS if stage not in TRL]
     for stages, known in shared_keys(ours).items():
-        pages.append(table(f"## trainer of {', '.join(stages)}", known, "", STAGE[stages[0]].trainer))
+        pages.append(table(f"## trainer of {', '.join(stages)}", known, "", STAGE_SPECS[stages[0]].trainer))
     for stages, known in shared_keys(TRL).items():
-        classes = [STAGE[one].trainer for one in stages]
+        classes = [STAGE_SPECS[one].trainer for one in stages]
         if stages == (*TRL,):
             classes = ["transformers.TrainingArguments"]
         defaults = {key: one["default"] for key, one in known.items() if one.get("default") is not None}
@@ -100,8 +100,8 @@ def shared_keys(stages: Iterable[str]) -> dict[tuple[str, ...], dict[str, Any]]:
     """Groups the keys of `trainer` by the stages that have the key with the same schema. Returns {stages: {key: schema}}."""
     groups: dict[tuple[str, ...], dict[str, Any]] = {}
     for stage in stages:
-        for key, one in schema.keys(STAGE[stage].trainer).items():
-            group = tuple(name for name in stages if schema.keys(STAGE[name].trainer).get(key) == one)
+        for key, one in schema.keys(STAGE_SPECS[stage].trainer).items():
+            group = tuple(name for name in stages if schema.keys(STAGE_SPECS[name].trainer).get(key) == one)
             if "not" not in one:
                 groups.setdefault(group, {})[key] = one
     return groups

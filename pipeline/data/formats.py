@@ -1,7 +1,7 @@
 """Defines the row formats: the fields of each format, and the function that parses a row. Does not use a tokenizer.
 
-KINDS lists all kinds of rows, each with its formats. job.stages.STAGE says which kind each stage reads. The format of a row is
-the first format whose fields all exist in the row.
+KINDS lists all kinds of rows, each with its formats. job.stages.STAGE_SPECS says which kind each stage reads. The format
+of a row is the first format whose fields all exist in the row.
 """
 
 import hashlib

@@ -49,7 +49,7 @@ from pipeline.data.messages import ROLES, tool_schemas
 from pipeline.data.reshape import Preprocess, value_at
 from pipeline.data.values import Dropped, RowError, setting, some
 from pipeline.errors import InputError, visible
-from pipeline.job.stages import STAGE
+from pipeline.job.stages import STAGE_SPECS
 
 # names that datasets use for a field, the most likely first
 NAMES = {
@@ -119,8 +119,8 @@ def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
 def fitting(rows: Rows) -> str:
     """Returns a text that says which stages can read the rows, and with which data.columns, or "" if none can."""
     fits: dict[str, list[str]] = {}
-    for stage, facts in STAGE.items():
-        if rows and facts.learns and (guess := guess_columns(rows, kind_of(stage))) is not None:
+    for stage, spec in STAGE_SPECS.items():
+        if rows and spec.learns and (guess := guess_columns(rows, kind_of(stage))) is not None:
             fits.setdefault(f"with {as_setting(guess, rows)}" if guess else "as they are", []).append(stage)
     words = {
         how: " and ".join(filter(None, (", ".join(names[:-1]), names[-1]))) for how, names in fits.items()

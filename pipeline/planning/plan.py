@@ -12,7 +12,7 @@ from typing import Any
 from pipeline.errors import InputError
 from pipeline.input_uri import InputURI
 from pipeline.job import schema
-from pipeline.job.stages import Stage
+from pipeline.job.stages import StageSpec
 from pipeline.models import adapter_files
 from pipeline.models.gpus import PEAK_TFLOPS
 from pipeline.planning.rows import Rows
@@ -113,26 +113,26 @@ class Plan:
     def checkpoint(self) -> float:
         """Returns the bytes of a checkpoint: trained parameters, Adam's moments, and the best parameters if they are kept."""
         # TRL's trainer also saves the adapter of the reference model.
-        reference = self.work.stage.trl and _has_reference(self.work)
-        kept = 4.0 * reference + 4.0 * self.work.options.load_best_model_at_end
+        reference = self.work.spec.trl and _has_reference(self.work)
+        kept = 4.0 * reference + 4.0 * self.work.run.load_best_model_at_end
         return (4.0 + _moments(self.work.trainer) + kept) * self.trainable
 
 
 def memory_settings(work: Sections, context: int) -> MemorySettings:
     """Returns the settings, for rows of the maximum length. `context` is the number of tokens in the model's context."""
-    stage, args, workers, longest = work.stage, work.args, work.places.workers.fewest, work.data.max_length
-    if stage.trl:
+    spec, args, workers, longest = work.spec, work.args, work.places.workers.fewest, work.data.max_length
+    if spec.trl:
         return MemorySettings(
             work.trainer.get("per_device_train_batch_size", 8),
             min(longest or context, context),
             work.bf16,
             work.trainer.get("gradient_checkpointing") is not False,  # TRL's default is True
-            stage.sequences,
+            spec.sequences,
         )
-    completion = args.response_length if stage.writes else 0
+    completion = args.response_length if spec.writes else 0
     prompt = longest or context - completion
     width = prompt + completion
-    if not stage.learns:
+    if not spec.learns:
         rows = args.local_rollout_forward_batch_size
         return MemorySettings(0, width, work.bf16, False, 1, rows, prompt, completion)
     from pipeline.scoring.forward import FORWARD_TOKENS
@@ -160,14 +160,14 @@ def make_plan(work: Sections, loras: Loras | None = None, learns: bool = True) -
             description are assumed to have the settings of the job's `lora`.
         learns: False for a rollout worker of a ppo job, which samples and scores, and has no critic.
     """
-    stage, args, rollout, model = work.stage, work.args, work.rollout, work.frozen
+    spec, args, rollout, model = work.spec, work.args, work.rollout, work.frozen
     device = "cuda" if (work.places.on_gpu if learns else work.places.rollout_on_gpu) else "cpu"
     roles, learning = _roles(work)
     if not learns:
         roles, learning = [role for role in roles if role != "critic"], []
     starts = {"reference": "policy", "critic": "reward"}
     try:
-        shape = Shape(model, work.lora, "reward" in (stage.learns, *stage.inputs))
+        shape = Shape(model, work.lora, "reward" in (spec.learns, *spec.inputs))
         lora_of = {role: (loras or {}).get(starts.get(role, role), work.lora) for role in roles}
         size = {role: 4.0 * (lora.get("parameters") or shape.adapter(lora)) for role, lora in lora_of.items()}
     except ValueError as error:  # peft found no modules to adapt, or contradictory settings
@@ -182,13 +182,13 @@ def make_plan(work: Sections, loras: Loras | None = None, learns: bool = True) -
         items = [
             Item(
                 f"base, {model.dtype}: a shard of {workers}, and the lm head",
-                shape.sharded(workers, stage.learns != "reward"),
+                shape.sharded(workers, spec.learns != "reward"),
             ),
             Item("gathered while computing: the embedding and the current layers", at_hand),
         ]
     else:
         items = [Item(f"base, {'nf4' if model.load_in_4bit else model.dtype}, once", shape.weights)]
-    head = learns and stage.online and args.uses_critic and not args.has_critic_adapter
+    head = learns and spec.online and args.uses_critic and not args.has_critic_adapter
     adapters = ", ".join(roles) + "; the critic is a head on the policy" * head
     items.append(Item(f"adapters: {adapters}", sum(size.values())))
     if learning:
@@ -201,10 +201,10 @@ def make_plan(work: Sections, loras: Loras | None = None, learns: bool = True) -
         kind = "layer inputs and one layer" if asked.checkpointing else "all layers"
         saved = shape.activations(asked.rows * asked.sequences, asked.width, asked.bf16, asked.checkpointing)
         items.append(Item(f"activations for backward: {tokens:,} tokens, {kind}", saved, "update"))
-        items.append(Item("logits and their gradients", _logits(stage, shape, tokens, device), "update"))
-    if stage.online and asked.bf16:
+        items.append(Item("logits and their gradients", _logits(spec, shape, tokens, device), "update"))
+    if spec.online and asked.bf16:
         items.append(Item("the learning adapters in bfloat16", trainable / 2, "update"))
-    vllm = stage.online and rollout.engine == "vllm"
+    vllm = spec.online and rollout.engine == "vllm"
     if asked.rollout_rows and not (learning and vllm and rollout.num_workers):
         gpus = rollout.tensor_parallel_size if vllm and not learning else 1
         items += _rollout_items(shape, asked, device, vllm, gpus)
@@ -247,13 +247,13 @@ def _rollout_items(shape: Shape, asked: MemorySettings, device: str, vllm: bool,
 
 def _roles(work: Sections) -> tuple[list[str], list[str]]:
     """Returns the roles that have an adapter in memory, and those of these roles that are trained."""
-    stage, named = work.stage, work.named
-    if stage.learns is None:
+    spec, named = work.spec, work.named
+    if spec.learns is None:
         models = [name for name, at in named.items() if at != "base" and InputURI.parse(at).is_model]
         return list(dict.fromkeys(name.split(".")[0] for name in models)), []
-    learning = [stage.learns]
+    learning = [spec.learns]
     roles = learning + ["reference"] * _has_reference(work)
-    if stage.trl:
+    if spec.trl:
         return roles, learning
     rewards = [
         name for name, at in named.items() if name.startswith("reward.") and InputURI.parse(at).is_model
@@ -273,13 +273,13 @@ def _moments(trainer: dict[str, Any]) -> float:
 def _has_reference(work: Sections) -> bool:
     """Returns whether the reference is an adapter. Otherwise, it is the bare base, which needs no additional memory."""
     start = work.named.get("reference") or work.named.get("policy")
-    return work.stage.keeps_reference and start not in (None, "base")
+    return work.spec.keeps_reference and start not in (None, "base")
 
 
-def _logits(stage: Stage, shape: Shape, tokens: int, device: str) -> float:
-    if stage.learns == "reward":  # a reward model has no logits
+def _logits(spec: StageSpec, shape: Shape, tokens: int, device: str) -> float:
+    if spec.learns == "reward":  # a reward model has no logits
         return 0.0
-    if not stage.trl:
+    if not spec.trl:
         from pipeline.models.logprobs import LOGIT_CHUNK
 
         return 4.0 * 4 * LOGIT_CHUNK[device]  # the logits and the softmax of a chunk, and their gradients
@@ -330,25 +330,25 @@ def fit_into(work: Sections, memory: float, loras: Loras | None = None) -> tuple
 
 def _changes(work: Sections, loras: Loras | None = None) -> list[tuple[str, Any]]:
     """Returns overrides that reduce the memory, least disruptive first. The last one, NF4, changes the result of the run."""
-    asked, stage, workers = memory_settings(work, 1 << 20), work.stage, work.places.workers.fewest
+    asked, spec, workers = memory_settings(work, 1 << 20), work.spec, work.places.workers.fewest
     # Only divisors of the current size, so that the batch remains divisible.
-    fewer = [n for n in range(asked.rows - 1, stage.fewest_rows - 1, -1) if asked.rows % n == 0]
+    fewer = [n for n in range(asked.rows - 1, spec.fewest_rows - 1, -1) if asked.rows % n == 0]
     changes: list[tuple[str, Any]] = []
-    now = work.args.planned_rows(workers) if stage.online else asked.rollout_rows
+    now = work.args.planned_rows(workers) if spec.online else asked.rollout_rows
     changes += [("trainer.local_rollout_forward_batch_size", now >> i) for i in (1, 2, 3, 4) if now >> i]
-    if stage.online:
+    if spec.online:
         training = asked.rows * asked.width  # tokens of a micro-batch
         if work.args.max_tokens_per_micro_batch is None and training < asked.scored:
             changes.append(("trainer.max_tokens_per_micro_batch", training))
     changes += [("trainer.per_device_train_batch_size", n) for n in fewer[:2]]
-    if stage.learns:
+    if spec.learns:
         changes.append(("trainer.gradient_checkpointing", True))
     changes += [("trainer.per_device_train_batch_size", n) for n in fewer[2:]]
     if work.places.on_gpu:
         changes += [("trainer.bf16", True), ("model.dtype", "bfloat16")]
     dora = any(one.get("use_dora") for one in (work.lora, *(loras or {}).values()))
     vllm = work.rollout.engine == "vllm"  # vLLM loads the full base
-    if workers > 1 and not ("model.fsdp" in stage.unused or work.model.load_in_4bit or dora or vllm):
+    if workers > 1 and not ("model.fsdp" in spec.unused or work.model.load_in_4bit or dora or vllm):
         changes.append(("model.fsdp", True))
     changes.append(("model.load_in_4bit", True))
     return [(key, value) for key, value in changes if _with(work, {key: value}) != work]
@@ -360,7 +360,7 @@ def _with(work: Sections, changes: dict[str, Any]) -> Sections:
         section, name = key.split(".")
         if section == "trainer":
             trainer = {**work.trainer, name: value}
-            args = None if work.stage.trl else type(work.args)(**trainer)
+            args = None if work.spec.trl else type(work.args)(**trainer)
             bf16 = bool(value) if name == "bf16" else work.bf16
             work = replace(work, trainer=trainer, args=args, bf16=bf16)
         else:
@@ -378,10 +378,10 @@ def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
         name: a key of GPUS.
         rows: number and mean length of the training rows of an epoch.
     """
-    gpu, work, asked, stage = GPUS[name], plan.work, plan.asked, plan.work.stage
+    gpu, work, asked, spec = GPUS[name], plan.work, plan.asked, plan.work.spec
     workers, (longest, completion) = work.places.workers.most, plan.tokens
     row, read = min(rows.tokens, longest), 0.0
-    if stage.online:
+    if spec.online:
         args = work.args
         episodes = args.total_updates(rows.count) * args.batch_size
         tokens = episodes * (row + completion)
@@ -395,14 +395,14 @@ def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
         read = math.ceil(episodes / at_once) * completion * (plan.shape.moved + filled)
     else:
         # Forwards of the reference, and other forwards of the stage without gradients, have no backward.
-        passes = (3 if asked.checkpointing else 2) + stage.keeps_reference + stage.further_forwards
+        passes = (3 if asked.checkpointing else 2) + spec.keeps_reference + spec.further_forwards
         steps = work.trainer.get("max_steps", 0)
         if steps and steps > 0:  # packed rows have the maximum length, other rows the mean length
             width = longest if work.trainer.get("packing") else row
             tokens = steps * (work.data.batch_size or 8 * workers) * width
         else:
             tokens = rows.count * row * work.trainer.get("num_train_epochs", 3.0)
-        tokens *= stage.sequences
+        tokens *= spec.sequences
     products = passes * tokens * 2.0 * plan.shape.parameters
     seconds = products / (gpu.tflops * 1e12) + read / (gpu.bandwidth * 1e9)
     return seconds / UTILIZATION / workers / 3600
@@ -418,7 +418,7 @@ def recomputes(worker: Any) -> bool:
     from pipeline.writing.memory import free_bytes
 
     work = worker.work
-    default = schema.keys(work.stage.trainer)["gradient_checkpointing"].get("default")
+    default = schema.keys(work.spec.trainer)["gradient_checkpointing"].get("default")
     given = work.trainer.get("gradient_checkpointing", default)
     if given is not None:
         return bool(given)

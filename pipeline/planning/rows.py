@@ -40,7 +40,7 @@ def estimate_rows(work: Sections, context: int | None) -> tuple[Rows | None, str
         tokenizer = load_tokenizer(
             model.name_or_path, model.revision, model.chat_template, model.trust_remote_code
         )
-        files, options = plan_reading(work.run.stage, replace(work.data, eval=None), tokenizer, context)
+        files, options = plan_reading(work.identity.stage, replace(work.data, eval=None), tokenizer, context)
         sources: list[list[Chunk]] = [[] for _ in sources_of(work.data.train)]
         for file in files["train"]:
             for chunk in plan_chunks(file, "train", options.kind_in("train", file.source), CHUNK):

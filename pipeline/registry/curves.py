@@ -104,7 +104,7 @@ class WandB(Tracker):
     name = "Weights & Biases"
 
     def __init__(self, run_id: str, tracking: Tracking):
-        self.run_id, self.experiment, self.of = run_id, tracking.experiment, tracking.run
+        self.run_id, self.experiment, self.of = run_id, tracking.experiment, tracking.identity
         self.remote = storage.is_remote(self.of.folder)
         self.run: Any = None
         self.local = ""
@@ -163,7 +163,7 @@ class WandB(Tracker):
 # {name in mlflow.report_to: function(tracking, id of the MLflow run) that returns the tracker}.
 # The Python package and the extra that installs it have the same name.
 TRACKERS: dict[str, Callable[[Tracking, str], Tracker]] = {
-    "tensorboard": lambda tracking, _: TensorBoard(storage.join(tracking.run.folder, "tensorboard")),
+    "tensorboard": lambda tracking, _: TensorBoard(storage.join(tracking.identity.folder, "tensorboard")),
     "wandb": lambda tracking, run_id: WandB(run_id, tracking),
 }
 

@@ -42,7 +42,7 @@ def mlflow_run(tracking: Tracking, digests: dict[str, str], new_run: bool = Fals
         new_run: whether to start a new MLflow run even if the run folder has an unfinished one. If the unfinished one still has
             the status RUNNING because its driver was killed, its status becomes KILLED.
     """
-    run = tracking.run
+    run = tracking.identity
     mlflow = store.client(tracking.uri)
     experiment = _experiment(mlflow, tracking)
     if new_run:
@@ -79,7 +79,7 @@ def end_finished(uri: str, run_id: str) -> None:
 def end_interrupted(tracking: Tracking) -> None:
     """Marks a run as KILLED if its driver was killed and left it as RUNNING."""
     mlflow = store.client(tracking.uri)
-    newest = _newest(mlflow, [_experiment(mlflow, tracking)], storage.absolute(tracking.run.folder))
+    newest = _newest(mlflow, [_experiment(mlflow, tracking)], storage.absolute(tracking.identity.folder))
     if newest and newest.info.status == "RUNNING":
         mlflow.set_terminated(newest.info.run_id, "KILLED")
 
@@ -103,7 +103,7 @@ def _experiment(mlflow: Any, tracking: Tracking) -> str:
 
     name, location = tracking.experiment, None
     if store.file_of_uri(tracking.uri):  # a server chooses where it stores artifacts
-        path = storage.join(storage.absolute(tracking.run.storage_path), "artifacts")
+        path = storage.join(storage.absolute(tracking.identity.storage_path), "artifacts")
         # MLflow would misread a path with # or %20 that is not a URI
         location = path if storage.is_remote(path) else Path(path).as_uri()
     try:
@@ -122,7 +122,7 @@ def _log_inputs(mlflow: Any, run_id: str, tracking: Tracking, digests: dict[str,
     from mlflow.data.meta_dataset import MetaDataset
     from mlflow.entities import Dataset, DatasetInput, InputTag, Param
 
-    resolved = tracking.run.settings
+    resolved = tracking.identity.settings
     mlflow.log_dict(run_id, resolved, run_folder.JOB)
     params = [
         Param(store.metric_key(key), str(value)[:500]) for key, value in store.flatten(resolved).items()

@@ -28,7 +28,7 @@ class Tracking:
     uri: str  # tracking URI of MLflow
     experiment: str
     also: list[str]  # other trackers that get the same metrics
-    run: Identity
+    identity: Identity
     sources: dict[str, str]  # {split, e.g. train: paths of its rows}
 
 

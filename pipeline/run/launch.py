@@ -63,7 +63,7 @@ def publish(work: Work, result: dict[str, Any]) -> registry.Version | None:
             return None
         facts = lineage.read(folder, adapter)
         print(f"registering {work.gate.model}", flush=True)
-        run_id, stage = result["mlflow_run_id"], work.run.stage
+        run_id, stage = result["mlflow_run_id"], work.identity.stage
         return registry.publish(
             work.uri, work.gate, stage, run_id, folder, result["metrics"], facts, unchanged
         )
@@ -122,7 +122,7 @@ def finished(earlier: Earlier) -> dict[str, Any] | None:
     """Returns the result of the finished run of this name, or None if there is none."""
     if not earlier.result:
         return None
-    run = earlier.run
+    run = earlier.identity
     print(
         f"run {run.name} is finished ({run.folder}/result.json); run.overwrite=true starts it over, another run.name starts a "
         "new one"
@@ -149,17 +149,17 @@ def open_run(job: Job, earlier: Earlier) -> Iterator[tuple[Work, dict[str, Any],
     for warning in find_warnings(job):
         print(f"warning: {warning}", flush=True)
     with contextlib.ExitStack() as stack:
-        pinned = resume.pinned_inputs(left, tracking.run)
+        pinned = resume.pinned_inputs(left, tracking.identity)
         work, rows, report = stack.enter_context(prepared(job, pinned))
         if report:
             print(report.render(samples=False), flush=True)
             counts = {name: split.kept for name, split in report.splits.items()}
             for line in judging.estimate_costs(work, rows, counts):
                 terminal.say(line)
-        continues = bool(left) and resume.same_content(left, work.run, work.base["digest"], work.digests)
-        lease = stack.enter_context(resume.owned(work.folder, earlier.files, work.run.overwrite))
+        continues = bool(left) and resume.same_content(left, work.identity, work.base["digest"], work.digests)
+        lease = stack.enter_context(resume.owned(work.folder, earlier.files, work.identity.overwrite))
         checkpoints.newest(work.folder)  # moves damaged checkpoints away before a worker starts
-        resume.record(work.run, work.versions, work.base["digest"], work.digests)
+        resume.record(work.identity, work.versions, work.base["digest"], work.digests)
         run_id = stack.enter_context(_mlflow_run(work, new_run=not continues))
         work = replace(work, lease=lease, started=started, run_id=run_id)
         stack.enter_context(failure_recorded(work))
@@ -168,7 +168,7 @@ def open_run(job: Job, earlier: Earlier) -> Iterator[tuple[Work, dict[str, Any],
 
 def _mlflow_run(work: Work, new_run: bool) -> contextlib.AbstractContextManager[str | None]:
     """Opens the MLflow run of a stage that runs in Ray Train's workers. Other stages have no MLflow run."""
-    if work.stage.runs_in != "train":
+    if work.spec.runs_in != "train":
         return contextlib.nullcontext()
     return registry.mlflow_run(work.tracking, work.digests, new_run=new_run)
 
@@ -188,7 +188,7 @@ def write_result(work: Work, report: Any, entries: dict[str, Any]) -> dict[str, 
             numbers = "  ".join(f"{key} {value:g}" for key, value in one.items())
             terminal.say(f"judge of {name}: {numbers}", result=True)
     work.lease.require()
-    run = work.run
+    run = work.identity
     result = {
         "stage": run.stage,
         "name": run.name,
@@ -218,7 +218,7 @@ def failure_recorded(work: Work) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as stop:
-        stop.add_note(f"run.name={work.run.name}")
+        stop.add_note(f"run.name={work.identity.name}")
         raise
     except Exception as error:
         if any(isinstance(one, LeaseLost) for one in causes(error)):
@@ -240,14 +240,14 @@ def train_in_workers(work: Work, rows: dict[str, Any], train: Train, companion: 
     """Runs `train(worker)` in every worker. Returns the result of Worker.finish, with the paths of checkpoint and adapter."""
     from pipeline.run.fit import fit
 
-    places, run = work.places, work.run
+    places, run = work.places, work.identity
     if not places.in_process:
         many = "s" * (places.workers.most > 1)
         print(f"starting {places.count} worker{many}: importing torch and transformers", flush=True)
     started = time.monotonic()
     try:
         config = {"train": train, "work": work, "companion": companion}
-        outcome = fit(places, work.options, main, config, rows)
+        outcome = fit(places, work.run, main, config, rows)
     except Exception as error:
         if any(isinstance(one, InputError | LeaseLost) for one in causes(error)):
             raise  # the same command would fail again

@@ -31,11 +31,11 @@ def explained(work: Work) -> Iterator[None]:
 
 def remedy(work: Work, phase: str) -> str:
     """Returns the settings to change, each with its current value. Changes that affect the run least come first."""
-    facts, loading, lighter, new_run = work.stage, phase == "loading the base", [], []
+    spec, loading, lighter, new_run = work.spec, phase == "loading the base", [], []
     if not loading:
         lighter += _halved(work, _limit(work, phase))
         new_run += _switched(work, "trainer.bf16", True)
-    if facts.learns and not loading and phase not in ROLLOUT:
+    if spec.learns and not loading and phase not in ROLLOUT:
         if work.trainer.get("gradient_checkpointing", False) is None:  # `plan` has chosen the value
             lighter += ["trainer.gradient_checkpointing=true (now null)"]
         lighter += _switched(work, "trainer.gradient_checkpointing", True)
@@ -44,15 +44,15 @@ def remedy(work: Work, phase: str) -> str:
         new_run += _switched(work, "model.load_in_4bit", True)
     advice = [f"set, in this order, {', '.join(lighter)}"] if lighter else []
     advice += [f"if that is not enough, in a new run, {', '.join(new_run)}"] if new_run else []
-    advice += [f"`make plan JOB={work.run.source}` computes what fits"] if facts.learns else []
+    advice += [f"`make plan JOB={work.identity.source}` computes what fits"] if spec.learns else []
     return "; ".join(advice)
 
 
 def _limit(work: Work, phase: str) -> str:
     """Returns the key of `trainer` that limits the rows or tokens of a forward pass in this phase."""
-    if work.stage.trl:
+    if work.spec.trl:
         return f"per_device_{'eval' if phase == 'evaluate' else 'train'}_batch_size"
-    if not work.stage.learns or phase in ("rollout", "evaluate"):
+    if not work.spec.learns or phase in ("rollout", "evaluate"):
         return "local_rollout_forward_batch_size"
     if phase in ("score", "values") or work.args.max_tokens_per_micro_batch:
         return "max_tokens_per_micro_batch"
@@ -83,5 +83,5 @@ def _switched(work: Work, key: str, to: Any) -> list[str]:
 
 def _value(work: Work, name: str) -> Any:
     """Returns a key of the `trainer` section or its default, or None if the stage has no such key."""
-    known = schema.keys(work.stage.trainer)
+    known = schema.keys(work.spec.trainer)
     return work.trainer.get(name, known.get(name, {}).get("default"))

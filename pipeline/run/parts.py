@@ -136,7 +136,7 @@ def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
                 raise pickle.loads(problem)
             now += int(sum(batch["rows"]))
             rate = now / (time.monotonic() - started)
-            print(f"{work.run.stage}  {there + now}/{count} rows  {rate:.1f} rows/s", flush=True)
+            print(f"{work.identity.stage}  {there + now}/{count} rows  {rate:.1f} rows/s", flush=True)
     return now
 
 
@@ -176,7 +176,7 @@ class Parts:
 
     def __init__(self, load: Load, work: Work, rows: Any, chosen: Sequence[int]):
         if not work.places.in_process:
-            name_output(work.run.stage)
+            name_output(work.identity.stage)
             hold(work.lease)
         self.load, self.work = load, work
         self.rows, self.chosen = to_hf(rows, work.fingerprints["train"]), chosen

@@ -46,9 +46,9 @@ def prepared(
     check_sampler(job.rollout_config, job.model)
     with console.waiting("checking the model"):
         work = settle(job, pinned)  # resolves and checks the job before Ray starts
-    with session.session(work.places, work.run.storage_path, work.uri):
+    with session.session(work.places, work.identity.storage_path, work.uri):
         rows, report = dict[str, Any](), None
-        if work.stage.rows:
+        if work.spec.rows:
             work, rows, report = tokenize(work, _ray_for_rows(work))
             check_with_libraries(job)  # after reading the rows, because importing the libraries takes seconds
         yield work, rows, report
@@ -61,7 +61,7 @@ def read_only(job: Job) -> Any:
         work = settle(job)
     # Reading rows does not need the run's resources. Without a cluster, this process reads them.
     work = replace(work, places=replace(placement.ROWS, in_process=not placement.on_cluster()))
-    with session.session(work.places, work.run.storage_path, work.uri):
+    with session.session(work.places, work.identity.storage_path, work.uri):
         _, _, report = tokenize(work, _ray_for_rows(work))
     if not job.scaling.get("use_gpu"):
         check_with_libraries(job)
@@ -70,5 +70,5 @@ def read_only(job: Job) -> Any:
 
 def _ray_for_rows(work: Work) -> Any:
     """Returns a function that starts Ray for reading many rows, or None if the job runs on Ray anyway."""
-    start = partial(session.session, placement.ROWS, work.run.storage_path, work.uri)
+    start = partial(session.session, placement.ROWS, work.identity.storage_path, work.uri)
     return start if work.places.in_process else None

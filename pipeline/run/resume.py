@@ -140,7 +140,7 @@ def read_left(folder: str, seen: dict[str, str], file: str, *keys: str) -> dict[
 class Earlier:
     """What earlier attempts at a run left in its folder."""
 
-    run: Identity
+    identity: Identity
     files: dict[str, str]  # owner_files() of the run's folder
     job: dict[str, Any]  # job.json of an unfinished run, or {} if there is none or run.overwrite starts over
     result: dict[str, Any]  # result.json of a finished run, or {}
@@ -177,17 +177,17 @@ def unfinished(earlier: Earlier) -> dict[str, Any]:
     A run without a checkpoint or a part has nothing to resume, so its job may still be edited.
     Raises InputError if this job would give other results than the job that began the run.
     """
-    run, left = earlier.run, earlier.job
+    run, left = earlier.identity, earlier.job
     if not left:
         return {}
     free = [*MAY_CHANGE, *_resolved(run), "begun_with"]
-    if run.settings["data"]["batch_size"] or run.facts.online:  # then the key only limits the rows in memory
+    if run.settings["data"]["batch_size"] or run.spec.online:  # then the key only limits the rows in memory
         free.append("trainer.per_device_train_batch_size")
-    if run.facts.learns:  # other stages output the judge's scores, and make parts of this many rows
+    if run.spec.learns:  # other stages output the judge's scores, and make parts of this many rows
         free += ["judge", "trainer.local_rollout_forward_batch_size"]
     changed = differences(left, run, free)
     workers = [one.get("scaling", {}).get("num_workers") for one in (left, run.settings)]
-    if run.facts.trl and not run.settings["data"]["batch_size"] and (workers[0] or 1) != (workers[1] or 1):
+    if run.spec.trl and not run.settings["data"]["batch_size"] and (workers[0] or 1) != (workers[1] or 1):
         changed["scaling.num_workers"] = (
             workers[0],
             workers[1],

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from pipeline.job import Model
-from pipeline.job.judge import Definition
 from pipeline.job.rollout import RolloutConfig
 from pipeline.models import fsdp_sync, probes
 from pipeline.models.adapters import SharedBase
@@ -53,12 +52,11 @@ def reward(worker: ModelHost, shared: SharedBase | None, name: str, role: str) -
     if given.kind == "function":
         return FunctionReward(import_function(given.version), args.reward_timeout_s, weight=weight, name=role)
     if given.kind == "judge":
-        run, definition = worker.work.run, Definition(**given.facts)
-        return JudgeReward(
-            definition, run.storage_path, run.name, args.reward_timeout_s, weight=weight, name=role
-        )
+        assert given.definition is not None
+        run, timeout_s = worker.work.identity, args.reward_timeout_s
+        return JudgeReward(given.definition, run.storage_path, run.name, timeout_s, weight=weight, name=role)
     # In training, the number of tokens limits a forward pass. In other subcommands, the number of rows does.
-    by_tokens = bool(worker.work.stage.learns)
+    by_tokens = bool(worker.work.spec.learns)
     limits = (
         {"tokens": args.max_tokens_per_micro_batch}
         if by_tokens
@@ -68,7 +66,7 @@ def reward(worker: ModelHost, shared: SharedBase | None, name: str, role: str) -
     if given.kind == "adapter":
         assert shared is not None
         shared.add(role, folder=folder, head=True)
-        constants = given.facts.get("reward") or {"mean": 0.0, "std": 1.0}
+        constants = given.lineage.get("reward") or {"mean": 0.0, "std": 1.0}
         return AdapterReward(shared, role, **limits, weight=weight, **constants)
     # The input is a full model, which is loaded in addition to the base.
     model_name, revision = hub.split(folder)

@@ -48,7 +48,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
             console.silence_libraries()
             stack.enter_context(like_a_worker(work.places))
         else:
-            name_output(f"{work.run.stage} {work.run.name}" if work.sweep else work.run.stage)
+            name_output(f"{work.identity.stage} {work.identity.name}" if work.sweep else work.identity.stage)
             leave_group_of_one(context.get_world_size(), work.places.on_gpu)
             hold(work.lease)
         # All ranks resume from the same checkpoint.
@@ -137,7 +137,7 @@ class Outcome:
     # {file: rows} for the report; the files are saved next to the adapter
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     # More entries of lineage.json, for example the mean and standard deviation of a reward
-    facts: dict[str, Any] = field(default_factory=dict)
+    lineage: dict[str, Any] = field(default_factory=dict)
 
 
 class PreemptionNotice:
@@ -244,7 +244,7 @@ class Worker(ModelHost):
             self.started = (now, step)
         began, first = self.started
         left = (now - began) / (step - first) * (total - step) if step > first else 0.0
-        shown = [f"{label} {value:<9.4g}" for label, value in line_of(self.work.run.stage, metrics)]
+        shown = [f"{label} {value:<9.4g}" for label, value in line_of(self.work.identity.stage, metrics)]
         ends = step in (first, total) or any(key.startswith("eval_") for key in metrics)
         if ends or now - self.printed >= PRINT_INTERVAL_S:  # MLflow gets every step, the terminal only some
             self.printed = now
@@ -261,7 +261,7 @@ class Worker(ModelHost):
         import ray
 
         assert self.work.sweep
-        return ray.get(self.work.sweep.rungs.report.remote(self.work.run.name, step, self.total, value))
+        return ray.get(self.work.sweep.rungs.report.remote(self.work.identity.name, step, self.total, value))
 
     def replay(self, history: list[tuple[int, dict[str, float]]]) -> None:
         """Sends the (step, metrics) that a checkpoint recorded to MLflow, which may lack the last of these."""
@@ -306,7 +306,7 @@ class Worker(ModelHost):
                     f"{run_folder}; stop it, then run the same command again"
                 )
             self.work.lease.require()
-            checkpoints.prune(run_folder, self.work.options.num_to_keep)
+            checkpoints.prune(run_folder, self.work.run.num_to_keep)
 
     def finish(
         self,
@@ -360,7 +360,7 @@ class Worker(ModelHost):
     def _lineage(self, outcome: Outcome) -> dict[str, Any]:
         from pipeline.models.template import text_as_chat
 
-        work, facts = self.work, outcome.facts | {"step": outcome.end["kept"]["step"]}
+        work, facts = self.work, outcome.lineage | {"step": outcome.end["kept"]["step"]}
         if work.rows_from:
             facts["rows_from"] = work.rows_from
         if work.judged_by:
@@ -371,7 +371,9 @@ class Worker(ModelHost):
         facts["text_as_chat"] = chat or text_as_chat(self.tokenizer, self.work.data.apply_chat_template)
         # The judge is not a parent, because nothing was trained on the judge's scores.
         parents = {name: version for name, version in work.versions.items() if name != "judge"}
-        return lineage.describe(work.run.stage, work.base, self.tokenizer, parents, work.digests, **facts)
+        return lineage.describe(
+            work.identity.stage, work.base, self.tokenizer, parents, work.digests, **facts
+        )
 
     def close(self, timeout: float = registry.Curves.CLOSE_TIMEOUT_S) -> None:
         if self.metrics:

@@ -5,7 +5,7 @@ import importlib.util
 import inspect
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +15,7 @@ from pipeline.input_uri import InputURI
 from pipeline.job import Job, Model, judge, lora
 from pipeline.job.job import HUB, transforms_of
 from pipeline.job.rollout import RolloutConfig
-from pipeline.job.stages import INPUTS, Stage
+from pipeline.job.stages import INPUTS, StageSpec
 from pipeline.models import adapter_files
 from pipeline.models.compatibility import Base, unmergeable
 from pipeline.registry import lineage
@@ -111,7 +111,7 @@ def check_paths(job: Job) -> None:
     for key, source in transforms_of(job.data).items():
         with about(key):
             import_function(source)
-    if job.facts.rows:
+    if job.spec.rows:
         preview.source_kinds(job.stage, job.data)
     buckets: dict[str, tuple[str, str]] = {}
     for key, path in job.paths:
@@ -135,7 +135,7 @@ def digests_of_functions(work: Work) -> dict[str, str]:
     found: dict[str, list[str]] = {}
     for name, one in work.inputs.items():
         # A stage that trains does not learn from its judge, so the judge does not affect the adapter.
-        if one.kind == "function" and (name != "judge" or not work.stage.learns):
+        if one.kind == "function" and (name != "judge" or not work.spec.learns):
             found.setdefault(work.keys[name].partition(".")[0], []).append(one.version)
     if (estimator := str(work.trainer.get("advantage_estimator"))).startswith("python:"):
         found["trainer.advantage_estimator"] = [estimator]
@@ -189,13 +189,13 @@ def check_inputs(work: Work, versions: Mapping[str, str], files: Base) -> dict[s
             with about(work.keys[name]):
                 given = judge.load_pinned(reference)
                 _check_judge(work, name, given)
-            inputs[name] = Input(reference, "judge", facts=asdict(given))
+            inputs[name] = Input(reference, "judge", definition=given)
             continue
         key, scores = work.keys[name], name == "judge" or name.startswith("reward")
         with about(key):
             folder = registry.fetch(reference, work.uri)
             if scores and not lineage.is_adapter(folder):
-                if work.stage.runs_in == "here":
+                if work.spec.runs_in == "here":
                     raise InputError(
                         f"{reference} is a full model: there is nothing to merge; set {key}=null"
                     )
@@ -217,9 +217,9 @@ def _check_judge(work: Work, name: str, given: judge.Definition) -> None:
     """Raises InputError if the judge has to compare completions of a prompt, but the job scores each completion by itself."""
     if given.form != "rank":
         return
-    args, stage = work.args, work.run.stage
+    args, stage = work.args, work.identity.stage
     alone = name == "judge" or (stage == "evaluate" and work.data.eval)
-    if work.stage.online:
+    if work.spec.online:
         alone = alone or args.num_generations < 2 or args.estimator.needs_greedy
     elif stage in ("generate", "collect"):
         alone = alone or getattr(args, "num_generations", 1) < 2
@@ -232,17 +232,17 @@ def _check_judge(work: Work, name: str, given: judge.Definition) -> None:
 
 def _check_supported(work: Work, name: str, folder: str, base: Base, scores: bool) -> None:
     """Raises InputError if the stage cannot use an adapter as its input `name`, or could not merge it into the base."""
-    stage, adapter = work.stage, adapter_files.read_settings(folder)
+    spec, adapter = work.spec, adapter_files.read_settings(folder)
     modules = adapter_files.ranks(adapter_files.read_shapes(folder))
     dora, problem = adapter.get("use_dora"), None
     on_head = lora.adapts_lm_head(list(modules))
-    merged = stage.runs_in == "here" or (stage.learns and name == "policy")
+    merged = spec.runs_in == "here" or (spec.learns and name == "policy")
     ignored = None if scores or name == "teacher" else lora.ignored_by_vllm(adapter)
-    if on_head and stage.trl:
+    if on_head and spec.trl:
         problem = "adapts lm_head, to which TRL's trainers apply no adapter; train an adapter without lm_head"
     elif merged and (found := unmergeable(base, modules, bool(adapter.get("lora_bias")), scores)):
         problem = found.message
-    elif dora and stage.runs_in == "serve":
+    elif dora and spec.runs_in == "serve":
         problem = (
             "is a DoRA adapter, which peft cannot batch with others; merge it into its base (`export`), name the result as "
             "model.name_or_path, and serve `base`"
@@ -255,18 +255,18 @@ def _check_supported(work: Work, name: str, folder: str, base: Base, scores: boo
         raise InputError(f"it {problem}")
 
 
-def makes_adapter(stage: Stage, args: Any, adapters: Iterable[str]) -> bool:
+def makes_adapter(spec: StageSpec, args: Any, adapters: Iterable[str]) -> bool:
     """Returns True if the stage creates at least one new adapter, with the settings in `lora`, instead of copying an input.
 
     Args:
         args: the PPOConfig, if the stage is ppo.
         adapters: names of the inputs that are adapters.
     """
-    started_from = {"policy", "reward"} & stage.inputs.keys()
-    if stage.online and not args.has_critic_adapter:  # then no adapter is copied from `reward`
+    started_from = {"policy", "reward"} & spec.inputs.keys()
+    if spec.online and not args.has_critic_adapter:  # then no adapter is copied from `reward`
         started_from.discard("reward")
     given = {name.partition(".")[0] for name in adapters}
-    return stage.learns is not None and not (started_from and given >= started_from)
+    return spec.learns is not None and not (started_from and given >= started_from)
 
 
 def check_reward_model(model: Model, where: str) -> None:

@@ -183,7 +183,7 @@ class Comparison:
 
     def _of_all(self, of: str, count: int, answer: Callable[[range], list[Any]]) -> Iterable[Any]:
         """Returns the records of `count` rows, in order, on every rank. `evaluate` stores parts of them, to resume from."""
-        if not self.worker.work.stage.learns:
+        if not self.worker.work.spec.learns:
             return in_parts(self.worker, of, count, answer)
         return share_rows(self.worker, count, answer)
 

@@ -67,7 +67,7 @@ def train(worker: Worker) -> dict[str, Any]:
         judge, start = roles.judge(worker, shared), roles.start(worker, shared, reference)
         comparison = evaluation.Comparison(worker, shared, held_out, rewards, judge, start)
     learning = {str(i): parameter for i, parameter in enumerate(shared.parameters_of("policy"))}
-    tracked = best.make_tracker(worker.work.options, worker.work.gate, learning, worker.report)
+    tracked = best.make_tracker(worker.work.run, worker.work.gate, learning, worker.report)
 
     with roles.trainers_decoder(worker, shared, args) as decoder:
         critic_reward = next((reward for reward in rewards if reward.name == copied), None)

@@ -49,7 +49,7 @@ def train(worker: Worker) -> dict[str, Any]:
     scores = [pair[side] for side in ("chosen", "rejected") for pair in pairs]
     mean = sum(scores) / len(scores)
     std = (sum((s - mean) ** 2 for s in scores) / max(1, len(scores) - 1)) ** 0.5
-    outcome.facts = {"reward": {"mean": mean, "std": std}}
+    outcome.lineage = {"reward": {"mean": mean, "std": std}}
     if held_out is not None:
         # Averages over pairs. TRL averages over batches, which gives a short last batch too much weight.
         margins = [pair["chosen"] - pair["rejected"] for pair in pairs]

@@ -37,7 +37,7 @@ def first_step_checks(worker: Worker, trainer: Any) -> list[CheckResult]:
     """Runs the checks before the first step, and returns their results. Does not change the trainer. Every rank calls this."""
     first = trainer.train_dataset.select(range(min(CHECKED_ROWS, len(trainer.train_dataset))))
     rows = [dict(row) for row in first]
-    model, stage = trainer.accelerator.unwrap_model(trainer.model), worker.work.run.stage
+    model, stage = trainer.accelerator.unwrap_model(trainer.model), worker.work.identity.stage
     completions = [completion for row in rows for completion in completions_of(row)]
     tokenizer = worker.tokenizer
     results = [

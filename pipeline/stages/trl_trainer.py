@@ -93,8 +93,8 @@ class Reporter(TrainerCallback):
         if peak := peak_flops(self.device):
             # A forward takes 2 FLOPs per token and parameter. A backward through frozen weights takes 2 FLOPs as well, because
             # only activations have gradients. Recomputed activations do not count (Chowdhery et al. 2022, PaLM, sec. 4.1).
-            facts = self.worker.work.stage
-            passes = 2 + facts.keeps_reference + facts.further_forwards
+            spec = self.worker.work.spec
+            passes = 2 + spec.keeps_reference + spec.further_forwards
             base = self.trainer.accelerator.unwrap_model(self.trainer.model).get_base_model()
             flops = 2 * base.num_parameters() * tokens * passes
             found["mfu"] = flops / (seconds * peak * self.worker.world)
@@ -245,7 +245,7 @@ def train(worker: Worker, trainer: Any) -> Outcome:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trainer.model, shards)
     trainer.mixture = worker.work.mixture
     learning = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    tracked = best.make_tracker(worker.work.options, worker.work.gate, learning, worker.report)
+    tracked = best.make_tracker(worker.work.run, worker.work.gate, learning, worker.report)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Reporter(worker, trainer, tracked))
     if worker.rank == 0:

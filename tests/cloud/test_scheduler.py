@@ -19,18 +19,18 @@ from pipeline.cloud import clusterfile, preflight, rayjob
 from pipeline.cloud.workload import workload_of
 from pipeline.errors import InputError
 from pipeline.job import load_job
-from pipeline.job.stages import STAGE
+from pipeline.job.stages import STAGE_SPECS
 from pipeline.planning import plan
 from pipeline.settle.placement import GPU_LABEL
 from pipeline.settle.places import places_of
 
 FILES = ["cluster.yaml", "jobs/cloud/gcp.yaml"]
-ON_WORKERS = [name for name, facts in STAGE.items() if facts.runs_in != "here"]
+ON_WORKERS = [name for name, spec in STAGE_SPECS.items() if spec.runs_in != "here"]
 JOBS = [
     f"{profile}/{stage}"
     for profile in ("llama3-8b-qlora", "llama3-8b", "llama3-70b-qlora")
     for stage in ON_WORKERS
-] + [f"llama3-70b/{stage}" for stage, facts in STAGE.items() if facts.runs_in == "train"]
+] + [f"llama3-70b/{stage}" for stage, spec in STAGE_SPECS.items() if spec.runs_in == "train"]
 # The quick tests use the stage with one role and the stage with the most roles.
 JOBS = [pytest.param(job, marks=[pytest.mark.slow] * (not job.endswith(("/sft", "/ppo")))) for job in JOBS]
 pytestmark = pytest.mark.usefixtures("in_root")

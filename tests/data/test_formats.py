@@ -7,7 +7,7 @@ from toy_data import ASIDE, BOT, NO, PREFERENCES, SYSTEM, USER, WEATHER, parsed
 
 from pipeline.data.formats import KINDS, kind_of
 from pipeline.data.values import RowError
-from pipeline.job.stages import STAGE
+from pipeline.job.stages import STAGE_SPECS
 
 ASKED = "\n\nHuman: hi\n\nAssistant:"
 SINGLE = [  # the same demonstration in each row format
@@ -352,7 +352,7 @@ def test_pythons_text_of_a_list_is_rejected_where_a_list_is_expected(text):
 
 
 def test_every_stage_with_rows_has_a_format():
-    stages = {name: stage.rows for name, stage in STAGE.items() if stage.rows}
+    stages = {name: spec.rows for name, spec in STAGE_SPECS.items() if spec.rows}
     assert {*stages.values(), "pairs", "benchmarks"} == set(KINDS)
     for stage in (*stages, "pairs", "benchmarks"):
         kind = kind_of(stage)

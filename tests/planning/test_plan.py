@@ -34,7 +34,7 @@ ROWS = Rows(1000, 512)
 
 def shape_of(job):
     work = work_of(job)
-    return Shape(work.frozen, work.lora, "reward" in (work.stage.learns, *work.stage.inputs))
+    return Shape(work.frozen, work.lora, "reward" in (work.spec.learns, *work.spec.inputs))
 
 
 def job(folder, name="demo/ppo", *overrides):

@@ -13,7 +13,7 @@ import trl
 from safetensors.torch import load_file
 
 from pipeline.errors import InputError
-from pipeline.job.stages import STAGE
+from pipeline.job.stages import STAGE_SPECS
 from pipeline.models.adapters import SharedBase
 from pipeline.run import worker
 from pipeline.stages import trl_trainer
@@ -84,7 +84,7 @@ def test_speed_counts_the_tokens_and_seconds_of_steps_only(base, monkeypatch):
     trainer = trained(base)
     trainer._total_train_tokens = 1000  # number of tokens that were trained before a resume
     notice = SimpleNamespace(poll=lambda step: False)
-    two = SimpleNamespace(work=SimpleNamespace(stage=STAGE["dpo"]), device="cpu", world=2, notice=notice)
+    two = SimpleNamespace(work=SimpleNamespace(spec=STAGE_SPECS["dpo"]), device="cpu", world=2, notice=notice)
     measured = trl_trainer.Reporter(two, trainer, None)
     measured.tokens = 1000
     assert measured.speed() == {}
