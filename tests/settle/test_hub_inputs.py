@@ -150,9 +150,8 @@ def test_a_base_on_the_hub_is_pinned_for_all_workers(hub, storage, in_root, mode
     hub.put("org/mine", files)
     made = host(storage, "model.name_or_path=org/base@v1", "policy=org/mine", "reward=null")
     assert (made.work.model.name_or_path, made.work.model.revision) == ("org/base", old)
-    assert (
-        made.work.identity.settings["model"]["revision"] == old
-    )  # the revision that job.json and MLflow record
+    # the revision that job.json and MLflow record
+    assert made.work.identity.settings["model"]["revision"] == old
     assert made.work.base["digest"] == f"commit:{old}"
     facts = {"base": {"name_or_path": "org/base", "digest": "commit:" + "a" * 40}}
     with pytest.raises(InputError, match=f"set model.revision={'a' * 40}"):

@@ -3,8 +3,8 @@
     with Hosts(folder, 3) as hosts:         # hosts[0].ip; hosts.key logs in as root
     hosts[0].here("ray", "status")          # a command line for this host, without sshd
 
-The hosts are Linux namespaces around one network bridge. The hosts share the other parts of the file system, like machines with a
-network mount. Needs root and the programs in TOOLS. Removes everything at the end.
+The hosts are Linux namespaces around one network bridge. The hosts share all other folders, like machines with a network mount.
+Needs root and the programs in TOOLS. Removes everything at the end.
 """
 
 import os
