@@ -86,7 +86,8 @@ def test_rows_are_counted_by_version_and_source(tmp_path):
     assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
     skipped = write(tmp_path / "bad.jsonl", [pair(1, PPO3), pair(2, SFT1, chosen="b")])
     report = make(tmp_path, "dpo", train=skipped, on_error="skip").report
-    assert report.splits["train"].versions == {PPO3: 1}  # versions are not counted for dropped rows
+    # dropped rows are not counted for the versions that wrote them
+    assert report.splits["train"].versions == {PPO3: 1}
 
 
 def test_rows_are_counted_by_the_judges_that_scored_them(tmp_path):

@@ -78,7 +78,7 @@ def test_a_folder_with_a_readme(folder):
     assert found(f"{folder}:small") == found(f"{folder}:small/train", "data.eval") == ["small.jsonl"]
     assert found(f"{folder}/data/test*") == [
         "test-00000-of-00001.parquet"
-    ]  # a glob pattern may select files in such a folder
+    ]  # a glob pattern may select files in a dataset folder
     assert found(f"{folder}/data") == ["train-00000-of-00001.parquet"]
     assert found(f"{folder}/data", "data.eval") == ["test-00000-of-00001.parquet"]
     for item, said in [
