@@ -109,7 +109,7 @@ class PairedBatches(ExactBatches):
         from trl.models.utils import disable_gradient_checkpointing
         from trl.trainer.utils import use_adapter
 
-        self.model.train()  # an evaluation may have turned dropout off, and `training_step` comes later
+        self.model.train()  # turns dropout on, because an evaluation may have turned it off
         sums = torch.zeros(3, dtype=torch.float64, device=self.accelerator.device)
         reference = "ref" if "ref" in self.model.peft_config else None  # None disables all adapters
         kwargs = self.args.gradient_checkpointing_kwargs

@@ -106,7 +106,7 @@ def _after_update(
     update: int,
     total: int,
 ) -> bool:
-    """Logs an update, tracks its evaluation, and saves a checkpoint if one is due. Returns True if training must stop."""
+    """Logs an update, tracks the best evaluation, and saves a checkpoint if one is due. Returns True if training must stop."""
     from pipeline.models.tokenizer import warn_of_endless
     from pipeline.scoring.judges.reward import JudgeReward
 
@@ -131,7 +131,7 @@ def _after_update(
 
 
 def _logged(trainer: PPOTrainer) -> dict[int, dict[str, float]]:
-    """Returns {update: metrics} of all logged updates. These include the last update and every update with an evaluation."""
+    """Returns {update: metrics} of all logged updates. The last update and every update with an evaluation are logged."""
     return {int(metrics["episode"]) // trainer.args.batch_size: metrics for metrics in trainer.history}
 
 

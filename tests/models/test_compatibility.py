@@ -146,7 +146,7 @@ def test_embeddings_and_biases_may_be_adapted_if_they_can_be_merged():
 
 
 def test_names_that_transformers_may_change_are_not_checked():
-    """Files store experts separately, but the model has one tensor. Quantized and multimodal models rename weights too."""
+    """transformers merges separate experts into one tensor, and renames weights of quantized and multimodal models."""
     good = check_base(settings(DEMO))
     experts = {"model.layers.0.mlp.experts.0.up_proj.weight": good.shapes[UP]}
     for config, shapes in (

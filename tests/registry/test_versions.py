@@ -64,7 +64,7 @@ def test_a_version_has_a_description_with_links(job, adapter):
 
 
 def test_a_resumed_run_with_another_model_name_registers_under_that_name(job, adapter):
-    """A resume may change the section `mlflow`. The new name's alias must then not point to a version of the old name."""
+    """A resume may change the section `mlflow`. The alias of the new model name must not point to a version of the old name."""
     other = replace(job, mlflow=replace(job.mlflow, registered_model="other"), gate={"eval_loss": "<= 0.5"})
     with registry.mlflow_run(tracking_of(job), {}, new_run=True) as run_id:
         published(job, run_id, adapter, {"eval_loss": 1.0}, LINEAGE)
@@ -167,7 +167,10 @@ def test_the_gate():
 
 
 def test_a_gate_may_compare_with_the_champion(job, adapter):
-    """Both must have the same eval rows. Without such a gate, a worse version gets the alias, and its description says so."""
+    """Versions with different eval rows are not compared.
+
+    Without a gate, a worse version gets the alias, and its description says that it is worse.
+    """
     compared, rows = replace(job, gate={"eval_loss": "<= champion"}), {"data": {"eval": "e" * 64}}
 
     def publish(one, loss, **more):

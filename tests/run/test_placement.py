@@ -1,4 +1,4 @@
-"""Tests jobs that need more resources than exist. On one machine this is an error. On a cluster, the job waits for a time."""
+"""Tests that a job that needs too many resources fails on one machine, and waits for a limited time on a cluster."""
 
 import os
 import re
@@ -54,7 +54,7 @@ def test_as_many_workers_are_proposed_as_can_share_a_batch(monkeypatch, capsys, 
     assert said[-2].endswith("4 workers with GPU: 1 each, but this machine has 3; set scaling.num_workers=2")
     typed = " ".join(given).replace("mlflow.experiment=a b", "'mlflow.experiment=a b'")
     assert said[-1] == f'run: make sft ARGS="{typed} scaling.num_workers=2"'
-    # Skips this check, because the rows are on the Hub.
+    # Skips the check of paths, because the rows of this profile are on the Hub.
     monkeypatch.setattr(rlhf, "check_paths", lambda job: None)
     assert main(["run", "jobs/llama3-8b"]) == 2
     again = 'run: make rlhf PROFILE=llama3-8b ARGS="scaling.num_workers=3"'
@@ -67,7 +67,7 @@ def test_a_worker_has_a_gpu_unless_the_job_says_otherwise():
 
 
 def test_one_machine_ignores_keys_that_choose_among_nodes(monkeypatch, capsys):
-    """On one machine, these keys have no effect, so that the same job file runs on a cluster and on one machine."""
+    """Keys that choose among nodes have no effect on one machine, so a job file for a cluster also runs there."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     selected = job("scaling.label_selector={zone: a}", "scaling.accelerator_type=H100")
     here = places_of(selected, note=True)

@@ -24,7 +24,7 @@ def left(number, folder):
 
 
 def test_a_single_worker_on_a_cpu_is_a_plain_process_to_accelerate(tmp_path):
-    """`NO` means that accelerate wraps no model in DDP. On a GPU, the process group stays."""
+    """`NO` means that accelerate wraps no model in DDP. On a GPU, the process group is kept."""
     in_processes(left, tmp_path, processes=len(GROUPS))
     for number, (_, expected) in enumerate(GROUPS):
         assert (tmp_path / str(number)).read_text() == expected

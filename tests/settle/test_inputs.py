@@ -153,7 +153,7 @@ def test_a_version_that_a_run_began_with_is_not_resolved_again(migrated, tmp_pat
 
 
 def test_of_several_policies_the_first_that_exists_counts(models, storage, capsys, in_root):
-    """If its gate failed, ppo has no champion. `serve` skips a policy that does not exist."""
+    """If the gate of ppo failed, no ppo version has the alias champion. `serve` skips a policy that does not exist."""
     home = f"run.storage_path={storage}"
     exist = "models:/toy-policy/1"
     names = f"[models:/vet-ppo@champion, models:/vet-dpo@champion, {exist}, models:/toy-policy@champion]"
