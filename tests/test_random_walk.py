@@ -220,7 +220,7 @@ def registered(store):
 
 
 def verdict(arguments, runs):
-    """Runs a command. Returns its exit status, a description of what is wrong with its end (or None), and its output."""
+    """Runs a command. Returns the exit status, a description of the error in how the command ended (or None), and the output."""
     out, err = io.StringIO(), io.StringIO()
     before = registered(runs / "mlflow.db")
     signal.signal(signal.SIGALRM, alarm)

@@ -1,4 +1,4 @@
-"""Tests on which nodes Ray's autoscaler places the shipped jobs, and that the checks before an upload agree with it."""
+"""Tests on which nodes Ray's autoscaler places the shipped jobs, and that the checks before an upload find the same nodes."""
 
 import re
 from collections import Counter
@@ -41,7 +41,7 @@ def bundles(job):
 
 
 def request(bundle):
-    """Returns the autoscaler's request for a bundle with selectors NAME or in(NAME,...)."""
+    """Returns the autoscaler's resource request for a bundle. A label selector has the form NAME or in(NAME,...)."""
     among = LabelSelectorOperator.LABEL_OPERATOR_IN
     selector = [
         (key, among, re.fullmatch(r"(?:in\()?(.*?)\)?", value)[1].split(","))
@@ -169,7 +169,8 @@ def autoscaling_config_of(spec):
     """Returns the node types that Ray's autoscaler reads from a manifest, without a running node."""
     spec = spec.get("rayClusterSpec") or spec["rayClusterConfig"]
     for group in spec["workerGroupSpecs"]:
-        group |= {"numOfHosts": 1, "replicas": 0, "minReplicas": 0}  # numOfHosts is the operator's default
+        # the KubeRay operator sets numOfHosts to 1 by default
+        group |= {"numOfHosts": 1, "replicas": 0, "minReplicas": 0}
     spec["autoscalerOptions"] = {"version": "v2"}
     return _derive_autoscaling_config_from_ray_cr({"metadata": {"namespace": "a", "name": "b"}, "spec": spec})
 

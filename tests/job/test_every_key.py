@@ -1,7 +1,7 @@
 """Tests that no key of a job is silently ignored: each key has an effect, or load_job rejects it.
 
 - our sections, and `trainer` of evaluate, generate, collect, score, serve and export: the source outside of job/ reads each key.
-- `trainer` of ppo: each key is changed in a toy run. Weights, metrics, forwards or evaluations must differ.
+- `trainer` of ppo: changing a key in a toy run must change weights, metrics, or the number of forwards or evaluations.
 - `trainer` of sft, rm, dpo and kto: each key reaches TRL's class unchanged.
 """
 
@@ -73,7 +73,7 @@ def outcome(settings):
     trainer = toy.trainer(shared, [reward], **changes)
     try:
         history = trainer.train(evaluate=lambda: asked.append(1) or {})
-    except Exception as error:  # the key turns a check on or off, and the check fails
+    except Exception as error:  # a key may enable a check that fails; the error is then the result
         return repr(error)
     timed = ("time/", "memory/", "per_second")
     figures = [{k: v for k, v in m.items() if not any(word in k for word in timed)} for m in history]

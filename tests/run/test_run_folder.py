@@ -213,7 +213,7 @@ def test_a_folder_that_changed_before_this_process_owned_it_is_refused(run):
 
 
 def test_a_resumed_run_uses_the_recorded_version_and_commit_of_its_base(halfway, in_root):
-    """If the alias or the branch has moved since, the content's digest differs."""
+    """A resume is rejected if the digest of the base has changed, because the alias or the branch of the base has moved."""
     assert resumable(job_of(halfway, *BATCH, "model.name_or_path=models:/rlhf-sft@champion"))
     job = job_of(halfway, *BATCH)
     left = resumable(job)
@@ -234,5 +234,5 @@ def test_recorded_versions_apply_to_unchanged_inputs_of_the_job(tmp_path, in_roo
     resume.record(ppo(), pinned, "b", {})
     found = resumable(ppo())
     assert resume.pinned_inputs(found, ppo()) == pinned
-    del pinned["judge"]  # the job names another judge, which is therefore resolved again
+    del pinned["judge"]  # a judge that differs from the interrupted run's is resolved again
     assert resume.pinned_inputs(found, ppo("judge=models:/c@champion")) == pinned

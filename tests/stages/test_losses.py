@@ -98,7 +98,7 @@ def test_rows_of_kto_are_shuffled(loss, tmp_path):
     rows = [{"prompt_ids": [3], "completion_ids": [4 + i, 5], "label": bool(i % 2)} for i in range(32)]
     settings = {"loss_type": loss, "train_sampling_strategy": sampling(loss)}
     made = trainer("kto", PairedBatches, rows, tmp_path, **settings)
-    # Number of a batch's own rows; the rows for the KL term come after them.
+    # Each batch contains 4 rows to train on, followed by the rows for the KL term.
     own = 4 if made.calculate_KL else None
     batches = made.get_train_dataloader().batch_sampler
     order = [row for batch in batches for row in list(batch)[:own]]

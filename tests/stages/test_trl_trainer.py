@@ -95,7 +95,7 @@ def test_speed_counts_the_tokens_and_seconds_of_steps_only(base, monkeypatch):
     monkeypatch.setattr(trl_trainer, "peak_flops", lambda device: 1e9)
     found = measured.speed()
     assert found["train_tokens_per_second"] == 600 / 4 and found["memory/peak"] > 0
-    # forward and backward of the policy, forward of the reference; peak from a datasheet for each worker
+    # three passes over 600 tokens: forward and backward of the policy, forward of the reference
     flops = 2 * trainer.model.get_base_model().num_parameters() * 600 * 3
     assert found["mfu"] == pytest.approx(flops / (4 * 1e9 * 2))
     assert measured.speed() == {}
@@ -129,7 +129,7 @@ def test_a_policy_continues_without_its_patterns_and_initialization(base, tmp_pa
         tokenizer=None,
     )
 
-    def trainer(model, **_):  # TRL's DPOTrainer also copies the adapter
+    def trainer(model, **_):  # like TRL's DPOTrainer, copies the adapter for the reference
         model.add_adapter("ref", model.peft_config["default"])
         peft.set_peft_model_state_dict(model, peft.get_peft_model_state_dict(model), adapter_name="ref")
         return SimpleNamespace(model=model)

@@ -255,7 +255,7 @@ def header_is_trained(original, *args):
 
 
 def last_label_is_masked(batch):
-    """Simulates a collator that masks labels equal to the pad token. Here, this is EOS, so each row loses its last label."""
+    """Simulates a collator that masks labels equal to the pad token. The pad token is EOS, so each row loses its last label."""
     for row in batch["labels"]:
         trained = (row != -100).nonzero()
         if len(trained):
@@ -338,7 +338,7 @@ LOGPROBS = "log-prob .* from the rows alone"
 BOTH = "same tokens (on both sides|in chosen and rejected)"
 UNKNOWABLE = "no check can know which of two completions a person preferred; `validate` shows the first pairs"
 
-# In `change`, `call` is the original function.
+# The functions `change` get the original function as `call`.
 FAULTS = [
     # roles and adapters
     Fault("the reference is the bare base", "ppo", COPY, ADD_POLICY,
