@@ -149,7 +149,7 @@ def test_what_an_autoscaler_may_never_add_is_refused(embedded_ray, monkeypatch):
         InputError, match=r"65 workers with CPU: 1 each, but this cluster at its largest has 64"
     ):
         placement.check_fits(places("scaling.num_workers=65"))
-    monkeypatch.setattr(placement, "_autoscaler_limits", dict)  # no limits are known
+    monkeypatch.setattr(placement, "_autoscaler_limits", dict)  # the limits of the cluster are unknown
     placement.check_fits(places("scaling.num_workers=65"))
 
 

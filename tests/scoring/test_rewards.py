@@ -111,7 +111,7 @@ def test_numbers_of_every_library_are_accepted(returned):
 
 def test_an_error_of_a_reward_shows_only_frames_of_the_rewards_code(monkeypatch):
     def inside(text):
-        return json.loads(text)  # the error is raised in a library
+        return json.loads(text)  # an error that is raised in the code of a library
 
     def reward(completions):
         return [inside(text) for text in completions if text != "completion 0"]

@@ -194,7 +194,7 @@ class Nodes:
         run.finally_do.append(lambda: (os.environ.clear(), os.environ.update(before), _read_by_ray()))
         os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0", **AUTHENTICATION)
         os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
-        _read_by_ray()  # an earlier session in this process may have had another token
+        _read_by_ray()  # an earlier session of this process may have had another Ray token
         from ray.cluster_utils import Cluster
 
         self.small: dict[str, Any] = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
