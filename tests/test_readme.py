@@ -50,7 +50,7 @@ TRANSCRIPT = re.search(r"```\n(jobs/demo: .*?)```", PAGES["runs.md"], re.DOTALL)
 TUTORIALS = {"tutorial.md": ["validate", "sft", "rm"], "failed_gates.md": ["init", "validate", "sft"]}
 COMMANDS = commands_of("".join(text for name, text in TEXTS.items() if name not in TUTORIALS))
 TRL = "gate={} trainer.max_steps=2 trainer.eval_on_start=false trainer.eval_strategy=no"
-# {target of make: settings that shorten its run}. These settings follow the ARGS of a command.
+# {target of make: settings that shorten its run}. The settings are appended to the ARGS of the command.
 SHORT = {
     "rlhf": "sft.gate={} rm.gate={} ppo.gate={} sft.trainer.max_steps=2 rm.trainer.max_steps=2 ppo.trainer.total_episodes=64",
     **dict.fromkeys(("init", "validate", "evaluate", "generate", "score", "export"), ""),

@@ -113,7 +113,7 @@ def test_an_asynchronous_run_is_a_function_of_its_seed(tmp_path):
     assert (
         worker.requests == sorted(worker.requests) and len(worker.requests) == len(set(worker.requests)) == 10
     )
-    # Each version is fetched once. The last version is not fetched, because no samples come from it.
+    # Each policy version is fetched once. The last policy version is not fetched, because no completion is sampled from it.
     assert set(worker.versions) == set(range(5))
     versions = {chunk.update: chunk.version for chunk, _ in worker.done}
     assert versions == {0: 0, 1: 0, 2: 0, 3: 1, 4: 2}

@@ -199,7 +199,10 @@ def test_a_reward_model_on_another_base():
 
 
 def test_an_async_reward_has_all_rows_at_once_and_a_limit():
-    """Two calls wait for each other, so both must be running. A call that never returns and a TimeoutError end the run."""
+    """Two calls of the reward wait for each other, so all calls must run concurrently.
+
+    A call that never returns and a TimeoutError end the run.
+    """
     asked = samples(2)
     asked.groups = [7, 7]
 

@@ -25,7 +25,7 @@ RESTARTS = "run.max_failures=3"
 
 
 def moment(run: Run, rng: random.Random, first: int = 1, last: int = STEPS - 1) -> int:
-    """Waits until a random moment after the end of a random step. Returns the number of this step."""
+    """Waits until a random moment after the end of a random step, and returns the number of the step."""
     step = rng.randint(first, last)
     run.wait_for(rf"\bstep +{step}/{STEPS}\b")
     time.sleep(rng.uniform(0, 0.4))
@@ -87,7 +87,7 @@ def driver(run: Run, rng: random.Random) -> str:
 
 
 def rollout_worker(run: Run, rng: random.Random) -> str:
-    """Kills the rollout worker with SIGKILL. Another rollout worker replaces it."""
+    """Kills the rollout worker with SIGKILL. Another rollout worker replaces the killed worker."""
     run.start()
     step = moment(run, rng)
     kill(actors(run, ROLLOUT_WORKER)[0])
