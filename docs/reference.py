@@ -37,7 +37,8 @@ A job file names its `stage` and has the sections below. It may have a
 [`gate`](runs.md#which-version-gets-the-alias), and `extends`, the files that it is merged over. On
 the command line, set a key with `section.key=value` or `--section.key value`. Values are YAML. A
 key that is not listed is an error, and the message names the nearest one, if one is near. Limits of
-10,000 and more, and the default null, are left out.
+10,000 and more, and the default null, are left out. TRL, transformers and peft explain their keys
+on the linked pages.
 """
 METRICS = """\
 # Metrics
@@ -87,11 +88,9 @@ def configuration() -> str:
         classes = [STAGE_SPECS[one].trainer for one in stages]
         if stages == (*TRL,):
             classes = ["transformers.TrainingArguments"]
-        defaults = {key: one["default"] for key, one in known.items() if one.get("default") is not None}
-        if not defaults:
-            continue
-        names = [f"`{key}` (`{show(default)}`)" for key, default in defaults.items()]
-        intro = f"Keys of {', '.join(map(link, classes))}. These have a default:"
+        names = [f"`{key}` (`{show(one['default'])}`)" for key, one in known.items() if one.get("default") is not None]
+        names += [f"`{key}`" for key, one in known.items() if one.get("default") is None]
+        intro = f"Keys of {', '.join(map(link, classes))}, with their defaults:"
         pages += [f"## trainer of {', '.join(stages)}\n\n{intro}\n", filled(", ".join(names) + ".") + "\n"]
     return "\n".join(pages)
 

@@ -41,7 +41,7 @@ def estimate_costs(work: Work, rows: Mapping[str, Any], counts: Mapping[str, int
 
 
 def count_judged(work: Work, rows: Mapping[str, int], name: str) -> tuple[int, int]:
-    """Returns the number of completions that the judge `name` scores in a run, and how many of these share each prompt.
+    """Returns the number of completions that the judge `name` scores in a run, and the number of completions per prompt.
 
     Args:
         rows: {split: number of rows}.

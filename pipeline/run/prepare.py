@@ -22,7 +22,7 @@ from pipeline.settle.settle import settle
 from pipeline.settle.work import Work
 from pipeline.system import console, terminal
 
-# text before a command's title; `run` numbers its stages
+# text before a command's title; the command `run` sets the number of the stage instead
 ALONE = "=="
 heading: ContextVar[str] = ContextVar("heading", default=ALONE)
 
@@ -40,7 +40,7 @@ def prepared(
     If the job reads no rows, the report is None.
 
     Args:
-        pinned: {input: version} that the run began with. These versions are used even if aliases have moved.
+        pinned: {input: version} that the run began with. The run uses the pinned versions even if aliases have moved.
     """
     session.set_environment()
     check_sampler(job.rollout_config, job.model)
@@ -50,7 +50,7 @@ def prepared(
         rows, report = dict[str, Any](), None
         if work.spec.rows:
             work, rows, report = tokenize(work, _ray_for_rows(work))
-            check_with_libraries(job)  # after reading the rows, because importing the libraries takes seconds
+            check_with_libraries(job)  # checks last, because importing the libraries takes seconds
         yield work, rows, report
 
 
@@ -59,7 +59,7 @@ def read_only(job: Job) -> Any:
     session.set_environment()
     with console.waiting("checking the model"):
         work = settle(job)
-    # Reading rows does not need the run's resources. Without a cluster, this process reads them.
+    # Reading rows does not need the run's resources. Without a cluster, this process reads the rows.
     work = replace(work, places=replace(placement.ROWS, in_process=not placement.on_cluster()))
     with session.session(work.places, work.identity.storage_path, work.uri):
         _, _, report = tokenize(work, _ray_for_rows(work))

@@ -24,7 +24,7 @@ from pipeline.settle.work import Input, Work
 from pipeline.system import hub, storage, terminal
 from pipeline.system.functions import digest_functions, import_function
 
-# Arguments that a Python reward function can have in addition to the columns of the rows.
+# Parameters that a Python reward function can have in addition to the columns of the rows.
 GIVEN = ("prompts", "completions", "completion_ids", "seeds", "groups")
 
 
@@ -34,8 +34,8 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
     If model.name_or_path is a registered adapter, the returned job has the base of that adapter instead.
 
     Args:
-        pinned: {input: version} from the start of the run, if the run resumes. These versions are used even if their aliases
-            have moved.
+        pinned: {input: version} from the start of the run, if the run resumes. The pinned versions are used even if aliases have
+            moved.
     """
     tracking = tracking_of(job)
     uri = tracking.uri
@@ -48,7 +48,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
             base = lineage.read(registry.fetch(reference, uri), reference).get("base")
             if base is None:
                 raise InputError(
-                    f"{reference} does not say which base it was trained on; name the base itself"
+                    f"{reference} does not record which base it was trained on; set this key to the base itself"
                 )
         revision = base.get("revision")
         job = replace(job, model=replace(job.model, name_or_path=base["name_or_path"], revision=revision))
@@ -69,7 +69,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
                 if len(missing) >= len(job.serve.inputs):
                     raise
                 # A server starts without the models that do not exist.
-                print(f"warning: serve.{name} is left out: {error.message}", flush=True)
+                print(f"warning: serve.{name} is skipped: {error.message}", flush=True)
                 continue
         if found != "base":
             inputs[name] = found
@@ -77,7 +77,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
 
 
 def first(names: list[str], uri: str, job_file: str) -> str:
-    """Returns the pinned version of the first reference that exists. If none exists, raises the error about the first one."""
+    """Returns the pinned version of the first reference that exists. If none exists, raises the first reference's error."""
     errors: list[registry.Missing] = []
     for name in names:
         try:
@@ -86,7 +86,9 @@ def first(names: list[str], uri: str, job_file: str) -> str:
             errors.append(error)
             continue
         if errors:
-            terminal.say(f"policy: {', '.join(names[: len(errors)])} does not exist, so it is {found}")
+            terminal.say(
+                f"policy: {', '.join(names[: len(errors)])} does not exist, so the policy is {found}"
+            )
         return found
     raise errors[0]
 
@@ -176,7 +178,7 @@ def check_inputs(work: Work, versions: Mapping[str, str], files: Base) -> dict[s
     Raises InputError if an adapter was trained on another base, or if the stage cannot use an input.
 
     Args:
-        work: the Work object of the job. Its `base` must be set.
+        work: the Work object of the job, with the field `base` set.
         files: the files of the base.
     """
     inputs = {}
@@ -225,7 +227,7 @@ def _check_judge(work: Work, name: str, given: judge.Definition) -> None:
         alone = alone or getattr(args, "num_generations", 1) < 2
     if alone:
         raise InputError(
-            "`form: rank` compares the completions of a prompt, and here each is scored by itself; use another form, or "
+            "`form: rank` compares the completions of a prompt, but this job scores each completion by itself; use another form, or "
             "trainer.num_generations=2 or more if the stage has that key"
         )
 
@@ -248,7 +250,7 @@ def _check_supported(work: Work, name: str, folder: str, base: Base, scores: boo
             "model.name_or_path, and serve `base`"
         )
     elif dora and work.model.fsdp:
-        problem = "is a DoRA adapter, which takes norms of full weights; set model.fsdp=false"
+        problem = "is a DoRA adapter, which needs the norms of the full weights; set model.fsdp=false"
     elif ignored and work.rollout.engine == "vllm":
         problem = f"has {ignored}, which vLLM ignores; set rollout.engine=transformers"
     if problem:
@@ -263,14 +265,14 @@ def makes_adapter(spec: StageSpec, args: Any, adapters: Iterable[str]) -> bool:
         adapters: names of the inputs that are adapters.
     """
     started_from = {"policy", "reward"} & spec.inputs.keys()
-    if spec.online and not args.has_critic_adapter:  # then no adapter is copied from `reward`
+    if spec.online and not args.has_critic_adapter:  # the critic's adapter is not copied from `reward`
         started_from.discard("reward")
     given = {name.partition(".")[0] for name in adapters}
     return spec.learns is not None and not (started_from and given >= started_from)
 
 
 def check_reward_model(model: Model, where: str) -> None:
-    """Raises InputError if a model is not a sequence classifier with one label. Loading it would add a random head."""
+    """Raises InputError if a model is not a sequence classifier with one label, because its head would be random."""
     from pipeline.models.base import check_base
     from pipeline.models.tokenizer import load_tokenizer
 

@@ -89,7 +89,7 @@ def check_row_format(data: Data, policy: Input | None, rows: str | None) -> None
 
 
 def check_labels(trainer: dict[str, Any], desirable: int, undesirable: int) -> None:
-    """Prints how many KTO rows are desirable and undesirable. Warns if their weighted ratio is outside the paper's range."""
+    """Prints how many KTO rows are desirable and undesirable. Warns if their weighted ratio is outside the KTO paper's range."""
     print(f"labels: {desirable:,} desirable, {undesirable:,} undesirable rows", flush=True)
     good = trainer.get("desirable_weight", 1.0) * desirable
     bad = trainer.get("undesirable_weight", 1.0) * undesirable

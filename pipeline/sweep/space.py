@@ -124,7 +124,7 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
     metric = metric or base.measurable.default
     check_comparable(metric, base.stage, varied)
     # The default name is a digest of the sweep, so that the same command resumes.
-    essences = [essence(identity_of(job), "gate") for job, _ in jobs]
+    essences = [essence(identity_of(job)) for job, _ in jobs]
     content = [essences, base.run.metric_for_best_model, known.reduction_factor]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
     name = base.run.name or f"sweep-{base.stage}-{digest}"

@@ -229,8 +229,7 @@ def test_columns_that_may_say_which_completions_are_bad_are_asked_about(here, ca
     init("log.jsonl")
     shown = capsys.readouterr().out
     assert (
-        "warning: log.jsonl: not for sft and kto: `thumbs_down` may mark the bad rows; set data.columns="
-        in shown
+        "warning: log.jsonl: not for sft and kto: `thumbs_down` may mark bad rows; set data.columns=" in shown
     )
     assert not {"sft", "kto"} & {path.stem for path in (here / "jobs/log").glob("*.yaml")}
 
@@ -254,7 +253,7 @@ def test_eval_files_are_not_trained_on(here, capsys):
     assert (data.train, data.eval) == ("export_2025/part_*.JSONL", "export_2025/pairs_valid.Json")
     assert data.eval_fraction == 0
     shown = capsys.readouterr().out
-    assert "export_2025/ratings.xlsx: not read (no format of rows)" in shown and "dataset_info" not in shown
+    assert "export_2025/ratings.xlsx: not read (not a data file)" in shown and "dataset_info" not in shown
     one = datasets.Dataset.from_list(PAIRS)
     datasets.DatasetDict(train=one, validation=one).save_to_disk(here / "saved")
     data = init("saved")("saved", "rm").data

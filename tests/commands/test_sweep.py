@@ -95,7 +95,7 @@ def test_a_folder_with_another_sweep_is_an_error(in_root, tmp_path):
 
     sweep = begun()
     content = {
-        "job": essence(identity_of(sweep.job), "gate"),
+        "job": essence(identity_of(sweep.job)),
         "metric": "eval_loss",
         "reports": {},
         "ended": True,

@@ -55,7 +55,7 @@ def test_eval_rows_that_are_also_in_train(tmp_path, rows, overlap, warning):
     train, eval = write(tmp_path / "train.jsonl", ROWS[:20]), write(tmp_path / "eval.jsonl", rows)
     report = make(tmp_path, train=train, eval=eval, apply_chat_template=True).report
     assert (report.overlap, report.duplicates) == (overlap, 0)
-    expected = f"{warning} also in data.train ({overlap[1]} with the same completion): metrics on them"
+    expected = f"{warning} also in data.train ({overlap[1]} with the same completion); metrics on these rows"
     assert (expected in report.render()) == bool(warning)
     assert make(tmp_path, train=train).report.overlap is None
     report = make(tmp_path, "ppo", train=train, eval=train).report

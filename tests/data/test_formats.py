@@ -199,7 +199,7 @@ def test_values_that_a_label_may_have(value, label):
     else:
         assert parsed(row, "kto").labels == (label,)
     if label is False:
-        with pytest.raises(RowError, match="not to be imitated"):
+        with pytest.raises(RowError, match="a completion with a bad label"):
             parsed(row, "sft")
     else:
         assert parsed(row, "sft").unread == (("label",) if label is None else ())
@@ -300,7 +300,7 @@ THOUGHT = {**BOT, "reasoning_content": "Say yo."}
 def test_thoughts_are_part_of_a_completion():
     record = parsed({"prompt": [USER], "chosen": [THOUGHT], "rejected": [BOT]}, "dpo")
     assert record.pairs == [([THOUGHT], [BOT])]
-    with pytest.raises(RowError, match="the same text on both sides"):
+    with pytest.raises(RowError, match="the same text in both completions"):
         parsed({"prompt": [USER], "chosen": [THOUGHT], "rejected": [THOUGHT]}, "dpo")
     one, two = (parsed({"messages": [USER, turn]}, "sft").digests() for turn in (THOUGHT, BOT))
     assert one[:8] == two[:8] and one != two
@@ -343,7 +343,7 @@ def test_pythons_text_of_a_list_is_rejected_where_a_list_is_expected(text):
         ("sft", {**SINGLE[0], "tools": str([WEATHER])}),
     ]
     for stage, row in (*rows, ("benchmarks", {"prompt": "q", "chosen": text, "rejected": "b"})):
-        with pytest.raises(RowError, match="to_csv writes Python's text"):
+        with pytest.raises(RowError, match="to_csv writes lists in Python's notation"):
             parsed(row, stage)
     assert parsed({"prompt": text, "completion": text}, "sft").pairs == [(text,)], "an answer may be code"
     cited = [f"{text}\n\nThis is a list." for text in (json.dumps(TWO), str(TWO))]

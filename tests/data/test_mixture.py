@@ -95,7 +95,7 @@ def test_a_job_of_two_sources(tmp_path):
         assert first.dropped == {"empty_completion": 1}
         assert first.tokens + second.tokens == report.splits["train"].tokens
         text = report.render()
-        assert f"source      {other}: read" in text and "drawn an epoch" in text
+        assert f"source      {other}: read" in text and "drawn per epoch" in text
     assert {source.path for source in report.sources["eval"]} == {one, other}
     assert sum(source.kept for source in report.sources["eval"]) == len(made.eval)
     again = make(tmp_path, train=[{**source, "weight": 1} for source in train], on_error="skip")

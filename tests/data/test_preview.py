@@ -71,7 +71,7 @@ def test_other_errors_are_left_to_the_check_of_each_row(tmp_path, rows):
 def test_the_preview_applies_the_transform(tmp_path):
     rows = [{"q": "a", "a": "b", "id": i} for i in range(4)]
     look(tmp_path, rows, "sft", transform="python:transforms:twice")
-    fits = "the columns are prompt, completion; such rows fit sft and ppo as they are"
+    fits = "the columns are prompt, completion; these rows can train sft and ppo as they are"
     with pytest.raises(InputError, match=fits):
         look(tmp_path, rows, "rm", transform="python:transforms:twice")
 

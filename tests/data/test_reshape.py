@@ -126,7 +126,7 @@ def test_the_meaning_of_values_is_derived_if_it_is_unique(values, first, second,
     rule = derive_rule(values, {})
     assert (rule.vote(first), rule.vote(second), rule.vote(tie)) == ("first", "second", "tie")
     for other in ("C?", 0):
-        with pytest.raises(RowError, match=r"; data\.label says what its values mean") as caught:
+        with pytest.raises(RowError, match=r"; data\.label defines the label values") as caught:
             rule.vote(other)
         assert caught.value.kind == "unclear_label"
 

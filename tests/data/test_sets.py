@@ -169,7 +169,7 @@ def test_an_unreachable_hub_and_its_cache(folder, tmp_path):
     ):
         assert words in away
     cold = in_process([name], tmp_path, HF_HUB_OFFLINE="1")[0]
-    assert "is not in the cache of this machine" in cold and "hf download" in cold
+    assert "is not in the local cache" in cold and "hf download" in cold
     download = "from huggingface_hub import snapshot_download as s; s('owner/prefs', repo_type='dataset')"
     with serve() as hub:
         commit = hub.put("datasets/owner/prefs", of_folder(folder))

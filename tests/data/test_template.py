@@ -277,7 +277,7 @@ def test_a_turn_with_only_thoughts_is_an_empty_one(name, said):
     turns[1] = {**quiet, "weight": 0}
     tok, (example,) = encoded("sft", {"messages": turns}, template=template, ends=ENDS)
     assert [run.rpartition("yo")[1] for run in trained(tok, example)] == ["yo"]
-    with pytest.raises(RowError, match="a turn that is not empty"):
+    with pytest.raises(RowError, match="a turn with content"):
         encoded("dpo", {"prompt": [USER], "chosen": [quiet], "rejected": [BOT]}, template=template)
     turns[1] = {**CALL, "content": said}
     _, (example,) = encoded("sft", {"messages": turns}, template=real_template("qwen3"), ends=ENDS)
@@ -332,9 +332,7 @@ def test_a_template_that_drops_the_thoughts_of_the_last_turn_is_rejected():
             _, (error,) = encoded(
                 stage, {"messages": [USER, THOUGHT]} if stage == "sft" else row, template=template
             )
-            assert isinstance(error, RowError) and "leaves out the thoughts of this turn" in error.found, (
-                error
-            )
+            assert isinstance(error, RowError) and "omits the thoughts of this turn" in error.found, error
 
 
 def test_a_row_sets_variables_of_the_template():

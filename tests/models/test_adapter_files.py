@@ -96,8 +96,8 @@ FOUND_BEFORE_LOADING = {
     "lookaround": ("policy", SETTINGS, {"alpha_pattern": {"(?!a)b": 8}}, r"alpha_pattern: .*\(\?!"),
     "an unknown head": ("policy", TENSORS, lambda t: t.update({HEAD: zeros(1, 128)}), "contains a scalar head that .* does not mention"),
     "a lost head": ("reward", TENSORS, lambda t: t.pop(HEAD), r"lacks the scalar head that adapter_config\.json mentions"),
-    "a reward as policy": ("policy", SETTINGS, {"task_type": "SEQ_CLS"}, "is a reward adapter .*expected one that `sft`"),
-    "a policy as reward": ("reward", SETTINGS, {"task_type": "CAUSAL_LM"}, "is an adapter without a scalar head, so it cannot score; expected one that `rm`"),
+    "a reward as policy": ("policy", SETTINGS, {"task_type": "SEQ_CLS"}, "is a reward adapter .*expected an adapter that `sft`"),
+    "a policy as reward": ("reward", SETTINGS, {"task_type": "CAUSAL_LM"}, "is an adapter without a scalar head, so it cannot score; expected an adapter that `rm`"),
 }  # fmt: skip
 FOUND_WHEN_LOADING = {
     "an unknown task": ("policy", SETTINGS, {"task_type": "NOPE"}, "peft rejects these settings"),

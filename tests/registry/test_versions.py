@@ -145,7 +145,7 @@ def test_files_that_change_during_the_upload_are_not_registered(job, adapter, mo
 
     monkeypatch.setattr(mlflow.artifacts, "download_artifacts", spoiled)
     with (
-        pytest.raises(RuntimeError, match=r"other files than were saved: adapter_model.safetensors"),
+        pytest.raises(RuntimeError, match=r"differ from the saved files: adapter_model.safetensors"),
         registry.mlflow_run(tracking_of(job), {}) as run_id,
     ):
         published(job, run_id, adapter, {}, LINEAGE)
@@ -188,7 +188,7 @@ def test_a_gate_may_compare_with_the_champion(job, adapter):
     other = publish(compared, 2.0, data={"eval": "f" * 64})
     assert (other.alias, other.gate) == (
         "champion",
-        "passed; eval_loss: not compared with v4, which was champion: other eval rows",
+        "passed; eval_loss: not compared with v4, which was champion: different eval rows",
     )
     rescaled = replace(compared, trainer={**compared.trainer, "label_smoothing_factor": 0.2})
     assert publish(rescaled, 0.1, data={"eval": "f" * 64}).gate.endswith(
@@ -219,11 +219,14 @@ def test_the_gate_of_an_evaluation_may_compare_with_the_champion(job, adapter):
 
     assert promote(1, 0.5).alias == "champion" and promote(1, 0.5).alias == "champion"
     assert promote(2, 0.4).gate == "failed: eval_reward = 0.4, required >= champion (0.5)"
-    assert promote(3, 0.4, "base").champion.note == "not compared with v1, which was champion: other baseline"
+    assert (
+        promote(3, 0.4, "base").champion.note
+        == "not compared with v1, which was champion: different baseline"
+    )
     assert str(mlflow(job).get_model_version_by_alias("rlhf-sft", "champion").version) == "3"
     mlflow(job).set_model_version_tag("rlhf-sft", "1", "gate", "failed: nothing was learned")
     unlearned = promote(1, 0.9)
-    assert unlearned.gate == "failed: the gate of the training failed, too (nothing was learned)"
+    assert unlearned.gate == "failed: the gate of the training job failed, too (nothing was learned)"
     assert unlearned.alias is None
 
 

@@ -175,7 +175,7 @@ def test_the_page_has_metrics_curves_samples_gate_and_data(runs, store):
         "one-ppo gate failed PPO", "0.25 → 0.915 held-out judge", "90.0%", "1 min 15 s", "KL from the reference",
         "Explained variance of the values", "Seconds per update", "Oslo.", "reward 3.50",
         "2 chosen equal to rejected", "eval_eos_rate 0.5 >= 0.9 failed", "torch 2.13.0",
-        "train 2 sources · dddddddddddd a.jsonl: 9 of 10 kept b.parquet: 9 of 10 kept, 3 of 9 drawn an epoch 12",
+        "train 2 sources · dddddddddddd a.jsonl: 9 of 10 kept b.parquet: 9 of 10 kept, 3 of 9 drawn per epoch 12",
     ):  # fmt: skip
         assert words in text, words
     assert ">update</text>" in page_of(store, "one-ppo") and ">step</text>" in page_of(store, "one-sft")
@@ -367,7 +367,7 @@ def test_a_run_that_cannot_be_found_or_drawn_is_one_message(runs, store, tmp_pat
         "no run; expected a folder with job.json, a name under runs/, or an MLflow run id; the newest are runs/",
     )
     given |= dict.fromkeys(
-        ["0" * 32, client(store).create_run("0").info.run_id], "no such run of a job in sqlite"
+        ["0" * 32, client(store).create_run("0").info.run_id], "cannot find this run in sqlite"
     )
     given["memory:///no/run"] = "memory:///no/run: no run; expected a folder with job.json"
     given["damaged"] = "damaged: no report can be drawn ("

@@ -54,7 +54,7 @@ DAMAGE = {
     ),
     "a seal without an end": (
         lambda f: (f / "digests.json").write_text("[" * 100_000),
-        r"digests\.json cannot be read \(ValueError: its values are nested too deep",
+        r"digests\.json cannot be read \(ValueError: its values are nested too deeply",
     ),
 }
 

@@ -146,7 +146,7 @@ def test_what_an_autoscaler_may_never_add_is_refused(embedded_ray, monkeypatch):
     monkeypatch.setattr(placement, "_autoscaler_limits", lambda: {"CPU": 64, "GPU": 4})
     placement.check_fits(places("scaling.num_workers=64"))
     with pytest.raises(
-        InputError, match=r"65 workers with CPU: 1 each, but this cluster at its largest has 64"
+        InputError, match=r"65 workers with CPU: 1 each, but this cluster at its maximum size has 64"
     ):
         placement.check_fits(places("scaling.num_workers=65"))
     monkeypatch.setattr(placement, "_autoscaler_limits", dict)  # the limits of the cluster are unknown
@@ -169,7 +169,9 @@ def test_a_wait_says_what_it_waits_for_and_ends(embedded_ray, monkeypatch, capsy
     wait.since = None  # simulates that a node came back; the next wait has a new time limit
     wait.check()
     now[0] += 100
-    with pytest.raises(Failure, match=r"^run.placement_timeout_s: no place for 1 x \{CPU: 64\} was found"):
+    with pytest.raises(
+        Failure, match=r"^run.placement_timeout_s: no resources for 1 x \{CPU: 64\} were free"
+    ):
         wait.check()
     endless = placement.Wait(places("run.placement_timeout_s=-1"))
     endless.check()
@@ -206,5 +208,5 @@ def test_on_a_cluster_a_wait_ends_with_one_message(verb, overrides, need, tmp_pa
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     [message] = [line for line in done.stderr.splitlines() if line.startswith("failed: ")]
-    says = rf"failed: run\.placement_timeout_s: no place for {need} was found in 3 s; the cluster has"
+    says = rf"failed: run\.placement_timeout_s: no resources for {need} were free within 3 s; the cluster has"
     assert re.match(says, message)

@@ -108,7 +108,9 @@ def test_the_registered_adapter_is_the_one_that_was_checked(moment, tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setattr(at, file, exchanged)
         stage("sft", tmp_path, "one", *quick, status=1)
-    says = "failed: the last checkpoint is not what was trained (adapter/adapter_model.safetensors has"
+    says = (
+        "failed: the last checkpoint differs from the trained weights (adapter/adapter_model.safetensors has"
+    )
     assert says in capsys.readouterr().err
     assert client(tmp_path).search_registered_models() == []
     assert stage("sft", tmp_path, "one", *quick)["version"] == "1", "the same command trains again"

@@ -105,7 +105,7 @@ def cut():
     ("said", "says"),
     [
         ("I cannot say.", r"found 'I cannot say\.'"),
-        (cut(), r"truncated at max_tokens; raise it"),
+        (cut(), r"truncated; raise max_tokens"),
     ],
 )
 def test_five_unusable_answers_to_a_question_end_the_run(said, says, tmp_path):

@@ -120,7 +120,7 @@ def test_what_cannot_be_an_input_is_refused_with_what_to_type(adapter, hub, stor
         hub.put(f"org/{name}", files)
     hub.put("org/gated", plain, gated=True)
     for policy, says in {
-        "org/pickled": r".*/adapter_model\.safetensors: not there\. Adapters are read from safetensors only",
+        "org/pickled": r".*/adapter_model\.safetensors: no such file\. Adapters are read from safetensors only",
         "org/gated": r"'org/gated' is not a folder here, and cannot be read from the hub \(GatedRepoError: 401 .*HF_TOKEN",
         "org/empty": r"org/empty contains neither adapter_config\.json nor config\.json",
         "org/none": r"'org/none' is not a folder here, and cannot be read from the hub \(RepositoryNotFoundError: 401",

@@ -89,6 +89,6 @@ def test_a_policy_whose_completions_do_not_end_is_named(verb, tmp_path, capfd, m
     }  # fmt: skip
     stage(verb, tmp_path, f"endless-{verb}", *sampled, *settings[verb])
     out = capfd.readouterr().out
-    warning = "completions ended by themselves, the others were truncated at trainer.response_length"
+    warning = "completions ended with EOS, the other ones were truncated at trainer.response_length"
     assert out.count(warning) == 1
     assert verb != "ppo" or "truncated 1" in out
