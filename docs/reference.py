@@ -15,11 +15,11 @@ from pipeline.__main__ import parser
 from pipeline.commands import SUMMARIES
 from pipeline.errors import show
 from pipeline.job import schema
-from pipeline.job.stages import INPUTS, STAGE
+from pipeline.job.stages import INPUTS, STAGE_SPECS
 from pipeline.metrics import TABLE
 
 DOCS = Path(__file__).parent
-TRL = [stage for stage, facts in STAGE.items() if facts.trainer.startswith("trl.")]
+TRL = [stage for stage, spec in STAGE_SPECS.items() if spec.trainer.startswith("trl.")]
 LIBRARIES = {  # package of a configuration class -> its documentation
     "peft": "https://huggingface.co/docs/peft/package_reference/lora#peft.{name}",
     "ray": "https://docs.ray.io/en/latest/train/api/doc/ray.train.{name}.html",
@@ -36,6 +36,7 @@ A job file sets its `stage`, and has the sections below. A job file may also hav
 [`gate`](runs.md#which-version-gets-the-alias), and `extends`, one or more files with default keys.
 On the command line, set a key with `section.key=value` or `--section.key value`. Values are YAML. A
 key that is not listed is an error. The tables omit limits of 10,000 and more, and the default null.
+The linked pages explain the keys of TRL, transformers and peft.
 """
 METRICS = """\
 # Metrics
@@ -79,18 +80,20 @@ def configuration() -> str:
         sections = {*INPUTS} if title == "Top level" else None
         known = {key: one for key, one in schema.keys(dotted).items() if sections is None or key in sections}
         pages.append(table(f"## {title}", known, intro, dotted))
-    ours = [stage for stage in STAGE if stage not in TRL]
+    ours = [stage for stage in STAGE_SPECS if stage not in TRL]
     for stages, known in shared_keys(ours).items():
-        pages.append(table(f"## trainer of {', '.join(stages)}", known, "", STAGE[stages[0]].trainer))
+        pages.append(table(f"## trainer of {', '.join(stages)}", known, "", STAGE_SPECS[stages[0]].trainer))
     for stages, known in shared_keys(TRL).items():
-        classes = [STAGE[one].trainer for one in stages]
+        classes = [STAGE_SPECS[one].trainer for one in stages]
         if stages == (*TRL,):
             classes = ["transformers.TrainingArguments"]
-        defaults = {key: one["default"] for key, one in known.items() if one.get("default") is not None}
-        if not defaults:
-            continue
-        names = [f"`{key}` (`{show(default)}`)" for key, default in defaults.items()]
-        intro = f"Keys of {', '.join(map(link, classes))}. These keys have a default:"
+        names = [
+            f"`{key}` (`{show(one['default'])}`)"
+            for key, one in known.items()
+            if one.get("default") is not None
+        ]
+        names += [f"`{key}`" for key, one in known.items() if one.get("default") is None]
+        intro = f"Keys of {', '.join(map(link, classes))}, with their defaults:"
         pages += [f"## trainer of {', '.join(stages)}\n\n{intro}\n", filled(", ".join(names) + ".") + "\n"]
     return "\n".join(pages)
 
@@ -99,8 +102,8 @@ def shared_keys(stages: Iterable[str]) -> dict[tuple[str, ...], dict[str, Any]]:
     """Groups the keys of `trainer` by the stages that have the key with the same schema. Returns {stages: {key: schema}}."""
     groups: dict[tuple[str, ...], dict[str, Any]] = {}
     for stage in stages:
-        for key, one in schema.keys(STAGE[stage].trainer).items():
-            group = tuple(name for name in stages if schema.keys(STAGE[name].trainer).get(key) == one)
+        for key, one in schema.keys(STAGE_SPECS[stage].trainer).items():
+            group = tuple(name for name in stages if schema.keys(STAGE_SPECS[name].trainer).get(key) == one)
             if "not" not in one:
                 groups.setdefault(group, {})[key] = one
     return groups
