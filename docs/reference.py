@@ -15,11 +15,11 @@ from pipeline.__main__ import parser
 from pipeline.commands import SUMMARIES
 from pipeline.errors import show
 from pipeline.job import schema
-from pipeline.job.stages import INPUTS, STAGE
+from pipeline.job.stages import INPUTS, STAGE_SPECS
 from pipeline.metrics import TABLE
 
 DOCS = Path(__file__).parent
-TRL = [stage for stage, facts in STAGE.items() if facts.trainer.startswith("trl.")]
+TRL = [stage for stage, spec in STAGE_SPECS.items() if spec.trainer.startswith("trl.")]
 LIBRARIES = {  # package of a configuration class -> its documentation
     "peft": "https://huggingface.co/docs/peft/package_reference/lora#peft.{name}",
     "ray": "https://docs.ray.io/en/latest/train/api/doc/ray.train.{name}.html",
@@ -30,14 +30,13 @@ CONFIGURATION = """\
 # Configuration: every key of a job file
 
 Made by `docs/reference.py` from [schema.json](../pipeline/job/schema.json). `rlhf help KEY`
-explains one key, also with the text of its library. The first line of a job file lets an editor
-complete and check keys.
+explains one key. With the first line of a job file, an editor completes and checks keys.
 
-A job file names its `stage` and has the sections below. It may have a
-[`gate`](runs.md#which-version-gets-the-alias), and `extends`, the files that it is merged over. On
-the command line, set a key with `section.key=value` or `--section.key value`. Values are YAML. A
-key that is not listed is an error, and the message names the nearest one, if one is near. Limits of
-10,000 and more, and the default null, are left out.
+A job file sets its `stage`, and has the sections below. A job file may also have a
+[`gate`](runs.md#which-version-gets-the-alias), and `extends`, one or more files with default keys.
+On the command line, set a key with `section.key=value` or `--section.key value`. Values are YAML. A
+key that is not listed is an error. The tables omit limits of 10,000 and more, and the default null.
+The linked pages explain the keys of TRL, transformers and peft.
 """
 METRICS = """\
 # Metrics
@@ -46,17 +45,18 @@ Made by `docs/reference.py` from [metrics.py](../pipeline/metrics.py). [evaluate
 and [rollouts.md](rollouts.md) explain many metrics. A
 [`gate`](runs.md#which-version-gets-the-alias) may name any metric that is not only a curve. Metrics
 of [eval rows](glossary.md) have the prefix `eval_`, and `initial_` before training. Larger values
-are better with ↑, smaller ones with ↓. In a name, `*` stands for a reward, a judge, a probe or a
-value of the rows. TRL may log more.
+are better with ↑, and smaller values with ↓. In a name, `*` stands for a reward, a judge, a probe
+or a value of the rows. TRL may log additional metrics.
 """
 PREFIX = {"curve": "curve", "result": "no prefix", "initial": "`initial_`", "eval": "`eval_`"}
 CLI = """\
 # Command line
 
 Made by `docs/reference.py` from the parser. `rlhf` and `python -m pipeline` are the same command.
-In a clone, `make SUBCOMMAND` calls it with a job of `jobs/PROFILE`; `make help-all` lists all
-targets. All subcommands have the same [exit statuses](runs.md#exit-statuses). If the table names no
-arguments, they are `JOB.yaml` and any number of `section.key=value`. `rlhf --help` has examples.
+In a clone, `make SUBCOMMAND` runs `rlhf SUBCOMMAND` with a job of `jobs/PROFILE`; `make help-all`
+lists all targets. All subcommands have the same [exit statuses](runs.md#exit-statuses). A
+subcommand without arguments in the table takes `JOB.yaml` and any number of `section.key=value`.
+`rlhf --help` has examples.
 """
 
 
@@ -80,18 +80,18 @@ def configuration() -> str:
         sections = {*INPUTS} if title == "Top level" else None
         known = {key: one for key, one in schema.keys(dotted).items() if sections is None or key in sections}
         pages.append(table(f"## {title}", known, intro, dotted))
-    ours = [stage for stage in STAGE if stage not in TRL]
+    ours = [stage for stage in STAGE_SPECS if stage not in TRL]
     for stages, known in shared_keys(ours).items():
-        pages.append(table(f"## trainer of {', '.join(stages)}", known, "", STAGE[stages[0]].trainer))
+        pages.append(table(f"## trainer of {', '.join(stages)}", known, "", STAGE_SPECS[stages[0]].trainer))
     for stages, known in shared_keys(TRL).items():
-        classes = [STAGE[one].trainer for one in stages]
+        classes = [STAGE_SPECS[one].trainer for one in stages]
         if stages == (*TRL,):
             classes = ["transformers.TrainingArguments"]
-        defaults = {key: one["default"] for key, one in known.items() if one.get("default") is not None}
-        if not defaults:
-            continue
-        names = [f"`{key}` (`{show(default)}`)" for key, default in defaults.items()]
-        intro = f"Keys of {', '.join(map(link, classes))}. These have a default:"
+        names = [
+            f"`{key}={show(one['default'])}`" for key, one in known.items() if one.get("default") is not None
+        ]
+        names += [f"`{key}`" for key, one in known.items() if one.get("default") is None]
+        intro = f"Keys of {', '.join(map(link, classes))}, with their defaults:"
         pages += [f"## trainer of {', '.join(stages)}\n\n{intro}\n", filled(", ".join(names) + ".") + "\n"]
     return "\n".join(pages)
 
@@ -100,8 +100,8 @@ def shared_keys(stages: Iterable[str]) -> dict[tuple[str, ...], dict[str, Any]]:
     """Groups the keys of `trainer` by the stages that have the key with the same schema. Returns {stages: {key: schema}}."""
     groups: dict[tuple[str, ...], dict[str, Any]] = {}
     for stage in stages:
-        for key, one in schema.keys(STAGE[stage].trainer).items():
-            group = tuple(name for name in stages if schema.keys(STAGE[name].trainer).get(key) == one)
+        for key, one in schema.keys(STAGE_SPECS[stage].trainer).items():
+            group = tuple(name for name in stages if schema.keys(STAGE_SPECS[name].trainer).get(key) == one)
             if "not" not in one:
                 groups.setdefault(group, {})[key] = one
     return groups

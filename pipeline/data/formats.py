@@ -1,7 +1,7 @@
 """Defines the row formats: the fields of each format, and the function that parses a row. This module does not use a tokenizer.
 
-KINDS lists all kinds of rows, and the formats of each kind. job.stages.STAGE defines which kind each stage reads. A row has the
-first format of its kind whose fields all exist in the row.
+KINDS lists all kinds of rows, and the formats of each kind. job.stages.STAGE_SPECS defines which kind each stage reads. A row has
+the first format of its kind whose fields all exist in the row.
 """
 
 import hashlib

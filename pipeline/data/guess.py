@@ -49,7 +49,7 @@ from pipeline.data.messages import ROLES, tool_schemas
 from pipeline.data.reshape import Preprocess, value_at
 from pipeline.data.values import Dropped, RowError, setting, some
 from pipeline.errors import InputError, visible
-from pipeline.job.stages import STAGE
+from pipeline.job.stages import STAGE_SPECS
 
 # {field: column names that datasets use for the field, most likely first}
 NAMES = {
@@ -119,8 +119,8 @@ def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
 def fitting(rows: Rows) -> str:
     """Returns a text with the stages that can read the rows and the data.columns to set, or "" if no stage can read them."""
     fits: dict[str, list[str]] = {}
-    for stage, facts in STAGE.items():
-        if rows and facts.learns and (guess := guess_columns(rows, kind_of(stage))) is not None:
+    for stage, spec in STAGE_SPECS.items():
+        if rows and spec.learns and (guess := guess_columns(rows, kind_of(stage))) is not None:
             fits.setdefault(f"with {as_setting(guess, rows)}" if guess else "as they are", []).append(stage)
     words = {
         how: " and ".join(filter(None, (", ".join(names[:-1]), names[-1]))) for how, names in fits.items()

@@ -254,7 +254,7 @@ def test_several_texts_are_a_conversation_only_if_their_names_say_so():
 
 
 def test_pythons_text_of_a_list_fits_no_stage():
-    """An earlier version failed on the text of a list with a traceback."""
+    """In an earlier version, a row whose value was the text of a Python list caused a traceback."""
     made = [{"messages": str(CHAT)} for _ in range(8)]
     assert guess.fitting(made) == ""
     said = misfit(made, "sft", "chats.csv")

@@ -57,7 +57,7 @@ def test_sources_are_mixed_within_an_epoch_and_epochs_differ():
     assert sorted(row for batch in first for row in batch) == sorted(mixed.rows(0, 3).tolist())
     ranks = [ExactBatchSampler(1000, 25, rank, 4, 3, mixed) for rank in range(4)]
     steps = [[row for part in parts for row in part] for parts in zip(*ranks, strict=True)]
-    assert steps == first  # four workers have the same steps as one
+    assert steps == first  # in each step, four workers have the same rows as one worker
     sampler.set_epoch(1)
     assert list(sampler) != first
 
@@ -99,7 +99,7 @@ def test_a_job_of_two_sources(tmp_path):
     assert {source.path for source in report.sources["eval"]} == {one, other}
     assert sum(source.kept for source in report.sources["eval"]) == len(made.eval)
     again = make(tmp_path, train=[{**source, "weight": 1} for source in train], on_error="skip")
-    # The cached tokens are reused, because they do not depend on the weights.
+    # Cached tokens are reused, because tokens do not depend on the weights of sources.
     assert again.report.reused and again.mixture.draws == (40, 40)
     plain = make(tmp_path, train=[one, other], on_error="skip")
     assert plain.mixture is None and "71.43% of the rows" in plain.report.render()

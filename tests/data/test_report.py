@@ -116,7 +116,7 @@ def test_an_end_of_turn_that_is_no_eos(tmp_path, stage):
         assert (warning in text) == (not known and stage != "rm"), text
         assert ("only at the end of a row" in text) == (not known and stage in ("sft", "dpo"))
     tok = tokenizer(CHATML)
-    tok.generation_eos = [1]  # as in generation_config.json
+    tok.generation_eos = [1]  # as if generation_config.json listed this EOS token
     assert 1 in eos_ids(tok)
 
 

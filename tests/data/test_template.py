@@ -143,7 +143,7 @@ def test_a_template_that_rewrites_earlier_turns():
 
 
 ENDS = ("</s>", "<|im_end|>")
-LAST = {  # the trained text of the last completion, if the row has no thoughts and if it has thoughts
+LAST = {  # template: trained text of the last completion, without thoughts in the row and with thoughts
     "qwen3": ("<think>\n\n</think>\n\nbye", "<think>\ntwo\n</think>\n\nbye"),
     # The generation prompt of this template ends with <think>.
     "qwen3_5_think": ("\n</think>\n\nbye", "two\n</think>\n\nbye"),
@@ -212,7 +212,10 @@ def test_the_template_gets_any_key_that_it_reads(read):
 
 
 def test_thoughts_of_earlier_turns_that_the_template_leaves_out_are_counted():
-    """Qwen3's template drops the thoughts in turns before the last question. The report counts these turns."""
+    """Qwen3's template drops the thoughts in turns before the last question.
+
+    The report counts the turns whose thoughts are dropped.
+    """
     template = real_template("qwen3")
     made = encoder("sft", template=template, ends=ENDS)
     call = {**BOT, "thinking": "Look it up.", "tool_calls": [{"name": "f", "arguments": {}}]}
