@@ -15,11 +15,11 @@ from pipeline.__main__ import parser
 from pipeline.commands import SUMMARIES
 from pipeline.errors import show
 from pipeline.job import schema
-from pipeline.job.stages import INPUTS, STAGE
+from pipeline.job.stages import INPUTS, STAGE_SPECS
 from pipeline.metrics import TABLE
 
 DOCS = Path(__file__).parent
-TRL = [stage for stage, facts in STAGE.items() if facts.trainer.startswith("trl.")]
+TRL = [stage for stage, spec in STAGE_SPECS.items() if spec.trainer.startswith("trl.")]
 LIBRARIES = {  # package of a configuration class -> its documentation
     "peft": "https://huggingface.co/docs/peft/package_reference/lora#peft.{name}",
     "ray": "https://docs.ray.io/en/latest/train/api/doc/ray.train.{name}.html",
@@ -30,15 +30,13 @@ CONFIGURATION = """\
 # Configuration: every key of a job file
 
 Made by `docs/reference.py` from [schema.json](../pipeline/job/schema.json). `rlhf help KEY`
-explains one key, also with the text of its library. The first line of a job file lets an editor
-complete and check keys.
+explains one key. With the first line of a job file, an editor completes and checks keys.
 
-A job file names its `stage` and has the sections below. It may have a
-[`gate`](runs.md#which-version-gets-the-alias), and `extends`, the files that it is merged over. On
-the command line, set a key with `section.key=value` or `--section.key value`. Values are YAML. A
-key that is not listed is an error, and the message names the nearest one, if one is near. Limits of
-10,000 and more, and the default null, are left out. TRL, transformers and peft explain their keys
-on the linked pages.
+A job file sets its `stage`, and has the sections below. A job file may also have a
+[`gate`](runs.md#which-version-gets-the-alias), and `extends`, one or more files with default keys.
+On the command line, set a key with `section.key=value` or `--section.key value`. Values are YAML. A
+key that is not listed is an error. The tables omit limits of 10,000 and more, and the default null.
+The linked pages explain the keys of TRL, transformers and peft.
 """
 METRICS = """\
 # Metrics
@@ -47,9 +45,9 @@ Made by `docs/reference.py` from [metrics.py](../pipeline/metrics.py). [evaluate
 and [rollouts.md](rollouts.md) explain many metrics. A
 [`gate`](runs.md#which-version-gets-the-alias) may name any metric that is not only a curve. Metrics
 of [eval rows](glossary.md) have the prefix `eval_`, and `initial_` before training. Larger values
-are better with ↑, smaller ones with ↓. Curves are logged during training; metrics without a prefix
-are also in `result.json`. In a name, `*` stands for a reward, a judge, a probe or a value of the
-rows. TRL may log more.
+are better with ↑, and smaller values with ↓. Curves are logged during training; metrics without a
+prefix are also in `result.json`. In a name, `*` stands for a reward, a judge, a probe or a value of
+the rows. TRL may log additional metrics.
 """
 PREFIX = {"curve": "curve", "result": "no prefix", "initial": "`initial_`", "eval": "`eval_`"}
 CLI = """\
@@ -109,11 +107,11 @@ def configuration() -> str:
         sections = {*INPUTS} if title == "Top level" else None
         known = {key: one for key, one in schema.keys(dotted).items() if sections is None or key in sections}
         pages.append(table(f"## {title}", known, intro, dotted))
-    ours = [stage for stage in STAGE if stage not in TRL]
+    ours = [stage for stage in STAGE_SPECS if stage not in TRL]
     for stages, known in shared_keys(ours).items():
-        pages.append(table(f"## trainer of {', '.join(stages)}", known, "", STAGE[stages[0]].trainer))
+        pages.append(table(f"## trainer of {', '.join(stages)}", known, "", STAGE_SPECS[stages[0]].trainer))
     for stages, known in shared_keys(TRL).items():
-        classes = [STAGE[one].trainer for one in stages]
+        classes = [STAGE_SPECS[one].trainer for one in stages]
         if stages == (*TRL,):
             classes = ["transformers.TrainingArguments"]
         names = [
@@ -131,8 +129,8 @@ def shared_keys(stages: Iterable[str]) -> dict[tuple[str, ...], dict[str, Any]]:
     """Groups the keys of `trainer` by the stages that have the key with the same schema. Returns {stages: {key: schema}}."""
     groups: dict[tuple[str, ...], dict[str, Any]] = {}
     for stage in stages:
-        for key, one in schema.keys(STAGE[stage].trainer).items():
-            group = tuple(name for name in stages if schema.keys(STAGE[name].trainer).get(key) == one)
+        for key, one in schema.keys(STAGE_SPECS[stage].trainer).items():
+            group = tuple(name for name in stages if schema.keys(STAGE_SPECS[name].trainer).get(key) == one)
             if "not" not in one:
                 groups.setdefault(group, {})[key] = one
     return groups

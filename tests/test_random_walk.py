@@ -31,7 +31,7 @@ from pipeline.__main__ import main
 from pipeline.errors import InputError
 from pipeline.job import JOBS, load_job, schema
 from pipeline.job.libraries import check_with_libraries
-from pipeline.job.stages import STAGE
+from pipeline.job.stages import STAGE_SPECS
 
 CASES = int(os.environ.get("WALK_CASES", 2000))
 SEED = int(os.environ.get("WALK_SEED", 1))
@@ -220,7 +220,7 @@ def registered(store):
 
 
 def verdict(arguments, runs):
-    """Runs a command. Returns its exit status, a description of what is wrong with its end (or None), and its output."""
+    """Runs a command. Returns the exit status, a description of the error in how the command ended (or None), and the output."""
     out, err = io.StringIO(), io.StringIO()
     before = registered(runs / "mlflow.db")
     signal.signal(signal.SIGALRM, alarm)
@@ -294,7 +294,7 @@ def test_every_key_with_every_value_is_accepted_or_answered(in_root):
 @pytest.mark.slow
 def test_the_libraries_accept_the_rest_or_name_the_key(in_root):
     """TRL and peft must accept the jobs that load_job accepts, or name the wrong key. A thousand jobs take seconds."""
-    accepted = [job for job in loaded(20_000, seed=2) if STAGE[job.stage].trl]
+    accepted = [job for job in loaded(20_000, seed=2) if STAGE_SPECS[job.stage].trl]
     assert len(accepted) > 300
     for job in accepted:
         try:

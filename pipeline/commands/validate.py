@@ -21,7 +21,7 @@ from pipeline.system import storage
 
 
 def run(job: Job) -> dict[str, Any]:
-    if job.facts.rows is None:
+    if job.spec.rows is None:
         raise InputError(f"`{job.stage}` reads no rows: there is nothing to validate", key="stage")
     # Removes run.name. Otherwise an existing run with this name would be an error.
     job = named(replace(job, run=replace(job.run, name=None)))

@@ -16,14 +16,14 @@ from pipeline.job import schema
 from pipeline.job.gates import OPERATORS, parse_gate
 from pipeline.job.job import Collect, Data, Job, MLflow, Model, Run, Serve
 from pipeline.job.rules import find_problems
-from pipeline.job.stages import INPUTS, STAGE
+from pipeline.job.stages import INPUTS, STAGE_SPECS
 from pipeline.job.yaml_tree import Tree, read_tree
 from pipeline.system import hub
 
-JOBS = tuple(STAGE)  # all stages
-STAGES = tuple(name for name in JOBS if STAGE[name].runs_in == "train")
+JOBS = tuple(STAGE_SPECS)  # all stages
+STAGES = tuple(name for name in JOBS if STAGE_SPECS[name].runs_in == "train")
 RESUMABLE = tuple(
-    name for name in JOBS if STAGE[name].runs_in in ("train", "data")
+    name for name in JOBS if STAGE_SPECS[name].runs_in in ("train", "data")
 )  # stages whose runs can be resumed
 # {section: its type}, in the order in which sections are checked
 SECTIONS: dict[str, Any] = {
@@ -94,7 +94,7 @@ def job_of(tree: Tree, stage: str | None, path: str) -> Job:
         gate={name: rule for name, rule in tree.section("gate").items() if rule is not None},
         source=path,
         overridden=tuple(key for key, place in tree.where.items() if place == "command line"),
-        **{name: tree.data[name] for name in STAGE[found].inputs if name in tree.data},
+        **{name: tree.data[name] for name in STAGE_SPECS[found].inputs if name in tree.data},
     )
     # If a job has no held-out rows, turns off evaluations that the job file sets, but not those that the command line sets.
     quiet = {key: off for key, off in job.without_evaluations.items() if key in job.trainer}
@@ -124,11 +124,11 @@ def _check_top(tree: Tree, stage: str) -> None:
             hint = f"did you mean {meant}?" if meant else schema.nearest(key, known)
             raise tree.error(key, f"unknown section; {hint}")
         if key in INPUTS:
-            if key not in STAGE[stage].inputs:
+            if key not in STAGE_SPECS[stage].inputs:
                 raise tree.error(key, f"`{stage}` takes no {key}; remove it")
             if problem := schema.problem(value, known[key]):
                 raise tree.error(key, problem)
-    for name, needed in STAGE[stage].inputs.items():
+    for name, needed in STAGE_SPECS[stage].inputs.items():
         if needed and not tree.data.get(name):
             function = ", or python:MODULE:FUNCTION" if name == "reward" else ""
             says = f"missing; `{stage}` needs it: {name}: models:/NAME@ALIAS, or a folder{function}"

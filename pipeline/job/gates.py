@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from pipeline.errors import short, show
-from pipeline.job.stages import STAGE
+from pipeline.job.stages import STAGE_SPECS
 from pipeline.metrics import METRICS, SPEED, Metric, find_metric
 
 OPERATORS: dict[str, Callable[[float, float], bool]]
@@ -45,7 +45,7 @@ def parse_gate(rule: Any) -> tuple[str, float | None]:
 
 
 @dataclass(frozen=True)
-class Metrics:
+class Measurable:
     """Knows which metrics a job can measure."""
 
     stage: str
@@ -55,7 +55,7 @@ class Metrics:
     def lacking(self, metric: Metric) -> str:
         """Returns a description of what the job lacks to measure a metric, or "" if it lacks nothing."""
         needs = [need for need in metric.needs.split() if metric.at != "result" or need != "rows"]
-        needs += ["start"] * (metric.at == "initial" and STAGE[self.stage].trl)
+        needs += ["start"] * (metric.at == "initial" and STAGE_SPECS[self.stage].trl)
         return next((self.absent[need] for need in needs if need in self.absent), "")
 
     @cached_property
@@ -80,7 +80,7 @@ class Metrics:
         The loss is the default because it also distinguishes models with equal accuracies. For ppo, a judge is preferred,
         because PPO maximizes the reward.
         """
-        if STAGE[self.stage].trl:
+        if STAGE_SPECS[self.stage].trl:
             return "eval_loss"
         return "eval_reward" if "judge" in self.absent else "eval_judge"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.job.job import Job
-from pipeline.job.stages import STAGE, Stage
+from pipeline.job.stages import STAGE_SPECS, StageSpec
 from pipeline.system import storage
 
 
@@ -23,9 +23,9 @@ class Identity:
     settings: dict[str, Any]  # the resolved job as a dict, as stored in job.json
 
     @property
-    def facts(self) -> Stage:
-        """Returns the entry of the run's stage in STAGE."""
-        return STAGE[self.stage]
+    def spec(self) -> StageSpec:
+        """Returns the entry of the run's stage in STAGE_SPECS."""
+        return STAGE_SPECS[self.stage]
 
     @property
     def folder(self) -> str:

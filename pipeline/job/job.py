@@ -15,10 +15,10 @@ from annotated_types import Ge, Gt, Le
 
 from pipeline.input_uri import InputURI
 from pipeline.job import schema
-from pipeline.job.gates import HELD_OUT_ROWS, Metrics
+from pipeline.job.gates import HELD_OUT_ROWS, Measurable
 from pipeline.job.ranges import Count, Fraction, Patience, Rows, Seconds, Seed, Steps
 from pipeline.job.rollout import RolloutConfig
-from pipeline.job.stages import INPUTS, STAGE, Stage
+from pipeline.job.stages import INPUTS, STAGE_SPECS, StageSpec
 from pipeline.system import storage
 
 HUB = "hf://datasets/"
@@ -345,9 +345,9 @@ class Job:
     """Keys that the command line set; no part of the resolved job."""
 
     @property
-    def facts(self) -> Stage:
-        """Returns the entry of the job's stage in STAGE."""
-        return STAGE[self.stage]
+    def spec(self) -> StageSpec:
+        """Returns the entry of the job's stage in STAGE_SPECS."""
+        return STAGE_SPECS[self.stage]
 
     @property
     def folder(self) -> str:
@@ -372,23 +372,23 @@ class Job:
     def evaluates(self) -> bool:
         """Returns True if the job evaluates during training. This needs held-out rows and a schedule."""
         scheduled = self.trainer.get("eval_steps")
-        if self.facts.trl:
+        if self.spec.trl:
             scheduled = self.trainer.get("eval_strategy", "no") != "no"
         return bool(self.held_out and scheduled)
 
     @property
     def without_evaluations(self) -> dict[str, Any]:
         """Returns the keys of `trainer` that turn evaluations off if a training job has no held-out rows, or else {}."""
-        if self.held_out or not self.facts.learns:
+        if self.held_out or not self.spec.learns:
             return {}
-        return {"eval_strategy": "no", "eval_on_start": False} if self.facts.trl else {"eval_steps": 0}
+        return {"eval_strategy": "no", "eval_on_start": False} if self.spec.trl else {"eval_steps": 0}
 
     @property
-    def metrics(self) -> Metrics:
-        """Returns a Metrics object that knows which metrics the job can measure."""
+    def measurable(self) -> Measurable:
+        """Returns a Measurable object, which knows which metrics the job can measure."""
         data, trainer, rollout = self.data, self.trainer, self.rollout_config
         needs = {
-            "rows": (self.held_out, HELD_OUT_ROWS if self.facts.learns else "prompts to answer (data.eval)"),
+            "rows": (self.held_out, HELD_OUT_ROWS if self.spec.learns else "prompts to answer (data.eval)"),
             "start": (trainer.get("eval_on_start"), "trainer.eval_on_start=true"),
             "teacher": (self.teacher, "a teacher"),
             "workers": (rollout.num_workers, "rollout workers (rollout.num_workers)"),
@@ -402,7 +402,7 @@ class Job:
             "best_of_n": (trainer.get("best_of_n"), "a search (trainer.best_of_n=16)"),
         }
         absent = {need: description for need, (there, description) in needs.items() if not there}
-        return Metrics(self.stage, absent, len(self.rewards))
+        return Measurable(self.stage, absent, len(self.rewards))
 
     def value(self, key: str) -> Any:
         """Returns the value of a section or of `section.key`. Returns None for a key of a library that the job does not set."""
@@ -432,7 +432,7 @@ class Job:
 
         On a cluster, or with rollout workers, scaling.num_workers=0 means one worker.
         """
-        if self.facts.runs_in == "here":
+        if self.spec.runs_in == "here":
             return True
         zero = self.scaling.get("num_workers", 1) == 0
         return zero and not os.environ.get("RAY_ADDRESS") and not self.rollout_config.num_workers
@@ -475,14 +475,14 @@ class Job:
     def bf16(self) -> bool:
         """Returns True if matrix products are in bfloat16. This is the default with TRL's trainers (trl.SFTConfig.bf16)."""
         given = self.trainer.get("bf16")
-        return bool(self.facts.trl and not self.trainer.get("fp16") if given is None else given)
+        return bool(self.spec.trl and not self.trainer.get("fp16") if given is None else given)
 
     @property
     def args(self) -> Any:
         """Returns the section `trainer` as a config object, or None for a TRL stage, because only workers import TRL."""
-        if self.facts.trl:
+        if self.spec.trl:
             return None
-        module, _, name = self.facts.trainer.rpartition(".")
+        module, _, name = self.spec.trainer.rpartition(".")
         return getattr(importlib.import_module(module), name)(**self.trainer)
 
     @property

@@ -28,16 +28,16 @@ def skip_library_checks() -> None:
 
 def check_with_libraries(job: Job) -> None:
     """Raises InputError, with the key, if peft or TRL rejects a section of the job."""
-    facts = job.facts
-    if _checked_elsewhere or not (facts.trl or (facts.learns and job.lora)):
+    spec = job.spec
+    if _checked_elsewhere or not (spec.trl or (spec.learns and job.lora)):
         return
     console.silence_libraries()
-    import_libraries(facts.trl)
+    import_libraries(spec.trl)
     if problem := find_rejection("lora", "peft.LoraConfig", _make_lora, job.lora):
         raise InputError(f"{job.source}: {problem}")
-    if facts.trl:
-        make = partial(_make_trainer_arguments, facts.trainer, bool(job.scaling.get("use_gpu")))
-        if problem := find_rejection("trainer", facts.trainer.rpartition(".")[2], make, job.trainer):
+    if spec.trl:
+        make = partial(_make_trainer_arguments, spec.trainer, bool(job.scaling.get("use_gpu")))
+        if problem := find_rejection("trainer", spec.trainer.rpartition(".")[2], make, job.trainer):
             raise InputError(f"{job.source}: {problem}")
 
 

@@ -14,7 +14,7 @@ from pipeline import input_uri
 from pipeline.errors import InputError, short, show
 from pipeline.input_uri import InputURI
 from pipeline.job import schema
-from pipeline.job.gates import HELD_OUT_ROWS, Metrics, parse_gate
+from pipeline.job.gates import HELD_OUT_ROWS, Measurable, parse_gate
 from pipeline.job.job import (
     HUB,
     SPLITS,
@@ -66,8 +66,8 @@ EXCLUDES = [
 
 def find_problems(job: Job) -> Problems:
     """Yields the problems of a job. Only the first is used, because later rules assume that earlier ones found none."""
-    facts, data = job.facts, job.data
-    for key, why in facts.unused.items():
+    spec, data = job.spec, job.data
+    for key, why in spec.unused.items():
         if job.changes(key):
             yield key, f"`{job.stage}` does not use this key ({why}); remove it"
     for section in ("trainer", "rollout"):
@@ -79,12 +79,12 @@ def find_problems(job: Job) -> Problems:
     if uses_vllm:
         makes_adapter = job.stage == "ppo" and "base" in (job.policies or ["base"])
         yield from _vllm_problems(job.model.fsdp, job.lora if makes_adapter else {})
-    if facts.reads_train and not data.train:
+    if spec.reads_train and not data.train:
         needs = f"`{job.stage}` needs rows, for example data.train=jobs/demo/data/*.jsonl"
         yield "data.train", f"missing; {needs}"
     if job.workers[0] > job.workers[1]:
         yield "scaling.num_workers", f"found {[*job.workers]}, expected [min, max]"
-    if facts.trl:
+    if spec.trl:
         yield from _trl_problems(job.trainer, job.lora, data.batch_size, job.workers)
     if job.stage == "ppo":
         yield from _ppo_problems(args, job.reward, job.teacher, job.workers[1])
@@ -110,7 +110,7 @@ def find_problems(job: Job) -> Problems:
         if job.trainer.get(key, off) != off:
             nothing = "there is nothing to evaluate on: set data.eval or data.eval_fraction"
             yield f"trainer.{key}", f"{nothing}, or {key}={str(off).lower()}"
-    yield from _source_problems(data, bool(facts.learns))
+    yield from _source_problems(data, bool(spec.learns))
     yield from batch_problems(job, job.workers)
     for section in ("scaling", "rollout"):
         for label, value in (job.value(f"{section}.label_selector") or {}).items():
@@ -122,13 +122,13 @@ def find_problems(job: Job) -> Problems:
     references |= {f"policy.{index}": name for index, name in enumerate(job.policies)}
     yield from _reference_problems(references)
     if any((job.run.load_best_model_at_end, job.run.early_stopping_patience, job.run.stop_if)):
-        yield from _best_problems(job.run, job.metrics, job.evaluates, facts.trl)
+        yield from _best_problems(job.run, job.measurable, job.evaluates, spec.trl)
     # If the command line removes the held-out rows that the job file's gate needs, the run is allowed, but moves no alias.
     removed = {"data.eval", "data.eval_fraction"} & {*job.overridden}
     needs_rows = {one for one in job.gate if not removed or f"gate.{short(one)}" in job.overridden}
-    yield from _gate_problems(job.gate, job.metrics, needs_rows if facts.learns else set())
+    yield from _gate_problems(job.gate, job.measurable, needs_rows if spec.learns else set())
     tested = job.inputs.get("policy") or job.reward
-    if job.gate and not facts.learns and not InputURI.parse(str(tested)).is_registered:
+    if job.gate and not spec.learns and not InputURI.parse(str(tested)).is_registered:
         yield "gate", f"found one, but {show(tested)} is no registered version that could pass it; remove it"
 
 
@@ -298,9 +298,9 @@ def batch_problems(job: Job, workers: tuple[int, int]) -> Problems:
         workers: the minimum and maximum number of workers.
     """
     size, key = job.data.batch_size, "per_device_train_batch_size"
-    if size is None or not job.facts.trl:
+    if size is None or not job.spec.trl:
         return
-    device = job.trainer.get(key, schema.keys(job.facts.trainer)[key]["default"])
+    device = job.trainer.get(key, schema.keys(job.spec.trainer)[key]["default"])
     low, high = workers
     step = device * math.lcm(*range(low, high + 1))
     if size % step:
@@ -351,7 +351,7 @@ def _reference_problems(names: Mapping[str, str]) -> Problems:
 
 
 # ---------------------------------------------------------------- evaluations and gates
-def _best_problems(run: Run, metrics: Metrics, evaluates: bool, trl: bool) -> Problems:
+def _best_problems(run: Run, measurable: Measurable, evaluates: bool, trl: bool) -> Problems:
     """Yields problems if the job chooses its best evaluation or may stop early, but has no evaluations or no suitable metric."""
     if not evaluates:
         key = next(
@@ -363,26 +363,26 @@ def _best_problems(run: Run, metrics: Metrics, evaluates: bool, trl: bool) -> Pr
         wanted = "trainer.eval_strategy=epoch" if trl else "trainer.eval_steps=10"
         advice = f"set data.eval or data.eval_fraction, and {wanted}, or remove this key"
         yield f"run.{key}", f"{found}: {advice}"
-    if problem := metrics.why_not_compared(run.metric_for_best_model, run.greater_is_better):
+    if problem := measurable.why_not_compared(run.metric_for_best_model, run.greater_is_better):
         yield "run.metric_for_best_model", problem
     for metric, rule in run.stop_if.items():
         key = f"run.stop_if.{short(metric)}"
-        yield from _condition_problems(key, metric, rule, metrics, metrics.compared)
-        if lacking := metrics.compared.get(metric):
+        yield from _condition_problems(key, metric, rule, measurable, measurable.compared)
+        if lacking := measurable.compared.get(metric):
             yield key, f"{metric} needs {lacking}, and there is none"
 
 
-def _gate_problems(gate: dict[str, str], metrics: Metrics, needs_rows: set[str]) -> Problems:
+def _gate_problems(gate: dict[str, str], measurable: Measurable, needs_rows: set[str]) -> Problems:
     """Yields invalid conditions of a gate. `needs_rows` has the metrics for which missing held-out rows are a problem."""
     for metric, rule in gate.items():
         key = f"gate.{short(metric)}"
-        yield from _condition_problems(key, metric, rule, metrics, metrics.lacks)
-        if metric in needs_rows and metrics.lacks.get(metric) == HELD_OUT_ROWS:
+        yield from _condition_problems(key, metric, rule, measurable, measurable.lacks)
+        if metric in needs_rows and measurable.lacks.get(metric) == HELD_OUT_ROWS:
             yield key, f"needs {HELD_OUT_ROWS}; set data.eval_fraction=0.1, or gate={{}}"
 
 
 def _condition_problems(
-    key: str, metric: str, rule: Any, metrics: Metrics, known: Mapping[str, str]
+    key: str, metric: str, rule: Any, measurable: Measurable, known: Mapping[str, str]
 ) -> Problems:
     try:
         relative = parse_gate(rule)[1] is None
@@ -392,20 +392,20 @@ def _condition_problems(
     if relative and not (key.startswith("gate.") and metric.startswith("eval_")):
         only = "only a gate on held-out rows (eval_...) has a champion; set a number"
         yield key, f"found {show(rule)}; {only}"
-    if metric not in known and not metrics.is_open(metric):
-        yield key, metrics.unknown(metric, known)
+    if metric not in known and not measurable.is_open(metric):
+        yield key, measurable.unknown(metric, known)
 
 
 def find_warnings(job: Job) -> Iterator[str]:
     """Yields warnings about settings that are valid but often unintended. They are printed before a run starts."""
-    learns, trainer = job.facts.learns, job.trainer
+    learns, trainer = job.spec.learns, job.trainer
     if learns and not job.held_out:
         yield (
             "nothing is held out, so nothing measures how well the run learns; set data.eval to held-out rows, or "
             "data.eval_fraction=0.1 to hold out a tenth"
         )
     for metric in job.gate:
-        if lacking := job.metrics.lacks.get(metric):
+        if lacking := job.measurable.lacks.get(metric):
             needs = f"needs {lacking}, which this job does not have"
             yield f"gate.{metric}: {needs}; the version will be kept without its alias"
     if job.gate and learns and not job.mlflow.registered_model:
@@ -414,9 +414,9 @@ def find_warnings(job: Job) -> Iterator[str]:
         yield "run.max_failures: there is no worker to restart with scaling.num_workers=0; set scaling.num_workers=1"
     if job.stage == "ppo" and job.rollout_config.num_workers:
         yield from _idle_workers(job.args, job.rollout_config, job.workers[1])
-    known = schema.keys(job.facts.trainer).get("disable_dropout", {"default": job.stage == "ppo"})
+    known = schema.keys(job.spec.trainer).get("disable_dropout", {"default": job.stage == "ppo"})
     if learns and job.lora.get("lora_dropout") and trainer.get("disable_dropout", known["default"]):
-        keep = ", or trainer.disable_dropout=false" if job.facts.trl else ""
+        keep = ", or trainer.disable_dropout=false" if job.spec.trl else ""
         why = f"`{job.stage}` trains without dropout"
         yield f"lora.lora_dropout changes nothing: {why}; set lora.lora_dropout=0{keep}"
     if "data.train" in job.overridden and "data.eval" not in job.overridden and job.data.eval:

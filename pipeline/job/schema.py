@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import short, show
-from pipeline.job.stages import INPUTS, STAGE
+from pipeline.job.stages import INPUTS, STAGE_SPECS
 from pipeline.job.yaml_tree import Tree
 
 FILE = Path(__file__).with_name("schema.json")
@@ -59,7 +59,7 @@ def keys(dotted: str) -> dict[str, dict[str, Any]]:
 def class_of(section: str, stage: str) -> str:
     """Returns the name (package.module.Class) of the dataclass whose fields are the keys of a section."""
     if section == "trainer":
-        return STAGE[stage].trainer
+        return STAGE_SPECS[stage].trainer
     ours = f"pipeline.job.job.{'MLflow' if section == 'mlflow' else section.title()}"
     return CLASSES.get(section, ours)
 
@@ -77,7 +77,7 @@ def meant(key: str, stage: str) -> str | None:
     """
     section, _, name = key.rpartition(".")
     known = keys_of(stage)
-    if (ours := ELSEWHERE.get(name)) in {*known, *STAGE[stage].inputs}:
+    if (ours := ELSEWHERE.get(name)) in {*known, *STAGE_SPECS[stage].inputs}:
         return ours
     siblings = [short for full, short in known.items() if full == f"{section}.{short}"]
     near = [f"{section}.{one}" for one in difflib.get_close_matches(name, siblings, 1, 0.7)]
@@ -192,11 +192,11 @@ def described(name: str) -> list[str]:
     """Returns what `rlhf help KEY` prints about a key. If the text is the same for several stages, they share one entry."""
     section, _, key = name.partition(".")
     found: dict[str, list[str]] = {}
-    for stage in STAGE:
+    for stage in STAGE_SPECS:
         schema = keys(class_of("job", stage)).get(section, {}) if not key else {}
         if key and section in SECTIONS:
             schema = keys(class_of(section, stage)).get(key, {})
-        elif section in INPUTS and section not in STAGE[stage].inputs:
+        elif section in INPUTS and section not in STAGE_SPECS[stage].inputs:
             continue
         if schema and "not" not in schema:
             found.setdefault("\n".join(_described(schema)), []).append(stage)

@@ -23,7 +23,7 @@ from transformers.training_args import OptimizerNames
 
 from pipeline.job.ranges import Count, Factor, Fraction, Norm, Rate, Rows, Seed, Share, Weight
 from pipeline.job.schema import FILE, SECTIONS, class_of, document
-from pipeline.job.stages import STAGE
+from pipeline.job.stages import STAGE_SPECS
 
 JOB = class_of("job", "")
 OTHERS = (
@@ -191,7 +191,7 @@ LIBRARIES: dict[str, tuple[str, type]] = {
 
 def text() -> str:
     """Returns the content of schema.json. Each key has one line."""
-    classes = dict.fromkeys(class_of(section, stage) for stage in STAGE for section in SECTIONS)
+    classes = dict.fromkeys(class_of(section, stage) for stage in STAGE_SPECS for section in SECTIONS)
     made = {dotted: of_class(dotted) for dotted in (*classes, *OTHERS)}
     del made[JOB]["source"], made[JOB]["overridden"]  # fields that a job file cannot set
     lines = [
@@ -205,8 +205,8 @@ def text() -> str:
         "title": "job file",
         "versions": {name: version(name) for name in ("trl", "transformers", "peft", "ray")},
         "type": "object",
-        "properties": {"stage": {"enum": [*STAGE]}},
-        "allOf": [_of_stage(stage, made) for stage in STAGE],
+        "properties": {"stage": {"enum": [*STAGE_SPECS]}},
+        "allOf": [_of_stage(stage, made) for stage in STAGE_SPECS],
     }
     start = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items())
     return f'{{\n{start},\n "$defs": {{\n' + ",\n".join(lines) + "\n }\n}\n"
@@ -214,7 +214,7 @@ def text() -> str:
 
 def _of_stage(stage: str, made: Mapping[str, Any]) -> dict[str, Any]:
     sections: dict[str, Any] = {name: {"$ref": f"#/$defs/{class_of(name, stage)}"} for name in SECTIONS}
-    inputs = {name: made[JOB][name] for name in STAGE[stage].inputs}
+    inputs = {name: made[JOB][name] for name in STAGE_SPECS[stage].inputs}
     files = {"type": ["string", "array"], "items": {"type": "string"}}
     others = {"stage": {}, "extends": files, "gate": {"type": "object"}}
     return {

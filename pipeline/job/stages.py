@@ -1,6 +1,6 @@
 """Defines the table of stages, with the inputs, rows, trained adapter, unused keys and summary metrics of each stage.
 
-Code that depends on the stage should use this table, for example job.facts.learns instead of job.stage in ("sft", "rm", ...).
+Code that depends on the stage should use this table, for example job.spec.learns instead of job.stage in ("sft", "rm", ...).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pipeline import metrics
 
 OURS = "pipeline.job.job"
-# All inputs that a job can name. Stage.inputs lists the inputs of one stage.
+# All inputs that a job can name. StageSpec.inputs lists the inputs of one stage.
 INPUTS = ("policy", "reference", "baseline", "teacher", "reward", "judge")
-# {section or section.key that a stage does not use: reason}. Used for Stage.unused.
+# {section or section.key that a stage does not use: reason}. Used for StageSpec.unused.
 _NO_SERVER = {"serve": "only `serve` answers requests"}
 _NO_ROLLOUT = {"rollout": "only `ppo` samples completions to learn from"}
 _LEARNS = _NO_SERVER | dict.fromkeys(
@@ -52,7 +52,7 @@ _ROW_BY_ROW = _NOTHING_TRAINED | {
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageSpec:
     """Describes one stage."""
 
     # Config class (package.module.Class) with the keys of the `trainer` section.
@@ -96,8 +96,8 @@ class Stage:
         return not {"data", "data.train"} & self.unused.keys()
 
 
-STAGE: dict[str, Stage] = {
-    "sft": Stage(
+STAGE_SPECS: dict[str, StageSpec] = {
+    "sft": StageSpec(
         "trl.trainer.sft_config.SFTConfig",
         "fine-tune on demonstrations",
         rows="demonstrations",
@@ -106,7 +106,7 @@ STAGE: dict[str, Stage] = {
         title="Supervised fine-tuning",
         headline=("eval_loss", "eval_mean_token_accuracy", "eval_eos_accuracy"),
     ),
-    "rm": Stage(
+    "rm": StageSpec(
         "trl.trainer.reward_config.RewardConfig",
         "train a reward model on preference pairs",
         rows="whole_preferences",
@@ -116,7 +116,7 @@ STAGE: dict[str, Stage] = {
         title="Reward model",
         headline=("eval_accuracy", "eval_margin"),
     ),
-    "dpo": Stage(
+    "dpo": StageSpec(
         "trl.trainer.dpo_config.DPOConfig",
         "train on preference pairs directly, from the sft adapter",
         {"policy": True, "reference": False},
@@ -128,7 +128,7 @@ STAGE: dict[str, Stage] = {
         title="Direct preference optimization",
         headline=("eval_rewards/accuracies", "eval_loss", "eval_rewards/margins"),
     ),
-    "kto": Stage(
+    "kto": StageSpec(
         "trl.trainer.kto_config.KTOConfig",
         "train on completions labeled good or bad, from the sft adapter",
         {"policy": True},
@@ -141,7 +141,7 @@ STAGE: dict[str, Stage] = {
         title="Kahneman-Tversky optimization",
         headline=("eval_rewards/margins", "eval_loss", "eval_kl"),
     ),
-    "ppo": Stage(
+    "ppo": StageSpec(
         "pipeline.ppo.config.PPOConfig",
         "train with PPO, GRPO or RLOO, from the sft adapter",
         {"policy": True, "teacher": False, "reward": False, "judge": False},
@@ -154,7 +154,7 @@ STAGE: dict[str, Stage] = {
         title="PPO",
         headline=("eval_judge", "eval_reward", "eval_win_rate", "eval_kl", "eval_length", "eval_eos_rate"),
     ),
-    "evaluate": Stage(
+    "evaluate": StageSpec(
         f"{OURS}.Evaluate",
         "compare a policy with a baseline, test a reward model",
         {"policy": False, "baseline": False, "reward": False, "judge": False},
@@ -168,7 +168,7 @@ STAGE: dict[str, Stage] = {
             "eval_kl", "eval_rm_accuracy",
         ),
     ),
-    "generate": Stage(
+    "generate": StageSpec(
         f"{OURS}.Inference",
         "generate completions for the prompts in a file",
         {"policy": True, "reward": False},
@@ -178,7 +178,7 @@ STAGE: dict[str, Stage] = {
         runs_in="data",
         unused={**_NO_SERVER, **_DECODES, **_ROW_BY_ROW},
     ),
-    "collect": Stage(
+    "collect": StageSpec(
         f"{OURS}.Collect",
         "turn scored completions of a policy into training rows",
         {"policy": True, "reward": True},
@@ -188,7 +188,7 @@ STAGE: dict[str, Stage] = {
         runs_in="data",
         unused={**_NO_SERVER, **_DECODES, **{key: why for key, why in _ROW_BY_ROW.items() if key != "data.seed"}},
     ),
-    "score": Stage(
+    "score": StageSpec(
         f"{OURS}.Forward",
         "score a file of pairs or completions with a reward model",
         {"reward": True},
@@ -197,7 +197,7 @@ STAGE: dict[str, Stage] = {
         runs_in="data",
         unused={**_NO_SERVER, **_NO_ROLLOUT, **_ROW_BY_ROW},
     ),
-    "serve": Stage(
+    "serve": StageSpec(
         f"{OURS}.Inference",
         "serve policies and reward models on one base, as OpenAI's API",
         writes=True,
@@ -212,7 +212,7 @@ STAGE: dict[str, Stage] = {
             "run.overwrite": "there is nothing to resume",
         },
     ),
-    "export": Stage(
+    "export": StageSpec(
         f"{OURS}.Export",
         "write merged models or adapters, to a folder or the Hub",
         {"policy": False, "reward": False},
@@ -228,25 +228,25 @@ STAGE: dict[str, Stage] = {
         },
     ),
 }  # fmt: skip
-TRAINED = tuple(name for name, stage in STAGE.items() if stage.learns)
+TRAINED = tuple(name for name, spec in STAGE_SPECS.items() if spec.learns)
 
 
 def headline(stage: str, measured: Mapping[str, float]) -> list[metrics.Metric]:
     """Returns the metrics in a stage's summary that are in `measured`."""
-    found = (metrics.find_metric(name, stage) for name in STAGE[stage].headline if name in measured)
+    found = (metrics.find_metric(name, stage) for name in STAGE_SPECS[stage].headline if name in measured)
     return [one for one in found if one]
 
 
 def rows_of(stage: str) -> str | None:
     """Returns the kind of rows that a stage reads, or None if it reads no rows or is not a stage."""
-    return STAGE[stage].rows if stage in STAGE else None
+    return STAGE_SPECS[stage].rows if stage in STAGE_SPECS else None
 
 
 def title_of(stage: str) -> str:
     """Returns the title of a stage, e.g. `Reward model` for `rm`. If a stage has no title, returns its name."""
-    return STAGE[stage].title or stage
+    return STAGE_SPECS[stage].title or stage
 
 
 def time_axis(stage: str) -> str:
     """Returns what the steps of a stage's curves are. ppo logs its metrics once in each update."""
-    return "update" if STAGE[stage].online else "step"
+    return "update" if STAGE_SPECS[stage].online else "step"

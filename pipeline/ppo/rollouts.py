@@ -53,7 +53,7 @@ class Versions:
 
     @contextmanager
     def use(self, version: int) -> Iterator[None]:
-        """Switches the policy to a version within the block, and restores it afterwards."""
+        """Within the block, the policy has the weights of `version`. Restores the policy's weights after the block."""
         now = self._copy()
         self.shared.fill("policy", self.held[version])
         try:
@@ -68,7 +68,7 @@ class Versions:
             torch.save(older, Path(folder) / VERSIONS_FILE)
 
     def load(self, folder: str | Path) -> None:
-        """Reads the file that `save` wrote, if there is one."""
+        """Reads the file that `save` wrote, if the file exists."""
         self.held, self.digests = {}, {}
         path = Path(folder) / VERSIONS_FILE
         stored = torch.load(path, weights_only=True, map_location="cpu") if path.exists() else {}
@@ -112,7 +112,7 @@ class Rollout:
 
 
 class Rollouts:
-    """Returns the sampled chunks of each update. Rollout workers may sample them ahead of the trainer.
+    """Returns the sampled chunks of each update. Rollout workers may sample chunks ahead of the trainer.
 
     Args:
         sampler: samples chunks in this process if no rollout worker does.
@@ -157,7 +157,7 @@ class Rollouts:
                 workers.request(self.requested[coming])
 
     def _sampled(self, chunk: Chunk, update: int) -> Sampled:
-        """Returns a chunk from the rollout workers, or samples it here if there are none."""
+        """Returns a chunk from the rollout workers, or samples the chunk in this process if there are no rollout workers."""
         if not self.workers or not self.versions:
             self._sync((update, update))
             return self.sampler.sample(chunk)

@@ -40,7 +40,6 @@ def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
     return Places(
         in_process=job.in_process,
         workers=Group("scaling", "worker", fewest, most, Bundle(amounts, selector)),
-        bundles=[Bundle(amounts, selector)] * fewest,
         rollout=Group("rollout", "rollout worker", count, count, sampler) if count else None,
         on_gpu=on_gpu,
         rollout_on_gpu=rollout_on_gpu,

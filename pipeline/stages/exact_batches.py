@@ -1,7 +1,7 @@
 """Makes batches for TRL's trainers. Each row is in exactly one batch per epoch, for any number of workers.
 
 The stock data loader of transformers and accelerate repeats or drops rows if their number is not divisible by the workers.
-`ExactBatches`, mixed into a trainer, splits each *global* batch over the ranks instead. The rows of a step, and so its loss,
+With the mixin `ExactBatches`, a trainer instead splits each *global* batch over the ranks. The rows of a step, and so its loss,
 are the same for any number of workers with the same global batch. The batches of eval rows are also the same for any number of
 workers.
 """
@@ -46,8 +46,9 @@ class ExactBatchSampler(EvaluationSampler):
     accelerate's SeedableRandomSampler makes from seed + epoch.
 
     Each step takes the next `batch_size * world` rows of the order, and cuts them into `world` parts as evenly as possible. The
-    last step takes the remaining rows, so some ranks may get an empty list. If the step before it took these rows, the number of
-    steps would depend on the number of workers, and a run could not resume with a different number of workers.
+    last step takes the remaining rows, so some ranks may get an empty list. If the second-to-last step also took the remaining
+    rows, the number of steps would depend on the number of workers, and a run could not resume with a different number of
+    workers.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class CountedCollator:
 class ExactBatches(Trainer):
     """Makes a transformers or TRL trainer use exact batches. List this class before the trainer among the bases.
 
-    Losses equal those of one worker whose per-device batch is `world` times as large. For losses per token (sft),
+    Losses equal the losses of a single worker whose per-device batch is `world` times as large. For losses per token (sft),
     `num_items_in_batch` makes the losses equal. For losses per row (rm, dpo, kto), each rank's mean is weighted by the rank's
     share of the rows.
 
@@ -108,7 +109,7 @@ class ExactBatches(Trainer):
     per_device_eval_batch_size, because TRL computes them for each batch.
     """
 
-    mixture: Mixture | None = None  # sources of train_dataset; set before training
+    mixture: Mixture | None = None  # mixture of the sources in train_dataset; set before training
     # For each fetched micro-batch: (weight, number of rows, whether ranks have different numbers of rows)
     _shares: deque[tuple[float, int, bool]]
     _share = 1.0
@@ -133,7 +134,7 @@ class ExactBatches(Trainer):
         return list(next(iter(self.get_train_dataloader().batch_sampler)))
 
     def num_examples(self, dataloader: Any) -> int:
-        """Returns the number of rows in an epoch. With a mixture, this number differs from the rows of the table."""
+        """Returns the number of rows in an epoch. With a mixture, an epoch can have more or fewer rows than the dataset."""
         sampler = dataloader.batch_sampler
         return sampler.rows if isinstance(sampler, ExactBatchSampler) else super().num_examples(dataloader)
 
@@ -167,8 +168,8 @@ class ExactBatches(Trainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Returns the micro-batches of an optimizer step, and stores their weights.
 
-        DDP averages losses over ranks, and transformers averages them over micro-batches. Both ignore the numbers of rows, so the
-        weight of a micro-batch is its number of rows, divided by the average number of rows.
+        DDP averages losses over ranks, and transformers averages them over micro-batches. Neither DDP nor transformers uses the
+        numbers of rows, so the weight of a micro-batch is its number of rows, divided by the average number of rows.
         """
         import torch
 
@@ -191,7 +192,7 @@ class ExactBatches(Trainer):
             with uneven_gather(self.accelerator, count) if uneven else nullcontext():
                 return super().training_step(model, inputs, num_items_in_batch)
         finally:
-            self._share = 1.0  # evaluation also calls compute_loss
+            self._share = 1.0  # compute_loss in an evaluation uses weight 1
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -231,20 +232,20 @@ class ExactBatches(Trainer):
             pairs = [metrics[name] for metrics in batches if name in metrics]
             means[name] = sum(weight * value for weight, value in pairs) / max(1, sum(w for w, _ in pairs))
         output.metrics[f"{metric_key_prefix}_loss"] = means.pop("loss", 0.0)
-        self._metrics["eval"].clear()  # TRL's `log` would add the batches' metrics
+        self._metrics["eval"].clear()  # otherwise, TRL's `log` would add the batches' metrics
         self._metrics["eval"].update({name: [mean] for name, mean in means.items()})
         return output
 
 
 @contextmanager
 def each_rank_alone(trainer: Any) -> Iterator[None]:
-    """Makes the gather functions of a trainer return the rank's own values, so that its metrics cover only its own batches."""
+    """Makes a trainer's gather functions return the rank's own values, so that each rank's metrics cover only its own batches."""
     accelerator = trainer.accelerator
     accelerator.gather = accelerator.gather_for_metrics = trainer.gather_function = lambda value, *_: value
     try:
         yield
     finally:
-        del accelerator.gather, accelerator.gather_for_metrics  # makes the class's methods apply again
+        del accelerator.gather, accelerator.gather_for_metrics  # restores the class's methods
         trainer.gather_function = accelerator.gather_for_metrics
 
 
@@ -273,4 +274,4 @@ def uneven_gather(accelerator: Any, count: int) -> Iterator[None]:
     try:
         yield
     finally:
-        del accelerator.gather  # makes the class's method apply again
+        del accelerator.gather  # restores the class's method

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipeline.errors import in_brief
 
-FEWEST_REPLAYS = 4  # if fewer steps follow, recording costs more time than it saves
+FEWEST_REPLAYS = 4  # minimum number of replays that repay the time for recording
 TOLERANCE = 1e-2  # maximum relative difference between a step and its first replay
 
 
@@ -45,7 +45,7 @@ class Steps:
         self.key = self.replay = None
 
     def __call__(self, key: Hashable, rows: int, seen: int, ahead: int) -> Tensor:
-        """Runs a step. Returns its hidden states (B, H), which the next call may overwrite.
+        """Runs a step. Returns the step's hidden states (B, H), which the next call may overwrite.
 
         Args:
             key: identifies the shape of the step.
@@ -69,7 +69,7 @@ class Steps:
             self.replay()
             self.proved = True
             if not (self.output - hidden).norm() <= TOLERANCE * hidden.norm():
-                self._fail("a replayed step gives other hidden states")
+                self._fail("a replayed step returns other hidden states")
                 self.take_back(rows)
                 hidden = self.step(rows, seen)
         return hidden
@@ -81,7 +81,7 @@ class Steps:
 
     def _capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """Records a step. Returns a function that replays the step, and the tensor to which each replay writes."""
-        # Do not use `with torch.cuda.graph`, which collects garbage and empties torch's memory cache. This would take a second.
+        # Avoids `with torch.cuda.graph`, because it collects garbage and empties torch's memory cache, which takes a second.
         graph = torch.cuda.CUDAGraph()
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         self.stream = stream = self.stream or torch.cuda.Stream()
@@ -92,7 +92,7 @@ class Steps:
             try:
                 output = step()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # hide the less helpful error of capture_end
+                with contextlib.suppress(RuntimeError):  # hides the error of capture_end, which helps less
                     graph.capture_end()
                 raise
             graph.capture_end()

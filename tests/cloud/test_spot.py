@@ -14,7 +14,10 @@ from servers import Handler, listening
 
 @pytest.fixture
 def service(monkeypatch):
-    """Starts a metadata service. `service.answers` maps paths to text; other paths get 404, which means no notice."""
+    """Starts a metadata service.
+
+    `service.answers` maps paths to text; for other paths, the fake returns 404, which means that there is no notice.
+    """
 
     class Say(Handler):
         def answer(self):

@@ -60,7 +60,7 @@ def test_every_example_reads_its_format(name, tmp_path, embedded_ray, capsys, in
     job = load_job(f"jobs/examples/{name}.yaml", overrides)
     split = validate.run(job)["splits"]["train"]
     assert (split["kept"], split["dropped"]) == KEPT[name]
-    if job.stage == "rm":  # only the chosen completion of these rows has the word "is"
+    if job.stage == "rm":  # in these rows, only chosen completions contain the word "is"
         samples = capsys.readouterr().out
         assert samples.count("chosen   ⟦") == 3
         assert all(" is " in line for line in samples.splitlines() if line.startswith("  chosen "))

@@ -57,7 +57,7 @@ def test_sources_are_mixed_within_an_epoch_and_epochs_differ():
     assert sorted(row for batch in first for row in batch) == sorted(mixed.rows(0, 3).tolist())
     ranks = [ExactBatchSampler(1000, 25, rank, 4, 3, mixed) for rank in range(4)]
     steps = [[row for part in parts for row in part] for parts in zip(*ranks, strict=True)]
-    assert steps == first  # four workers have the same steps as one
+    assert steps == first  # in each step, four workers have the same rows as one worker
     sampler.set_epoch(1)
     assert list(sampler) != first
 
@@ -95,7 +95,7 @@ def test_a_job_of_two_sources(tmp_path):
         assert first.dropped == {"empty_completion": 1}
         assert first.tokens + second.tokens == report.splits["train"].tokens
         text = report.render()
-        assert f"source      {other}: read" in text and "drawn an epoch" in text
+        assert f"source      {other}: read" in text and "drawn per epoch" in text
     assert {source.path for source in report.sources["eval"]} == {one, other}
     assert sum(source.kept for source in report.sources["eval"]) == len(made.eval)
     again = make(tmp_path, train=[{**source, "weight": 1} for source in train], on_error="skip")

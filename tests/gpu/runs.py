@@ -14,7 +14,7 @@ from typing import Any, Literal
 from unittest import mock
 
 # isort: off
-from tools.gpu.pretend import branches  # before the modules of pipeline/, whose statements it records
+from tools.gpu.pretend import branches  # before the modules of pipeline/, to instrument these modules
 # isort: on
 
 import pytest

@@ -14,7 +14,7 @@ from pipeline.errors import InputError
 from pipeline.job import OPERATORS, load_job, parse_gate
 from pipeline.job.job import Source, sources_of, sources_with_defaults, transforms_of
 from pipeline.job.rules import find_warnings
-from pipeline.job.stages import STAGE
+from pipeline.job.stages import STAGE_SPECS
 
 GOOD = {
     "sft": "stage: sft\nmodel: {name_or_path: m, dtype: float32}\ndata: {train: a.jsonl}\n",
@@ -260,7 +260,7 @@ def test_of_several_extended_files_later_ones_win_and_an_empty_section_replaces(
 
 
 # ---------------------------------------------------------------- held-out rows, gates, sources
-@pytest.mark.parametrize("stage", [name for name, facts in STAGE.items() if facts.learns])
+@pytest.mark.parametrize("stage", [name for name, spec in STAGE_SPECS.items() if spec.learns])
 def test_data_eval_null_also_turns_the_evaluations_of_the_file_off(stage, in_root):
     job = load_job(f"jobs/demo/{stage}.yaml", ["data.eval=null"], stage)
     assert job.trainer.get("eval_strategy", "no") == "no" and not job.trainer.get("eval_on_start")
@@ -343,7 +343,7 @@ def test_gate_rules():
 def test_a_gate_without_the_held_out_rows_that_it_needs(tmp_path, in_root):
     taken_away = load_job(
         "jobs/demo/sft.yaml", ["data.eval=null"]
-    )  # the gate in the job file then only causes a warning
+    )  # without eval rows, a gate from the job file only causes a warning
     assert "gate.eval_loss: needs held-out rows" in " ".join(find_warnings(taken_away))
     with pytest.raises(InputError, match=r"gate\.eval_loss: needs held-out rows .*data\.eval_fraction=0\.1"):
         load_job("jobs/demo/sft.yaml", ["data.eval=null", "gate.eval_loss=<=1"])

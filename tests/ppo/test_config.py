@@ -22,7 +22,7 @@ WRONG = [  # key, value, expected value, other settings
     ("trainer.num_generations", "1", "2 or more", ["trainer.advantage_estimator=rloo"]),
     ("trainer.min_new_tokens", "1000", "less than response_length", []),
     ("trainer.num_mini_batches", "100", "at most batch_size", []),
-    ("trainer.critic_warmup_steps", "2", "off without a critic", ["trainer.advantage_estimator=remax"]),
+    ("trainer.critic_warmup_steps", "2", "off if there is no critic", ["trainer.advantage_estimator=remax"]),
     ("trainer.critic_learning_rate", "0", "above 1e-7", ["trainer.lr_scheduler_type=polynomial"]),
     ("trainer.critic_learning_rate", "0", "above 0 if trainer.critic is head", ["trainer.critic=head"]),
     ("trainer.vf_coef", "0", "above 0 if trainer.critic is head", ["trainer.critic=head"]),

@@ -25,7 +25,8 @@ GSPO = dict(
 )  # fmt: skip
 # the Python code of an update in docs/architecture.md
 [PAGE] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/architecture.md").read_text(), re.DOTALL)
-# Settings that this code reads. No value is the default, and each has an effect. Clipping changes only the policy's gradient.
+# Settings that the code in docs/architecture.md reads. Each value differs from the default and changes the result.
+# Clipping changes only the policy's gradient.
 SET = dict(
     temperature=0.8, gamma=0.98, lam=0.9, kl_coef=0.3, cliprange=0.05, cliprange_value=0.1, vf_coef=0.2, max_grad_norm=0.5,
     lr_scheduler_type="linear", critic_learning_rate=5e-3, weight_decay=0.01,
@@ -34,11 +35,12 @@ SET = dict(
 EVEN = dict(rows=[row | {"input_ids": 2 * row["input_ids"][:3]} for row in toy.prompts()], min_new_tokens=7)
 
 
-# The trainer sorts a minibatch by length. Unless all rows have the same length, its sums have another order than the page's.
-# Rounding makes the two updates differ by 6e-7 of their size. A missing step makes them differ by 5e-2 or more.
+# Unlike the code in docs/architecture.md, the trainer sorts a minibatch by length. With rows of different lengths, the
+# order of sums differs, and rounding makes the two updates differ by 6e-7 of their size. If the documented code lacked a
+# step, the updates would differ by 5e-2 or more.
 @pytest.mark.parametrize(("changes", "rounding"), [(EVEN, 0.0), ({}, 1e-4)], ids=["even", "ragged"])
 def test_the_update_in_the_documentation_equals_the_trainers(changes, rounding):
-    """Compares the second update, in which the policy differs from the reference and Adam's moments are nonzero."""
+    """Compares the second updates, because before the first update the policy equals the reference and Adam's moments are 0."""
 
     def after_an_update():
         shared = toy.shared_base()
@@ -116,7 +118,7 @@ def test_micro_batches_do_not_change_the_update(loss, changes):
 
 @pytest.mark.parametrize("aggregation", ["token", "constant", None])
 def test_policy_loss_kl_and_entropy_are_aggregated_the_same_way(aggregation):
-    """Compares with a loop over completions. Masked completions count neither in the loss nor in its divisor."""
+    """Compares the losses with a loop over completions. Masked completions change neither the loss nor its divisor."""
     trainer = toy.trainer(**{**GSPO, "loss_aggregation": aggregation, "importance_sampling_level": "token"})
     episodes = toy.first_episodes(trainer)
     for parameter in trainer.shared.parameters_of("policy"):
@@ -194,7 +196,8 @@ def test_reference_is_the_frozen_adapter_and_the_first_kl_is_zero():
     shared = toy.shared_base()
     for parameter in [*shared.parameters_of("reference"), *shared.parameters_of("policy")]:
         parameter.data += 0.1 * torch.sin(torch.arange(parameter.numel())).view_as(parameter)
-    trainer = toy.trainer(shared)  # both adapters start from the sft adapter, not the bare base
+    # policy and reference start from an adapter that differs from the bare base
+    trainer = toy.trainer(shared)
     frozen = toy.weights(shared, ["reference"])
     assert trainer.run_update()["objective/kl"] == pytest.approx(0, abs=1e-4)
     assert trainer.run_update()["objective/kl"] != pytest.approx(0, abs=1e-4)
@@ -295,7 +298,7 @@ def test_advantages_are_corrected_for_the_samplers_log_probs(correction):
 @pytest.mark.parametrize("settings", [GRPO, dict(advantage_estimator="reinforce_plus_plus")])
 def test_equal_scores_have_no_advantage(settings):
     trainer = toy.trainer(reward=lambda completions: [2718.2817] * len(completions), kl_coef=0.0, **settings)
-    trainer.run_update()  # the self-check agrees with the loss
+    trainer.run_update()  # raises if the self-check and the loss disagree
     assert (toy.first_episodes(trainer).advantages == 0).all()
 
 

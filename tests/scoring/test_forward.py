@@ -25,7 +25,7 @@ def test_a_prompt_is_computed_once_for_its_completions(critic):
     found = []
     for packs in (True, False):
         shared = toy.shared_base(critic=critic, spread=0.1)
-        shared.can_pack = packs  # overrides what the base supports
+        shared.can_pack = packs  # turns packing on or off, whatever the base supports
         settings = dict(critic=critic, check_reference=False, **GROUPS)
         found.append(
             gradients(toy.trainer(shared, min_new_tokens=2, per_device_train_batch_size=32, **settings))
@@ -89,7 +89,7 @@ ONE_STEP = dict(
 
 
 def test_old_logprobs_come_from_the_training_forward_if_an_update_has_one_step(monkeypatch):
-    """An update of one step needs no extra forward for old log-probs. Weights and metrics are as with this extra forward."""
+    """An update of one step needs no extra forward for old log-probs. The extra forward would change no weight and no metric."""
     assert forwards(**ONE_STEP) == 2  # one forward for the reference, one for training
     runs = []
     for later in (True, False):

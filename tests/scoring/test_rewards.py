@@ -1,4 +1,4 @@
-"""Tests rewards: Python functions that are invalid or return invalid values, adapters, and other models."""
+"""Tests Python rewards that are invalid or return invalid values, and reward models, also on another base."""
 
 import asyncio
 import json
@@ -87,7 +87,7 @@ NO_NUMBER = r"returned {} for prompt 'question 1', completion 'completion 1', ro
     ids=str,
 )
 def test_the_message_about_an_invalid_score_names_its_sample(returned, says):
-    # This case is a failure of the run, and the other cases are wrong input.
+    # A score that is infinite or too large is a failure of the run. All other invalid scores are wrong input.
     too_large = "inf" in says or "1000" in says
     with pytest.raises(Failure if too_large else InputError) as caught:
         checked(returned)

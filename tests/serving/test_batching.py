@@ -69,7 +69,7 @@ class Client:
 
 
 def keep_busy(writer):
-    """Blocks the batcher's thread. Returns a queue. When an item is put into the queue, the thread continues."""
+    """Blocks the batcher's thread until an item is put into the queue that this function returns."""
     busy, held = threading.Event(), queue.SimpleQueue()
     writer.run(lambda: (busy.set(), held.get(timeout=SECONDS)))
     assert busy.wait(SECONDS)

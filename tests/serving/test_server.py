@@ -97,7 +97,7 @@ def test_openais_client_sees_the_models(client):
 
 @pytest.mark.parametrize("temperature", [1e-40, 1.0])
 def test_answers_equal_those_of_the_engine_of_generate(client, engine, temperature):
-    """Compares the server with the inference engine that tests/commands/test_rows.py compares with `generate`."""
+    """Compares the server's answers with the inference engine, which tests/commands/test_rows.py compares with `generate`."""
     how = {"temperature": temperature, "seed": 5}
     for place in ("Peru", "Norway"):
         ids = engine.ids(f"Where is {place}?")
@@ -150,7 +150,7 @@ def test_a_raw_prompt_is_completed_like_a_conversation(server, engine):
 def test_a_system_prompt_and_a_second_turn_are_answered_like_by_the_engine(client, engine):
     system = {"role": "system", "content": "You answer in one short sentence."}
     first = client.chat.completions.create(model="toy", messages=[system, *messages()], temperature=0)
-    # Includes the null values that OpenAI's client writes.
+    # The message includes the null values that OpenAI's client writes.
     reply = {**first.choices[0].message.model_dump(), "content": "Lima."}
     turns = [system, *messages(), reply, *messages("And of Chile?")]
     answer = client.chat.completions.create(model="toy", messages=turns, temperature=0)

@@ -158,7 +158,10 @@ def some_pairs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def some_settings(some_pairs):
-    """Returns settings that use the pairs directly, in probes, and as best-of-3 rows (with the next row's chosen completion)."""
+    """Returns settings for an evaluation of pairs, probes, and best-of-3 rows.
+
+    The third completion of a best-of-3 row is the chosen completion of the next row.
+    """
     best_of_3 = [
         {**row, "chosen": [row["chosen"]], "rejected": [row["rejected"], other["chosen"]]}
         for row, other in itertools.pairwise(json.loads(line) for line in some_pairs.open())
@@ -241,7 +244,7 @@ def test_its_benchmark_and_its_probes(alone, storage):
     table = found["benchmarks"]["best_of_k"]
     assert table["rows"] == table["subsets"]["all"]["rows"] == 63
     assert alone["metrics"]["eval_best_of_k"] == table["score"]
-    # with a third completion, the chosen one is the best less often than with two
+    # the chosen completion has the best score less often among three completions than among two
     assert table["score"] < alone["metrics"]["eval_rm_accuracy"]
     probes = found["probes"]
     assert {"empty", "order", "polite_closing"} <= probes.keys() and probes["order"]["verdict"] == "ok"
@@ -272,7 +275,7 @@ def test_a_gate_that_does_not_hold_leaves_it(policy, storage):
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_killed_three_times_it_ends_with_the_same_metrics(workers, models, storage, some_settings, in_root):
-    """Kills the command three times, each time after it has written other parts of its results."""
+    """Kills the command three times, each time after the command has written more parts of its results."""
     prompts = storage / "few_prompts.jsonl"
     rows = (ROOT / "jobs/demo/data/prompts_eval.jsonl").read_text().splitlines(keepends=True)
     prompts.write_text("".join(rows[:16]))

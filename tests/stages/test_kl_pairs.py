@@ -31,7 +31,8 @@ def test_each_row_gets_the_completion_of_another_row_in_its_step(size, world):
     for start in range(0, 21, 8):
         rows, others = zip(*found[start : start + 8], strict=True)
         assert set(rows) == set(others) and not any(map(int.__eq__, rows, others))
-        assert others == (rows[-1], *rows[:-1])  # TRL pairs rows in the same way
+        # each row is paired with the row before it, as in TRL's KTOTrainer
+        assert others == (rows[-1], *rows[:-1])
     assert sorted(row for row, _ in found) == list(range(21))
     assert found != pairs(21, size, world, step=8, epoch=1)
 

@@ -33,7 +33,7 @@ def config_of(family, vocabulary, eos):
     return made[family]()
 
 
-# tests/ppo/test_trainer.py quickly tests PPO with the families that are slow here.
+# Families in SLOW have quick tests with PPO in tests/ppo/test_trainer.py.
 QUICK, SLOW = ("gpt2", "llama-nf4"), ("gpt_neox", "llama-bf16", "qwen3", "mistral", "gemma")
 
 

@@ -64,7 +64,7 @@ class Alone(ModelHost):
             save(adapter)
             parents = {name: version for name, version in self.work.versions.items() if name == "policy"}
             described = lineage.describe(
-                self.work.run.stage, self.work.base, self.tokenizer, parents, {}, **outcome.facts
+                self.work.identity.stage, self.work.base, self.tokenizer, parents, {}, **outcome.lineage
             )
             lineage.write(adapter, described)
             require_reload(outputs(None), outputs(adapter), adapter)

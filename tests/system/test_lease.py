@@ -50,7 +50,7 @@ def folder(request, tmp_path, monkeypatch):
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """Returns a function. After its call, this process acts like a process on another machine."""
+    """Returns a function that makes this process act like a process on another machine."""
 
     def move(name="elsewhere"):
         (tmp_path / name).mkdir(exist_ok=True)
@@ -79,7 +79,7 @@ def test_attempts_are_numbered_and_one_owns_the_folder(folder, elsewhere, capsys
             lease.held(folder).__enter__()
         elsewhere()
         with pytest.raises(InputError, match=r"another process is running .* process \d+, since 20"):
-            lease.held(folder).__enter__()  # another process still fails after the lease was renewed
+            lease.held(folder).__enter__()  # the renewed lease still excludes other processes
         first.require()
     capsys.readouterr()
     with lease.held(folder) as second:

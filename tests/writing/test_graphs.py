@@ -71,7 +71,7 @@ def test_after_a_replay_with_wrong_states_no_step_is_replayed(capsys):
     one.graphs.wrong = 1.0
     assert tokens(written(one)) == tokens(written(made(look=9)))
     assert one.graphs.replays == 1 and not one.graphs.works
-    assert "without CUDA graphs: a replayed step gives other hidden states" in capsys.readouterr().out
+    assert "without CUDA graphs: a replayed step returns other hidden states" in capsys.readouterr().out
 
 
 def test_a_step_that_cannot_be_captured_runs_without_a_graph(monkeypatch, capsys):
