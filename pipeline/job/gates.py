@@ -98,7 +98,7 @@ class Measurable:
         return f"`{self.stage}` has no such metric ({short(metric)}); {hint}"
 
     def why_not_compared(self, metric: str | None, greater_is_better: bool | None) -> str | None:
-        """Returns why run.metric_for_best_model cannot compare evaluations, or None if it can or is not set."""
+        """Returns why run.metric_for_best_model cannot compare evaluations, or None if the metric is suitable or not set."""
         known = self.compared
         if metric is None:
             return None

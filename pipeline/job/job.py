@@ -40,7 +40,7 @@ class Model:
     attn_implementation: str | None = None
     """The attention implementation of transformers. By default, transformers chooses (sdpa)."""
     chat_template: str | None = None
-    """A Jinja file, or "plain". By default the template of the tokenizer, or "plain" if the tokenizer has none."""
+    """A Jinja file, or "plain". The default is the template of the tokenizer, or "plain" if the tokenizer has none."""
     trust_remote_code: bool = False
     """Runs the Python code that comes with a model on the Hub."""
     allow_pickle: bool = False
@@ -94,8 +94,8 @@ class Data:
     benchmarks: str | list[str | dict[str, Any]] | None = None
     """Benchmarks for `evaluate`: RewardBench 2, RM-Bench, or rows with lists of `chosen` and `rejected`."""
     transform: str | None = None
-    """A Python function of a row, python:module:function. The function returns a row, several rows, or None to drop the row. It
-    runs before `columns` applies."""
+    """A Python function of a row, python:module:function. The function returns a row, several rows, or None to drop the row. The
+    function runs before `columns` applies."""
     group_by: str | None = None
     """A column. `transform` receives consecutive rows with the same value in this column as a list."""
     columns: dict[str, str | list[str]] | None = None
@@ -108,7 +108,7 @@ class Data:
     eval_fraction: Fraction = 0.0
     """Share of the prompts of `train` to hold out."""
     max_length: Annotated[int, Ge(2), Le(2**20)] | None = None
-    """Maximum number of tokens of a row. By default the model's context."""
+    """Maximum number of tokens of a row. The default is the context length of the model."""
     on_error: Literal["raise", "skip"] = "raise"
     """Whether a bad row stops the run, or is counted and skipped."""
     deduplicate: bool = False
@@ -116,14 +116,13 @@ class Data:
     overlong: Literal["error", "drop", "truncate"] = "error"
     """What happens to rows with more than `max_length` tokens."""
     apply_chat_template: bool | None = None
-    """Applies the chat template to rows of plain text. By default true, unless the template is the fallback
-    "plain"."""
+    """Applies the chat template to rows of plain text. The default is true, unless the template is the fallback "plain"."""
     parse_special_tokens: bool = False
     """Encodes special tokens in the text of a row, such as "<|eot_id|>", as special tokens, not as plain text."""
     batch_size: Rows | None = None
     """Rows per optimizer step over all workers."""
     cache_dir: str | None = None
-    """Folder of the tokenized rows. By default <run.storage_path>/data."""
+    """Folder of the tokenized rows. The default is <run.storage_path>/data."""
     seed: Seed = 0
     """Seed of the `eval_fraction` split, and of the order of prompts in `collect`."""
     subset: str | None = None
@@ -145,13 +144,13 @@ class Run:
     load_best_model_at_end: bool = False
     """Uses the adapter of the best evaluation, not of the last step, for the final evaluation, the gate and the registry."""
     metric_for_best_model: str | None = None
-    """The eval metric that selects the best evaluation. By default eval_loss. For ppo, eval_judge, or eval_reward if the job has
-    no judge."""
+    """The eval metric that selects the best evaluation. The default is eval_loss. For ppo, the default is eval_judge, or
+    eval_reward if the job has no judge."""
     greater_is_better: bool | None = None
-    """Whether a larger value of metric_for_best_model is better. By default false for a loss, a perplexity, a KL and
+    """Whether a larger value of metric_for_best_model is better. The default is false for a loss, a perplexity, a KL and
     eval_repetition, and true for accuracies, margins, rewards and judges."""
     early_stopping_patience: Annotated[int, Ge(1), Le(10**6)] | None = None
-    """Training stops after this many consecutive evaluations without improvement. By default never."""
+    """Training stops after this many consecutive evaluations without improvement. By default, training never stops early."""
     stop_if: dict[str, str] = field(default_factory=dict)
     """Training stops at an evaluation whose metric meets a condition: {eval_kl: "> 20"}. A stopped run counts as finished."""
     overwrite: bool = False
@@ -163,8 +162,7 @@ class Run:
 @dataclass(frozen=True)
 class MLflow:
     tracking_uri: str | None = None
-    """Address of the MLflow server. By default $MLFLOW_TRACKING_URI, else the file
-    <run.storage_path>/mlflow.db."""
+    """Address of the MLflow server. The default is $MLFLOW_TRACKING_URI, or else the file <run.storage_path>/mlflow.db."""
     experiment: str = "rlhf"
     """The MLflow experiment of the run."""
     registered_model: str | None = None
@@ -199,14 +197,14 @@ class Serve:
     """Seconds for a complete answer, including the wait for a slot in the batch. A request that takes longer gets HTTP status
     504."""
     cache_tokens: Annotated[int, Ge(16), Le(10**12)] | None = None
-    """Number of tokens in the KV cache. By default as many as fit into half of the free memory of a GPU, or a quarter of the free
+    """Number of tokens in the KV cache. By default, the cache fills half of the free memory of a GPU, or a quarter of the free
     memory of a CPU."""
     alias_poll_interval_s: Seconds = 5.0
     """Seconds between two checks for aliases that have moved."""
     log_prompts: bool = False
     """Stores conversations, so that feedback on conversations becomes training rows. By default, only metrics are stored."""
     feedback_path: str | None = None
-    """A local folder for conversations and feedback. By default <run.storage_path>/feedback."""
+    """A local folder for conversations and feedback. The default is <run.storage_path>/feedback."""
     max_feedback_bytes: Annotated[int, Ge(4096), Le(10**12)] = 1073741824
     """Maximum bytes of the feedback folder, half for rows and half for conversations. If the half for rows is full, feedback gets
     HTTP status 507."""
@@ -281,8 +279,8 @@ class Collect(Inference):
     min_margin: Annotated[float, Ge(0)] = 0.0
     """Smallest difference between the scores of a pair. Equal scores never make a pair."""
     num_prompts: Count | None = None
-    """Number of prompts to draw from data.train without replacement, in the random order of data.seed. By default all prompts, in
-    the order of the file."""
+    """Number of prompts to draw from data.train without replacement, in the random order of data.seed. By default, all prompts
+    are used in the order of the file."""
     skip_prompts: Steps = 0
     """Number of prompts to skip in the random order of data.seed. After the last prompt, a new order is drawn."""
 
@@ -327,8 +325,7 @@ class Job:
     """models:/NAME@ALIAS, a folder, an adapter on the Hub (NAME or NAME@REVISION), or `base` for no adapter. From a list, the job
     uses the first policy that exists."""
     reference: str | None = None
-    """For dpo: the frozen adapter that training stays close to. By default the policy that training starts
-    from."""
+    """For dpo: the frozen adapter that training stays close to. The default is the policy that training starts from."""
     reward: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
     """A reward model, a Python function, or {judge: FILE}. An entry of a list of rewards may also be {reward: NAME, weight:
     NUMBER} or {judge: FILE, weight: NUMBER}."""

@@ -83,12 +83,12 @@ class Definition:
     endpoint: str = "http://127.0.0.1:8000/v1"
     """Address of a server with OpenAI's chat completions API, for example of `serve`."""
     api_key_variable: str | None = None
-    """Environment variable with the API key of the endpoint. By default requests have no API key."""
+    """Environment variable with the API key of the endpoint. By default, requests have no API key."""
     system: str | None = None
     """A system message before the question."""
     prompt: str | None = None
     """The question, with {prompt}, {completion} ({completions} for rank), {criteria}, {words}, and columns of
-    the rows, such as {answer}. By default a built-in question for the form."""
+    the rows, such as {answer}. By default, each form has a built-in question."""
     words: list[str] = field(default_factory=lambda: ["Yes", "No"])
     """For `form: yes`: the first word of an answer about a good completion, and about a bad completion."""
     low: float = 1.0
@@ -112,9 +112,9 @@ class Definition:
     concurrency: Annotated[int, Ge(1), Le(4096)] = 16
     """Maximum number of concurrent requests of one process."""
     requests_per_minute: Annotated[float, Gt(0), Le(10**9)] | None = None
-    """Maximum number of requests per minute and process. By default no limit."""
+    """Maximum number of requests per minute and process. By default, there is no limit."""
     tokens_per_minute: Annotated[float, Gt(0), Le(10**12)] | None = None
-    """Maximum number of tokens per minute and process, including answers. By default no limit."""
+    """Maximum number of tokens per minute and process, including answers. By default, there is no limit."""
     timeout_s: Seconds = 120.0
     """Seconds to wait for an answer before the request is repeated."""
     dollars_per_million_input: Weight = 0.0
@@ -122,9 +122,9 @@ class Definition:
     dollars_per_million_output: Weight = 0.0
     """Price of a million output tokens in dollars."""
     most_calls: Annotated[int, Ge(1), Le(10**12)] | None = None
-    """Maximum number of paid answers in a run. At this limit, the run ends. By default no limit."""
+    """Maximum number of paid answers in a run. At this limit, the run ends. By default, there is no limit."""
     most_dollars: Annotated[float, Gt(0), Le(10**9)] | None = None
-    """Maximum cost of a run in dollars. At this limit, the run ends. By default no limit."""
+    """Maximum cost of a run in dollars. At this limit, the run ends. By default, there is no limit."""
 
     @property
     def asks(self) -> str:

@@ -42,8 +42,8 @@ def check_with_libraries(job: Job) -> None:
 
 
 def import_libraries(trl: bool = True) -> None:
-    """Imports peft, and TRL if `trl` is true. Meanwhile, garbage collection is off, because it would take a quarter of the
-    time."""
+    """Imports peft, and TRL if `trl` is true. Garbage collection is off during the imports, because it would take a quarter of
+    the time."""
     gc.disable()
     try:
         for module in ("peft", *(("trl.trainer.base_config", "transformers.trainer") if trl else ())):
@@ -56,8 +56,8 @@ def import_libraries(trl: bool = True) -> None:
 def find_rejection(
     section: str, owner: str, make: Callable[[dict[str, Any]], object], values: dict[str, Any]
 ) -> str | None:
-    """Returns why a library rejects a section, or None if it accepts the section. The reason begins with a key if its removal is
-    enough."""
+    """Returns why a library rejects a section, or None if it accepts the section. The reason starts with a key if the library
+    accepts the section without this key."""
     if (error := _error_of(make, values)) is None:
         return None
     reason = f"{owner} says: {visible(' '.join(str(error).split())[:500])}"

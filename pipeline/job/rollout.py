@@ -31,10 +31,10 @@ class RolloutConfig:
     """Age of the sampling policy in updates. 0: sampling and training alternate. 1 or more: rollout workers sample during
     training. The policy after update u - staleness samples the episodes of update u."""
     use_gpu: bool | None = None
-    """Whether a rollout worker has its models on a GPU. By default the same as `scaling.use_gpu`."""
+    """Whether a rollout worker has its models on a GPU. The default is `scaling.use_gpu`."""
     resources_per_worker: dict[str, Annotated[float, Ge(0)]] | None = None
-    """Resources that each rollout worker requests from Ray. By default {CPU: 1}, or {GPU:
-    tensor_parallel_size} with `use_gpu`."""
+    """Resources that each rollout worker requests from Ray. The default is {CPU: 1}, or {GPU: tensor_parallel_size} with
+    `use_gpu`."""
     label_selector: dict[str, str] | None = None
     """Labels of the nodes for rollout workers, as in Ray's label_selector: for example {market: spot}."""
     worker_wait_timeout_s: Patience = 600.0
@@ -46,14 +46,14 @@ class RolloutConfig:
     tensor_parallel_size: Annotated[int, Ge(1), Le(64)] = 1
     """Number of GPUs over which vLLM splits the base in each rollout worker."""
     gpu_memory_utilization: Annotated[float, Gt(0), Lt(1)] | None = None
-    """Fraction of the GPU's memory for vLLM's copy of the base and its KV cache. By default the fraction that both need, but at
-    most the free memory."""
+    """Fraction of the GPU's memory for vLLM's copy of the base and its KV cache. By default, vLLM gets the fraction that both
+    need, but at most the free memory."""
     vllm_kwargs: dict[str, Any] | None = None
     """Other arguments of vllm.LLM, for example {max_num_seqs: 128, enforce_eager: true}."""
     correction: Literal["none", "token", "sequence"] | None = None
     """Off-policy correction: each advantage is multiplied by the probability ratio trainer / sampler of the token or of the
-    completion, truncated at `correction_cap`. By default token for vllm, and none for transformers, because the correction made
-    runs with `staleness: 2` worse (docs/rollouts.md)."""
+    completion, truncated at `correction_cap`. The default is token for vllm, and none for transformers, because the correction
+    made runs with `staleness: 2` worse (docs/rollouts.md)."""
     correction_cap: Annotated[float, Gt(1), Le(10**6)] = 3.0
     """Maximum of the probability ratio in `correction`."""
 

@@ -193,7 +193,7 @@ def _collect_problems(args: Collect, sets_good_above: bool) -> Problems:
     """Yields settings with which `collect` cannot make useful rows, and settings that have no effect."""
     if args.select in ("best_worst", "pairs") and args.num_generations < 2:
         expected = "2 or more, for example 4, or trainer.select=best"
-        yield "trainer.num_generations", f"found 1: a pair needs two completions; expected {expected}"
+        yield "trainer.num_generations", f"found 1, but a pair needs two completions; expected {expected}"
     if args.temperature == 0 and args.num_generations > 1:
         found = "found 0, so all completions of a prompt are the same"
         yield "trainer.temperature", f"{found}; expected a temperature above 0, for example 1.0"
@@ -323,7 +323,7 @@ def _mapping_problems(reward: Any, judge: Any) -> Problems:
 
 
 def _names_input(item: dict[str, Any], kinds: tuple[Any, ...], weighted: bool) -> bool:
-    """Returns True if a mapping has the keys in one of `kinds` with texts as values. Only `weighted` allows a weight."""
+    """Returns True if a mapping has the keys in one of `kinds` with texts as values. A weight is valid only if `weighted`."""
     names = {key: value for key, value in item.items() if key != "weight"}
     has_weight = type(item.get("weight", 1)) in (int, float) if weighted else "weight" not in item
     return names.keys() in kinds and all(isinstance(name, str) for name in names.values()) and has_weight

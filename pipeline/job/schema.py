@@ -136,7 +136,7 @@ def wrong(
 
     Args:
         known: {key: its schema}.
-        hint: function that returns advice about an unknown key. By default `nearest`.
+        hint: function that returns advice about an unknown key. The default is `nearest`.
     """
     for key in values:
         if "not" in known.get(key, ()):
