@@ -53,8 +53,8 @@ OF_ROWS = ("columns", "label", "transform", "group_by")  # keys of `data` that a
 
 @dataclass(frozen=True)
 class Source:
-    """A source of rows: an entry of the list in data.train or another key in SPLITS. An entry is a path, or a mapping with these
-    keys."""
+    """A source of rows: an entry of the list in data.train or another key in SPLITS. An entry is a path, or a mapping with the
+    keys of this class."""
 
     path: str
     """A file, a glob, a folder, or an s3://, gs:// or hf:// address."""
