@@ -208,7 +208,7 @@ class PPOConfig:
         "constant_with_warmup",
         "inverse_sqrt",
     ] = "linear"
-    """Schedules of transformers.get_scheduler without further settings."""
+    """Schedule of transformers.get_scheduler. Only schedules without further settings are supported."""
     warmup_steps: Steps = 0
     """Number of updates of linear warm-up: the n-th update uses n / (warmup_steps + 1) of the learning rate. The critic's warm-up
     begins with the run. The policy's warm-up begins when the policy begins to learn (`critic_warmup_steps`)."""
@@ -329,7 +329,7 @@ class PPOConfig:
         return max(1, math.ceil(episodes / self.batch_size))
 
     def decoded(self, workers: int) -> int:
-        """Returns the number of completions that each of `workers` workers decodes at once if its memory allows."""
+        """Returns the number of completions that each of `workers` workers decodes at once if the worker's memory allows."""
         own = math.ceil(self.prompts_per_update / workers) * self.num_generations
         return min(self.local_rollout_forward_batch_size or CHUNK_COMPLETIONS, own)
 

@@ -120,7 +120,7 @@ class Decoder(ABC):
     def generate(
         self, role: str | None, prompts: Sequence[Sequence[int]], numbers: Sequence[int], sampling: Sampling
     ) -> list[Completion]:
-        """Returns one completion for each prompt (token ids), in the same order. `numbers` has a Row.number for each prompt.
+        """Returns one completion for each prompt (token ids), in the same order. `numbers` has each prompt's Row.number.
 
         The longest prompts join first. Other prompts join when earlier rows have ended.
         """
