@@ -7,7 +7,7 @@ policy uses the policy's forward and backward.
 
 Workers (torch.distributed, if it is initialized) share the episodes of an update, without DDP. Losses are sums divided
 by the number of actions in the full optimizer step over all workers. One all-reduce per step therefore adds up the adapters'
-gradients, and the split of a step into micro-batches and over workers does not change the result.
+gradients. The split of a step into micro-batches and over workers does not change the result.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class ExactBatchSampler(EvaluationSampler):
 
     Each step consists of the next `batch_size * world` rows of the order, split into `world` parts as evenly as possible. The
     last step consists of the remaining rows, so some ranks may get an empty list. If the second-to-last step also contained the
-    remaining rows, the number of steps would depend on the number of workers, and a run could not resume with a different number
+    remaining rows, the number of steps would depend on the number of workers. A run could then not resume with a different number
     of workers.
     """
 
@@ -83,7 +83,7 @@ class ExactBatchSampler(EvaluationSampler):
 class CountedCollator:
     """Collates rows, and adds the number of `rows` to the batch.
 
-    A rank that has no row in the last global batch gets a dummy batch with the row `filler`, because all ranks must make the same
+    A rank without a row in the last global batch gets a dummy batch with the row `filler`. All ranks therefore make the same
     number of steps. A dummy batch has `rows` 0, and the loss ignores its labels.
     """
 
@@ -169,7 +169,7 @@ class ExactBatches(Trainer):
         """Returns the micro-batches of an optimizer step, and stores their weights.
 
         DDP averages losses over ranks, and transformers averages losses over micro-batches. Neither DDP nor transformers uses the
-        numbers of rows, so the weight of a micro-batch is its number of rows, divided by the average number of rows.
+        numbers of rows. The weight of a micro-batch is therefore its number of rows, divided by the average number of rows.
         """
         import torch
 

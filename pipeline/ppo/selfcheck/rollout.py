@@ -1,10 +1,10 @@
 """Checks invariants of the first rollout and update of every run, and recomputes their results with independent code.
 
-Most faults of a PPO implementation (active dropout, a temperature in sampler or trainer only, a shifted mask, the wrong adapter)
-break an invariant long before a reward curve shows them. If sampler and trainer have the same fault, no invariant breaks.
-Therefore, log-probs, values and scores are also compared with plain forwards of single rows, and rewards and advantages with
-definitions.py. Only the first tokens of some completions go through the model, so the checks take little time compared with an
-update.
+Most faults of a PPO implementation break an invariant long before a reward curve shows the fault. Examples are active dropout, a
+temperature in sampler or trainer only, a shifted mask and the wrong adapter. If sampler and trainer have the same fault, no
+invariant breaks. Therefore, log-probs, values and scores are also compared with plain forwards of single rows, and rewards and
+advantages with definitions.py. Only the first tokens of some completions go through the model, so the checks take little time
+compared with an update.
 """
 
 from __future__ import annotations
