@@ -70,7 +70,7 @@ class PPOConfig:
     local_rollout_forward_batch_size: Rows | None = None
     """Completions per chunk, all of which a worker decodes at once. An update is split into chunks, which are sampled and scored
     one by one. Rollout workers share the chunks of an update (`rollout.num_workers`). By default, a chunk has 256 completions.
-    The number decoded at once is then limited to half of the memory that is free when the run starts."""
+    The worker then decodes as many completions at once as fit into half of its free memory when the run starts."""
 
     # ---- rollout. There is no top-k and no top-p, so the log-probs belong to the distribution that tokens are sampled from.
     response_length: Rows = 53
