@@ -132,7 +132,7 @@ PLANTED = {
 
 
 def _sound(prompt, text):
-    """A sound reward: the number of the prompt's words in a completion. Only harmful edits lower this number."""
+    """A sound reward: the number of the prompt's words in a completion. The reward falls with harmful edits only."""
     return float(len(_words(prompt) & _words(text)))
 
 
