@@ -30,15 +30,13 @@ CONFIGURATION = """\
 # Configuration: every key of a job file
 
 Made by `docs/reference.py` from [schema.json](../pipeline/job/schema.json). `rlhf help KEY`
-explains one key, also with the text of its library. The first line of a job file lets an editor
-complete and check keys.
+explains one key. With the first line of a job file, an editor completes and checks keys.
 
-A job file names its `stage` and has the sections below. It may have a
-[`gate`](runs.md#which-version-gets-the-alias), and `extends`, the files that it is merged over. On
-the command line, set a key with `section.key=value` or `--section.key value`. Values are YAML. A
-key that is not listed is an error, and the message names the nearest one, if one is near. Limits of
-10,000 and more, and the default null, are left out. TRL, transformers and peft explain their keys
-on the linked pages.
+A job file sets its `stage`, and has the sections below. A job file may also have a
+[`gate`](runs.md#which-version-gets-the-alias), and `extends`, one or more files with default keys.
+On the command line, set a key with `section.key=value` or `--section.key value`. Values are YAML. A
+key that is not listed is an error. The tables omit limits of 10,000 and more, and the default null.
+The linked pages explain the keys of TRL, transformers and peft.
 """
 METRICS = """\
 # Metrics
@@ -47,17 +45,18 @@ Made by `docs/reference.py` from [metrics.py](../pipeline/metrics.py). [evaluate
 and [rollouts.md](rollouts.md) explain many metrics. A
 [`gate`](runs.md#which-version-gets-the-alias) may name any metric that is not only a curve. Metrics
 of [eval rows](glossary.md) have the prefix `eval_`, and `initial_` before training. Larger values
-are better with ↑, smaller ones with ↓. In a name, `*` stands for a reward, a judge, a probe or a
-value of the rows. TRL may log more.
+are better with ↑, and smaller values with ↓. In a name, `*` stands for a reward, a judge, a probe
+or a value of the rows. TRL may log additional metrics.
 """
 PREFIX = {"curve": "curve", "result": "no prefix", "initial": "`initial_`", "eval": "`eval_`"}
 CLI = """\
 # Command line
 
 Made by `docs/reference.py` from the parser. `rlhf` and `python -m pipeline` are the same command.
-In a clone, `make SUBCOMMAND` calls it with a job of `jobs/PROFILE`; `make help-all` lists all
-targets. All subcommands have the same [exit statuses](runs.md#exit-statuses). If the table names no
-arguments, they are `JOB.yaml` and any number of `section.key=value`. `rlhf --help` has examples.
+In a clone, `make SUBCOMMAND` runs `rlhf SUBCOMMAND` with a job of `jobs/PROFILE`; `make help-all`
+lists all targets. All subcommands have the same [exit statuses](runs.md#exit-statuses). A
+subcommand without arguments in the table takes `JOB.yaml` and any number of `section.key=value`.
+`rlhf --help` has examples.
 """
 
 
@@ -88,7 +87,9 @@ def configuration() -> str:
         classes = [STAGE_SPECS[one].trainer for one in stages]
         if stages == (*TRL,):
             classes = ["transformers.TrainingArguments"]
-        names = [f"`{key}` (`{show(one['default'])}`)" for key, one in known.items() if one.get("default") is not None]
+        names = [
+            f"`{key}={show(one['default'])}`" for key, one in known.items() if one.get("default") is not None
+        ]
         names += [f"`{key}`" for key, one in known.items() if one.get("default") is None]
         intro = f"Keys of {', '.join(map(link, classes))}, with their defaults:"
         pages += [f"## trainer of {', '.join(stages)}\n\n{intro}\n", filled(", ".join(names) + ".") + "\n"]

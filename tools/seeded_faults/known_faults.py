@@ -445,7 +445,7 @@ FAULTS = [
     # two workers
     Fault("whitening is per worker", "pair", "whitening over other rows", WHITEN, lambda call, x, mask, **keys: call(x, mask)),
     Fault("both workers sample the same episodes", "pair", "on several", (PPOTrainer, "rollout"), with_attribute("rank", 0)),
-    Fault("gradients are not summed over the workers", "pair", "not summed over all of them", (PPOTrainer, "sync"),
+    Fault("gradients are not summed over the workers", "pair", "not summed over all workers", (PPOTrainer, "sync"),
           with_attribute("workers", 1)),
     # demonstrations
     Fault("the loss includes prompts", "sft", "prompt is trained", FIT,
