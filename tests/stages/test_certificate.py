@@ -207,7 +207,7 @@ def test_best_of_n_is_the_mean_over_all_subsets():
 def test_the_length_controlled_win_rate_minimizes_the_loss():
     """The policy with longer completions wins, but would lose at equal length.
 
-    The win rate must minimize the loss like scipy's result.
+    The test computes the expected win rate by minimizing the loss with scipy.
     """
     from scipy.optimize import minimize
 
