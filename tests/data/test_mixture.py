@@ -141,7 +141,7 @@ def test_rows_of_a_group_become_one_row(tmp_path, monkeypatch, format):
     table = rows_of(made.train)
     decoded = [[tokenizer().decode(ids) for ids in row.values()] for row in table]
     assert len(table) == 20 and decoded[1] == ["<s>q1", "a5</s>", "a3</s>"]
-    missing = r"`tree`: found fields q, a, rank; expected the column that data.group_by names"
+    missing = r"`tree`: found fields q, a, rank; expected the column in data.group_by"
     with pytest.raises(InputError, match=rf"rows\.\w+:\d+: {missing}"):
         make(tmp_path, "dpo", train=path, transform="python:transforms:best_against_worst", group_by="tree")
 
