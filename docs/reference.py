@@ -45,18 +45,45 @@ Made by `docs/reference.py` from [metrics.py](../pipeline/metrics.py). [evaluate
 and [rollouts.md](rollouts.md) explain many metrics. A
 [`gate`](runs.md#which-version-gets-the-alias) may name any metric that is not only a curve. Metrics
 of [eval rows](glossary.md) have the prefix `eval_`, and `initial_` before training. Larger values
-are better with ↑, and smaller values with ↓. In a name, `*` stands for a reward, a judge, a probe
-or a value of the rows. TRL may log additional metrics.
+are better with ↑, and smaller values with ↓. Curves are logged during training; metrics without a
+prefix are also in `result.json`. In a name, `*` stands for a reward, a judge, a probe or a value of
+the rows. TRL may log additional metrics.
 """
 PREFIX = {"curve": "curve", "result": "no prefix", "initial": "`initial_`", "eval": "`eval_`"}
 CLI = """\
 # Command line
 
-Made by `docs/reference.py` from the parser. `rlhf` and `python -m pipeline` are the same command.
-In a clone, `make SUBCOMMAND` runs `rlhf SUBCOMMAND` with a job of `jobs/PROFILE`; `make help-all`
-lists all targets. All subcommands have the same [exit statuses](runs.md#exit-statuses). A
-subcommand without arguments in the table takes `JOB.yaml` and any number of `section.key=value`.
-`rlhf --help` has examples.
+Made by `docs/reference.py` from the parser. `rlhf` and `python -m pipeline` are the same command,
+after `. .venv/bin/activate`. In a clone, `make SUBCOMMAND` calls it with a job of `jobs/PROFILE`;
+`make help-all` lists all targets. All subcommands have the same [exit
+statuses](runs.md#exit-statuses). If the table names no arguments, they are `JOB.yaml` and any
+number of `section.key=value`. `rlhf --help` has examples.
+"""
+MAKE = """\
+
+## Variables of make
+
+| variable | targets | meaning, default |
+|---|---|---|
+| `PROFILE` | all that read a job | the folder `jobs/PROFILE`; `demo` |
+| `JOB` | the same, except `rlhf` | a job file instead of the profile's |
+| `ARGS` | the same, `init`, `up`, `down`, `bench`, `gpu` | keys of the job, or arguments |
+| `SWEEP` | `sweep` | keys with lists of values |
+| `DATA`, `NAME`, `MODEL` | `init` | folder or file of rows (`my`), name of the new profile, base |
+| `RUN` | `report` | folders of runs |
+| `PORT` | `ui` | port; 5000 |
+| `CLUSTER` | `up`, `status`, `dashboard`, `down`, `ui` | the cluster file; `cluster.yaml` |
+| `NAME` | `logs`, `stop` | name of a job on the cluster; the newest |
+| `RAY_ADDRESS`, `FORWARD` | all that read a job | the [cluster](clusters.md), names of variables to send there |
+| `REGISTRY`, `VARIANT` | `image` | a registry, `cuda` or `cpu` |
+| `PYTHON`, `PIP_ARGS` | all that install | the Python for `.venv`, arguments of pip |
+
+In `ARGS="..."`, put single quotes around keys with spaces, `<`, `>` or braces. Otherwise the shell
+splits them, or writes a file named `=`:
+
+```text
+make rm ARGS="trainer.seed=2 'gate.eval_accuracy=>= 0.97' 'data.columns={chosen: a, rejected: b}'"
+```
 """
 
 
@@ -202,7 +229,7 @@ def cli() -> str:
         if arguments == ["JOB.yaml", "section.key=value"]:  # the usual arguments, which the page names once
             arguments = []
         rows.append((" ".join(f"`{one}`" for one in (name, *arguments)), SUMMARIES[name]))
-    return "\n".join([CLI, *markdown(("subcommand", "what it does"), rows), ""])
+    return "\n".join([CLI, *markdown(("subcommand", "what it does"), rows), MAKE])
 
 
 PAGES = {"configuration.md": configuration, "metrics.md": metrics, "cli.md": cli}
