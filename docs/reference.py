@@ -54,10 +54,10 @@ CLI = """\
 # Command line
 
 Made by `docs/reference.py` from the parser. `rlhf` and `python -m pipeline` are the same command,
-after `. .venv/bin/activate`. In a clone, `make SUBCOMMAND` calls it with a job of `jobs/PROFILE`;
-`make help-all` lists all targets. All subcommands have the same [exit
-statuses](runs.md#exit-statuses). If the table names no arguments, they are `JOB.yaml` and any
-number of `section.key=value`. `rlhf --help` has examples.
+after `. .venv/bin/activate`. In a clone, `make SUBCOMMAND` runs `rlhf SUBCOMMAND` with a job of
+`jobs/PROFILE`; `make help-all` lists all targets. All subcommands have the same [exit
+statuses](runs.md#exit-statuses). A subcommand without arguments in the table takes `JOB.yaml` and
+any number of `section.key=value`.
 """
 MAKE = """\
 
@@ -65,21 +65,21 @@ MAKE = """\
 
 | variable | targets | meaning, default |
 |---|---|---|
-| `PROFILE` | all that read a job | the folder `jobs/PROFILE`; `demo` |
-| `JOB` | the same, except `rlhf` | a job file instead of the profile's |
-| `ARGS` | the same, `init`, `up`, `down`, `bench`, `gpu` | keys of the job, or arguments |
+| `PROFILE` | targets that read a job | the folder `jobs/PROFILE`; `demo` |
+| `JOB` | targets that read a job, except `rlhf` | a job file instead of the profile's |
+| `ARGS` | targets that read a job, `init`, `up`, `down`, `bench`, `gpu` | keys of the job, or arguments |
 | `SWEEP` | `sweep` | keys with lists of values |
 | `DATA`, `NAME`, `MODEL` | `init` | folder or file of rows (`my`), name of the new profile, base |
 | `RUN` | `report` | folders of runs |
 | `PORT` | `ui` | port; 5000 |
 | `CLUSTER` | `up`, `status`, `dashboard`, `down`, `ui` | the cluster file; `cluster.yaml` |
-| `NAME` | `logs`, `stop` | name of a job on the cluster; the newest |
-| `RAY_ADDRESS`, `FORWARD` | all that read a job | the [cluster](clusters.md), names of variables to send there |
+| `NAME` | `logs`, `stop` | name of a job on the cluster; by default the newest |
+| `RAY_ADDRESS`, `FORWARD` | targets that read a job | the [cluster](clusters.md), names of variables to send there |
 | `REGISTRY`, `VARIANT` | `image` | a registry, `cuda` or `cpu` |
-| `PYTHON`, `PIP_ARGS` | all that install | the Python for `.venv`, arguments of pip |
+| `PYTHON`, `PIP_ARGS` | targets that install | the Python for `.venv`, arguments of pip |
 
-In `ARGS="..."`, put single quotes around keys with spaces, `<`, `>` or braces. Otherwise the shell
-splits them, or writes a file named `=`:
+In `ARGS="..."`, put single quotes around keys with spaces, `<`, `>` or braces. Without the
+quotes, the shell splits the keys, or writes a file named `=`:
 
 ```text
 make rm ARGS="trainer.seed=2 'gate.eval_accuracy=>= 0.97' 'data.columns={chosen: a, rejected: b}'"

@@ -33,7 +33,7 @@ def test_shares_are_exact_to_one_row_per_epoch(sources, strategy, seed, epochs):
     try:
         mixed = mixture(sizes, [weight / 10 for weight in weights], strategy)
     except InputError:
-        return  # with these weights, an epoch would have no row of some source
+        return  # the weights would give an epoch no row of one of the sources
     drawn = [Counter(mixed.rows(epoch, seed).tolist()) for epoch in range(epochs)]
     start = 0
     for (size, weight), draws in zip(sources, mixed.draws, strict=True):

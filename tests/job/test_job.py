@@ -192,7 +192,7 @@ def test_a_secret_is_refused_and_never_printed(job, capsys, secret, more, overri
 
 def test_yaml_scalars_mean_what_they_look_like(job):
     text = GOOD["sft"] + "trainer: {learning_rate: 1e-4, eval_strategy: no, num_train_epochs: 2, seed: 007}\n"
-    # YAML 1.1 would read this value as an octal number.
+    # YAML 1.1 would read the seed 007 as an octal number.
     with pytest.raises(InputError, match=r"trainer\.seed: found 7\.0"):
         load_job(job(text), [])
     made = load_job(job(text), ["trainer.seed=7", "model.revision='1234567'", "run.name=2026-11-20"])
