@@ -104,7 +104,7 @@ def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
         if isinstance(inner, dict) and not {"role", "from"} & inner.keys():
             return f"{head}; if the rows are in `{name}`, run jq -c '.{name}[]' FILE > NEW"
     others = fitting(rows)
-    if others and not others.startswith("ppo with"):  # the text may contain both prompt and completion
+    if others and not others.startswith("ppo with"):  # one text column may contain both prompt and completion
         return f"{head}; these rows can train {others}"
     needs = [*map(field_names, kind.formats)]
     known = next(names for names in needs if names[0] == "prompt" and "pos_answers" not in names)

@@ -102,7 +102,7 @@ class Report:
     # {split: sources in the order of the job}
     sources: dict[str, list[Split]] = field(default_factory=dict)
     duplicates: int = 0  # rows equal to an earlier row of the same split
-    skipped: list[str] = field(default_factory=list)  # file:line of the first dropped rows
+    skipped: list[str] = field(default_factory=list)  # location (file:line) of the first dropped rows
     samples: list[str] = field(default_factory=list)
     packed: int | None = None  # number of packed training rows, or None
     # (eval rows whose prompt is also in train, eval rows whose prompt and completions are in train), or None without eval

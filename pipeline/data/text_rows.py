@@ -136,7 +136,7 @@ def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
 
     Blank lines are skipped, but count in the line numbers. If the header is unusable, yields only a RowError.
     """
-    csv.field_size_limit(ROW)  # applies to the whole process; the default is 128 KiB
+    csv.field_size_limit(ROW)  # this limit applies to the whole process; the default is 128 KiB
     head = stream.peek(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip(b"\r\n").partition(b"\n")[0]
     text = head.decode(errors="replace")
     # Column names may contain `|`, so `|` is a delimiter only if the header has no other delimiter.

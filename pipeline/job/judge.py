@@ -241,7 +241,7 @@ def at_version(source: str) -> tuple[str, str]:
 
 
 def pin_judge(source: str) -> str:
-    """Returns `judge:FILE@DIGEST` for `judge:FILE`. The file must be valid."""
+    """Returns `judge:FILE@DIGEST` for `judge:FILE`. Raises InputError if the file is invalid."""
     path, _ = at_version(source)
     return f"judge:{path}@{read_definition(path).digest[:16]}"
 

@@ -243,7 +243,7 @@ def rows_of(stage: str) -> str | None:
 
 
 def title_of(stage: str) -> str:
-    """Returns the title of a stage, e.g. `Reward model` for `rm`. If a stage has no title, returns its name."""
+    """Returns the title of a stage, e.g. `Reward model` for `rm`. A stage without a title has its name as title."""
     return STAGE_SPECS[stage].title or stage
 
 
