@@ -115,9 +115,7 @@ def configuration() -> str:
         if stages == (*TRL,):
             classes = ["transformers.TrainingArguments"]
         names = [
-            f"`{key}` (`{show(one['default'])}`)"
-            for key, one in known.items()
-            if one.get("default") is not None
+            f"`{key}={show(one['default'])}`" for key, one in known.items() if one.get("default") is not None
         ]
         names += [f"`{key}`" for key, one in known.items() if one.get("default") is None]
         intro = f"Keys of {', '.join(map(link, classes))}, with their defaults:"
