@@ -63,26 +63,24 @@ MAKE = """\
 
 ## Variables of make
 
-| variable | targets | meaning, default |
-|---|---|---|
-| `PROFILE` | all that read a job | the folder `jobs/PROFILE`; `demo` |
-| `JOB` | the same, except `rlhf` | a job file instead of the profile's |
-| `ARGS` | the same, `init`, `up`, `down`, `bench`, `gpu` | keys of the job, or arguments |
-| `SWEEP` | `sweep` | keys with lists of values |
-| `DATA`, `NAME`, `MODEL` | `init` | folder or file of rows (`my`), name of the new profile, base |
-| `RUN` | `report` | folders of runs |
-| `PORT` | `ui` | port; 5000 |
-| `CLUSTER` | `up`, `status`, `dashboard`, `down`, `ui` | the cluster file; `cluster.yaml` |
-| `NAME` | `logs`, `stop` | name of a job on the cluster; the newest |
-| `RAY_ADDRESS`, `FORWARD` | all that read a job | the [cluster](clusters.md), names of variables to send there |
-| `REGISTRY`, `VARIANT` | `image` | a registry, `cuda` or `cpu` |
-| `PYTHON`, `PIP_ARGS` | all that install | the Python for `.venv`, arguments of pip |
+| variable | meaning, default |
+|---|---|
+| `PROFILE`, `JOB` | the folder `jobs/PROFILE` (`demo`), or a single job file |
+| `ARGS` | keys of the job, or arguments of the command |
+| `SWEEP` | for `sweep`: keys with lists of values |
+| `DATA`, `NAME`, `MODEL` | for `init`: rows (`my`), name of the new profile, base |
+| `RUN` | for `report`: folders of runs |
+| `NAME` | for `logs`, `stop`: a job on the cluster (the newest) |
+| `CLUSTER`, `PORT` | the cluster file (`cluster.yaml`); for `ui`: the port (5000) |
+| `RAY_ADDRESS`, `FORWARD` | the [cluster](clusters.md), and variables to send there |
+| `REGISTRY`, `VARIANT` | for `image`: a registry; `cuda` or `cpu` |
+| `PYTHON`, `PIP_ARGS` | for `setup`: the Python of `.venv`, arguments of pip |
 
 In `ARGS="..."`, put single quotes around keys with spaces, `<`, `>` or braces. Otherwise the shell
 splits them, or writes a file named `=`:
 
 ```text
-make rm ARGS="trainer.seed=2 'gate.eval_accuracy=>= 0.97' 'data.columns={chosen: a, rejected: b}'"
+make rm ARGS="trainer.seed=2 'gate.eval_accuracy=>= 0.97'"
 ```
 """
 
