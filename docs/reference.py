@@ -92,7 +92,7 @@ def configuration() -> str:
         ("Top level", "pipeline.job.job.Job", "Models that a job starts from. Which stage takes which: `rlhf help policy`."),
         ("model", "pipeline.job.job.Model", "The frozen base model."),
         ("data", "pipeline.job.job.Data", "Rows: see [data.md](data.md)."),
-        ("An entry of data.train, data.eval, data.pairs or data.benchmarks", "pipeline.job.job.Source", "A path, or a mapping:"),
+        ("An entry of data.train, data.eval, data.pairs or data.benchmarks", "pipeline.job.job.Source", "A path, or a mapping, which may also have `columns`, `label`, `transform` and `group_by`:"),
         ("lora", schema.class_of("lora", ""), "What `r` and `lora_alpha` change: [glossary](glossary.md)."),
         ("scaling", schema.class_of("scaling", ""), "With `num_workers: 0`, the command itself trains ([runs.md](runs.md))."),
         ("run", "pipeline.job.job.Run", "Folder, resume, checkpoints: see [runs.md](runs.md)."),
@@ -104,6 +104,10 @@ def configuration() -> str:
     ):  # fmt: skip
         sections = {*INPUTS} if title == "Top level" else None
         known = {key: one for key, one in schema.keys(dotted).items() if sections is None or key in sections}
+        if dotted.endswith("Source"):  # the intro names the keys that are the same as in `data`
+            known = {
+                key: one for key, one in known.items() if not one["description"].startswith("Replaces data.")
+            }
         pages.append(table(f"## {title}", known, intro, dotted))
     ours = [stage for stage in STAGE_SPECS if stage not in TRL]
     for stages, known in shared_keys(ours).items():
