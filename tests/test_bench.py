@@ -76,7 +76,7 @@ def test_ppo_is_compared_with_trl(tmp_path):
         (shared,), (again,) = (result["runs"][result["rows"][-1][side]] for side in ("ours", "other"))
         assert shared["lengths"] == again["lengths"]
     lengths = [[run["lengths"] for (run,) in result["runs"].values()] for result in (full, own)]
-    assert all(set(each) == {6.0} for each in lengths[0])  # the length limit of this size
+    assert all(set(each) == {6.0} for each in lengths[0])  # 6 tokens is the length limit of the size `toy`
     assert all(min(each) < 6.0 for each in lengths[1])
 
 

@@ -50,7 +50,7 @@ TRANSCRIPT = re.search(r"```\n(jobs/demo: .*?)```", PAGES["runs.md"], re.DOTALL)
 TUTORIALS = {"tutorial.md": ["validate", "sft", "rm"], "failed_gates.md": ["init", "validate", "sft"]}
 COMMANDS = commands_of("".join(text for name, text in TEXTS.items() if name not in TUTORIALS))
 TRL = "gate={} trainer.max_steps=2 trainer.eval_on_start=false trainer.eval_strategy=no"
-# {target of make: settings that shorten its run}. These settings follow the ARGS of a command.
+# {target of make: settings that shorten its run}. The settings are appended to the ARGS of the command.
 SHORT = {
     "rlhf": "sft.gate={} rm.gate={} ppo.gate={} sft.trainer.max_steps=2 rm.trainer.max_steps=2 ppo.trainer.total_episodes=64",
     **dict.fromkeys(("init", "validate", "evaluate", "generate", "score", "export"), ""),
@@ -252,7 +252,7 @@ def test_a_make_command(command, copy):
         assert shell(INIT, copy).returncode == 0
     done = shell(shortened(command), copy)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    if command == "make rlhf":  # the gates of `make rlhf` are open in this test, and times differ
+    if command == "make rlhf":  # in this test, `make rlhf` has no gates and other times
         assert TRANSCRIPT.count("\n") <= 45 and done.stdout.count("\n") <= 45
         assert shape(done.stdout) == shape(TRANSCRIPT)
 

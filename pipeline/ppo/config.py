@@ -34,8 +34,8 @@ from pipeline.job.ranges import (
 from pipeline.ppo import estimators
 from pipeline.ppo.estimators import Estimator
 
-# Number of completions decoded at once in a plan, if the job leaves the number to the free memory. Evaluations decode this many
-# completions at once by default.
+# Number of completions that a plan decodes at once, if the job does not set the number. Evaluations decode this many completions
+# at once by default.
 PLANNED_ROWS = 64
 CHUNK_COMPLETIONS = 256  # default number of completions in a chunk
 
@@ -262,7 +262,8 @@ class PPOConfig:
         require("num_generations", self.num_generations > 1 or not groups, several)
         token = f"'token' with advantage_estimator {name}, because its advantages differ from token to token"
         require("importance_sampling_level", self.importance_sampling_level == "token" or groups, token)
-        pulls = "'k2' or 'k3' with kl_in: loss, because the gradient of k1 is 0 on average and would not keep the policy close"
+        pulls = "'k2' or 'k3' with kl_in: loss, because the gradient of k1 is 0 on average, and would not keep the policy close "
+        pulls += "to the reference"
         require("kl_estimator", self.kl_in == "reward" or self.kl_estimator in ("k2", "k3"), pulls)
 
         truncated = ("missing_eos_penalty", "bootstrap_truncated", "mask_truncated_completions")
@@ -333,7 +334,7 @@ class PPOConfig:
         return min(self.local_rollout_forward_batch_size or CHUNK_COMPLETIONS, own)
 
     def planned_rows(self, workers: int) -> int:
-        """Returns the number of completions that a plan decodes at once: at most PLANNED_ROWS if it depends on free memory."""
+        """Returns the number of completions that a plan decodes at once: at most PLANNED_ROWS if the job sets no number."""
         rows = self.decoded(workers)
         return min(rows, PLANNED_ROWS) if self.local_rollout_forward_batch_size is None else rows
 

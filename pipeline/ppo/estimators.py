@@ -4,7 +4,7 @@ To add an estimator, write a formula and a definition here, and one line in ESTI
 a change to this file: `trainer.advantage_estimator: python:MODULE:FUNCTION`. The function may have a definition as its attribute
 `definition`.
 
-The parameters of a formula and a definition name their inputs:
+The parameter names of a formula or definition determine its inputs:
 
 * `rewards` (B, R): reward of each action, on the rows of this worker. The `num_generations` completions of a prompt are
   adjacent rows, and are all on one worker.
@@ -16,9 +16,9 @@ The parameters of a formula and a definition name their inputs:
 * any key of the job's `trainer` section. An estimator with a parameter `num_generations` compares the completions to a prompt.
   The job then needs at least 2 completions per prompt, and the estimator's `rewards` are float64.
 
-A formula takes and returns tensors. A definition computes the same advantages as its formula, with plain loops over one prompt's
-completions, and shares no code with the formula. A definition takes lists of numbers per completion, without padding and mask.
-The self-check of the first rollout compares the results of formula and definition.
+The arguments and the result of a formula are tensors. A definition computes the same advantages as its formula, with plain loops
+over one prompt's completions, and shares no code with the formula. The arguments of a definition are lists of numbers per
+completion, without padding and mask. The self-check of the first rollout compares the results of formula and definition.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Estimator:
 
     Args:
         formula: returns the advantages (B, R). Advantages at masked positions are ignored.
-        definition: returns the advantages of one prompt's completions. If it is None, the self-check skips the advantages.
+        definition: returns the advantages of one prompt's completions. Without a definition, the self-check skips the advantages.
         whiten: default of `whiten_advantages`.
         loss_aggregation: default of `loss_aggregation`.
     """

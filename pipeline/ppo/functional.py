@@ -6,7 +6,7 @@ Conventions of all functions:
   value of action t are read one position earlier, in the state *before* the action. The caller must shift log-probs and values by
   one position.
 * A mask is 1 (or True) on action tokens, including the end-of-sequence token, and 0 on padding. Masked positions may
-  contain NaN and inf. `torch.where` replaces them before any arithmetic, because 0 * NaN is NaN, also in a gradient.
+  contain NaN and inf. `torch.where` replaces masked values before any arithmetic, because 0 * NaN is NaN, also in a gradient.
   Results of functions are 0 at masked positions.
 * Logarithms are natural, so KL and entropy are in nats.
 
@@ -158,7 +158,7 @@ def policy_loss(
         cliprange: the ratio is clipped to [1 - cliprange, 1 + cliprange_high].
         cliprange_high: None means `cliprange`. DAPO's clip-higher sets a value larger than `cliprange`.
         dual_clip: a number above 1. If the advantage A is negative, the loss is at most -dual_clip * A. None removes this limit.
-        importance_sampling_level: "sequence" (GSPO) gives every action of a row the same ratio: the completion's probability
+        importance_sampling_level: "sequence" (GSPO) assigns the same ratio to every action of a row: the completion's probability
             ratio of new and old policy, to the power 1 / length. The sequence ratio is exp of the mean of the row's log-ratios.
 
     `stats` are means over actions, without gradient: ratio; approxkl, the k2 estimate between new and old policy in nats; and
@@ -223,7 +223,7 @@ def value_loss(
 
     Args:
         actions: as in `policy_loss`.
-        cliprange_value: how far the new value in the clipped error may be from the old value. None means no clipping.
+        cliprange_value: how far the new value in the clipped error may be from the old value, or None for no clipping.
 
     `stats` has clipfrac, without gradient: the fraction of values whose clipped error is larger than the unclipped one.
     """

@@ -91,10 +91,10 @@ def policy_objective(
     `loss_aggregation` weighs the actions in all three terms. The statistics are means over actions.
 
     Args:
-        totals: counts over the complete optimizer step and all workers.
+        totals: numbers of actions and completions in the complete optimizer step, over all workers.
         logprobs: (B, R) log-probs of the policy, in nats.
-        entropy: (B, R), with gradient. If None, the loss has no entropy bonus, and the entropy statistic is estimated from the
-            sampled tokens.
+        entropy: (B, R), with gradient. If `entropy` is None, the loss has no entropy bonus, and the entropy statistic is
+            estimated from the sampled tokens.
     """
     weights = loss_weights(part.learn, args.aggregation, *totals, args.response_length)
     loss, stats = policy_loss(

@@ -1,4 +1,4 @@
-"""Manages the rollouts of one trainer. Either the trainer's own process samples, or rollout workers do.
+"""Manages the rollouts of one trainer. Either the trainer's own process or rollout workers sample the completions.
 
 Rollout workers sample up to `staleness` updates ahead of the trainer. All episodes of update u are sampled from version
 max(0, u - staleness) of the policy, no matter which process samples them, and when. The result of a run therefore depends only on

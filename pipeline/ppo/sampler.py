@@ -88,7 +88,8 @@ class Roles:
         shared: has the role `policy`. `shared` has the role `critic`, with a head, if the estimator reads values. If `shared` has
             no role `reference`, the bare base is the reference.
         rewards: the weighted sum of their scores is a completion's score.
-        critic_reward: the reward whose adapter and head the critic starts from. If None, the critic's values start at 0.
+        critic_reward: the reward whose adapter and head the critic starts from. Without this reward, the critic's values start at
+            0.
         teacher: rates every token of the completions (`teacher_coef`).
     """
 
@@ -103,7 +104,7 @@ class Sampler:
 
     Args:
         tokenizer: decodes completions for Python rewards. Rows are padded with the tokenizer's pad token.
-        decoder: generates the completions. If None, the base itself generates.
+        decoder: generates the completions. Without a decoder, the base itself generates.
     """
 
     def __init__(self, roles: Roles, tokenizer: Any, args: PPOConfig, decoder: Decoder | None = None) -> None:
@@ -147,7 +148,7 @@ class Sampler:
         return sampled
 
     def sample(self, chunk: Chunk, digest: str = "") -> Sampled:
-        """Samples the chunk's completions, and greedy completions if the estimator reads them.
+        """Samples the chunk's completions, and also greedy completions if the estimator reads greedy scores.
 
         If the policy has changed, callers must call `decoder.changed` first.
         """
@@ -206,7 +207,7 @@ class Sampler:
 
         Args:
             role: a role, or None for the bare base.
-            states: the role's hidden states from `forward.states`. If None, this method computes the hidden states.
+            states: the role's hidden states from `forward.states`. If `states` is None, this method computes the hidden states.
         """
         states = forward.states(self.shared, role, part) if states is None else states
         sampling = (self.sampling.temperature, self.sampling.eos, self.sampling.min_new_tokens)

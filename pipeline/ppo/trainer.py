@@ -2,8 +2,8 @@
 
 One update: prompts -> rollout -> scores -> old and reference log-probs, values -> token rewards -> advantages -> epochs x
 minibatches x micro-batches -> metrics. Policy, reference, critic and reward are adapters on one frozen base
-(models/adapters.py). These adapters run one after the other, each with its own forward and backward. A critic that is a head on
-the policy uses the policy's forward and backward.
+(models/adapters.py). The adapters run one after the other, each with its own forward and backward. A critic that is a head on the
+policy uses the policy's forward and backward.
 
 Workers (torch.distributed, if it is initialized) share the episodes of an update, without DDP. Losses are sums divided
 by the number of actions in the full optimizer step over all workers. One all-reduce per step therefore adds up the adapters'
@@ -60,11 +60,11 @@ class PPOTrainer:
     """Trains the `policy` role (and `critic`) of the sampler's base on prompts.
 
     Args:
-        sampler: has the roles, the rewards and the settings. Without rollout workers, the sampler samples and scores in this
-            process.
-        rollout: configures how far sampling may run ahead of training, and the off-policy correction. None means
+        sampler: has the roles, the rewards and the settings.
+        rollout: configures how far sampling may run ahead of training, and the off-policy correction. By default
             `RolloutConfig()`.
-        rollout_workers: sample and score chunks for this trainer. If None, `sampler` samples and scores the chunks.
+        rollout_workers: sample and score chunks for this trainer. Without rollout workers, `sampler` samples and scores the
+            chunks in this process.
         folders: {role: folder with the adapter that the role must equal before training}. A self-check compares role and file.
     """
 
@@ -184,7 +184,7 @@ class PPOTrainer:
         if args.normalize_values:
             before = self.moments.std
             self.moments.update(episodes.returns, episodes.learn)
-            if self.moments.center is not None:  # rescales the head to keep its values (PopArt, 1602.07714)
+            if self.moments.center is not None:  # rescales the head to keep the values (PopArt, 1602.07714)
                 self.shared.heads["critic"].weight.data *= before / self.moments.std
         self.update += 1
         if args.sync_ref_model and self.update % args.ref_model_sync_steps == 0:
@@ -331,7 +331,7 @@ class PPOTrainer:
         """Returns the critic's values (B, R) before each action, and (B,) after the last action.
 
         Args:
-            states: the critic's hidden states. If None, this method computes the hidden states.
+            states: the critic's hidden states. If `states` is None, this method computes the hidden states.
         """
         states = forward.states(self.shared, "critic", part) if states is None else states
         values = self.shared.head("critic", states)
@@ -367,7 +367,7 @@ class PPOTrainer:
             with cast_once():
                 summed = self.accumulate(episodes, rows, totals)
             stats = self.sync(summed)
-            # All workers have the same sum of squares, so all take the same branch below.
+            # The KL is equal on all workers, so all workers take the same branch below.
             approxkl = stats.get("policy/approxkl_avg", 0.0)
             if "policy" in self.learning and not first_ratio:
                 rms = first_ratio["policy/first_ratio_error"] = (2 * approxkl) ** 0.5
@@ -394,7 +394,7 @@ class PPOTrainer:
         head.
 
         Args:
-            totals: counts over the complete minibatch and all workers.
+            totals: numbers of actions and completions in the complete minibatch, over all workers.
         """
         args, policy = self.args, "policy" in self.learning
         names = POLICY_STATS * policy + VALUE_STATS * args.uses_critic
@@ -509,8 +509,8 @@ class PPOTrainer:
         for key in STATE:
             setattr(self, key, state[key])
         vars(self.moments).update(state["returns"])
-        # Rounding depends on the number of rows decoded at once. So the checkpoint's number is restored, unless fewer rows fit
-        # now.
+        # Rounding depends on the number of rows decoded at once. Therefore, the checkpoint's number is restored, unless fewer
+        # rows fit now.
         rows, now = state["decoding"]["rows"], self.sampler.rows
         same = state["decoding"]["workers"] == self.workers and not self.args.local_rollout_forward_batch_size
         if rows and now and same:

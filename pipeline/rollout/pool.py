@@ -1,7 +1,7 @@
 """An actor that distributes chunks to rollout workers. Ray restarts workers that die, on any node with free resources.
 
-The next free worker takes the chunk of the earliest update. If a worker dies or takes too long, its chunk returns to the queue.
-All workers compute bit-identical chunks, so the distribution does not change the result of training.
+The next free worker samples the waiting chunk of the earliest update. If a worker dies or exceeds the time limit, the worker's
+chunk returns to the queue. All workers compute bit-identical chunks, so the distribution does not change the result of training.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RETRY_PAUSE_S = 2.0  # time before a chunk whose policy version is missing is di
 # Errors with complete messages, which every worker would raise in the same way.
 FINAL = (InputError, Failure, OutOfMemory, SelfCheckFailed)
 
-# A chunk's update, rank and number. This process does not import the type from ppo/sampler.py, because that imports torch.
+# A chunk's update, rank and number. The type is not imported from ppo/sampler.py, because ppo/sampler.py imports torch.
 Key = tuple[int, int, int]
 
 
@@ -316,4 +316,4 @@ def rollout_pool(work: Work) -> Iterator[Any]:
     try:
         yield pool
     finally:
-        ray.kill(pool)  # also ends the workers, because the pool owns them
+        ray.kill(pool)  # also ends the rollout workers, because the pool owns the workers

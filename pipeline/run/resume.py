@@ -44,7 +44,7 @@ MAY_CHANGE = (
 # stops.
 COMPARISON = (
     "run.load_best_model_at_end", "run.metric_for_best_model", "run.greater_is_better", "run.early_stopping_patience", "run.stop_if",
-    # logging_steps is the default of eval_steps. KTO's KL estimate and its extremes depend on the batch size.
+    # logging_steps is the default of eval_steps. KTO's KL estimate, min_reward and max_reward depend on the batch size.
     "trainer.eval_steps", "trainer.eval_strategy", "trainer.logging_steps", "trainer.per_device_eval_batch_size", "judge",
 )  # fmt: skip
 

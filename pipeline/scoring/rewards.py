@@ -41,9 +41,9 @@ class Samples:
     ended: list[bool]
     rows: list[dict[str, Any]]
     tokenizer: Any
-    # Seed of each completion, for functions that draw random numbers. If empty, every seed is 0.
+    # Seed of each completion, for functions that draw random numbers. If `seeds` is empty, every seed is 0.
     seeds: Sequence[int] = ()
-    # Number of each completion's prompt. If empty, all completions have different prompts.
+    # Number of each completion's prompt. If `groups` is empty, all completions have different prompts.
     groups: Sequence[int] = ()
     # {name of a reward: its notes on each sample}
     notes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -212,7 +212,7 @@ class ModelReward(Reward):
 
     Args:
         tokenizer: the model's tokenizer. The tokenizer encodes prompt and completion as text, with its chat template if the
-            prompt is a list of messages. If None, the model reads the policy's token ids.
+            prompt is a list of messages. Without a tokenizer, the model reads the policy's token ids.
         rows, tokens, settings: as for `AdapterReward`.
         control: whether the tokenizer encodes special tokens in the text as special tokens, or else as ordinary text.
     """

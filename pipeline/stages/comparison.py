@@ -81,8 +81,8 @@ class Comparison:
     Args:
         prompts: rows with `input_ids` (token ids of a prompt) and `row` (JSON text of the row in the data).
         rewards, judge: from pipeline.scoring.rewards; the judge may be None.
-        baseline: a frozen role on `shared`; None means the bare base.
-        decoder: samples the completions. If None, the base itself samples.
+        baseline: a frozen role on `shared`, or None for the bare base.
+        decoder: samples the completions. Without a decoder, the base itself samples.
     """
 
     def __init__(

@@ -45,10 +45,10 @@ class ExactBatchSampler(EvaluationSampler):
     With a mixture, an epoch has the rows that the mixture draws for it. The order of the rows is the permutation that
     accelerate's SeedableRandomSampler makes from seed + epoch.
 
-    Each step takes the next `batch_size * world` rows of the order, and cuts them into `world` parts as evenly as possible. The
-    last step takes the remaining rows, so some ranks may get an empty list. If the second-to-last step also took the remaining
-    rows, the number of steps would depend on the number of workers, and a run could not resume with a different number of
-    workers.
+    Each step consists of the next `batch_size * world` rows of the order, split into `world` parts as evenly as possible. The
+    last step consists of the remaining rows, so some ranks may get an empty list. If the second-to-last step also contained the
+    remaining rows, the number of steps would depend on the number of workers, and a run could not resume with a different number
+    of workers.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ExactBatches(Trainer):
     share of the rows.
 
     Eval metrics are means over tokens (sft) or rows (rm, dpo, kto). Only min_reward and max_reward depend on
-    per_device_eval_batch_size, because TRL computes them for each batch.
+    per_device_eval_batch_size, because TRL computes these two metrics for each batch.
     """
 
     mixture: Mixture | None = None  # mixture of the sources in train_dataset; set before training
@@ -168,7 +168,7 @@ class ExactBatches(Trainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Returns the micro-batches of an optimizer step, and stores their weights.
 
-        DDP averages losses over ranks, and transformers averages them over micro-batches. Neither DDP nor transformers uses the
+        DDP averages losses over ranks, and transformers averages losses over micro-batches. Neither DDP nor transformers uses the
         numbers of rows, so the weight of a micro-batch is its number of rows, divided by the average number of rows.
         """
         import torch

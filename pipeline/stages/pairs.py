@@ -185,7 +185,7 @@ def faults(metrics: dict[str, float], ends_of: dict[str, tuple[float, float]]) -
 
 
 def _higher(ends_of: dict[str, tuple[float, float]], one: str, other: str) -> str | None:
-    """Returns which of two names has the higher interval, or None if the intervals overlap or one is missing."""
+    """Returns which of two names has the higher interval, or None if the intervals overlap or an interval is missing."""
     if not {one, other} <= set(ends_of):
         return None
     (low, high), (other_low, other_high) = ends_of[one], ends_of[other]

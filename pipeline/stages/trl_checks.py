@@ -135,7 +135,7 @@ def _unpacked(row: Row) -> list[Row]:
 
 
 def only_adapters_learn(trainer: Any, model: Any) -> CheckResult:
-    """Checks that only the adapter and the head require gradients, that they are fp32, and that the optimizer has them."""
+    """Checks that only adapter and head are trainable, and that their parameters are fp32 and in the optimizer."""
     learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     optimized = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}

@@ -92,7 +92,8 @@ class Reporter(TrainerCallback):
         found = {"train_tokens_per_second": tokens / seconds, "memory/peak": peak_memory(self.device) / 2**30}
         if peak := peak_flops(self.device):
             # A forward takes 2 FLOPs per token and parameter. A backward through frozen weights takes 2 FLOPs as well, because
-            # only activations have gradients. Recomputed activations do not count (Chowdhery et al. 2022, PaLM, sec. 4.1).
+            # only activations have gradients. The FLOPs of recomputed activations are not included (Chowdhery et al. 2022, PaLM,
+            # sec. 4.1).
             spec = self.worker.work.spec
             passes = 2 + spec.keeps_reference + spec.further_forwards
             base = self.trainer.accelerator.unwrap_model(self.trainer.model).get_base_model()

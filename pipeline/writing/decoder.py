@@ -23,7 +23,7 @@ PREFILL_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 14}
 # Decoding steps between two checks for finished rows. On a CPU, a check is free, and each removed row makes the next step
 # faster. On a GPU, each check waits for the device, and a step with fewer rows is hardly faster.
 STEPS_PER_CHECK = {"cpu": 1, "cuda": 8}
-STEPS_PER_GRAPH = 32  # decoding steps between two checks, if CUDA graphs replay them
+STEPS_PER_GRAPH = 32  # decoding steps between two checks for finished rows, if CUDA graphs replay steps
 BUCKET = 64  # a CUDA graph attends to a multiple of this many positions
 
 Drawn = tuple[Tensor, Tensor, Any]  # token ids (B,), their log-probs (B,), and the top-k alternatives or None

@@ -45,7 +45,8 @@ class Completion:
     tokens: list[int]  # token ids, including the end-of-sequence token
     ended: bool  # False if the completion was truncated at the length limit
     # The decoder's log-probs, in nats. PPO does not use these log-probs as old log-probs, because they differ from the trainer's
-    # log-probs by rounding, and the first ratio must be 1. PPO only compares them with the trainer's log-probs.
+    # log-probs by rounding, and the first ratio must be 1. PPO only compares the decoder's log-probs with the trainer's
+    # log-probs.
     logprobs: list[float]
 
 
@@ -57,7 +58,7 @@ class Row:
     number: int  # seed and number determine the row's random numbers
     sampling: Sampling
     role: str | None = None  # role whose adapter generates the completion, or None for the bare base
-    # Number of alternatives to report with each token. If None, `logprobs` are those of the sampling distribution, with
+    # Number of alternatives to report with each token. If `top` is None, `logprobs` are those of the sampling distribution, with
     # temperature and masked EOS. If `top` is set, `logprobs` are those of the model at temperature 1.
     top: int | None = None
     tokens: list[int] = field(default_factory=list)

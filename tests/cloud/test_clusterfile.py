@@ -176,7 +176,7 @@ def ec2(monkeypatch, home):
 
     boto3.setup_default_session()  # replaces the session that has an earlier test's credentials
     urllib.request.urlopen(urllib.request.Request(f"{endpoint}/moto-api/reset", method="POST"))
-    template = (ROOT / "jobs/cloud/aws.yaml").read_text()  # creates the roles and the bucket
+    template = (ROOT / "jobs/cloud/aws.yaml").read_text()  # creates the IAM roles and the S3 bucket
     assert not re.search(r": [&*]", template), "CloudFormation knows no YAML aliases"
     cloud, net = boto3.client("cloudformation"), boto3.client("ec2")
     vpc = net.create_vpc(CidrBlock="10.7.0.0/16")["Vpc"]["VpcId"]
@@ -251,7 +251,7 @@ def test_the_roles_have_few_permissions(ec2):
     # workers are not allowed to start instances
     assert iam.list_role_policies(RoleName="rlhf-worker")["PolicyNames"] == []
     policy = iam.get_role_policy(RoleName="rlhf-head", PolicyName="autoscale")["PolicyDocument"]
-    # the mock stores the policy as text
+    # the mock of AWS stores the IAM policy as text
     policy = yaml.safe_load(policy) if isinstance(policy, str) else policy
     for statement in policy["Statement"]:
         assert "*" not in "".join(statement["Action"])

@@ -38,7 +38,7 @@ def postgres():
     # a short path, because the length of socket paths is limited
     folder, port = Path(tempfile.mkdtemp(prefix="pg")), free_port()
     as_user = []
-    if os.geteuid() == 0:  # the server does not run as root
+    if os.geteuid() == 0:  # PostgreSQL's server refuses to run as root
         as_user = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"]
         shutil.chown(folder, "nobody", "nogroup")
     how = {"check": True, "capture_output": True, "cwd": folder}

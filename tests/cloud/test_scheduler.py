@@ -53,7 +53,7 @@ def request(bundle):
 def started(config, gang=(), tasks=0, without=(), actors=()):
     """Returns {node type: count} of the nodes that the autoscaler starts for a placement group, one-CPU tasks and actors."""
     kinds = AutoscalingConfig(config, skip_content_hash=True).get_node_type_configs()
-    for name in (config["head_node_type"], *without):  # the head is already running
+    for name in (config["head_node_type"], *without):  # the head node is already running
         del kinds[name]
     cpu = ResourceRequestByCount(request=ResourceRequestUtil.make({"CPU": 1}), count=tasks)
     gangs = [GangResourceRequest(requests=[request(one) for one in gang])] if gang else []

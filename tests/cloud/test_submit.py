@@ -141,7 +141,7 @@ def test_resources_include_nodes_that_the_autoscaler_may_start(job):
     with pytest.raises(InputError, match=message) as refused:
         preflight.check_resources(job(*gpus, "scaling.num_workers=8").places, scaled_to_zero)
     preflight.check_resources(job(*gpus, refused.value.change).places, scaled_to_zero)
-    with pytest.raises(InputError, match="resources for 2 "):  # the limit is max_workers of the full cluster
+    with pytest.raises(InputError, match="resources for 2 "):  # max_workers limits all node types together
         preflight.check_resources(
             job(*gpus, "scaling.num_workers=4").places, replace(scaled_to_zero, max_workers=2)
         )

@@ -101,7 +101,7 @@ def test_a_failed_merge_is_not_exported(models, storage, capsys, monkeypatch):
     assert stage("export", storage, "wrong-merge", *POLICY, status=1) == {}
     assert "the exported policy differs from the adapter" in capsys.readouterr().err
     left = {path.name for path in (storage / "wrong-merge").iterdir()}
-    assert left == {"job.json", "failed.json", "lease"}  # no folder with a model was written
+    assert left == {"job.json", "failed.json", "lease"}  # the failed export left no folder with a model
 
 
 def test_an_error_keeps_the_run_that_was_to_be_overwritten(models, storage, capsys, tmp_path, in_root):

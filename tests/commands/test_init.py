@@ -79,7 +79,8 @@ def test_demonstrations_alone_make_a_policy_of_another_profile(here, capsys):
     assert written == {"sft", "ppo", "generate", "serve", "export"}
     assert load_job("jobs/talks/generate.yaml").policy == "models:/talks-sft@champion"
     shown = capsys.readouterr().out
-    assert "set `reward` in jobs/talks/ppo.yaml" in shown  # without pairs there is no reward model
+    # without preference pairs, `init` cannot add a reward model
+    assert "set `reward` in jobs/talks/ppo.yaml" in shown
     # `init` cannot read the tokenizer of a gated model.
     assert "warning: the jobs keep the lengths of the profile: " in shown
     assert next_commands(shown) == ["validate", "sft", "chat", "serve", "export"]
@@ -137,7 +138,7 @@ def test_rows_in_the_format_of_an_example_get_the_keys_of_the_example(name, here
     stage, _, example = name.partition("/")
     (path,) = (ROOT / "tests/data/shapes").glob(f"{example}.*")
     model = shutil.copytree(MODEL, here / "model")
-    (model / "chat_template.jinja").write_text(CALLS)  # the template of the demo ignores tool calls
+    (model / "chat_template.jinja").write_text(CALLS)  # the chat template of the demo ignores tool calls
     ours = init(str(path), "--name", "mine", model=model)("mine", stage).data
     theirs = load_job(ROOT / f"jobs/examples/{example}.yaml", [], stage).data
     assert ours.train == str(path) and (theirs.transform or theirs.label)

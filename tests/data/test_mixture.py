@@ -99,7 +99,7 @@ def test_a_job_of_two_sources(tmp_path):
     assert {source.path for source in report.sources["eval"]} == {one, other}
     assert sum(source.kept for source in report.sources["eval"]) == len(made.eval)
     again = make(tmp_path, train=[{**source, "weight": 1} for source in train], on_error="skip")
-    # The cached tokens are reused, because they do not depend on the weights.
+    # Cached tokens are reused, because tokens do not depend on the weights of sources.
     assert again.report.reused and again.mixture.draws == (40, 40)
     plain = make(tmp_path, train=[one, other], on_error="skip")
     assert plain.mixture is None and "71.43% of the rows" in plain.report.render()

@@ -106,9 +106,9 @@ def test_each_source_has_its_own_columns_and_labels(tmp_path):
     one, other = several(tmp_path, "sft", asked=(ASKED, mapped), talks=(TALKS, {}))
     assert (one.columns, other.columns) == (mapped["columns"], {})
     ones = [{**PAIR, "better": i % 2 + 1} for i in range(6)]
-    same = [{**PAIR, "better": 1}]  # alone, rows that all have the label 1 would be ambiguous
+    same = [{**PAIR, "better": 1}]  # without the labels of source x, the label 1 would be ambiguous
     two, one = several(tmp_path, "rm", x=(ones, {"columns": COLUMNS}), y=(same, {"columns": {**COLUMNS}}))
-    assert two.rule == one.rule  # sources with the same columns share a rule
+    assert two.rule == one.rule  # data sources with the same columns share a label rule
     said = {"columns": COLUMNS, "label": {"first": 1, "second": 0}}
     derived, given = several(tmp_path, "rm", x=(ones, {"columns": COLUMNS}), y=(ZEROS, said))
     assert (derived.rule, given.rule) == (Rule((1.0,), (2.0,), derived=True), Rule((1.0,), (0.0,)))

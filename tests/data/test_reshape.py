@@ -185,7 +185,7 @@ def test_a_label_or_the_higher_score_chooses_the_completion(label, row, end):
         assert one == {"prompt": "q", "chosen": chosen, "rejected": rejected}
     else:
         assert one == Dropped(end) if end in ("tie", "unlabeled") else one.kind == end
-    assert made("ppo", row) == [row]  # ppo ignores the label, because it reads only the prompt
+    assert made("ppo", row) == [row]  # ppo reads only the prompt, and so ignores the label
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,8 @@ def test_a_label_or_the_higher_score_chooses_the_completion(label, row, end):
     [
         *(({"good": 4, "bad": 2}, value, good) for value, good in
           [(5, True), ("4", True), (2, False), (-1.5, False), (3, "tie"), ("", "unlabeled")]),
-        ({"good": 1, "bad": 3}, 0, True), ({"good": 1, "bad": 3}, 4, False),  # here, a lower score is better
+        # a lower value is better if `good` is below `bad`
+        ({"good": 1, "bad": 3}, 0, True), ({"good": 1, "bad": 3}, 4, False),
         ({"good": ["helpful", "great"], "bad": "harmful"}, "Great", True), ({"good": "helpful", "bad": "harmful"}, "harmful", False),
         ({"good": "helpful", "bad": 2}, "so so", "unknown_label"),
     ],

@@ -158,7 +158,7 @@ def test_a_dataset_on_the_hub_is_pinned_and_read_from_the_hub(folder, tmp_path):
 
 
 def test_an_unreachable_hub_and_its_cache(folder, tmp_path):
-    (folder / "test_prefs").mkdir()  # this folder has the same name as a split
+    (folder / "test_prefs").mkdir()  # a folder with the same name as a split
     (folder / "test_prefs/notes.txt").write_text("n")
     name = "hf://datasets/owner/prefs"
     away = in_process([f"{name}:default/train"], tmp_path, HF_ENDPOINT="http://127.0.0.1:9")[0]

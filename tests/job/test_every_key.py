@@ -101,7 +101,7 @@ def test_every_key_of_ppo_is_tried():
 def test_every_key_of_our_sections_is_read_by_what_runs(section, name):
     """Searches the source outside of job/ for reads such as `run.name`, not for `name` alone. Code in job/ only checks values.
 
-    Keys of a source need no read of `path` and `revision`, because Source.location in job/ reads these two.
+    Source.location in job/ reads the keys `path` and `revision` of a source.
     """
     files = [f for f in (ROOT / "pipeline").rglob("*.py") if "job" not in f.relative_to(ROOT).parts]
     read = set(re.findall(rf"\b(?:{name})\.(\w+)", "\n".join(file.read_text() for file in files)))

@@ -179,7 +179,7 @@ def test_a_file_that_is_no_job_is_not_quoted(of, text, job, tmp_path, capsys):
         ("mlflow: {{tracking_uri: '{}'}}\n", []),
         ("", ["run.name={}"]),
         ("", ["{}=1"]),
-        ("model: [{}, *x y\n", []),  # the message does not quote a broken file
+        ("model: [{}, *x y\n", []),  # an error message does not quote the text of a broken file
     ],
 )
 def test_a_secret_is_refused_and_never_printed(job, capsys, secret, more, override):
@@ -392,7 +392,7 @@ def test_a_wrong_command_line_gives_a_message(typed, says, capsys):
 
 
 def test_exit_statuses(capsys, monkeypatch):
-    class Group(Exception):  # looks like ray.train.WorkerGroupError
+    class Group(Exception):  # an error that looks like ray.train.WorkerGroupError
         worker_failures = {1: RayTaskError("read", "traceback", InputError("deep"))}
 
     def outcome(error):

@@ -88,7 +88,7 @@ def test_an_adapter_that_changes_the_base_is_detected(start, dtype):
     ids=["embedding", "option"],
 )
 def test_copies_of_base_weights_in_a_peft_file_must_equal_the_base(targets, save, tmp_path):
-    """peft saves base weights next to adapters of embeddings. Our loaders compare the copies with the base, then ignore them."""
+    """peft saves copies of base weights with adapters of embeddings. Our loaders only check that these copies equal the base."""
     made = peft.get_peft_model(
         toy.base(), peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets)
     )

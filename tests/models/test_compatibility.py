@@ -153,7 +153,7 @@ def test_names_that_transformers_may_change_are_not_checked():
         ({"text_config": {"vocab_size": 3}}, good.shapes),
         ({"quantization_config": {"bits": 4}}, good.shapes),
         ({}, {**good.shapes, **experts}),
-        ({}, {}),  # the weights are not on this machine
+        ({}, {}),  # as if the weight files were not on this machine
     ):
         check_lora(Base(good.model, config, shapes), {"target_modules": ["nope"]})
 

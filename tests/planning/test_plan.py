@@ -269,7 +269,7 @@ def test_gated_models_are_planned_without_a_token_or_a_network(capsys, in_root, 
     assert "nothing is registered yet" in out and not list(tmp_path.iterdir())
     table = re.findall(r"^   (\S+) +\d+  yes +([\d.]+) h  \$ *(\d+)$", out, re.M)
     assert [name for name, *_ in table] == ["A100-80G", "H100", "H200"]
-    for name, hours, dollars in table:  # the price of four workers; hours are printed rounded
+    for name, hours, dollars in table:  # the price is for four workers, and hours are rounded
         assert int(dollars) == pytest.approx(4 * float(hours) * prices.read_prices().gpus[name], rel=0.01)
 
 
@@ -315,7 +315,7 @@ def test_the_plan_of_an_evaluation_counts_its_adapters(models, in_root, capsys):
     assert "adapters: policy, baseline, reward\n" in said and "note" not in said and "checkpoint" not in said
 
 
-QWEN = {  # the base of jobs/own
+QWEN = {  # the base model of jobs/own
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,
     "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
     "max_position_embeddings": 32768, "tie_word_embeddings": True,

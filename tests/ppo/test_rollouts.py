@@ -113,7 +113,7 @@ def test_an_asynchronous_run_is_a_function_of_its_seed(tmp_path):
     assert (
         worker.requests == sorted(worker.requests) and len(worker.requests) == len(set(worker.requests)) == 10
     )
-    # Each version is fetched once. The last version is not fetched, because no samples come from it.
+    # Each policy version is fetched once. The last policy version is not fetched, because no completion is sampled from it.
     assert set(worker.versions) == set(range(5))
     versions = {chunk.update: chunk.version for chunk, _ in worker.done}
     assert versions == {0: 0, 1: 0, 2: 0, 3: 1, 4: 2}
@@ -144,7 +144,7 @@ def test_the_distance_of_a_stale_sampler_is_reported():
     assert first["rollout/ess"] == pytest.approx(1, abs=1e-5) and first["rollout/is_clipped_fraction"] == 0
     assert later["rollout/ess"] < 0.999 and abs(later["rollout/sampler_kl"]) > 1e-4
     assert later["rollout/ratio_max"] > 1
-    assert later["policy/first_ratio_error"] < 1e-4  # relative to the trainer's own old log-probs
+    assert later["policy/first_ratio_error"] < 1e-4  # the ratio to the trainer's own old log-probs
 
 
 def test_ratios_are_reported_if_old_log_probs_come_from_the_training_forward():

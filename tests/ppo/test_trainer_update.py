@@ -89,7 +89,7 @@ def test_old_log_probs_are_the_trainers_and_the_first_ratio_is_asserted():
     episodes = toy.first_episodes(trainer)
     stats = trainer.accumulate(episodes, list(range(16)), Totals.of(episodes.mask))
     assert stats["val/ratio"].item() == pytest.approx(1, abs=1e-5)
-    episodes.sampler_logprobs += 3.0  # the sampler's log-probs must not enter the ratio
+    episodes.sampler_logprobs += 3.0  # the sampler's log-probs must not enter the policy ratio
     stats = trainer.accumulate(episodes, [0, 1], Totals.of(episodes.mask[:2]))
     assert stats["policy/approxkl_avg"] < 1e-9
     # from here on, training uses another temperature than sampling
@@ -170,7 +170,8 @@ def test_a_critic_that_starts_from_no_reward_predicts_zero_and_learns():
     trainer, start = toy.trainer(shared), toy.weights(shared, ["critic"])
     assert trainer.run_update()["val/explained_variance"] == pytest.approx(0, abs=1e-6)
     moved = toy.weights(shared, ["critic"]) != start
-    assert moved[-32:].all() and moved[:-32].any()  # the head was updated, so the adapter gets a gradient
+    # the critic's head was updated, so the critic's adapter gets a gradient
+    assert moved[-32:].all() and moved[:-32].any()
 
 
 def test_each_role_warms_up_when_it_begins_to_learn():
@@ -245,7 +246,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(monkeypatch):
 
 def test_a_batch_without_an_action_to_learn_from_is_harmless():
     trainer = toy.trainer(mask_truncated_completions=True)
-    trainer.run_update()  # after one step, Adam has momentum
+    trainer.run_update()  # after one optimizer step, Adam's moments are nonzero
     start = toy.weights(trainer)
     trainer.sampler.sampling = Sampling(8, eos=(), seed=1)  # from here on, no completion ends with EOS
     metrics = trainer.run_update()
@@ -272,7 +273,7 @@ def test_scores_are_clipped_before_truncated_completions_are_fined():
     episodes = toy.first_episodes(trainer)
     ended, raw = toy.in_some_rows(episodes.ended), toy.first_episodes(toy.trainer()).scores
     torch.testing.assert_close(episodes.scores, raw.clamp(-0.3, 0.3) - 2.0 * ~ended)
-    last = torch.arange(16), episodes.counts - 1  # there is no value after the last action
+    last = torch.arange(16), episodes.counts - 1  # no value is bootstrapped after the last action
     torch.testing.assert_close(episodes.advantages[last] + episodes.values[last], episodes.scores.float())
 
 

@@ -213,7 +213,8 @@ def test_the_held_out_value_of_a_card_is_a_point_in_the_curve():
     assert kl.select({"eval_kl": card}) == {}
     history = {"objective/kl": curve, "eval_kl": card}
     [axes] = plots.figure([plots.curve(kl, {"1": history, "2": history}, "update")]).axes
-    points = [len(line.get_xdata()) for line in axes.lines[1:]]  # without the reference line at 0
+    # lines of the runs, without the reference line at 0
+    points = [len(line.get_xdata()) for line in axes.lines[1:]]
     assert points == [2, 2], "runs are compared by their curves, not by the held-out value"
 
 
@@ -343,7 +344,8 @@ def test_without_an_mlflow_server_the_page_has_a_note_instead_of_curves(runs, st
 
 def test_markup_in_values_is_escaped(runs, store, tmp_path):
     html = page_of(store, "one-ppo")
-    assert "&lt;script&gt;alert(&#39;x&#39;)" in html and "<b>thanks" not in html  # text of the sample
+    # text of a sample, with markup
+    assert "&lt;script&gt;alert(&#39;x&#39;)" in html and "<b>thanks" not in html
     assert "<mark>a &lt;b&gt;</mark>" in html  # the trained tokens of a row are highlighted
     shutil.copytree(store / "one-rm", tmp_path / "run")
     for name, change in (

@@ -75,7 +75,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_is_used(kind,
 
 def test_if_all_checkpoints_are_damaged_the_run_does_not_start_over_silently(run):
     flip(make(run, "checkpoint_00000005"))
-    for _ in range(2):  # the first call moves the damaged checkpoint away
+    for _ in range(2):  # the first call renames the damaged checkpoint
         with pytest.raises(
             InputError, match=r"run\.name: all checkpoints .*run\.overwrite=true.*num_to_keep"
         ):

@@ -123,7 +123,7 @@ def test_runs_side_by_side_are_counted_node_by_node(monkeypatch):
     assert count(places("scaling.resources_per_worker={CPU: 9}")) == 2  # one run on each node with 16 CPUs
     assert count(places(*GPU, "scaling.num_workers=4")) == 2
     assert count(places(*GPU, "scaling.label_selector={zone: a}")) == 4
-    # The run does not fit, but Ray Train waits until it fits.
+    # The run needs more resources than are free, but Ray Train waits for free resources.
     assert count(places(*GPU, "scaling.num_workers=9")) == 1
     rollouts = ["rollout.num_workers=2", "rollout.use_gpu=true", "rollout.label_selector={zone: b}"]
     # On each node, two runs fit: trainers in zone a or anywhere, and rollout workers in zone b.
@@ -149,7 +149,7 @@ def test_what_an_autoscaler_may_never_add_is_refused(embedded_ray, monkeypatch):
         InputError, match=r"65 workers with CPU: 1 each, but this cluster at its maximum size has 64"
     ):
         placement.check_fits(places("scaling.num_workers=65"))
-    monkeypatch.setattr(placement, "_autoscaler_limits", dict)  # no limits are known
+    monkeypatch.setattr(placement, "_autoscaler_limits", dict)  # the limits of the cluster are unknown
     placement.check_fits(places("scaling.num_workers=65"))
 
 

@@ -94,7 +94,7 @@ def knock(address, port, ended):
 def open_to_others(root):
     """Returns all folders below `root`, and the folders in which another user can list or create files.
 
-    Such a user could replace Ray's unix sockets, and new workers would connect to the user's sockets.
+    A user who can create files could replace Ray's unix sockets, to which new workers would then connect.
     """
     folders, found = [Path(folder) for folder, *_ in os.walk(root)][1:], set()
     os.seteuid(65534)

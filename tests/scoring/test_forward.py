@@ -79,7 +79,7 @@ def test_one_backward_teaches_policy_and_head():
     without, _ = learned(vf_coef=1e-9)
     assert head.any() and (policy - without).abs().max() > 1e-3
     warming, first = learned(vf_coef=1.0, critic_warmup_steps=1)
-    torch.testing.assert_close(warming, start)  # the warmup trains only the head
+    torch.testing.assert_close(warming, start)  # the critic's warmup trains only the critic's head
     assert first.any()
 
 
@@ -90,7 +90,7 @@ ONE_STEP = dict(
 
 def test_old_logprobs_come_from_the_training_forward_if_an_update_has_one_step(monkeypatch):
     """An update of one step needs no extra forward for old log-probs. The extra forward would change no weight and no metric."""
-    assert forwards(**ONE_STEP) == 2  # one forward for the reference, one for training
+    assert forwards(**ONE_STEP) == 2  # one forward pass for the reference and one for training
     runs = []
     for later in (True, False):
         trainer = toy.trainer(**ONE_STEP, total_episodes=48)

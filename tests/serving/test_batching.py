@@ -122,7 +122,7 @@ def test_rows_and_calls_get_an_error_if_the_batcher_has_ended(batcher):
 
 
 def test_a_batcher_ends_if_a_new_version_has_changed_the_base(batcher):
-    """With a changed base, all later completions would be wrong, so the batcher ends. Ray Serve then restarts the replica."""
+    """With a changed base, all later completions would be wrong, so the batcher ends, and Ray Serve restarts the replica."""
 
     def add():
         raise SelfCheckFailed("adding an adapter changed the base")

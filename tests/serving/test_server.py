@@ -265,7 +265,7 @@ def test_a_client_that_disconnects_does_not_fail_the_server(server, capfd):
 
 
 def test_ray_serves_proxy_closes_a_request_with_incomplete_headers(server):
-    """tests/serving/test_proxy.py tests other incomplete requests."""
+    """tests/serving/test_proxy.py tests more kinds of incomplete requests."""
     begun = time.monotonic()
     with socket.create_connection(("127.0.0.1", server.work.serve.port), timeout=20) as one:
         one.sendall(b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\n")

@@ -129,7 +129,7 @@ def test_what_cannot_be_an_input_is_refused_with_what_to_type(adapter, hub, stor
     }.items():
         refuses(storage, f"policy: {says}", f"policy={policy}", "reward=null")
     refuses(storage, r"reward: .*without a scalar head", "policy=null", "reward=org/mine")
-    # for a base and an adapter on the Hub, the names of the base are compared
+    # if base and adapter are on the Hub, the base's name must be the name that the adapter was trained on
     on_hub = ["model.name_or_path=org/base", "reward=null"]
     refuses(storage, r"policy: hf://org/other@\w+ was trained on base org/large, but model\.name_or_path is org/base\. .*use "
             r"model\.name_or_path=org/large", *on_hub, "policy=org/other")  # fmt: skip

@@ -13,7 +13,7 @@ from pipeline.models.tokenizer import eos_ids, load_tokenizer
 
 
 def test_eos_accuracy_is_the_share_of_end_tokens_that_are_predicted(tmp_path, monkeypatch):
-    """Compares the metric with a loop over the rows. The last batch is smaller than the others."""
+    """Compares the metric with a loop over the rows. The last batch is smaller than the other batches."""
     checked = []
     monkeypatch.setattr(base, "check_ends", lambda model, tokenizer, ends: checked.append(ends))
     lines = (ROOT / "jobs/demo/data/demonstrations_eval.jsonl").read_text().splitlines()[:21]

@@ -100,7 +100,7 @@ def test_the_table_begins_with_the_best_trial_and_ends_with_failed_ones(sweep):
     assert [line.split()[0] for line in lines[1:]] == ["8", "4", "16", "32"]
     assert lines[2].endswith("stopped: ASHA") and "5/10" in lines[2]
     assert lines[3].endswith("failed: out of memory") and lines[4].endswith("failed: ActorDiedError: gone")
-    assert table.best(sweep, rows)["trial"] == "r-8"  # r-16 has a better value, but failed
+    assert table.best(sweep, rows)["trial"] == "r-8"  # trial r-16 has a better value, but failed
 
 
 def test_a_nan_is_not_the_best(sweep):

@@ -187,7 +187,7 @@ def test_a_process_that_was_suspended_for_longer_than_its_lease_writes_nothing_m
         with lease.held(str(tmp_path / "one")) as mine:
             lines = len(written.read_text().split())
             writer.send_signal(signal.SIGCONT)
-            output = writer.stdout.read()  # waits until the writer has ended
+            output = writer.stdout.read()  # waits until the writing process has ended
             assert "stops:" in output and "belongs to attempt 2" in output, output
             # at most one more line, because the writer may have been suspended between its check and its write
             assert len(written.read_text().split()) - lines <= 1

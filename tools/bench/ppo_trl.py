@@ -73,7 +73,7 @@ def trainer_of(size: Size, policy: Any, reward: Any, critic: Any, watch: Any, bf
         args=args,
         processing_class=tokens,
         model=policy,
-        ref_model=None,  # TRL then uses the policy without its adapter as the reference
+        ref_model=None,  # TRL uses the policy without its adapter as the reference
         reward_model=reward,
         value_model=critic,
         train_dataset=datasets.Dataset.from_list([{"input_ids": ids} for ids in size.token_ids(tokens)]),

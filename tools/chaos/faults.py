@@ -25,7 +25,7 @@ RESTARTS = "run.max_failures=3"
 
 
 def moment(run: Run, rng: random.Random, first: int = 1, last: int = STEPS - 1) -> int:
-    """Waits until a random moment after the end of a random step. Returns the number of this step."""
+    """Waits until a random moment after the end of a random step, and returns the number of the step."""
     step = rng.randint(first, last)
     run.wait_for(rf"\bstep +{step}/{STEPS}\b")
     time.sleep(rng.uniform(0, 0.4))
@@ -87,7 +87,7 @@ def driver(run: Run, rng: random.Random) -> str:
 
 
 def rollout_worker(run: Run, rng: random.Random) -> str:
-    """Kills the rollout worker with SIGKILL. Another rollout worker replaces it."""
+    """Kills the rollout worker with SIGKILL. Another rollout worker replaces the killed worker."""
     run.start()
     step = moment(run, rng)
     kill(actors(run, ROLLOUT_WORKER)[0])
@@ -194,7 +194,7 @@ class Nodes:
         run.finally_do.append(lambda: (os.environ.clear(), os.environ.update(before), _read_by_ray()))
         os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0", **AUTHENTICATION)
         os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
-        _read_by_ray()  # an earlier session in this process may have had another token
+        _read_by_ray()  # an earlier session of this process may have had another Ray token
         from ray.cluster_utils import Cluster
 
         self.small: dict[str, Any] = {"object_store_memory": 100 * 2**20, "include_dashboard": False}

@@ -63,7 +63,8 @@ def machine(record: Record) -> None:
     record.check(limit, tflops, 2 * tflops >= sheet)
 
 
-EXPERIMENTS: dict[str, Callable[[Record], None]] = {  # first the checks of results, then the measurements
+# the experiments that check results run before the measurements
+EXPERIMENTS: dict[str, Callable[[Record], None]] = {
     "machine": machine,
     **{f"checks-{name}": partial(correct.self_checks, precision=name) for name in models.PRECISIONS},
     "cpu-and-gpu": correct.cpu_and_gpu,
@@ -144,7 +145,7 @@ def run(name: str) -> Record:
     warnings.simplefilter("ignore", FutureWarning)  # warnings of transformers
     warnings.filterwarnings("ignore", module="peft")  # peft warns of several adapters on one base
     if models.PRETEND:
-        torch.set_num_threads(1)  # several threads would only wait for each other on tiny products
+        torch.set_num_threads(1)  # for tiny matrix products, several threads are slower than one
     record, start = Record(name), time.perf_counter()
     try:
         torch.manual_seed(0)

@@ -52,7 +52,7 @@ def compare(record: Record, planned: float, above_only: bool = False) -> None:
     """Compares the peak memory since the call of `models.fresh` with the planned peak."""
     measured = models.occupied()
     record.row(planned_GiB=planned, measured_GiB=measured)
-    if PRETEND:  # most of the plan of a tiny model is CUDA's context and workspaces
+    if PRETEND:  # for a tiny model, most of the planned memory is CUDA's context and workspaces
         record.check("the peak is below the planned one", measured, measured < planned)
         return
     off = measured / planned - 1
@@ -153,7 +153,7 @@ def _step(
     model.train()
     learning = [p for p in model.parameters() if p.requires_grad]
     for parameter in learning:
-        parameter.data = parameter.data.float()  # fp32, as in the pipeline's stages
+        parameter.data = parameter.data.float()  # the adapter is in fp32, as in the pipeline's stages
     optimizer = torch.optim.AdamW([*learning, *head], lr=1e-3)
     ids = torch.tensor(models.prompts(sequences * rows, length, length), device=DEVICE)
     losses: list[float] = []

@@ -31,7 +31,7 @@ from pipeline.writing import decoder, rows
 from pipeline.writing.rows import Sampling
 
 Place = tuple[Any, str]  # owner and name of a function
-Change = Callable[..., Any]  # replaces a function; takes the original function and its arguments
+Change = Callable[..., Any]  # replacement, called with the original function and the function's arguments
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Fault:
     name: str
     run: str  # kind of run in faulty_runs.py: ppo, pair (ppo on two workers), sft, rm, dpo, kto
     cause: str
-    at: Place | Sequence[Place]  # the functions that `change` replaces
+    at: Place | Sequence[Place]  # functions of the pipeline that `change` replaces
     change: Change
-    settings: str = ""  # keys of the run
-    quick: bool = False  # `make test` also plants this fault
+    settings: str = ""  # overrides of the job in which the fault is planted
+    quick: bool = False  # whether `make test` also plants this fault
     unnamed: str = ""  # the reason, if no check can name the fault
 
     def is_named(self, said: list[str]) -> bool:
@@ -445,7 +445,7 @@ FAULTS = [
     # two workers
     Fault("whitening is per worker", "pair", "whitening over other rows", WHITEN, lambda call, x, mask, **keys: call(x, mask)),
     Fault("both workers sample the same episodes", "pair", "on several", (PPOTrainer, "rollout"), with_attribute("rank", 0)),
-    Fault("gradients are not summed over the workers", "pair", "not summed over all of them", (PPOTrainer, "sync"),
+    Fault("gradients are not summed over the workers", "pair", "not summed over all workers", (PPOTrainer, "sync"),
           with_attribute("workers", 1)),
     # demonstrations
     Fault("the loss includes prompts", "sft", "prompt is trained", FIT,

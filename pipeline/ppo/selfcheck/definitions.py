@@ -83,8 +83,8 @@ def root_mean_square(difference: Tensor, mask: Tensor) -> float:
 
 def advantages_by_definition(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that token rewards and advantages equal their definitions. Every rank calls this function."""
-    # Policy and reference are still equal, which hides a wrong sign or coefficient of the KL. So the check is repeated with
-    # shifted reference log-probs.
+    # Policy and reference are still equal, which hides a wrong sign or coefficient of the KL. The check is therefore repeated
+    # with shifted reference log-probs.
     steps = torch.arange(episodes.mask.shape[1], device=episodes.mask.device)
     shift = 0.3 * torch.sin(1.0 + steps + episodes.indices.unsqueeze(-1))
     shifted = replace(episodes, ref_logprobs=(episodes.ref_logprobs + shift).where(episodes.mask, 0.0))

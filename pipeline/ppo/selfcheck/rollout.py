@@ -204,7 +204,7 @@ def ranks_learned_equally(trainer: Learner, before: Sums, metrics: dict[str, flo
     if still:
         found += f"; {', '.join(still)} got a gradient and did not change: the optimizer lacks its parameters"
     if differs:
-        found += f"; {', '.join(differs)} differs between workers: gradients are not summed over all of them"
+        found += f"; {', '.join(differs)} differs between workers: gradients are not summed over all workers"
     return CheckResult("adapters have changed, and are equal on all workers", found, not (still or differs))
 
 
@@ -323,7 +323,7 @@ def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
         sums[0, 1] += (p * (surprisal - entropy.unsqueeze(-1)).square()).sum()
         above = (p * (p > p.gather(-1, drawn))).sum(-1)  # total probability of more likely tokens
         ordered = p.sort(descending=True).values
-        # Is True at the first of several equally likely tokens, because the check treats them as one token.
+        # Is True at the first of several equally likely tokens, because the check treats equally likely tokens as one token.
         first = torch.ones_like(ordered, dtype=torch.bool)
         first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
         before = (ordered.cumsum(-1) - ordered).where(first, 0.0).cummax(-1).values
@@ -351,7 +351,7 @@ def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
 
 
 def _improbable(count: float, expected: float) -> bool:
-    """Returns True if a count this far from its mean has a probability below 1e-6 (Chernoff's bound)."""
+    """Returns True if the probability of such a deviation from `expected` is below 1e-6 (Chernoff's bound)."""
     if expected == 0:
         return False
     exponent = count - expected - (count * math.log(count / expected) if count else 0.0)

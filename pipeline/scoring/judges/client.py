@@ -90,7 +90,7 @@ class Client:
         """Returns the answer to each question. Raises Failure, InputError, or a disk error.
 
         Each answer is on disk before this method returns. If a request fails, the method still waits for open requests, because
-        their answers cost money.
+        answers to open requests cost money.
         """
         import aiohttp
 
@@ -238,14 +238,14 @@ class Client:
         raise problem
 
     def _quoted(self, text: str) -> str:
-        """Returns an endpoint's answer on one line, shortened, and without the key and other secrets."""
+        """Returns an endpoint's answer on one line, shortened, and without the API key and other secrets."""
         text = without_secrets(text.replace(self.key, "***") if self.key else text)
         return visible(" ".join(text.split())[:QUOTED], lines=False)
 
     def _read(
         self, request: JudgeRequest, content: bytes
     ) -> tuple[tuple[int, int], str, dict[str, Any], str]:
-        """Returns the tokens of question and answer, the model, the answer, and the reason why it is unusable, or "".
+        """Returns the tokens of question and answer, the model, the answer, and why the answer is unusable, or "".
 
         Raises Unusable if the body is no chat completion, and so costs nothing.
         """

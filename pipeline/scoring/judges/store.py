@@ -20,7 +20,7 @@ from pipeline.job.judge import Definition
 from pipeline.system import storage
 
 POLL_S = 0.02  # time between two attempts to lock a question
-COUNTS = ("judged", "from_store", "failed", "waited")  # counts of a client's calls
+COUNTS = ("judged", "from_store", "failed", "waited")  # names of the counts of a client's calls
 
 
 def folder(storage_path: str, definition: Definition) -> str:
@@ -96,7 +96,7 @@ class Store:
 
     @contextlib.asynccontextmanager
     async def asking(self, key: str) -> AsyncIterator[bool]:
-        """Allows only one process of a machine at a time to send a question. Yields whether the question still has no answer."""
+        """Allows only one process of a machine at a time to send a question. Yields True if the question still has no answer."""
         if self.remote:
             yield key not in self.answers
             return
