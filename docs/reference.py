@@ -54,10 +54,10 @@ CLI = """\
 # Command line
 
 Made by `docs/reference.py` from the parser. `rlhf` and `python -m pipeline` are the same command,
-after `. .venv/bin/activate`. In a clone, `make SUBCOMMAND` calls it with a job of `jobs/PROFILE`;
-`make help-all` lists all targets. All subcommands have the same [exit
-statuses](runs.md#exit-statuses). If the table names no arguments, they are `JOB.yaml` and any
-number of `section.key=value`. `rlhf --help` has examples.
+after `. .venv/bin/activate`. In a clone, `make SUBCOMMAND` runs `rlhf SUBCOMMAND` with a job of
+`jobs/PROFILE`; `make help-all` lists all targets. All subcommands have the same [exit
+statuses](runs.md#exit-statuses). A subcommand without arguments in the table takes `JOB.yaml` and
+any number of `section.key=value`.
 """
 MAKE = """\
 
@@ -70,14 +70,14 @@ MAKE = """\
 | `SWEEP` | for `sweep`: keys with lists of values |
 | `DATA`, `NAME`, `MODEL` | for `init`: rows (`my`), name of the new profile, base |
 | `RUN` | for `report`: folders of runs |
-| `NAME` | for `logs`, `stop`: a job on the cluster (the newest) |
+| `NAME` | for `logs`, `stop`: a job on the cluster, by default the newest |
 | `CLUSTER`, `PORT` | the cluster file (`cluster.yaml`); for `ui`: the port (5000) |
 | `RAY_ADDRESS`, `FORWARD` | the [cluster](clusters.md), and variables to send there |
 | `REGISTRY`, `VARIANT` | for `image`: a registry; `cuda` or `cpu` |
 | `PYTHON`, `PIP_ARGS` | for `setup`: the Python of `.venv`, arguments of pip |
 
-In `ARGS="..."`, put single quotes around keys with spaces, `<`, `>` or braces. Otherwise the shell
-splits them, or writes a file named `=`:
+In `ARGS="..."`, put single quotes around keys with spaces, `<`, `>` or braces. Without the
+quotes, the shell splits the keys, or writes a file named `=`:
 
 ```text
 make rm ARGS="trainer.seed=2 'gate.eval_accuracy=>= 0.97'"
