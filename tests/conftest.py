@@ -107,7 +107,7 @@ def pytest_xdist_make_scheduler(config, log):
     """Assigns each scope to one pytest-xdist worker. In the pinned version, `--dist loadgroup` of pytest-xdist splits scopes."""
     from xdist.scheduler import LoadScopeScheduling
 
-    config.option.loadscopereorder = False  # keeps the order of scopes
+    config.option.loadscopereorder = False  # xdist then keeps the order in which the tests are sorted
     scheduler = LoadScopeScheduling(config, log)
     scheduler._split_scope = scope_of
     return scheduler

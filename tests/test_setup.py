@@ -76,7 +76,7 @@ def test_what_the_pinned_packages_ask_for_is_pinned_on_linux(python):
 
 
 def test_the_libraries_that_torch_loads_on_a_gpu_are_pinned():
-    """torch's source code names these libraries, but the metadata of torch's CPU build does not."""
+    """torch's source code names the CUDA libraries that it loads, but the metadata of torch's CPU build does not."""
     import torch
 
     source, locked = Path(torch.__file__).read_text(), locked_in("constraints.txt")

@@ -23,7 +23,7 @@ SOURCES = [
     # If Ray changed the next two details, an embedded run could end 12 s late, with a traceback.
     (f"{FUNCTION}._create_default_callbacks", "PlacementGroupCleanerCallback()", "pipeline/run/fit.py"),
     (f"{FUNCTION}.fit", "_create_default_callbacks()", "pipeline/run/fit.py"),
-    # If Ray changed this call, Ctrl-C would end a run with status 1, and workers would keep running.
+    # If Ray renamed `_register_sigint_handler`, Ctrl-C would end a run with status 1, and workers would keep running.
     (FUNCTION, "self._register_sigint_handler(controller)", "pipeline/run/fit.py"),
     ("ray.dashboard.modules.job.job_head", "No available agent", "pipeline/cloud/submit.py"),
     (
@@ -32,7 +32,7 @@ SOURCES = [
         "pipeline/cloud/submit.py",
     ),
     ("ray._private.worker", '"ray_print_logs"', "pipeline/system/console.py"),
-    # If bitsandbytes renamed this attribute, sampling and training would round the base's weights differently.
+    # If bitsandbytes renamed `support_avx512bf16_for_cpu`, sampling and training would round the base's weights differently.
     ("bitsandbytes.nn.Linear4bit.forward", "self.support_avx512bf16_for_cpu", "pipeline/models/base.py"),
     # If a library no longer prints a message, remove the message from NOISE.
     ("ray.train.v2._internal.execution.context", console.NOISE[1], "pipeline/system/console.py"),
@@ -82,7 +82,7 @@ def test_the_environment_variables_are_still_read():
 def test_a_workers_error_is_still_found_inside_what_ray_train_wraps_around_it():
     """`causes` in pipeline/errors.py reads `worker_failures` and `_base_exc`.
 
-    Without these attributes, wrong input would end with status 1.
+    If Ray renamed an attribute, wrong input would end with status 1.
     """
     from ray import cloudpickle
     from ray.train import WorkerGroupError
@@ -160,7 +160,7 @@ def test_the_reward_trainer_still_puts_the_chosen_first():
 def test_a_prepared_loader_still_keeps_its_last_batch():
     """ExactBatches sets `_drop_last` of a prepared dataloader.
 
-    Without this attribute, an epoch's last batch would have no metrics.
+    Without `_drop_last`, an epoch's last batch would have no metrics.
     """
     from accelerate.data_loader import prepare_data_loader
     from torch.utils.data import DataLoader

@@ -121,7 +121,7 @@ def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
             row = row[0]
         elif column not in row[0]:
             found = fields_of(row[0])
-            row = RowError("missing_field", column, found, "the column that data.group_by names")
+            row = RowError("missing_field", column, found, "the column in data.group_by")
         yield numbers[0], row, b"\n".join(raws)
 
 
@@ -137,7 +137,7 @@ def lines_before(chunk: Chunk) -> int:
 
 
 def locate(errors: list[RowError], chunk: Chunk) -> None:
-    """Sets `file` and `unit` of errors, and converts `line` from a line number in the chunk to one in the file."""
+    """Sets `file` and `unit` of errors, and converts `line` from a line number in the chunk to a line number in the file."""
     file, before = storage.relative(chunk.path), lines_before(chunk)
     for error in errors:
         error.file, error.line, error.unit = file, error.line + before, UNITS.get(chunk.format, "line")

@@ -87,7 +87,7 @@ def totals(
 
 
 def of_split(name: str, counts: Iterable[Counts]) -> list[Counts]:
-    """Returns the counts of the chunks whose files belong to `train` or `eval`."""
+    """Returns the counts of all chunks of the split `name`."""
     return [one for one in counts if one.chunk.split == name]
 
 
@@ -113,7 +113,7 @@ def compared(name: str, counts: Iterable[Counts], split: str) -> Any:
 
 
 def duplicates(counts: Sequence[Counts]) -> int:
-    """Returns the number of rows equal to an earlier row of their split."""
+    """Returns the number of rows that equal an earlier row of the same split."""
     import numpy as np
 
     splits = [compared("rows", counts, split) for split in ("train", "eval")]

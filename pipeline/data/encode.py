@@ -225,7 +225,7 @@ class Encoder:
     def _distinct(self, outcomes: list[Outcome]) -> list[Outcome]:
         """Replaces two consecutive examples that differ only in their label with one Dropped.
 
-        Two such examples are a pair whose completions became equal through truncation."""
+        Truncation can make the completions of a pair equal."""
         kept: list[Outcome] = []
         for one in outcomes:
             before = kept[-1] if kept else None

@@ -181,7 +181,7 @@ def readable(item: str, key: str) -> Iterator[None]:
     except Exception as error:  # each library raises its own types of exceptions
         raise InputError(
             f"{item!r} cannot be read ({in_brief(error, 300)}); expected a path, a glob, a folder, or s3:// gs:// hf:// with "
-            "the credentials for it in the environment",
+            "credentials in the environment",
             key=key,
         ) from error
 
@@ -312,7 +312,7 @@ def _on_hub(item: str, key: str) -> Paths | None:
 
 
 def _snapshot(item: str, key: str, repo: str, revision: str) -> tuple[str, str]:
-    """Returns (URI of a dataset at the current commit of a revision, or folder of the dataset in the local cache; commit)."""
+    """Returns (location, commit) of a dataset. The location is a URI with the current commit, or a folder in the local cache."""
     from huggingface_hub import HfApi, is_offline_mode, snapshot_download
 
     version, download = revision or None, f"run `hf download --repo-type dataset {repo}`"

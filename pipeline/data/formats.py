@@ -55,9 +55,9 @@ from pipeline.job.stages import rows_of
 class Record:
     """A parsed row.
 
-    `pairs` has the completions: one 1-tuple for a demonstration, (chosen, rejected) for each preference pair, and is empty for a
-    prompt without completions. Completions are text if `prompt` is text. Otherwise, they are messages that begin with an
-    assistant turn.
+    `pairs` has the completions: one 1-tuple for a demonstration, or (chosen, rejected) for each preference pair. `pairs` is empty
+    for a prompt without completions. Completions are text if `prompt` is text, or else messages that begin with an assistant
+    turn.
     """
 
     prompt: Text
@@ -203,7 +203,7 @@ def conversation(row: Row, key: str) -> Record:
 
 
 def demonstration(row: Row, prompt_key: str, key: str) -> Record:
-    """Parses a prompt and a completion. Each may be a text or messages."""
+    """Parses a prompt and a completion, each of which may be a text or messages."""
     prompt = prompt_in(row, prompt_key)
     completion, value = completion_text(row[key], key, prompt), row[key]
     excluded = frozenset[int]()
@@ -241,7 +241,8 @@ DEMONSTRATIONS: Formats = {
 
 
 def parse_imitated(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
-    """Parses a demonstration, unless its label means bad. A column is unread if its label means neither good nor bad."""
+    """Parses a demonstration, or raises RowError if its label means bad. A column is unread if its label means neither good nor
+    bad."""
     labels = {name: is_good(row[name]) for name in sorted(LABEL_FIELDS & row.keys())}
     if bad := [name for name, good in labels.items() if good is False]:
         found = f"{show(row[bad[0]])}: a completion with a bad label"
@@ -316,7 +317,8 @@ def agreed(repeated: Text, given: Text, key: str) -> Text:
     """Returns the prompt of a row with a prompt in the field `key` (`given`) and a prompt in both completions (`repeated`).
 
     If one prompt ends with the other prompt, returns the longer prompt, because the shorter prompt may lack the system prompt or
-    earlier turns. If the given prompt is the first of several questions, returns the repeated prompt. Otherwise raises RowError.
+    earlier turns. If the given prompt is the first of several questions, returns the repeated prompt. Raises RowError if the
+    prompts differ in another way.
     """
 
     def stripped(turns: Turns) -> list[tuple[str, str]]:

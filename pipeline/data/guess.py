@@ -69,7 +69,7 @@ Rows = Sequence[dict[str, Any]]
 LOOKED = 50  # number of rows on which a guess is tested
 # words that distinguish the names of the two columns of a pair
 PAIRED = (("1", "2"), ("0", "1"), ("a", "b"), ("first", "second"), ("left", "right"))
-STEM = r"[\W_]*(\d+|(?<![a-z])([a-z]|first|second|left|right)(?![a-z]))"  # the words in PAIRED, and numbers
+STEM = r"[\W_]*(\d+|(?<![a-z])([a-z]|first|second|left|right)(?![a-z]))"  # words in PAIRED, and numbers
 PREFERENCES = "label preference winner choice choose better preferred annotator vote judge verdict".split()
 # Larger numbers are better in columns with one of these words in the name. Smaller ranks or lengths may be better.
 SCORES = "score rating reward votes likes points winner".split()

@@ -36,7 +36,7 @@ SIDE_WORDS = {
 MEANINGS = ("first", "second", "tie", "good", "bad")
 UNRATED = ("nan", "n/a", "na", "#n/a", "<na>", "null", "none")
 MAX_VALUES = 12  # maximum number of distinct values of a label column
-RARE = 0.05  # maximum fraction of labels with unknown text that are errors of single rows
+RARE = 0.05  # unknown texts are errors of single rows up to this fraction of the labels
 # A label is the number of a completion if its column has one of these words in the name, as in better_response_id.
 NUMBER_OF = re.compile(r"(?i)(?<![a-z])(id|idx|index|choice|better|best|winner)(?![a-z])")
 
@@ -86,7 +86,7 @@ def is_good(label: Any) -> bool | None:
 
 
 def side_of(value: Any) -> str | None:
-    """Returns `first` or `second` if a text means this completion, `tie` if it means a tie, or else None."""
+    """Returns whether a text means the `first` completion, the `second` completion or a `tie`, or else None."""
     word = re.sub(r"[^a-z0-9]", "", value) if isinstance(value, str) else ""
     return next((name for name, pattern in SIDE_WORDS.items() if pattern.fullmatch(word)), None)
 
@@ -126,7 +126,7 @@ def numbers(values: Iterable[Any]) -> list[float]:
 
 
 def are_clear(labels: Sequence[Any]) -> bool:
-    """Returns True if each label clearly means good or bad. If labels include 0 and -1, 0 may mean unrated."""
+    """Returns True if each label clearly means good or bad. With the labels 0 and -1, 0 may mean unrated."""
     return None not in map(is_good, labels) and not {0.0, -1.0} <= {*map(comparable, labels)}
 
 
@@ -137,7 +137,7 @@ def are_mostly_ratings(labels: Sequence[Any]) -> bool:
 
 
 def are_labels(values: Iterable[Any]) -> bool:
-    """Returns True if a column has few distinct values of at most two words. Lists have one label per annotator."""
+    """Returns True if a column has few distinct values of at most two words. A list has one label per annotator."""
     values = [*values]
     each = [one for value in values for one in listed(value)]
     different = {str(comparable(value)) for value in each if not isinstance(value, list | dict)}
@@ -169,7 +169,7 @@ class Rule:
     tie: tuple[Any, ...] = ()
     good: tuple[Any, ...] = ()
     bad: tuple[Any, ...] = ()
-    derived: bool = False  # whether the rule comes from the first rows, so that SIDE_WORDS are valid, too
+    derived: bool = False  # whether the rule comes from the first rows, which makes all SIDE_WORDS valid
 
     @classmethod
     def from_job(cls, label: Mapping[str, Any]) -> "Rule":
@@ -228,7 +228,7 @@ def derive_rule(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "d
     single = itertools.chain.from_iterable(listed(unpacked_label(label)) for label in labels)
     found = [one for one in single if not isinstance(one, list | dict) and not is_blank(one)]
     times = Counter(map(comparable, found))
-    # Rare texts without a known meaning are ignored here, because they are errors when their rows are read.
+    # Ignore rare texts without a known meaning. The tasks report such texts as errors of single rows.
     values = [
         value
         for value, rows in times.items()

@@ -30,7 +30,8 @@ ROLES = {
 
 SIDES = ("chosen", "rejected")
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of message parts with text
-# Keys for the thoughts of a reasoning model. The first of them is passed to templates as `reasoning_content` and `thinking`.
+# Keys for the thoughts of a reasoning model. transformers passes the first key to templates as `reasoning_content` and
+# `thinking`.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # In all turns except the last one, templates keep only the text after the marker that ends the thoughts.
 END_OF_THOUGHTS = re.compile(r"</(?:think|thinking|thought|thoughts|reasoning)>|\[/THINK\]")

@@ -138,7 +138,7 @@ def resolve_labels(
             section = f"data.{name}.{index}" if len(sources) > 1 else "data"
             for file in [file for file in files.get(name, ()) if file.source == index][:FILES]:
                 heads.append(Head(name, section, file.path, kind, first_rows(file, kind)[0]))
-    labels: dict[str, list[Any]] = {}  # {preprocessing: labels of all sources with it}
+    labels: dict[str, list[Any]] = {}  # {preprocessing: labels of all sources with this preprocessing}
     for head in heads:
         columns = head.kind.preprocess.columns
         check_columns_exist(columns, head.rows, head.path, f"{head.section}.columns")

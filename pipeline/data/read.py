@@ -72,7 +72,9 @@ def prepare_rows(
     aside = dict[str, str]()
     files, options = plan_reading(stage, data, tokenizer, context_length, packing, aside)
     if not files:
-        raise InputError(f"stage {stage} needs rows; name a file: data.train=rows.jsonl", key="data.train")
+        raise InputError(
+            f"stage {stage} needs rows; set data.train, e.g. data.train=rows.jsonl", key="data.train"
+        )
     key = cache_key(files, tokenizer, options)
     folder = storage.join(storage.absolute(cache_root), key[:32])
     manifest = read_manifest(folder)

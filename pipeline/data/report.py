@@ -388,7 +388,7 @@ def check_rows_are_usable(counts: Sequence[Counts], options: Options) -> None:
     kept = {name: totals(counts, name)["kept"].total() for name in ("train", "eval")}
     if options.eval_fraction and not all(kept.values()):
         raise InputError(
-            f"{options.eval_fraction} of {sum(kept.values())} rows, by prompt, leaves no rows for "
+            f"a split of {options.eval_fraction} of {sum(kept.values())} rows, by prompt, leaves no rows for "
             f"`{'eval' if kept['train'] else 'train'}`; set another share, or use held-out rows: data.eval=eval.jsonl",
             key="data.eval_fraction",
         )

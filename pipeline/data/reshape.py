@@ -57,7 +57,7 @@ def renamed(row: dict[str, Any], columns: Columns, needed: Iterable[str]) -> dic
         except KeyError as error:
             if field in needed or (field in row and field not in sources):
                 found, column = fields_of(row) + nearest(error.args[0], row), str(error.args[0])
-                expected = f"the column that data.columns.{field} names"
+                expected = f"the column in data.columns.{field}"
                 raise RowError("missing_field", column, found, expected) from None
             continue
         fields[field] = values if isinstance(column, list) else values[0]

@@ -52,7 +52,7 @@ def document() -> dict[str, Any]:
 
 
 def keys(dotted: str) -> dict[str, dict[str, Any]]:
-    """Returns {key: its schema} for the fields of the dataclass `package.module.Class`."""
+    """Returns {key: schema} for the fields of the dataclass `package.module.Class`."""
     return document()["$defs"][dotted]["properties"]  # type: ignore[no-any-return]
 
 
@@ -73,7 +73,7 @@ def keys_of(stage: str) -> dict[str, str]:
 def meant(key: str, stage: str) -> str | None:
     """Returns the key that the user probably meant by an unknown key, or None.
 
-    Looks for the name that another tool gives the key, for a similar name, and for the key in another section.
+    Compares the unknown key with key names of other tools, with similar names, and with keys in other sections.
     """
     section, _, name = key.rpartition(".")
     known = keys_of(stage)
@@ -95,12 +95,15 @@ def _validator() -> Any:
 
 
 def problem(value: Any, schema: Mapping[str, Any]) -> str | None:
-    """Returns why a value does not match a schema, or None if it does."""
+    """Returns why a value does not match a schema, or None if the value matches."""
     validator = _validator()(schema)
     if (error := next(validator.iter_errors(value), None)) is None:
         return None
     part = "".join(f"{short(str(key))}: " for key in error.absolute_path)
-    found, wanted = error.instance, error.schema  # the part of the value that does not match, and its schema
+    found, wanted = (
+        error.instance,
+        error.schema,
+    )  # the mismatched part of the value, and the schema of this part
     near = difflib.get_close_matches(str(found), list(map(str, _choices(wanted))), n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     if isinstance(found, (int, float)):
@@ -133,7 +136,7 @@ def wrong(
 
     Args:
         known: {key: its schema}.
-        hint: function that returns advice about an unknown key. By default `nearest`.
+        hint: function that returns advice about an unknown key. The default is `nearest`.
     """
     for key in values:
         if "not" in known.get(key, ()):
@@ -189,7 +192,7 @@ def _choices(schema: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def described(name: str) -> list[str]:
-    """Returns what `rlhf help KEY` prints about a key. If the text is the same for several stages, they share one entry."""
+    """Returns what `rlhf help KEY` prints about a key. Stages with the same text share one entry."""
     section, _, key = name.partition(".")
     found: dict[str, list[str]] = {}
     for stage in STAGE_SPECS:

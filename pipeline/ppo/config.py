@@ -69,8 +69,8 @@ class PPOConfig:
     episodes; in passes without gradients, 16384 tokens on a GPU and 4096 on a CPU."""
     local_rollout_forward_batch_size: Rows | None = None
     """Completions per chunk, all of which a worker decodes at once. An update is split into chunks, which are sampled and scored
-    one by one. Rollout workers share the chunks of an update (`rollout.num_workers`). By default, a chunk has 256 completions, of
-    which a worker decodes as many at once as fit into half of its free memory when the run starts."""
+    one by one. Rollout workers share the chunks of an update (`rollout.num_workers`). By default, a chunk has 256 completions.
+    The worker then decodes as many completions at once as fit into half of its free memory when the run starts."""
 
     # ---- rollout. There is no top-k and no top-p, so the log-probs belong to the distribution that tokens are sampled from.
     response_length: Rows = 53
@@ -208,7 +208,7 @@ class PPOConfig:
         "constant_with_warmup",
         "inverse_sqrt",
     ] = "linear"
-    """Schedules of transformers.get_scheduler without further settings."""
+    """Schedule of transformers.get_scheduler. Only schedules without further settings are supported."""
     warmup_steps: Steps = 0
     """Number of updates of linear warm-up: the n-th update uses n / (warmup_steps + 1) of the learning rate. The critic's warm-up
     begins with the run. The policy's warm-up begins when the policy begins to learn (`critic_warmup_steps`)."""
@@ -329,7 +329,7 @@ class PPOConfig:
         return max(1, math.ceil(episodes / self.batch_size))
 
     def decoded(self, workers: int) -> int:
-        """Returns the number of completions that each of `workers` workers decodes at once if its memory allows."""
+        """Returns the number of completions that each of `workers` workers decodes at once if the worker's memory allows."""
         own = math.ceil(self.prompts_per_update / workers) * self.num_generations
         return min(self.local_rollout_forward_batch_size or CHUNK_COMPLETIONS, own)
 

@@ -62,7 +62,7 @@ class Versions:
             self.shared.fill("policy", now)
 
     def save(self, folder: str | Path, newest: int) -> None:
-        """Writes the older versions that may still be requested. Does not write `newest`, the policy's current version."""
+        """Writes the older policy versions that may still be requested. Does not write `newest`, the policy's current version."""
         older = {v: held for v, held in self.held.items() if newest - self.staleness <= v < newest}
         if older:
             torch.save(older, Path(folder) / VERSIONS_FILE)

@@ -69,7 +69,7 @@ class Sampled:
 
 
 def split_into_chunks(lengths: Sequence[int], rows: int, generations: int) -> list[list[int]]:
-    """Splits prompts into chunks of similar lengths, as indices into `lengths` (tokens).
+    """Splits prompts into chunks, so that a chunk's prompts have similar lengths. Returns indices into `lengths` (tokens).
 
     Args:
         rows: maximum number of completions in a chunk. All completions to one prompt are in one chunk.
@@ -187,7 +187,7 @@ class Sampler:
 
     @torch.no_grad()
     def fill_logprobs(self, role: str | None, episodes: Episodes, logprobs: Tensor) -> None:
-        """Fills `logprobs` (B, R) with a role's log-probs of the episodes, with the code of the training forward."""
+        """Fills `logprobs` (B, R) with a role's log-probs of the episodes, computed by the code of the training forward."""
         for rows, part in self.parts_of(episodes):
             logprobs[rows, : part.mask.shape[1]] = self.logprobs(role, part)[0]
 

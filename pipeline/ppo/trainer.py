@@ -7,7 +7,7 @@ policy uses the policy's forward and backward.
 
 Workers (torch.distributed, if it is initialized) share the episodes of an update, without DDP. Losses are sums divided
 by the number of actions in the full optimizer step over all workers. One all-reduce per step therefore adds up the adapters'
-gradients, and the split of a step into micro-batches and over workers does not change the result.
+gradients. The split of a step into micro-batches and over workers does not change the result.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ class PPOTrainer:
 
     @torch.no_grad()
     def logprobs_and_values(self, episodes: Episodes) -> None:
-        """Fills old log-probs, values and bootstrap with the code of the training forward.
+        """Computes old log-probs, values and bootstrap with the code of the training forward.
 
         Does nothing if the old log-probs come from the training forward itself.
         """
@@ -345,7 +345,7 @@ class PPOTrainer:
         return self.roles if self.update >= self.args.critic_warmup_steps else ["critic"]
 
     def learn(self, episodes: Episodes) -> dict[str, float]:
-        """Runs epochs x minibatches, with one optimizer step each. Returns the means of the steps' statistics.
+        """Runs an optimizer step for each minibatch of each epoch. Returns the means of the steps' statistics.
 
         `policy/first_ratio_error` is the root mean square of the log-ratio before the first step, in nats. If this error is
         larger than rounding errors, old and new log-probs come from different policies.
@@ -386,7 +386,7 @@ class PPOTrainer:
         return {key: value / max(steps, 1) for key, value in sums.items()} | first_ratio | counts
 
     def accumulate(self, episodes: Episodes, rows: list[int], totals: Totals) -> dict[str, Tensor]:
-        """Runs forward and backward of this worker's rows of a minibatch, in micro-batches. Returns their statistics.
+        """Runs forward and backward of this worker's rows of a minibatch, in micro-batches. Returns summed statistics.
 
         The backward of an adapter runs before the forward of the next adapter. Only one role's activations are therefore in
         memory, and a checkpointed layer is recomputed with the adapter of its forward. A critic that is a head on the policy

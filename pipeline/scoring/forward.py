@@ -65,7 +65,7 @@ def collate_ids(
     indices: Sequence[int] | None = None,
     pad: int = 0,
 ) -> Sequences:
-    """Returns sequences of prompts and completions, which are token ids.
+    """Returns the Sequences of prompts with completions. Both arguments are lists of token ids.
 
     Args:
         indices: each row's index in the global batch of an update. By default, the indices are 0, 1, 2, ...

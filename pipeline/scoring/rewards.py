@@ -355,7 +355,7 @@ def _frames(error: BaseException, limit: int = 10) -> str:
 
 
 def weighted_scores(rewards: Sequence[Reward], samples: Samples, normalize: bool) -> list[float]:
-    """Returns the weighted sum of the rewards' scores of each sample."""
+    """Returns for each sample the weighted sum of the rewards' scores."""
     return weighted_sum(rewards, raw_scores(rewards, samples), normalize)
 
 

@@ -1,9 +1,9 @@
 """Makes batches for TRL's trainers. Each row is in exactly one batch per epoch, for any number of workers.
 
-The stock data loader of transformers and accelerate repeats or drops rows if their number is not divisible by the workers.
-With the mixin `ExactBatches`, a trainer instead splits each *global* batch over the ranks. The rows of a step, and so its loss,
-are the same for any number of workers with the same global batch. The batches of eval rows are also the same for any number of
-workers.
+The stock data loader of transformers and accelerate repeats or drops rows if the number of rows is not divisible by the number of
+workers. With the mixin `ExactBatches`, a trainer instead splits each *global* batch over the ranks. The rows of a step, and so
+its loss, are the same for any number of workers with the same global batch. The batches of eval rows are also the same for any
+number of workers.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ else:
 
 
 class EvaluationSampler:
-    """Yields the batches of one rank: consecutive rows, dealt to the ranks in turn.
+    """Yields the batches of one rank. A batch has consecutive rows, and the ranks get batches in turn.
 
     The batches are the same for any number of workers. All ranks make the same number of steps. If no batch is left for a rank,
     its last batch is an empty list.
@@ -42,12 +42,12 @@ class EvaluationSampler:
 class ExactBatchSampler(EvaluationSampler):
     """Yields the batches of one rank, as lists of row numbers. Over all ranks, each row occurs once per epoch.
 
-    With a mixture, an epoch has the rows that the mixture draws for it. The order of the rows is the permutation that
+    With a mixture, an epoch has the rows that the mixture draws for this epoch. The order of the rows is the permutation that
     accelerate's SeedableRandomSampler makes from seed + epoch.
 
     Each step consists of the next `batch_size * world` rows of the order, split into `world` parts as evenly as possible. The
     last step consists of the remaining rows, so some ranks may get an empty list. If the second-to-last step also contained the
-    remaining rows, the number of steps would depend on the number of workers, and a run could not resume with a different number
+    remaining rows, the number of steps would depend on the number of workers. A run could then not resume with a different number
     of workers.
     """
 
@@ -83,7 +83,7 @@ class ExactBatchSampler(EvaluationSampler):
 class CountedCollator:
     """Collates rows, and adds the number of `rows` to the batch.
 
-    A rank that has no row in the last global batch gets a dummy batch with the row `filler`, because all ranks must make the same
+    A rank without a row in the last global batch gets a dummy batch with the row `filler`. All ranks therefore make the same
     number of steps. A dummy batch has `rows` 0, and the loss ignores its labels.
     """
 
@@ -99,7 +99,7 @@ class CountedCollator:
 
 
 class ExactBatches(Trainer):
-    """Makes a transformers or TRL trainer use exact batches. List this class before the trainer among the bases.
+    """Makes a transformers or TRL trainer use exact batches. List this class before the trainer among the base classes.
 
     Losses equal the losses of a single worker whose per-device batch is `world` times as large. For losses per token (sft),
     `num_items_in_batch` makes the losses equal. For losses per row (rm, dpo, kto), each rank's mean is weighted by the rank's
@@ -169,7 +169,7 @@ class ExactBatches(Trainer):
         """Returns the micro-batches of an optimizer step, and stores their weights.
 
         DDP averages losses over ranks, and transformers averages losses over micro-batches. Neither DDP nor transformers uses the
-        numbers of rows, so the weight of a micro-batch is its number of rows, divided by the average number of rows.
+        numbers of rows. The weight of a micro-batch is therefore its number of rows, divided by the average number of rows.
         """
         import torch
 

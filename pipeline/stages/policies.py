@@ -67,7 +67,7 @@ def best_of_n(proxy: Sequence[float], gold: Sequence[float], n: int) -> float:
 def best_of_curve(
     proxy: Sequence[Sequence[float]], gold: Sequence[Sequence[float]]
 ) -> list[dict[str, float]]:
-    """Returns the mean proxy and gold scores of best-of-n, and an upper bound of its KL from the policy, for n = 1, 2, 4, ...
+    """Returns for n = 1, 2, 4, ... the mean proxy and gold scores of best-of-n, and an upper bound of its KL from the policy.
 
     The bound is ln n - (n - 1) / n nats per completion (https://arxiv.org/abs/2401.01879).
     """

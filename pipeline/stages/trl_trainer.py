@@ -231,8 +231,8 @@ def make_trainer(
 def train(worker: Worker, trainer: Any) -> Outcome:
     """Trains from the start, or from the worker's checkpoint. Returns the final metrics, the kept step, and the number of tokens.
 
-    The model then has the weights of the kept step. `eval_*` are metrics of the kept step. `initial_*` are metrics of step 0, if
-    the job sets `eval_on_start`.
+    After training, the model has the weights of the kept step. `eval_*` are metrics of the kept step. `initial_*` are metrics of
+    step 0, if the job sets `eval_on_start`.
     """
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:

@@ -1,8 +1,9 @@
 """Replays decoding steps as CUDA graphs.
 
 In a decoding step, Python and CUDA take about 1 ms to launch the kernels of one layer. The GPU runs these kernels in less time. A
-CUDA graph launches all kernels of a step at once, but always on the same tensors, so the numbers of rows and positions must not
-change. The first step of each shape runs kernel by kernel, the second is recorded, and later steps replay the recorded step.
+CUDA graph launches all kernels of a step at once, but always on the same tensors. The numbers of rows and positions must
+therefore not change. The first step of each shape runs kernel by kernel, the second is recorded, and later steps replay the
+recorded step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Defines the inputs and outputs of decoders, and samples tokens from logits.
 
-Unless a row sets `top_p`, tokens are drawn from softmax(logits / temperature), without top-k or a repetition penalty. With
-top-k or a penalty, tokens would come from a distribution other than the one in PPO's loss, and the estimated KL to the reference
-could be negative.
+Unless a row sets `top_p`, tokens are drawn from softmax(logits / temperature), without top-k or a repetition penalty. With top-k
+or a penalty, tokens would come from a distribution other than the one in PPO's loss. The estimated KL to the reference could then
+be negative.
 
 A completion depends only on the seed, the row's number, its prompt and its role. Each row has its own stream of random numbers,
 from a counter-based generator whose key is the seed and the row's number. Therefore, a completion does not depend on the other
@@ -120,7 +120,7 @@ class Decoder(ABC):
     def generate(
         self, role: str | None, prompts: Sequence[Sequence[int]], numbers: Sequence[int], sampling: Sampling
     ) -> list[Completion]:
-        """Returns one completion for each prompt (token ids), in the same order. `numbers` has a Row.number for each prompt.
+        """Returns one completion for each prompt (token ids), in the same order. `numbers` has each prompt's Row.number.
 
         The longest prompts join first. Other prompts join when earlier rows have ended.
         """

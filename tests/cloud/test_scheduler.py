@@ -258,4 +258,5 @@ def test_labels_of_live_nodes_are_checked(aws):
         else:
             run_checks(sft(), up)
     wanted = sft("scaling.label_selector=null", "scaling.accelerator_type=H100")
-    run_checks(wanted, aws)  # Ray itself adds this resource to the node type of an EC2 instance
+    # Ray itself adds the resource accelerator_type:H100 to the node type of an EC2 instance
+    run_checks(wanted, aws)

@@ -186,7 +186,7 @@ def talks(count, tools=False):
 
 
 def test_columns_may_be_set(here, capsys):
-    """`init` cannot guess these columns, because their names do not describe their content."""
+    """`init` cannot guess the meaning of columns whose names do not describe their content."""
     made = [{"ask": f"Say {n}.", "x": f"{n}.", "y": "No.", "by": ["l", "r"][n % 2]} for n in range(60)]
     columns = "data.columns={prompt: ask, first: x, second: y, label: by}"
     meaning = "data.label={first: l, second: r}"

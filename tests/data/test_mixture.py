@@ -33,7 +33,7 @@ def test_shares_are_exact_to_one_row_per_epoch(sources, strategy, seed, epochs):
     try:
         mixed = mixture(sizes, [weight / 10 for weight in weights], strategy)
     except InputError:
-        return  # with these weights, an epoch would have no row of some source
+        return  # the weights would give an epoch no row of one of the sources
     drawn = [Counter(mixed.rows(epoch, seed).tolist()) for epoch in range(epochs)]
     start = 0
     for (size, weight), draws in zip(sources, mixed.draws, strict=True):
@@ -141,7 +141,7 @@ def test_rows_of_a_group_become_one_row(tmp_path, monkeypatch, format):
     table = rows_of(made.train)
     decoded = [[tokenizer().decode(ids) for ids in row.values()] for row in table]
     assert len(table) == 20 and decoded[1] == ["<s>q1", "a5</s>", "a3</s>"]
-    missing = r"`tree`: found fields q, a, rank; expected the column that data.group_by names"
+    missing = r"`tree`: found fields q, a, rank; expected the column in data.group_by"
     with pytest.raises(InputError, match=rf"rows\.\w+:\d+: {missing}"):
         make(tmp_path, "dpo", train=path, transform="python:transforms:best_against_worst", group_by="tree")
 

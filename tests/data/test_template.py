@@ -145,7 +145,7 @@ def test_a_template_that_rewrites_earlier_turns():
 ENDS = ("</s>", "<|im_end|>")
 LAST = {  # template: trained text of the last completion, without thoughts in the row and with thoughts
     "qwen3": ("<think>\n\n</think>\n\nbye", "<think>\ntwo\n</think>\n\nbye"),
-    # The generation prompt of this template ends with <think>.
+    # The generation prompt of qwen3_5_think ends with <think>.
     "qwen3_5_think": ("\n</think>\n\nbye", "two\n</think>\n\nbye"),
     "qwen3_instruct_2507": ("bye", "<think>\ntwo\n</think>\n\nbye"),
 }
@@ -296,7 +296,7 @@ def test_two_different_thoughts_of_a_message_are_an_error():
 
 
 def test_a_key_counts_as_read_only_if_the_template_writes_it():
-    """A template may use a key without writing it for every role. This template writes `name` only for tools."""
+    """A template may use a key without writing it for every role. The template of this test writes `name` only for tools."""
     of_tools = CALLING.replace("{{ m.role }}", "{{ m.role }}{{ m.name if m.role == 'tool' }}")
     for template, written in ((CALLING, False), (of_tools, True)):
         for stage, row in (

@@ -223,7 +223,7 @@ def test_a_policy_adapter_stays_the_same_when_it_is_saved_copied_and_loaded_here
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("extra", [{}, {"lora_bias": True}, {"target_modules": ["q_proj"]}], ids=str)
 def test_rows_of_one_batch_can_use_different_adapters(extra, autocast):
-    """Plain LoRA is computed by the fused layers. LoRA with a bias or on some modules only is computed by peft's own forward."""
+    """The fused layers compute plain LoRA. Other LoRA, such as LoRA with a bias, is computed by peft's own forward."""
     shared = toy.shared_base(spread=0.2)
     shared.autocast = autocast
     shared.add("other", lora={"r": 2, "target_modules": "all-linear", **extra})

@@ -29,7 +29,7 @@ WRONG = [  # key, value, expected value, other settings
     ("trainer.importance_sampling_level", "sequence", "'token' with advantage_estimator gae", []),
     ("trainer.bootstrap_truncated", "true", "only one of", ["trainer.missing_eos_penalty=1"]),
     ("rollout.staleness", "1", "0 without rollout workers", []),
-    ("rollout.vllm_kwargs", "{model: x}", "none of what the sampler sets itself", ["rollout.engine=vllm"]),
+    ("rollout.vllm_kwargs", "{model: x}", "no arguments that the sampler sets", ["rollout.engine=vllm"]),
     ("rollout.vllm_kwargs", "{seed: 1}", "null without rollout.engine=vllm", []),
     ("rollout.tensor_parallel_size", "2", "1 unless rollout workers", []),
 ]

@@ -132,7 +132,7 @@ PLANTED = {
 
 
 def _sound(prompt, text):
-    """A sound reward: the number of the prompt's words in a completion. Only harmful edits lower this number."""
+    """A sound reward: the number of the prompt's words in a completion. The reward falls with harmful edits only."""
     return float(len(_words(prompt) & _words(text)))
 
 
@@ -207,7 +207,7 @@ def test_best_of_n_is_the_mean_over_all_subsets():
 def test_the_length_controlled_win_rate_minimizes_the_loss():
     """The policy with longer completions wins, but would lose at equal length.
 
-    The win rate must minimize the loss like scipy's result.
+    The test computes the expected win rate by minimizing the loss with scipy.
     """
     from scipy.optimize import minimize
 

@@ -352,13 +352,13 @@ def test_perplexity_is_that_of_plain_transformers(policy, models):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["policy=null"], r"policy: missing; `evaluate` needs it to answer data\.eval.*set data\.eval=null"),
+        (["policy=null"], r"policy: missing; `evaluate` needs a policy to answer data\.eval.*set data\.eval=null"),
         (["data.eval=null"], r"data\.eval: missing; `evaluate` needs prompts"),
         (["data.subset=kind", "data.pairs=null"], r"data\.subset: needs data\.pairs; set that too"),
         (["reward=python:pipeline.demo:gold"], r"reward: .*asks for `answer`, which the rows of data\.pairs do not have"),
         (["judge=models:/toy-policy/1"], r"judge: models:/toy-policy/1 is an adapter without a scalar head"),
         (["data.benchmarks={single}"], r"data\.benchmarks: .*single\.jsonl: row 1 matches no format of `benchmarks`"),
-        (["policy=base", "gate.eval_reward=>= 0"], r"gate: found one, but 'base' is no registered version"),
+        (["policy=base", "gate.eval_reward=>= 0"], r"gate: found a gate, but 'base' is not a registered version"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_answered(overrides, says, models, storage, tmp_path, capsys, in_root):

@@ -170,7 +170,7 @@ def trainer(
         bf16=False, use_cpu=True, gradient_checkpointing=False, **options,
     )  # fmt: skip
     held_out_rows = data
-    if stage == "kto" and not mixed:  # TRL's trainer reads this column
+    if stage == "kto" and not mixed:  # TRL's KTOTrainer reads the column KL_completion_ids
         half = [row["completion_ids"] for row in data]
         held_out_rows = data.add_column("KL_completion_ids", half[rows // 2 :] + half[: rows // 2])
     sets = {"train_dataset": data, "eval_dataset": held_out_rows}

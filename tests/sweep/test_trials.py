@@ -30,7 +30,7 @@ def test_no_trial_stops_before_the_grace_period_or_at_its_end():
     for trial, figure in (("good", 0.3), ("bad", 0.6)):
         assert judge.report(trial, 24, 100, figure) is None
         assert judge.report(trial, 100, 100, figure) is None
-    off = rungs(factor=1)  # with this factor, no trial is stopped early
+    off = rungs(factor=1)  # with a factor of 1, no trial is stopped early
     assert off.report("good", 25, 100, 0.3) is None and off.report("bad", 25, 100, 0.6) is None
 
 

@@ -69,7 +69,7 @@ class Size:
     name: str
     shape: dict[str, int] | None  # config of a random Llama; None means the trained demo model
     prompts: int  # prompts of one PPO update
-    together: int  # rows per forward and backward pass of our PPO; TRL cannot split its minibatch
+    together: int  # rows per forward and backward pass of our PPO; TRL always uses the full minibatch
     generations: int  # completions per prompt, if prompts are shared
     prompt_tokens: int | None  # tokens per prompt; None means the demo's prompts
     long_prompt_tokens: int | None  # tokens per prompt if completions share prompts

@@ -338,7 +338,7 @@ LOGPROBS = "log-prob .* from the rows alone"
 BOTH = "same tokens (on both sides|in chosen and rejected)"
 UNKNOWABLE = "no check can know which of two completions a person preferred; `validate` shows the first pairs"
 
-# The functions `change` get the original function as `call`.
+# Each `change` gets the original function as its argument `call`.
 FAULTS = [
     # roles and adapters
     Fault("the reference is the bare base", "ppo", COPY, ADD_POLICY,

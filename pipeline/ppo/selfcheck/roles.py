@@ -53,7 +53,7 @@ def same_as_file(trainer: Learner, role: str, folder: str) -> CheckResult:
 
 @torch.no_grad()
 def behaves_as_trained(trainer: Learner, role: str, folder: str) -> CheckResult:
-    """Checks that the role's outputs on its probes equal its outputs at the end of its training.
+    """Checks that the role's outputs on its probes equal the outputs at the end of the role's training.
 
     Differences of a reward's scores are in standard deviations. Differences of a policy's log-probs are in nats per token.
     """

@@ -1,10 +1,10 @@
 """Checks invariants of the first rollout and update of every run, and recomputes their results with independent code.
 
-Most faults of a PPO implementation (active dropout, a temperature in sampler or trainer only, a shifted mask, the wrong adapter)
-break an invariant long before a reward curve shows them. If sampler and trainer have the same fault, no invariant breaks.
-Therefore, log-probs, values and scores are also compared with plain forwards of single rows, and rewards and advantages with
-definitions.py. Only the first tokens of some completions go through the model, so the checks take little time compared with an
-update.
+Most faults of a PPO implementation break an invariant long before a reward curve shows the fault. Examples are active dropout, a
+temperature in sampler or trainer only, a shifted mask and the wrong adapter. If sampler and trainer have the same fault, no
+invariant breaks. Therefore, log-probs, values and scores are also compared with plain forwards of single rows, and rewards and
+advantages with definitions.py. Only the first tokens of some completions go through the model, so the checks take little time
+compared with an update.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def sampler_agrees(trainer: Learner, episodes: Episodes) -> CheckResult:
 
 
 def check_rollout_workers(trainer: Learner, parts: Sequence[tuple[Chunk, Sampled]]) -> list[CheckResult]:
-    """Returns the results of the checks of an update's chunks from rollout workers."""
+    """Checks the chunks that rollout workers sampled for an update. Returns the results."""
     versions = trainer.rollouts.versions
     assert versions
     complete = chunks_match_requests(versions, parts)
@@ -116,7 +116,7 @@ def chunks_match_requests(versions: Versions, parts: Sequence[tuple[Chunk, Sampl
 def sampled_by_its_version(
     trainer: Learner, versions: Versions, parts: Sequence[tuple[Chunk, Sampled]]
 ) -> CheckResult:
-    """Checks that the log-probs of some completions in a random chunk are those of the chunk's policy version.
+    """Checks that the log-probs of some completions in a random chunk equal the log-probs of the chunk's policy version.
 
     An engine may have the right parameters, but still sample from cached states of other parameters.
     """
@@ -189,7 +189,7 @@ def ranks_learned_equally(trainer: Learner, before: Sums, metrics: dict[str, flo
     """Checks after the first update that the learning roles have changed and are equal on all workers.
 
     Args:
-        before: `sums_of` before the update.
+        before: result of `sums_of` before the update.
         metrics: result of `Learner.learn`.
     """
     after, roles = sums_of(trainer), trainer.roles
@@ -273,7 +273,7 @@ def stops_on_every_eos(trainer: Learner) -> CheckResult:
 def plain_logprobs(trainer: Learner, role: str | None, episodes: Episodes, row: int) -> tuple[Tensor, Tensor]:
     """Returns a row's first n actions (n, 1), and a role's log-probs (n, V) from the model's own forward without padding.
 
-    The log-probs have the sampler's temperature and minimum length.
+    The log-probs are computed with the sampler's temperature and minimum length.
     """
     shared, sampling = trainer.shared, trainer.sampler.sampling
     start = int(episodes.starts[row])

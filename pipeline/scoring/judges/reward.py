@@ -14,7 +14,7 @@ from pipeline.system import loop
 
 
 class JudgeReward(Reward):
-    """Scores completions from 0 to 1 by the answers of a judge.
+    """Scores completions from 0 to 1, according to the answers of a judge.
 
     The reward adds its notes to the samples: `words`, the judge's answers about each sample, and for `rank` also `orders`. An
     order is (the sample's position in a question, counted from 0, its score).

@@ -129,7 +129,7 @@ class Store:
                 try:
                     await asyncio.to_thread(self._append, lines)
                 except Exception as error:  # a full disk, or a bucket that does not answer
-                    # a new file, because the last line of the old file may be incomplete
+                    # starts a new file, because the last line of the old file may be incomplete
                     self.name = uuid.uuid4().hex
                     for _, done in group:
                         if not done.done():

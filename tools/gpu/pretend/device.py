@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 GIB = 2**30
-BLOCK = 512  # bytes; torch's allocator rounds the size of each tensor up to a multiple of this
+BLOCK = 512  # torch's allocator rounds the bytes of each tensor up to a multiple of BLOCK
 CONTEXT = GIB // 2  # bytes of GPU memory for CUDA's context
-PHILOX_STEP = 4  # torch increases a generator's offset by this for each random kernel
+PHILOX_STEP = 4  # added to a generator's offset by each random kernel of torch
 
 # counts of operations that made the host wait for a GPU, by name: item, tolist, copy to the host, ...
 host_reads: Counter[str] = Counter()
