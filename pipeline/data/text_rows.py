@@ -117,7 +117,7 @@ def elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
         try:
             value, end = read_value(text, begin)
         except json.JSONDecodeError as error:
-            # An error far from the end of the buffer means invalid JSON. Near the end, it may mean an incomplete element.
+            # An error far from the end of the buffer means invalid JSON. An error near the end may mean an incomplete element.
             if final or (error.pos < len(text) - 4096 and not error.msg.startswith("Unterminated")):
                 raise
             data = stream.read1(block)
