@@ -15,11 +15,11 @@ from pipeline.__main__ import parser
 from pipeline.commands import SUMMARIES
 from pipeline.errors import show
 from pipeline.job import schema
-from pipeline.job.stages import INPUTS, STAGE
+from pipeline.job.stages import INPUTS, STAGE_SPECS
 from pipeline.metrics import TABLE
 
 DOCS = Path(__file__).parent
-TRL = [stage for stage, facts in STAGE.items() if facts.trainer.startswith("trl.")]
+TRL = [stage for stage, spec in STAGE_SPECS.items() if spec.trainer.startswith("trl.")]
 LIBRARIES = {  # package of a configuration class -> its documentation
     "peft": "https://huggingface.co/docs/peft/package_reference/lora#peft.{name}",
     "ray": "https://docs.ray.io/en/latest/train/api/doc/ray.train.{name}.html",
@@ -30,14 +30,13 @@ CONFIGURATION = """\
 # Configuration: every key of a job file
 
 Made by `docs/reference.py` from [schema.json](../pipeline/job/schema.json). `rlhf help KEY`
-explains one key, also with the text of its library. The first line of a job file lets an editor
-complete and check keys.
+explains one key. With the first line of a job file, an editor completes and checks keys.
 
-A job file names its `stage` and has the sections below. It may have a
-[`gate`](runs.md#which-version-gets-the-alias), and `extends`, the files that it is merged over. On
-the command line, set a key with `section.key=value` or `--section.key value`. Values are YAML. A
-key that is not listed is an error, and the message names the nearest one, if one is near. Limits of
-10,000 and more, and the default null, are left out.
+A job file sets its `stage`, and has the sections below. A job file may also have a
+[`gate`](runs.md#which-version-gets-the-alias), and `extends`, one or more files with default keys.
+On the command line, set a key with `section.key=value` or `--section.key value`. Values are YAML. A
+key that is not listed is an error. The tables omit limits of 10,000 and more, and the default null.
+The linked pages explain the keys of TRL, transformers and peft.
 """
 METRICS = """\
 # Metrics
@@ -46,17 +45,45 @@ Made by `docs/reference.py` from [metrics.py](../pipeline/metrics.py). [evaluate
 and [rollouts.md](rollouts.md) explain many metrics. A
 [`gate`](runs.md#which-version-gets-the-alias) may name any metric that is not only a curve. Metrics
 of [eval rows](glossary.md) have the prefix `eval_`, and `initial_` before training. Larger values
-are better with ↑, smaller ones with ↓. In a name, `*` stands for a reward, a judge, a probe or a
-value of the rows. TRL may log more.
+are better with ↑, and smaller values with ↓. Curves are logged during training; metrics without a
+prefix are also in `result.json`. In a name, `*` stands for a reward, a judge, a probe or a value of
+the rows. TRL may log additional metrics.
 """
 PREFIX = {"curve": "curve", "result": "no prefix", "initial": "`initial_`", "eval": "`eval_`"}
 CLI = """\
 # Command line
 
-Made by `docs/reference.py` from the parser. `rlhf` and `python -m pipeline` are the same command.
-In a clone, `make SUBCOMMAND` calls it with a job of `jobs/PROFILE`; `make help-all` lists all
-targets. All subcommands have the same [exit statuses](runs.md#exit-statuses). If the table names no
-arguments, they are `JOB.yaml` and any number of `section.key=value`. `rlhf --help` has examples.
+Made by `docs/reference.py` from the parser. `rlhf` and `python -m pipeline` are the same command,
+after `. .venv/bin/activate`. In a clone, `make SUBCOMMAND` runs `rlhf SUBCOMMAND` with a job of
+`jobs/PROFILE`; `make help-all` lists all targets. All subcommands have the same [exit
+statuses](runs.md#exit-statuses). A subcommand without arguments in the table takes `JOB.yaml` and
+any number of `section.key=value`.
+"""
+MAKE = """\
+
+## Variables of make
+
+| variable | targets | meaning, default |
+|---|---|---|
+| `PROFILE` | targets that read a job | the folder `jobs/PROFILE`; `demo` |
+| `JOB` | targets that read a job, except `rlhf` | a job file instead of the profile's |
+| `ARGS` | targets that read a job, `init`, `up`, `down`, `bench`, `gpu` | keys of the job, or arguments |
+| `SWEEP` | `sweep` | keys with lists of values |
+| `DATA`, `NAME`, `MODEL` | `init` | folder or file of rows (`my`), name of the new profile, base |
+| `RUN` | `report` | folders of runs |
+| `PORT` | `ui` | port; 5000 |
+| `CLUSTER` | `up`, `status`, `dashboard`, `down`, `ui` | the cluster file; `cluster.yaml` |
+| `NAME` | `logs`, `stop` | name of a job on the cluster; by default the newest |
+| `RAY_ADDRESS`, `FORWARD` | targets that read a job | the [cluster](clusters.md), names of variables to send there |
+| `REGISTRY`, `VARIANT` | `image` | a registry, `cuda` or `cpu` |
+| `PYTHON`, `PIP_ARGS` | targets that install | the Python for `.venv`, arguments of pip |
+
+In `ARGS="..."`, put single quotes around keys with spaces, `<`, `>` or braces. Without the
+quotes, the shell splits the keys, or writes a file named `=`:
+
+```text
+make rm ARGS="trainer.seed=2 'gate.eval_accuracy=>= 0.97' 'data.columns={chosen: a, rejected: b}'"
+```
 """
 
 
@@ -80,18 +107,18 @@ def configuration() -> str:
         sections = {*INPUTS} if title == "Top level" else None
         known = {key: one for key, one in schema.keys(dotted).items() if sections is None or key in sections}
         pages.append(table(f"## {title}", known, intro, dotted))
-    ours = [stage for stage in STAGE if stage not in TRL]
+    ours = [stage for stage in STAGE_SPECS if stage not in TRL]
     for stages, known in shared_keys(ours).items():
-        pages.append(table(f"## trainer of {', '.join(stages)}", known, "", STAGE[stages[0]].trainer))
+        pages.append(table(f"## trainer of {', '.join(stages)}", known, "", STAGE_SPECS[stages[0]].trainer))
     for stages, known in shared_keys(TRL).items():
-        classes = [STAGE[one].trainer for one in stages]
+        classes = [STAGE_SPECS[one].trainer for one in stages]
         if stages == (*TRL,):
             classes = ["transformers.TrainingArguments"]
-        defaults = {key: one["default"] for key, one in known.items() if one.get("default") is not None}
-        if not defaults:
-            continue
-        names = [f"`{key}` (`{show(default)}`)" for key, default in defaults.items()]
-        intro = f"Keys of {', '.join(map(link, classes))}. These have a default:"
+        names = [
+            f"`{key}={show(one['default'])}`" for key, one in known.items() if one.get("default") is not None
+        ]
+        names += [f"`{key}`" for key, one in known.items() if one.get("default") is None]
+        intro = f"Keys of {', '.join(map(link, classes))}, with their defaults:"
         pages += [f"## trainer of {', '.join(stages)}\n\n{intro}\n", filled(", ".join(names) + ".") + "\n"]
     return "\n".join(pages)
 
@@ -100,8 +127,8 @@ def shared_keys(stages: Iterable[str]) -> dict[tuple[str, ...], dict[str, Any]]:
     """Groups the keys of `trainer` by the stages that have the key with the same schema. Returns {stages: {key: schema}}."""
     groups: dict[tuple[str, ...], dict[str, Any]] = {}
     for stage in stages:
-        for key, one in schema.keys(STAGE[stage].trainer).items():
-            group = tuple(name for name in stages if schema.keys(STAGE[name].trainer).get(key) == one)
+        for key, one in schema.keys(STAGE_SPECS[stage].trainer).items():
+            group = tuple(name for name in stages if schema.keys(STAGE_SPECS[name].trainer).get(key) == one)
             if "not" not in one:
                 groups.setdefault(group, {})[key] = one
     return groups
@@ -202,7 +229,7 @@ def cli() -> str:
         if arguments == ["JOB.yaml", "section.key=value"]:  # the usual arguments, which the page names once
             arguments = []
         rows.append((" ".join(f"`{one}`" for one in (name, *arguments)), SUMMARIES[name]))
-    return "\n".join([CLI, *markdown(("subcommand", "what it does"), rows), ""])
+    return "\n".join([CLI, *markdown(("subcommand", "what it does"), rows), MAKE])
 
 
 PAGES = {"configuration.md": configuration, "metrics.md": metrics, "cli.md": cli}

@@ -3,7 +3,7 @@
 models:/NAME@ALIAS, models:/NAME/VERSION    a registered version
 python:MODULE:FUNCTION                      a function
 judge:FILE@DIGEST                           a judge, which a job names as {judge: FILE}
-anything else                               a folder, a repository on the hub (models/hub.py), or `base`
+anything else                               a folder, a repository on the hub (system/hub.py), or `base`
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def test_a_finished_run_of_other_settings_names_them(tmp_path, capsys, in_root):
     first, *more = capsys.readouterr().out.splitlines()
     assert first.startswith("run done is finished")
     assert more == [
-        "it ran with other settings; this command's were not used:",
+        "the run used other settings; the settings of this command are ignored:",
         '   data.train: was "jobs/demo/data/demonstrations.jsonl", is "/nowhere.jsonl"',
         "   lora.r: was 3, is 5",
         "   trainer.learning_rate: was 0.5, is 0.002",

@@ -31,7 +31,7 @@ from pipeline.__main__ import main
 from pipeline.errors import InputError
 from pipeline.job import JOBS, load_job, schema
 from pipeline.job.libraries import check_with_libraries
-from pipeline.job.stages import STAGE
+from pipeline.job.stages import STAGE_SPECS
 
 CASES = int(os.environ.get("WALK_CASES", 2000))
 SEED = int(os.environ.get("WALK_SEED", 1))
@@ -152,7 +152,7 @@ def wrong_rows(draw, kind, folder, inputs):
 
 # ------------------------------------------------------------------------------------------------- job files
 
-OWN = {"run.storage_path", "mlflow.tracking_uri"}  # keys that the test itself sets
+OWN = {"run.storage_path", "mlflow.tracking_uri"}  # keys of a job that the test itself sets
 TOP = "policy reward judge baseline gate gate.eval_loss gate.nothing stage nothing data lora.task_type trainer.output_dir".split()
 
 
@@ -220,7 +220,7 @@ def registered(store):
 
 
 def verdict(arguments, runs):
-    """Runs a command. Returns its exit status, a description of what is wrong with its end (or None), and its output."""
+    """Runs a command. Returns the exit status, a description of the error in how the command ended (or None), and the output."""
     out, err = io.StringIO(), io.StringIO()
     before = registered(runs / "mlflow.db")
     signal.signal(signal.SIGALRM, alarm)
@@ -231,7 +231,7 @@ def verdict(arguments, runs):
             status = main(arguments)
     except Late:
         escaped = f"did not end within {SECONDS} s"
-    except BaseException as error:  # no exception may escape
+    except BaseException as error:  # the command must not raise any exception
         escaped = f"{type(error).__name__} escaped: {str(error)[:300]}"
     finally:
         signal.alarm(0)
@@ -294,7 +294,7 @@ def test_every_key_with_every_value_is_accepted_or_answered(in_root):
 @pytest.mark.slow
 def test_the_libraries_accept_the_rest_or_name_the_key(in_root):
     """TRL and peft must accept the jobs that load_job accepts, or name the wrong key. A thousand jobs take seconds."""
-    accepted = [job for job in loaded(20_000, seed=2) if STAGE[job.stage].trl]
+    accepted = [job for job in loaded(20_000, seed=2) if STAGE_SPECS[job.stage].trl]
     assert len(accepted) > 300
     for job in accepted:
         try:

@@ -26,13 +26,13 @@ from pipeline.cloud.workload import Workload, workload_of
 from pipeline.errors import InputError, in_brief
 from pipeline.input_uri import InputURI
 from pipeline.job import judge, load_job
-from pipeline.job.stages import STAGE
+from pipeline.job.stages import STAGE_SPECS
 from pipeline.run import session
 from pipeline.system import process, terminal
 from pipeline.system.credentials import FORWARDED_MODULE, without_credentials
 
 # Stages whose run.name becomes the name of the submission
-RUNS = tuple(name for name, facts in STAGE.items() if facts.runs_in != "here")
+RUNS = tuple(name for name, spec in STAGE_SPECS.items() if spec.runs_in != "here")
 VERBS = (*RUNS, "sweep", "validate", "run")
 # Environment variables of this machine that are forwarded to a job. AWS_* is not forwarded, because nodes have a role.
 FORWARDED = """HF_TOKEN HF_ENDPOINT HF_HUB_OFFLINE MLFLOW_TRACKING_URI MLFLOW_TRACKING_USERNAME MLFLOW_TRACKING_PASSWORD

@@ -57,7 +57,7 @@ def workload_of(job: Job) -> Workload:
         name=job.run.name,
         storage_path=job.run.storage_path,
         tracking_uri=job.mlflow.tracking_uri,
-        port=job.serve.port if job.facts.runs_in == "serve" else None,
+        port=job.serve.port if job.spec.runs_in == "serve" else None,
         places=places,
         paths=[(key, os.path.expanduser(path)) for key, path in paths if not storage.is_remote(path)],
         judges=[name.removeprefix(JUDGE) for name in job.inputs.values() if name.startswith(JUDGE)],

@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-from pipeline.job.stages import STAGE
+from pipeline.job.stages import STAGE_SPECS
 
 
 class Command(NamedTuple):
@@ -26,6 +26,6 @@ COMMANDS = {
     "help": Command("explain keys of a job: type, default, range and meaning", "key"),
     "completion": Command("print a script for completion in bash or zsh", "nothing"),
 }
-SUMMARIES = {name: stage.summary for name, stage in STAGE.items()} | {
+SUMMARIES = {name: spec.summary for name, spec in STAGE_SPECS.items()} | {
     name: command.summary for name, command in COMMANDS.items()
 }

@@ -6,7 +6,7 @@ source <(rlhf completion)        in ~/.bashrc or ~/.zshrc
 from pipeline.commands import COMMANDS, SUMMARIES
 from pipeline.job import STAGES
 from pipeline.job.schema import keys_of
-from pipeline.job.stages import STAGE
+from pipeline.job.stages import STAGE_SPECS
 
 SCRIPT = """\
 # Made by `rlhf completion` for the installed versions. Run it again after an upgrade.
@@ -37,8 +37,8 @@ def script(verbs: list[str]) -> str:
     cases = []
     for verb in verbs:
         stages = stages_of(verb)
-        taken = [(stage, facts) for stage, facts in STAGE.items() if stage in stages]
-        known = {key for stage, facts in taken for key in (*keys_of(stage), *facts.inputs)}
+        taken = [(stage, spec) for stage, spec in STAGE_SPECS.items() if stage in stages]
+        known = {key for stage, spec in taken for key in (*keys_of(stage), *spec.inputs)}
         keys = " ".join(f"{key}=" for key in sorted(known))
         cases.append(f'    {verb}) keys="{keys}" ;;')
     return SCRIPT.format(verbs=" ".join(verbs), cases="\n".join(cases))
@@ -46,7 +46,7 @@ def script(verbs: list[str]) -> str:
 
 def stages_of(verb: str) -> list[str]:
     """Returns the stages whose jobs a subcommand accepts."""
-    if verb in STAGE:
+    if verb in STAGE_SPECS:
         return [verb]
     command = COMMANDS[verb]
     if verb != "sweep" and command.takes != "job":

@@ -41,7 +41,7 @@ class Ancestor(NamedTuple):
     """A model or a reward function that was used to train an exported model."""
 
     reference: str
-    facts: dict[str, Any]  # the adapter's lineage.json
+    lineage: dict[str, Any]  # the adapter's lineage.json
     depth: int = 0
     role: str = ""  # what the descendant used this ancestor for: policy, reward, ...
 
@@ -62,7 +62,7 @@ def card(host: ModelHost, name: str, differences: dict[str, float] | None = None
     parameters = [registry.read_parameters(one.reference, uri) for one in made_from]
     rows = [value for found in parameters for key, value in found.items() if key.startswith("data.train")]
     datasets = dict.fromkeys(found["repo"] for value in rows if (found := DATA_SET.fullmatch(value)))
-    stages = dict.fromkeys(str(one.facts["stage"]) for one in made_from if "stage" in one.facts)
+    stages = dict.fromkeys(str(one.lineage["stage"]) for one in made_from if "stage" in one.lineage)
     task, merged = "text-generation" if kind == "policy" else "text-classification", differences is not None
     extra = ["reward-model"] * (kind == "reward") + ["merged"] * merged
     path = base["name_or_path"]

@@ -39,7 +39,7 @@ EPOCH_ROWS = 10_000  # assumed number of rows in an epoch, if the data cannot be
 
 
 def run(job: Job) -> dict[str, Any]:
-    if job.facts.runs_in == "here":
+    if job.spec.runs_in == "here":
         raise InputError(f"found {job.stage}; expected a stage with workers", key="stage")
     gpus = [] if placement.on_cluster() or not job.scaling.get("use_gpu") else list_local_gpus()
     work = sections_of(job, places_of(job, elsewhere=not gpus))
@@ -55,7 +55,7 @@ def run(job: Job) -> dict[str, Any]:
         when = "" if item.phase == "always" else f"  ({item.phase})"
         print(f"   {item.size / GIB:>8.2f} GiB  {item.what}{when}")
     print(f"   {planned.peak / GIB:>8.2f} GiB  peak, including the allocator's fragmentation")
-    if job.facts.learns:
+    if job.spec.learns:
         print(
             f"   {planned.checkpoint / 1e9:>8.3f} GB   per checkpoint on disk; run.num_to_keep checkpoints are retained"
         )
@@ -168,8 +168,8 @@ def check_shapes(work: Sections, folders: dict[str, str]) -> None:
         with about(work.keys[name]):
             scores = name == "judge" or name.startswith("reward")
             adapter_files.check_adapter_fits_base(base, folder, scores, reference=folder)
-    if makes_adapter(work.stage, work.args, folders):
-        check_lora(base, work.lora, work.stage.learns == "reward")
+    if makes_adapter(work.spec, work.args, folders):
+        check_lora(base, work.lora, work.spec.learns == "reward")
 
 
 def on_this_machine(planned: Plan, places: Places) -> float:
@@ -192,7 +192,7 @@ def on_gpus(planned: Plan, names: list[str]) -> float:
     Returns the memory of the largest GPU in bytes.
     """
     fitting, workers = plan.fitting(planned), planned.work.places.workers.most
-    if not planned.work.stage.learns:
+    if not planned.work.spec.learns:
         print(
             f"   The job fits on {', '.join(name for name in names if name in fitting) or 'none of the GPUs that plan knows'}."
         )

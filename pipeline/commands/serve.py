@@ -60,9 +60,9 @@ def serving(work: Work, name: str = "serve") -> Iterator[Work]:
     work = replace(work, serve=section)
     # On a cluster, the feedback folder is on the head node, so this machine cannot check the folder.
     if section.log_prompts and not os.environ.get("RAY_ADDRESS"):
-        folder = feedback.feedback_folder(section, work.run.storage_path)
+        folder = feedback.feedback_folder(section, work.identity.storage_path)
         feedback.FeedbackStore(folder, max_bytes=section.max_feedback_bytes, encoders={}).close()
-    with session(work.places, work.run.storage_path, work.uri):
+    with session(work.places, work.identity.storage_path, work.uri):
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         placement.wait_for_one(work.places)
         # Ray Serve's timeout is longer than serve.timeout_s, so that requests fail with our error message.

@@ -52,7 +52,9 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
         print(report.render(samples=False), flush=True)
         sweep = with_versions(sweep, work.versions)
         with resume.owned(sweep.folder, seen, sweep.job.run.overwrite) as lease, output_in_log(sweep):
-            summary = run_all(sweep, left, replace(work, run=tracking.run, tracking=tracking, lease=lease))
+            summary = run_all(
+                sweep, left, replace(work, identity=tracking.identity, tracking=tracking, lease=lease)
+            )
     print(closing(sweep, summary), flush=True)
     return summary
 
@@ -63,7 +65,7 @@ def recorded(sweep: Sweep, seen: dict[str, str]) -> dict[str, Any]:
     keys = ("job", "metric", "trials", "reports")
     if job.run.overwrite or not (left := resume.read_left(sweep.folder, seen, run_folder.SWEEP, *keys)):
         return {}
-    if left["job"] != resume.essence(identity_of(job), "gate") or left["metric"] != sweep.metric:
+    if left["job"] != resume.essence(identity_of(job)) or left["metric"] != sweep.metric:
         raise InputError(
             f"{job.run.name!r} is a sweep of a different job; choose another name, or set run.overwrite=true",
             key="run.name",
@@ -113,7 +115,7 @@ def run_all(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
         "stage": sweep.job.stage,
         "name": sweep.job.run.name,
         "folder": sweep.folder,
-        "job": resume.essence(work.run, "gate"),
+        "job": resume.essence(work.identity),
         "inputs": work.versions,
         "metric": sweep.metric,
         "greater_is_better": sweep.greater,

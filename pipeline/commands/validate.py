@@ -21,7 +21,7 @@ from pipeline.system import storage
 
 
 def run(job: Job) -> dict[str, Any]:
-    if job.facts.rows is None:
+    if job.spec.rows is None:
         raise InputError(f"`{job.stage}` reads no rows, so there is nothing to validate", key="stage")
     # Removes run.name, because an existing run with this name would raise an error.
     job = named(replace(job, run=replace(job.run, name=None)))

@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.data.chunks import Chunk
 from pipeline.data.values import Dropped, Reason, RowError
 
-FIRST = 10  # number of reasons for bad rows that a message lists
+FIRST = 10  # maximum number of error reasons that a message lists
 # {how rows are compared: number of 64-bit hashes per row}. `rows` hashes the bytes of a row. `records` uses Record.digests.
 WIDTH = {"rows": 1, "records": 2}
 
@@ -46,20 +46,20 @@ class Counts:
     tally: Counter[tuple[str, str, Any]] = field(default_factory=Counter)
     # split -> (file, rows)
     parts: dict[str, tuple[str, int]] = field(default_factory=dict)
-    # reason -> the first row dropped for this reason
+    # {reason: first error with this reason}
     errors: dict[Reason, RowError] = field(default_factory=dict)
-    # the error that stopped the task before the end of the chunk, or None
+    # the error after which the task could not read the rest of the chunk, or None
     unread: RowError | None = None
     samples: list[str] = field(default_factory=list)
     digest: RowsDigest = field(default_factory=RowsDigest)  # digest of the chunk's rows
-    # key of WIDTH -> hashes by which rows are compared
+    # {key of WIDTH: hashes of the rows, which are equal for equal rows}
     keys: dict[str, bytearray] = field(default_factory=lambda: {name: bytearray() for name in WIDTH})
 
     def add(self, split: str, label: str, detail: Any = "", number: int = 1) -> None:
         self.tally[split, label, detail] += number
 
     def leave_out(self, split: str, number: int, why: RowError | Dropped) -> None:
-        """Counts a row that was dropped because it has an error or, for example, is too long."""
+        """Counts a dropped row, for example a row that has an error or is too long."""
         error = why if isinstance(why, RowError) else why.error
         self.add(split, "dropped", why.kind if isinstance(why, RowError) else why.reason)
         if error is None:
@@ -76,7 +76,7 @@ class Counts:
 def totals(
     counts: Iterable[Counts], split: str | None = None, source: int | None = None
 ) -> dict[str, Counter]:
-    """Returns {label: {detail: number}}, summed over the counts of all splits and sources, or of one split or source."""
+    """Returns {label: {detail: number}}: sums over all splits and sources, or over one split or one source."""
     total: dict[str, Counter] = defaultdict(Counter)
     for one in counts:
         if source in (None, one.chunk.source):
@@ -87,12 +87,12 @@ def totals(
 
 
 def of_split(name: str, counts: Iterable[Counts]) -> list[Counts]:
-    """Returns the counts of the chunks whose files belong to `train` or `eval`."""
+    """Returns the counts of all chunks of the split `name`."""
     return [one for one in counts if one.chunk.split == name]
 
 
 def first_errors(counts: Iterable[Counts]) -> list[tuple[RowError, int]]:
-    """For each of the most frequent reasons, returns (the first row dropped for it, number of rows dropped for it)."""
+    """Returns (first error, number of dropped rows) for each of the most frequent error reasons."""
     rows, first = totals(counts)["reasons"], dict[Reason, RowError]()
     for one in counts:
         for reason, error in one.errors.items():
@@ -105,7 +105,7 @@ def first_errors(counts: Iterable[Counts]) -> list[tuple[RowError, int]]:
 
 
 def compared(name: str, counts: Iterable[Counts], split: str) -> Any:
-    """Returns the hashes by which the rows of a split are compared, as an array [rows, WIDTH]."""
+    """Returns an array [rows, WIDTH] with the hashes of the rows of a split. Equal rows have equal hashes."""
     import numpy as np
 
     whole = b"".join(one.keys[name] for one in of_split(split, counts))
@@ -113,7 +113,7 @@ def compared(name: str, counts: Iterable[Counts], split: str) -> Any:
 
 
 def duplicates(counts: Sequence[Counts]) -> int:
-    """Returns the number of rows equal to an earlier row of their split."""
+    """Returns the number of rows that equal an earlier row of the same split."""
     import numpy as np
 
     splits = [compared("rows", counts, split) for split in ("train", "eval")]
@@ -121,7 +121,7 @@ def duplicates(counts: Sequence[Counts]) -> int:
 
 
 def overlap(counts: Sequence[Counts]) -> tuple[int, int] | None:
-    """Counts eval rows whose prompt also occurs in `train`, and eval rows whose prompt and completions both occur there.
+    """Counts eval rows whose prompt also occurs in `train`, and eval rows whose prompt and completions both occur in `train`.
 
     Returns None if there are no eval rows.
     """
@@ -143,7 +143,7 @@ def count(number: int, what: str = "row") -> str:
 
 
 def most_frequent(counts: Mapping[str, int], most: int) -> dict[str, int]:
-    """Returns the `most` largest counts, the largest first, and as `others` the sum of all other counts."""
+    """Returns the `most` largest counts in descending order, and the sum of all smaller counts as `others`."""
     named = [item for item in counts.items() if item[0] != "others"]
     kept = dict(sorted(named, key=lambda item: (-item[1], item[0]))[:most])
     others = sum(counts.values()) - sum(kept.values())

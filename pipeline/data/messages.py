@@ -1,7 +1,7 @@
-"""Reads the contents of rows: texts, lists of messages, and transcripts, which are converted to messages.
+"""Parses the contents of rows: texts, lists of messages, and transcripts.
 
-A text of the form "\\n\\nHuman: ...\\n\\nAssistant: ..." is a transcript. A transcript becomes a list of messages, so that the
-chat template of the tokenizer applies. The functions raise RowError for values that they cannot read.
+A text of the form "\\n\\nHuman: ...\\n\\nAssistant: ..." is a transcript. A transcript is converted to a list of messages, so
+that the tokenizer can apply its chat template. The functions raise RowError for values that they cannot read.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.data.values import RowError, decoded, fields_of, nearest, show
 
-Message = dict[str, Any]  # has role, content, perhaps tool_calls, and other keys for the chat template
+Message = dict[str, Any]  # {role, content}, perhaps with tool_calls and other keys for the chat template
 Turns = list[Message]
 Text = str | Turns  # raw text, or messages for the chat template
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # a turn begins only at the start of a paragraph
@@ -29,13 +29,14 @@ ROLES = {
 }
 
 SIDES = ("chosen", "rejected")
-TEXT_PARTS = ("text", "input_text", "output_text")  # types of a part whose content is text
-# Keys for the thoughts of a reasoning model. The first of them is passed to templates as `reasoning_content` and `thinking`.
+TEXT_PARTS = ("text", "input_text", "output_text")  # types of message parts with text
+# Keys for the thoughts of a reasoning model. transformers passes the first key to templates as `reasoning_content` and
+# `thinking`.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # In all turns except the last one, templates keep only the text after the marker that ends the thoughts.
 END_OF_THOUGHTS = re.compile(r"</(?:think|thinking|thought|thoughts|reasoning)>|\[/THINK\]")
 UNSEEN = ("Zs", "Zl", "Zp", "Cc", "Cf")  # Unicode categories: white space, control and format characters
-WEIGHTS = ("weight", "train", "loss")  # keys of a message that say whether the message is trained
+WEIGHTS = ("weight", "train", "loss")  # message keys that can exclude a message from training
 ABOUT_TOOLS = ("tool_call_id", "name")
 READ = frozenset({"role", "content", "from", "value", "tool_calls", "function_call", *WEIGHTS})
 
@@ -53,7 +54,7 @@ def words(turn: Message) -> str:
 
 
 def thoughts(turn: Message) -> str:
-    """Returns the thoughts of a turn, or "" if it has none."""
+    """Returns the thoughts of a turn, or "" if the turn has no thoughts."""
     return next((turn[key].strip() for key in THOUGHTS if isinstance(turn.get(key), str)), "")
 
 
@@ -64,7 +65,7 @@ def text_after_thoughts(content: str) -> str:
 
 
 def without_unread(value: Any, key: str, keys: frozenset[str], unread: list[str]) -> Any:
-    """Returns the messages in a value without the keys that neither this module nor the chat template (`keys`) reads.
+    """Removes keys of messages that neither this module nor the chat template reads. `keys` has the keys of the template.
 
     Adds each removed key to `unread`, for example as `messages[].id`, unless its value is null or empty.
     """
@@ -88,12 +89,12 @@ def text(value: Any, key: str) -> str:
 def nonempty_text(value: Any, key: str, kind: str) -> str:
     """Returns a text. Raises RowError with the given `kind` if the text is empty."""
     if not text(value, key).strip():
-        raise RowError(kind, key, show(value), "a text that is not empty")
+        raise RowError(kind, key, show(value), "non-empty text")
     return str(value)
 
 
 def messages(value: Any, key: str, system: Any = None) -> Turns:
-    """Converts [{role, content}] or [{from, value}] to [{role, content}]. Puts the row's `system` prompt, if any, first."""
+    """Converts [{role, content}] or [{from, value}] to [{role, content}]. Prepends the `system` prompt of the row, if any."""
     if not isinstance(value, list):
         raise RowError("wrong_type", key, show(value), "a list of messages {role, content} or {from, value}")
     if not value:
@@ -101,7 +102,7 @@ def messages(value: Any, key: str, system: Any = None) -> Turns:
     return with_system([message(item, f"{key}[{i}]") for i, item in enumerate(value)], system)
 
 
-# Patterns for lists in Python's notation, which `to_csv` of pandas and datasets writes: lists of messages, and other lists
+# Patterns for lists in Python's notation, which `to_csv` of pandas and datasets writes
 _BEGIN = r"(?:array\()?[\[(\s]*"
 # dictionaries, or objects such as ChatCompletionMessage(content='yo', role='assistant')
 _DICTIONARY = r"\{\s*(?=')(?=.*'(?:role|from)'\s*:)(?=.*'(?:content|value)'\s*:)"
@@ -111,16 +112,16 @@ _LIST = rf"{_BEGIN}(?<=[\[(])\s*['\"{{].*[\])]\Z"
 
 
 def list_in(value: Any, key: str, of_messages: bool = False) -> Any:
-    """Returns the list in a JSON text, or the value itself.
+    """Parses a list in a JSON text. Returns any other value unchanged.
 
-    Raises RowError for a list in Python's notation. With `of_messages`, raises it only for a list of messages.
+    Raises RowError for a list in Python's notation. If `of_messages` is set, raises RowError only for a list of messages.
     """
     if not isinstance(value, str):
         return value
     made = decoded(value) if (stripped := value.strip())[:1] in ("[", "{") else value
     pattern = _MESSAGES if of_messages else f"{_MESSAGES}|{_LIST}"
     if made is value and re.match(pattern, stripped, re.DOTALL):
-        expected = "a list, or its JSON text; to_csv writes Python's text of it, so save the rows with to_json or to_parquet"
+        expected = "a list, or a list as JSON text; to_csv writes lists in Python's notation, so save the rows with to_json or to_parquet"
         raise RowError("python_text", key, show(value), expected)
     return made if isinstance(made, list) else value
 
@@ -131,7 +132,7 @@ def is_printed_list(text: Any) -> bool:
 
 
 def unpacked(field: str, value: Any) -> Any:
-    """Returns the messages in a JSON text, as in CSV files, or in an object with messages. Returns other values unchanged."""
+    """Parses messages in a JSON text, as in CSV files, and converts other forms of dialogues. Returns other values unchanged."""
     if field in ("messages", "conversations"):
         return dialogue(list_in(value, field))
     items = list_in(value, field, of_messages=True)
@@ -181,7 +182,7 @@ def message(item: Any, key: str) -> Message:
     given = [name for name in THOUGHTS if isinstance(item.get(name), str) and item[name].strip()]
     if len({item[name].strip() for name in given}) > 1:  # the template would render only one of these texts
         found = f"`{given[0]}` and `{given[1]}` that differ"
-        raise RowError("thoughts_differ", key, found, "the thoughts of a message in one key")
+        raise RowError("thoughts_differ", key, found, "all thoughts of a message in one key")
     turn: Message = {"role": ROLES[role.lower()], "content": text(content, f"{key}.{what}")}
     if calls:
         turn["tool_calls"] = calls
@@ -194,7 +195,7 @@ def part_text(part: Any, key: str) -> str:
         return text(part, key)
     if (kind := part.get("type") or "text") not in TEXT_PARTS:
         expected = "parts of type text, not images or audio; thoughts belong in `reasoning_content`"
-        raise RowError("wrong_type", key, f"a part of type {show(kind)}", expected)
+        raise RowError("wrong_type", key, f"a message part of type {show(kind)}", expected)
     for name in ("text", "value", "content"):
         if (value := part.get(name)) is not None:
             # as in OpenAI's threads: {text: {value, annotations}}
@@ -263,7 +264,7 @@ def with_system(turns: Turns, system: Any) -> Turns:
     if turns[0]["role"] != "system":
         return [first, *turns]
     if turns[0]["content"].strip() != system.strip():
-        found = f"{show(system)}, but the first message says {show(turns[0]['content'])}"
+        found = f"{show(system)}, but the first message is {show(turns[0]['content'])}"
         raise RowError("prompts_differ", "system", found, "one system prompt")
     return turns
 
@@ -286,7 +287,7 @@ def check_last(turns: Turns, key: str) -> None:
     if not text_after_thoughts(last["content"]) and not last.get(
         "tool_calls"
     ):  # an empty completion would train the policy to end immediately
-        expected = "a turn that is not empty; before the last one, `weight: 0` excludes a turn from training"
+        expected = "a turn with content; `weight: 0` can exclude earlier turns from training"
         raise RowError("empty_completion", key, show(last["content"]), expected)
 
 
@@ -341,8 +342,10 @@ def split_transcripts(row: dict[str, Any], system: Any = None) -> tuple[Text, tu
         check_last(turns, key)
     prompts = [turns[:-1] for turns in sides]
     if prompts[0] != prompts[1]:
-        found = f"another prompt than in `chosen` (from turn {shared_length(*prompts) + 1} on)"
-        expected = "the same turns on both sides up to the last completion"
+        found = (
+            f"a prompt that differs from the prompt in `chosen` (from turn {shared_length(*prompts) + 1} on)"
+        )
+        expected = "the same turns in `chosen` and `rejected` before the last completion"
         raise RowError("prompts_differ", "rejected", found, expected)
     check_prompt(prompts[0], "chosen")
     return with_system(prompts[0], system), (sides[0][-1:], sides[1][-1:])
@@ -356,7 +359,7 @@ def split_texts(chosen: str, rejected: str) -> tuple[str, tuple[str, str]]:
         at -= 1
     if not chosen[:at].strip():
         expected = "a shared prompt, or a `prompt` field"
-        raise RowError("empty_prompt", "chosen", "no text that both sides begin with", expected)
+        raise RowError("empty_prompt", "chosen", "no common text at the start of both completions", expected)
     return chosen[:at], (chosen[at:], rejected[at:])
 
 

@@ -1,4 +1,4 @@
-"""Checks the first rows of a job's files: whether columns exist, what labels mean, and whether the stage can read the rows."""
+"""Checks in the first rows of each file whether columns exist, labels are unambiguous, and the stage can read the rows."""
 
 import contextlib
 import difflib
@@ -27,7 +27,7 @@ from pipeline.errors import InputError, visible
 from pipeline.job.job import Source, sources_of, sources_with_defaults
 from pipeline.system import functions
 
-FILES = 16  # maximum number of files of a source whose first rows are read
+FILES = 16  # maximum number of files to preview per source
 ROWS = 1000  # maximum number of rows to read from the start of each file
 TEXTS = ("prompt", "completion", "chosen", "rejected", "first", "second")  # fields whose value is one text
 
@@ -48,7 +48,7 @@ def source_kinds(stage: str, data: Any) -> dict[str, tuple[Kind, ...]]:
 
 
 def _source_kind(stage: str, source: Source, key: str, pairs: Any) -> Kind:
-    """Returns the kind of the rows of one source. `key` is the section of the job that sets its columns."""
+    """Returns the kind of the rows of one source. `key` is the section of the job that sets the source's columns."""
     columns, kind = source.columns or {}, kind_of(stage)
     if stage in ("evaluate", "pairs"):  # rows of data.eval and data.pairs have different formats
         other = kind_of("pairs" if stage == "evaluate" else "evaluate")
@@ -65,7 +65,7 @@ def _source_kind(stage: str, source: Source, key: str, pairs: Any) -> Kind:
 
 
 def known_fields(kind: Kind) -> list[str]:
-    """Returns the fields that rows of a kind may have: first the fields of its formats, then optional fields."""
+    """Returns the fields that rows of a kind may have: first the fields of all formats, then optional fields."""
     needs = [name for format in kind.formats for name in field_names(format)]
     pair = UNORDERED if kind.has_pairs else ()
     input_of = ("input", "history") if "instruction" in needs else ()
@@ -86,7 +86,7 @@ def check_columns(columns: Columns, kind: Kind, key: str = "data.columns") -> No
         for one in listed(column):
             if one in taken:
                 found = f"found {one!r}, which is {key}.{taken[one]} already"
-                raise InputError(f"{found}; a column can be only one field", key=f"{key}.{field}")
+                raise InputError(f"{found}; map each column to only one field", key=f"{key}.{field}")
             taken[one] = field
     if not formats_with(columns, kind.formats):
         one_of = " | ".join(kind.formats)
@@ -128,7 +128,7 @@ class Head:
 def resolve_labels(
     kinds: Mapping[str, Sequence[Kind]], files: Mapping[str, Sequence[File]]
 ) -> dict[str, tuple[Kind, ...]]:
-    """Returns the kinds of the sources. If the job sets no label rule, the rule is derived from the first rows.
+    """Returns the kinds of the sources, with label rules from the job or derived from the first rows.
 
     Raises InputError if a file lacks a column, if labels are ambiguous, or if the rows of a file fit another stage.
     """
@@ -138,13 +138,13 @@ def resolve_labels(
             section = f"data.{name}.{index}" if len(sources) > 1 else "data"
             for file in [file for file in files.get(name, ()) if file.source == index][:FILES]:
                 heads.append(Head(name, section, file.path, kind, first_rows(file, kind)[0]))
-    labels: dict[str, list[Any]] = {}  # preprocessing -> labels of all sources that use it
+    labels: dict[str, list[Any]] = {}  # {preprocessing: labels of all sources with this preprocessing}
     for head in heads:
         columns = head.kind.preprocess.columns
         check_columns_exist(columns, head.rows, head.path, f"{head.section}.columns")
         found = labels.setdefault(repr(head.kind.preprocess), [])
         for row in head.rows:
-            with contextlib.suppress(RowError):  # the task that reads this row reports the error
+            with contextlib.suppress(RowError):  # the task that reads this row later reports the error
                 row = renamed(row, columns, ())
                 if {"first", "second", "label"} <= row.keys() and "first_score" not in row:
                     found.append(row["label"])
@@ -181,7 +181,11 @@ def check_ratings(head: Head) -> None:
         return
     if are_mostly_ratings(found) and not are_clear(found):
         other = next((show(one) for one in found if is_good(one) is None), "")
-        why = f"{other}, which means neither good nor bad" if other else "0 and -1, and one may mean unrated"
+        why = (
+            f"{other}, which means neither good nor bad"
+            if other
+            else "0 and -1, one of which may mean unrated"
+        )
         values = "{good: VALUE, bad: VALUE}" if other else "{good: 1, bad: -1}"
         key = f"{head.section}.label"
         column = columns.get("label", "label")
@@ -202,12 +206,13 @@ def check_unread_label(head: Head) -> None:
 
 
 def check_printed_lists(head: Head) -> None:
-    """Raises InputError if all cells of a CSV column are lists in Python's notation. A single such cell may be text."""
+    """Raises InputError if all cells of a CSV column are lists in Python's notation. A single cell with a list may be ordinary
+    text."""
     for field in TEXTS if re.search(r"\.[ct]sv(\.gz)?$", head.path.lower()) else ():
         column = head.kind.preprocess.columns.get(field, field)
         cells = [row.get(column) for row in head.rows] if isinstance(column, str) else []
         if len(cells) > 1 and all(map(is_printed_list, cells)):
-            found = f"{head.path}: each {column!r} is the text of a list, such as {show(cells[0])}"
+            found = f"{head.path}: each {column!r} is a list in Python's notation, such as {show(cells[0])}"
             raise InputError(f"{found}; save the rows with to_json or to_parquet", key=f"data.{head.split}")
 
 
@@ -225,5 +230,5 @@ def first_rows(file: File, kind: Kind) -> tuple[list[dict[str, Any]], list[RowEr
 
 
 def fits(row: dict[str, Any], kind: Kind) -> bool:
-    """Returns True if a row has one of the kind's formats, or if an error prevents finding its format."""
+    """Returns True if a row matches a format of the kind, or if an error prevents the check."""
     return any(not isinstance(made, dict) or format_of(made, kind) is not None for made in kind.rows(row))

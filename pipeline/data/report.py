@@ -28,7 +28,7 @@ from pipeline.errors import InputError, visible
 from pipeline.models.template import is_plain, text_as_chat
 
 PERCENTILES = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "max": 1.0}
-# kind of error -> its description in the report. Other kinds are described by their names.
+# {kind of error: description in the report}. The report shows the names of all other kinds.
 ERROR_NAMES = {
     "not_json": "not JSON",
     "not_utf8": "not UTF-8",
@@ -38,19 +38,19 @@ ERROR_NAMES = {
     "ragged": "with another number of values than the header",
     "missing_field": "wrong or missing field",
     "equal_pair": "chosen equal to rejected",
-    "python_text": "neither a list nor its JSON",
+    "python_text": "with a list in Python's notation",
     "template": "rejected by the chat template",
     "transform": "failed in data.transform",
-    "left_out": "left out by data.transform",
+    "left_out": "dropped by data.transform",
     "duplicate": "equal to an earlier row",
     "tie": "tie, or without a clear label",
     "unlabeled": "without a label",
-    "unknown_label": "label that data.label does not know",
+    "unknown_label": "with a label that is not in data.label",
 }
 MAX_FILES = 8  # maximum number of unread files that the report names
-MANY = 0.05  # if a larger fraction of the rows is dropped, the headline gives the reasons
+MANY = 0.05  # fraction of dropped rows above which the headline shows the most frequent reason
 MAX_LABELS = 8  # maximum number of label values that the report lists
-# {split: name of its rows in the headline}
+# {split: name of the rows in the headline}
 ROWS_OF = {
     "train": "training rows",
     "eval": "eval rows",
@@ -61,7 +61,7 @@ ROWS_OF = {
 
 @dataclass
 class Split:
-    """Counts the rows of `train` or `eval`, or of one of its sources.
+    """Counts the rows of the split `train` or `eval`, or of one source of the split.
 
     `read` is the number of rows in files, `kept` the number of token rows. A row with several answers becomes several token rows.
     """
@@ -72,18 +72,18 @@ class Split:
     truncated: int = 0
     rows: int = 0  # rows of the token table; a packed row contains several kept rows
     desirable: int | None = None  # kept rows with a good label, or None if the rows have no labels
-    dropped: dict[str, int] = field(default_factory=dict)  # reason -> rows
-    versions: dict[str, int] = field(default_factory=dict)  # models:/NAME/NUMBER that generated rows -> rows
-    judges: dict[str, int] = field(default_factory=dict)  # judge:FILE@DIGEST that scored rows -> rows
-    # column of labels -> {"VALUE = MEANING": rows}, such as {"winner": {"a = first": 268, "tie": 51}}
+    dropped: dict[str, int] = field(default_factory=dict)  # {reason: rows}
+    versions: dict[str, int] = field(default_factory=dict)  # {version (models:/NAME/NUMBER): generated rows}
+    judges: dict[str, int] = field(default_factory=dict)  # {judge (judge:FILE@DIGEST): scored rows}
+    # {column of labels: {"VALUE = MEANING": rows}}, such as {"winner": {"a = first": 268, "tie": 51}}
     label_values: dict[str, dict[str, int]] = field(default_factory=dict)
     prompt_tokens: dict[str, int] = field(default_factory=dict)  # percentiles: p5, p50, p95 and max
     completion_tokens: dict[str, int] = field(default_factory=dict)
     text_rows: int = 0  # rows whose prompt is plain text
     chat_rows: int = 0  # rows whose prompt is a list of messages
-    unread: dict[str, int] = field(default_factory=dict)  # column that the model does not see -> rows
+    unread: dict[str, int] = field(default_factory=dict)  # {column that the model does not see: rows}
     ended: int = 0  # rows whose trained tokens include an end token
-    # only for a source: its number and its settings in the job
+    # only for a source: index and settings of the source in the job
     source: int = 0
     path: str = ""
     revision: str = ""  # the commit of a dataset on the Hub
@@ -99,7 +99,7 @@ class Report:
     stage: str
     max_length: int
     splits: dict[str, Split] = field(default_factory=dict)
-    # split -> its sources, in the order of the job
+    # {split: sources in the order of the job}
     sources: dict[str, list[Split]] = field(default_factory=dict)
     duplicates: int = 0  # rows equal to an earlier row of the same split
     skipped: list[str] = field(default_factory=list)  # file:line of the first dropped rows
@@ -109,7 +109,7 @@ class Report:
     overlap: tuple[int, int] | None = None
     text_as_chat: bool = True  # whether the chat template is applied to prompts of plain text
     notes: list[str] = field(default_factory=list)  # warnings about the dataset
-    not_read: dict[str, str] = field(default_factory=dict)  # file of a folder -> why it is not read
+    not_read: dict[str, str] = field(default_factory=dict)  # {unread file of a folder: reason}
     reused: bool = False
     seconds: float = 0.0
 
@@ -122,7 +122,7 @@ class Report:
         return "both" if all(rows.values()) else next((name for name in rows if rows[name]), None)
 
     def labels(self) -> tuple[int, int]:
-        """Returns the numbers of desirable and undesirable rows in an epoch. For weighted sources, they are averages."""
+        """Returns the numbers of desirable and undesirable rows in an epoch. For weighted sources, both are averages."""
         desirable = drawn = 0.0
         for one in self.sources["train"]:
             share = 1 if one.drawn is None else one.drawn / max(1, one.rows)
@@ -153,7 +153,7 @@ class Report:
             lines += ["", f"duplicates    {repeats}"]
         lines += [line("warning", note) for note in (*self.notes, *self._not_read())]
         if self.skipped:
-            lines += ["", "first rows left out:", *(f"  {visible(row, lines=False)}" for row in self.skipped)]
+            lines += ["", "first dropped rows:", *(f"  {visible(row, lines=False)}" for row in self.skipped)]
         if self.samples and samples:
             marked = {"learned": "trained tokens", "scored": "completions"}
             between = marked.get(kind_of(self.stage).completions)
@@ -201,7 +201,7 @@ class Report:
             yield "judges", ", ".join(f"{count(rows)} by {one}" for one, rows in split.judges.items())
         if split.text_rows:
             plain = f"{count(split.text_rows)} of plain text"
-            does = " (model.chat_template=plain or data.apply_chat_template=true does)"
+            does = " (to apply one, set model.chat_template=plain or data.apply_chat_template=true)"
             applied = ("the", "") if self.text_as_chat else ("no", does)
             yield "template", f"{applied[0]} chat template is applied to {plain}{applied[1]}"
         if split.unread:
@@ -225,7 +225,7 @@ class Report:
                     f" with columns {json.dumps(one.columns, ensure_ascii=False)}" if one.columns else "",
                     f": read {one.read:,}, kept {one.kept:,}, dropped {sum(one.dropped.values()):,}",
                     f" ({count(one.tokens, 'token')})",
-                    "" if one.drawn is None else f", {drawn:,} of {one.rows:,} drawn an epoch",
+                    "" if one.drawn is None else f", {drawn:,} of {one.rows:,} drawn per epoch",
                     f", {drawn / max(1, sum(epoch)):.2%} of the rows",
                     f"; {versions_in_words(one.versions, one.kept)}" if one.versions else "",
                 ))  # fmt: skip
@@ -240,16 +240,16 @@ class Report:
                     "for a template that does, set model.chat_template=FILE"
                 )
         if completions == "learned" and name == "train" and split.kept and not split.ended:
-            why = "all of them are truncated (data.max_length)"
+            why = "all completions are truncated (data.max_length)"
             if split.truncated < split.kept:
                 why = "the chat template omits such a token (model.chat_template)"
-            what = "no completion to train on contains a token that ends generation"
-            yield f"{what}, so the model does not learn to stop: {why}"
+            what = "no training completion contains a token that ends generation"
+            yield f"{what}, so the model does not learn to stop, because {why}"
         prompts, same = self.overlap if name == "eval" and self.overlap else (0, 0)
         if prompts:
             same_too = f" ({same:,} with the same completion)" if completions != "written" else ""
             rows = f"{count(prompts)} of data.eval with a prompt that is also in data.train{same_too}"
-            yield f"{rows}: metrics on them measure memorization, not generalization"
+            yield f"{rows}; metrics on these rows measure memorization, not generalization"
 
 
 def unread_columns(split: Split) -> str:
@@ -269,7 +269,7 @@ def line(title: str, text: str) -> str:
 
 
 def report_of(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Report:
-    """Makes the report from the counts of all chunks, in the order of the chunks."""
+    """Creates the report from the counts of all chunks, which must be in the order of the chunks."""
     report = Report(options.kind.stage, options.max_length, text_as_chat=options.apply_template)
     for name in ("train", "eval"):
         if with_split := [one for one in counts if any(split == name for split, *_ in one.tally)]:
@@ -303,7 +303,7 @@ def split_of(name: str, counts: Sequence[Counts], source: int | None = None) -> 
 
 
 def percentiles(histogram: Counter[int]) -> dict[str, int]:
-    """Returns the lengths that 5, 50, 95 and 100 percent of the rows do not exceed, from {length: rows}."""
+    """Returns the percentiles 5, 50, 95 and 100 of row lengths, from a histogram {length: rows}."""
     import numpy as np
 
     lengths = sorted(histogram)
@@ -320,33 +320,33 @@ def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Iterato
     completions, total = options.kind.completions, totals(counts)
     yield from (str(one.unread) for one in counts if one.unread)
     if completions == "learned" and total["margins"]:
-        yield f"{options.kind.stage} does not use the column `margin`: only rm does"
+        yield f"{options.kind.stage} ignores the column `margin`, which only rm uses"
     if special := total["special_tokens"]:
         way, other, value = "ordinary text", "control tokens", "true"
         if options.apply_template:
-            other += "; rows that hold the chat template's markup also need data.apply_chat_template=false"
+            other += "; rows that contain the chat template's markup also need data.apply_chat_template=false"
         if options.parse_special_tokens:
             way, other, value = "control tokens", "ordinary text", "false"
         names = ", ".join(f"{token} in {rows:,}" for token, rows in special.most_common(5))
         yield (
-            f"{count(total['special_rows'].total())} with special tokens in the text ({names}): they are encoded as {way} "
+            f"{count(total['special_rows'].total())} with special tokens in the text ({names}), which are encoded as {way} "
             f"(data.parse_special_tokens={value} encodes them as {other})"
         )
     if joined := total["joined"].total():
         what = f"{count(joined)} of plain text without white space between prompt and completion"
-        yield f"{what}: model.chat_template=plain puts them into a dialogue"
+        yield f"{what}; to separate both, set model.chat_template=plain, which renders a dialogue"
     messages = total["chat_rows"].total()
     if messages and is_plain(tokenizer) and not text_as_chat(tokenizer, None):
-        what = f"the base has no chat template, so {count(messages)} of messages use the built-in one"
+        what = f"the base has no chat template, so {count(messages)} of messages use the built-in template"
         yield f"{what}; set model.chat_template=plain in every stage, or a Jinja file"
     has_template = completions != "scored" and (options.apply_template or messages)
     if has_template and (unlearned := encoder_of(tokenizer, options).unlearned_end()):
         end, stops = unlearned
         learned = completions == "learned"
-        added = f": {tokenizer.eos_token} is added, but only at the end of a row" if learned else ""
+        added = f" ({tokenizer.eos_token} is added only at the end of a row)" if learned else ""
         yield (
-            f"the chat template ends a completion with {show(end)}, generation stops on {stops}{added}; set "
-            "model.chat_template=plain, or make the template's end the eos_token in the base's tokenizer_config.json"
+            f"the chat template ends a completion with {show(end)}, but generation stops on {stops}{added}; set "
+            "model.chat_template=plain, or set the template's end as eos_token in the base's tokenizer_config.json"
         )
 
 
@@ -354,7 +354,7 @@ def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Iterato
 
 
 def check_rows_are_usable(counts: Sequence[Counts], options: Options) -> None:
-    """Raises InputError if rows are bad, unless data.on_error skips bad rows, or if a dataset has no usable rows.
+    """Raises InputError if a split has no usable rows, or if it has bad rows and data.on_error does not skip them.
 
     A file without rows counts as one bad row.
     """
@@ -379,17 +379,17 @@ def check_rows_are_usable(counts: Sequence[Counts], options: Options) -> None:
         if not total["kept"]:
             advice = "".join(f"; first: {error}" for error, _ in first_errors(part)[:1])
             if "overlong" in total["dropped"]:
-                advice += "; a larger data.max_length keeps long rows, and data.overlong=truncate all but chat prompts"
+                advice += "; to keep long rows, raise data.max_length, or set data.overlong=truncate (not for chat prompts)"
             elif "prompt_too_long" in total["dropped"]:
                 tokens = f"the {options.max_length} tokens of data.max_length"
-                advice += f"; their prompts alone fill {tokens}: raise it"
+                advice += f"; the prompts alone fill {tokens}; raise this limit"
             why = in_words(total["dropped"]) or "the files are empty"
-            raise InputError(f"no row is left of {total['read'].total()} read ({why}){advice}", key=key)
+            raise InputError(f"none of {total['read'].total()} rows is usable ({why}){advice}", key=key)
     kept = {name: totals(counts, name)["kept"].total() for name in ("train", "eval")}
     if options.eval_fraction and not all(kept.values()):
         raise InputError(
-            f"{options.eval_fraction} of {sum(kept.values())} rows, by prompt, leaves none for "
-            f"`{'eval' if kept['train'] else 'train'}`; set another share, or name held-out rows: data.eval=eval.jsonl",
+            f"a split of {options.eval_fraction} of {sum(kept.values())} rows, by prompt, leaves no rows for "
+            f"`{'eval' if kept['train'] else 'train'}`; set another share, or use held-out rows: data.eval=eval.jsonl",
             key="data.eval_fraction",
         )
 
@@ -409,11 +409,11 @@ def complaint(counts: Sequence[Counts]) -> str:
     lines = [f"  {named(*one)}" for one in first]
     if left := kinds.total() - sum(rows for _, rows in first):
         lines.append(f"  and {left:,} more")
-    advice = "fix them, or set data.on_error=skip to leave them out"
+    advice = "fix these rows, or set data.on_error=skip to skip them"
     if unclear_labels(total):
-        advice = "set data.label to what the labels mean"
+        advice = "set data.label to the meanings of the labels"
     if "overlong" in kinds:
-        advice += "; data.overlong=truncate (or drop) for long rows"
+        advice += "; for long rows, set data.overlong=truncate (or drop)"
     return "\n".join([f"{what} ({in_words(kinds)}):", *lines, advice + "; nothing was trained"])
 
 
@@ -427,6 +427,6 @@ def name_of(kind: str) -> str:
 
 
 def named(error: RowError, rows: int) -> str:
-    """Returns a text about the error of a row, and about how many other rows have the same error."""
+    """Returns the error of a row as text, with the number of other rows that have the same error."""
     more = f" (and {rows - 1:,} more with the same problem)" if rows > 1 else ""
     return f"{error}{more}"

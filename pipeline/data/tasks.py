@@ -21,16 +21,16 @@ from pipeline.data.values import Dropped, RowError
 from pipeline.system import storage
 
 BATCH = 256  # maximum rows that are tokenized together
-BATCH_BYTES = 16 << 20  # maximum bytes of a batch of rows; a row may be a book
+BATCH_BYTES = 16 << 20  # maximum bytes of a batch of rows, because single rows may be large
 SAMPLES = 3  # number of token rows that the report shows
-Read = Record | RowError | Dropped  # a row before it is tokenized
+Read = Record | RowError | Dropped  # result of parsing a row
 
 
 @dataclass(frozen=True)
 class Options:
     """The settings of a task. All fields are part of the cache key."""
 
-    kind: Kind  # the kind of all rows, before the job's columns and label rule are applied
+    kind: Kind  # the kind of all rows, without the job's preprocessing
     max_length: int
     overlong: str
     on_error: str
@@ -40,7 +40,7 @@ class Options:
     seed: int
     packing: bool
     parse_special_tokens: bool = False
-    # split -> the kind of rows in each source
+    # {split: kind of the rows in each source}
     kinds: Mapping[str, Sequence[Kind]] = field(default_factory=dict)
     deduplicate: bool = False
 
@@ -57,7 +57,7 @@ class Options:
 
 
 def run_chunks(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:
-    """Runs the work on the chunks whose numbers are in `batch`, for Ray Data. `shared` references data for all tasks."""
+    """Processes the chunks with the numbers in `batch`, for Ray Data. `shared` is an object reference to data for all tasks."""
     chunks, work = _fetched(shared)
     for index in map(int, batch["id"]):
         yield {"index": [index], "result": [pickle.dumps(work(chunks[index], index))]}
@@ -65,7 +65,7 @@ def run_chunks(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:
 
 @functools.lru_cache(maxsize=2)
 def _fetched(reference: Any) -> Any:
-    """Returns data that the driver has sent. Each worker process unpickles it only once."""
+    """Returns data from Ray's object store. Each worker process unpickles the data only once."""
     import ray
 
     return ray.get(reference)
@@ -116,7 +116,7 @@ def tokenize_chunk(
     for name, writer in task.writers.items():
         counts.parts[name] = writer.close()
         counts.add(name, "rows", number=counts.parts[name][1])
-    # To find the line of an error, the lines before the chunk must be counted. Do this once, at the end, for all errors.
+    # Line numbers of errors require a count of the lines before the chunk, which is made once for all errors.
     if named := {id(error): error for error in (*counts.errors.values(), counts.unread) if error}:
         locate([*named.values()], chunk)
     return counts
@@ -154,7 +154,7 @@ class Task:
         self.placed = 0, chunk.split  # number and split of the previous row
 
     def flush(self, batch: list[tuple[int, Read]]) -> None:
-        """Tokenizes a batch of (number, row), writes it and counts it."""
+        """Tokenizes, writes and counts the rows of a batch of (number, row)."""
         records = [record for _, record in batch if isinstance(record, Record)]
         outcomes = iter(self.encoder.encode(records))
         for number, record in batch:
@@ -216,7 +216,7 @@ class Task:
         self.writers[name].add(example.columns)
 
     def split_of(self, number: int, record: Record) -> str:
-        """Returns the split of a row. If data.transform makes several rows from one row, they all get the first row's split."""
+        """Returns the split of a row. If data.transform returns several rows, all have the split of the first row."""
         if number != self.placed[0]:
             away = held_out(record.prompt_content(), self.options)
             self.placed = number, "eval" if away else self.chunk.split
@@ -224,7 +224,7 @@ class Task:
 
 
 def held_out(prompt: str, options: Any) -> bool:
-    """Returns True if a row belongs to the eval split: if a hash of seed and prompt is below data.eval_fraction."""
+    """Returns True if a row belongs to the eval split, because a hash of seed and prompt is below data.eval_fraction."""
     return digest(f"{options.seed}:{prompt}") < options.eval_fraction * 2**64
 
 
@@ -232,7 +232,7 @@ def held_out(prompt: str, options: Any) -> bool:
 
 
 GROUP_TOKENS = 1 << 18  # tokens per record batch
-PACK_ROWS = 4096  # rows packed together, to limit memory. TRL's function would take 6 s to import
+PACK_ROWS = 4096  # maximum rows that are packed together; importing TRL's packing would take 6 s
 
 
 class PartWriter:
@@ -280,13 +280,13 @@ def columns_of(options: Options) -> tuple[str, ...]:
 def schema(options: Options) -> Any:
     import pyarrow as pa
 
-    types = {"label": pa.bool_(), "margin": pa.float32(), "row": pa.string()}  # the others have token ids
+    types = {"label": pa.bool_(), "margin": pa.float32(), "row": pa.string()}  # other columns have token ids
     return pa.schema([(name, types.get(name, pa.list_(pa.int32()))) for name in columns_of(options)])
 
 
 def pack(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
     """Packs rows into bins of at most `size` tokens (best-fit decreasing). `seq_lengths` has the lengths of the rows in a bin."""
-    free = defaultdict[int, list[list[dict[str, Any]]]](list)  # number of free tokens -> bins
+    free = defaultdict[int, list[list[dict[str, Any]]]](list)  # {number of free tokens: bins}
     bins: list[list[dict[str, Any]]] = []
     for row in sorted(rows, key=lambda row: -len(row["input_ids"])):
         need = len(row["input_ids"])
@@ -311,7 +311,7 @@ def pack(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
 
 
 def sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limit: int = 1200) -> str:
-    """Decodes a token row. Puts its trained tokens, or both completions of a pair, between ⟦ and ⟧.
+    """Decodes a token row. Trained tokens, or both completions of a pair, are shown between ⟦ and ⟧.
 
     `prompt_tokens` is the length of the prompt that both completions of a pair share.
     """

@@ -1,4 +1,4 @@
-"""Decodes JSON, rejects values that no row may have, and formats values for error messages."""
+"""Decodes JSON, rejects invalid values of rows, and formats values for error messages."""
 
 import datetime
 import decimal
@@ -21,8 +21,8 @@ Reason = tuple[str, str, str]  # (kind, field without indices, expected)
 class RowError(Exception):
     """Describes what is wrong with a row.
 
-    `kind` names the error in the report. `field` is a path (`messages[0].role`), or "" if the error is not in one field. `line`
-    counts from 1, in `unit`: lines of a file, elements of a JSON array, or rows of a table.
+    `kind` is the name of the error in the report. `field` is a path (`messages[0].role`), or "" if the error is not in one field.
+    `line` is the number, from 1, of a line of a file, an element of a JSON array, or a row of a table, depending on `unit`.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class RowError(Exception):
     file: str = ""
     line: int = 0
     unit: Literal["line", "element", "row"] = "line"
-    # what part of the file cannot be read because of the error, or "" if reading continues after the row
+    # part of the file that cannot be read because of the error, or "" if reading continues with the next row
     rest: str = ""
 
     def reason(self) -> Reason:
@@ -80,14 +80,15 @@ def check_values(value: Any, name: str = "") -> None:
             check_values(item, f"{name}.{key[:60]}" if name else key[:60])
 
 
-# An integer of 400 or more digits becomes an infinite float, which check_values rejects. (int() raises above 4,300 digits.)
+# An integer of 400 or more digits becomes an infinite float, which check_values rejects. int() raises ValueError above 4,300
+# digits.
 _JSON = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 400 else float(digits))
 read_json = _JSON.decode  # f(text) -> value; raises JSONDecodeError or RecursionError
-read_value = _JSON.raw_decode  # (text, begin) -> (value, end); raises the same errors
+read_value = _JSON.raw_decode  # (text, begin) -> (value, end); raises JSONDecodeError or RecursionError
 
 
 def decoded(value: Any) -> Any:
-    """Returns the value of a JSON text. Returns any other value unchanged."""
+    """Parses a JSON text. Returns any other value unchanged."""
     if isinstance(value, str):
         try:
             return read_json(value)
@@ -118,14 +119,14 @@ def as_json(row: dict[str, Any]) -> str:
 
 
 def too_deep() -> RowError:
-    return RowError("nested", "", "hundreds of lists and objects inside each other", "a flatter row")
+    return RowError("nested", "", "hundreds of nested lists and objects", "a flatter row")
 
 
 # ---- texts of errors -------------------------------------------------------------------------------------------
 
 
 def some(keys: Iterable[str]) -> list[str]:
-    """Returns the short keys among the first 50, for a message."""
+    """Returns those of the first 50 keys that have at most 60 characters, for a message."""
     return [key for key in itertools.islice(keys, 50) if len(key) <= 60]
 
 

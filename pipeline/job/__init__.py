@@ -2,8 +2,8 @@
 
     job = load_job("jobs/demo/sft.yaml", ["trainer.learning_rate=1e-4"], stage="sft")
 
-The sections `lora`, `trainer` and `scaling` are dicts. Their keys are those of a library's config class, and are checked against
-this class. Relative paths are relative to the working directory.
+The sections `lora`, `trainer` and `scaling` are dicts, whose keys are checked against the config class of a library. Relative
+paths are relative to the working directory.
 """
 
 import shlex
@@ -16,16 +16,16 @@ from pipeline.job import schema
 from pipeline.job.gates import OPERATORS, parse_gate
 from pipeline.job.job import Collect, Data, Job, MLflow, Model, Run, Serve
 from pipeline.job.rules import find_problems
-from pipeline.job.stages import INPUTS, STAGE
+from pipeline.job.stages import INPUTS, STAGE_SPECS
 from pipeline.job.yaml_tree import Tree, read_tree
 from pipeline.system import hub
 
-JOBS = tuple(STAGE)  # all stages
-STAGES = tuple(name for name in JOBS if STAGE[name].runs_in == "train")
+JOBS = tuple(STAGE_SPECS)  # all stages
+STAGES = tuple(name for name in JOBS if STAGE_SPECS[name].runs_in == "train")
 RESUMABLE = tuple(
-    name for name in JOBS if STAGE[name].runs_in in ("train", "data")
+    name for name in JOBS if STAGE_SPECS[name].runs_in in ("train", "data")
 )  # stages whose runs can be resumed
-# {section: its type}, in the order in which sections are checked
+# {section: type}, in the order of the checks
 SECTIONS: dict[str, Any] = {
     "model": Model, "lora": dict, "data": Data, "trainer": dict, "scaling": dict, "rollout": dict, "serve": Serve, "run": Run, "mlflow": MLflow,
 }  # fmt: skip
@@ -35,7 +35,7 @@ def make_target(stage: str, job_file: str) -> str:
     """Returns the make command that runs a stage with the profile of a job file."""
     folder = Path(job_file).parent
     profile = folder.name if folder.parent.name == "jobs" and folder.name != "demo" else ""
-    profile = "own" if profile == "examples" else profile  # jobs/examples extend jobs/own
+    profile = "own" if profile == "examples" else profile  # the jobs in jobs/examples extend jobs/own
     return f"make {stage}" + (f" PROFILE={profile}" if profile else "")
 
 
@@ -54,20 +54,20 @@ def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | 
 
     Args:
         overrides: `section.key=value` texts, as on the command line.
-        stage: the stage that the command line names. The file must have the same stage. None accepts any stage.
+        stage: the stage from the command line, which must be the stage of the file. None accepts any stage.
     """
     _check_file(Path(path), stage or "sft")
     return job_of(read_tree(path, overrides or []), stage, str(path))
 
 
 def _check_file(path: Path, stage: str) -> None:
-    """Raises InputError if a path is not a file. The message suggests job files."""
+    """Raises InputError, which suggests job files, if a path is not a file."""
     if path.exists() and not path.is_dir():
         return
     key, equals, value = str(path).partition("=")
     if equals:
         ours = f"{schema.meant(key, stage) or key}={value}"
-        raise InputError(f"{path}: no job file; name one before the keys: jobs/own/{stage}.yaml {ours}")
+        raise InputError(f"{path}: no job file; put a job file before the keys: jobs/own/{stage}.yaml {ours}")
     profile = next((one for one in (path, "jobs" / path, path.parent) if any(one.glob("*.yaml"))), None)
     if profile is None:
         found = sorted(file.parent.name for file in Path("jobs").glob("*/generate.yaml"))
@@ -84,7 +84,7 @@ def job_of(tree: Tree, stage: str | None, path: str) -> Job:
     if stage not in (None, found):
         meant = Path(path).with_name(f"{stage}.yaml")
         use = f"use {meant}" if meant.exists() else f"use python -m pipeline {found} {path}"
-        raise tree.error("stage", f"this is a job for `{found}`, not `{stage}`: {use}")
+        raise tree.error("stage", f"this is a job for `{found}`, not `{stage}`; {use}")
     _check_top(tree, found)
     sections = {section: kind(**_section(tree, section)) for section, kind in SECTIONS.items()}
     sections["model"] = split_revision(tree, sections["model"])
@@ -94,9 +94,9 @@ def job_of(tree: Tree, stage: str | None, path: str) -> Job:
         gate={name: rule for name, rule in tree.section("gate").items() if rule is not None},
         source=path,
         overridden=tuple(key for key, place in tree.where.items() if place == "command line"),
-        **{name: tree.data[name] for name in STAGE[found].inputs if name in tree.data},
+        **{name: tree.data[name] for name in STAGE_SPECS[found].inputs if name in tree.data},
     )
-    # If a job has no held-out rows, turns off evaluations that the job file sets, but not those that the command line sets.
+    # Without held-out rows, evaluations from the job file are turned off, but evaluations from the command line are errors.
     quiet = {key: off for key, off in job.without_evaluations.items() if key in job.trainer}
     quiet = {key: off for key, off in quiet.items() if f"trainer.{key}" not in job.overridden}
     job = replace(job, trainer=job.trainer | quiet)
@@ -124,11 +124,11 @@ def _check_top(tree: Tree, stage: str) -> None:
             hint = f"did you mean {meant}?" if meant else schema.nearest(key, known)
             raise tree.error(key, f"unknown section; {hint}")
         if key in INPUTS:
-            if key not in STAGE[stage].inputs:
+            if key not in STAGE_SPECS[stage].inputs:
                 raise tree.error(key, f"`{stage}` takes no {key}; remove it")
             if problem := schema.problem(value, known[key]):
                 raise tree.error(key, problem)
-    for name, needed in STAGE[stage].inputs.items():
+    for name, needed in STAGE_SPECS[stage].inputs.items():
         if needed and not tree.data.get(name):
             function = ", or python:MODULE:FUNCTION" if name == "reward" else ""
             says = f"missing; `{stage}` needs it: {name}: models:/NAME@ALIAS, or a folder{function}"

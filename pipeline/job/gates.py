@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from pipeline.errors import short, show
-from pipeline.job.stages import STAGE
+from pipeline.job.stages import STAGE_SPECS
 from pipeline.metrics import METRICS, SPEED, Metric, find_metric
 
 OPERATORS: dict[str, Callable[[float, float], bool]]
@@ -26,14 +26,14 @@ HELD_OUT_ROWS = "held-out rows (data.eval or data.eval_fraction)"
 LOSS = """beta loss_type loss_weights label_smoothing label_smoothing_factor center_rewards_coefficient desirable_weight
     undesirable_weight f_divergence_type f_alpha_divergence_coef discopop_tau ld_alpha use_weighting rpo_alpha reference_free
     router_aux_loss_coef""".split()
-# Keys of `trainer` that affect the completions of an evaluation, their scores, or their KL.
+# Keys of `trainer` that affect the completions of an evaluation, or the scores or the KL of these completions.
 SAMPLING = "response_length min_new_tokens temperature missing_eos_penalty reward_clip kl_estimator".split()
 
 
 def parse_gate(rule: Any) -> tuple[str, float | None]:
-    """Returns (">=", 0.95) for `">= 0.95"`, and ("<=", None) for `"<= champion"`. Raises ValueError if it is invalid.
+    """Returns (">=", 0.95) for `">= 0.95"`, and ("<=", None) for `"<= champion"`. Raises ValueError if the rule is invalid.
 
-    `champion` stands for the same metric of the champion, the version that mlflow.alias names.
+    `champion` means the value of the metric for the champion, the version with the alias mlflow.alias.
     """
     pattern = r"\s*(>=|<=|>|<)\s*(champion|[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*"
     match = re.fullmatch(pattern, rule) if isinstance(rule, str) else None
@@ -45,17 +45,17 @@ def parse_gate(rule: Any) -> tuple[str, float | None]:
 
 
 @dataclass(frozen=True)
-class Metrics:
-    """Knows which metrics a job can measure."""
+class Measurable:
+    """The metrics that a job can measure."""
 
     stage: str
-    absent: Mapping[str, str]  # {word in Metric.needs: description}, for what the job lacks
+    absent: Mapping[str, str]  # {word in Metric.needs that the job does not meet: description}
     rewards: int = 0  # number of rewards in the job
 
     def lacking(self, metric: Metric) -> str:
-        """Returns a description of what the job lacks to measure a metric, or "" if it lacks nothing."""
+        """Returns a description of what the job lacks to measure a metric, or "" if the job can measure the metric."""
         needs = [need for need in metric.needs.split() if metric.at != "result" or need != "rows"]
-        needs += ["start"] * (metric.at == "initial" and STAGE[self.stage].trl)
+        needs += ["start"] * (metric.at == "initial" and STAGE_SPECS[self.stage].trl)
         return next((self.absent[need] for need in needs if need in self.absent), "")
 
     @cached_property
@@ -70,22 +70,22 @@ class Metrics:
 
     @property
     def compared(self) -> dict[str, str]:
-        """Returns the part of `lacks` with metrics that can compare two evaluations of a model."""
+        """Returns the entries of `lacks` for metrics that can compare two evaluations of a model."""
         return {k: v for k, v in self.lacks.items() if k.startswith("eval_") and not SPEED.search(k)}
 
     @property
     def default(self) -> str:
-        """Returns the metric that compares evaluations by default: eval_loss, in ppo eval_judge (eval_reward without a judge).
+        """Returns the default metric for comparing evaluations: eval_loss, or for ppo eval_judge (eval_reward without a judge).
 
         The loss is the default because it also distinguishes models with equal accuracies. For ppo, a judge is preferred,
         because PPO maximizes the reward.
         """
-        if STAGE[self.stage].trl:
+        if STAGE_SPECS[self.stage].trl:
             return "eval_loss"
         return "eval_reward" if "judge" in self.absent else "eval_judge"
 
     def is_open(self, metric: str) -> bool:
-        """Returns True if the job measures the metric, but only the run knows its name, which has e.g. a value from the rows."""
+        """Returns True if the job measures a metric whose full name is known only in the run, e.g. with a value from the rows."""
         found = find_metric(metric, self.stage)
         return bool(
             found and "*" in found.name and found.name.startswith("eval_") and not self.lacking(found)
@@ -98,14 +98,14 @@ class Metrics:
         return f"`{self.stage}` has no such metric ({short(metric)}); {hint}"
 
     def why_not_compared(self, metric: str | None, greater_is_better: bool | None) -> str | None:
-        """Returns why run.metric_for_best_model cannot compare evaluations, or None if it can. If it is not set, returns None."""
+        """Returns why run.metric_for_best_model cannot compare evaluations, or None if the metric is suitable or not set."""
         known = self.compared
         if metric is None:
             return None
         if metric not in known:
             return self.unknown(metric, [name for name, lacking in known.items() if not lacking])
         if known[metric]:
-            return f"{metric} needs {known[metric]}, and there is none"
+            return f"{metric} needs {known[metric]}, which the job does not have"
         if greater_is_better is None and (one := find_metric(metric)) and one.greater_is_better is None:
             return f"is a larger {metric} better? Set run.greater_is_better=true or false"
         return None

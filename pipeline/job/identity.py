@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.job.job import Job
-from pipeline.job.stages import STAGE, Stage
+from pipeline.job.stages import STAGE_SPECS, StageSpec
 from pipeline.system import storage
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Identifies a run, and holds the settings of its job."""
+    """The identity of a run, and the settings of the run's job."""
 
     stage: str
     name: str
@@ -23,13 +23,13 @@ class Identity:
     settings: dict[str, Any]  # the resolved job as a dict, as stored in job.json
 
     @property
-    def facts(self) -> Stage:
-        """Returns the entry of the run's stage in STAGE."""
-        return STAGE[self.stage]
+    def spec(self) -> StageSpec:
+        """Returns the entry of the run's stage in STAGE_SPECS."""
+        return STAGE_SPECS[self.stage]
 
     @property
     def folder(self) -> str:
-        """Returns the run's folder, which holds checkpoints, result.json and the report."""
+        """Returns the run's folder, which contains checkpoints, result.json and the report."""
         return storage.join(self.storage_path, self.name)
 
 

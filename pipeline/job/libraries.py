@@ -1,4 +1,4 @@
-"""Checks that TRL and peft accept the sections of a job. Builds their config objects from the sections before a worker starts.
+"""Checks that TRL and peft accept the sections of a job, by building config objects before a worker starts.
 
 Importing TRL and peft takes about 5 seconds.
 """
@@ -21,28 +21,29 @@ _checked_elsewhere = False
 
 
 def skip_library_checks() -> None:
-    """Makes `check_with_libraries` do nothing in this process. Called if the parent process has already checked all jobs."""
+    """Disables `check_with_libraries` in this process, because the parent process has already checked all jobs."""
     global _checked_elsewhere
     _checked_elsewhere = True
 
 
 def check_with_libraries(job: Job) -> None:
     """Raises InputError, with the key, if peft or TRL rejects a section of the job."""
-    facts = job.facts
-    if _checked_elsewhere or not (facts.trl or (facts.learns and job.lora)):
+    spec = job.spec
+    if _checked_elsewhere or not (spec.trl or (spec.learns and job.lora)):
         return
     console.silence_libraries()
-    import_libraries(facts.trl)
+    import_libraries(spec.trl)
     if problem := find_rejection("lora", "peft.LoraConfig", _make_lora, job.lora):
         raise InputError(f"{job.source}: {problem}")
-    if facts.trl:
-        make = partial(_make_trainer_arguments, facts.trainer, bool(job.scaling.get("use_gpu")))
-        if problem := find_rejection("trainer", facts.trainer.rpartition(".")[2], make, job.trainer):
+    if spec.trl:
+        make = partial(_make_trainer_arguments, spec.trainer, bool(job.scaling.get("use_gpu")))
+        if problem := find_rejection("trainer", spec.trainer.rpartition(".")[2], make, job.trainer):
             raise InputError(f"{job.source}: {problem}")
 
 
 def import_libraries(trl: bool = True) -> None:
-    """Imports peft, and TRL if `trl` is true. Turns off garbage collection, which would take a quarter of the time."""
+    """Imports peft, and TRL if `trl` is true. Garbage collection is off during the imports, because it would take a quarter of
+    the time."""
     gc.disable()
     try:
         for module in ("peft", *(("trl.trainer.base_config", "transformers.trainer") if trl else ())):
@@ -55,7 +56,8 @@ def import_libraries(trl: bool = True) -> None:
 def find_rejection(
     section: str, owner: str, make: Callable[[dict[str, Any]], object], values: dict[str, Any]
 ) -> str | None:
-    """Returns why a library rejects a section, or None if it accepts the section. Names a key if removing that key is enough."""
+    """Returns why a library rejects a section, or None if it accepts the section. The reason starts with a key if the library
+    accepts the section without this key."""
     if (error := _error_of(make, values)) is None:
         return None
     reason = f"{owner} says: {visible(' '.join(str(error).split())[:500])}"

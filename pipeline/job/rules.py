@@ -1,4 +1,4 @@
-"""Checks jobs for problems that the schema's types and ranges cannot express. Each problem has a key and says what to do instead.
+"""Checks jobs for problems that the schema's types and ranges cannot express. Each problem has a key and a message with the fix.
 
 Settings that are valid but often unintended cause warnings.
 """
@@ -14,7 +14,7 @@ from pipeline import input_uri
 from pipeline.errors import InputError, short, show
 from pipeline.input_uri import InputURI
 from pipeline.job import schema
-from pipeline.job.gates import HELD_OUT_ROWS, Metrics, parse_gate
+from pipeline.job.gates import HELD_OUT_ROWS, Measurable, parse_gate
 from pipeline.job.job import (
     HUB,
     SPLITS,
@@ -34,7 +34,7 @@ from pipeline.job.rollout import RolloutConfig
 
 Problems = Iterator[tuple[str, str]]  # (key of the job, description of the problem)
 
-# Files and folders in run.storage_path that are not runs, so that no run can have their names.
+# Names of files and folders in run.storage_path that are not runs. No run can have one of these names.
 RESERVED = ("artifacts", "data", "feedback", "judges", "mlflow.db", "report")
 MODEL_ID = r"[A-Za-z0-9][\w.-]{0,63}"  # pattern for model ids in requests to `serve`
 LABELS = ({"good", "bad"}, {"first", "second"}, {"first", "second", "tie"})  # allowed keys of data.label
@@ -59,15 +59,15 @@ EXCLUDES = [
     ("model.fsdp", "model.load_in_4bit", "FSDP cannot gather 4-bit weights"),
     ("model.fsdp", "lora.use_dora", "DoRA takes norms of unsharded weights"),
     ("data.eval_fraction", "data.eval", "held-out rows are a separate file, or a share of data.train"),
-    ("trainer.gradient_accumulation_steps", "data.batch_size", "each follows from the other"),
+    ("trainer.gradient_accumulation_steps", "data.batch_size", "each determines the other"),
     ("trainer.fp16", "trainer.bf16", "matrix products have one dtype"),
 ]
 
 
 def find_problems(job: Job) -> Problems:
-    """Yields the problems of a job. Only the first is used, because later rules assume that earlier ones found none."""
-    facts, data = job.facts, job.data
-    for key, why in facts.unused.items():
+    """Yields the problems of a job. The caller uses only the first one, because each rule assumes that earlier rules passed."""
+    spec, data = job.spec, job.data
+    for key, why in spec.unused.items():
         if job.changes(key):
             yield key, f"`{job.stage}` does not use this key ({why}); remove it"
     for section in ("trainer", "rollout"):
@@ -79,12 +79,12 @@ def find_problems(job: Job) -> Problems:
     if uses_vllm:
         makes_adapter = job.stage == "ppo" and "base" in (job.policies or ["base"])
         yield from _vllm_problems(job.model.fsdp, job.lora if makes_adapter else {})
-    if facts.reads_train and not data.train:
+    if spec.reads_train and not data.train:
         needs = f"`{job.stage}` needs rows, for example data.train=jobs/demo/data/*.jsonl"
         yield "data.train", f"missing; {needs}"
     if job.workers[0] > job.workers[1]:
         yield "scaling.num_workers", f"found {[*job.workers]}, expected [min, max]"
-    if facts.trl:
+    if spec.trl:
         yield from _trl_problems(job.trainer, job.lora, data.batch_size, job.workers)
     if job.stage == "ppo":
         yield from _ppo_problems(args, job.reward, job.teacher, job.workers[1])
@@ -108,11 +108,10 @@ def find_problems(job: Job) -> Problems:
             yield key, f"set together with {other}, but {why}; keep one"
     for key, off in job.without_evaluations.items():
         if job.trainer.get(key, off) != off:
-            nothing = "there is nothing to evaluate on: set data.eval or data.eval_fraction"
+            nothing = "no rows to evaluate on; set data.eval or data.eval_fraction"
             yield f"trainer.{key}", f"{nothing}, or {key}={str(off).lower()}"
-    yield from _source_problems(data, bool(facts.learns))
-    if facts.trl:
-        yield from _batch_problems(data.batch_size, job.trainer, facts.trainer, job.workers)
+    yield from _source_problems(data, bool(spec.learns))
+    yield from batch_problems(job, job.workers)
     for section in ("scaling", "rollout"):
         for label, value in (job.value(f"{section}.label_selector") or {}).items():
             if " " in value:  # Ray 2.60 does not strip spaces from labels
@@ -123,14 +122,14 @@ def find_problems(job: Job) -> Problems:
     references |= {f"policy.{index}": name for index, name in enumerate(job.policies)}
     yield from _reference_problems(references)
     if any((job.run.load_best_model_at_end, job.run.early_stopping_patience, job.run.stop_if)):
-        yield from _best_problems(job.run, job.metrics, job.evaluates, facts.trl)
+        yield from _best_problems(job.run, job.measurable, job.evaluates, spec.trl)
     # If the command line removes the held-out rows that the job file's gate needs, the run is allowed, but moves no alias.
     removed = {"data.eval", "data.eval_fraction"} & {*job.overridden}
     needs_rows = {one for one in job.gate if not removed or f"gate.{short(one)}" in job.overridden}
-    yield from _gate_problems(job.gate, job.metrics, needs_rows if facts.learns else set())
+    yield from _gate_problems(job.gate, job.measurable, needs_rows if spec.learns else set())
     tested = job.inputs.get("policy") or job.reward
-    if job.gate and not facts.learns and not InputURI.parse(str(tested)).is_registered:
-        yield "gate", f"found one, but {show(tested)} is no registered version that could pass it; remove it"
+    if job.gate and not spec.learns and not InputURI.parse(str(tested)).is_registered:
+        yield "gate", f"found a gate, but {show(tested)} is not a registered version; remove the gate"
 
 
 # ---------------------------------------------------------------- rules of stages and sections
@@ -147,7 +146,7 @@ def _vllm_problems(fsdp: bool, lora: dict[str, Any]) -> Problems:
 def _trl_problems(
     trainer: dict[str, Any], lora: dict[str, Any], batch_size: int | None, workers: tuple[int, int]
 ) -> Problems:
-    """Yields keys that TRL would ignore. Yields data.batch_size if it is missing and the number of workers may change."""
+    """Yields keys that TRL would ignore, and a missing data.batch_size if the number of workers may change."""
     if adapts_lm_head(lora.get("target_modules")):
         yield "lora.target_modules", "found lm_head, to which TRL's trainers apply no adapter; remove it"
     for what in ("eval", "save", "logging"):
@@ -155,7 +154,7 @@ def _trl_problems(
             counts = f"which has an effect only with trainer.{what}_strategy=steps; the job sets epoch"
             yield f"trainer.{what}_steps", f"found {show(trainer[f'{what}_steps'])}, {counts}"
     if batch_size is None and workers[0] < workers[1]:
-        why = "with elastic scaling.num_workers it keeps the global batch fixed"
+        why = "with elastic scaling.num_workers, this key keeps the global batch size fixed"
         yield "data.batch_size", f"missing; {why}, for example 64"
 
 
@@ -183,10 +182,10 @@ def _ppo_problems(args: Any, reward: Any, teacher: str | None, workers: int) -> 
 def _evaluate_problems(data: Data, policy: Any) -> Problems:
     """Yields a problem if an evaluate job has prompts without a policy, or a policy without prompts."""
     if not data.eval and (policy or not (data.pairs or data.benchmarks)):
-        alone = "for a reward model alone, set data.pairs and policy=null"
+        alone = "to evaluate only a reward model, set data.pairs and policy=null"
         yield "data.eval", f"missing; `evaluate` needs prompts ({alone})"
     if data.eval and not policy:
-        needs = "`evaluate` needs it to answer data.eval: models:/NAME@ALIAS or `base`"
+        needs = "`evaluate` needs a policy to answer data.eval: models:/NAME@ALIAS or `base`"
         yield "policy", f"missing; {needs}; to evaluate only a reward model, set data.eval=null"
 
 
@@ -194,7 +193,7 @@ def _collect_problems(args: Collect, sets_good_above: bool) -> Problems:
     """Yields settings with which `collect` cannot make useful rows, and settings that have no effect."""
     if args.select in ("best_worst", "pairs") and args.num_generations < 2:
         expected = "2 or more, for example 4, or trainer.select=best"
-        yield "trainer.num_generations", f"found 1: a pair needs two completions; expected {expected}"
+        yield "trainer.num_generations", f"found 1, but a pair needs two completions; expected {expected}"
     if args.temperature == 0 and args.num_generations > 1:
         found = "found 0, so all completions of a prompt are the same"
         yield "trainer.temperature", f"{found}; expected a temperature above 0, for example 1.0"
@@ -207,7 +206,7 @@ def _collect_problems(args: Collect, sets_good_above: bool) -> Problems:
 def _name_problems(run: Run, mlflow: MLflow) -> Problems:
     """Yields problems with the names of the run, the registered model and the alias."""
     if run.name in RESERVED or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", run.name or "new"):
-        expected = "at most 200 letters, digits, `.`, `_` and `-`: it names a folder in run.storage_path"
+        expected = "at most 200 letters, digits, `.`, `_` and `-` for a new folder in run.storage_path"
         yield (
             "run.name",
             f"found {show(run.name)}, expected {expected}, which has {', '.join(RESERVED)} already",
@@ -229,13 +228,13 @@ def _serve_problems(serve: Serve, storage_path: str, uses_vllm: bool) -> Problem
     if wrong := [one for one in (*serve.policies, *serve.rewards) if not re.fullmatch(MODEL_ID, one)]:
         yield "serve.policies", f"found {wrong}, expected ids of letters, digits, `.`, `_` and `-`"
     if both := ", ".join(sorted(serve.policies.keys() & serve.rewards.keys())):
-        yield "serve.rewards", f"found {both}, which serve.policies also names; expected another id"
+        yield "serve.rewards", f"found {both}, which is also in serve.policies; expected another id"
     if "://" in (serve.feedback_path or storage_path):
-        why = "feedback goes into a folder of one node, not into a bucket"
+        why = "feedback is written to a local folder of one node, not to a bucket"
         yield "serve.feedback_path", f"{why}; set serve.feedback_path=FOLDER"
     if serve.cache_tokens is not None and uses_vllm:
-        why = "rollout.gpu_memory_utilization sets the size of its KV cache"
-        yield "serve.cache_tokens", f"found {serve.cache_tokens}; remove it: with rollout.engine=vllm, {why}"
+        why = "rollout.gpu_memory_utilization sets the size of the KV cache"
+        yield "serve.cache_tokens", f"found {serve.cache_tokens}; remove it, because with vllm {why}"
 
 
 def _export_problems(policies: list[str], reward: Any, repository: str | None) -> Problems:
@@ -251,7 +250,7 @@ def _export_problems(policies: list[str], reward: Any, repository: str | None) -
         yield "trainer.hub_model_id", f"found {show(repository)}, expected {expected}"
     if policies and reward and repository:
         advice = "set reward=null or policy=null"
-        yield "trainer.hub_model_id", f"{repository} is one repository, for one model; {advice}"
+        yield "trainer.hub_model_id", f"{repository} can contain only one model; {advice}"
 
 
 # ---------------------------------------------------------------- rows, batches, inputs
@@ -276,30 +275,32 @@ def _source_problems(data: Data, learns: bool) -> Problems:
                 yield keys["label"], f"found {show(full.label)}, expected {forms}"
             if full.group_by and not full.transform:
                 found = f"found {show(full.group_by)}; only a transform can read several rows at once"
-                yield keys["group_by"], f"{found}: also set transform: python:MODULE:FUNCTION"
+                yield keys["group_by"], f"{found}; also set transform: python:MODULE:FUNCTION"
             if source.revision and (not source.path.startswith(HUB) or "@" in source.path):
                 found = f"found {show(source.revision)} for {show(source.path)}"
-                expected = f"only a dataset on the hub ({HUB}NAME) has a revision; set it once"
+                expected = f"only a dataset on the hub ({HUB}NAME) has a revision; set the revision once"
                 yield keys["revision"], f"{found}; {expected}"
             if source.weight is not None and (name != "train" or not learns):
-                yield keys["weight"], "only rows that are trained on are mixed by weights; remove it"
+                yield keys["weight"], "weights apply only to training rows; remove it"
     weights = [source.weight for source in sources_of(data.train)]
     if not any(weights) and data.stopping_strategy != "first_exhausted":
-        nothing = "no source of data.train has a weight: there is nothing to draw from"
+        nothing = "no source of data.train has a weight; set weights, or remove this key"
         yield "data.stopping_strategy", nothing
     if any(weights) and None in weights:
         missing = f"{weights.count(None)} of {len(weights)} sources have no weight"
-        yield "data.train", f"{missing}; expected one for each, or for none"
+        yield "data.train", f"{missing}; expected a weight for each source, or for none"
 
 
-def _batch_problems(
-    size: int | None, trainer: dict[str, Any], trainer_class: str, workers: tuple[int, int]
-) -> Problems:
-    """Yields data.batch_size if it is not a multiple of the number of rows that all workers process at once."""
-    if size is None:
+def batch_problems(job: Job, workers: tuple[int, int]) -> Problems:
+    """Yields data.batch_size if it is not a multiple of the number of rows that all workers process at once.
+
+    Args:
+        workers: the minimum and maximum number of workers.
+    """
+    size, key = job.data.batch_size, "per_device_train_batch_size"
+    if size is None or not job.spec.trl:
         return
-    key = "per_device_train_batch_size"
-    device = trainer.get(key, schema.keys(trainer_class)[key]["default"])
+    device = job.trainer.get(key, schema.keys(job.spec.trainer)[key]["default"])
     low, high = workers
     step = device * math.lcm(*range(low, high + 1))
     if size % step:
@@ -322,7 +323,7 @@ def _mapping_problems(reward: Any, judge: Any) -> Problems:
 
 
 def _names_input(item: dict[str, Any], kinds: tuple[Any, ...], weighted: bool) -> bool:
-    """Returns True if a mapping has the keys in one of `kinds` with texts as values. If `weighted`, it may also have a weight."""
+    """Returns True if a mapping has the keys in one of `kinds` with texts as values. A weight is valid only if `weighted`."""
     names = {key: value for key, value in item.items() if key != "weight"}
     has_weight = type(item.get("weight", 1)) in (int, float) if weighted else "weight" not in item
     return names.keys() in kinds and all(isinstance(name, str) for name in names.values()) and has_weight
@@ -341,7 +342,7 @@ def _reference_problems(names: Mapping[str, str]) -> Problems:
             expected = "python:MODULE:FUNCTION, for example python:pipeline.demo:gold"
         elif not adapter and name.endswith(".py"):
             module = name.removesuffix(".py").replace("/", ".")
-            expected = f"python:{module}:FUNCTION for a function of that file"
+            expected = f"python:{module}:FUNCTION for a function in this file"
         elif not adapter and InputURI.parse(f"python:{name}").is_function:
             expected = f"python:{name} for a Python function"
         else:
@@ -350,7 +351,7 @@ def _reference_problems(names: Mapping[str, str]) -> Problems:
 
 
 # ---------------------------------------------------------------- evaluations and gates
-def _best_problems(run: Run, metrics: Metrics, evaluates: bool, trl: bool) -> Problems:
+def _best_problems(run: Run, measurable: Measurable, evaluates: bool, trl: bool) -> Problems:
     """Yields problems if the job chooses its best evaluation or may stop early, but has no evaluations or no suitable metric."""
     if not evaluates:
         key = next(
@@ -361,27 +362,27 @@ def _best_problems(run: Run, metrics: Metrics, evaluates: bool, trl: bool) -> Pr
         found = f"found {show(getattr(run, key))}, but there are no evaluations to compare"
         wanted = "trainer.eval_strategy=epoch" if trl else "trainer.eval_steps=10"
         advice = f"set data.eval or data.eval_fraction, and {wanted}, or remove this key"
-        yield f"run.{key}", f"{found}: {advice}"
-    if problem := metrics.why_not_compared(run.metric_for_best_model, run.greater_is_better):
+        yield f"run.{key}", f"{found}; {advice}"
+    if problem := measurable.why_not_compared(run.metric_for_best_model, run.greater_is_better):
         yield "run.metric_for_best_model", problem
     for metric, rule in run.stop_if.items():
         key = f"run.stop_if.{short(metric)}"
-        yield from _condition_problems(key, metric, rule, metrics, metrics.compared)
-        if lacking := metrics.compared.get(metric):
-            yield key, f"{metric} needs {lacking}, and there is none"
+        yield from _condition_problems(key, metric, rule, measurable, measurable.compared)
+        if lacking := measurable.compared.get(metric):
+            yield key, f"{metric} needs {lacking}, which the job does not have"
 
 
-def _gate_problems(gate: dict[str, str], metrics: Metrics, needs_rows: set[str]) -> Problems:
-    """Yields invalid conditions of a gate. `needs_rows` has the metrics for which missing held-out rows are a problem."""
+def _gate_problems(gate: dict[str, str], measurable: Measurable, needs_rows: set[str]) -> Problems:
+    """Yields invalid conditions of a gate. `needs_rows` lists the metrics that require held-out rows."""
     for metric, rule in gate.items():
         key = f"gate.{short(metric)}"
-        yield from _condition_problems(key, metric, rule, metrics, metrics.lacks)
-        if metric in needs_rows and metrics.lacks.get(metric) == HELD_OUT_ROWS:
+        yield from _condition_problems(key, metric, rule, measurable, measurable.lacks)
+        if metric in needs_rows and measurable.lacks.get(metric) == HELD_OUT_ROWS:
             yield key, f"needs {HELD_OUT_ROWS}; set data.eval_fraction=0.1, or gate={{}}"
 
 
 def _condition_problems(
-    key: str, metric: str, rule: Any, metrics: Metrics, known: Mapping[str, str]
+    key: str, metric: str, rule: Any, measurable: Measurable, known: Mapping[str, str]
 ) -> Problems:
     try:
         relative = parse_gate(rule)[1] is None
@@ -389,39 +390,39 @@ def _condition_problems(
         yield key, str(error)
         return
     if relative and not (key.startswith("gate.") and metric.startswith("eval_")):
-        only = "only a gate on held-out rows (eval_...) has a champion; set a number"
+        only = "only gates on eval_... metrics can use the champion; set a number"
         yield key, f"found {show(rule)}; {only}"
-    if metric not in known and not metrics.is_open(metric):
-        yield key, metrics.unknown(metric, known)
+    if metric not in known and not measurable.is_open(metric):
+        yield key, measurable.unknown(metric, known)
 
 
 def find_warnings(job: Job) -> Iterator[str]:
-    """Yields warnings about settings that are valid but often unintended. They are printed before a run starts."""
-    learns, trainer = job.facts.learns, job.trainer
+    """Yields warnings about settings that are valid but often unintended, to print before a run starts."""
+    learns, trainer = job.spec.learns, job.trainer
     if learns and not job.held_out:
         yield (
-            "nothing is held out, so nothing measures how well the run learns; set data.eval to held-out rows, or "
-            "data.eval_fraction=0.1 to hold out a tenth"
+            "no rows are held out, so no metric measures generalization; set data.eval to held-out rows, or "
+            "data.eval_fraction=0.1 to hold out 10 % of the rows"
         )
     for metric in job.gate:
-        if lacking := job.metrics.lacks.get(metric):
+        if lacking := job.measurable.lacks.get(metric):
             needs = f"needs {lacking}, which this job does not have"
-            yield f"gate.{metric}: {needs}; the version will be kept without its alias"
+            yield f"gate.{metric}: {needs}; the version will be registered without the alias"
     if job.gate and learns and not job.mlflow.registered_model:
-        yield "gate: the job registers nothing (mlflow.registered_model is null): the gate moves no alias, and is only reported"
+        yield "gate: mlflow.registered_model is null, so the gate moves no alias, and its result is only reported"
     if job.in_process and job.run.max_failures:
         yield "run.max_failures: there is no worker to restart with scaling.num_workers=0; set scaling.num_workers=1"
     if job.stage == "ppo" and job.rollout_config.num_workers:
         yield from _idle_workers(job.args, job.rollout_config, job.workers[1])
-    known = schema.keys(job.facts.trainer).get("disable_dropout", {"default": job.stage == "ppo"})
+    known = schema.keys(job.spec.trainer).get("disable_dropout", {"default": job.stage == "ppo"})
     if learns and job.lora.get("lora_dropout") and trainer.get("disable_dropout", known["default"]):
-        keep = ", or trainer.disable_dropout=false" if job.facts.trl else ""
+        keep = ", or trainer.disable_dropout=false" if job.spec.trl else ""
         why = f"`{job.stage}` trains without dropout"
         yield f"lora.lora_dropout changes nothing: {why}; set lora.lora_dropout=0{keep}"
     if "data.train" in job.overridden and "data.eval" not in job.overridden and job.data.eval:
         yield (
-            f"data.train comes from the command line, but data.eval is still the job file's {show(job.data.eval)}: the run "
-            "is evaluated on those rows. To hold out a tenth of your own, set data.eval=null data.eval_fraction=0.1"
+            f"data.train comes from the command line, but data.eval is still {show(job.data.eval)} from the job file, so the run "
+            "is evaluated on these rows. To hold out 10 % of data.train instead, set data.eval=null data.eval_fraction=0.1"
         )
 
 
@@ -434,5 +435,5 @@ def _idle_workers(args: Any, rollout: RolloutConfig, trainers: int) -> Iterator[
         rows = max(args.num_generations, args.batch_size * ahead // workers)
         yield (
             f"rollout.num_workers: {workers - chunks} of {workers} workers will be idle, because completions are sampled in "
-            f"chunks of {args.decoded(trainers)}; for smaller ones set trainer.local_rollout_forward_batch_size={rows}"
+            f"chunks of {args.decoded(trainers)}; for smaller chunks, set trainer.local_rollout_forward_batch_size={rows}"
         )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import short, show
-from pipeline.job.stages import INPUTS, STAGE
+from pipeline.job.stages import INPUTS, STAGE_SPECS
 from pipeline.job.yaml_tree import Tree
 
 FILE = Path(__file__).with_name("schema.json")
@@ -52,14 +52,14 @@ def document() -> dict[str, Any]:
 
 
 def keys(dotted: str) -> dict[str, dict[str, Any]]:
-    """Returns {key: its schema} for the fields of the dataclass `package.module.Class`."""
+    """Returns {key: schema} for the fields of the dataclass `package.module.Class`."""
     return document()["$defs"][dotted]["properties"]  # type: ignore[no-any-return]
 
 
 def class_of(section: str, stage: str) -> str:
     """Returns the name (package.module.Class) of the dataclass whose fields are the keys of a section."""
     if section == "trainer":
-        return STAGE[stage].trainer
+        return STAGE_SPECS[stage].trainer
     ours = f"pipeline.job.job.{'MLflow' if section == 'mlflow' else section.title()}"
     return CLASSES.get(section, ours)
 
@@ -73,11 +73,11 @@ def keys_of(stage: str) -> dict[str, str]:
 def meant(key: str, stage: str) -> str | None:
     """Returns the key that the user probably meant by an unknown key, or None.
 
-    Looks for the name that another tool gives the key, for a similar name, and for the key in another section.
+    Compares the unknown key with key names of other tools, with similar names, and with keys in other sections.
     """
     section, _, name = key.rpartition(".")
     known = keys_of(stage)
-    if (ours := ELSEWHERE.get(name)) in {*known, *STAGE[stage].inputs}:
+    if (ours := ELSEWHERE.get(name)) in {*known, *STAGE_SPECS[stage].inputs}:
         return ours
     siblings = [short for full, short in known.items() if full == f"{section}.{short}"]
     near = [f"{section}.{one}" for one in difflib.get_close_matches(name, siblings, 1, 0.7)]
@@ -95,12 +95,15 @@ def _validator() -> Any:
 
 
 def problem(value: Any, schema: Mapping[str, Any]) -> str | None:
-    """Returns why a value does not match a schema, or None if it does."""
+    """Returns why a value does not match a schema, or None if the value matches."""
     validator = _validator()(schema)
     if (error := next(validator.iter_errors(value), None)) is None:
         return None
     part = "".join(f"{short(str(key))}: " for key in error.absolute_path)
-    found, wanted = error.instance, error.schema  # the part of the value that does not match, and its schema
+    found, wanted = (
+        error.instance,
+        error.schema,
+    )  # the mismatched part of the value, and the schema of this part
     near = difflib.get_close_matches(str(found), list(map(str, _choices(wanted))), n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     if isinstance(found, (int, float)):
@@ -133,7 +136,7 @@ def wrong(
 
     Args:
         known: {key: its schema}.
-        hint: function that returns advice about an unknown key. By default `nearest`.
+        hint: function that returns advice about an unknown key. The default is `nearest`.
     """
     for key in values:
         if "not" in known.get(key, ()):
@@ -189,14 +192,14 @@ def _choices(schema: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def described(name: str) -> list[str]:
-    """Returns what `rlhf help KEY` prints about a key. If the text is the same for several stages, they share one entry."""
+    """Returns what `rlhf help KEY` prints about a key. Stages with the same text share one entry."""
     section, _, key = name.partition(".")
     found: dict[str, list[str]] = {}
-    for stage in STAGE:
+    for stage in STAGE_SPECS:
         schema = keys(class_of("job", stage)).get(section, {}) if not key else {}
         if key and section in SECTIONS:
             schema = keys(class_of(section, stage)).get(key, {})
-        elif section in INPUTS and section not in STAGE[stage].inputs:
+        elif section in INPUTS and section not in STAGE_SPECS[stage].inputs:
             continue
         if schema and "not" not in schema:
             found.setdefault("\n".join(_described(schema)), []).append(stage)

@@ -61,7 +61,7 @@ def bar(logits: Tensor, rows: Tensor, tokens: Sequence[int]) -> Tensor:
 class _RowWise(torch.autograd.Function):
     """Computes y (K, N) = run(x) for hidden states x (N, H). y[:, n] must depend only on x[n]. `run` trains no parameters.
 
-    Under these conditions, row n of the gradient of sum(y[k]) is the derivative of y[k, n]. The forward computes all K
+    If y[:, n] depends only on x[n], row n of the gradient of sum(y[k]) is the derivative of y[k, n]. The forward computes all K
     gradients while the chunk's logits are in memory. For backward, K tensors (N, H) are kept instead of the logits (N, V).
     """
 
@@ -91,7 +91,7 @@ def _from_logits(
 ) -> Tensor:
     """Returns (1, N) fp32 log-probs of `targets` for hidden states (N, H), or (2, N) with the entropies."""
     logits = shared.logits(hidden)
-    if temperature != 1.0:  # skipped if 1, because dividing reads and writes the largest tensor again
+    if temperature != 1.0:  # for 1, skips a division that would read and write the largest tensor
         logits = logits / temperature
     if barred:
         logits = bar(logits, early, barred)

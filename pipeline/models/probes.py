@@ -1,6 +1,6 @@
 """Stores a trained model's outputs for a few random sequences (probes) next to its adapter, to detect later changes.
 
-If an adapter has lost its head, or has another scaling, a renamed key or another base, it can load without an error but behave
+An adapter with a lost head, a changed scaling, a renamed key or a different base can load without an error, but behave
 differently. The outputs are the scores of a reward model, or the log-probs of a policy. The sequences are random token ids, so
 they reveal nothing about the data.
 """
@@ -30,7 +30,7 @@ def write_probes(
     """Writes the probes with their outputs into the adapter's folder.
 
     Args:
-        output: returns the output for token ids: a reward model's score, or the mean log-prob in nats of the tokens after the
+        output: function of token ids that returns a reward model's score, or the mean log-prob in nats of the tokens after the
             first.
         precision: the precision in which `output` computes (precision.precision_of).
     """
@@ -43,7 +43,7 @@ def write_probes(
 
 
 def read_probes(folder: str) -> list[tuple[list[int], float, str | None]]:
-    """Returns (token ids, output, precision) of an adapter's probes, or [] if it has none.
+    """Returns (token ids, output, precision) of an adapter's probes, or [] if the adapter has no probes.
 
     Earlier versions of this pipeline did not store the precision. Raises InputError if the file is damaged.
     """

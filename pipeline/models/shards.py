@@ -96,8 +96,7 @@ def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
     """Reads this rank's rows of each parameter. safetensors memory-maps the files, so other ranks' rows are not read."""
     head, embedding, twins = base.get_output_embeddings(), base.get_input_embeddings(), dict[str, str]()
     if head is not None and base.config.get_text_config().tie_word_embeddings:
-        # For tied weights, the files contain one tensor. In memory, the two weights are separate tensors, because both are
-        # frozen.
+        # The files contain one tensor for two tied weights, which are separate tensors in memory, because both are frozen.
         pair = [name for name, p in base.named_parameters() if p is head.weight or p is embedding.weight]
         twins = dict(zip(pair, pair[::-1], strict=True))
     missing = []

@@ -1,7 +1,7 @@
-"""Estimates what a job needs: an itemized list of one worker's memory, and the hours on a GPU.
+"""Estimates the memory of one worker of a job as an itemized list, and the hours of the job on a GPU.
 
-shape.py measures sizes on the job's model, so no formula depends on the architecture. For the tensors of TRL's losses, a
-factor was fitted to measured peaks. Tests compare the sum of all items with the peak memory of real runs.
+shape.py measures the sizes with the job's own model, so no formula depends on the architecture. For the tensors of TRL's losses,
+a factor was fitted to measured peaks. Tests compare the sum of all items with the peak memory of real runs.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Any
 from pipeline.errors import InputError
 from pipeline.input_uri import InputURI
 from pipeline.job import schema
-from pipeline.job.stages import Stage
+from pipeline.job.stages import StageSpec
 from pipeline.models import adapter_files
 from pipeline.models.gpus import PEAK_TFLOPS
 from pipeline.planning.rows import Rows
@@ -44,10 +44,10 @@ GPUS = {
         Gpu("H200", 139, PEAK_TFLOPS["H200"], 4800),
     )
 }
-# A run recomputes activations if it would otherwise need a larger fraction of the free memory. On a CPU, estimates are within
-# 15 % of measured peaks. Estimates have not been compared with a GPU.
+# A run recomputes activations if storing them would need more than this fraction of the free memory. On a CPU, estimates are
+# within 15 % of measured peaks. Estimates have not been compared with measurements on a GPU.
 MAX_FILL = 0.9
-# Assumed fraction of a GPU's peak FLOP/s and of its memory bandwidth. The plan prints this fraction.
+# Assumed fraction of a GPU's peak FLOP/s and of its memory bandwidth. The plan prints the assumed fraction.
 UTILIZATION = 0.35
 RUNTIME = {
     "cpu": 0.75 * GIB,
@@ -58,7 +58,7 @@ RUNTIME = {
 # would take 25 % longer.
 SLACK = {"cpu": 2.0, "cuda": 1.1}
 # Layers of a sharded base in memory at the same time: the current layer, the next layer, and the shards from which the next
-# layer is gathered. This number has not been measured on a GPU.
+# layer is gathered. The number of layers has not been measured on a GPU.
 GATHERED = 3
 # Tokens and vocabulary entries of a tile. TRL's losses for sft, dpo and kto compute the logits one tile at a time.
 LOGIT_TILE = (4096, 32768)
@@ -73,7 +73,7 @@ class Item:
 
     what: str
     size: float  # bytes
-    phase: str = "always"  # always, rollout, score or update
+    phase: str = "always"  # phase in which the memory is in use: always, rollout, score or update
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Plan:
     items: list[Item]
     device: str  # cpu, cuda
     asked: MemorySettings
-    tokens: tuple[int, int]  # maximum tokens of prompt and completion; in TRL's stages, of a row, and 0
+    tokens: tuple[int, int]  # maximum tokens of (prompt, completion), or (row, 0) in TRL's stages
     in_shards: bool  # whether each worker has only a shard of the base
 
     @property
@@ -113,26 +113,26 @@ class Plan:
     def checkpoint(self) -> float:
         """Returns the bytes of a checkpoint: trained parameters, Adam's moments, and the best parameters if they are kept."""
         # TRL's trainer also saves the adapter of the reference model.
-        reference = self.work.stage.trl and _has_reference(self.work)
-        kept = 4.0 * reference + 4.0 * self.work.options.load_best_model_at_end
+        reference = self.work.spec.trl and _has_reference(self.work)
+        kept = 4.0 * reference + 4.0 * self.work.run.load_best_model_at_end
         return (4.0 + _moments(self.work.trainer) + kept) * self.trainable
 
 
 def memory_settings(work: Sections, context: int) -> MemorySettings:
-    """Returns the settings, for rows of the maximum length. `context` is the number of tokens in the model's context."""
-    stage, args, workers, longest = work.stage, work.args, work.places.workers.fewest, work.data.max_length
-    if stage.trl:
+    """Returns the settings for rows of the maximum length. `context` is the number of tokens in the model's context."""
+    spec, args, workers, longest = work.spec, work.args, work.places.workers.fewest, work.data.max_length
+    if spec.trl:
         return MemorySettings(
             work.trainer.get("per_device_train_batch_size", 8),
             min(longest or context, context),
             work.bf16,
             work.trainer.get("gradient_checkpointing") is not False,  # TRL's default is True
-            stage.sequences,
+            spec.sequences,
         )
-    completion = args.response_length if stage.writes else 0
+    completion = args.response_length if spec.writes else 0
     prompt = longest or context - completion
     width = prompt + completion
-    if not stage.learns:
+    if not spec.learns:
         rows = args.local_rollout_forward_batch_size
         return MemorySettings(0, width, work.bf16, False, 1, rows, prompt, completion)
     from pipeline.scoring.forward import FORWARD_TOKENS
@@ -144,7 +144,7 @@ def memory_settings(work: Sections, context: int) -> MemorySettings:
         decoded = min(args.decoded(workers), MAX_VLLM_ROWS)
     scored = args.max_tokens_per_micro_batch or FORWARD_TOKENS["cuda" if work.places.on_gpu else "cpu"]
     scored = max(width, min(scored, args.batch_size * width))
-    checkpointing = args.gradient_checkpointing is not False  # with None, the run decides later
+    checkpointing = args.gradient_checkpointing is not False  # if None, the run decides later
     rows = min(rows, args.batch_size)
     return MemorySettings(rows, width, work.bf16, checkpointing, 1, decoded, prompt, completion, scored)
 
@@ -160,14 +160,14 @@ def make_plan(work: Sections, loras: Loras | None = None, learns: bool = True) -
             description are assumed to have the settings of the job's `lora`.
         learns: False for a rollout worker of a ppo job, which samples and scores, and has no critic.
     """
-    stage, args, rollout, model = work.stage, work.args, work.rollout, work.frozen
+    spec, args, rollout, model = work.spec, work.args, work.rollout, work.frozen
     device = "cuda" if (work.places.on_gpu if learns else work.places.rollout_on_gpu) else "cpu"
     roles, learning = _roles(work)
     if not learns:
         roles, learning = [role for role in roles if role != "critic"], []
     starts = {"reference": "policy", "critic": "reward"}
     try:
-        shape = Shape(model, work.lora, "reward" in (stage.learns, *stage.inputs))
+        shape = Shape(model, work.lora, "reward" in (spec.learns, *spec.inputs))
         lora_of = {role: (loras or {}).get(starts.get(role, role), work.lora) for role in roles}
         size = {role: 4.0 * (lora.get("parameters") or shape.adapter(lora)) for role, lora in lora_of.items()}
     except ValueError as error:  # peft found no modules to adapt, or contradictory settings
@@ -176,19 +176,19 @@ def make_plan(work: Sections, loras: Loras | None = None, learns: bool = True) -
     room_for_prompts(work.writes, work.data.max_length, shape.context)
     asked, workers = memory_settings(work, shape.context), work.places.workers.fewest
     trainable = sum(size[role] for role in learning)
-    in_shards = learns and model.fsdp and workers > 1  # a rollout worker has the full base
+    in_shards = learns and model.fsdp and workers > 1  # rollout workers load the full base
     if in_shards:
         at_hand = shape.embedding + GATHERED * shape.layer
         items = [
             Item(
                 f"base, {model.dtype}: a shard of {workers}, and the lm head",
-                shape.sharded(workers, stage.learns != "reward"),
+                shape.sharded(workers, spec.learns != "reward"),
             ),
             Item("gathered while computing: the embedding and the current layers", at_hand),
         ]
     else:
         items = [Item(f"base, {'nf4' if model.load_in_4bit else model.dtype}, once", shape.weights)]
-    head = learns and stage.online and args.uses_critic and not args.has_critic_adapter
+    head = learns and spec.online and args.uses_critic and not args.has_critic_adapter
     adapters = ", ".join(roles) + "; the critic is a head on the policy" * head
     items.append(Item(f"adapters: {adapters}", sum(size.values())))
     if learning:
@@ -201,10 +201,10 @@ def make_plan(work: Sections, loras: Loras | None = None, learns: bool = True) -
         kind = "layer inputs and one layer" if asked.checkpointing else "all layers"
         saved = shape.activations(asked.rows * asked.sequences, asked.width, asked.bf16, asked.checkpointing)
         items.append(Item(f"activations for backward: {tokens:,} tokens, {kind}", saved, "update"))
-        items.append(Item("logits and their gradients", _logits(stage, shape, tokens, device), "update"))
-    if stage.online and asked.bf16:
-        items.append(Item("the learning adapters in bfloat16", trainable / 2, "update"))
-    vllm = stage.online and rollout.engine == "vllm"
+        items.append(Item("logits and their gradients", _logits(spec, shape, tokens, device), "update"))
+    if spec.online and asked.bf16:
+        items.append(Item("copies of the trained adapters in bfloat16", trainable / 2, "update"))
+    vllm = spec.online and rollout.engine == "vllm"
     if asked.rollout_rows and not (learning and vllm and rollout.num_workers):
         gpus = rollout.tensor_parallel_size if vllm and not learning else 1
         items += _rollout_items(shape, asked, device, vllm, gpus)
@@ -246,14 +246,14 @@ def _rollout_items(shape: Shape, asked: MemorySettings, device: str, vllm: bool,
 
 
 def _roles(work: Sections) -> tuple[list[str], list[str]]:
-    """Returns the roles that have an adapter in memory, and those of these roles that are trained."""
-    stage, named = work.stage, work.named
-    if stage.learns is None:
+    """Returns the roles that have an adapter in memory, and the subset of these roles that is trained."""
+    spec, named = work.spec, work.named
+    if spec.learns is None:
         models = [name for name, at in named.items() if at != "base" and InputURI.parse(at).is_model]
         return list(dict.fromkeys(name.split(".")[0] for name in models)), []
-    learning = [stage.learns]
+    learning = [spec.learns]
     roles = learning + ["reference"] * _has_reference(work)
-    if stage.trl:
+    if spec.trl:
         return roles, learning
     rewards = [
         name for name, at in named.items() if name.startswith("reward.") and InputURI.parse(at).is_model
@@ -271,15 +271,15 @@ def _moments(trainer: dict[str, Any]) -> float:
 
 
 def _has_reference(work: Sections) -> bool:
-    """Returns whether the reference is an adapter. Otherwise, it is the bare base, which needs no additional memory."""
+    """Returns whether the reference is an adapter. A reference without an adapter is the base, which needs no more memory."""
     start = work.named.get("reference") or work.named.get("policy")
-    return work.stage.keeps_reference and start not in (None, "base")
+    return work.spec.keeps_reference and start not in (None, "base")
 
 
-def _logits(stage: Stage, shape: Shape, tokens: int, device: str) -> float:
-    if stage.learns == "reward":  # a reward model has no logits
+def _logits(spec: StageSpec, shape: Shape, tokens: int, device: str) -> float:
+    if spec.learns == "reward":  # a reward model has no logits
         return 0.0
-    if not stage.trl:
+    if not spec.trl:
         from pipeline.models.logprobs import LOGIT_CHUNK
 
         return 4.0 * 4 * LOGIT_CHUNK[device]  # the logits and the softmax of a chunk, and their gradients
@@ -292,12 +292,12 @@ def _logits(stage: Stage, shape: Shape, tokens: int, device: str) -> float:
 
 
 def gpus_called(label: str) -> list[str]:
-    """Returns the GPUs that Ray's accelerator type may mean, or [] if it is unknown. For example, "A100" may have 40 or 80 GB."""
+    """Returns the GPUs that match Ray's accelerator type, or [] if it is unknown. For example, an "A100" has 40 or 80 GB."""
     return [name for name in GPUS if label in (name, name.partition("-")[0])]
 
 
 def memory_of(label: str) -> float | None:
-    """Returns the GiB of a GPU of the accelerator type, or None if the type is unknown. Of two sizes, returns the smaller one."""
+    """Returns the GiB of a GPU of the accelerator type (the smallest if the type has several sizes), or None if it is unknown."""
     return min((GPUS[name].memory for name in gpus_called(label)), default=None)
 
 
@@ -329,26 +329,26 @@ def fit_into(work: Sections, memory: float, loras: Loras | None = None) -> tuple
 
 
 def _changes(work: Sections, loras: Loras | None = None) -> list[tuple[str, Any]]:
-    """Returns overrides that reduce the memory, least disruptive first. The last one, NF4, changes the result of the run."""
-    asked, stage, workers = memory_settings(work, 1 << 20), work.stage, work.places.workers.fewest
-    # Only divisors of the current size, so that the batch remains divisible.
-    fewer = [n for n in range(asked.rows - 1, stage.fewest_rows - 1, -1) if asked.rows % n == 0]
+    """Returns overrides that reduce the memory, least disruptive first. The last override, NF4, changes the result of the run."""
+    asked, spec, workers = memory_settings(work, 1 << 20), work.spec, work.places.workers.fewest
+    # Considers only divisors of the current size, so that the batch remains divisible.
+    fewer = [n for n in range(asked.rows - 1, spec.fewest_rows - 1, -1) if asked.rows % n == 0]
     changes: list[tuple[str, Any]] = []
-    now = work.args.planned_rows(workers) if stage.online else asked.rollout_rows
+    now = work.args.planned_rows(workers) if spec.online else asked.rollout_rows
     changes += [("trainer.local_rollout_forward_batch_size", now >> i) for i in (1, 2, 3, 4) if now >> i]
-    if stage.online:
+    if spec.online:
         training = asked.rows * asked.width  # tokens of a micro-batch
         if work.args.max_tokens_per_micro_batch is None and training < asked.scored:
             changes.append(("trainer.max_tokens_per_micro_batch", training))
     changes += [("trainer.per_device_train_batch_size", n) for n in fewer[:2]]
-    if stage.learns:
+    if spec.learns:
         changes.append(("trainer.gradient_checkpointing", True))
     changes += [("trainer.per_device_train_batch_size", n) for n in fewer[2:]]
     if work.places.on_gpu:
         changes += [("trainer.bf16", True), ("model.dtype", "bfloat16")]
     dora = any(one.get("use_dora") for one in (work.lora, *(loras or {}).values()))
     vllm = work.rollout.engine == "vllm"  # vLLM loads the full base
-    if workers > 1 and not ("model.fsdp" in stage.unused or work.model.load_in_4bit or dora or vllm):
+    if workers > 1 and not ("model.fsdp" in spec.unused or work.model.load_in_4bit or dora or vllm):
         changes.append(("model.fsdp", True))
     changes.append(("model.load_in_4bit", True))
     return [(key, value) for key, value in changes if _with(work, {key: value}) != work]
@@ -360,7 +360,7 @@ def _with(work: Sections, changes: dict[str, Any]) -> Sections:
         section, name = key.split(".")
         if section == "trainer":
             trainer = {**work.trainer, name: value}
-            args = None if work.stage.trl else type(work.args)(**trainer)
+            args = None if work.spec.trl else type(work.args)(**trainer)
             bf16 = bool(value) if name == "bf16" else work.bf16
             work = replace(work, trainer=trainer, args=args, bf16=bf16)
         else:
@@ -371,17 +371,17 @@ def _with(work: Sections, changes: dict[str, Any]) -> Sections:
 def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
     """Returns the estimated hours of a run on GPUs of one type, which reach the fraction UTILIZATION of their peak speed.
 
-    Completions are assumed to have their maximum length. A decoding step is assumed to take as long as reading the weights and
-    the KV cache, which is half full on average. The estimate does not include the time to gather a sharded base.
+    The estimate assumes that completions have their maximum length. A decoding step is assumed to take as long as reading the
+    weights and the KV cache, which is half full on average. The estimate does not include the time to gather a sharded base.
 
     Args:
         name: a key of GPUS.
         rows: number and mean length of the training rows of an epoch.
     """
-    gpu, work, asked, stage = GPUS[name], plan.work, plan.asked, plan.work.stage
+    gpu, work, asked, spec = GPUS[name], plan.work, plan.asked, plan.work.spec
     workers, (longest, completion) = work.places.workers.most, plan.tokens
     row, read = min(rows.tokens, longest), 0.0
-    if stage.online:
+    if spec.online:
         args = work.args
         episodes = args.total_updates(rows.count) * args.batch_size
         tokens = episodes * (row + completion)
@@ -395,14 +395,14 @@ def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
         read = math.ceil(episodes / at_once) * completion * (plan.shape.moved + filled)
     else:
         # Forwards of the reference, and other forwards of the stage without gradients, have no backward.
-        passes = (3 if asked.checkpointing else 2) + stage.keeps_reference + stage.further_forwards
+        passes = (3 if asked.checkpointing else 2) + spec.keeps_reference + spec.further_forwards
         steps = work.trainer.get("max_steps", 0)
         if steps and steps > 0:  # packed rows have the maximum length, other rows the mean length
             width = longest if work.trainer.get("packing") else row
             tokens = steps * (work.data.batch_size or 8 * workers) * width
         else:
             tokens = rows.count * row * work.trainer.get("num_train_epochs", 3.0)
-        tokens *= stage.sequences
+        tokens *= spec.sequences
     products = passes * tokens * 2.0 * plan.shape.parameters
     seconds = products / (gpu.tflops * 1e12) + read / (gpu.bandwidth * 1e9)
     return seconds / UTILIZATION / workers / 3600
@@ -411,14 +411,14 @@ def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
 def recomputes(worker: Any) -> bool:
     """Returns whether the workers recompute activations: `trainer.gradient_checkpointing`, or the plan's decision if it is null.
 
-    All ranks return the same value. Rank 0 prints the plan's reason. Must be called before the base is loaded.
+    All ranks return the same value. Rank 0 prints the plan's reason. Call this function before the base is loaded.
     """
     import torch
 
     from pipeline.writing.memory import free_bytes
 
     work = worker.work
-    default = schema.keys(work.stage.trainer)["gradient_checkpointing"].get("default")
+    default = schema.keys(work.spec.trainer)["gradient_checkpointing"].get("default")
     given = work.trainer.get("gradient_checkpointing", default)
     if given is not None:
         return bool(given)
@@ -426,7 +426,7 @@ def recomputes(worker: Any) -> bool:
     loras = {name.split(".")[0]: adapter_files.describe_adapter(worker.input(name)) for name in adapters}
     peak = make_plan(_with(work, {"trainer.gradient_checkpointing": False}), loras).peak
     memory = free_bytes(torch.device(worker.device))
-    why = f"keeping all needs {peak / GIB:.1f} GiB, and {memory / GIB:.1f} GiB are free"
+    why = f"storing all activations needs {peak / GIB:.1f} GiB, and {memory / GIB:.1f} GiB are free"
     needed, why = max(worker.gather((peak > MAX_FILL * memory, why)))  # True if any worker needs to recompute
     if worker.rank == 0:
         kept = "recomputed" if needed else "kept"

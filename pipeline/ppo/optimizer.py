@@ -50,7 +50,7 @@ def learning_rate_factors(
 
 
 def adamw(args: PPOConfig, groups: Sequence[tuple[list[nn.Parameter], float]]) -> torch.optim.Optimizer:
-    """Returns the AdamW optimizer that `args.optim` names, for groups of parameters, each with its own learning rate."""
+    """Returns the AdamW optimizer of the kind `args.optim`, for groups of parameters, each with its own learning rate."""
     make: Any = torch.optim.AdamW
     options: dict[str, Any] = {"fused": True} if args.optim == "adamw_torch_fused" else {}
     if not args.optim.startswith("adamw_torch"):

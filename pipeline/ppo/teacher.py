@@ -1,7 +1,7 @@
 """Distills a teacher into the policy. The teacher is a frozen role that computes the log-probability of each sampled token.
 
 teacher_coef * (log p_teacher - log p_policy) is added to the advantage of each token. Without other rewards, the policy gradient
-estimates the gradient of the reverse KL from policy to teacher from the sampled tokens (on-policy distillation; Agarwal et al.
+on the sampled tokens estimates the gradient of the reverse KL, KL(policy || teacher) (on-policy distillation; Agarwal et al.
 2023, 2306.13649, eq. 4 with the reverse KL).
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pipeline.data.messages import shared_length
 from pipeline.errors import InputError
 from pipeline.models.template import DATE
 from pipeline.ppo.episodes import Episodes
@@ -74,17 +75,11 @@ def make_teacher(
         ) from error
     if plain == told:
         raise InputError("the chat template ignores system messages; remove the key", key)
-    start = _shared(plain, told)
-    end = min(_shared(plain[::-1], told[::-1]), len(plain) - start, len(told) - start)
-    opening = plain[: _shared(plain, other)]  # the start of any chat without a system message
+    start = shared_length(plain, told)
+    end = min(shared_length(plain[::-1], told[::-1]), len(plain) - start, len(told) - start)
+    opening = plain[: shared_length(plain, other)]  # the start of any chat without a system message
     for number, ids in enumerate(prompts, 1):
         if list(ids[: len(opening)]) != opening:
             why = "is no chat, or already has a system message; remove the key, or that prompt"
             raise InputError(f"prompt {number} of data.train {why}", key)
     return Teacher(role, plain[: len(plain) - end], told[: len(told) - end])
-
-
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Returns the length of the longest common prefix of two lists of tokens."""
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

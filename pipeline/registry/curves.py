@@ -104,7 +104,7 @@ class WandB(Tracker):
     name = "Weights & Biases"
 
     def __init__(self, run_id: str, tracking: Tracking):
-        self.run_id, self.experiment, self.of = run_id, tracking.experiment, tracking.run
+        self.run_id, self.experiment, self.of = run_id, tracking.experiment, tracking.identity
         self.remote = storage.is_remote(self.of.folder)
         self.run: Any = None
         self.local = ""
@@ -163,7 +163,7 @@ class WandB(Tracker):
 # {name in mlflow.report_to: function(tracking, id of the MLflow run) that returns the tracker}.
 # The Python package and the extra that installs it have the same name.
 TRACKERS: dict[str, Callable[[Tracking, str], Tracker]] = {
-    "tensorboard": lambda tracking, _: TensorBoard(storage.join(tracking.run.folder, "tensorboard")),
+    "tensorboard": lambda tracking, _: TensorBoard(storage.join(tracking.identity.folder, "tensorboard")),
     "wandb": lambda tracking, run_id: WandB(run_id, tracking),
 }
 
@@ -253,7 +253,7 @@ class Curves:
             if queue.pending:
                 print(
                     f"warning: {len(queue.pending)} metric values were not recorded: {queue.tracker.name} was unreachable. "
-                    "The checkpoints hold the curve: if the run continues, the same command sends what is missing",
+                    "The checkpoints contain these values. If the run resumes, the same command sends the missing values",
                     flush=True,
                 )
 
@@ -290,6 +290,6 @@ def check_trackers(also: list[str]) -> None:
     server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     if not os.environ.get("WANDB_API_KEY") and get_netrc_auth(server) is None:
         raise InputError(
-            "found wandb, and no account: export WANDB_API_KEY=..., or WANDB_MODE=offline to upload later with `wandb sync`",
+            "found wandb, but no credentials: export WANDB_API_KEY=..., or WANDB_MODE=offline to upload later with `wandb sync`",
             key="mlflow.report_to",
         )

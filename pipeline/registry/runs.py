@@ -39,10 +39,10 @@ def mlflow_run(tracking: Tracking, digests: dict[str, str], new_run: bool = Fals
     not finished. At the end, sets the status to FINISHED, to FAILED after an error, or to KILLED after Ctrl-C or SIGTERM.
 
     Args:
-        new_run: whether to start a new MLflow run even if the run folder has an unfinished one. If the unfinished one still has
-            the status RUNNING because its driver was killed, its status becomes KILLED.
+        new_run: whether to start a new MLflow run even if the run folder has an unfinished one. If the unfinished run still has
+            the status RUNNING because its driver was killed, the status becomes KILLED.
     """
-    run = tracking.run
+    run = tracking.identity
     mlflow = store.client(tracking.uri)
     experiment = _experiment(mlflow, tracking)
     if new_run:
@@ -62,7 +62,7 @@ def mlflow_run(tracking: Tracking, digests: dict[str, str], new_run: bool = Fals
         with process.signals_ignored():
             try:
                 mlflow.set_terminated(run_id, "FAILED" if isinstance(failure, Exception) else "KILLED")
-            except Exception as error:  # the user must see the error of the run, not this error
+            except Exception as error:  # an error of MLflow must not hide the error of the run
                 why = f"server unreachable ({type(error).__name__})"
                 print(f"warning: cannot mark MLflow run {run_id} as ended: {why}", flush=True)
         raise
@@ -77,9 +77,9 @@ def end_finished(uri: str, run_id: str) -> None:
 
 
 def end_interrupted(tracking: Tracking) -> None:
-    """Marks a run as KILLED if its driver was killed and left it as RUNNING."""
+    """Marks a run as KILLED if its driver was killed and left the status RUNNING."""
     mlflow = store.client(tracking.uri)
-    newest = _newest(mlflow, [_experiment(mlflow, tracking)], storage.absolute(tracking.run.folder))
+    newest = _newest(mlflow, [_experiment(mlflow, tracking)], storage.absolute(tracking.identity.folder))
     if newest and newest.info.status == "RUNNING":
         mlflow.set_terminated(newest.info.run_id, "KILLED")
 
@@ -103,7 +103,7 @@ def _experiment(mlflow: Any, tracking: Tracking) -> str:
 
     name, location = tracking.experiment, None
     if store.file_of_uri(tracking.uri):  # a server chooses where it stores artifacts
-        path = storage.join(storage.absolute(tracking.run.storage_path), "artifacts")
+        path = storage.join(storage.absolute(tracking.identity.storage_path), "artifacts")
         # MLflow would misread a path with # or %20 that is not a URI
         location = path if storage.is_remote(path) else Path(path).as_uri()
     try:
@@ -113,7 +113,7 @@ def _experiment(mlflow: Any, tracking: Tracking) -> str:
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-        return mlflow.get_experiment_by_name(name).experiment_id  # another process has just created it
+        return mlflow.get_experiment_by_name(name).experiment_id  # another process has created it
 
 
 def _log_inputs(mlflow: Any, run_id: str, tracking: Tracking, digests: dict[str, str]) -> None:
@@ -122,7 +122,7 @@ def _log_inputs(mlflow: Any, run_id: str, tracking: Tracking, digests: dict[str,
     from mlflow.data.meta_dataset import MetaDataset
     from mlflow.entities import Dataset, DatasetInput, InputTag, Param
 
-    resolved = tracking.run.settings
+    resolved = tracking.identity.settings
     mlflow.log_dict(run_id, resolved, run_folder.JOB)
     params = [
         Param(store.metric_key(key), str(value)[:500]) for key, value in store.flatten(resolved).items()
@@ -161,7 +161,7 @@ def _newest(mlflow: Any, experiments: list[str], folder: str) -> Any:
 
 
 def read_curves(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
-    """Returns {metric: [(step, value)]} of a run, sorted by step. If a step was logged twice, returns its later value."""
+    """Returns {metric: [(step, value)]} of a run, sorted by step. If a step was logged twice, returns the later value."""
     mlflow = store.client(uri)
     curves = {}
     for name in mlflow.get_run(run_id).data.metrics:
@@ -171,14 +171,14 @@ def read_curves(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
 
 
 def read_run(uri: str, run_id: str) -> dict[str, Any]:
-    """Reads name, stage, status, folder, job and result of a run from MLflow. If the job or the result is missing, it is {}."""
+    """Reads name, stage, status, folder, job and result of a run from MLflow. A missing job or result is {}."""
     try:
         store.check_reachable(uri)
         mlflow = store.client(uri)
         run = mlflow.get_run(run_id)
-        stage = run.data.tags["stage"]  # raises KeyError for a run of another program
+        stage = run.data.tags["stage"]  # raises KeyError if another program made the run
     except Exception as error:  # the database driver and the network raise many types of errors
-        why = f"no such run of a job in {uri} ({summary(error)}); name its folder, or its server with MLFLOW_TRACKING_URI"
+        why = f"cannot find this run in {uri} ({summary(error)}); name the run's folder, or set MLFLOW_TRACKING_URI to its server"
         raise InputError(f"{run_id}: {why}") from error
     logged = {file.path for file in mlflow.list_artifacts(run_id)}
 
@@ -196,7 +196,7 @@ def read_run(uri: str, run_id: str) -> dict[str, Any]:
 
 
 def log_files(uri: str, run_id: str, files: list[str], samples: list[dict[str, Any]]) -> None:
-    """Adds files to a run, and a table with one row per sample."""
+    """Adds files to an MLflow run, and a table with one row per sample."""
     mlflow = store.client(uri)
     for file in files:
         mlflow.log_artifact(run_id, file)

@@ -29,7 +29,7 @@ class Missing(InputError):
 
 @dataclass(frozen=True)
 class Version:
-    """A registered model version. If the gate failed, `alias` is None, and `gate` says why."""
+    """A registered model version. If the gate failed, `alias` is None, and `gate` contains the reason."""
 
     name: str
     version: str
@@ -56,8 +56,8 @@ def publish(
 ) -> Version:
     """Registers an adapter folder as a new version, and moves the alias if the gate passes.
 
-    The steps are: upload, check of the uploaded files, registration, alias. After a crash, the caller can call this function
-    again, because a run registers at most one version.
+    Uploads the files, checks the uploaded files, registers the version, and then moves the alias. After a crash, the caller can
+    call this function again, because a run registers at most one version.
 
     Args:
         problem: None, or the reason why the gate fails regardless of the metrics.
@@ -85,15 +85,19 @@ def publish(
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        held_out = {metric_key(k): f"{v:.6g}" for k, v in metrics.items() if k.startswith("eval_")}
-        held_out = {k: v for k, v in held_out.items() if not SPEED.search(k)}
-        tags |= held_out | {"gate": reason}
+        tags |= _held_out(metrics) | {"gate": reason}
         version = mlflow.create_model_version(
             name, source, run_id, model_id=model_id, tags=tags, description=description
         ).version
     if ok:
         mlflow.set_registered_model_alias(name, gate.alias, version)
     return Version(name, str(version), gate.alias if ok else None, reason, champion)
+
+
+def _held_out(metrics: dict[str, float]) -> dict[str, str]:
+    """Returns the metrics on held-out rows as tags of a version, except for metrics of speed."""
+    held_out = {key: value for key, value in metrics.items() if key.startswith("eval_")}
+    return {metric_key(key): f"{value:.6g}" for key, value in held_out.items() if not SPEED.search(key)}
 
 
 def promote(
@@ -110,9 +114,8 @@ def promote(
     trained = mlflow.get_model_version(ref.name, ref.version).tags.get("gate", "")
     if ok and trained.startswith("failed"):
         why = trained.removeprefix("failed: ")
-        ok, reason = False, f"failed: the gate of the training failed, too ({why})"
-    held_out = {metric_key(key): f"{value:.6g}" for key, value in metrics.items() if key.startswith("eval_")}
-    for key, value in (held_out | measured | {"gate": reason}).items():
+        ok, reason = False, f"failed: the gate of the training job failed, too ({why})"
+    for key, value in (_held_out(metrics) | measured | {"gate": reason}).items():
         mlflow.set_model_version_tag(ref.name, ref.version, f"evaluate.{key}", value)
     if ok:
         mlflow.set_registered_model_alias(ref.name, gate.alias, ref.version)
@@ -137,7 +140,7 @@ def _store(mlflow: Any, stage: str, run: Any, folder: str, tags: dict[str, str])
     if sent != received:
         mlflow.finalize_logged_model(model.model_id, "FAILED")
         different = sorted(k for k in {*sent, *received} if sent.get(k) != received.get(k))
-        raise RuntimeError(f"the artifact store returned other files than were saved: {', '.join(different)}")
+        raise RuntimeError(f"files in the artifact store differ from the saved files: {', '.join(different)}")
     mlflow.finalize_logged_model(model.model_id, "READY")
     return model.model_id, model.artifact_location
 
@@ -149,7 +152,7 @@ def _received(mlflow: Any, model: Any) -> dict[str, dict[str, Any]]:
 
 
 def _tags(lineage: dict[str, Any], gate: Gate) -> dict[str, str]:
-    """Returns tags to search for in MLflow. Long values are shortened; the adapter's lineage.json has the full values."""
+    """Returns tags for searches in MLflow. Long values are shortened; the adapter's lineage.json has the full values."""
     base, reward = lineage.get("base", {}), lineage.get("reward", {})
     tags = {
         key: str(lineage[key]) for key in ("stage", "step", "tokenizer", "chat_template") if lineage.get(key)
@@ -195,7 +198,7 @@ def _shown(value: float, of: Metric) -> str:
 
 
 def _link(source: str) -> str:
-    """Returns a Markdown link to a registered version's page in MLflow. Formats any other source as code."""
+    """Returns a Markdown link to a registered version's page in MLflow. Formats a source that is not registered as code."""
     ref = InputURI.parse(source)
     if not ref.version:
         return f"`{source}`"
@@ -208,8 +211,8 @@ def _link(source: str) -> str:
 def pin(reference: str, uri: str, job_file: str = "") -> str:
     """Returns `models:/NAME/VERSION` for `models:/NAME@ALIAS`, so that a run keeps its inputs if the alias moves.
 
-    A model on the Hub becomes `hf://org/name@COMMIT`. Returns folders unchanged. Error messages suggest
-    a command for `job_file`.
+    A model on the Hub becomes `hf://org/name@COMMIT`. Returns folders unchanged. Error messages suggest a command with the job
+    file `job_file`.
     """
     from mlflow.exceptions import MlflowException
 
@@ -240,7 +243,7 @@ def pin(reference: str, uri: str, job_file: str = "") -> str:
             known = ", ".join(f"@{alias} -> v{number}" for alias, number in named.items()) or "none"
             why = (
                 f"no such alias or version of {ref.name!r} (aliases: {known}); the newest is models:/{ref.name}/"
-                f"{newest.version} (gate {newest.tags.get('gate', '?')}); name that to use it anyway"
+                f"{newest.version} (gate {newest.tags.get('gate', '?')}); name this version to use it anyway"
             )
         raise Missing(f"{ref}: {why}") from error
 
@@ -280,10 +283,10 @@ def _newest(mlflow: Any, name: str) -> Any:
 
 def fetch(reference: str, uri: str) -> str:
     """Returns a local folder with the files of a pinned version (`models:/name/3`) or of a pinned adapter on the Hub. Callers
-    must not write to this folder.
+    must not write to the returned folder.
 
     Returns other references unchanged. Files from a bucket or a server are downloaded once per user and machine. All processes
-    and runs share this copy, because the files of a version never change.
+    and runs share the downloaded copy, because the files of a version never change.
     """
     if reference.startswith(hub.SCHEME):
         return hub.fetch(reference)
@@ -303,7 +306,7 @@ def fetch(reference: str, uri: str) -> str:
                 try:
                     os.rename(folder, copy)
                 except OSError:
-                    if not os.path.isdir(copy):  # otherwise, another process has just made the same folder
+                    if not os.path.isdir(copy):  # if the folder exists, another process has just made it
                         raise
         return copy
     except Exception as error:  # each artifact store raises its own types of errors

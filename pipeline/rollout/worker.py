@@ -26,7 +26,7 @@ class NumericSettings:
 
 
 class RolloutWorker:
-    """Has the frozen base, the frozen roles and one version of the policy.
+    """Contains the frozen base, the frozen roles and one version of the policy.
 
     Args:
         work: the run's work. `rollout.use_gpu` chooses this worker's device.
@@ -94,8 +94,9 @@ class RolloutWorker:
         """Returns a sampled and scored chunk, pickled, or None if the trainer that published its policy version has ended.
 
         Args:
-            settings: the trainers' settings. This method applies them if Ray restarted this process while the worker was idle.
-            session: the trainers' session. Within a session, a version's number stands for one adapter.
+            settings: the trainers' settings. This method applies the settings if Ray restarted this process while the worker was
+                idle.
+            session: the trainers' session. Within a session, a version number identifies one adapter.
             chunk: a pickled ppo.sampler.Chunk.
             tensors: a list with the reference to the version's adapter, which is fetched if this worker has another version.
         """

@@ -26,7 +26,7 @@ def name_of(step: int) -> str:
 
 
 def unused(folder: str, name: str, attempt: int = 1) -> str:
-    """Returns a name that no folder has: `name`, or `name-ATTEMPT` after the first attempt, with `.2`, `.3`, ... if needed.
+    """Returns an unused folder name: `name`, or `name-ATTEMPT` after the first attempt, with `.2`, `.3`, ... if needed.
 
     An attempt that has lost its lease without noticing therefore cannot write into the folders of the next attempt.
     """
@@ -52,7 +52,7 @@ def seal(run_folder: str, name: str, files: dict[str, dict[str, Any]]) -> None:
 
 
 def prune(run_folder: str, num_to_keep: int | None) -> None:
-    """Removes all checkpoints except the newest `num_to_keep` complete ones. If None, keeps all complete checkpoints."""
+    """Removes all checkpoints except the newest `num_to_keep` complete ones, or except all complete ones if it is None."""
     kept = complete(run_folder)[-(num_to_keep or 0) :]
     for name in _names(run_folder):
         if name not in kept:

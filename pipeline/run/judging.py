@@ -21,7 +21,7 @@ def estimate_costs(work: Work, rows: Mapping[str, Any], counts: Mapping[str, int
         rows: {split: token rows}.
         counts: {split: number of rows}.
     """
-    for name, given in _judges(work):
+    for name, given in _judges(work).items():
         completions, group = count_judged(work, counts, name)
         shared = group if given.form == "rank" else 1
         orders = 2 if given.form == "rank" and given.orders == "both" else 1
@@ -41,12 +41,12 @@ def estimate_costs(work: Work, rows: Mapping[str, Any], counts: Mapping[str, int
 
 
 def count_judged(work: Work, rows: Mapping[str, int], name: str) -> tuple[int, int]:
-    """Returns the number of completions that the judge `name` scores in a run, and how many of these share each prompt.
+    """Returns the number of completions that the judge `name` scores in a run, and the number of completions per prompt.
 
     Args:
         rows: {split: number of rows}.
     """
-    args, stage, held_out = work.args, work.run.stage, rows.get("eval", 0)
+    args, stage, held_out = work.args, work.identity.stage, rows.get("eval", 0)
     if stage == "ppo":
         updates = args.total_updates(rows["train"])
         evaluations = 1 + (updates // args.eval_steps if args.eval_steps else 0)
@@ -64,13 +64,11 @@ def count_judged(work: Work, rows: Mapping[str, int], name: str) -> tuple[int, i
 
 def read_costs(work: Work) -> dict[str, dict[str, float]]:
     """Returns {input: number of its judge's answers, and their cost in dollars, over all attempts at the run}."""
-    run = work.run
-    return {
-        name: Store(folder(run.storage_path, given), run.name).costs(given) for name, given in _judges(work)
-    }
+    run = work.identity
+    judges = _judges(work).items()
+    return {name: Store(folder(run.storage_path, one), run.name).costs(one) for name, one in judges}
 
 
-def _judges(work: Work) -> Iterator[tuple[str, Definition]]:
-    for name, one in work.inputs.items():
-        if one.kind == "judge":
-            yield name, Definition(**one.facts)
+def _judges(work: Work) -> dict[str, Definition]:
+    """Returns {input: definition} of the run's judges."""
+    return {name: one.definition for name, one in work.inputs.items() if one.definition}

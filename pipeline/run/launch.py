@@ -56,14 +56,14 @@ def publish(work: Work, result: dict[str, Any]) -> registry.Version | None:
         if not adapter_files.was_trained(folder, start.folder if start else None):
             why = "The learning rate was 0 at every step, as in a run that ends within its warm-up, or no gradient reached the adapter"
             if result["metrics"].get("grad_norm/policy") == 0:
-                why = "No gradient reached it: every advantage was 0, as if all completions of a prompt get the same score"
+                why = "No gradient reached the adapter, because every advantage was 0, as if all completions of a prompt get the same score"
             unchanged = f"nothing was learned: after training the adapter equals {start.version if start else 'its initialization'}. {why}"
             print(f"warning: {unchanged}", flush=True)
         if not work.gate.model:
             return None
         facts = lineage.read(folder, adapter)
         print(f"registering {work.gate.model}", flush=True)
-        run_id, stage = result["mlflow_run_id"], work.run.stage
+        run_id, stage = result["mlflow_run_id"], work.identity.stage
         return registry.publish(
             work.uri, work.gate, stage, run_id, folder, result["metrics"], facts, unchanged
         )
@@ -71,12 +71,12 @@ def publish(work: Work, result: dict[str, Any]) -> registry.Version | None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The functions of a stage that run in Ray Train's workers, and on the driver."""
+    """The functions that a stage runs in Ray Train's workers and on the driver."""
 
-    train: Train  # runs in every worker, and returns what Worker.finish returns
+    train: Train  # runs in every worker, and returns the result of Worker.finish
     # f(work, result.json so far) -> the version that the run registers or promotes, or None
     register: Register = publish
-    # Context manager on the driver that is open while the workers train. Each worker gets the value that it yields.
+    # Context manager on the driver that is open while the workers train. Each worker gets the yielded value.
     companion: Companion = lambda work: contextlib.nullcontext()
     show: Callable[[dict[str, Any]], None] = lambda result: None  # prints tables after the summary
 
@@ -122,13 +122,13 @@ def finished(earlier: Earlier) -> dict[str, Any] | None:
     """Returns the result of the finished run of this name, or None if there is none."""
     if not earlier.result:
         return None
-    run = earlier.run
+    run = earlier.identity
     print(
         f"run {run.name} is finished ({run.folder}/result.json); run.overwrite=true starts it over, another run.name starts a "
         "new one"
     )
     resume.print_differences(earlier.result.get("job") or run.settings, run)
-    return earlier.result | {"folder": run.folder}  # the folder may have moved since then
+    return earlier.result | {"folder": run.folder}  # the folder may have been moved after the run
 
 
 @contextlib.contextmanager
@@ -138,28 +138,28 @@ def open_run(job: Job, earlier: Earlier) -> Iterator[tuple[Work, dict[str, Any],
     Holds the lease of the run's folder during the block, so that no other process writes into it. Raises InputError if the job,
     its data or an input is wrong, or if the run cannot resume.
     """
-    prices.read_prices()  # reports a wrong price file before the work starts
+    prices.read_prices()  # raises an error early if the price file is invalid
     started, tracking = time.monotonic(), tracking_of(job)
     check_paths(job)
     print_header(f"{job.stage}  run {job.run.name}  {job.source}")
     registry.check_trackers(tracking.also)
     with console.waiting("opening MLflow"):
         registry.check_store(tracking)
-    left = resume.unfinished(earlier)
+    left = resume.resumable(earlier)
     for warning in find_warnings(job):
         print(f"warning: {warning}", flush=True)
     with contextlib.ExitStack() as stack:
-        pinned = resume.pinned_inputs(left, tracking.run)
+        pinned = resume.pinned_inputs(left, tracking.identity)
         work, rows, report = stack.enter_context(prepared(job, pinned))
         if report:
             print(report.render(samples=False), flush=True)
             counts = {name: split.kept for name, split in report.splits.items()}
             for line in judging.estimate_costs(work, rows, counts):
                 terminal.say(line)
-        continues = bool(left) and resume.same_content(left, work.run, work.base["digest"], work.digests)
-        lease = stack.enter_context(resume.owned(work.folder, earlier.files, work.run.overwrite))
+        continues = bool(left) and resume.same_content(left, work.identity, work.base["digest"], work.digests)
+        lease = stack.enter_context(resume.owned(work.folder, earlier.files, work.identity.overwrite))
         checkpoints.newest(work.folder)  # moves damaged checkpoints away before a worker starts
-        resume.record(work.run, work.versions, work.base["digest"], work.digests)
+        resume.record(work.identity, work.versions, work.base["digest"], work.digests)
         run_id = stack.enter_context(_mlflow_run(work, new_run=not continues))
         work = replace(work, lease=lease, started=started, run_id=run_id)
         stack.enter_context(failure_recorded(work))
@@ -167,8 +167,8 @@ def open_run(job: Job, earlier: Earlier) -> Iterator[tuple[Work, dict[str, Any],
 
 
 def _mlflow_run(work: Work, new_run: bool) -> contextlib.AbstractContextManager[str | None]:
-    """Opens the MLflow run of a stage that runs in Ray Train's workers. Other stages have no MLflow run."""
-    if work.stage.runs_in != "train":
+    """Opens the MLflow run of a stage that runs in Ray Train's workers. Stages outside Ray Train have no MLflow run."""
+    if work.spec.runs_in != "train":
         return contextlib.nullcontext()
     return registry.mlflow_run(work.tracking, work.digests, new_run=new_run)
 
@@ -188,7 +188,7 @@ def write_result(work: Work, report: Any, entries: dict[str, Any]) -> dict[str, 
             numbers = "  ".join(f"{key} {value:g}" for key, value in one.items())
             terminal.say(f"judge of {name}: {numbers}", result=True)
     work.lease.require()
-    run = work.run
+    run = work.identity
     result = {
         "stage": run.stage,
         "name": run.name,
@@ -214,11 +214,11 @@ def failure_recorded(work: Work) -> Iterator[None]:
     the command line prints how to continue the run.
     """
     path = storage.join(work.folder, run_folder.FAILED)
-    storage.remove(path)  # left by the attempt that this run continues
+    storage.remove(path)  # the attempt that this run continues may have left failed.json
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as stop:
-        stop.add_note(f"run.name={work.run.name}")
+        stop.add_note(f"run.name={work.identity.name}")
         raise
     except Exception as error:
         if any(isinstance(one, LeaseLost) for one in causes(error)):
@@ -240,18 +240,18 @@ def train_in_workers(work: Work, rows: dict[str, Any], train: Train, companion: 
     """Runs `train(worker)` in every worker. Returns the result of Worker.finish, with the paths of checkpoint and adapter."""
     from pipeline.run.fit import fit
 
-    places, run = work.places, work.run
+    places, run = work.places, work.identity
     if not places.in_process:
         many = "s" * (places.workers.most > 1)
         print(f"starting {places.count} worker{many}: importing torch and transformers", flush=True)
     started = time.monotonic()
     try:
         config = {"train": train, "work": work, "companion": companion}
-        outcome = fit(places, work.options, main, config, rows)
+        outcome = fit(places, work.run, main, config, rows)
     except Exception as error:
         if any(isinstance(one, InputError | LeaseLost) for one in causes(error)):
-            raise  # the same command would fail again
-        with contextlib.suppress(OSError):  # the disk may have failed
+            raise  # the user cannot resume with the same command
+        with contextlib.suppress(OSError):  # reading the run's folder may fail too
             newest = next(reversed(checkpoints.complete(run.folder)), None)
             does = f"continues from {newest}" if newest else "starts it over: no checkpoint is complete yet"
             again = f"the same command with run.name={run.name} {does}"

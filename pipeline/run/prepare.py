@@ -22,7 +22,7 @@ from pipeline.settle.settle import settle
 from pipeline.settle.work import Work
 from pipeline.system import console, terminal
 
-# text before a command's title; `run` numbers its stages
+# text before a command's title; the command `run` sets the number of the stage instead
 ALONE = "=="
 heading: ContextVar[str] = ContextVar("heading", default=ALONE)
 
@@ -40,17 +40,17 @@ def prepared(
     If the job reads no rows, the report is None.
 
     Args:
-        pinned: {input: version} that the run began with. These versions are used even if aliases have moved.
+        pinned: {input: version} that the run began with. The run uses the pinned versions even if aliases have moved.
     """
     session.set_environment()
     check_sampler(job.rollout_config, job.model)
     with console.waiting("checking the model"):
         work = settle(job, pinned)  # resolves and checks the job before Ray starts
-    with session.session(work.places, work.run.storage_path, work.uri):
+    with session.session(work.places, work.identity.storage_path, work.uri):
         rows, report = dict[str, Any](), None
-        if work.stage.rows:
+        if work.spec.rows:
             work, rows, report = tokenize(work, _ray_for_rows(work))
-            check_with_libraries(job)  # after reading the rows, because importing the libraries takes seconds
+            check_with_libraries(job)  # checks last, because importing the libraries takes seconds
         yield work, rows, report
 
 
@@ -59,9 +59,9 @@ def read_only(job: Job) -> Any:
     session.set_environment()
     with console.waiting("checking the model"):
         work = settle(job)
-    # Reading rows does not need the run's resources. Without a cluster, this process reads them.
+    # Reading rows does not need the run's resources. Without a cluster, this process reads the rows.
     work = replace(work, places=replace(placement.ROWS, in_process=not placement.on_cluster()))
-    with session.session(work.places, work.run.storage_path, work.uri):
+    with session.session(work.places, work.identity.storage_path, work.uri):
         _, _, report = tokenize(work, _ray_for_rows(work))
     if not job.scaling.get("use_gpu"):
         check_with_libraries(job)
@@ -70,5 +70,5 @@ def read_only(job: Job) -> Any:
 
 def _ray_for_rows(work: Work) -> Any:
     """Returns a function that starts Ray for reading many rows, or None if the job runs on Ray anyway."""
-    start = partial(session.session, placement.ROWS, work.run.storage_path, work.uri)
+    start = partial(session.session, placement.ROWS, work.identity.storage_path, work.uri)
     return start if work.places.in_process else None

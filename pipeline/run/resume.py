@@ -1,7 +1,7 @@
 """Reads the folder of a run or sweep: who owns the folder, what an earlier process left, and which keys may differ on a resume.
 
     earlier = find_earlier(run)                         # reads the folder once
-    left = unfinished(earlier)                          # raises InputError if this job would give different results
+    left = resumable(earlier)                           # raises InputError if this job would give different results
     with owned(folder, seen, overwrite) as lease:       # one driver at a time (lease.py)
         ...
 
@@ -28,9 +28,7 @@ from pipeline.system import lease, storage
 
 # {file: owner of a folder that has this file}
 OWNERS = {run_folder.JOB: "a run", run_folder.RESULT: "a run", run_folder.SWEEP: "a sweep"}
-# Sections that do not affect the results of a job.
-ELSEWHERE = ("run", "mlflow", "scaling", "source")
-# Keys that do not affect results, or affect only the order of summation.
+# Sections and keys that a resumed run may change, because they do not affect results, or affect only the order of summation.
 MAY_CHANGE = (
     "run", "mlflow", "gate", "scaling", "source", "data.cache_dir",
     "model.attn_implementation",
@@ -42,10 +40,11 @@ MAY_CHANGE = (
     "rollout.num_workers", "rollout.use_gpu", "rollout.resources_per_worker", "rollout.label_selector", "rollout.worker_wait_timeout_s",
     "rollout.chunk_timeout_s", "rollout.tensor_parallel_size", "rollout.gpu_memory_utilization",
 )  # fmt: skip
-# Keys that decide which step is kept and where training stops, in a run that compares its evaluations.
+# Keys that a resumed run may not change if it compares its evaluations. The keys decide which step is saved and when training
+# stops.
 COMPARISON = (
     "run.load_best_model_at_end", "run.metric_for_best_model", "run.greater_is_better", "run.early_stopping_patience", "run.stop_if",
-    # logging_steps is the default of eval_steps. KTO's KL and extremes depend on the size of the batches.
+    # logging_steps is the default of eval_steps. KTO's KL estimate, min_reward and max_reward depend on the batch size.
     "trainer.eval_steps", "trainer.eval_strategy", "trainer.logging_steps", "trainer.per_device_eval_batch_size", "judge",
 )  # fmt: skip
 
@@ -54,7 +53,7 @@ COMPARISON = (
 
 
 def check_folder(folder: str, owner: str, example: str) -> dict[str, str]:
-    """Checks the folder of a run or sweep. Returns its owner_files().
+    """Checks the folder of a run or sweep. Returns the folder's owner_files().
 
     Raises InputError if the folder is not writable, or belongs to a different kind of owner, whose files run.overwrite=true would
     delete.
@@ -66,7 +65,7 @@ def check_folder(folder: str, owner: str, example: str) -> dict[str, str]:
     storage_path, _, name = folder.rpartition("/")
     storage.require_writable(storage_path)
     if not storage.is_remote(folder) and os.path.lexists(folder) and not os.path.isdir(folder):
-        why = f"{folder} is no folder, or links to none; remove it, or choose another run.name"
+        why = f"{folder} is not a folder, or is a broken link; remove it, or choose another run.name"
         raise InputError(why, "run.name")
     for file in (seen := owner_files(folder)):
         if OWNERS[file] != owner:
@@ -78,7 +77,7 @@ def check_folder(folder: str, owner: str, example: str) -> dict[str, str]:
 
 
 def owner_files(folder: str) -> dict[str, str]:
-    """Returns {file: content} of those files in a folder that OWNERS lists."""
+    """Returns {file: content} for each file in OWNERS that exists in a folder."""
     paths = {file: storage.join(folder, file) for file in OWNERS}
     return {file: "\n".join(storage.read_lines(path)) for file, path in paths.items() if storage.exists(path)}
 
@@ -140,14 +139,14 @@ def read_left(folder: str, seen: dict[str, str], file: str, *keys: str) -> dict[
 class Earlier:
     """What earlier attempts at a run left in its folder."""
 
-    run: Identity
+    identity: Identity
     files: dict[str, str]  # owner_files() of the run's folder
     job: dict[str, Any]  # job.json of an unfinished run, or {} if there is none or run.overwrite starts over
     result: dict[str, Any]  # result.json of a finished run, or {}
 
 
 def find_earlier(run: Identity) -> Earlier:
-    """Returns what earlier attempts at a run left.
+    """Returns what earlier attempts at a run left in its folder.
 
     Raises InputError if a run of another stage has this name, or if the storage path is not writable.
     """
@@ -159,7 +158,7 @@ def find_earlier(run: Identity) -> Earlier:
 
 
 def _read(run: Identity, seen: dict[str, str], file: str) -> dict[str, Any]:
-    """Returns the content of job.json or result.json, or {} if there is no file. Raises InputError if another stage wrote it."""
+    """Returns job.json or result.json, or {} if the file is missing. Raises InputError if another stage wrote the file."""
     left = read_left(run.folder, seen, file, "stage")
     if left and left["stage"] != run.stage:
         kind = "an unfinished" if file == run_folder.JOB else "a finished"
@@ -171,42 +170,24 @@ def _read(run: Identity, seen: dict[str, str], file: str) -> dict[str, Any]:
     return left
 
 
-def unfinished(earlier: Earlier) -> dict[str, Any]:
+def resumable(earlier: Earlier) -> dict[str, Any]:
     """Returns job.json of the run that this command resumes, or {} if this command starts a new run.
 
-    A run without a checkpoint or a part has nothing to resume, so its job may still be edited.
-    Raises InputError if this job would give other results than the job that began the run.
+    A run without a checkpoint or a part file has nothing to resume, so its job may still be edited. Raises InputError if this job
+    would give different results from the job that began the run.
     """
-    run, left = earlier.run, earlier.job
+    run, left = earlier.identity, earlier.job
     if not left:
         return {}
-    free = [*MAY_CHANGE, *_resolved(run), "begun_with"]
-    if run.settings["data"]["batch_size"] or run.facts.online:  # then the key only limits the rows in memory
-        free.append("trainer.per_device_train_batch_size")
-    if run.facts.learns:  # other stages output the judge's scores, and make parts of this many rows
-        free += ["judge", "trainer.local_rollout_forward_batch_size"]
-    changed = differences(left, run, free)
-    workers = [one.get("scaling", {}).get("num_workers") for one in (left, run.settings)]
-    if run.facts.trl and not run.settings["data"]["batch_size"] and (workers[0] or 1) != (workers[1] or 1):
-        changed["scaling.num_workers"] = (
-            workers[0],
-            workers[1],
-        )  # the batch of a step grows with the workers
-    # How evaluations are compared affects the result only if a job keeps the best step or may stop early.
-    for given in (left.get("run", {}), run.settings["run"]):
-        if (
-            given.get("load_best_model_at_end")
-            or given.get("early_stopping_patience")
-            or given.get("stop_if")
-        ):
-            changed |= {key: two for key, two in differences(left, run).items() if _among(key, COMPARISON)}
-    if changed and not _has_progress(run.folder):
+    changes = blocking_changes(left, run)
+    different = [f"{key}={_shown(then)} (now {_shown(now)})" for key, (then, now) in changes.items()]
+    if changes and not _has_progress(run.folder):
+        print(f"run {run.name} starts over: it began with {', '.join(different)}, and left no checkpoint")
         return {}
-    if changed:
-        different = [f"{key}={_shown(then)} (now {_shown(now)})" for key, (then, now) in changed.items()]
+    if changes:
         raise InputError(
             f"{run.name!r} began with {', '.join(different)} and cannot resume with different settings. Restore them, choose "
-            "another run.name, or set run.overwrite=true. Keys that do not decide the numbers may change: run, mlflow, gate, ...; with data.batch_size also scaling",
+            "another run.name, or set run.overwrite=true. Keys that do not affect the results may change: run, mlflow, gate, ..., and scaling if data.batch_size is set",
             key="run.name",
         )
     then, now = left.get("begun_with", {}).get("versions", {}), lineage.versions()
@@ -214,14 +195,44 @@ def unfinished(earlier: Earlier) -> dict[str, Any]:
         f"{name} {then[name]} (now {now.get(name)})" for name in then if then[name] != now.get(name)
     ]:
         print(
-            f"warning: {run.name!r} began with {', '.join(other)}, so its numbers may differ from here on",
+            f"warning: {run.name!r} began with {', '.join(other)}, so its results may differ from here on",
             flush=True,
         )
     return left
 
 
+def blocking_changes(left: dict[str, Any], run: Identity) -> dict[str, tuple[Any, Any]]:
+    """Returns {section.key: (value then, value now)} for the changed settings that prevent an unfinished run from resuming.
+
+    Args:
+        left: job.json of the unfinished run.
+    """
+    spec, settings = run.spec, run.settings
+    free = [*MAY_CHANGE, *_resolved(run), "begun_with"]
+    if settings["data"]["batch_size"] or spec.online:  # the key only limits the rows in memory
+        free.append("trainer.per_device_train_batch_size")
+    if spec.learns:  # in other stages, these keys set the judge of the output and the size of the parts
+        free += ["judge", "trainer.local_rollout_forward_batch_size"]
+    sections = (left.get("run", {}), settings["run"])
+    compares = any(
+        section.get(key)
+        for section in sections
+        for key in ("load_best_model_at_end", "early_stopping_patience", "stop_if")
+    )
+    changes = {
+        key: values
+        for key, values in differences(left, run).items()
+        if not _among(key, free) or (compares and _among(key, COMPARISON))
+    }
+    # Without data.batch_size, each worker adds rows to the batch of a step.
+    then, now = (one.get("scaling", {}).get("num_workers") for one in (left, settings))
+    if spec.trl and not settings["data"]["batch_size"] and (then or 1) != (now or 1):
+        changes["scaling.num_workers"] = (then, now)
+    return changes
+
+
 def pinned_inputs(left: dict[str, Any], run: Identity) -> dict[str, str]:
-    """Returns {input: version} that the run began with, for the inputs that have the same reference in the job now."""
+    """Returns {input: version} that the run began with, for the inputs whose references in the job have not changed."""
     inputs = left.get("begun_with", {}).get("inputs", {})
     return {
         key: version
@@ -233,7 +244,7 @@ def pinned_inputs(left: dict[str, Any], run: Identity) -> dict[str, str]:
 def same_content(left: dict[str, Any], run: Identity, base: str, rows: dict[str, str]) -> bool:
     """Returns True if the run began with this base and these rows, or False if the run must start over.
 
-    Raises InputError if the run must start over, but has left checkpoints or parts.
+    Raises InputError if the run must start over, but has left checkpoints or part files.
 
     Args:
         base: digest of the base.
@@ -258,10 +269,13 @@ def same_content(left: dict[str, Any], run: Identity, base: str, rows: dict[str,
 # --------------------------------------------------------------------------------------------- differences
 
 
-def essence(run: Identity, *but: str) -> dict[str, Any]:
-    """Returns the settings that affect the results of a run, as plain data. Omits the sections in `but`."""
-    kept = {key: value for key, value in run.settings.items() if key not in (*ELSEWHERE, *but)}
-    return kept | {"data": {key: value for key, value in kept["data"].items() if key != "cache_dir"}}
+def essence(run: Identity) -> dict[str, Any]:
+    """Returns {section.key: value} of the settings that affect the results of a run that compares its evaluations."""
+    return {
+        key: value
+        for key, value in flatten(run.settings).items()
+        if _among(key, COMPARISON) or not _among(key, MAY_CHANGE)
+    }
 
 
 def differences(left: dict[str, Any], run: Identity, but: Sequence[str] = ()) -> dict[str, tuple[Any, Any]]:
@@ -282,7 +296,7 @@ def print_differences(left: dict[str, Any], run: Identity) -> None:
     """Prints the settings of this command that differ from those of a finished run."""
     changed = differences(left, run, ("run", "source", *_resolved(run)))
     if changed:
-        print("it ran with other settings; this command's were not used:")
+        print("the run used other settings; the settings of this command are ignored:")
     for key, (then, now) in changed.items():
         print(f"   {key}: was {_shown(then)}, is {_shown(now)}")
 

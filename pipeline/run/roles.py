@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from pipeline.job import Model
-from pipeline.job.judge import Definition
 from pipeline.job.rollout import RolloutConfig
 from pipeline.models import fsdp_sync, probes
 from pipeline.models.adapters import SharedBase
@@ -53,12 +52,11 @@ def reward(worker: ModelHost, shared: SharedBase | None, name: str, role: str) -
     if given.kind == "function":
         return FunctionReward(import_function(given.version), args.reward_timeout_s, weight=weight, name=role)
     if given.kind == "judge":
-        run, definition = worker.work.run, Definition(**given.facts)
-        return JudgeReward(
-            definition, run.storage_path, run.name, args.reward_timeout_s, weight=weight, name=role
-        )
-    # In training, the number of tokens limits a forward pass. In other subcommands, the number of rows does.
-    by_tokens = bool(worker.work.stage.learns)
+        assert given.definition is not None
+        run, timeout_s = worker.work.identity, args.reward_timeout_s
+        return JudgeReward(given.definition, run.storage_path, run.name, timeout_s, weight=weight, name=role)
+    # In training, the number of tokens limits a forward pass. In other subcommands, the number of rows limits a forward pass.
+    by_tokens = bool(worker.work.spec.learns)
     limits = (
         {"tokens": args.max_tokens_per_micro_batch}
         if by_tokens
@@ -68,7 +66,7 @@ def reward(worker: ModelHost, shared: SharedBase | None, name: str, role: str) -
     if given.kind == "adapter":
         assert shared is not None
         shared.add(role, folder=folder, head=True)
-        constants = given.facts.get("reward") or {"mean": 0.0, "std": 1.0}
+        constants = given.lineage.get("reward") or {"mean": 0.0, "std": 1.0}
         return AdapterReward(shared, role, **limits, weight=weight, **constants)
     # The input is a full model, which is loaded in addition to the base.
     model_name, revision = hub.split(folder)
@@ -157,7 +155,7 @@ def decoder(host: ModelHost, shared: SharedBase, wanted: Sequence[str | None]) -
     """Returns the decoder that `rollout.engine` names, for a job that does not train. A vLLM decoder stops with this process.
 
     Args:
-        wanted: frozen roles that the decoder may sample from. None means the bare base.
+        wanted: frozen roles that the decoder may sample from, with None for the bare base.
     """
     rows = host.args.local_rollout_forward_batch_size
     if host.work.rollout.engine != "vllm":
@@ -214,9 +212,9 @@ def vllm(
 
 
 def vllm_options(model: Model, rollout: RolloutConfig, rows: int) -> dict[str, Any]:
-    """Returns the arguments of vllm.LLM that follow from these sections of a job.
+    """Returns the arguments of vllm.LLM for the sections `model` and `rollout` of a job.
 
-    vLLM's own limits of a batch grow with the GPU, but `memory_share` assumes the limits that are set here.
+    vLLM's default batch limits grow with the GPU's memory, but `memory_share` assumes the limits that this function sets.
 
     Args:
         rows: number of completions that vLLM decodes at the same time.
@@ -253,7 +251,7 @@ def folders(worker: ModelHost, shared: SharedBase) -> dict[str, str]:
 
 
 def save_policy(worker: ModelHost, shared: SharedBase, folder: str) -> dict[str, Any]:
-    """Writes the policy and its probes. Returns the digest of its tensors."""
+    """Writes the policy and its probes. Returns the digest of the policy's tensors."""
     digest = shared.save("policy", folder)
     pad = worker.tokenizer.pad_token_id
     precision = precision_in_use(shared)

@@ -61,7 +61,7 @@ def print_summary(result: dict[str, Any]) -> None:
 
 
 def how_it_ended(result: dict[str, Any]) -> str | None:
-    """Returns a text about the step that was kept as the best and the reason for an early stop, or None if there is neither.
+    """Returns a text about the best step and the reason for an early stop, or None if the run has neither.
 
     Args:
         result: the content of result.json.
@@ -83,7 +83,7 @@ def change(metrics: dict[str, float], one: Metric) -> str:
 
 
 def not_better(result: dict[str, Any]) -> str | None:
-    """Returns a warning if the eval win rate is not clearly above 0.5. Otherwise, or if there is no win rate, returns None."""
+    """Returns a warning if there is an eval win rate that is not clearly above 0.5, or else None."""
     rate, low, high = (result["metrics"].get(f"eval_win_rate{end}") for end in ("", "_low", "_high"))
     if rate is None or low > 0.5:
         return None
@@ -123,7 +123,11 @@ def best_of_n_table(curve: list[dict[str, float]]) -> str:
     ]
     table = text.table(("best of n", "reward", "judge", "KL at most"), rows, ">>>>")
     falls = curve[-1]["gold"] < max(point["gold"] for point in curve)
-    return table + "\n   the judge's score falls again: choosing by this reward exploits it" * falls
+    return (
+        table
+        + "\n   the judge's score falls at large n: choosing completions by this reward exploits the reward"
+        * falls
+    )
 
 
 def probes_table(probes: dict[str, Any]) -> str:

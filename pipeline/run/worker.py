@@ -48,7 +48,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
             console.silence_libraries()
             stack.enter_context(like_a_worker(work.places))
         else:
-            name_output(f"{work.run.stage} {work.run.name}" if work.sweep else work.run.stage)
+            name_output(f"{work.identity.stage} {work.identity.name}" if work.sweep else work.identity.stage)
             leave_group_of_one(context.get_world_size(), work.places.on_gpu)
             hold(work.lease)
         # All ranks resume from the same checkpoint.
@@ -70,7 +70,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
                 result = config["train"](worker)
         except BaseException as error:
             if isinstance(error, (InputError, Failure)):
-                # Ray Train 2.60 would log a traceback, which tells a user less than the messages of these errors.
+                # Ray Train 2.60 would log a traceback, which helps a user less than the error messages.
                 logging.getLogger("ray.train.v2._internal.util").disabled = True
             worker.close(timeout=5.0)
             raise
@@ -105,7 +105,7 @@ def like_a_worker(places: Places) -> Iterator[None]:
 def leave_group_of_one(world: int, use_gpu: bool) -> None:
     """Ends the torch.distributed group of a single worker on a CPU, because accelerate would wrap models in DDP.
 
-    On a GPU the group stays. Without a group, transformers wraps a model in nn.DataParallel if several GPUs are visible.
+    Keeps the group on a GPU, because without a group, transformers wraps a model in nn.DataParallel if several GPUs are visible.
     Remove this function when TorchTrainer can start a worker without a group, or accelerate does not wrap models in a group of
     one.
     """
@@ -119,7 +119,7 @@ def leave_group_of_one(world: int, use_gpu: bool) -> None:
 
 
 def name_output(stage: str) -> None:
-    """Marks the lines that this process writes to the driver's log with the stage, and silences the libraries' warnings."""
+    """Prefixes the lines of this process in the driver's log with the stage, and silences the libraries' warnings."""
     print(f":actor_name:{stage}", flush=True)  # Ray's marker: log lines start with `(sft pid=...)`
     print(f":actor_name:{stage}", file=sys.stderr, flush=True)
     terminal.mark_lines()
@@ -128,7 +128,7 @@ def name_output(stage: str) -> None:
 
 @dataclass
 class Outcome:
-    """The results of a stage at its end."""
+    """The results that a stage passes to Worker.finish."""
 
     metrics: dict[str, float]  # final metrics, which the gate checks
     end: dict[str, Any] = field(default_factory=dict)  # best.describe_end of a stage that trains
@@ -136,8 +136,8 @@ class Outcome:
     samples: list[dict[str, Any]] = field(default_factory=list)  # prompts with completions before and after
     # {file: rows} for the report; the files are saved next to the adapter
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    # More entries of lineage.json, for example the mean and standard deviation of a reward
-    facts: dict[str, Any] = field(default_factory=dict)
+    # Additional entries of lineage.json, for example the mean and standard deviation of a reward
+    lineage: dict[str, Any] = field(default_factory=dict)
 
 
 class PreemptionNotice:
@@ -148,7 +148,7 @@ class PreemptionNotice:
     """
 
     def __init__(self) -> None:
-        self.active = False  # whether a notice has come; the run then commits one checkpoint
+        self.active = False  # whether a notice has arrived, after which the run commits one checkpoint
         self._next, self._step, self._asked = 0, 0, time.monotonic()
 
     def poll(self, step: int) -> bool:
@@ -186,12 +186,13 @@ class Worker(ModelHost):
         # (time, step) of the first line, to estimate the time left
         self.started: tuple[float, int] | None = None
         self.printed = self.shown = 0.0  # times of the last printed line and of the last live line
-        self.step = self.total = 0  # the last logged step; the last step of the run
+        self.step = self.total = 0  # the last logged step, and the total number of steps of the run
         self.report = self._report if work.sweep else None
         self.metrics = (
             registry.open_curves(work.tracking, work.run_id) if self.rank == 0 and work.run_id else None
         )
         self.notice = PreemptionNotice()
+        self._rows: dict[str, Any] = {}  # results of `rows`
         if self.local_rank == 0:  # killed workers may have left files
             shutil.rmtree(self.scratch, ignore_errors=True)
             remove_abandoned()
@@ -210,8 +211,9 @@ class Worker(ModelHost):
 
         from pipeline.data.read import to_hf
 
-        fingerprint = self.work.fingerprints.get(name)
-        return to_hf(ray.train.get_dataset_shard(name), fingerprint) if fingerprint else None
+        if name not in self._rows and (fingerprint := self.work.fingerprints.get(name)):
+            self._rows[name] = to_hf(ray.train.get_dataset_shard(name), fingerprint)
+        return self._rows.get(name)
 
     def frozen_base(self, scorer_tokenizer: Any = None) -> Any:
         """Loads the job's frozen base on this worker's device. With `model.fsdp`, the workers hold shards of the base."""
@@ -223,19 +225,12 @@ class Worker(ModelHost):
 
     def gather(self, mine: Any) -> list[Any]:
         """Returns the values of all ranks, in the order of the ranks, on every rank."""
-        import torch
+        from pipeline.ppo.episodes import gather
 
-        from pipeline.models.fsdp_sync import catch_up
-
-        if self.world == 1:
-            return [mine]
-        catch_up()
-        parts: list[Any] = [None] * self.world
-        torch.distributed.all_gather_object(parts, mine)
-        return parts
+        return gather(mine)
 
     def log(self, metrics: dict[str, float], step: int, total: int) -> None:
-        """Sends metrics to MLflow, and prints a line at most every PRINT_INTERVAL_S. Only rank 0 does so."""
+        """On rank 0, sends metrics to MLflow, and prints a line at most every PRINT_INTERVAL_S."""
         self.step, self.total = step, total
         if self.metrics is None:
             return
@@ -244,9 +239,9 @@ class Worker(ModelHost):
             self.started = (now, step)
         began, first = self.started
         left = (now - began) / (step - first) * (total - step) if step > first else 0.0
-        shown = [f"{label} {value:<9.4g}" for label, value in line_of(self.work.run.stage, metrics)]
+        shown = [f"{label} {value:<9.4g}" for label, value in line_of(self.work.identity.stage, metrics)]
         ends = step in (first, total) or any(key.startswith("eval_") for key in metrics)
-        if ends or now - self.printed >= PRINT_INTERVAL_S:  # MLflow gets every step, the terminal only some
+        if ends or now - self.printed >= PRINT_INTERVAL_S:  # MLflow gets every step
             self.printed = now
             ahead = f"  left {terminal.duration(left)}" if step > first else ""
             print(f"step {step:>{len(str(total))}}/{total}  {'  '.join(shown)}{ahead}".rstrip(), flush=True)
@@ -261,10 +256,10 @@ class Worker(ModelHost):
         import ray
 
         assert self.work.sweep
-        return ray.get(self.work.sweep.rungs.report.remote(self.work.run.name, step, self.total, value))
+        return ray.get(self.work.sweep.rungs.report.remote(self.work.identity.name, step, self.total, value))
 
     def replay(self, history: list[tuple[int, dict[str, float]]]) -> None:
-        """Sends the (step, metrics) that a checkpoint recorded to MLflow, which may lack the last of these."""
+        """Sends the metrics in a checkpoint to MLflow again, because MLflow may lack the last steps before the checkpoint."""
         if self.metrics:
             for step, metrics in history:
                 self.metrics.log(metrics, step)
@@ -302,11 +297,11 @@ class Worker(ModelHost):
             if checked and (wrong := checkpoints.find_damage(path := storage.join(run_folder, name))):
                 storage.remove(path)
                 raise Failure(
-                    f"the last checkpoint is not what was trained ({wrong}): something else writes to {self.scratch} or "
-                    f"{run_folder}; stop it, then run the same command again"
+                    f"the last checkpoint differs from the trained weights ({wrong}): another program writes to {self.scratch} or "
+                    f"{run_folder}; stop that program, then run the same command again"
                 )
             self.work.lease.require()
-            checkpoints.prune(run_folder, self.work.options.num_to_keep)
+            checkpoints.prune(run_folder, self.work.run.num_to_keep)
 
     def finish(
         self,
@@ -319,10 +314,10 @@ class Worker(ModelHost):
         Returns the entries of result.json about the training. The driver computes the cost from the entry `usage`.
 
         Args:
-            save: writes adapter and head into a folder, and returns their digest, as adapter_files.write_adapter does.
-                Called on rank 0. If None, nothing was trained.
-            outputs: takes a folder, and returns outputs of the folder's adapter on a few rows. If the folder is None, uses the
-                adapter in memory. Called on rank 0.
+            save: function that writes adapter and head into a folder and returns their digest (see adapter_files.write_adapter),
+                or None if nothing was trained. Called on rank 0.
+            outputs: function of a folder that returns outputs of the folder's adapter on a few rows. If the folder is None, the
+                function uses the adapter in memory. Called on rank 0.
         """
         import torch
 
@@ -360,7 +355,7 @@ class Worker(ModelHost):
     def _lineage(self, outcome: Outcome) -> dict[str, Any]:
         from pipeline.models.template import text_as_chat
 
-        work, facts = self.work, outcome.facts | {"step": outcome.end["kept"]["step"]}
+        work, facts = self.work, outcome.lineage | {"step": outcome.end["kept"]["step"]}
         if work.rows_from:
             facts["rows_from"] = work.rows_from
         if work.judged_by:
@@ -371,7 +366,9 @@ class Worker(ModelHost):
         facts["text_as_chat"] = chat or text_as_chat(self.tokenizer, self.work.data.apply_chat_template)
         # The judge is not a parent, because nothing was trained on the judge's scores.
         parents = {name: version for name, version in work.versions.items() if name != "judge"}
-        return lineage.describe(work.run.stage, work.base, self.tokenizer, parents, work.digests, **facts)
+        return lineage.describe(
+            work.identity.stage, work.base, self.tokenizer, parents, work.digests, **facts
+        )
 
     def close(self, timeout: float = registry.Curves.CLOSE_TIMEOUT_S) -> None:
         if self.metrics:
@@ -394,7 +391,7 @@ def require_reload(trained: list[Any], reloaded: list[Any], folder: str) -> None
 
 
 def peak_memory(device: Any) -> int:
-    """Returns this worker's peak memory in bytes: GPU memory if it has a GPU, or else resident memory."""
+    """Returns this worker's peak memory in bytes: GPU memory if the worker has a GPU, or else resident memory."""
     import torch
 
     from pipeline.ppo import clock

@@ -93,7 +93,7 @@ def application(work: Work, digests: list[str]) -> Any:
     )
     host = ModelHost(work)
     encoding = (work.tokenizer, longest_row(host), end_token_ids(host), work.data.parse_special_tokens)
-    folder = feedback_folder(limits, work.run.storage_path) if limits.log_prompts else None
+    folder = feedback_folder(limits, work.identity.storage_path) if limits.log_prompts else None
     return server.bind(work, digests, recorder.bind(folder, limits.max_feedback_bytes, encoding))
 
 

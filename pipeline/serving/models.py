@@ -85,7 +85,7 @@ class Models:
         """Returns `found`. Raises InputError if the adapter's chat template differs from the other policies' chat template."""
         if not key.startswith("policies.") or self.host.work.model.chat_template is not None:
             return found
-        template = found.facts.get("chat_template")
+        template = found.lineage.get("chat_template")
         if template not in (None, template_digest(self.host.tokenizer)):
             raise InputError(
                 f"{found.version} was trained with a different chat template than the other policies; serve this version "

@@ -43,7 +43,7 @@ def tracking_of(job: Job) -> Tracking:
 
 def gate_of(job: Job) -> Gate:
     """Returns the Gate object for the version that a job registers or promotes."""
-    metric = job.run.metric_for_best_model or job.metrics.default
+    metric = job.run.metric_for_best_model or job.measurable.default
     greater = greater_is_better(metric, job.run.greater_is_better)
     keys = (*gates.LOSS, *gates.SAMPLING)
     settings = {f"trainer.{key}": job.trainer[key] for key in keys if job.trainer.get(key) is not None}

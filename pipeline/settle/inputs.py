@@ -5,7 +5,7 @@ import importlib.util
 import inspect
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +15,7 @@ from pipeline.input_uri import InputURI
 from pipeline.job import Job, Model, judge, lora
 from pipeline.job.job import HUB, transforms_of
 from pipeline.job.rollout import RolloutConfig
-from pipeline.job.stages import INPUTS, Stage
+from pipeline.job.stages import INPUTS, StageSpec
 from pipeline.models import adapter_files
 from pipeline.models.compatibility import Base, unmergeable
 from pipeline.registry import lineage
@@ -24,7 +24,7 @@ from pipeline.settle.work import Input, Work
 from pipeline.system import hub, storage, terminal
 from pipeline.system.functions import digest_functions, import_function
 
-# Arguments that a Python reward function can have in addition to the columns of the rows.
+# Parameters that a Python reward function can have in addition to the columns of the rows.
 GIVEN = ("prompts", "completions", "completion_ids", "seeds", "groups")
 
 
@@ -34,8 +34,8 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
     If model.name_or_path is a registered adapter, the returned job has the base of that adapter instead.
 
     Args:
-        pinned: {input: version} from the start of the run, if the run resumes. These versions are used even if their aliases
-            have moved.
+        pinned: {input: version} from the start of the run, if the run resumes. The pinned versions are used even if aliases have
+            moved.
     """
     tracking = tracking_of(job)
     uri = tracking.uri
@@ -48,16 +48,17 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
             base = lineage.read(registry.fetch(reference, uri), reference).get("base")
             if base is None:
                 raise InputError(
-                    f"{reference} does not say which base it was trained on; name the base itself"
+                    f"{reference} does not record which base it was trained on; set this key to the base itself"
                 )
         revision = base.get("revision")
         job = replace(job, model=replace(job.model, name_or_path=base["name_or_path"], revision=revision))
     inputs, missing = dict[str, str](), list[str]()
     for name, source in named.items():
         with about(job.key_of(name)):
-            if InputURI.parse(source).is_function:
+            ref = InputURI.parse(source)
+            if ref.is_function:
                 import_function(source)
-            if InputURI.parse(source).is_judge:
+            if ref.is_judge:
                 inputs[name] = pinned.get(name) or judge.pin_judge(source)
                 continue
             names = job.policies if name == "policy" else [source]
@@ -68,7 +69,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
                 if len(missing) >= len(job.serve.inputs):
                     raise
                 # A server starts without the models that do not exist.
-                print(f"warning: serve.{name} is left out: {error.message}", flush=True)
+                print(f"warning: serve.{name} is skipped: {error.message}", flush=True)
                 continue
         if found != "base":
             inputs[name] = found
@@ -76,7 +77,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
 
 
 def first(names: list[str], uri: str, job_file: str) -> str:
-    """Returns the pinned version of the first reference that exists. If none exists, raises the error about the first one."""
+    """Returns the pinned version of the first reference that exists. If none exists, raises the first reference's error."""
     errors: list[registry.Missing] = []
     for name in names:
         try:
@@ -85,7 +86,9 @@ def first(names: list[str], uri: str, job_file: str) -> str:
             errors.append(error)
             continue
         if errors:
-            terminal.say(f"policy: {', '.join(names[: len(errors)])} does not exist, so it is {found}")
+            terminal.say(
+                f"policy: {', '.join(names[: len(errors)])} does not exist, so the policy is {found}"
+            )
         return found
     raise errors[0]
 
@@ -110,7 +113,7 @@ def check_paths(job: Job) -> None:
     for key, source in transforms_of(job.data).items():
         with about(key):
             import_function(source)
-    if job.facts.rows:
+    if job.spec.rows:
         preview.source_kinds(job.stage, job.data)
     buckets: dict[str, tuple[str, str]] = {}
     for key, path in job.paths:
@@ -134,7 +137,7 @@ def digests_of_functions(work: Work) -> dict[str, str]:
     found: dict[str, list[str]] = {}
     for name, one in work.inputs.items():
         # A stage that trains does not learn from its judge, so the judge does not affect the adapter.
-        if one.kind == "function" and (name != "judge" or not work.stage.learns):
+        if one.kind == "function" and (name != "judge" or not work.spec.learns):
             found.setdefault(work.keys[name].partition(".")[0], []).append(one.version)
     if (estimator := str(work.trainer.get("advantage_estimator"))).startswith("python:"):
         found["trainer.advantage_estimator"] = [estimator]
@@ -142,9 +145,7 @@ def digests_of_functions(work: Work) -> dict[str, str]:
 
 
 def missing_parameter(source: str, columns: set[str]) -> str | None:
-    """Returns a column that a Python reward or a judge's question needs but the rows lack, or None if the rows lack none."""
-    if InputURI.parse(source).is_judge:
-        return next(iter(sorted(judge.read_definition(judge.at_version(source)[0]).columns - columns)), None)
+    """Returns a column that a Python reward needs but the rows lack, or None if the rows have all columns."""
     optional = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
     parameters = inspect.signature(import_function(source)).parameters.values()
     required = [one.name for one in parameters if one.default is one.empty and one.kind not in optional]
@@ -177,25 +178,26 @@ def check_inputs(work: Work, versions: Mapping[str, str], files: Base) -> dict[s
     Raises InputError if an adapter was trained on another base, or if the stage cannot use an input.
 
     Args:
-        work: the Work object of the job. Its `base` must be set.
+        work: the Work object of the job, with the field `base` set.
         files: the files of the base.
     """
     inputs = {}
     for name, reference in versions.items():
-        if InputURI.parse(reference).is_function:
+        ref = InputURI.parse(reference)
+        if ref.is_function:
             inputs[name] = Input(reference, "function")
             continue
-        if InputURI.parse(reference).is_judge:
+        if ref.is_judge:
             with about(work.keys[name]):
                 given = judge.load_pinned(reference)
                 _check_judge(work, name, given)
-            inputs[name] = Input(reference, "judge", facts=asdict(given))
+            inputs[name] = Input(reference, "judge", definition=given)
             continue
         key, scores = work.keys[name], name == "judge" or name.startswith("reward")
         with about(key):
             folder = registry.fetch(reference, work.uri)
             if scores and not lineage.is_adapter(folder):
-                if work.stage.runs_in == "here":
+                if work.spec.runs_in == "here":
                     raise InputError(
                         f"{reference} is a full model: there is nothing to merge; set {key}=null"
                     )
@@ -217,60 +219,60 @@ def _check_judge(work: Work, name: str, given: judge.Definition) -> None:
     """Raises InputError if the judge has to compare completions of a prompt, but the job scores each completion by itself."""
     if given.form != "rank":
         return
-    args, stage = work.args, work.run.stage
+    args, stage = work.args, work.identity.stage
     alone = name == "judge" or (stage == "evaluate" and work.data.eval)
-    if work.stage.online:
+    if work.spec.online:
         alone = alone or args.num_generations < 2 or args.estimator.needs_greedy
     elif stage in ("generate", "collect"):
         alone = alone or getattr(args, "num_generations", 1) < 2
     if alone:
         raise InputError(
-            "`form: rank` compares the completions of a prompt, and here each is scored by itself; use another form, or "
+            "`form: rank` compares the completions of a prompt, but this job scores each completion by itself; use another form, or "
             "trainer.num_generations=2 or more if the stage has that key"
         )
 
 
 def _check_supported(work: Work, name: str, folder: str, base: Base, scores: bool) -> None:
     """Raises InputError if the stage cannot use an adapter as its input `name`, or could not merge it into the base."""
-    stage, adapter = work.stage, adapter_files.read_settings(folder)
+    spec, adapter = work.spec, adapter_files.read_settings(folder)
     modules = adapter_files.ranks(adapter_files.read_shapes(folder))
     dora, problem = adapter.get("use_dora"), None
     on_head = lora.adapts_lm_head(list(modules))
-    merged = stage.runs_in == "here" or (stage.learns and name == "policy")
+    merged = spec.runs_in == "here" or (spec.learns and name == "policy")
     ignored = None if scores or name == "teacher" else lora.ignored_by_vllm(adapter)
-    if on_head and stage.trl:
+    if on_head and spec.trl:
         problem = "adapts lm_head, to which TRL's trainers apply no adapter; train an adapter without lm_head"
     elif merged and (found := unmergeable(base, modules, bool(adapter.get("lora_bias")), scores)):
         problem = found.message
-    elif dora and stage.runs_in == "serve":
+    elif dora and spec.runs_in == "serve":
         problem = (
             "is a DoRA adapter, which peft cannot batch with others; merge it into its base (`export`), name the result as "
             "model.name_or_path, and serve `base`"
         )
     elif dora and work.model.fsdp:
-        problem = "is a DoRA adapter, which takes norms of full weights; set model.fsdp=false"
+        problem = "is a DoRA adapter, which needs the norms of the full weights; set model.fsdp=false"
     elif ignored and work.rollout.engine == "vllm":
         problem = f"has {ignored}, which vLLM ignores; set rollout.engine=transformers"
     if problem:
         raise InputError(f"it {problem}")
 
 
-def makes_adapter(stage: Stage, args: Any, adapters: Iterable[str]) -> bool:
+def makes_adapter(spec: StageSpec, args: Any, adapters: Iterable[str]) -> bool:
     """Returns True if the stage creates at least one new adapter, with the settings in `lora`, instead of copying an input.
 
     Args:
         args: the PPOConfig, if the stage is ppo.
         adapters: names of the inputs that are adapters.
     """
-    started_from = {"policy", "reward"} & stage.inputs.keys()
-    if stage.online and not args.has_critic_adapter:  # then no adapter is copied from `reward`
+    started_from = {"policy", "reward"} & spec.inputs.keys()
+    if spec.online and not args.has_critic_adapter:  # the critic's adapter is not copied from `reward`
         started_from.discard("reward")
     given = {name.partition(".")[0] for name in adapters}
-    return stage.learns is not None and not (started_from and given >= started_from)
+    return spec.learns is not None and not (started_from and given >= started_from)
 
 
 def check_reward_model(model: Model, where: str) -> None:
-    """Raises InputError if a model is not a sequence classifier with one label. Loading it would add a random head."""
+    """Raises InputError if a model is not a sequence classifier with one label, because its head would be random."""
     from pipeline.models.base import check_base
     from pipeline.models.tokenizer import load_tokenizer
 

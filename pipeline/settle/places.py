@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from pipeline.job import Job
-from pipeline.job.rules import find_problems
+from pipeline.job.rules import batch_problems
 from pipeline.settle.placement import ACCELERATOR_TYPE, Bundle, Group, Places, on_cluster
 
 CLUSTER_ONLY = ("accelerator_type", "label_selector", "placement_strategy")  # keys that select nodes
@@ -33,10 +32,6 @@ def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
     if kind := scaling.get("accelerator_type"):
         amounts.setdefault(f"{ACCELERATOR_TYPE}{kind}", 0.001)
 
-    def may_have(count: int) -> bool:
-        """Returns True if the job is valid with `count` workers. For example, `count` must divide the batch size."""
-        return not any(find_problems(replace(job, scaling={**job.scaling, "num_workers": count})))
-
     config, on_gpu = job.rollout_config, bool(scaling.get("use_gpu"))
     rollout_on_gpu = on_gpu if config.use_gpu is None else config.use_gpu
     given = {"resources_per_worker": config.resources_per_worker, "use_gpu": rollout_on_gpu}
@@ -45,12 +40,11 @@ def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
     return Places(
         in_process=job.in_process,
         workers=Group("scaling", "worker", fewest, most, Bundle(amounts, selector)),
-        bundles=[Bundle(amounts, selector)] * fewest,
         rollout=Group("rollout", "rollout worker", count, count, sampler) if count else None,
         on_gpu=on_gpu,
         rollout_on_gpu=rollout_on_gpu,
         scaling=scaling,
-        smaller=[count for count in range(fewest - 1, 0, -1) if may_have(count)],
+        smaller=[count for count in range(fewest - 1, 0, -1) if not any(batch_problems(job, (count, count)))],
         timeout_s=job.run.placement_timeout_s,
     )
 

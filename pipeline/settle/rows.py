@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline.errors import InputError
 from pipeline.job.job import Data, transforms_of
+from pipeline.job.judge import at_version
 from pipeline.settle.inputs import GIVEN, digests_of_functions, missing_parameter
 from pipeline.settle.work import Input, Work
 from pipeline.system import functions, storage
@@ -26,11 +27,11 @@ def tokenize(work: Work, start_ray: Callable[[], Any] | None = None) -> tuple[Wo
     sets: dict[str, tuple[Any, str]] = {}  # {name: (tokenized rows, their split)}
     report: Any = None
     mixture: Any = None
-    cache = given.cache_dir or storage.join(work.run.storage_path, "data")
+    cache = given.cache_dir or storage.join(work.identity.storage_path, "data")
     prepare = partial(read.prepare_rows, tokenizer=work.tokenizer, cache_root=cache, ray_for_rows=start_ray)
     if given.train or given.eval:
         packing = bool(work.trainer.get("packing"))
-        data = prepare(work.run.stage, given, context_length=work.room, packing=packing)
+        data = prepare(work.identity.stage, given, context_length=work.room, packing=packing)
         report, mixture = data.report, data.mixture
         sets = {name: (data, name) for name in ("train", "eval") if getattr(data, name) is not None}
     for name in ("pairs", "benchmarks"):  # `evaluate` only scores these rows
@@ -51,12 +52,12 @@ def tokenize(work: Work, start_ray: Callable[[], Any] | None = None) -> tuple[Wo
         sets[name] = (scored, "eval")
     rows = {name: getattr(tokenized, split) for name, (tokenized, split) in sets.items()}
     # Checks that need the rows
-    if work.stage.scores:
+    if work.spec.scores:
         check_columns(work, rows)
     check_row_format(given, work.inputs.get("policy"), report.row_format())
-    if given.train and work.run.stage == "kto":
+    if given.train and work.identity.stage == "kto":
         check_labels(work.trainer, *report.labels())
-    if given.train and work.stage.online:
+    if given.train and work.spec.online:
         check_updates(work.args, len(mixture) if mixture else report.splits["train"].kept)
     # Facts about the rows that workers and the registry need
     digests = {name: tokenized.digests[split] for name, (tokenized, split) in sets.items()}
@@ -79,16 +80,16 @@ def check_row_format(data: Data, policy: Input | None, rows: str | None) -> None
     """Raises InputError if the rows are chat messages, but the policy was trained on plain text."""
     if policy is None or rows not in ("chat", "both") or data.apply_chat_template is not None:
         return
-    if policy.facts.get("rows") == "text":
+    if policy.lineage.get("rows") == "text":
         raise InputError(
-            f"{policy.version} was trained by {policy.facts['stage']} on plain text, and this job has rows of messages; use rows of plain text, "
+            f"{policy.version} was trained by {policy.lineage['stage']} on plain text, and this job has rows of messages; use rows of plain text, "
             "train sft on messages, or set data.apply_chat_template=true to continue in another format",
             key="policy",
         )
 
 
 def check_labels(trainer: dict[str, Any], desirable: int, undesirable: int) -> None:
-    """Prints how many KTO rows are desirable and undesirable. Warns if their weighted ratio is outside the paper's range."""
+    """Prints how many KTO rows are desirable and undesirable. Warns if their weighted ratio is outside the KTO paper's range."""
     print(f"labels: {desirable:,} desirable, {undesirable:,} undesirable rows", flush=True)
     good = trainer.get("desirable_weight", 1.0) * desirable
     bad = trainer.get("undesirable_weight", 1.0) * undesirable
@@ -143,8 +144,12 @@ def check_columns(work: Work, rows: dict[str, Any]) -> None:
         for role, one in asking.items():
             if role == "judge" and name != "eval":
                 continue  # a judge skips pairs and benchmark rows that lack columns
-            if wanted := missing_parameter(one.version, columns):
-                source = one.version.rpartition("@")[0] if one.kind == "judge" else one.version
+            if one.definition:
+                source, lacking = at_version(one.version)[0], one.definition.columns - columns
+                wanted = min(lacking, default=None)
+            else:
+                source, wanted = one.version, missing_parameter(one.version, columns)
+            if wanted:
                 raise InputError(
                     f"{source} asks for `{wanted}`, which the rows of data.{name} do not have; "
                     f"expected one of {', '.join((*GIVEN, *sorted(columns)))}. Add the column to the rows, or give the "

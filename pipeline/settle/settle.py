@@ -42,8 +42,8 @@ def settle(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> Work:
     weights = {f"reward.{index}": weight for index, (_, weight) in enumerate(job.rewards)}
     inputs = {name: replace(one, weight=weights.get(name, 1.0)) for name, one in inputs.items()}
     adapters = {name: one for name, one in inputs.items() if one.kind == "adapter"}
-    if makes_adapter(work.stage, work.args, adapters):
-        check_lora(files, work.lora, work.stage.learns == "reward")
+    if makes_adapter(work.spec, work.args, adapters):
+        check_lora(files, work.lora, work.spec.learns == "reward")
     elif unused := [key for key in job.overridden if key.partition(".")[0] == "lora"]:
         print(
             f"warning: {', '.join(unused)} changes nothing: the adapters that this job trains are copies of its input adapters; "
@@ -62,8 +62,8 @@ def work_of(job: Job, places: Places, **known: Any) -> Work:
 def sections_of(job: Job, places: Places) -> Sections:
     """Returns the Sections object of a job. Unlike `settle`, needs neither an MLflow store nor the code of judges."""
     return Sections(
-        stage=job.facts,
-        run=identity_of(job),
+        spec=job.spec,
+        identity=identity_of(job),
         places=places,
         model=job.model,
         lora=job.lora,
@@ -72,7 +72,7 @@ def sections_of(job: Job, places: Places) -> Sections:
         args=job.args,
         rollout=job.rollout_config,
         serve=job.serve,
-        options=job.run,
+        run=job.run,
         bf16=job.bf16,
         named=job.inputs,
         keys={name: job.key_of(name) for name in job.inputs},
@@ -80,7 +80,7 @@ def sections_of(job: Job, places: Places) -> Sections:
 
 
 def _tokenizer(model: Model, adapters: Mapping[str, Input], names_policy: bool) -> Any:
-    """Returns the base's tokenizer. Its chat template is the job's, or else an input adapter's, or else the base's own."""
+    """Returns the base's tokenizer. The chat template comes from the job, or else an input adapter, or else the base."""
     from pipeline.models.template import is_plain
     from pipeline.models.tokenizer import load_tokenizer
 
@@ -90,9 +90,9 @@ def _tokenizer(model: Model, adapters: Mapping[str, Input], names_policy: bool) 
     learned = next((adapters[name] for name in policies + rewards), None)
     template = model.chat_template
     if template is None and learned:
-        saved = os.path.join(learned.folder, "chat_template.jinja")  # the adapter was trained with it
+        saved = os.path.join(learned.folder, "chat_template.jinja")  # template of the adapter's training
         template = saved if os.path.lexists(saved) else None
     tokenizer = load_tokenizer(model.name_or_path, model.revision, template, model.trust_remote_code)
-    if learned and model.chat_template is None:  # encodes plain-text prompts as the adapter's training did
-        tokenizer.text_as_chat = bool(learned.facts.get("text_as_chat", not is_plain(tokenizer)))
+    if learned and model.chat_template is None:  # encodes plain-text prompts as in the adapter's training
+        tokenizer.text_as_chat = bool(learned.lineage.get("text_as_chat", not is_plain(tokenizer)))
     return tokenizer

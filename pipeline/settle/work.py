@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from pipeline.job import Data, Model, Run, Serve
 from pipeline.job.identity import Identity
+from pipeline.job.judge import Definition
 from pipeline.job.rollout import RolloutConfig
-from pipeline.job.stages import Stage
+from pipeline.job.stages import StageSpec
 from pipeline.registry import Gate, Tracking
 from pipeline.settle.placement import Places
 from pipeline.system.lease import Lease
@@ -16,7 +17,7 @@ from pipeline.system.lease import Lease
 
 @dataclass(frozen=True)
 class SweepHandle:
-    """What a trial of a sweep needs to know about its sweep."""
+    """The data that a trial needs about its sweep."""
 
     rungs: Any  # actor that gets the eval metrics of every trial (pipeline/sweep/trials.py)
     run_id: str  # id of the MLflow run that is the parent of the trials' runs
@@ -25,13 +26,14 @@ class SweepHandle:
 
 @dataclass(frozen=True)
 class Input:
-    """A model, Python function or judge that the job names. The driver has pinned, fetched and checked this input."""
+    """A model, Python function or judge that is an input of the job. The driver has pinned, fetched and checked this input."""
 
     # models:/NAME/3, hf://OWNER/NAME@COMMIT, a folder, python:MODULE:FUNCTION, or judge:FILE@DIGEST
     version: str
     kind: Literal["adapter", "model", "function", "judge"]
     folder: str = ""  # folder of the files on the driver's machine, or the Hub's id of a full model
-    facts: dict[str, Any] = field(default_factory=dict)  # an adapter's lineage.json, or a judge's definition
+    lineage: dict[str, Any] = field(default_factory=dict)  # lineage.json of an adapter
+    definition: Definition | None = None  # the content of a judge's file
     weight: float = 1.0  # weight of this reward in the sum of all rewards
 
 
@@ -39,8 +41,8 @@ class Input:
 class Sections:
     """The sections of a job, its stage, and its placement. The command `plan` needs only these fields."""
 
-    stage: Stage
-    run: Identity
+    spec: StageSpec
+    identity: Identity
     places: Places
     model: Model  # `settle` sets the base's commit, so that all workers load the same base
     lora: dict[str, Any]
@@ -49,7 +51,7 @@ class Sections:
     args: Any  # section `trainer` as a config object, or None for a TRL stage (only workers import TRL)
     rollout: RolloutConfig
     serve: Serve
-    options: Run  # section `run`
+    run: Run
     bf16: bool  # whether matrix products are in bfloat16
     # {name of an input: its reference in the job: version, folder, `base`, function or judge}
     named: dict[str, str]
@@ -59,22 +61,22 @@ class Sections:
     def frozen(self) -> Model:
         """Returns the section `model` with the dtype in which a worker holds the frozen base in memory.
 
-        This is model.dtype, except that a CPU with bfloat16 matrix products holds the base in bfloat16. Otherwise, each product
-        would first cast its float32 weight, which takes as long as multiplying a few rows.
+        The dtype is model.dtype, except on a CPU with bfloat16 matrix products, where it is bfloat16. A float32 base would be
+        slower there, because each product would first cast its weight to bfloat16.
         """
-        on_cpu = self.stage.runs_in != "here" and not self.places.on_gpu
+        on_cpu = self.spec.runs_in != "here" and not self.places.on_gpu
         return replace(self.model, dtype="bfloat16") if on_cpu and self.bf16 else self.model
 
     @property
     def writes(self) -> int:
         """Returns the maximum number of tokens of a sampled completion, or 0 if the job samples no completions."""
-        writes = self.stage.writes and ("policy" in self.named or self.serve.policies)
+        writes = self.spec.writes and ("policy" in self.named or self.serve.policies)
         return int(self.args.response_length) if writes else 0
 
 
 @dataclass(frozen=True)
 class Work(Sections):
-    """All values that the driver computes before the first worker starts. They are small, and can be pickled."""
+    """All values that the driver computes before the first worker starts. The values are small, and can be pickled."""
 
     tracking: Tracking
     gate: Gate  # conditions for the version that the run registers or promotes
@@ -101,7 +103,7 @@ class Work(Sections):
     @property
     def folder(self) -> str:
         """Returns the run's folder, which holds its checkpoints, result.json and report."""
-        return self.run.folder
+        return self.identity.folder
 
     @property
     def uri(self) -> str:
@@ -110,7 +112,7 @@ class Work(Sections):
 
     @property
     def context(self) -> int:
-        """Returns the context length of the base. If it is unknown, returns 2^20, more tokens than any row has."""
+        """Returns the context length of the base. If the length is unknown, returns 2^20, which exceeds the length of any row."""
         return self.base["context_length"] or 1 << 20
 
     @property

@@ -66,10 +66,10 @@ def measure(
 
 
 def _grouped(scored: Iterable[tuple[dict[str, Any], float]]) -> list[Scored]:
-    """Groups scored completions into the rows of a benchmark. Returns the rows whose completions are all there.
+    """Groups scored completions into the rows of a benchmark. Returns the rows that have scores for all their completions.
 
     Args:
-        scored: (completion, its score), in order. The completion's `pair` is its number in its row.
+        scored: (completion, its score), in order. A completion's `pair` is the completion's position in its row.
     """
     groups: list[Scored] = []
     for row, score in scored:
@@ -104,7 +104,7 @@ def metrics_of(rows: Sequence[Scored]) -> tuple[dict[str, float], dict[str, Any]
 def best_of(row: Scored) -> float:
     """Returns the share of correct completions among the completions with the highest score. Without ties, this is 0 or 1.
 
-    RewardBench 2 has this rule for one correct completion (https://arxiv.org/abs/2506.01937).
+    RewardBench 2 uses this rule if only one completion is correct (https://arxiv.org/abs/2506.01937).
     """
     largest = max(row.scores)
     return row.good.count(largest) / row.scores.count(largest)
@@ -124,7 +124,7 @@ def ties_score(rows: Sequence[Scored]) -> float:
     ref, tied = by_kind["ref"], by_kind["tied"]
     if alone := sorted(ref.keys() ^ tied.keys()):
         print(
-            f"warning: Ties: {len(alone)} rows without their ref: or tied: row, the first is {alone[0]}",
+            f"warning: Ties: {len(alone)} rows lack their ref: or tied: counterpart; the first is {alone[0]}",
             flush=True,
         )
     right = {kind: [_gap(row) > 0 for row in of.values()] for kind, of in by_kind.items()}

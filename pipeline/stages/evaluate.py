@@ -31,7 +31,7 @@ def show_tables(result: dict[str, Any]) -> None:
     if found["best_of_n"]:
         tables.append(best_of_n_table(found["best_of_n"]))
     for fault in found["pairs"].get("faults", ()):
-        terminal.say(f"warning: the reward on data.pairs: {fault}", result=True)
+        terminal.say(f"warning: data.pairs: {fault}", result=True)
     for table in tables:
         terminal.say(f"\n{table}", result=True)
 

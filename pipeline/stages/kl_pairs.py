@@ -109,7 +109,7 @@ class PairedBatches(ExactBatches):
         from trl.models.utils import disable_gradient_checkpointing
         from trl.trainer.utils import use_adapter
 
-        self.model.train()  # an evaluation may have turned dropout off, and `training_step` comes later
+        self.model.train()  # turns dropout on, because an evaluation may have turned it off
         sums = torch.zeros(3, dtype=torch.float64, device=self.accelerator.device)
         reference = "ref" if "ref" in self.model.peft_config else None  # None disables all adapters
         kwargs = self.args.gradient_checkpointing_kwargs
@@ -130,7 +130,10 @@ class PairedBatches(ExactBatches):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         if self.calculate_KL:
             self._due = iter(self._of_step)
-        return super().training_step(model, inputs, num_items_in_batch)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if next(self._due, None) is not None:
+            raise RuntimeError("TRL's KTOTrainer has not read both values of the KL term (trl 1.16)")
+        return loss
 
     def _compute_kl_logps(self, model: Any, batch: Any) -> Any:
         # TRL calls this method first for the policy, then for the reference, and averages the difference.

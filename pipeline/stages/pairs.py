@@ -45,7 +45,7 @@ def measure(
     if worker.rank == 0:
         print(f"scoring {len(rows)} held-out pairs", flush=True)
     column, named = worker.work.data.subset, worker.work.inputs.get("judge")
-    # A Python function needs columns that the rows may lack.
+    # A judge that is a Python function may need columns that the rows lack.
     asks = named.version if named and named.kind == "function" else None
 
     def answer(numbers: range) -> list[dict[str, Any]]:
@@ -126,11 +126,11 @@ def metrics_of(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[
         "eval_rm_ece": ece,
         "eval_rm_ties": mean([margin == 0 for margin in margins]),
     }
-    if all(by_place):  # both positions have the same weight, even if one has more draws
+    if all(by_place):  # both positions have equal weight, even with unequal numbers of answers
         metrics["eval_rm_shown_first"] = 0.5 + (mean(by_place[0]) - mean(by_place[1])) / 2
     if agreeing:
         metrics["eval_rm_order_agreement"] = mean(agreeing)
-    if len(margins) > 1:  # fits the temperature on every second pair, and measures ECE on the others
+    if len(margins) > 1:  # fits the temperature on every second pair, and measures ECE on other pairs
         metrics["eval_rm_calibration_temperature"] = scale = temperature(margins[::2])
         metrics["eval_rm_ece_calibrated"] = calibration([margin / scale for margin in margins[1::2]])[0]
     ends_of: dict[str, tuple[float, float]] = {}
@@ -156,7 +156,7 @@ def metrics_of(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[
 
 
 def faults(metrics: dict[str, float], ends_of: dict[str, tuple[float, float]]) -> list[str]:
-    """Returns messages about the faults of a reward that its metrics show.
+    """Returns messages about faults of a reward that are visible in the metrics.
 
     Args:
         ends_of: {name in BY_LENGTH or PLACES: interval of the accuracy}.
@@ -167,24 +167,25 @@ def faults(metrics: dict[str, float], ends_of: dict[str, tuple[float, float]]) -
         found.append(f"{metrics['eval_rm_ties']:.0%} of the pairs have equal scores")
     elif high < 0.5:
         found.append(
-            f"it prefers the rejected completion ({1 - metrics['eval_rm_accuracy']:.0%}); are they swapped?"
+            f"the reward prefers the rejected completion ({1 - metrics['eval_rm_accuracy']:.0%}); "
+            "are chosen and rejected swapped?"
         )
     elif low <= 0.5:
-        found.append(f"its accuracy may be chance ({low:.2f} to {high:.2f})")
+        found.append(f"the reward's accuracy may be chance ({low:.2f} to {high:.2f})")
     if where := _higher(ends_of, *PLACES):
         share = metrics["eval_rm_shown_first"]
         found.append(
-            f"it prefers the completion that it sees {where} ({max(share, 1 - share):.0%}); set orders: both"
+            f"the reward prefers the completion that it sees {where} ({max(share, 1 - share):.0%}); set orders: both"
         )
     if which := _higher(ends_of, "chosen_longer", "chosen_shorter"):
         found.append(
-            f"it prefers the {which.removeprefix('chosen_')} completion; compare eval_rm_accuracy_matched_length"
+            f"the reward prefers the {which.removeprefix('chosen_')} completion; compare eval_rm_accuracy_matched_length"
         )
     return found
 
 
 def _higher(ends_of: dict[str, tuple[float, float]], one: str, other: str) -> str | None:
-    """Returns which of two names has the higher interval, or None if the intervals overlap or one is missing."""
+    """Returns which of two names has the higher interval, or None if the intervals overlap or an interval is missing."""
     if not {one, other} <= set(ends_of):
         return None
     (low, high), (other_low, other_high) = ends_of[one], ends_of[other]
@@ -208,7 +209,7 @@ def scores_of(
 
     Args:
         first: number of the first row.
-        notes: this function adds the rewards' notes on the completions here; see Samples.
+        notes: a dict to which this function adds the rewards' notes on the completions; see Samples.
     """
     found = [
         (row["prompt_ids"], row[side], json.loads(row["row"]), seed_of(0, number), number)
@@ -225,7 +226,7 @@ def scores_of(
 
 
 def named(scores: list[float]) -> dict[str, float]:
-    """Returns {name: score} of a completion, or of a pair with its margin, as `score` writes them."""
+    """Returns {column: score} of a completion, or of a pair with its margin. The stage `score` writes these columns."""
     if len(scores) == 1:
         return {"score": scores[0]}
     chosen, rejected = scores

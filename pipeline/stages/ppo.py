@@ -67,7 +67,7 @@ def train(worker: Worker) -> dict[str, Any]:
         judge, start = roles.judge(worker, shared), roles.start(worker, shared, reference)
         comparison = evaluation.Comparison(worker, shared, held_out, rewards, judge, start)
     learning = {str(i): parameter for i, parameter in enumerate(shared.parameters_of("policy"))}
-    tracked = best.make_tracker(worker.work.options, worker.work.gate, learning, worker.report)
+    tracked = best.make_tracker(worker.work.run, worker.work.gate, learning, worker.report)
 
     with roles.trainers_decoder(worker, shared, args) as decoder:
         critic_reward = next((reward for reward in rewards if reward.name == copied), None)
@@ -78,8 +78,8 @@ def train(worker: Worker) -> dict[str, Any]:
             Prompts(worker.rows("train"), draws),
             worker.work.rollout,
             client,
+            roles.folders(worker, shared),
         )
-        trainer.folders = roles.folders(worker, shared)
         if client:
             client.begin(trainer)
         if worker.resume:
@@ -106,7 +106,7 @@ def _after_update(
     update: int,
     total: int,
 ) -> bool:
-    """Logs an update, tracks its evaluation, and saves a checkpoint if one is due. Returns True if training must stop."""
+    """Logs an update, tracks the best evaluation, and saves a checkpoint if one is due. Returns True if training must stop."""
     from pipeline.models.tokenizer import warn_of_endless
     from pipeline.scoring.judges.reward import JudgeReward
 
@@ -131,7 +131,7 @@ def _after_update(
 
 
 def _logged(trainer: PPOTrainer) -> dict[int, dict[str, float]]:
-    """Returns {update: metrics} of all logged updates. These include the last update and every update with an evaluation."""
+    """Returns {update: metrics} of all logged updates. The last update and every update with an evaluation are logged."""
     return {int(metrics["episode"]) // trainer.args.batch_size: metrics for metrics in trainer.history}
 
 
@@ -141,9 +141,10 @@ def _finish(
     """Restores the best weights, evaluates them, and saves the policy. Returns the result of Worker.finish."""
     from pipeline.run import best, roles
 
-    shared = trainer.shared
+    shared, last = trainer.shared, None
     if tracked and comparison and trainer.update == trainer.total:
-        tracked.compare(comparison.of("policy")[0], trainer.update)
+        last = comparison.of("policy")
+        tracked.compare(last[0], trainer.update)
     kept = tracked.restore() if tracked else None
     end = best.describe_end(tracked, kept, trainer.update, trainer.total)
     update = _logged(trainer)[end["kept"]["step"]]
@@ -151,7 +152,8 @@ def _finish(
     usage = {"tokens": trainer.tokens, "completions": trainer.update * trainer.args.batch_size}
     outcome = Outcome(metrics, end, usage)
     if comparison:
-        evaluated, outcome.samples = comparison.of("policy")
+        of_kept = last if last and end["kept"]["step"] == trainer.update else comparison.of("policy")
+        evaluated, outcome.samples = of_kept
         outcome.metrics |= evaluated
     prompts = worker.rows("train")
     probe = [list(row["input_ids"]) for row in prompts.select(range(min(4, len(prompts))))]

@@ -46,7 +46,7 @@ class Probe:
     # f(completion, chosen completion of another pair) -> edited completion. Leaves out pairs that the edit does not change.
     edit: Callable[[str, str], str]
     worse: bool = False  # whether the edit makes the completion worse
-    # Whether to score the completions in reverse order. This detects scores that depend on the position in a batch.
+    # Whether to score the completions in reverse order, to detect scores that depend on the position in a batch.
     reverse: bool = False
 
     def applies(self, pair: dict[str, Any]) -> bool:
@@ -74,7 +74,7 @@ def measure(
     """Probes the weighted `rewards` on the first pairs of data.pairs. Returns (metrics, tables for evaluation.json).
 
     eval_rm_probe/NAME is the effect of an edit. eval_rm_probe_accuracy/NAME is the share of pairs whose chosen completion keeps
-    the higher score if either of the two is edited. If the edit makes a completion worse, only the rejected completion is edited.
+    the higher score if either completion is edited. If the edit makes a completion worse, only the rejected completion is edited.
     eval_rm_probes_failed is the number of probes whose verdict is not "ok".
 
     Args:
@@ -125,7 +125,10 @@ def _text(tokenizer: Any, ids: list[int]) -> str:
 def _edited(
     tokenizer: Any, ids: list[int], edit: Callable[[str, str], str], other: str, ends: Collection[int]
 ) -> list[int]:
-    """Returns the token ids of the edited text, with the completion's end tokens. If nothing is left, keeps the last token."""
+    """Returns the token ids of the edited text, with the completion's end tokens.
+
+    If the edit leaves no token, returns the last token of `ids`.
+    """
     start = next((at for at in range(len(ids) - 1, -1, -1) if ids[at] in ends), len(ids))
     text = edit(_text(tokenizer, ids[:start]), other)
     edited = tokenizer(text, add_special_tokens=False).input_ids + ids[start:]

@@ -14,7 +14,7 @@ from pipeline.run.worker import Worker
 from pipeline.run_folder import DOUBTFUL, PAIRS
 from pipeline.system.progress import Bar
 
-TABLE, WORST = 4096, 8  # maximum number of pairs in the report, and of pairs that it shows as text
+TABLE, WORST = 4096, 8  # maximum number of pairs in the report, and of pairs shown as text
 
 
 def train(worker: Worker) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def train(worker: Worker) -> dict[str, Any]:
     trainer = trl_trainer.make_trainer(
         Trainer,
         worker.work.lora,
-        task_type="SEQ_CLS",  # otherwise peft leaves the head random and frozen
+        task_type="SEQ_CLS",  # with another task type, peft would freeze the random head
         model=worker.load_base(worker.tokenizer),
         args=args,
         train_dataset=rows,
@@ -49,7 +49,7 @@ def train(worker: Worker) -> dict[str, Any]:
     scores = [pair[side] for side in ("chosen", "rejected") for pair in pairs]
     mean = sum(scores) / len(scores)
     std = (sum((s - mean) ** 2 for s in scores) / max(1, len(scores) - 1)) ** 0.5
-    outcome.facts = {"reward": {"mean": mean, "std": std}}
+    outcome.lineage = {"reward": {"mean": mean, "std": std}}
     if held_out is not None:
         # Averages over pairs. TRL averages over batches, which gives a short last batch too much weight.
         margins = [pair["chosen"] - pair["rejected"] for pair in pairs]

@@ -11,7 +11,7 @@ from pipeline.run.launch import Recipe
 from pipeline.run.worker import Worker
 
 SAMPLES = 8  # eval prompts in the report
-# Maximum tokens of sampled prompts and of their completions, so that sampling takes less memory than training.
+# Maximum tokens of a prompt and of a sampled completion, so that sampling needs less memory than training.
 PROMPT_TOKENS, SAMPLE_TOKENS = 512, 128
 
 
@@ -102,7 +102,7 @@ def samples(worker: Worker, trainer: Any, ends: list[int]) -> list[dict[str, Any
     config = GenerationConfig(
         max_new_tokens=min(SAMPLE_TOKENS, worker.work.context - length),
         do_sample=False,
-        repetition_penalty=1.0,  # the generation config of the base may set another value
+        repetition_penalty=1.0,  # the base's generation config may set a penalty
         eos_token_id=ends,
         pad_token_id=worker.tokenizer.pad_token_id,
     )

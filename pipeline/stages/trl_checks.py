@@ -34,10 +34,13 @@ Completion = tuple[list[int], list[int]]  # token ids of a prompt, and of its (l
 
 
 def first_step_checks(worker: Worker, trainer: Any) -> list[CheckResult]:
-    """Runs the checks before the first step, and returns their results. Does not change the trainer. Every rank calls this."""
+    """Runs the checks before the first step, and returns their results. Does not change the trainer.
+
+    Every rank calls this function.
+    """
     first = trainer.train_dataset.select(range(min(CHECKED_ROWS, len(trainer.train_dataset))))
     rows = [dict(row) for row in first]
-    model, stage = trainer.accelerator.unwrap_model(trainer.model), worker.work.run.stage
+    model, stage = trainer.accelerator.unwrap_model(trainer.model), worker.work.identity.stage
     completions = [completion for row in rows for completion in completions_of(row)]
     tokenizer = worker.tokenizer
     results = [
@@ -49,7 +52,7 @@ def first_step_checks(worker: Worker, trainer: Any) -> list[CheckResult]:
     if worker.world > 1:
         drawn = [row for part in worker.gather(trainer.first_rows()) for row in part]
         doubled = len(drawn) - len(set(drawn))
-        found = f"{doubled} of {len(drawn)} rows of the first micro-batch are drawn twice"
+        found = f"{doubled} of {len(drawn)} rows of the first micro-batch occur twice"
         results.append(CheckResult("workers train on different rows", found, not doubled))
     if stage != "rm":
         results.append(loss_after_generation_prompt(tokenizer, completions))
@@ -57,8 +60,8 @@ def first_step_checks(worker: Worker, trainer: Any) -> list[CheckResult]:
         results.append(labels_are_tokens(trainer, rows))
     if stage in ("rm", "dpo"):
         equal = sum(row["chosen_ids"] == row["rejected_ids"] for row in rows)
-        found = f"{equal} of {len(rows)} pairs have the same tokens on both sides"
-        results.append(CheckResult("chosen and rejected of a pair differ", found, not equal))
+        found = f"{equal} of {len(rows)} pairs have the same tokens in chosen and rejected"
+        results.append(CheckResult("chosen and rejected completions differ", found, not equal))
     if stage == "kto" and trainer.calculate_KL:
         results.append(pairs_other_rows(trainer))
     training, metrics = model.training, copy.deepcopy(trainer._metrics)
@@ -83,7 +86,7 @@ def compare(
         same_start: whether the policy equals the reference at the start.
     """
     few, results = affordable(model, rows), []
-    if not few:  # all rows are too long
+    if not few:  # no row is within MAX_LOGITS
         return []
     if stage in ("dpo", "kto"):
         trainer._metrics["eval"].clear()
@@ -93,12 +96,12 @@ def compare(
     numbers, limit = NUMBERS[stage](trainer, model, few)
     if numbers:
         what, ours, alone = max(numbers, key=lambda number: abs(number[1] - number[2]))
-        found = f"{what} {ours:.6g} by the trainer, {alone:.6g} from the rows alone"
+        found = f"{what} is {ours:.6g} in the trainer's batch, but {alone:.6g} from the rows alone"
         same = all(abs(ours - alone) <= limit for _, ours, alone in numbers)
-        results.append(CheckResult("the trainer's numbers are those of the rows alone", found, same))
+        results.append(CheckResult("the trainer's numbers equal those from the rows alone", found, same))
     if stage == "rm":
         scores = torch.tensor([ours for _, ours, _ in numbers])
-        found = "the head computes in bfloat16, in which close scores are equal"
+        found = "the head computes in bfloat16, which rounds close scores to equal numbers"
         low = scores.equal(scores.bfloat16().float())
         results.append(CheckResult("scores are computed in fp32", found, not low))
     return results
@@ -132,7 +135,7 @@ def _unpacked(row: Row) -> list[Row]:
 
 
 def only_adapters_learn(trainer: Any, model: Any) -> CheckResult:
-    """Checks that only the adapter and the head require gradients, that they are fp32, and that the optimizer has them."""
+    """Checks that only adapter and head are trainable, and that their parameters are fp32 and in the optimizer."""
     learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     optimized = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
@@ -168,7 +171,7 @@ def ends_learned(worker: Worker, rows: Sequence[Completion]) -> CheckResult:
     # Leaves out rows that reach the length limit, because they may be truncated.
     complete = [ids for prompt, ids in rows if len(prompt) + len(ids) < limit]
     ended = sum(bool(ids) and ids[-1] in ends for ids in complete)
-    found = f"{ended} of {len(complete)} completions end with an EOS token among the trained ones"
+    found = f"{ended} of {len(complete)} completions end with a trained EOS token"
     return CheckResult("completions end with a trained EOS", found, ended > 0 or not complete)
 
 
@@ -176,16 +179,16 @@ def loss_after_generation_prompt(tokenizer: Any, rows: Sequence[Completion]) -> 
     """Checks that training begins right after the template's generation prompt."""
     name = "the loss starts after the generation prompt"
     if not any(prompt for prompt, _ in rows):
-        found = f"in none of {len(rows)} rows: the prompt is trained, too, from its first token"
+        found = f"in none of {len(rows)} rows: the loss also covers the prompt, from its first token"
         return CheckResult(name, found, False)
     _, asks = user_header_and_generation_prompt(tokenizer)
-    # Decodes only the start of a completion. The rest may have more turns, each with its own generation prompt.
+    # Decodes only the start of a completion. Later text may contain more turns, each with its own generation prompt.
     texts = [(tokenizer.decode(prompt), tokenizer.decode(prompt + ids[:8])) for prompt, ids in rows]
-    # The chat template may mark the trained tokens ({% generation %}). Then this check does not apply.
+    # This check does not apply if the chat template marks the trained tokens ({% generation %}).
     marked = GENERATION.search(tokenizer.chat_template or "")
     applies = asks and not marked and any(asks in text for _, text in texts)
     after = sum(asks in prompt and prompt.rfind(asks) == text.rfind(asks) for prompt, text in texts)
-    found = f"{after} of {len(rows)} completions are trained from the end of the template's last {asks!r}"
+    found = f"in {after} of {len(rows)} completions, training starts right after the template's last {asks!r}"
     return CheckResult(name, found, after > 0 or not applies)
 
 
@@ -211,9 +214,9 @@ def labels_are_tokens(trainer: Any, rows: list[Row]) -> CheckResult:
     count, others = int(trained.sum()), int((batch["input_ids"] != batch["labels"])[trained].sum())
     found = f"{count} tokens are trained in a batch of {len(rows)} rows"
     if count != expected:
-        found += f", {expected} in the rows themselves: the collator masks labels, or adds some"
+        found += f", but {expected} in the rows themselves: the collator masks or adds labels"
     if others:
-        found += f"; {others} labels are not the token that stands there"
+        found += f"; {others} labels differ from the token at their position"
     return CheckResult("labels are the rows' tokens", found, count == expected and not others)
 
 
@@ -230,8 +233,8 @@ def pairs_other_rows(trainer: Any) -> CheckResult:
         read = batch["KL_input_ids"][i][batch["KL_attention_mask"][i].bool()].tolist()
         wrong += read != rows[i]["prompt_ids"] + rows[count + i]["completion_ids"]
     found = (
-        f"of {count} rows in the first micro-batch, {themselves} are paired with their own completion, and {wrong} are read "
-        "with other tokens than those of their pair"
+        f"of {count} rows in the first micro-batch, {themselves} are paired with their own completion, and {wrong} have "
+        "tokens that differ from those of their pair"
     )
     holds = not wrong and (not themselves or len(trainer.train_dataset) == 1)
     return CheckResult("the KL term pairs prompts with other rows' completions", found, holds)
@@ -287,11 +290,11 @@ def rm_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
 def preference_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
     """Compares the mean log-probs of chosen and rejected completions under policy and reference.
 
-    In KTO, the label alone says whether a completion counts as chosen.
+    In KTO, only the label determines whether a completion counts as chosen.
     """
     from trl.trainer.utils import use_adapter
 
-    if getattr(trainer, "ld_alpha", None) is not None:  # dpo weights tokens by length
+    if getattr(trainer, "ld_alpha", None) is not None:  # with `ld_alpha`, dpo weights the log-probs of tokens
         return [], 0.0
     numbers, metrics = [], trainer._metrics["eval"]
     for role, adapter in ADAPTERS.items():

@@ -32,8 +32,8 @@ REFERENCE = "ref"  # TRL's name of a DPOTrainer's frozen reference adapter
 def arguments(worker: Worker, config: Any, **fixed: Any) -> Any:
     """Returns the section `trainer` as an instance of TRL's config class, with the pipeline's own settings.
 
-    `data.batch_size` is the number of rows in one optimizer step over all workers. It determines gradient accumulation, so a job
-    has the same steps on any number of workers. Call this function before the base is loaded.
+    `data.batch_size` is the number of rows in one optimizer step over all workers. This number determines gradient accumulation,
+    so a job has the same steps on any number of workers. Call this function before the base is loaded.
     """
     values = worker.work.trainer | {"gradient_checkpointing": plan.recomputes(worker)}
     if values.get("tf32") is None:  # with torch_compile, transformers would turn TF32 on
@@ -92,9 +92,10 @@ class Reporter(TrainerCallback):
         found = {"train_tokens_per_second": tokens / seconds, "memory/peak": peak_memory(self.device) / 2**30}
         if peak := peak_flops(self.device):
             # A forward takes 2 FLOPs per token and parameter. A backward through frozen weights takes 2 FLOPs as well, because
-            # only activations have gradients. Recomputed activations do not count (Chowdhery et al. 2022, PaLM, sec. 4.1).
-            facts = self.worker.work.stage
-            passes = 2 + facts.keeps_reference + facts.further_forwards
+            # only activations have gradients. The FLOPs of recomputed activations are not included (Chowdhery et al. 2022, PaLM,
+            # sec. 4.1).
+            spec = self.worker.work.spec
+            passes = 2 + spec.keeps_reference + spec.further_forwards
             base = self.trainer.accelerator.unwrap_model(self.trainer.model).get_base_model()
             flops = 2 * base.num_parameters() * tokens * passes
             found["mfu"] = flops / (seconds * peak * self.worker.world)
@@ -129,7 +130,7 @@ class Reporter(TrainerCallback):
 
 
 def _sums_file(worker: Worker, folder: str) -> str:
-    """Returns this rank's file of sums, or the file of rank 0 if the checkpoint has no file of this rank."""
+    """Returns this rank's file of metric sums, or the file of rank 0 if the checkpoint has no file of this rank."""
     own = os.path.join(folder, f"sums_{worker.rank}.json")
     return own if os.path.exists(own) else os.path.join(folder, "sums_0.json")
 
@@ -142,9 +143,9 @@ def _history(state: Any) -> list[tuple[int, dict[str, float]]]:
     return [(e["step"], _numbers(e)) for e in state.log_history if "train_runtime" not in e]
 
 
-# transformers 5.23 and TRL 1.16 sum metrics between two lines of the log, but their checkpoints lack the sums. The first line
-# after a resume would be a mean over fewer steps, and tokens would be counted from 0. The attributes are private. Remove these
-# functions when trainer_state.json has the sums.
+# transformers 5.23 and TRL 1.16 sum metrics between two lines of the log, but their checkpoints lack the sums. The first log line
+# after a resume would contain a mean over fewer steps, and tokens would be counted from 0. These attributes of transformers and
+# TRL are private. Remove these functions when trainer_state.json has the sums.
 def save_sums(trainer: Any, path: str) -> None:
     sums = {
         "tr_loss": trainer._tr_loss.item(),
@@ -230,22 +231,23 @@ def make_trainer(
 def train(worker: Worker, trainer: Any) -> Outcome:
     """Trains from the start, or from the worker's checkpoint. Returns the final metrics, the kept step, and the number of tokens.
 
-    The model then has the weights of the kept step. `eval_*` are metrics of this step. `initial_*` are metrics of step 0, if the
-    job sets `eval_on_start`.
+    After training, the model has the weights of the kept step. `eval_*` are metrics of the kept step. `initial_*` are metrics of
+    step 0, if the job sets `eval_on_start`.
     """
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:
             # On a 4-bit base, TRL casts adapters and the head of a reward to bf16, where small updates vanish (trl 1.16,
             # RewardTrainer.__init__; for DoRA: https://github.com/huggingface/trl/issues/7268). Here, adapters and head are fp32
-            # on any base. Remove the cast when TRL leaves them in fp32.
+            # on any base. Remove the cast when TRL keeps adapters in fp32.
             parameter.data = parameter.data.float()
-    # DDP would send the shards of rank 0 to the other ranks, which hold different shards of the base. Private in torch 2.13
-    # (https://github.com/pytorch/pytorch/issues/43690). Remove this code when DDP has a public list of parameters to ignore.
+    # DDP would send the shards of rank 0 to the other ranks, which hold different shards of the base. This method is private in
+    # torch 2.13 (https://github.com/pytorch/pytorch/issues/43690). Remove this code when DDP has a public list of parameters to
+    # ignore.
     shards = [name for name, parameter in trainer.model.named_parameters() if isinstance(parameter, DTensor)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trainer.model, shards)
     trainer.mixture = worker.work.mixture
     learning = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    tracked = best.make_tracker(worker.work.options, worker.work.gate, learning, worker.report)
+    tracked = best.make_tracker(worker.work.run, worker.work.gate, learning, worker.report)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Reporter(worker, trainer, tracked))
     if worker.rank == 0:
@@ -273,7 +275,7 @@ def _evaluations(trainer: Any) -> dict[int, dict[str, Any]]:
 
 
 def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
-    """Trains. Returns TRL's summary. Its `train_loss` is the mean over all steps, including steps before a resume."""
+    """Trains. Returns TRL's summary, with the mean `train_loss` over all steps, including steps before a resume."""
     if worker.resume:
         # The run was evaluated at step 0 already.
         trainer.args.eval_on_start = False
@@ -281,7 +283,8 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
         if best:
             best.load(worker.resume)
         if state.global_step >= state.max_steps > 0 or (best and best.exhausted):
-            # Training is complete, but transformers 5.23 would make one more step. Remove when train() returns at once.
+            # Training is complete, but transformers 5.23 would make one more step. Remove this code when train() makes no further
+            # step.
             trainer._load_from_checkpoint(worker.resume)
             trainer.state = state
             worker.replay(_history(state))

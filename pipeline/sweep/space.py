@@ -106,7 +106,7 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
     tree = Tree("command line", {"sweep": numbers})
     known = SweepSettings(**schema.checked(tree, "sweep", schema.keys("pipeline.sweep.space.SweepSettings")))
     base = load_job(path, shared)
-    if not base.facts.learns:
+    if not base.spec.learns:
         raise InputError(f"{path}: `{base.stage}` does not train; a sweep needs one of {', '.join(TRAINED)}")
     for key in varied:
         if {key, key.partition(".")[0]} & {*FIXED} and key != "data.batch_size":
@@ -119,12 +119,12 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
             key="data.eval",
         )
     metric = base.run.metric_for_best_model
-    if problem := base.metrics.why_not_compared(metric, base.run.greater_is_better):
+    if problem := base.measurable.why_not_compared(metric, base.run.greater_is_better):
         raise InputError(problem, "run.metric_for_best_model", base.source)
-    metric = metric or base.metrics.default
+    metric = metric or base.measurable.default
     check_comparable(metric, base.stage, varied)
     # The default name is a digest of the sweep, so that the same command resumes.
-    essences = [essence(identity_of(job), "gate") for job, _ in jobs]
+    essences = [essence(identity_of(job)) for job, _ in jobs]
     content = [essences, base.run.metric_for_best_model, known.reduction_factor]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
     name = base.run.name or f"sweep-{base.stage}-{digest}"

@@ -29,7 +29,7 @@ KEY = "model.name_or_path"
 
 
 def local(name_or_path: str) -> Path:
-    """Returns a base's name as a path with `~` expanded. Test it with os.path.isdir: Path.is_dir raises on some names."""
+    """Returns a base's name as a path with `~` expanded. Path.is_dir raises for some names, so callers use os.path.isdir."""
     return Path(os.path.expanduser(name_or_path))
 
 
@@ -70,7 +70,7 @@ def base_file(name_or_path: str, filename: str, revision: str | None = None) -> 
         if isinstance(error, errors.EntryNotFoundError):
             away = isinstance(error, errors.LocalEntryNotFoundError)
             cached = away and try_to_load_from_cache(name_or_path, "config.json", revision=revision)
-            # Offline, the error is the same whether the whole model is not cached, or a cached model has no such file.
+            # Offline, the error is the same for a model that is not cached and for a cached model without this file.
             if not away or (filename != "config.json" and isinstance(cached, str)):
                 return None
         where = f"{name_or_path!r}" + (f" (revision {revision!r})" if revision else "")
@@ -94,7 +94,7 @@ def _hub_answers() -> bool:
 
 
 def base_json(name_or_path: str, filename: str, revision: str | None = None) -> dict[str, Any] | None:
-    """Returns the content of a base's JSON file, or None if the file does not exist. Raises InputError if its JSON is invalid."""
+    """Returns the content of a base's JSON file, or None if the file does not exist. Raises InputError if the JSON is invalid."""
     path = base_file(name_or_path, filename, revision)
     if path is None:
         return None
@@ -103,7 +103,7 @@ def base_json(name_or_path: str, filename: str, revision: str | None = None) -> 
 
 
 def json_object(path: str | Path, fix: str = "fetch or save it again") -> dict[str, Any]:
-    """Returns the content of a JSON file. Raises InputError if it is not a JSON object.
+    """Returns the content of a JSON file. Raises InputError if the content is not a JSON object.
 
     Args:
         fix: advice at the end of the error message.
@@ -203,7 +203,7 @@ def fetch(reference: str) -> str:
     if settings is None:
         return reference
     for file in ADAPTER:
-        # None means that the file is neither cached nor known to be missing.
+        # The result is None if the cache does not record whether the file exists.
         if try_to_load_from_cache(repo, file, revision=commit) is None:
             base_file(repo, file, commit)
     return str(settings.parent)

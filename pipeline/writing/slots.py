@@ -26,13 +26,13 @@ class Slots(DynamicLayer):
 
     def __init__(self, cache: SlotCache, sliding: bool) -> None:
         super().__init__()
-        # A weak reference, because a reference cycle would keep the cache in memory until Python's next garbage collection.
+        # Uses a weak reference, because a reference cycle would keep the cache in memory until Python's next garbage collection.
         self.cache, self.is_sliding = weakref.proxy(cache), sliding
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         slots, positions = self.cache.slots, self.cache.positions
-        # Zeros instead of uninitialized memory, because attention multiplies masked values by 0, and 0 * NaN would be NaN.
+        # Uses zeros instead of uninitialized memory, because attention multiplies masked values by 0, and 0 * NaN would be NaN.
         self.keys, self.values = (
             x.new_zeros(slots, x.shape[1], positions, x.shape[3]) for x in (key_states, value_states)
         )
@@ -129,7 +129,7 @@ def doubled(size: int, needed: int) -> int:
 
 
 def live_first(live: Sequence[bool]) -> list[int]:
-    """Returns the live rows in a new order, in which the last rows take the places of removed rows and no other rows move."""
+    """Returns the live rows in a new order, in which the last rows replace removed rows and no other rows move."""
     count = sum(live)
     movers = [row for row in range(count, len(live)) if live[row]]
     return [row if live[row] else movers.pop() for row in range(count)]

@@ -163,7 +163,7 @@ def test_a_folder_is_one_job_whose_runs_have_names():
 
 @pytest.mark.parametrize("paths", [["jobs/own/kto.yaml", "jobs/own/evaluate.yaml"], ["jobs/own"]])
 def test_a_schedule_starts_new_runs(paths, monkeypatch, capsys):
-    """Several files run one after another in one cluster."""
+    """The entrypoint of a scheduled RayJob runs all job files, one after another."""
     monkeypatch.setenv("SCHEDULE", "0 3 * * 1")
     text = made(capsys, *paths, *SHARED_STORAGE)
     manifest = yaml.safe_load(text)
@@ -177,7 +177,7 @@ def test_a_schedule_starts_new_runs(paths, monkeypatch, capsys):
     assert words[:2] == ["bash", "-c"]
     commands = [shlex.split(one)[3:5] for one in words[2].split(" && ")]
     assert commands == [["kto", paths[0]], ["evaluate", paths[1]]]
-    # `ray job submit` passes the command to a shell like this
+    # `ray job submit` joins the words with list2cmdline and passes the line to a shell
     line = subprocess.list2cmdline(["bash", "-c", "echo 'a b' && echo c"])
     assert subprocess.check_output(line, shell=True, text=True) == "a b\nc\n"
 

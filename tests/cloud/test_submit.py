@@ -106,7 +106,7 @@ def test_a_job_with_a_mistake_is_not_submitted(cluster, capsys, tmp_path, monkey
     ],
 )
 def test_a_cluster_with_other_versions_is_refused(path, change, message, cluster):
-    """Changes a version in the head's response, because a second Ray cannot be installed."""
+    """Simulates another version of Ray or Python by changing the head's response."""
     api = submit.Api(cluster.address)
 
     def get(requested):
@@ -141,7 +141,7 @@ def test_resources_include_nodes_that_the_autoscaler_may_start(job):
     with pytest.raises(InputError, match=message) as refused:
         preflight.check_resources(job(*gpus, "scaling.num_workers=8").places, scaled_to_zero)
     preflight.check_resources(job(*gpus, refused.value.change).places, scaled_to_zero)
-    with pytest.raises(InputError, match="resources for 2 "):  # the limit is max_workers of the full cluster
+    with pytest.raises(InputError, match="resources for 2 "):  # max_workers limits all node types together
         preflight.check_resources(
             job(*gpus, "scaling.num_workers=4").places, replace(scaled_to_zero, max_workers=2)
         )
@@ -252,14 +252,14 @@ def test_the_exit_status_is_the_status_of_the_job(cluster, capsys):
     assert submit.follow(api, "fails") == 2
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("line")]
     assert lines == ["line 0", "line 1", "line 2"]
-    submit_shell(api, "died", status=2)  # for example, because a file of a library is missing
+    submit_shell(api, "died", status=2)  # as if a file of a library were missing
     assert submit.follow(api, "died") == 1
     assert "died failed: " in capsys.readouterr().err
 
 
 def test_a_lost_connection_loses_no_line_and_repeats_none(cluster, capsys, monkeypatch):
     proxy = Proxy(cluster.port)
-    # Ray's client prefers this variable to its `address` argument.
+    # Ray's client prefers RAY_ADDRESS to its argument `address`.
     monkeypatch.setenv("RAY_ADDRESS", proxy.address)
     api = submit.Api(proxy.address)
     submit_shell(api, "cut", lines=40, pause=0.2)
@@ -387,7 +387,10 @@ def test_an_address_with_a_vendors_scheme_is_resolved_by_ray(cluster, tmp_path, 
 
 @pytest.mark.slow
 def test_a_stage_runs_on_the_cluster(cluster, capfd, tmp_path):
-    """Two processes submit the same run at the same time. One of them starts the run, and the other exits with a message."""
+    """Two processes submit the same run at the same time.
+
+    One process starts the run, and the other process exits with a message.
+    """
     short = ["gate={}", "trainer.max_steps=1", "trainer.eval_on_start=false", "trainer.eval_strategy=no"]
     arguments = ["sft", "jobs/demo/sft.yaml", f"run.storage_path={tmp_path}/runs", "run.name=far", *short]
     command = [sys.executable, "-m", "pipeline", *arguments]

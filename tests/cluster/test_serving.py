@@ -88,13 +88,13 @@ class Load:
     """Eight clients that each send one request after another. A client repeats a failed request once, after a second.
 
     Args:
-        requests: total number. If None, the clients send requests until the block ends.
+        requests: total number of requests. If None, the clients send requests until the `with` block ends.
     """
 
     def __init__(self, client, requests=None):
         self.client, self.requests = client, requests
         self.answers = []  # (time, answer)
-        # (status, message) of first attempts and of second attempts that failed.
+        # (status, message) of requests whose first attempt failed, and of requests whose second attempt failed, too
         self.repeated, self.failed = [], []
         self.number, self.lock, self.ended = 0, threading.Lock(), False
         self.threads = [threading.Thread(target=self._work, daemon=True) for _ in range(CLIENTS)]
@@ -191,7 +191,7 @@ def assert_equal_answers_for_equal_seeds(client):
 
 
 def kill_host_under_load(cluster, client, host):
-    """Returns (time of the kill, the load)."""
+    """Kills a host while clients send requests. Returns (time of the kill, the Load with the answers)."""
     with Load(client, REQUESTS) as load:
         wait(lambda: len(load.answers) > REQUESTS // 3, "a third of the answers")
         cluster.leave(host)
@@ -200,7 +200,7 @@ def kill_host_under_load(cluster, client, host):
     print(f"\n{len(load.repeated)} of {REQUESTS} requests were repeated; the host died at request {sent}")
     assert sent < REQUESTS, "the host died after the last request"
     assert not load.failed and len(load.answers) == REQUESTS, load.failed
-    # OpenAI's client repeats requests with these statuses
+    # OpenAI's client repeats a request if the status is 500 or higher
     assert all(status >= 500 for status, _ in load.repeated), load.repeated
     return died, load
 
@@ -212,7 +212,7 @@ def assert_feedback_is_accepted(client, answers, died):
         if status == 404:
             unknown.append(arrived - died)
         else:
-            assert status in (200, 400), message  # 400 for an empty completion
+            assert status in (200, 400), message  # an empty completion has status 400
     print(f"{len(unknown)} answers were lost with the host, seconds before its death: {unknown}")
     assert all(-2 < seconds < 1 for seconds in unknown), unknown
 

@@ -1,4 +1,4 @@
-"""Tests `chat` with lines from a pipe, and compares the answers with those of the inference engine.
+"""Tests `chat` with lines from a pipe, and compares the answers with the inference engine's answers.
 
 tests/test_readme.py runs a real process.
 """

@@ -166,7 +166,7 @@ def rounds(folder: Path, storage: Path, **popen) -> subprocess.Popen:
 
 @pytest.mark.slow
 def test_a_killed_script_of_rounds_continues_without_repeating_a_finished_run(storage, tmp_path):
-    """The gate of an evaluation may fail in this test. The script then ends after that evaluation."""
+    """If the gate of an evaluation fails, the script ends after this evaluation, and the test accepts this end."""
     registered(storage)
     cut = storage / "loop-1-dpo"
     with (

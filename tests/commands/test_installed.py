@@ -15,7 +15,7 @@ from pipeline.commands import completion, shipped
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Builds the wheel. Returns a folder with its contents."""
+    """Builds the package's wheel. Returns a folder with the unpacked wheel."""
     built, folder = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("installed")
     build = [sys.executable, *"-m pip wheel -q --no-deps --no-build-isolation -w".split(), built, ROOT]
     done = subprocess.run(build, capture_output=True, text=True)
@@ -87,7 +87,7 @@ def test_completion_knows_subcommands_job_files_and_their_keys():
 
 
 def test_python_functions_of_the_current_folder_are_found(wheel, tmp_path):
-    """The module does not define the named function. The error message shows that the module was imported."""
+    """The job names a function that its module lacks, so that the error shows whether the module was imported."""
     shutil.copytree(wheel / "pipeline/jobs/demo", tmp_path / "jobs/demo")
     (tmp_path / "my_rewards.py").write_text("def f(prompts, completions, rows):\n    return [1.0]\n")
     done = rlhf(wheel, tmp_path, "score", "jobs/demo/score.yaml", "reward=python:my_rewards:g")

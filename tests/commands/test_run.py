@@ -10,7 +10,10 @@ from pipeline.job import load_job
 
 
 def test_the_summary_shows_the_results_of_the_profile():
-    """Without a judge, the first metric shown for PPO is the reward. The suggested next commands use the same profile."""
+    """Without a judge, the first metric shown for PPO is the reward.
+
+    The next commands that `run` suggests use the profile of the run.
+    """
     common = {"tracking_uri": "http://mlflow:5000", "folder": "s3://b/runs/x"}
     ppo = {"stage": "ppo", "metrics": {"initial_reward": 0.25, "eval_reward": 0.5}}
     results = [ppo | common, {"stage": "evaluate", "metrics": {"eval_win_rate": 0.75}} | common]

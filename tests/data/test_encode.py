@@ -178,7 +178,10 @@ def test_rows_that_are_dropped_and_pairs_that_are_kept():
 
 
 def test_a_token_across_the_border_belongs_to_the_completion():
-    """As in TRL, such a token is trained. The report shows the completions of an rm pair from the start of a word."""
+    """A token that contains text of prompt and completion is trained, as in TRL.
+
+    The report shows the completions of an rm pair from the start of a word.
+    """
     tok = tokenizer()
     tok.backend_tokenizer.add_tokens(["ab"])
     pair = {"prompt": "xa", "chosen": "b is north", "rejected": "b is not"}

@@ -143,9 +143,9 @@ def test_a_template_that_rewrites_earlier_turns():
 
 
 ENDS = ("</s>", "<|im_end|>")
-LAST = {  # the trained text of the last completion, if the row has no thoughts and if it has thoughts
+LAST = {  # template: trained text of the last completion, without thoughts in the row and with thoughts
     "qwen3": ("<think>\n\n</think>\n\nbye", "<think>\ntwo\n</think>\n\nbye"),
-    # The generation prompt of this template ends with <think>.
+    # The generation prompt of qwen3_5_think ends with <think>.
     "qwen3_5_think": ("\n</think>\n\nbye", "two\n</think>\n\nbye"),
     "qwen3_instruct_2507": ("bye", "<think>\ntwo\n</think>\n\nbye"),
 }
@@ -212,7 +212,10 @@ def test_the_template_gets_any_key_that_it_reads(read):
 
 
 def test_thoughts_of_earlier_turns_that_the_template_leaves_out_are_counted():
-    """Qwen3's template drops the thoughts in turns before the last question. The report counts these turns."""
+    """Qwen3's template drops the thoughts in turns before the last question.
+
+    The report counts the turns whose thoughts are dropped.
+    """
     template = real_template("qwen3")
     made = encoder("sft", template=template, ends=ENDS)
     call = {**BOT, "thinking": "Look it up.", "tool_calls": [{"name": "f", "arguments": {}}]}
@@ -274,7 +277,7 @@ def test_a_turn_with_only_thoughts_is_an_empty_one(name, said):
     turns[1] = {**quiet, "weight": 0}
     tok, (example,) = encoded("sft", {"messages": turns}, template=template, ends=ENDS)
     assert [run.rpartition("yo")[1] for run in trained(tok, example)] == ["yo"]
-    with pytest.raises(RowError, match="a turn that is not empty"):
+    with pytest.raises(RowError, match="a turn with content"):
         encoded("dpo", {"prompt": [USER], "chosen": [quiet], "rejected": [BOT]}, template=template)
     turns[1] = {**CALL, "content": said}
     _, (example,) = encoded("sft", {"messages": turns}, template=real_template("qwen3"), ends=ENDS)
@@ -293,7 +296,7 @@ def test_two_different_thoughts_of_a_message_are_an_error():
 
 
 def test_a_key_counts_as_read_only_if_the_template_writes_it():
-    """A template may use a key without writing it for every role. This template writes `name` only for tools."""
+    """A template may use a key without writing it for every role. The template of this test writes `name` only for tools."""
     of_tools = CALLING.replace("{{ m.role }}", "{{ m.role }}{{ m.name if m.role == 'tool' }}")
     for template, written in ((CALLING, False), (of_tools, True)):
         for stage, row in (
@@ -329,9 +332,7 @@ def test_a_template_that_drops_the_thoughts_of_the_last_turn_is_rejected():
             _, (error,) = encoded(
                 stage, {"messages": [USER, THOUGHT]} if stage == "sft" else row, template=template
             )
-            assert isinstance(error, RowError) and "leaves out the thoughts of this turn" in error.found, (
-                error
-            )
+            assert isinstance(error, RowError) and "omits the thoughts of this turn" in error.found, error
 
 
 def test_a_row_sets_variables_of_the_template():

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from unittest import mock
 
 # isort: off
-from tools.gpu.pretend import branches  # before the modules of pipeline/, whose statements it records
+from tools.gpu.pretend import branches  # imported before pipeline/, to instrument its modules
 # isort: on
 
 import pytest
@@ -43,7 +43,7 @@ def run_cut(arguments: list[str], step: int) -> dict[str, Any]:
 def with_output(
     statements: str, gpus: int, work: Callable[..., dict[str, Any]], *args: Any
 ) -> dict[str, Any]:
-    """Returns the result of `work(*args)` on a machine with GPUs, plus its `output`.
+    """Returns the result of `work(*args)` on a machine with GPUs, plus the printed text as `output`.
 
     Args:
         statements: file to which executed statements are added (branches.FILE).

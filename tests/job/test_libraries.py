@@ -9,7 +9,7 @@ from running import ROOT
 from pipeline.errors import InputError
 from pipeline.job import JOBS, load_job
 from pipeline.job.libraries import check_with_libraries
-from pipeline.job.stages import STAGE
+from pipeline.job.stages import STAGE_SPECS
 
 SHIPPED = [path for path in sorted((ROOT / "jobs").glob("*/*.yaml")) if path.stem in JOBS]
 REJECTED = [
@@ -31,7 +31,7 @@ def test_an_error_of_a_library_has_the_key(stage, overrides, says):
 def test_the_libraries_accept_all_shipped_jobs_on_a_machine_without_gpus(in_root):
     for path in SHIPPED:
         shipped = load_job(path)
-        tf32 = {"tf32": True} if STAGE[path.stem].trl and shipped.scaling.get("use_gpu") else {}
+        tf32 = {"tf32": True} if STAGE_SPECS[path.stem].trl and shipped.scaling.get("use_gpu") else {}
         check_with_libraries(replace(shipped, trainer=shipped.trainer | tf32))
 
 

@@ -28,7 +28,7 @@ def test_packed_completions_have_the_same_states_as_in_separate_rows(kind, atten
         with torch.no_grad():
             states = shared.states(role, batch)
             torch.testing.assert_close(states, shared.states(role, single), rtol=1e-4, atol=1e-5)
-    # Expected: the states before each action and after the last one. The last state is repeated to the end of the row.
+    # Row 1 has the states before each action and after the last action. The last state is repeated to the end of the row.
     hidden = shared.hidden(None, single.input_ids)
     torch.testing.assert_close(states[1], hidden[1, [1, 2, 2, 2, 2]], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(shared.states(None, batch.ends())[:, 0], states[:, -1])

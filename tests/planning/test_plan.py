@@ -34,7 +34,7 @@ ROWS = Rows(1000, 512)
 
 def shape_of(job):
     work = work_of(job)
-    return Shape(work.frozen, work.lora, "reward" in (work.stage.learns, *work.stage.inputs))
+    return Shape(work.frozen, work.lora, "reward" in (work.spec.learns, *work.spec.inputs))
 
 
 def job(folder, name="demo/ppo", *overrides):
@@ -138,7 +138,7 @@ def test_plans_for_8b_and_70b_equal_a_calculation_by_hand(
 ):
     (tmp_path / "config.json").write_text(json.dumps(config))
     name = f"llama3-{size}-qlora/ppo"
-    # With vLLM in rollout workers, the trainers need no memory for it. vLLM splits base and cache over the GPUs of a worker.
+    # vLLM runs in rollout workers, so trainers reserve no memory for vLLM. vLLM splits base and cache over a worker's GPUs.
     settings = ["num_workers=2", "use_gpu=true", "tensor_parallel_size=2", "engine=vllm"]
     asked = job(tmp_path, name, *(f"rollout.{one}" for one in settings))
     planned = plan_of(asked)
@@ -186,7 +186,7 @@ def test_hours_are_matrix_products_divided_by_speed(llama_8b):
     keeps = ["trainer.gradient_checkpointing=false", "trainer.num_train_epochs=1"]
     asked = job(llama_8b, "llama3-8b/sft", *keeps)
     planned = dataclasses.replace(plan_of(asked), tokens=(1000, 0))
-    # Per weight and token, 2 for the forward pass and 2 for the backward pass.
+    # FLOPs per weight and token: 2 for the forward pass and 2 for the backward pass
     flops = 4 * 8_030_261_248 * 1000 * 10_000
     expected = flops / (989e12 * plan.UTILIZATION) / 3600 / asked.workers[1]
     assert plan.estimate_hours(planned, "H100", Rows(10_000, 1000)) == pytest.approx(expected)
@@ -240,7 +240,8 @@ def test_a_plan_for_kto_has_the_share_of_desirable_rows_and_two_rows_in_a_micro_
     assert min(sizes) == 2
     both = [plan._with(work_of(asked), {"trainer.gradient_checkpointing": on}) for on in (False, True)]
     kept, recomputed = (plan.estimate_hours(plan.make_plan(one), "L4", ROWS) for one in both)
-    assert recomputed / kept == pytest.approx((3 + 3) / (2 + 3))  # including three forwards without learning
+    # both sums include KTO's three forward passes without gradients
+    assert recomputed / kept == pytest.approx((3 + 3) / (2 + 3))
 
 
 def test_a_plan_counts_a_base_in_shards():
@@ -268,7 +269,7 @@ def test_gated_models_are_planned_without_a_token_or_a_network(capsys, in_root, 
     assert "no model is registered yet" in out and not list(tmp_path.iterdir())
     table = re.findall(r"^   (\S+) +\d+  yes +([\d.]+) h  \$ *(\d+)$", out, re.M)
     assert [name for name, *_ in table] == ["A100-80G", "H100", "H200"]
-    for name, hours, dollars in table:  # the price of four workers; hours are printed rounded
+    for name, hours, dollars in table:  # the price is for four workers, and hours are rounded
         assert int(dollars) == pytest.approx(4 * float(hours) * prices.read_prices().gpus[name], rel=0.01)
 
 
@@ -314,7 +315,7 @@ def test_the_plan_of_an_evaluation_counts_its_adapters(models, in_root, capsys):
     assert "adapters: policy, baseline, reward\n" in said and "note" not in said and "checkpoint" not in said
 
 
-QWEN = {  # the base of jobs/own
+QWEN = {  # the base model of jobs/own
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,
     "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
     "max_position_embeddings": 32768, "tie_word_embeddings": True,
@@ -348,7 +349,7 @@ def jobs_of_profile(profile, tmp_path):
 def test_a_profile_starts_on_a_machine_with_gpus_or_says_what_to_change(
     profile, count, gpu, tmp_path, in_root, monkeypatch
 ):
-    """Applies the changes that the messages propose. Then the jobs find GPUs and fit, or the message proposes larger GPUs."""
+    """Applies the changes that the messages propose. A changed job must fit, or the message must propose larger GPUs."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(NvidiaGPUAcceleratorManager, "get_current_node_num_accelerators", lambda: count)
     memory, fitted = plan.GPUS[gpu].memory * plan.GIB, 0

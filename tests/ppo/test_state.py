@@ -53,7 +53,8 @@ def test_a_restored_run_ends_with_the_same_numbers(critic, dtype, threads, tmp_p
     first.save(tmp_path)
     second = trainer(1234)
     for parameter in [p for r in ("policy", "critic", "reference") for p in second.shared.parameters_of(r)]:
-        parameter.data += 1.0  # changes every value, so that the values must come from the checkpoint
+        # so that equal weights at the end prove that `restore` read them from the checkpoint
+        parameter.data += 1.0
     second.restore(tmp_path)
     second.train()
     roles = ["policy", "critic", "reference"]

@@ -1,4 +1,4 @@
-"""Tests the report page of finished, failed and interrupted runs. Most runs are only recorded in MLflow. One is a real run."""
+"""Tests the report page of finished, failed and interrupted runs. All runs but one exist only as records in MLflow."""
 
 import json
 import math
@@ -175,7 +175,7 @@ def test_the_page_has_metrics_curves_samples_gate_and_data(runs, store):
         "one-ppo gate failed PPO", "0.25 → 0.915 held-out judge", "90.0%", "1 min 15 s", "KL from the reference",
         "Explained variance of the values", "Seconds per update", "Oslo.", "reward 3.50",
         "2 chosen equal to rejected", "eval_eos_rate 0.5 >= 0.9 failed", "torch 2.13.0",
-        "train 2 sources · dddddddddddd a.jsonl: 9 of 10 kept b.parquet: 9 of 10 kept, 3 of 9 drawn an epoch 12",
+        "train 2 sources · dddddddddddd a.jsonl: 9 of 10 kept b.parquet: 9 of 10 kept, 3 of 9 drawn per epoch 12",
     ):  # fmt: skip
         assert words in text, words
     assert ">update</text>" in page_of(store, "one-ppo") and ">step</text>" in page_of(store, "one-sft")
@@ -213,7 +213,8 @@ def test_the_held_out_value_of_a_card_is_a_point_in_the_curve():
     assert kl.select({"eval_kl": card}) == {}
     history = {"objective/kl": curve, "eval_kl": card}
     [axes] = plots.figure([plots.curve(kl, {"1": history, "2": history}, "update")]).axes
-    points = [len(line.get_xdata()) for line in axes.lines[1:]]  # without the reference line at 0
+    # lines of the runs, without the reference line at 0
+    points = [len(line.get_xdata()) for line in axes.lines[1:]]
     assert points == [2, 2], "runs are compared by their curves, not by the held-out value"
 
 
@@ -239,7 +240,10 @@ def test_the_lineage_leads_from_the_policy_to_the_base(runs, store):
 
 
 def test_the_lineage_has_the_versions_that_wrote_rows(migrated, tmp_path):
-    """dpo v1 learns from rows of sft v1, and dpo v2 mostly from rows of dpo v1 and sft v1. Both start from the policy sft v1."""
+    """dpo v1 learns from rows of sft v1, and dpo v2 mostly from rows of dpo v1 and sft v1.
+
+    dpo v1 and dpo v2 start from the policy sft v1.
+    """
     shutil.copy(migrated, tmp_path / "mlflow.db")
     sft, first, second = "models:/rlhf-sft/1", "models:/rlhf-dpo/1", "models:/rlhf-dpo/2"
     finish(tmp_path, begin(tmp_path, "sft", "sft"), {}, {})
@@ -340,7 +344,8 @@ def test_without_an_mlflow_server_the_page_has_a_note_instead_of_curves(runs, st
 
 def test_markup_in_values_is_escaped(runs, store, tmp_path):
     html = page_of(store, "one-ppo")
-    assert "&lt;script&gt;alert(&#39;x&#39;)" in html and "<b>thanks" not in html  # text of the sample
+    # text of a sample, with markup
+    assert "&lt;script&gt;alert(&#39;x&#39;)" in html and "<b>thanks" not in html
     assert "<mark>a &lt;b&gt;</mark>" in html  # the trained tokens of a row are highlighted
     shutil.copytree(store / "one-rm", tmp_path / "run")
     for name, change in (
@@ -362,7 +367,7 @@ def test_a_run_that_cannot_be_found_or_drawn_is_one_message(runs, store, tmp_pat
         "no run; expected a folder with job.json, a name under runs/, or an MLflow run id; the newest runs are runs/",
     )
     given |= dict.fromkeys(
-        ["0" * 32, client(store).create_run("0").info.run_id], "no such run of a job in sqlite"
+        ["0" * 32, client(store).create_run("0").info.run_id], "cannot find this run in sqlite"
     )
     given["memory:///no/run"] = "memory:///no/run: no run; expected a folder with job.json"
     given["damaged"] = "damaged: cannot draw a report ("
@@ -410,7 +415,7 @@ def test_a_finished_run_has_its_page_and_samples_in_mlflow(runs, store):
     api = client(store)
     logged = {file.path for file in api.list_artifacts(run_id)}
     assert logged >= {"report.html", "result.json", "samples.json"} and "plots" not in logged
-    # MlflowClient.load_table and MLflow's page of a run read this tag.
+    # MlflowClient.load_table and MLflow's page of a run read the tag mlflow.loggedArtifacts.
     tag = json.loads(api.get_run(run_id).data.tags["mlflow.loggedArtifacts"])
     assert tag == [{"path": "samples.json", "type": "table"}]
     table = pandas.read_json(api.download_artifacts(run_id, "samples.json"), orient="split")
@@ -436,7 +441,7 @@ def test_accuracy_calibration_and_length_bias_of_pairs():
     sure = [pair(math.log(9) * (-1 if i == 0 else 1), longer=2) for i in range(10)]
     summary = preferences.summary(sure)
     assert (summary["accuracy"], summary["calibration error"]) == (0.9, pytest.approx(0.0, abs=1e-9))
-    # Undefined, because each chosen completion is longer by exactly two tokens.
+    # The correlation is undefined, because each chosen completion is longer by exactly two tokens.
     assert summary["margin to length, correlation"] is None
     assert summary["accuracy where the chosen completion is longer"] == 0.9
     assert summary["accuracy where the chosen completion is shorter"] is None

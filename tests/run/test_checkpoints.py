@@ -54,7 +54,7 @@ DAMAGE = {
     ),
     "a seal without an end": (
         lambda f: (f / "digests.json").write_text("[" * 100_000),
-        r"digests\.json cannot be read \(ValueError: its values are nested too deep",
+        r"digests\.json cannot be read \(ValueError: its values are nested too deeply",
     ),
 }
 
@@ -75,7 +75,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_is_used(kind,
 
 def test_if_all_checkpoints_are_damaged_the_run_does_not_start_over_silently(run):
     flip(make(run, "checkpoint_00000005"))
-    for _ in range(2):  # the first call moves the damaged checkpoint away
+    for _ in range(2):  # the first call renames the damaged checkpoint
         with pytest.raises(
             InputError, match=r"run\.name: all checkpoints .*run\.overwrite=true.*num_to_keep"
         ):
@@ -168,7 +168,7 @@ class Killed(BaseException):
 def test_a_kill_between_any_two_steps_of_a_commit_leaves_an_intact_checkpoint(
     anywhere, tmp_path, monkeypatch
 ):
-    """The process dies before the n-th change of the storage. The next commit leaves two intact checkpoints again."""
+    """A process dies before the n-th change of the storage. After the next commit, the run has two intact checkpoints."""
     for n in itertools.count(1):
         here = f"{anywhere}-{n}"
         for step in (5, 10):

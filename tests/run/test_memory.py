@@ -20,7 +20,7 @@ FULL = "CUDA out of memory. Tried to allocate 2.00 GiB"
 
 
 def training_step():
-    """Raises an error below the name of a function of transformers.Trainer."""
+    """Raises an out-of-memory error in a function that is named like a method of transformers.Trainer."""
     raise torch.OutOfMemoryError(FULL)
 
 

@@ -55,7 +55,7 @@ def test_the_critic_starts_from_the_first_reward_that_is_an_adapter(host):
     roles.add_critic(host, shared, with_adapter)
     assert torch.equal(weights(shared, "critic"), weights(shared, "reward_1"))
     assert roles.folders(host, shared)["critic"] == host.input("reward.1")
-    stage = host.work.stage
+    stage = host.work.spec
     assert not inputs.makes_adapter(stage, with_adapter, ["policy", "reward.1"])
     assert inputs.makes_adapter(stage, with_adapter, ["policy"])
 
@@ -68,7 +68,7 @@ def test_a_critic_that_is_a_head_owns_no_adapter(host, tmp_path):
     roles.add_critic(host, shared, host.args)
     assert weights(shared, "critic").shape == (shared.hidden_size,)
     assert "critic" not in roles.folders(host, shared)
-    assert not inputs.makes_adapter(host.work.stage, host.args, ["policy"])
+    assert not inputs.makes_adapter(host.work.spec, host.args, ["policy"])
     shared.parameters_of("critic")[0].data += 1.0
     shared.save("critic", tmp_path / "head")
     shared.parameters_of("critic")[0].data.zero_()

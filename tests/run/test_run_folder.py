@@ -71,7 +71,7 @@ def test_keys_that_do_not_affect_results_may_change(halfway, in_root):
         "trainer.per_device_train_batch_size=4", "gate.eval_loss=<= 3", "scaling.num_workers=2",
         "trainer.gradient_checkpointing=true", "mlflow.alias=challenger",
     ]  # fmt: skip
-    assert unfinished(job_of(halfway, *BATCH, *others))
+    assert resumable(job_of(halfway, *BATCH, *others))
 
 
 def test_evaluation_keys_must_stay_if_they_decide_what_is_registered(halfway, tmp_path, in_root):
@@ -89,12 +89,12 @@ def test_evaluation_keys_must_stay_if_they_decide_what_is_registered(halfway, tm
     ]:
         resume.record(job_of(folder, *left), {}, "b", {})
         with pytest.raises(InputError, match=says):
-            unfinished(job_of(folder, *left, change))
-        assert unfinished(job_of(folder, *left, "run.num_to_keep=5"))
+            resumable(job_of(folder, *left, change))
+        assert resumable(job_of(folder, *left, "run.num_to_keep=5"))
 
 
-def unfinished(run):
-    return resume.unfinished(resume.find_earlier(run))
+def resumable(run):
+    return resume.resumable(resume.find_earlier(run))
 
 
 def job_of(folder, *overrides):
@@ -106,18 +106,19 @@ def test_other_versions_of_libraries_are_reported(halfway, tmp_path, in_root, mo
     folder, job = shutil.copytree(halfway, tmp_path / "copy"), job_of(tmp_path / "copy", *BATCH)
     resume.record(job, {}, "b", {})
     now = lineage.versions()
-    assert unfinished(job) and "began with" not in capsys.readouterr().out
+    assert resumable(job) and "began with" not in capsys.readouterr().out
     monkeypatch.setattr(lineage, "versions", lambda: now | {"torch": "99.1"})
-    assert unfinished(job_of(folder, *BATCH))
+    assert resumable(job_of(folder, *BATCH))
     assert f"warning: 'sft' began with torch {now['torch']} (now 99.1), so" in capsys.readouterr().out
 
 
-def test_without_a_checkpoint_the_job_may_still_be_edited(halfway, tmp_path, in_root):
+def test_without_a_checkpoint_the_job_may_still_be_edited(halfway, tmp_path, in_root, capsys):
     folder = shutil.copytree(halfway, tmp_path / "copy")
     shutil.rmtree(folder / "sft/checkpoint_00000010")
-    assert not unfinished(job_of(folder, *BATCH, "trainer.learning_rate=0.5"))
+    assert not resumable(job_of(folder, *BATCH, "trainer.learning_rate=0.5"))
+    assert "starts over: it began with trainer.learning_rate=" in capsys.readouterr().out
     job = job_of(folder, *BATCH)
-    found = unfinished(job)
+    found = resumable(job)
     assert found, "the same job goes on with its MLflow run"
     assert resume.same_content(found, job, "sha256:base", {"train": "sha256:rows"})
     assert not resume.same_content(found, job, "sha256:base", {"train": "sha256:edited"})
@@ -125,7 +126,7 @@ def test_without_a_checkpoint_the_job_may_still_be_edited(halfway, tmp_path, in_
 
 def test_changed_content_under_the_same_path_is_detected(halfway, in_root):
     job = job_of(halfway, *BATCH)
-    found = unfinished(job)
+    found = resumable(job)
     assert resume.same_content(found, job, "sha256:base", {"train": "sha256:rows"})
     for base, rows, says in (
         ("sha256:other", {}, r"content of model\.name_or_path \(jobs/demo/model\) has changed since 'sft'"),
@@ -155,7 +156,7 @@ def test_an_edited_python_reward_counts_as_changed_content(halfway, tmp_path, in
     run = identity_of(job)
     resume.record(run, {}, "sha256:base", rows)
     (tmp_path / "one" / run_folder.PARTS).mkdir()
-    found = unfinished(run)
+    found = resumable(run)
     assert resume.same_content(found, run, "sha256:base", digests(job))
     module.write_text("def score(completions, **_):\n    return [1.0 for _ in completions]\n")
     with pytest.raises(InputError, match=r"content of reward has changed since 'one' .*Restore the files"):
@@ -212,10 +213,10 @@ def test_a_folder_that_changed_before_this_process_owned_it_is_refused(run):
 
 
 def test_a_resumed_run_uses_the_recorded_version_and_commit_of_its_base(halfway, in_root):
-    """If the alias or the branch has moved since, the content's digest differs."""
-    assert unfinished(job_of(halfway, *BATCH, "model.name_or_path=models:/rlhf-sft@champion"))
+    """A resume is rejected if the digest of the base has changed, because the alias or the branch of the base has moved."""
+    assert resumable(job_of(halfway, *BATCH, "model.name_or_path=models:/rlhf-sft@champion"))
     job = job_of(halfway, *BATCH)
-    left = unfinished(job)
+    left = resumable(job)
     begun = {**left, "model": {**left["model"], "revision": "a" * 40}}
     assert not resume.differences(begun, job, ("begun_with", *resume._resolved(job)))
     begun["begun_with"] = {**left["begun_with"], "base": f"commit:{'a' * 40}"}
@@ -231,7 +232,7 @@ def test_recorded_versions_apply_to_unchanged_inputs_of_the_job(tmp_path, in_roo
 
     pinned = {"policy": "models:/a/1", "judge": "models:/b/2", "reward.0": "models:/rlhf-rm/3"}
     resume.record(ppo(), pinned, "b", {})
-    found = unfinished(ppo())
+    found = resumable(ppo())
     assert resume.pinned_inputs(found, ppo()) == pinned
-    del pinned["judge"]  # the job names another judge, which is therefore resolved again
+    del pinned["judge"]  # a judge that differs from the interrupted run's is resolved again
     assert resume.pinned_inputs(found, ppo("judge=models:/c@champion")) == pinned

@@ -94,7 +94,7 @@ def knock(address, port, ended):
 def open_to_others(root):
     """Returns all folders below `root`, and the folders in which another user can list or create files.
 
-    Such a user could replace Ray's unix sockets, and new workers would connect to the user's sockets.
+    A user who can create files could replace Ray's unix sockets, to which new workers would then connect.
     """
     folders, found = [Path(folder) for folder, *_ in os.walk(root)][1:], set()
     os.seteuid(65534)
@@ -131,13 +131,13 @@ WORKERS = {"sft": "ray::RayTrainWorker", "sweep": "ray::RayTrainWorker", "ppo": 
     scope="module", params=["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sweep", "ppo"))]
 )
 def run(request, tmp_path_factory):
-    """Runs a job with workers. Returns its listening sockets, their answers to requests without a token, and its output."""
+    """Runs a job with workers. Returns the run's listening sockets, their answers to requests without a token, and the output."""
     folder = tmp_path_factory.mktemp("sockets")
     command = [
         sys.executable, "-m", "pipeline", *RUNS[request.param], f"run.storage_path={folder}", "run.name=one",
         "run.report=false", "gate={}",
     ]  # fmt: skip
-    # The session must override these settings of the user.
+    # user settings that the session must override
     env = os.environ | SECRETS | {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
     env.pop("RAY_AUTH_TOKEN", None)
     # In this folder, Ray's processes look for the address of the cluster that was last started on this machine.
@@ -239,7 +239,7 @@ def test_a_run_announces_each_phase_and_says_nothing_else(run):
 
 @pytest.mark.parametrize("run", ["sft"], indirect=True)
 def test_a_run_writes_no_secret_of_its_environment_anywhere(run):
-    """The test searches log, checkpoints, MLflow's database and artifacts, result.json and stdout."""
+    """Searches for secrets in the log, checkpoints, MLflow's database and artifacts, result.json and stdout."""
     written = {path.name for path in run.folder.parent.rglob("*")}
     assert {"mlflow.db", "result.json", "job.json", "adapter_model.safetensors", "log.txt"} <= written
     assert leaks(run.folder.parent, run) == []
@@ -289,7 +289,10 @@ def start():
 
 
 def test_a_killed_session_leaves_only_rays_agents_and_an_ended_one_no_process_and_no_file(start):
-    """Ray's agents try for a minute to report the end. The next session deletes all but the newest files of killed sessions."""
+    """After a kill, Ray's agents try for a minute to report the end of their session.
+
+    The next session deletes all but the newest files of killed sessions.
+    """
     driver = start()
     left = psutil.Process(driver.pid).children(recursive=True)
     driver.send_signal(signal.SIGKILL)

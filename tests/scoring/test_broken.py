@@ -81,7 +81,7 @@ def yes(share):
 
 
 BROKEN = {
-    "a template that swaps answers": ("rank", rank(lambda a, b, _: "good" in a, swapped=True), r"prefers the rejected completion \(100%\); are they swapped"),
+    "a template that swaps answers": ("rank", rank(lambda a, b, _: "good" in a, swapped=True), r"prefers the rejected completion \(100%\); are chosen and rejected swapped"),
     "a position bias of a fifth": ("rank", rank(biased), r"prefers the completion that it sees first"),
     "the last place": ("rank", rank(lambda a, b, asked: "good" in a and random.Random(str(asked)).random() < 0.5), "sees last"),
     "a bias to length": ("score", score(lambda text: min(10, len(text) / 10)), "prefers the longer completion"),

@@ -105,7 +105,7 @@ def cut():
     ("said", "says"),
     [
         ("I cannot say.", r"found 'I cannot say\.'"),
-        (cut(), r"truncated at max_tokens; raise it"),
+        (cut(), r"truncated; raise max_tokens"),
     ],
 )
 def test_five_unusable_answers_to_a_question_end_the_run(said, says, tmp_path):
@@ -232,7 +232,7 @@ def test_processes_with_the_same_questions_pay_once_even_if_one_is_killed(tmp_pa
         deadline = time.monotonic() + 60
         while len(server.requests) < 10 and time.monotonic() < deadline:
             time.sleep(0.01)
-        time.sleep(0.3)  # waits until the answered requests are done; all open requests hang
+        time.sleep(0.3)  # lets the answered requests finish; all other requests hang
         killed.kill()
         killed.wait()
         assert server.paid.total() == 6
@@ -286,7 +286,7 @@ def test_the_store_is_readable_after_a_full_disk(tmp_path, monkeypatch, capsys):
 def test_an_answer_may_be_one_token_and_contain_a_lone_surrogate(tmp_path):
     tops = [{"token": "Yes", "logprob": -0.1}, {"token": "\ud800", "logprob": -9}]
     answer = chat("\ud800", top=tops)
-    # Expected, because the form `yes` requests only one token.
+    # The form `yes` requests only one token, so a truncated answer is expected.
     answer["choices"][0]["finish_reason"] = "length"
     with judging(lambda asked: answer) as server:
         judge, several = reward(server, tmp_path, form="yes"), samples(3)

@@ -27,7 +27,7 @@ def no_wait_for_the_lock(monkeypatch):
 
 @pytest.fixture
 def stores(tmp_path):
-    """Returns a function that makes stores. Each new store takes over the folder from the previous store."""
+    """Returns a function that makes feedback stores. Each new store takes over the folder from the previous store."""
     made = []
 
     def store(*answers, max_bytes=1 << 20):

@@ -73,7 +73,7 @@ def test_a_version_is_served_when_its_missing_files_return(server, registered, c
     # All files except the weights are restored.
     shutil.copytree(away, copied, ignore=shutil.ignore_patterns("*.safetensors"))
     [line] = server.follow_aliases().values()
-    assert f"{TENSORS}: not there" in line
+    assert f"{TENSORS}: no such file" in line
     shutil.copy(away / TENSORS, copied)
     assert list(server.follow_aliases().values()) == [f"toy: {version}"] and server.versions["toy"] == version
 

@@ -1,4 +1,4 @@
-"""Tests the keys of a request. Keys without an effect are accepted. The error for an unsupported key names it."""
+"""Tests the keys of a request. Keys without an effect are accepted. The error for an unsupported key names the key."""
 
 import pytest
 

@@ -153,13 +153,13 @@ def test_a_version_that_a_run_began_with_is_not_resolved_again(migrated, tmp_pat
 
 
 def test_of_several_policies_the_first_that_exists_counts(models, storage, capsys, in_root):
-    """If its gate failed, ppo has no champion. `serve` skips a policy that does not exist."""
+    """If the gate of ppo failed, no ppo version has the alias champion. `serve` skips a policy that does not exist."""
     home = f"run.storage_path={storage}"
     exist = "models:/toy-policy/1"
     names = f"[models:/vet-ppo@champion, models:/vet-dpo@champion, {exist}, models:/toy-policy@champion]"
     job = load_job("jobs/demo/generate.yaml", [home, "reward=null", f"policy={names}"], "generate")
     assert pin_inputs(job)[1] == {"policy": exist}
-    said = "policy: models:/vet-ppo@champion, models:/vet-dpo@champion does not exist, so it is models:/toy-policy/1\n"
+    said = "policy: models:/vet-ppo@champion, models:/vet-dpo@champion does not exist, so the policy is models:/toy-policy/1\n"
     assert capsys.readouterr().out == said
     none = load_job("jobs/demo/generate.yaml", [home, "policy=[models:/vet-ppo@champion, models:/x@y]"])
     with pytest.raises(InputError, match="policy: models:/vet-ppo@champion: no registered model"):
@@ -169,8 +169,7 @@ def test_of_several_policies_the_first_that_exists_counts(models, storage, capsy
     job, inputs = pin_inputs(load_job("jobs/demo/serve.yaml", [home, served, gone], "serve"))
     assert inputs == {"policies.b": exist} == job.serve.inputs
     assert (
-        "warning: serve.policies.a is left out: models:/vet-ppo@champion: no regist"
-        in capsys.readouterr().out
+        "warning: serve.policies.a is skipped: models:/vet-ppo@champion: no regist" in capsys.readouterr().out
     )
     alone = load_job("jobs/demo/serve.yaml", [home, gone, "serve.policies={}"], "serve")
     with pytest.raises(InputError, match=r"serve\.rewards\.r: models:/vet-rm@champion"):

@@ -9,13 +9,13 @@ import toy_ppo as toy
 from running import ROOT
 
 from pipeline.job import load_job, schema
-from pipeline.job.stages import STAGE
+from pipeline.job.stages import STAGE_SPECS
 from pipeline.stages import trl_checks, trl_trainer
 from pipeline.stages.exact_batches import ExactBatches
 from pipeline.stages.kl_pairs import PairedBatches
 from pipeline.stages.kto import sampling
 
-LOSSES = schema.keys(STAGE["dpo"].trainer)["loss_type"]["items"]["enum"]
+LOSSES = schema.keys(STAGE_SPECS["dpo"].trainer)["loss_type"]["items"]["enum"]
 # Quick tests train with these losses: a logistic one, one with label smoothing, one with a running mean, one over a full batch,
 # and a mixture.
 QUICK = "sigmoid robust bco_pair aot discopop".split()
@@ -93,12 +93,12 @@ def test_each_loss_is_explained_and_can_be_set(in_root):
         assert job.trainer["loss_type"] == [loss]
 
 
-@pytest.mark.parametrize("loss", schema.keys(STAGE["kto"].trainer)["loss_type"]["enum"])
+@pytest.mark.parametrize("loss", schema.keys(STAGE_SPECS["kto"].trainer)["loss_type"]["enum"])
 def test_rows_of_kto_are_shuffled(loss, tmp_path):
     rows = [{"prompt_ids": [3], "completion_ids": [4 + i, 5], "label": bool(i % 2)} for i in range(32)]
     settings = {"loss_type": loss, "train_sampling_strategy": sampling(loss)}
     made = trainer("kto", PairedBatches, rows, tmp_path, **settings)
-    # Number of a batch's own rows; the rows for the KL term come after them.
+    # Each batch contains 4 rows to train on, followed by the rows for the KL term.
     own = 4 if made.calculate_KL else None
     batches = made.get_train_dataloader().batch_sampler
     order = [row for batch in batches for row in list(batch)[:own]]

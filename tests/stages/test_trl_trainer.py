@@ -13,7 +13,7 @@ import trl
 from safetensors.torch import load_file
 
 from pipeline.errors import InputError
-from pipeline.job.stages import STAGE
+from pipeline.job.stages import STAGE_SPECS
 from pipeline.models.adapters import SharedBase
 from pipeline.run import worker
 from pipeline.stages import trl_trainer
@@ -84,7 +84,7 @@ def test_speed_counts_the_tokens_and_seconds_of_steps_only(base, monkeypatch):
     trainer = trained(base)
     trainer._total_train_tokens = 1000  # number of tokens that were trained before a resume
     notice = SimpleNamespace(poll=lambda step: False)
-    two = SimpleNamespace(work=SimpleNamespace(stage=STAGE["dpo"]), device="cpu", world=2, notice=notice)
+    two = SimpleNamespace(work=SimpleNamespace(spec=STAGE_SPECS["dpo"]), device="cpu", world=2, notice=notice)
     measured = trl_trainer.Reporter(two, trainer, None)
     measured.tokens = 1000
     assert measured.speed() == {}
@@ -95,7 +95,7 @@ def test_speed_counts_the_tokens_and_seconds_of_steps_only(base, monkeypatch):
     monkeypatch.setattr(trl_trainer, "peak_flops", lambda device: 1e9)
     found = measured.speed()
     assert found["train_tokens_per_second"] == 600 / 4 and found["memory/peak"] > 0
-    # forward and backward of the policy, forward of the reference; peak from a datasheet for each worker
+    # three passes over 600 tokens: forward and backward of the policy, forward of the reference
     flops = 2 * trainer.model.get_base_model().num_parameters() * 600 * 3
     assert found["mfu"] == pytest.approx(flops / (4 * 1e9 * 2))
     assert measured.speed() == {}
@@ -129,7 +129,7 @@ def test_a_policy_continues_without_its_patterns_and_initialization(base, tmp_pa
         tokenizer=None,
     )
 
-    def trainer(model, **_):  # TRL's DPOTrainer also copies the adapter
+    def trainer(model, **_):  # like TRL's DPOTrainer, copies the adapter for the reference
         model.add_adapter("ref", model.peft_config["default"])
         peft.set_peft_model_state_dict(model, peft.get_peft_model_state_dict(model), adapter_name="ref")
         return SimpleNamespace(model=model)

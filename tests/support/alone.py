@@ -30,7 +30,7 @@ QUICK = {
     **dict.fromkeys(("sft", "rm", "dpo", "kto"), ONE_STEP),
     "ppo": ["trainer.total_episodes=64", "trainer.batch_size=64", "trainer.response_length=16"],
 }
-ROWS = 24  # number of rows that are used from each file of the demo
+ROWS = 24  # number of rows to use from each data file of the demo
 
 
 class Alone(ModelHost):
@@ -64,7 +64,7 @@ class Alone(ModelHost):
             save(adapter)
             parents = {name: version for name, version in self.work.versions.items() if name == "policy"}
             described = lineage.describe(
-                self.work.run.stage, self.work.base, self.tokenizer, parents, {}, **outcome.facts
+                self.work.identity.stage, self.work.base, self.tokenizer, parents, {}, **outcome.lineage
             )
             lineage.write(adapter, described)
             require_reload(outputs(None), outputs(adapter), adapter)

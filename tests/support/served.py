@@ -19,7 +19,7 @@ REWARDS = "serve.rewards={toy-rm: models:/toy-rm@champion}"
 
 @contextlib.contextmanager
 def served(storage, *overrides, policies=POLICIES, rewards=REWARDS):
-    """Starts the server. Yields the server's address as `url`, and the settled `work`."""
+    """Starts the server. Yields an object with the server's address (`url`) and the job's Work object (`work`)."""
     given = [policies, rewards, "serve.port=0", f"run.storage_path={storage}", *overrides]
     job = load_job(ROOT / "jobs/demo/serve.yaml", given, "serve")
     with serving(load_model_host(named(job)).work) as work:

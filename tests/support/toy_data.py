@@ -13,7 +13,7 @@ from pipeline.data.encode import Encoder, Example
 from pipeline.data.formats import kind_of, parse_row
 from pipeline.data.read import prepare_rows, to_hf
 from pipeline.job import Data
-from pipeline.job.stages import STAGE
+from pipeline.job.stages import STAGE_SPECS
 from pipeline.models.template import PLAIN
 
 ROWS = [{"prompt": f"question {i}", "completion": f" answer {i}"} for i in range(50)]
@@ -138,7 +138,7 @@ def evaluator(folder, tokenizer=None, rows_per_forward=64) -> SimpleNamespace:
     data, args = SimpleNamespace(subset=None), SimpleNamespace(rows_per_forward=rows_per_forward)
     lease = SimpleNamespace(require=lambda: None)
     work = SimpleNamespace(
-        context=1 << 20, folder=str(folder), lease=lease, data=data, inputs={}, stage=STAGE["evaluate"]
+        context=1 << 20, folder=str(folder), lease=lease, data=data, inputs={}, spec=STAGE_SPECS["evaluate"]
     )
     return SimpleNamespace(
         rank=0, world=1, gather=lambda own: [own], tokenizer=tokenizer, work=work, args=args

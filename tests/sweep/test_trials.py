@@ -30,7 +30,7 @@ def test_no_trial_stops_before_the_grace_period_or_at_its_end():
     for trial, figure in (("good", 0.3), ("bad", 0.6)):
         assert judge.report(trial, 24, 100, figure) is None
         assert judge.report(trial, 100, 100, figure) is None
-    off = rungs(factor=1)  # with this factor, no trial is stopped early
+    off = rungs(factor=1)  # with a factor of 1, no trial is stopped early
     assert off.report("good", 25, 100, 0.3) is None and off.report("bad", 25, 100, 0.6) is None
 
 
@@ -100,7 +100,7 @@ def test_the_table_begins_with_the_best_trial_and_ends_with_failed_ones(sweep):
     assert [line.split()[0] for line in lines[1:]] == ["8", "4", "16", "32"]
     assert lines[2].endswith("stopped: ASHA") and "5/10" in lines[2]
     assert lines[3].endswith("failed: out of memory") and lines[4].endswith("failed: ActorDiedError: gone")
-    assert table.best(sweep, rows)["trial"] == "r-8"  # r-16 has a better value, but failed
+    assert table.best(sweep, rows)["trial"] == "r-8"  # trial r-16 has a better value, but failed
 
 
 def test_a_nan_is_not_the_best(sweep):

@@ -145,7 +145,7 @@ def test_a_resumed_run_has_the_same_bits_and_one_writer_at_a_time(s3, tmp_path, 
             kill(killed.process.pid)
             killed.process.wait()
         assert killed.again().ends() == 0, killed.lines[-20:]
-        assert killed.says(rf"a lease to expire: attempt {KILLS} on .* may still write there")
+        assert killed.says(rf"a lease to expire: attempt {KILLS} on .* may still write to its folder")
         assert_equals_an_undisturbed_run(s3, "killed-head", tmp_path, server)
     made = attempts(s3, "killed-head")
     assert [one["attempt"] for one in made] == list(range(1, KILLS + 2))

@@ -67,7 +67,7 @@ def test_what_the_call_itself_raises_comes_back(monkeypatch):
 
 
 def test_a_process_does_not_wait_for_a_call_that_was_left_behind(nobody):
-    """When the interpreter exits, pyarrow's S3 client waits for its open requests. Here, this would take minutes."""
+    """When the interpreter exits, pyarrow's S3 client waits for its open requests. In this test, the wait would take minutes."""
     program = (
         "import sys; from pipeline.system import deadline, process; from pipeline.__main__ import main;"
         "deadline.SECONDS = 1; sys.exit(process.run_main(main))"

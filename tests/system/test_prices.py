@@ -12,7 +12,7 @@ from pipeline.system import prices
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """Returns a function that writes the user's own price file. Until this function is called, there is no such file."""
+    """Returns a function that writes the user's own price file, which does not exist before."""
     monkeypatch.delenv("RLHF_PRICES", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     prices.read_prices.cache_clear()

@@ -98,7 +98,10 @@ ENDS = {
 
 
 def test_user_code_cannot_end_a_run_with_the_status_of_success(tmp_path):
-    """Otherwise `make` and CI would accept a run that trained nothing. Child processes of a run may exit with any status."""
+    """If user code could set status 0, `make` and CI would accept a run that trained nothing.
+
+    Child processes may exit with any status.
+    """
     rewards = [f"def of{name}(completions): {code}\n" for name, code in ENDS.items()]
     (tmp_path / "ends.py").write_text("import os\n" + "".join(rewards))
     text = f"""
@@ -221,7 +224,7 @@ class Run:
     ],
 )
 def test_a_signal_while_a_run_starts(number, status, word, workers, tmp_path):
-    """If the run has a worker, Ray's own signal handler is installed at that moment."""
+    """If the run has a worker, Ray's own signal handler is installed when the signal arrives."""
     run = Run(tmp_path, f"scaling.num_workers={workers}")
     run.until("starting Ray|tokeni[sz]ing|data for")
     os.killpg(run.process.pid, number)

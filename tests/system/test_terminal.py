@@ -103,14 +103,15 @@ def test_the_log_has_errors_and_no_secret(command, monkeypatch, tmp_path):
 
 
 def test_half_a_surrogate_is_shown_and_logged(command):
-    """Such text may occur, for example, if a reward prints the completions that it scores."""
+    """Half a surrogate pair may occur, for example, if a reward prints the completions that it scores."""
     out, log = command(lambda: print("warning: \ud83d is no emoji"))
     assert out == "warning: \\ud83d is no emoji\n" and log.endswith(out)
 
 
 def test_errors_that_ray_reports_to_the_driver_are_shown_but_for_noise(monkeypatch, capsys):
     for place, name in ((worker, "print_to_stdstream"), (dispatcher, "handlers")):
-        monkeypatch.setattr(place, name, getattr(place, name))  # restores the attribute afterwards
+        # monkeypatch restores the attribute after the test
+        monkeypatch.setattr(place, name, getattr(place, name))
     console.attach_ray_printer()
     for line in ("A node has died", f"{console.NOISE[-1]}. There are infinite retries remaining"):
         worker.print_to_stdstream({"lines": [line], "pid": "raylet", "is_err": False}, ignore_prefix=False)

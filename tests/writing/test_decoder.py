@@ -99,7 +99,7 @@ def test_a_row_is_decoded_as_if_alone_while_other_rows_join_and_leave(kind):
 def test_a_completion_depends_only_on_seed_number_and_prompt(kind):
     shared, sampling = base(kind), Sampling(12, ENDS, seed=7)
     together = completions(shared, PROMPTS, sampling)
-    # Some rows ended, and left the batch, before others.
+    # Some completions ended and left the batch earlier than others.
     assert 1 < len({len(one.tokens) for one in together})
     order = [3, 0, 11, 7, 5]
     apart = completions(shared, [PROMPTS[i] for i in order], sampling, SlotDecoder(shared, 2), order)

@@ -85,7 +85,7 @@ def test_samples_depend_on_seed_and_number(decoder):
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "min_new_tokens": 4}])
 def test_the_log_probs_of_vllm_equal_those_of_the_trainer(shared, decoder, settings):
-    """Samples with a temperature, a minimum length and several end tokens. Then the trainer learns from these samples."""
+    """Samples with a temperature, a minimum length and several end tokens, and trains on the samples."""
     rows = [{"input_ids": ids, "row": '{"prompt": ""}'} for ids in prompts()]
     args = PPOConfig(
         total_episodes=24, batch_size=12, response_length=12, advantage_estimator="reinforce_plus_plus",

@@ -17,21 +17,21 @@ from pipeline.statistics import mean
 
 NUMBER = r"[-+]?\d+(?:\.\d+)?"
 LEAD = r"[ >+-]*(?:\d+[.)] )?"  # start of a line in a list or a quotation, before `NAME:`
-LEAST_SHARE = 0.5  # minimum probability that the first token begins one of the two words
-TOP_LOGPROBS = 20  # number of alternatives per token that a request asks for, the maximum of the endpoints
+LEAST_SHARE = 0.5  # minimum probability that the first token begins an expected word, such as yes or no
+TOP_LOGPROBS = 20  # `top_logprobs` of a request, the maximum that endpoints allow
 
 
 class Unusable(Exception):
     """Raised for an answer without a score, or for no answer. The message gives the reason."""
 
-    wait = 0.0  # seconds before the next request, if the endpoint gives a time
+    wait = 0.0  # seconds before the next request, if the endpoint sends Retry-After
 
 
 @dataclass(frozen=True)
 class Question:
     """A question about one or more completions.
 
-    `rows` has the numbers of the samples with each text, in the order in which the judge sees the texts.
+    `rows` contains, for each text that the judge sees, the numbers of the samples with this text.
     """
 
     messages: list[dict[str, str]]
@@ -106,7 +106,7 @@ def scores_of(definition: Definition, question: Question, answer: dict[str, Any]
 
 
 def _lines(answer: dict[str, Any], name: str) -> list[str]:
-    """Returns the rest of all lines that begin with `NAME:`, after the judge's thoughts."""
+    """Returns the text after `NAME:` from all lines that begin with `NAME:`, without the judge's reasoning."""
     text = plain(answer["text"].rpartition("</think>")[2])
     return re.findall(rf"(?m)^{LEAD}{name}[. ]*: ?(.*)$", text)
 
@@ -144,7 +144,7 @@ def _rank(definition: Definition, question: Question, answer: dict[str, Any]) ->
     last = "".join(_lines(answer, "(?:final )?ranking")[-1:])
     order = [part.strip().removeprefix("response ").upper() for part in last.split(">")]
     if sorted(order) != sorted(known):
-        raise Unusable(f"the answer's last line `Ranking: ` lacks each of {', '.join(known)} once")
+        raise Unusable(f"the answer's last line `Ranking: ` does not contain each of {', '.join(known)} once")
     return [1 - order.index(label) / (len(known) - 1) for label in known]
 
 

@@ -14,15 +14,15 @@ from pipeline.system import loop
 
 
 class JudgeReward(Reward):
-    """Scores completions from 0 to 1 by the answers of a judge.
+    """Scores completions from 0 to 1, according to the answers of a judge.
 
     The reward adds its notes to the samples: `words`, the judge's answers about each sample, and for `rank` also `orders`. An
-    order has the sample's place in a question, counted from 0, and its score.
+    order is (the sample's position in a question, counted from 0, its score).
 
     Args:
         definition: the judge's definition.
         storage_path: where answers are stored.
-        run: the run that pays for answers.
+        run: the run whose budget pays for answers.
         reward_timeout_s: seconds without a usable answer after which the run ends. -1 means no limit.
     """
 
