@@ -83,7 +83,7 @@ help-all: ## list all commands
 	@echo 'make ends with status 2 after any failure; for rlhf, see docs/runs.md.'
 
 ##@ Start here
-rlhf: setup ## run sft, rm, ppo and evaluate of one profile
+rlhf: setup ## run the jobs sft, rm, ppo and evaluate of a profile
 	@$(PY) -m pipeline run jobs/$(PROFILE) $(ARGS)
 init: setup ## write jobs for your rows: DATA=my NAME=velo MODEL=org/model
 	@$(PY) -m pipeline init $(or $(DATA),my) $(if $(NAME),--name $(NAME)) $(if $(MODEL),--model $(MODEL)) $(ARGS)
@@ -97,7 +97,7 @@ else
 	@echo "http://127.0.0.1:$(PORT)/#/experiments?workflowType=machine_learning"
 	@$(PY) -m mlflow ui --backend-store-uri sqlite:///runs/mlflow.db --host 127.0.0.1 --port $(PORT)
 endif
-report: setup ## write a page about one run or several: RUN="runs/NAME ..."
+report: setup ## write an HTML report about one or more runs: RUN="runs/NAME ..."
 	@$(PY) -m pipeline $@ $(RUN)
 
 ##@ Train

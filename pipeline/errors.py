@@ -36,7 +36,7 @@ class InputError(Exception):
     """
 
     def __init__(self, message: str, key: str = "", where: str = "", change: str = ""):
-        super().__init__(message, key, where, change)  # exceptions are pickled by their args
+        super().__init__(message, key, where, change)  # pickle stores an exception's `args`
         self.message, self.key, self.where, self.change = message, key, where, change
 
     def __str__(self) -> str:
@@ -120,7 +120,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def summary(error: BaseException) -> str:
-    """Returns type and message, on one line, of the outermost InputError or Failure in the chain, or of the innermost cause."""
+    """Returns one line with the type and message of the outermost InputError or Failure, or else of the innermost cause."""
     chain = list(causes(error))
     last = next((one for one in chain if isinstance(one, (InputError, Failure))), chain[-1])
     message = str(last).strip().splitlines()

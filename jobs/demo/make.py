@@ -2,8 +2,8 @@
 
     python jobs/demo/make.py            # writes jobs/demo/data and jobs/demo/model in two to three minutes
 
-The base model knows the facts and has mixed manners: some of its completions are courteous, others plain, curt, gruff, rambling
-or wrong. Some countries appear in the base's pre-training, but in no training rows. The `*_eval` files ask about them.
+The base model knows the facts and has mixed manners: some completions are courteous, and some are plain, curt, gruff, rambling
+or wrong. Some countries appear only in pre-training and in the `*_eval` files, but in no training rows.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def completion_to(question: Question, manner: str, right: bool, rng: Random) -> 
 
 
 def _draw(question: Question, manners: dict[str, float], wrong: float, rng: Random) -> str:
-    """Returns a random completion. `manners` has their weights, and `wrong` is the probability of a wrong answer."""
+    """Returns a random completion. `manners` contains the manners' weights, and `wrong` is the probability of a wrong answer."""
     manner = rng.choices(list(manners), list(manners.values()))[0]
     return completion_to(question, manner, rng.random() >= wrong, rng)
 
@@ -86,7 +86,7 @@ def demonstrations(asked: list[Question], count: int, rng: Random) -> list[dict[
 
 
 def preferences(asked: list[Question], count: int, rng: Random) -> list[dict[str, Any]]:
-    """Returns pairs of completions of a question. The completion with the higher gold score is chosen."""
+    """Returns pairs of completions to a question. The completion with the higher gold score is the chosen completion."""
     rows = []
     for question in _spread(asked, count, rng):
         scored: dict[float, str] = {}
@@ -113,7 +113,7 @@ def prompts(asked: list[Question], count: int, rng: Random) -> list[dict[str, An
 
 
 def _spread(asked: list[Question], count: int, rng: Random) -> list[Question]:
-    """Returns `count` questions in random order. The counts of two questions differ by at most one."""
+    """Returns `count` questions in random order. All questions appear equally often, plus or minus one."""
     drawn: list[Question] = []
     while len(drawn) < count:
         drawn += rng.sample(asked, len(asked))
@@ -232,7 +232,7 @@ def make_tokenizer(documents: Sequence[list[dict[str, Any]]]) -> Any:
 def pretrain(
     tokenizer: Any, documents: Sequence[Any], steps: int, batch_size: int = 32, seed: int = SEED
 ) -> Any:
-    """Trains a small Llama on the documents, one per row. Repeated on one machine, it returns bit-identical weights."""
+    """Trains a small Llama on the documents, one per row. On the same machine, the weights are always bit-identical."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -311,7 +311,7 @@ def build(folder: Path) -> None:
     """Writes `data` and `model` (weights in bf16, configuration, tokenizer) under the folder."""
     import torch
 
-    torch.set_num_threads(1)  # with another number of threads, sums have another order
+    torch.set_num_threads(1)  # because the order of sums depends on the number of threads
     write_data(folder / "data")
     documents = list(corpus(DOCUMENTS))
     tokenizer = make_tokenizer(documents)

@@ -1,4 +1,4 @@
-"""Generates a KubeRay RayJob from a folder of jobs or from job files. KubeRay starts a cluster, runs the jobs, and deletes it.
+"""Generates a KubeRay RayJob from job files. KubeRay starts a cluster, runs the jobs, and deletes the cluster.
 
     python -m pipeline.cloud.rayjob jobs/velo run.storage_path=/mnt/runs mlflow.tracking_uri=http://mlflow:5000 > velo.yaml
 
@@ -62,7 +62,7 @@ def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
     cluster |= TEMPLATE["autoscaler"] if grows else {}
     metadata: dict[str, Any] = {"name": name[: MAX_NAME_LENGTH[kind]].rstrip("-")}
     if queue and (grows or schedule):
-        why = "Kueue accepts no cluster that grows, and KubeRay puts no scheduled job into a queue"
+        why = "Kueue does not accept clusters with a variable number of workers, and KubeRay does not queue scheduled jobs"
         raise InputError(f"{why}; set scaling.num_workers to one number, or unset SCHEDULE", key="QUEUE")
     if queue:
         metadata["labels"] = {"kueue.x-k8s.io/queue-name": queue}
@@ -77,7 +77,7 @@ def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
         spec |= {
             "suspend": bool(queue),
             "rayClusterSpec": cluster,
-        }  # Kueue later resumes it
+        }  # Kueue resumes the suspended job later
     if kind == "RayCronJob":
         spec = {"schedule": schedule, "jobTemplate": spec}
     return {"apiVersion": "ray.io/v1", "kind": kind, "metadata": metadata, "spec": spec}
@@ -96,10 +96,10 @@ def load(paths: list[str], overrides: list[str]) -> list[Workload]:
     serves, schedule = any(job.port is not None for job in jobs), os.environ.get("SCHEDULE")
     if ((serves or whole) and len(paths) > 1) or (serves and schedule):
         advice = "use one folder, one serve.yaml without SCHEDULE, or job files of other stages"
-        raise InputError(f"{shlex.join(paths)}: these make no single manifest; {advice}")
+        raise InputError(f"{shlex.join(paths)}: these jobs do not fit into one manifest; {advice}")
     for job in jobs:
         if schedule and job.name:
-            why = f"found {job.name}, which the second job of the schedule would find finished, and train nothing"
+            why = f"found {job.name}, so the second scheduled job would find a finished run"
             raise InputError(f"{why}; remove run.name, or unset SCHEDULE", key="run.name")
         if job.port not in (None, SERVICE_PORT):
             why = f"found {job.port}, but KubeRay checks and opens only port {SERVICE_PORT}"
@@ -117,8 +117,8 @@ def warn_of_paths(jobs: list[Workload]) -> None:
     there = ("jobs", "pipeline", jobs[0].storage_path, MODELS)  # the Dockerfile copies `jobs` and `pipeline`
     for key, path in dict.fromkeys(one for job in jobs for one in job.paths):
         if not any(Path(os.path.normpath(path)).is_relative_to(folder) for folder in there):
-            why = "is neither in the image, which has jobs/ of this folder, nor below run.storage_path"
-            advice = "move it into jobs/ and run make image again, or put it into a bucket"
+            why = "is neither in the image, which contains only jobs/ of this folder, nor below run.storage_path"
+            advice = "move the file into jobs/ and run make image again, or put the file into a bucket"
             print(f"warning: {key}: {path!r} {why}; {advice}", file=sys.stderr)
 
 
@@ -127,12 +127,12 @@ def profile_of(job_file: str) -> str:
 
 
 def run_name(job: Workload) -> str:
-    """Returns the run's name. Because of this name, KubeRay's next attempt, or `kubectl replace --force`, resumes the run."""
+    """Returns a fixed run name, so that KubeRay's next attempt, or `kubectl replace --force`, resumes the run."""
     return job.name or f"{profile_of(job.source)}-{job.stage}"
 
 
 def entrypoint(paths: list[str], jobs: list[Workload], overrides: list[str]) -> str:
-    """Returns the command of the driver: `run` for a folder, or one command per job file, which run one after another.
+    """Returns the driver's command: `run` for a folder of jobs, or else the commands of all job files, joined by `&&`.
 
     Unless the job has a schedule, the command sets run.name for each run, so that a retry resumes the run.
     """
@@ -192,14 +192,14 @@ def group(workers: Group, strategies: set[str], claims: dict[str, str]) -> dict[
         shared = count
         if gpus and count > fitting:
             raise InputError(
-                f"found {fitting * gpus}, but {count} workers have to share one node", "NODE_GPUS"
+                f"found {fitting * gpus}, but all {count} workers must run on one node", "NODE_GPUS"
             )
     cpus = 8 if gpus else math.ceil(each.resources.get("CPU", 1))
     requests = {"cpu": str(cpus * shared), "memory": f"{(64 if gpus else 8) * shared}Gi"}
     requests |= {"nvidia.com/gpu": str(gpus * shared)} if gpus else {}
     labels, nodes = labels_of(each, section), node_selector(section)
     if placement.GPU_LABEL in labels and not nodes:
-        why = f"missing; Ray trusts the label {labels[placement.GPU_LABEL]}, so select the nodes that have this GPU"
+        why = f"missing; Ray does not check the label {labels[placement.GPU_LABEL]}; select the nodes that have this GPU"
         example = "cloud.google.com/gke-accelerator=nvidia-h100-80gb"
         raise InputError(f"{why}, e.g. {example}", key=NODE_SELECTORS[section])
     return {
@@ -227,7 +227,7 @@ def labels_of(each: Bundle, section: str) -> dict[str, str]:
     """Returns the labels that a pod needs so that Ray can place the workers in it."""
     labels = {}
     for key, value in each.selector.items():
-        if placement.matches({key: value}, {}):  # it only excludes values, so the pod needs no label
+        if placement.matches({key: value}, {}):  # a selector that only excludes values needs no label
             continue
         names = re.sub(r"^in\((.*)\)$", r"\1", value).split(",")
         if key == placement.GPU_LABEL and os.environ.get("GPU"):
@@ -283,7 +283,7 @@ def main(arguments: list[str]) -> int:
     try:
         paths = [one for one in arguments if "=" not in one]
         if not paths:
-            raise InputError("expected a folder of jobs or job files, as jobs/velo run.storage_path=...")
+            raise InputError("expected a folder of jobs or job files, such as jobs/velo run.storage_path=...")
         made = manifest(paths, [one for one in arguments if "=" in one])
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -291,7 +291,7 @@ def main(arguments: list[str]) -> int:
     variables = [f"{name}={os.environ[name]}" for name in VARIABLES if os.environ.get(name)]
     command = shlex.join([*variables, "python", "-m", "pipeline.cloud.rayjob", *arguments])
     print(f"# Made by: {command}")
-    print("# What it is and what it needs: docs/clusters.md. Apply it: kubectl apply -f THIS_FILE")
+    print("# docs/clusters.md explains this file. To apply it: kubectl apply -f THIS_FILE")
     print(yaml.safe_dump(made, sort_keys=False, width=120), end="")
     return 0
 

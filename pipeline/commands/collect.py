@@ -2,10 +2,10 @@
 
     make collect    or    python -m pipeline collect jobs/demo/collect.yaml [section.key=value ...]
 
-`trainer.select` chooses the rows: `best` writes the best completion, for sft (rejection sampling). `best_worst` writes a pair of
-the best and the worst completion, and `pairs` all pairs with different scores, for dpo, rm and kto. `labels` writes each
-completion with a label, good or bad, for kto. Each row has its scores, the `version` of the policy that wrote it, the
-`reward_version` that scored it, and the seed. The same run.name continues a killed run.
+`trainer.select` chooses the rows: `best` writes the best completion, for sft (rejection sampling). For dpo, rm and kto,
+`best_worst` writes a pair of the best and the worst completion, and `pairs` writes all pairs whose scores differ. `labels` writes
+each completion with a label, good or bad, for kto. Each row has its scores, the `version` of the policy that wrote it, the
+`reward_version` that scored it, and the seed. To resume a killed run, set the same run.name.
 """
 
 import functools
@@ -27,7 +27,7 @@ from pipeline.run.parts import Answer, Record, RowRecipe, launch_rows
 # Columns that are removed from a prompt's row. Training would read these columns in addition to, or instead of, the completions.
 REPLACED = """messages conversations system completion chosen rejected pos_answers neg_answers label kto_tag margin score
     score_chosen score_rejected version reward_version seed""".split()
-Sample = dict[str, Any]  # has the keys completion, score, completion_tokens and ended
+Sample = dict[str, Any]  # a dict with the keys completion, score, completion_tokens and ended
 SCORE = itemgetter("score")
 
 
@@ -43,7 +43,7 @@ def run(job: Job) -> dict[str, Any]:
     )
     result = launch_rows(job, recipe)
     if not result["counts"]["rows"]:
-        print(f"warning: no prompt gave a row: {why_none(args, result['counts'])}", flush=True)
+        print(f"warning: no rows were written: {why_none(args, result['counts'])}", flush=True)
     return result
 
 
@@ -65,7 +65,7 @@ def origin(inputs: Mapping[str, str]) -> dict[str, Any]:
 
 
 def cleaned(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a prompt's row without the columns in REPLACED. Keeps the prompt's completion as `reference_completion`."""
+    """Returns a prompt's row without the columns in REPLACED. Renames the column `completion` to `reference_completion`."""
     kept = {name: value for name, value in row.items() if name not in REPLACED}
     return ({"reference_completion": row["completion"]} if "completion" in row else {}) | kept
 
@@ -76,7 +76,7 @@ def cleaned(row: dict[str, Any]) -> dict[str, Any]:
 def choose(args: Collect, seed: int, count: int) -> list[int] | range:
     """Chooses which of `count` prompts to use. Returns their numbers.
 
-    Runs with the same seed use different prompts until all prompts are used, if each run skips the prompts of earlier runs.
+    If each run skips the prompts of earlier runs with the same seed, no prompt is used twice before all prompts are used.
 
     Raises InputError if the job wants more than `count` prompts.
     """
@@ -84,7 +84,7 @@ def choose(args: Collect, seed: int, count: int) -> list[int] | range:
         return range(count)
     if args.num_prompts > count:
         raise InputError(
-            f"found {args.num_prompts:,}, but data.train has {count:,} prompts; expected at most that, or null for all",
+            f"found {args.num_prompts:,}, but data.train has {count:,} prompts; expected at most {count:,}, or null for all",
             key="trainer.num_prompts",
         )
     return list(itertools.islice(drawn(seed, count), args.skip_prompts, args.skip_prompts + args.num_prompts))
@@ -124,7 +124,7 @@ def rows_of(args: Collect, record: Record) -> list[dict[str, Any]]:
 
 
 def selected(args: Collect, samples: list[Sample]) -> list[tuple[Sample, ...]]:
-    """Returns the best sample, every sample, or pairs of a better and a worse sample, by `select`.
+    """Returns the best sample, all samples, or pairs of a better and a worse sample, depending on `select`.
 
     Leaves out a pair if the judge's preference depends on the order in which the judge sees the two samples. A truncated
     completion is never the better sample, because it would teach the policy to stop in the middle of a sentence.
@@ -153,12 +153,12 @@ def flips(one: Sample, other: Sample) -> bool:
 
 
 def is_good(args: Collect, one: Sample) -> bool:
-    """Returns True if a sample gets the label good. A truncated completion is never good."""
+    """Returns True if a sample should be labeled good. A truncated completion is never labeled good."""
     return one["ended"] and one["score"] > args.good_above
 
 
 def distinct(samples: list[Sample]) -> list[Sample]:
-    """Returns the samples without empty texts, duplicates, and texts that would be read as a conversation."""
+    """Returns the samples without empty completions, duplicates, and completions that look like a conversation."""
     first: dict[str, Sample] = {}
     for one in samples:
         first.setdefault(one["completion"].strip(), one)
@@ -166,7 +166,7 @@ def distinct(samples: list[Sample]) -> list[Sample]:
 
 
 def is_dialogue(completion: str) -> bool:
-    """Returns True if the data loader would read this completion as a conversation, or reject it as the text of one."""
+    """Returns True if the data loader would parse this completion as a conversation, or reject it."""
     try:
         return repeats_prompt(completion) or unpacked("completion", completion) is not completion
     except RowError:
@@ -177,7 +177,7 @@ def is_dialogue(completion: str) -> bool:
 
 
 def count(args: Collect, record: Record) -> dict[str, int]:
-    """Counts a prompt's samples and pairs, and the reasons why some of them become no training rows.
+    """Counts a prompt's samples and pairs, and the reasons for which samples and pairs are left out of the training rows.
 
     `ties` are pairs of different completions with equal scores. `close` are pairs whose scores differ by less than min_margin.
     `flips` are pairs whose preferred completion depends on the order in which a judge sees the two completions.
@@ -208,7 +208,7 @@ def count(args: Collect, record: Record) -> dict[str, int]:
 
 
 def measure(args: Collect, record: Record) -> dict[str, float]:
-    """Returns the metrics of a prompt: scores, completion length, shares of kinds of samples, and the margin of its pairs."""
+    """Returns a prompt's metrics: scores, completion length, shares of truncated and duplicate samples, and the pairs' margin."""
     samples = record["samples"]
     scores, counts, number = [*map(SCORE, samples)], count(args, record), len(samples)
     metrics = {
@@ -218,7 +218,7 @@ def measure(args: Collect, record: Record) -> dict[str, float]:
         "completion_tokens": sum(one["completion_tokens"] for one in samples) / number,
         "share_truncated": counts["truncated"] / number,
         "share_duplicates": counts["duplicates"] / number,
-        "share_tied": float(max(scores) == min(scores)),  # equal scores form no pair
+        "share_tied": float(max(scores) == min(scores)),  # samples with equal scores form no pair
         "share_with_rows": float(counts["rows"] > 0),
     }
     if "flips" in counts and (compared := math.comb(len(distinct(samples)), 2)):
@@ -232,18 +232,18 @@ def why_none(args: Collect, counts: Mapping[str, int]) -> str:
     """Returns a message with the most frequent reason why there are no rows, and the key to change."""
     if counts["truncated"] == counts["completions"]:
         return (
-            f"none of {counts['completions']} completions ended within trainer.response_length={args.response_length}; raise it if "
-            "rows are longer. If not, the policy has not learned to end: train sft on rows that end, and look at its eos_accuracy"
+            f"none of {counts['completions']} completions ended within trainer.response_length={args.response_length}; raise this "
+            "key if your rows are longer. Otherwise, train sft on rows with an end token until its eos_accuracy is high"
         )
     completions = f"of {counts['completions']} completions"
     reasons = {
         "truncated": f"{completions} were truncated; use a larger trainer.response_length",
         "duplicates": f"{completions} repeat another completion; use a higher trainer.temperature",
-        "dialogues": f"{completions} are whole dialogues; use model.chat_template=plain or another policy",
+        "dialogues": f"{completions} look like conversations; use model.chat_template=plain or another policy",
         "empty": f"{completions} are empty; use trainer.min_new_tokens=1",
         "ties": "pairs have equal scores; use a higher trainer.num_generations, or another reward",
-        "flips": "pairs change the preferred completion if the judge sees the other order; use another judge",
-        "close": f"pairs differ by less than trainer.min_margin={args.min_margin:g}; lower it",
+        "flips": "pairs get a different preference if the judge sees them in reverse order; use a different judge",
+        "close": f"pairs differ by less than trainer.min_margin={args.min_margin:g}; lower this key",
     }
     name = max(reasons, key=lambda name: counts.get(name, 0))
     return f"{counts.get(name)} {reasons[name]}"

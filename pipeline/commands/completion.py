@@ -45,7 +45,7 @@ def script(verbs: list[str]) -> str:
 
 
 def stages_of(verb: str) -> list[str]:
-    """Returns the stages whose jobs a subcommand takes."""
+    """Returns the stages whose jobs a subcommand accepts."""
     if verb in STAGE_SPECS:
         return [verb]
     command = COMMANDS[verb]

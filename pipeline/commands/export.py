@@ -6,9 +6,9 @@
 trainer.hub_model_id and trainer.push_to_hub=true push the folder to the Hub (commands/hub.py).
 
 Only `export` merges adapters. The base is loaded with its original weights, never in NF4. Each merged weight is computed in
-float32 and rounded once to model.dtype. A folder has safetensors, tokenizer, chat template, generation config and a model card.
-The folder appears only after plain transformers has loaded the model, and its outputs equal the adapter's. In float32, the greedy
-text must be the same, and scores may differ by 1e-5. In other dtypes, the outputs may differ by rounding.
+float32 and rounded once to model.dtype. The exported folder contains safetensors, tokenizer, chat template, generation config and
+a model card. `export` fails if transformers cannot load the merged model, or if the model's outputs differ from the adapter's. In
+float32, greedy completions must be identical, and scores may differ by 1e-5. Other dtypes allow for rounding errors.
 """
 
 import gc
@@ -49,8 +49,8 @@ TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (0.1, 0.1), "float16": (0.02, 
 def run(job: Job) -> dict[str, Any]:
     if storage.is_remote(job.run.storage_path):
         raise InputError(
-            f"{job.run.storage_path!r} is a bucket, and transformers writes to folders; export to one, e.g. "
-            "run.storage_path=./exports, and copy it",
+            f"{job.run.storage_path!r} is a bucket, but transformers writes only to local folders; set, e.g., "
+            "run.storage_path=./exports, and copy the folder to the bucket",
             key="run.storage_path",
         )
     args = Export(**job.trainer)
@@ -66,7 +66,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def write_all(work: Work) -> dict[str, Any]:
-    """Exports the policy and the reward of a job in this process. Returns the entry of result.json."""
+    """Exports the policy and the reward of a job in this process. Returns the value of `exported` in result.json."""
     if work.args.merge:
         print(announcement(work.model.name_or_path, work.model.revision), flush=True)
     console.silence_libraries()
@@ -75,7 +75,7 @@ def write_all(work: Work) -> dict[str, Any]:
     for name in ("policy", "reward.0"):
         kind = name.removesuffix(".0")
         folder = storage.join(work.folder, kind)
-        for left in (folder, f"{folder}.partial"):  # left by an interrupted attempt at this export
+        for left in (folder, f"{folder}.partial"):  # folders that an interrupted export left
             shutil.rmtree(left, ignore_errors=True)
         if name in work.inputs:
             exported[kind] = {"folder": folder, **write(host, name, folder)}
@@ -83,7 +83,7 @@ def write_all(work: Work) -> dict[str, Any]:
 
 
 def write(host: ModelHost, name: str, folder: str) -> dict[str, float]:
-    """Writes one adapter to `folder`, merged into its base or as an adapter. The folder appears only when it is complete.
+    """Writes one adapter to `folder`, merged into its base or as an adapter. Creates `folder` only when all files are complete.
 
     Returns the differences between the merged model and the adapter. Raises Failure if a difference is too large.
     """
@@ -117,7 +117,7 @@ def vllm_command(base: str, folder: str, name: str) -> str:
     """
     adapter = adapter_files.read_settings(folder)
     if ignored := lora.ignored_by_vllm(adapter):
-        return f"vLLM would ignore its {ignored}; merge it instead (trainer.merge=true)"
+        return f"vLLM would ignore the adapter's {ignored}; merge the adapter instead (trainer.merge=true)"
     rank = max(8, 1 << (adapter_files.largest_rank(folder) - 1).bit_length())  # a power of two, at least 8
     words = ["vllm", "serve", base, "--tokenizer", folder, "--enable-lora", "--max-lora-rank", str(rank)]
     words += ["--lora-modules", f"{name}={folder}"]
@@ -162,7 +162,7 @@ def merge(base: Any, adapter: str, dtype: str) -> Any:
         if isinstance(layer, BaseTunerLayer):
             weight = layer.get_base_layer().weight
             stored = weight.dtype
-            weight.data = weight.data.float()  # otherwise peft would round the change of the weights
+            weight.data = weight.data.float()  # otherwise peft would round the adapter's weight update
             layer.merge(safe_merge=True)
             weight.data = weight.data.to(stored)
     return model.unload().to(getattr(torch, dtype))
@@ -172,7 +172,7 @@ def merge(base: Any, adapter: str, dtype: str) -> Any:
 
 
 def probes(host: ModelHost) -> tuple[list[list[int]], int]:
-    """Returns the token ids of PROBES in the chat template, and the maximum number of tokens of a completion."""
+    """Returns the token ids of PROBES with the chat template applied, and the maximum number of tokens of a completion."""
     encode = host.tokenizer.apply_chat_template
     turns = ([{"role": "user", "content": text}] for text in PROBES)
     rows = [[*encode(one, add_generation_prompt=True, return_dict=False)] for one in turns]

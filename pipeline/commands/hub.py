@@ -29,7 +29,7 @@ from pipeline.system import deadline, hub, storage
 from pipeline.system.credentials import without_credentials
 
 CARD = Path(__file__).with_name("card.jinja")
-TAG = "rlhf-pipeline"  # tag in the model card of each export, by which a push recognizes the repository of an earlier one
+TAG = "rlhf-pipeline"  # tag in the model card of each export; a push recognizes an earlier export's repository by this tag
 # Names of the files that an export writes in addition to the model card. A push deletes only files with these names.
 WRITTEN = re.compile(r"[^/]+\.(safetensors|json|jinja)|tokenizer\.model|merges\.txt|vocab\.txt")
 ADVICE = "make a token with write access at https://huggingface.co/settings/tokens; export HF_TOKEN=..."
@@ -38,7 +38,7 @@ ADVICE = "make a token with write access at https://huggingface.co/settings/toke
 
 
 class Ancestor(NamedTuple):
-    """A model or a function that an exported model descends from."""
+    """A model or a reward function that was used to train an exported model."""
 
     reference: str
     lineage: dict[str, Any]  # the adapter's lineage.json
@@ -120,7 +120,7 @@ def _license(base: str, revision: str | None) -> dict[str, Any]:
 
 
 def ancestors(reference: str, uri: str, depth: int = 0, role: str = "") -> Iterator[Ancestor]:
-    """Yields a model version, then each of its parents, followed by that parent's own parents."""
+    """Yields a model version and all its ancestors, depth first."""
     facts: dict[str, Any] = {}
     if InputURI.parse(reference).is_model:
         folder = registry.fetch(reference, uri)
@@ -140,10 +140,10 @@ def _api() -> Any:
 
 
 def check_push(args: Export) -> None:
-    """Checks the token and the repository before `export` merges, if the job pushes. Changes nothing on the Hub.
+    """Checks the Hub token and the repository if the job sets push_to_hub. Changes nothing on the Hub.
 
     Raises InputError if the token is missing or wrong, if the Hub does not answer, if the repository has files that no export
-    wrote, or if it is public and the job wants a private one.
+    wrote, or if the repository is public but hub_private_repo is true.
     """
     if not args.push_to_hub:
         return
@@ -153,7 +153,7 @@ def check_push(args: Export) -> None:
         deadline.call_with_deadline(_check_repository, args)
     except InputError:
         raise
-    except Exception as error:  # the HTTP client raises its own types
+    except Exception as error:  # the HTTP client raises its own exception types
         raise InputError(_explained(args, error), "trainer.push_to_hub") from error
 
 
@@ -185,7 +185,7 @@ def _check_repository(args: Export) -> None:
 
 
 def push(args: Export, kind: str, base: str, result: dict[str, Any]) -> dict[str, Any]:
-    """Pushes the exported folder if trainer.push_to_hub is true. Returns the result, with the commit.
+    """Pushes the exported folder if trainer.push_to_hub is true. Returns the result of the export, with the commit id.
 
     Args:
         kind: policy or reward.
@@ -196,14 +196,14 @@ def push(args: Export, kind: str, base: str, result: dict[str, Any]) -> dict[str
     repo = args.hub_model_id
     if kind not in result["exported"]:
         raise InputError(
-            f"{result['name']!r} exported no {kind}; set run.overwrite=true or another run.name",
+            f"{result['name']!r} did not export the {kind}; set run.overwrite=true or another run.name",
             key="run.name",
         )
     folder = result["exported"][kind]["folder"]
     if "base_model:" not in Path(folder, "README.md").read_text(encoding="utf-8") and not args.merge:
-        print(f"warning: the base is a folder, {base}: others cannot load an adapter on it", flush=True)
+        print(f"warning: the base is a local folder, {base}; other users cannot load the adapter", flush=True)
     if not args.push_to_hub:
-        print(f"nothing was sent; trainer.push_to_hub=true pushes {folder} to {repo}", flush=True)
+        print(f"nothing was uploaded; set trainer.push_to_hub=true to push {folder} to {repo}", flush=True)
         return result
     print(f"pushing {folder} to {repo}", flush=True)
     api = _api()
@@ -212,11 +212,11 @@ def push(args: Export, kind: str, base: str, result: dict[str, Any]) -> dict[str
         commit = api.upload_folder(
             repo_id=repo,
             folder_path=folder,
-            # Otherwise transformers would load the adapter of an earlier push onto merged weights.
+            # If an earlier push's adapter stayed next to merged weights, transformers would load both.
             delete_patterns=[*filter(WRITTEN.fullmatch, api.list_repo_files(repo))],
             commit_message=f"{'Merged model' if args.merge else 'Adapter'} from {result['name']}",
         )
-    except Exception as error:  # the HTTP client and the uploader raise their own types
+    except Exception as error:  # the HTTP client and the uploader raise their own exception types
         again = f"the same command with run.name={result['name']} continues without merging again"
         raise Failure(f"{_explained(args, error)}; {again}") from error
     print(f"   {commit}", flush=True)

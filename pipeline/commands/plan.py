@@ -40,7 +40,7 @@ EPOCH_ROWS = 10_000  # assumed number of rows in an epoch, if the data cannot be
 
 def run(job: Job) -> dict[str, Any]:
     if job.spec.runs_in == "here":
-        raise InputError(f"found {job.stage}, which has no workers; plan is for jobs that do", key="stage")
+        raise InputError(f"found {job.stage}; expected a stage with workers", key="stage")
     gpus = [] if placement.on_cluster() or not job.scaling.get("use_gpu") else list_local_gpus()
     work = sections_of(job, places_of(job, elsewhere=not gpus))
     places = work.places
@@ -50,17 +50,17 @@ def run(job: Job) -> dict[str, Any]:
     planned = plan.make_plan(work, loras)
     print(f"\n== plan  {job.source}  {job.model.name_or_path}\n")
     size = f"{planned.shape.parameters / 1e9:.3g} B parameters, frozen; {planned.trainable / 1e6:.3g} M learn"
-    print(f"   {size}. Memory of one worker, rows at their longest:")
+    print(f"   {size}. Memory of one worker, for rows of the maximum length:")
     for item in planned.items:
         when = "" if item.phase == "always" else f"  ({item.phase})"
         print(f"   {item.size / GIB:>8.2f} GiB  {item.what}{when}")
-    print(f"   {planned.peak / GIB:>8.2f} GiB  peak, including what the allocator loses")
+    print(f"   {planned.peak / GIB:>8.2f} GiB  peak, including the allocator's fragmentation")
     if job.spec.learns:
         print(
-            f"   {planned.checkpoint / 1e9:>8.3f} GB   a checkpoint on disk; run.num_to_keep of them are kept"
+            f"   {planned.checkpoint / 1e9:>8.3f} GB   per checkpoint on disk; run.num_to_keep checkpoints are retained"
         )
     if unread := planned.shape.unread:
-        notes.append(f"the base's shape is built in, since its config.json cannot be read: {unread}")
+        notes.append(f"using a built-in shape, because the base's config.json cannot be read: {unread}")
     notes += [f"this machine has {name}, {size / GIB:.0f} GiB" for name, size in gpus]
     print("".join(f"   note: {note}\n" for note in notes))
     memory = on_gpus(planned, named(places)) if places.on_gpu else on_this_machine(planned, places)
@@ -77,7 +77,7 @@ def check_fit(
     memory: float,
     gpus: int | None = None,
 ) -> None:
-    """Raises Failure, with the keys to change, if the workers need more memory or more GPUs than there are.
+    """Raises Failure, with the keys to change, if the workers need more memory or more GPUs than are available.
 
     Args:
         memory: bytes that a worker has.
@@ -86,14 +86,14 @@ def check_fit(
     lacks, changes = [], list[str]()
     each = places.workers.each.resources.get("GPU", 0)
     if gpus is not None and (needed := places.workers.fewest * each) > gpus:
-        lacks.append(f"the workers need {needed:g} GPUs, and this machine has {gpus}")
+        lacks.append(f"the workers need {needed:g} GPUs, but this machine has {gpus}")
         if not (change := places.fewer(gpus / each)):
             raise Failure(f"{lacks[0]}; lower scaling.resources_per_worker")
         changes, count = [change], int(change.split("=")[1])
         workers = places.workers._replace(fewest=count, most=count)
         planned = plan.make_plan(replace(planned.work, places=replace(places, workers=workers)), loras)
     if planned.peak > memory:
-        lacks.append(f"a worker needs {planned.peak / GIB:.1f} GiB and has {memory / GIB:.1f}")
+        lacks.append(f"a worker needs {planned.peak / GIB:.1f} GiB, but has {memory / GIB:.1f}")
         smaller, planned = plan.fit_into(planned.work, memory, loras)
         changes += smaller
     if not lacks:
@@ -115,7 +115,7 @@ def named(places: Places) -> list[str]:
     if not names:
         key = "accelerator_type" if wanted else "label_selector"
         if wanted and plan.gpus_called(wanted):
-            excluded = f"which scaling.label_selector={places.scaling['label_selector']} excludes; change that, or set it to {{}}"
+            excluded = f"which scaling.label_selector={places.scaling['label_selector']} excludes; change it, or set it to {{}}"
             raise InputError(f"found {wanted!r}, {excluded}", key=f"scaling.{key}")
         raise InputError(f"found {places.scaling[key]!r}; plan knows {', '.join(GPUS)}", key=f"scaling.{key}")
     return names
@@ -137,10 +137,10 @@ def folders_of_adapters(
         uri: the MLflow store.
         pin: returns the inputs with versions instead of aliases.
     """
-    guess = "adapters are assumed to be as large as `lora` makes them"
+    guess = "the sizes of all adapters are estimated from the section `lora`"
     registered = any(InputURI.parse(name).is_registered for name in named.values())
     if registered and (file := registry.file_of_uri(uri)) and not os.path.exists(file):
-        return {}, [f"nothing is registered yet; {guess}"]
+        return {}, [f"no model is registered yet; {guess}"]
     try:
         if registered:
             registry.check_reachable(uri)
@@ -153,7 +153,7 @@ def folders_of_adapters(
 
 
 def check_shapes(work: Sections, folders: dict[str, str]) -> None:
-    """Checks that the adapters and the section `lora` fit the base. A run makes the same check, but with weights."""
+    """Checks that the adapters and the section `lora` fit the base. A run repeats this check with the adapters' weights."""
     from pipeline.models.base import check_base
     from pipeline.models.compatibility import check_lora
     from pipeline.settle.inputs import makes_adapter
@@ -161,7 +161,7 @@ def check_shapes(work: Sections, folders: dict[str, str]) -> None:
 
     _, unread = config_of(work.model)
     if unread:
-        return  # without config.json, only the built-in shape is known
+        return  # without config.json, the modules of the base are unknown
     weights = bool(weight_files(local(work.model.name_or_path)))
     base = check_base(work.model, weights=weights)
     for name, folder in folders.items():
@@ -194,7 +194,7 @@ def on_gpus(planned: Plan, names: list[str]) -> float:
     fitting, workers = plan.fitting(planned), planned.work.places.workers.most
     if not planned.work.spec.learns:
         print(
-            f"   It fits on {', '.join(name for name in names if name in fitting) or 'none of the GPUs that plan knows'}."
+            f"   The job fits on {', '.join(name for name in names if name in fitting) or 'none of the GPUs that plan knows'}."
         )
         return GIB * max(GPUS[name].memory for name in names)
     rows, how = rows_of(planned)
@@ -211,7 +211,7 @@ def on_gpus(planned: Plan, names: list[str]) -> float:
             )
         lines.append((name, f"{GPUS[name].memory:.0f}", fits, needs))
     print(table(("GPU", "GiB", "fits", f"the run on {workers}: about"), lines, "<><<"))
-    gathered = "; gathering the base's shards is not counted" * planned.in_shards
+    gathered = "; the time to gather the base's shards is not included" * planned.in_shards
     print(
         f"   Assumed: {plan.UTILIZATION:.0%} of the datasheet's speed, and list prices of "
         f"{prices.read_prices().date}{gathered}"
@@ -230,26 +230,26 @@ def rows_of(planned: Plan) -> tuple[Rows, str]:
         return rows, how
     longest, given = planned.tokens[0], work.trainer
     sets_length = given.get("total_episodes") or (given.get("max_steps") or 0) > 0
-    epoch = "" if sets_length else f"{EPOCH_ROWS:,} rows an epoch and "
+    epoch = "" if sets_length else f"{EPOCH_ROWS:,} rows per epoch and "
     return Rows(EPOCH_ROWS, longest), f"{epoch}full-length rows of {longest:,} tokens assumed ({how})"
 
 
 def of_rollout_workers(group: Group, planned: Plan) -> str:
-    """Returns a text about the memory of a rollout worker, the GPUs that have this memory, and the cost of all workers.
+    """Returns a text with the memory that a rollout worker needs, the GPUs with enough memory, and the cost of all workers.
 
     Raises Failure if a rollout worker fits on no GPU that rollout.label_selector allows.
     """
     count, need = group.most, f"A rollout worker needs {planned.peak / GIB:.1f} GiB"
     if planned.device == "cpu":
-        return f"   {need} of the memory of its node."
+        return f"   {need} of its node's memory."
     allows = allowed(group.each.selector, GPUS)
     fits = [name for name in allows if name in plan.fitting(planned)]
     if not fits:
         larger = ", ".join(plan.fitting(planned))
         raise Failure(
             f"rollout.label_selector: a{need[1:]}, more than {', '.join(allows) or 'any GPU in the table of `plan`'} has; "
-            f"lower trainer.local_rollout_forward_batch_size{f', or allow larger ones: {larger}' if larger else ''}"
+            f"lower trainer.local_rollout_forward_batch_size{f', or allow larger GPUs: {larger}' if larger else ''}"
         )
     gpus = count * group.each.resources["GPU"]
     dollars = gpus * min(prices.read_prices().gpus[name] for name in fits)
-    return f"   {need} and fits on {', '.join(fits)}.\n   All {count}: from ${dollars:.2f} an hour on demand."
+    return f"   {need} and fits on {', '.join(fits)}.\n   {count} rollout workers cost at least ${dollars:.2f} an hour on demand."

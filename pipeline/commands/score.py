@@ -2,8 +2,8 @@
 
     make score    or    python -m pipeline score jobs/demo/score.yaml data.train=rows.jsonl [section.key=value ...]
 
-`score` reads every format of preferences and demonstrations. A line of scores.jsonl is the row with its `score`. A pair has
-`score_chosen`, `score_rejected` and `score_margin` instead. The same run.name continues a killed run.
+`score` reads every format of preferences and demonstrations. Each line of scores.jsonl is a row with its `score`, or, for a pair,
+with `score_chosen`, `score_rejected` and `score_margin`. To resume a killed run, set the same run.name.
 """
 
 import json

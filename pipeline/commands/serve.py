@@ -47,9 +47,9 @@ def run(job: Job) -> None:
 
 @contextlib.contextmanager
 def serving(work: Work, name: str = "serve") -> Iterator[Work]:
-    """Serves the models of a job during the block. Yields the Work, with the server's port.
+    """Serves the models of a job during the `with` block. Yields `work` with the server's port.
 
-    Raises InputError if the port is taken, and Failure if a replica cannot be placed or does not start.
+    Raises InputError if the port is in use, and Failure if a replica cannot be placed or does not start.
     """
     from ray import serve
 
@@ -58,14 +58,14 @@ def serving(work: Work, name: str = "serve") -> Iterator[Work]:
 
     section = with_port(work.serve)
     work = replace(work, serve=section)
-    # On a cluster, the folder is on the head node, so it cannot be checked here.
+    # On a cluster, the feedback folder is on the head node, so this machine cannot check the folder.
     if section.log_prompts and not os.environ.get("RAY_ADDRESS"):
         folder = feedback.feedback_folder(section, work.identity.storage_path)
         feedback.FeedbackStore(folder, max_bytes=section.max_feedback_bytes, encoders={}).close()
     with session(work.places, work.identity.storage_path, work.uri):
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         placement.wait_for_one(work.places)
-        # Ray Serve's limit is longer than serve.timeout_s, whose error has a better message.
+        # Ray Serve's timeout is longer than serve.timeout_s, so that requests fail with our error message.
         limits = {"request_timeout_s": section.timeout_s + 5, "keep_alive_timeout_s": REQUEST_S}
         serve.start(
             http_options={"host": section.host, "port": section.port, **limits},
@@ -79,7 +79,7 @@ def serving(work: Work, name: str = "serve") -> Iterator[Work]:
             deployments = serve.status().applications[name].deployments.values()
             message = next((one.message for one in deployments if one.message.strip()), str(error))
             why = message.strip().splitlines()[-1].strip()  # the last line of the replica's traceback
-            raise Failure(f"the application does not start: {why}") from error
+            raise Failure(f"the application did not start: {why}") from error
         else:
             yield work
         finally:
@@ -103,7 +103,7 @@ def announcement(work: Work) -> str:
         example = (
             f"""curl -s {url}/score{header} -d '{{"prompt": "Who is there?", "completion": "A friend."}}'"""
         )
-    return "\n".join([f"\nserving at {url}", *lines, f"   {example}", "Ctrl-C ends it"])
+    return "\n".join([f"\nserving at {url}", *lines, f"   {example}", "Ctrl-C stops the server"])
 
 
 def token_digests(host: str) -> list[str]:
@@ -114,7 +114,7 @@ def token_digests(host: str) -> list[str]:
     tokens = os.environ.get(TOKENS, "").replace(",", " ").split()
     if not tokens and host not in LOOPBACK:
         raise InputError(
-            f"found {host}, which other machines can reach, and no tokens; run export {TOKENS}=$(openssl rand -hex 32), "
+            f"found {host}, which other machines can reach, but no tokens; run export {TOKENS}=$(openssl rand -hex 32), "
             "or use serve.host=127.0.0.1",
             key="serve.host",
         )
@@ -127,7 +127,7 @@ def token_digests(host: str) -> list[str]:
 
 
 def with_port(serve: Serve) -> Serve:
-    """Returns the section `serve`, with a free port in place of port 0. Raises InputError if the port is taken."""
+    """Returns the section `serve`, with a free port in place of port 0. Raises InputError if the port is in use."""
     serve = with_absolute_folder(serve)
     if os.environ.get("RAY_ADDRESS"):  # the server's port is on the head node, not on this machine
         return serve
@@ -154,7 +154,7 @@ def build(args: dict[str, Any]) -> Any:
     """Builds the application for `serve deploy` and KubeRay's RayService: import_path pipeline.commands.serve:build.
 
     Args:
-        args: `job`, a job file, and `overrides`, a list of section.key=value.
+        args: a dict with `job`, the path of a job file, and `overrides`, a list of section.key=value.
     """
     import ray
 

@@ -36,7 +36,7 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
     seen = resume.check_folder(sweep.folder, "a sweep", "sweep")
     left = recorded(sweep, seen)
     if left.get("ended") and not [row for row in left["trials"] if row["state"] == "failed"]:
-        print(f"sweep {sweep.job.run.name} has ended ({sweep.folder}); run.overwrite=true starts it over")
+        print(f"sweep {sweep.job.run.name} has ended ({sweep.folder}); set run.overwrite=true to start over")
         print(closing(sweep, left), flush=True)
         return left
     check_paths(sweep.job)
@@ -60,14 +60,14 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
 
 
 def recorded(sweep: Sweep, seen: dict[str, str]) -> dict[str, Any]:
-    """Returns the sweep.json that an earlier driver wrote, or {}. Raises InputError if it belongs to a different sweep."""
+    """Returns the sweep.json that an earlier driver wrote, or {}. Raises InputError if the file belongs to a different sweep."""
     job = sweep.job
     keys = ("job", "metric", "trials", "reports")
     if job.run.overwrite or not (left := resume.read_left(sweep.folder, seen, run_folder.SWEEP, *keys)):
         return {}
     if left["job"] != resume.essence(identity_of(job)) or left["metric"] != sweep.metric:
         raise InputError(
-            f"{job.run.name!r} is a sweep of another job; choose another name, or set run.overwrite=true",
+            f"{job.run.name!r} is a sweep of a different job; choose another name, or set run.overwrite=true",
             key="run.name",
         )
     names = {trial.name for trial in sweep.trials}
@@ -75,7 +75,7 @@ def recorded(sweep: Sweep, seen: dict[str, str]) -> dict[str, Any]:
 
 
 def with_one_store(sweep: Sweep) -> Sweep:
-    """Returns the sweep, with the sweep's MLflow store set in every trial."""
+    """Returns the sweep. Every trial's job gets the sweep's MLflow store."""
     uri = tracking_of(sweep.job).uri
     return replace(
         sweep,
@@ -87,7 +87,7 @@ def with_one_store(sweep: Sweep) -> Sweep:
 
 
 def with_versions(sweep: Sweep, inputs: dict[str, str]) -> Sweep:
-    """Returns the sweep, with model versions in place of aliases in every trial. Aliases may move during the sweep."""
+    """Returns the sweep, with model versions in place of aliases in every trial, because aliases may move during the sweep."""
     shared = {name: version for name, version in inputs.items() if name.partition(".")[0] not in sweep.keys}
     return replace(sweep, trials=[replace(one, job=by_version(one.job, shared)) for one in sweep.trials])
 
@@ -141,7 +141,7 @@ def run_all(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
         if (best := table.best(sweep, rows)) is None:
             print(table.text(sweep, rows), flush=True)
             raise Failure(
-                f"no trial finished; {sweep.folder} has what each one left, and the same command tries again"
+                f"no trial finished; {sweep.folder} contains the trials' folders; run the same command again to retry"
             )
         # Registers the best trial, and adds the version to the trial's result.json.
         result = storage.read_json(file := storage.join(best["folder"], run_folder.RESULT))
@@ -156,7 +156,7 @@ def run_all(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def trials_ended(sweep: Sweep) -> Iterator[None]:
-    """Sets the status of the trials' MLflow runs to KILLED if the sweep is interrupted during the block."""
+    """Sets the status of the trials' MLflow runs to KILLED if the sweep is interrupted during the `with` block."""
     try:
         yield
     except BaseException:
@@ -192,6 +192,6 @@ def closing(sweep: Sweep, summary: dict[str, Any]) -> str:
         lines.append(
             f"   registered {version['registered_model']} v{version['version']}{alias}  (gate {version['gate']})"
         )
-    lines.append(f"   to train it again: {summary['command']}")
-    lines.append(f"   {sweep.folder}/{run_folder.SWEEP}, a folder for each trial")
+    lines.append(f"   to repeat the best trial: {summary['command']}")
+    lines.append(f"   {sweep.folder}/{run_folder.SWEEP}; each trial has a folder")
     return "\n".join(lines)

@@ -21,7 +21,7 @@ def write_page(runs: list[Run], folder: str, result: dict[str, Any] | None = Non
     """Writes report.html into a folder or bucket. Returns the path of the page.
 
     Args:
-        result: the result of a run that has just ended. If it is given, the report is also stored in this run's MLflow run.
+        result: the result of a run that has just ended, or None. The report is also stored in the MLflow run of `result`.
     """
     from pipeline.report import page
 
@@ -38,13 +38,13 @@ def write_page(runs: list[Run], folder: str, result: dict[str, Any] | None = Non
 
 
 def of_run(result: dict[str, Any]) -> None:
-    """Stores the report of a finished run in its folder and in MLflow, if it has no report yet."""
+    """Stores the report of a finished run in the run's folder and in MLflow, unless the folder already contains a report."""
     folder = result["folder"]
     if storage.exists(storage.join(folder, REPORT)):
         return
     with console.waiting("drawing the report"):
         drawn = of_several([folder], folder, result=result)
-    if drawn and heading.get() == ALONE:  # `run` names one page of all stages at its end
+    if drawn and heading.get() == ALONE:  # `run` prints the path of a report about all stages
         terminal.say(text.row("report", storage.relative(drawn)), result=True)
 
 

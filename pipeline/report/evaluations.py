@@ -9,14 +9,14 @@ def drawings(evaluation: dict[str, Any]) -> list[Drawing]:
     made = []
     if probes := evaluation.get("probes"):
         note = (
-            "How far each edit of a completion moves its score, with 95 % intervals. The last edits make the completion worse, so "
+            "Mean change of a completion's score by each edit, with 95 % intervals. The last edits make the completion worse, so "
             "the score should fall; the other edits should not move the score."
         )
         made.append(Drawing("Probes of the reward", note, lambda axes: draw_probes(axes, probes)))
     if curve := evaluation.get("best_of_n"):
         note = (
-            "The reward chooses the best of n completions. If the judge's score falls while the reward's rises, the reward is "
-            "being exploited."
+            "The reward chooses the best of n completions. If the judge's score falls while the reward's score rises, the reward "
+            "is being exploited."
         )
         made.append(Drawing("Best of n", note, lambda axes: draw_best_of_n(axes, curve)))
     return made

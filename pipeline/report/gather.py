@@ -19,7 +19,7 @@ from pipeline.system.credentials import without_credentials
 
 @dataclass
 class Run:
-    """The data of one run that a report shows."""
+    """The data of a run that is shown in a report."""
 
     name: str
     stage: str
@@ -44,7 +44,7 @@ class Run:
 
     @property
     def verdict(self) -> str:
-        """Returns `gate passed` or `gate failed` for a finished run with a gate. Returns the run's state otherwise."""
+        """Returns `gate passed` or `gate failed` for a finished run with a gate, or else the run's state."""
         if self.state != "finished" or not self.conditions:
             return self.state
         return "gate passed" if all(holds for *_, holds in self.conditions) else "gate failed"
@@ -61,7 +61,7 @@ class Run:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Returns {"policy": "models:/rlhf-sft/3", ...}. If the run has not finished, returns the references in its job."""
+        """Returns {"policy": "models:/rlhf-sft/3", ...}. If the run has not finished, returns the references in the run's job."""
         if "inputs" in self.result:
             return self.result["inputs"]
         return {key: self.job[key] for key in INPUTS if isinstance(self.job.get(key), str)}
@@ -93,13 +93,13 @@ def read_run(reference: str, runs: str = "runs") -> Run:
     if re.fullmatch(r"[0-9a-f]{32}", reference):
         return _from_mlflow(reference, runs)
     expected = f"expected a folder with {run_folder.JOB}, a name under {runs}/, or an MLflow run id"
-    raise InputError(f"{reference}: no run; {expected}; the newest are {newest(runs)}")
+    raise InputError(f"{reference}: no run; {expected}; the newest runs are {newest(runs)}")
 
 
 def newest(runs: str = "runs") -> str:
     """Returns a text with the paths of the five newest runs in a folder."""
     found = sorted(Path(runs).glob(f"*/{run_folder.JOB}"), key=os.path.getmtime, reverse=True)
-    return " ".join(str(path.parent) for path in found[:5]) or "none here yet"
+    return " ".join(str(path.parent) for path in found[:5]) or "none in this folder"
 
 
 def _from_folder(folder: str) -> Run:
@@ -114,7 +114,7 @@ def _from_folder(folder: str) -> Run:
     ended, given = result or failure, job["mlflow"].get("tracking_uri")
     run.uri = ended.get("tracking_uri") or registry.uri_of(given, job["run"]["storage_path"])
     run.run_id = ended.get("mlflow_run_id")
-    # Uses only the checkpoint's name, because the run's folder may have been moved since result.json was written.
+    # Uses only the last part of the checkpoint's path, because the run's folder may have been moved.
     if last := str(result.get("checkpoint") or "").rpartition("/")[2]:
         run.pairs, run.doubtful = (
             content(f"{last}/{name}", []) for name in (run_folder.PAIRS, run_folder.DOUBTFUL)
@@ -150,7 +150,7 @@ def _add_curves(run: Run) -> None:
             run.history = registry.read_curves(run.uri, run.run_id)
     except Exception as error:  # the database driver and the network raise many types of errors
         where = without_credentials(run.uri)
-        run.note = f"No curves: {where} could not be read ({without_credentials(summary(error))})."
+        run.note = f"No curves, because {where} could not be read ({without_credentials(summary(error))})."
         run.uri = None  # so that `ancestors` does not query the server again
 
 
@@ -161,21 +161,21 @@ MOST_VERSIONS = 4  # maximum number of listed versions that wrote training rows
 
 @dataclass
 class Ancestor:
-    """A version or another input that was used, directly or indirectly, to train a run's model."""
+    """A model version, or a different input, that was used, directly or indirectly, to train a run's model."""
 
-    role: str  # how it was used: as policy, as reward, or to write `300 rows`
+    role: str  # how the ancestor was used: `policy`, `reward`, ..., or `300 rows` if it wrote training rows
     reference: str  # models:/name/3, or another input
-    state: str = ""  # text with its aliases and the result of its gate
-    sources: list[tuple[str, str]] = field(default_factory=list)  # (role, reference) of its own inputs
+    state: str = ""  # the version's aliases and the result of its gate, as text
+    sources: list[tuple[str, str]] = field(default_factory=list)  # (role, reference) of the inputs
 
 
 def ancestors(run: Run) -> list[Ancestor]:
-    """Returns a run's inputs, the inputs of these inputs, and so on. Each appears once, nearest ancestors first."""
+    """Returns a run's inputs, the inputs of these inputs, and so on. Each input appears once, nearest inputs first."""
     rows_from = run.data.get("splits", {}).get("train", {}).get("versions", {})
     inputs = {role: _pinned(reference, run.uri) for role, reference in run.inputs.items()}
     found: dict[str, Ancestor] = {}
     waiting = _sources(inputs, rows_from, run.job["model"]["name_or_path"])
-    for role, reference in waiting:  # the loop appends to this list
+    for role, reference in waiting:  # the loop body appends to `waiting`
         if reference not in found:
             found[reference] = one = Ancestor(role, reference)
             if run.uri and InputURI.parse(reference).version:
@@ -185,13 +185,13 @@ def ancestors(run: Run) -> list[Ancestor]:
 
 
 def _sources(inputs: dict[str, str], rows_from: dict[str, int], base: str) -> list[tuple[str, str]]:
-    """Returns (role, reference) of the inputs (or of the base if there are none) and of the versions that wrote training rows."""
+    """Returns (role, reference) of a model's inputs, or of the base, and of the versions that wrote training rows."""
     named = [(role.partition(".")[0], reference) for role, reference in inputs.items()] or [("base", base)]
     return named + [(count(rows), one) for one, rows in most_frequent(rows_from, MOST_VERSIONS).items()]
 
 
 def _pinned(reference: str, uri: str | None) -> str:
-    """Returns the version that an alias names now. Returns other references unchanged."""
+    """Replaces an alias by the version to which it points now. Returns all other references unchanged."""
     try:
         return registry.pin(reference, uri) if uri else reference
     except InputError:

@@ -17,7 +17,7 @@ OVERVIEW = (
 
 
 def cards(run: Run) -> list[dict[str, str]]:
-    """Returns the cards of one run, with its stage's main metrics, metrics of its held-out pairs, and its wall-clock time."""
+    """Returns the cards of one run: the stage's main metrics, metrics on held-out pairs, and the wall-clock time."""
     shown = [_card(run, metric) for metric in metrics_of(run.stage, run.metrics)]
     if run.pairs:
         held_out = preferences.summary(run.pairs)
@@ -30,7 +30,7 @@ def cards(run: Run) -> list[dict[str, str]]:
 
 
 def overview(runs: list[Run]) -> list[dict[str, str]]:
-    """Returns the cards of several runs, with at most five metrics and the total wall-clock time."""
+    """Returns the cards of several runs: at most five metrics, and the total wall-clock time."""
     newest = {run.stage: run for run in runs}
     shown = []
     for stage, name in OVERVIEW:
@@ -58,7 +58,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
     model, scaling, result = run.job["model"], run.job.get("scaling", {}), run.result
     registered = None
     if result.get("version"):
-        alias = f"@{result['alias']}" if result.get("alias") else "(it did not get the alias)"
+        alias = f"@{result['alias']}" if result.get("alias") else "(the alias was not moved)"
         registered = f"{result['registered_model']} v{result['version']} {alias}"
     workers = scaling.get("num_workers", 1) or "in process,"
     peak, cost = (result.get(key) for key in ("peak_memory_bytes", "cost"))

@@ -66,7 +66,7 @@ def as_yaml(job: dict[str, Any]) -> str:
 
 
 def drawn(runs: dict[str, Run]) -> dict[str, tuple[str, list[Drawing]]]:
-    """Returns {group: (heading, drawings)}. The heading is a question that the drawings answer.
+    """Returns {group: (heading, drawings)}. Each heading is a question that the drawings below it answer.
 
     Args:
         runs: {name: run} for one run, or for several runs of the same stage.

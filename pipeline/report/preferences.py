@@ -25,7 +25,7 @@ def longer(pairs: list[Pair]) -> list[float]:
 
 
 def summary(pairs: list[Pair]) -> dict[str, float | None]:
-    """Returns {name: value} for the numbers that the drawings show. A value is None if it cannot be computed."""
+    """Returns {name: value} for the numbers in the drawings. A value is None if the pairs do not suffice to compute it."""
     values = margins(pairs)
     sides = list(zip(values, longer(pairs), strict=True))
     shorter_won, longer_won = [m > 0 for m, n in sides if n < 0], [m > 0 for m, n in sides if n > 0]
@@ -52,7 +52,7 @@ def draw_margins(axes: Any, pairs: list[Pair]) -> None:
     values = margins(pairs)
     low, high = min(values), max(values)
     width = max((high - low) / 30, 1e-6)
-    # One bin edge is at 0, so that no bar has both correct and wrong pairs.
+    # Puts a bin edge at 0, so that no bar mixes correct and wrong pairs.
     edges = [i * width for i in range(math.floor(low / width), math.floor(high / width) + 2)]
     _, _, bars = axes.hist(values, bins=edges)
     for bar in bars:
@@ -79,7 +79,7 @@ def draw_calibration(axes: Any, pairs: list[Pair]) -> None:
 
 def draw_lengths(axes: Any, pairs: list[Pair]) -> None:
     axes.axhline(0, **DASHED)
-    # More than 500 dots are drawn as a bitmap. Otherwise, each dot would be an SVG element.
+    # More than 500 dots are drawn as a bitmap, because the SVG would have one element per dot.
     dots = {"s": 9, "alpha": 0.5, "color": COLORS[0], "linewidths": 0, "rasterized": len(pairs) > 500}
     axes.scatter(longer(pairs), margins(pairs), **dots)
     axes.set(title="Length bias", xlabel="chosen longer by, tokens", ylabel="margin")
@@ -94,11 +94,11 @@ def _remark(axes: Any, text: str, top: bool = False) -> None:
 
 DRAWINGS = (
     ("Margins of the held-out pairs",
-     "Chosen minus rejected score of each pair. Left of 0 the model prefers the wrong completion.", draw_margins),
+     "Chosen minus rejected score of each pair. Left of 0, the model prefers the rejected completion.", draw_margins),
     ("Calibration",
-     "Confidence in the preferred completion against accuracy; larger dots are more pairs. Above the diagonal the model "
-     "is underconfident, below it overconfident.", draw_calibration),
+     "Confidence in the preferred completion against accuracy. Larger dots stand for more pairs. Above the diagonal, the model "
+     "is underconfident; below the diagonal, it is overconfident.", draw_calibration),
     ("Length bias",
-     "Each dot is a pair: how many tokens longer the chosen completion is, and its margin. A slope means that length itself "
+     "Each dot is a pair. x: tokens by which the chosen completion is longer; y: margin. A slope means that length itself "
      "is rewarded.", draw_lengths),
 )  # fmt: skip

@@ -66,7 +66,7 @@ class Scores:
                 expected = "a shorter prompt"
                 outcome = RowError(outcome.reason, "", "a pair that is equal once it is truncated", expected)
             elif len(outcomes) > 1:
-                outcome = RowError("wrong_type", "pos_answers", "several pairs in one row", "one pair a row")
+                outcome = RowError("wrong_type", "pos_answers", "several pairs in a row", "one pair per row")
         except RowError as error:
             outcome = error
         if isinstance(outcome, RowError):

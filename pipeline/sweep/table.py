@@ -20,7 +20,7 @@ def rows(sweep: Sweep, state: dict[str, Any], died: dict[str, str]) -> list[dict
     for trial in sweep.trials:
         last = (state["reports"].get(trial.name) or [{}])[-1]
         failure = state["failures"].get(trial.name) or died.get(trial.name)
-        why = failure or "interrupted: the same command continues it"
+        why = failure or "interrupted; the same command resumes the trial"
         row: dict[str, Any] = {
             "trial": trial.name,
             "values": trial.values,

@@ -70,13 +70,13 @@ def test_a_cluster_file_is_valid_once_its_lines_are_filled_in(file, home):
 def test_mistakes_are_found_before_anything_is_started(home, monkeypatch):
     file = filled(AWS, home)
     file.write_text(file.read_text().replace("      SecurityGroupIds: *group\n", ""))
-    message = r"gpu1\.node_config\.SecurityGroupIds: missing; Ray would open port 22 to the world"
+    message = r"gpu1\.node_config\.SecurityGroupIds: missing, so Ray would open port 22 to the world"
     with pytest.raises(InputError, match=message):
         clusterfile.check_cluster_file(file)
     file = filled(AWS, home)
     file.write_text(re.sub(r"(?s)( gpu4:.*?min_workers: )0", r"\g<1>1", file.read_text()))
     with pytest.raises(
-        InputError, match=r"gpu4\.min_workers: the head ends itself .* but not these workers; set 0"
+        InputError, match=r"gpu4\.min_workers: an idle head shuts itself down .* would keep running; set 0"
     ):
         clusterfile.check_cluster_file(file)
     file.write_text(file.read_text().replace("HEAD_IDLE_HOURS=8 ", ""))

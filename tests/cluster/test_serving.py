@@ -131,7 +131,7 @@ def server(cluster, settings):
     command = [sys.executable, "-m", "pipeline", "serve", "jobs/demo/serve.yaml", *settings]
     process = cluster.start(cluster.hosts[0], *command)
     try:
-        wait(lambda: process.poll() is not None or "Ctrl-C ends it\n" in process.lines, "the server")
+        wait(lambda: process.poll() is not None or "Ctrl-C stops the server\n" in process.lines, "the server")
         assert process.poll() is None, "".join(process.lines)
         yield process
     finally:
@@ -170,7 +170,7 @@ def test_a_host_dies_and_rejoins_and_an_alias_moves_under_load(cluster, server):
     interrupt(cluster)
     status, output = server.end()
     assert status in (0, 130), (status, output)
-    assert "the aliases cannot be followed" not in output
+    assert "cannot resolve the aliases" not in output
     # Ray Serve's controller logs its own tracebacks about a lost node.
     traces = [line for line in server.lines if "Traceback" in line and "(ServeController)" not in line]
     assert not traces, output

@@ -139,7 +139,7 @@ def test_without_push_to_hub_nothing_is_sent(models, storage, hub, capsys):
     result = stage("export", storage, "dry", *POLICY, *ADAPTER)
     assert hub.requests == [] and "hub" not in result
     folder, said = result["exported"]["policy"]["folder"], capsys.readouterr().out
-    assert f"nothing was sent; trainer.push_to_hub=true pushes {folder} to owner/mine" in said
+    assert f"nothing was uploaded; set trainer.push_to_hub=true to push {folder} to owner/mine" in said
     assert "warning: the base is a folder" in said
 
 

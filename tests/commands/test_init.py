@@ -229,7 +229,8 @@ def test_columns_that_may_say_which_completions_are_bad_are_asked_about(here, ca
     init("log.jsonl")
     shown = capsys.readouterr().out
     assert (
-        "warning: log.jsonl: not for sft and kto: `thumbs_down` may mark bad rows; set data.columns=" in shown
+        "warning: log.jsonl: sft and kto will not use this file: `thumbs_down` may mark bad rows; set data.columns="
+        in shown
     )
     assert not {"sft", "kto"} & {path.stem for path in (here / "jobs/log").glob("*.yaml")}
 
@@ -268,7 +269,7 @@ def test_each_file_goes_to_the_stages_that_can_read_it(here, capsys):
     rows(here / "two/labels.jsonl", THUMBS)
     written = init("two")
     shown = capsys.readouterr().out
-    assert "two/c.jsonl: skipped, read by no stage; its columns are numbers" in shown
+    assert "two/c.jsonl: skipped, read by no stage; the file's columns are numbers" in shown
     columns = "{'prompt': 'question', 'completion': 'answer', 'label': 'thumbs'}"
     assert f"two/labels.jsonl: labels, read by sft, kto; columns {columns}\n" in shown
     a, b = written("two", "dpo").data.train
@@ -384,7 +385,7 @@ def test_rows_that_no_stage_can_read_create_no_folder(here, capsys):
         (PAIRS, ["data.columns={prompt: question, chosen: nothing}"], "data.columns: no stage can read rows.jsonl"),
         (PAIRS, ["trainer.learning_rate=1"], "unknown option 'trainer.learning_rate'; expected --name"),
         (PAIRS, ["data.columns=3"], "data.columns: found 3"),
-        ([TALK], ["reward=models:/x/1"], "reward: only ppo takes it, and these rows make no new ppo job"),
+        ([TALK], ["reward=models:/x/1"], "reward: only ppo uses a reward, and there is no new ppo job for these rows"),
         ("nothing.jsonl", [], "there is no file"),
         (MODEL, [], "is the folder of a model"),
     ],

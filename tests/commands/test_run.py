@@ -29,7 +29,7 @@ def test_one_name_names_every_stage_that_has_no_name_of_its_own(in_root):
     assert [job.run.name for job in jobs.values()] == ["sft-x", "rm-x", "mine", "evaluate-x"]
     assert rlhf.load("jobs/demo", [], "now")["rm"].run.name == "rm-now"
     assert rlhf.load("jobs/demo", [])["rm"].run.name is None
-    with pytest.raises(InputError, match=r"run\.name: runs/x would be the folder of several runs"):
+    with pytest.raises(InputError, match=r"run\.name: runs/x would be the run folder of several stages"):
         rlhf.load("jobs/demo", ["sft.run.name=x", "rm.run.name=x"])
 
 

@@ -110,7 +110,7 @@ def test_a_folder_with_another_sweep_is_an_error(in_root, tmp_path):
     more = begun("trainer.learning_rate=1e-3,2e-3")
     assert recorded(sweep)["ended"] and not recorded(more)["ended"], "the same job may get more trials"
     for other in (["trainer.seed=9"], ["run.metric_for_best_model=eval_accuracy"]):
-        with pytest.raises(InputError, match="a sweep of another job"):
+        with pytest.raises(InputError, match="a sweep of a different job"):
             recorded(begun(*other))
         assert recorded(begun(*other, "run.overwrite=true")) == {}
 

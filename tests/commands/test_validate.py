@@ -32,7 +32,7 @@ def test_a_job_for_gpus_is_validated_without_gpus(tmp_path, embedded_ray, capsys
     overrides += [f"data.{name}={ROWS}/demonstrations_eval.jsonl" for name in ("train", "eval")]
     report, text = plan_reading("sft", tmp_path, capsys, *overrides, profile="llama3-8b")
     assert report["splits"]["train"]["kept"] == 60
-    assert "note: the run itself cannot start here: scaling.use_gpu: " in text
+    assert "note: the run cannot start on this machine: scaling.use_gpu: " in text
 
 
 def test_rows_are_read_without_ray(tmp_path, in_root, monkeypatch):

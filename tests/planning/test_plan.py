@@ -265,8 +265,8 @@ def test_gated_models_are_planned_without_a_token_or_a_network(capsys, in_root, 
     assert main(["plan", "jobs/llama3-70b-qlora/ppo.yaml", f"run.storage_path={tmp_path}"]) == 0
     out = capsys.readouterr().out
     assert "70.6 B parameters" in out and "data: full-length rows of 512 tokens assumed" in out
-    assert "the base's shape is built in, since its config.json cannot be read: " in out
-    assert "nothing is registered yet" in out and not list(tmp_path.iterdir())
+    assert "using a built-in shape, because the base's config.json cannot be read: " in out
+    assert "no model is registered yet" in out and not list(tmp_path.iterdir())
     table = re.findall(r"^   (\S+) +\d+  yes +([\d.]+) h  \$ *(\d+)$", out, re.M)
     assert [name for name, *_ in table] == ["A100-80G", "H100", "H200"]
     for name, hours, dollars in table:  # the price is for four workers, and hours are rounded
@@ -285,12 +285,12 @@ def test_every_gpu_has_a_name_that_ray_knows():
                            "trainer.local_rollout_forward_batch_size=512"], 1, r"with trainer\.local_rollout_forward_batch_size="),
         ("demo/sft", ["model.name_or_path={8b}", "data.max_length=4096"], 1, "a worker needs"),
         ("demo/sft", [], 0, "1 worker on the CPU:"),
-        ("llama3-8b/sft", [], 0, r"data: 10,000 rows an epoch and full-length rows of 2,048 tokens assumed \(data\.train is not on"),
+        ("llama3-8b/sft", [], 0, r"data: 10,000 rows per epoch and full-length rows of 2,048 tokens assumed \(data\.train is not on"),
         ("llama3-8b-qlora/sft", ["scaling.accelerator_type=A100"], 0, r"GPU .*\n   A100-40G .* yes .*\n   A100-80G .* yes .*\n   Assumed"),
         # Jobs that cannot be planned, or that a run would reject.
         ("llama3-8b/sft", ["model.name_or_path=some/model"], 2, "cannot be read from the hub"),
         ("demo/export", ["run.name=x"], 2, "stage: found export, which has no workers"),
-        ("llama3-8b/evaluate", [], 0, r"It fits on A100-40G, .*H200\."),
+        ("llama3-8b/evaluate", [], 0, r"The job fits on A100-40G, .*H200\."),
         ("llama3-8b/sft", ["scaling.accelerator_type=A10G"], 2, r"found 'A10G', which scaling\.label_selector=.* excludes; change"),
         ("llama3-8b/sft", ["scaling.accelerator_type=TPU"], 2, r"scaling\.accelerator_type: found 'TPU'"),
         ("demo/sft", ["data.max_length=1000"], 2, r"data\.max_length: 1000 is more than the model's context of 256 tokens; use data\.max_length=256"),
@@ -414,7 +414,7 @@ def test_a_rollout_worker_needs_no_memory_for_a_critic_and_gradients(llama_8b, c
     assert not [item.what for item in worker.items if re.search("critic|gradients and", item.what)]
     assert plan_of(one).peak > worker.peak > plan_of(one).items[0].size
     said = of_rollout_workers(places_of(one).rollout, worker)
-    assert "fits on A100-40G" in said and "All 3: from $6.72 an hour" in said
+    assert "fits on A100-40G" in said and "3 rollout workers cost at least $6.72 an hour" in said
     l4 = job(llama_8b, "llama3-8b/ppo", three, "rollout.label_selector={ray.io/accelerator-type: L4}")
-    with pytest.raises(Failure, match=r"rollout\.label_selector: a rollout.* allow larger ones: A100-40G"):
+    with pytest.raises(Failure, match=r"rollout\.label_selector: a rollout.* allow larger GPUs: A100-40G"):
         of_rollout_workers(places_of(l4, elsewhere=True).rollout, plan_of(l4, learns=False))

@@ -339,7 +339,7 @@ def test_without_an_mlflow_server_the_page_has_a_note_instead_of_curves(runs, st
     result["tracking_uri"] = f"sqlite:///{tmp_path}/nowhere/mlflow.db"
     (tmp_path / "moved/result.json").write_text(json.dumps(result))
     html = page_of(tmp_path, "moved")
-    assert "No curves: sqlite:///" in html and "97.5%" in html
+    assert "No curves, because sqlite:///" in html and "97.5%" in html
 
 
 def test_markup_in_values_is_escaped(runs, store, tmp_path):
@@ -364,14 +364,14 @@ def test_a_run_that_cannot_be_found_or_drawn_is_one_message(runs, store, tmp_pat
     (tmp_path / "damaged/result.json").write_text('{"metrics": 3}')
     given = dict.fromkeys(
         [".", "no\nrun", "models:/a@b", "/dev/null"],
-        "no run; expected a folder with job.json, a name under runs/, or an MLflow run id; the newest are runs/",
+        "no run; expected a folder with job.json, a name under runs/, or an MLflow run id; the newest runs are runs/",
     )
     given |= dict.fromkeys(
         ["0" * 32, client(store).create_run("0").info.run_id], "cannot find this run in sqlite"
     )
     given["memory:///no/run"] = "memory:///no/run: no run; expected a folder with job.json"
-    given["damaged"] = "damaged: no report can be drawn ("
-    given[""] = "name a run: make report RUN=runs/NAME; the newest are runs/"
+    given["damaged"] = "damaged: cannot draw a report ("
+    given[""] = "no run given; use make report RUN=runs/NAME. The newest runs: runs/"
     for reference, says in given.items():
         assert main(["report", *filter(None, [reference])]) == 2
         errors = capsys.readouterr().err

@@ -419,7 +419,7 @@ def test_a_public_host_needs_tokens_and_a_used_port_is_reported(
     server, storage, monkeypatch, capsys, in_root
 ):
     monkeypatch.delenv(TOKENS, raising=False)
-    open_to_all = r"serve.host: found 0\.0\.0\.0, which other machines can reach, and no tokens"
+    open_to_all = r"serve.host: found 0\.0\.0\.0, which other machines can reach, but no tokens"
     with pytest.raises(InputError, match=open_to_all):
         token_digests("0.0.0.0")
     monkeypatch.setenv(TOKENS, "short")

@@ -162,7 +162,7 @@ def test_a_run_continues_if_its_submitter_is_killed(s3, tmp_path, monkeypatch):
         for _ in range(KILLS):
             kill(run.process.pid)
             run.process.wait()
-            assert run.again().ends() == 2 and run.says("is running on this cluster already"), run.lines[-20:]
+            assert run.again().ends() == 2 and run.says("is running on this cluster"), run.lines[-20:]
         until(lambda: keys(s3, "runs/submitted/result.json"), "the end of the run")
         assert_equals_an_undisturbed_run(s3, "submitted", tmp_path, server)
     assert [one["attempt"] for one in attempts(s3, "submitted")] == [1]

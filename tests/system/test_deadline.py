@@ -74,7 +74,7 @@ def test_a_process_does_not_wait_for_a_call_that_was_left_behind(nobody):
     )
     command = [sys.executable, "-c", program, "report", "s3://bucket/runs/one"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
-    says = "error: s3://bucket/runs/one: no report can be drawn (TimeoutError"
+    says = "error: s3://bucket/runs/one: cannot draw a report (TimeoutError"
     assert done.returncode == 2 and done.stderr.startswith(says)
 
 

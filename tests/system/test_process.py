@@ -76,7 +76,7 @@ def test_a_full_disk_is_named_without_a_traceback(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr("pipeline.commands.report.run", full)
     assert main(["report", str(tmp_path)]) == 1
     assert capsys.readouterr().err.splitlines() == [
-        "failed: OSError: [Errno 28] No space left on device; make room on that disk, then run the same command again"
+        "failed: OSError: [Errno 28] No space left on device; free disk space, then run the same command again"
     ]
 
 
