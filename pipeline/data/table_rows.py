@@ -1,8 +1,8 @@
 """Reads the rows of Parquet and Arrow files, a few at a time, and converts their values to JSON values.
 
 Null fields of structs are removed, because Parquet and Arrow store missing fields as null. NaN, which pandas writes for a missing
-value, becomes null. Dates, bytes and decimals keep their Python types. messages.require_text rejects dates, bytes and decimals if the
-stage reads the column. Code in a file is never run.
+value, becomes null. Dates, bytes and decimals keep their Python types. messages.require_text rejects dates, bytes and decimals if
+the stage reads the column. Code in a file is never run.
 """
 
 import contextlib

@@ -207,7 +207,7 @@ class Sampler:
 
         Args:
             role: a role, or None for the bare base.
-            states: the role's hidden states from `forward.action_states`. If `states` is None, this method computes the hidden states.
+            states: the role's hidden states from `forward.action_states`. If None, this method computes the hidden states.
         """
         states = forward.action_states(self.shared, role, part) if states is None else states
         sampling = (self.sampling.temperature, self.sampling.eos, self.sampling.min_new_tokens)

@@ -5,8 +5,8 @@ live("train  16/48 steps", left=6.0)   rewrites one line; if stdout is no termin
 print("loading the model")             is a detail: if the run has a log, it goes only there, unless -v is set
 print("warning: ...")                  is shown, except with -q
 
-`say` and `show_progress` put a marker character in front of each line, because the driver gets the lines of Ray workers as plain text. A
-process that is not a command (a notebook, a test) shows all lines except live ones.
+`say` and `show_progress` put a marker character in front of each line, because the driver gets the lines of Ray workers as plain
+text. A process that is not a command (a notebook, a test) shows all lines except live ones.
 """
 
 import contextlib
