@@ -63,26 +63,24 @@ MAKE = """\
 
 ## Variables of make
 
-| variable | targets | meaning, default |
-|---|---|---|
-| `PROFILE` | targets that read a job | the folder `jobs/PROFILE`; `demo` |
-| `JOB` | targets that read a job, except `rlhf` | a job file instead of the profile's |
-| `ARGS` | targets that read a job, `init`, `up`, `down`, `bench`, `gpu` | keys of the job, or arguments |
-| `SWEEP` | `sweep` | keys with lists of values |
-| `DATA`, `NAME`, `MODEL` | `init` | folder or file of rows (`my`), name of the new profile, base |
-| `RUN` | `report` | folders of runs |
-| `PORT` | `ui` | port; 5000 |
-| `CLUSTER` | `up`, `status`, `dashboard`, `down`, `ui` | the cluster file; `cluster.yaml` |
-| `NAME` | `logs`, `stop` | name of a job on the cluster; by default the newest |
-| `RAY_ADDRESS`, `FORWARD` | targets that read a job | the [cluster](clusters.md), names of variables to send there |
-| `REGISTRY`, `VARIANT` | `image` | a registry, `cuda` or `cpu` |
-| `PYTHON`, `PIP_ARGS` | targets that install | the Python for `.venv`, arguments of pip |
+| variable | meaning, default |
+|---|---|
+| `PROFILE`, `JOB` | the folder `jobs/PROFILE` (`demo`), or a single job file |
+| `ARGS` | keys of the job, or arguments of the command |
+| `SWEEP` | for `sweep`: keys with lists of values |
+| `DATA`, `NAME`, `MODEL` | for `init`: rows (`my`), name of the new profile, base |
+| `RUN` | for `report`: folders of runs |
+| `NAME` | for `logs`, `stop`: a job on the cluster, by default the newest |
+| `CLUSTER`, `PORT` | the cluster file (`cluster.yaml`); for `ui`: the port (5000) |
+| `RAY_ADDRESS`, `FORWARD` | the [cluster](clusters.md), and variables to send there |
+| `REGISTRY`, `VARIANT` | for `image`: a registry; `cuda` or `cpu` |
+| `PYTHON`, `PIP_ARGS` | for `setup`: the Python of `.venv`, arguments of pip |
 
 In `ARGS="..."`, put single quotes around keys with spaces, `<`, `>` or braces. Without the
 quotes, the shell splits the keys, or writes a file named `=`:
 
 ```text
-make rm ARGS="trainer.seed=2 'gate.eval_accuracy=>= 0.97' 'data.columns={chosen: a, rejected: b}'"
+make rm ARGS="trainer.seed=2 'gate.eval_accuracy=>= 0.97'"
 ```
 """
 
@@ -94,7 +92,7 @@ def configuration() -> str:
         ("Top level", "pipeline.job.job.Job", "Models that a job starts from. Which stage takes which: `rlhf help policy`."),
         ("model", "pipeline.job.job.Model", "The frozen base model."),
         ("data", "pipeline.job.job.Data", "Rows: see [data.md](data.md)."),
-        ("An entry of data.train, data.eval, data.pairs or data.benchmarks", "pipeline.job.job.Source", "A path, or a mapping:"),
+        ("An entry of data.train, data.eval, data.pairs or data.benchmarks", "pipeline.job.job.Source", "A path, or a mapping, which may also have `columns`, `label`, `transform` and `group_by`:"),
         ("lora", schema.class_of("lora", ""), "What `r` and `lora_alpha` change: [glossary](glossary.md)."),
         ("scaling", schema.class_of("scaling", ""), "With `num_workers: 0`, the command itself trains ([runs.md](runs.md))."),
         ("run", "pipeline.job.job.Run", "Folder, resume, checkpoints: see [runs.md](runs.md)."),
@@ -106,6 +104,10 @@ def configuration() -> str:
     ):  # fmt: skip
         sections = {*INPUTS} if title == "Top level" else None
         known = {key: one for key, one in schema.keys(dotted).items() if sections is None or key in sections}
+        if dotted.endswith("Source"):  # the intro names the keys that are the same as in `data`
+            known = {
+                key: one for key, one in known.items() if not one["description"].startswith("Replaces data.")
+            }
         pages.append(table(f"## {title}", known, intro, dotted))
     ours = [stage for stage in STAGE_SPECS if stage not in TRL]
     for stages, known in shared_keys(ours).items():

@@ -60,7 +60,7 @@ MEND = r"data\.on_error=skip"
 ROWS = [
     case("longer than the context", "sft", r"rows\.jsonl:2: found \d{3,} tokens; expected at most 256 .*context", r"data\.overlong=truncate",
          rows=[GOOD, {**GOOD, "completion": "Lima. " * 300}], overrides=["data.max_length=null"]),
-    case("template that changes words", "dpo", r"rows\.jsonl:2: `messages\[0\]`: found a chat template that cuts or changes the words of", MEND,
+    case("template that changes words", "dpo", r"rows\.jsonl:2: `messages\[0\]`: found a chat template that truncates or changes the text", MEND,
          rows=[{**PAIR, "prompt": "a", "chosen": "b", "rejected": "c"}, PAIR], overrides=["model.chat_template={lower}"]),
     case("prompt that leaves no room", "ppo", r"rows\.jsonl:1: found \d{3} tokens; expected at most 192", rows=[{**ASK, "prompt": "Peru? " * 150}]),
     case("eval row wrong", "sft", r"data\.eval: 1 of 2 rows cannot be used", r"evals\.jsonl:2: `completion`: found null",

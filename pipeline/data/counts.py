@@ -10,7 +10,7 @@ from pipeline.data.chunks import Chunk
 from pipeline.data.values import Dropped, Reason, RowError
 
 FIRST = 10  # maximum number of error reasons that a message lists
-# {how rows are compared: number of 64-bit hashes per row}. `rows` hashes the bytes of a row. `records` uses Record.digests.
+# {kind of row comparison: number of 64-bit hashes per row}. `rows` hashes the bytes of a row. `records` uses Record.digests.
 WIDTH = {"rows": 1, "records": 2}
 
 

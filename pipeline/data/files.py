@@ -312,7 +312,7 @@ def _on_hub(item: str, key: str) -> Paths | None:
 
 
 def _snapshot(item: str, key: str, repo: str, revision: str) -> tuple[str, str]:
-    """Returns (location, commit) of a dataset. The location is a URI with the current commit, or a folder in the local cache."""
+    """Returns (location, commit) of a dataset. The location is a URI with the commit, or a folder in the local cache."""
     from huggingface_hub import HfApi, is_offline_mode, snapshot_download
 
     version, download = revision or None, f"run `hf download --repo-type dataset {repo}`"

@@ -225,7 +225,7 @@ def untrained(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[
 
     Raises RowError if all assistant turns are excluded.
     """
-    added = len(turns) - len(items)  # 1 if a system prompt from a separate field was added
+    added = len(turns) - len(items)  # 1 if a system prompt from another field was added, else 0
     off = (i for i, item in enumerate(items) if any(is_good(item.get(name)) is False for name in WEIGHTS))
     excluded = {index + added for index in off}
     assistant = {index for index, turn in enumerate(turns) if turn["role"] == "assistant"}

@@ -69,9 +69,10 @@ Rows = Sequence[dict[str, Any]]
 LOOKED = 50  # number of rows on which a guess is tested
 # words that distinguish the names of the two columns of a pair
 PAIRED = (("1", "2"), ("0", "1"), ("a", "b"), ("first", "second"), ("left", "right"))
-STEM = r"[\W_]*(\d+|(?<![a-z])([a-z]|first|second|left|right)(?![a-z]))"  # words in PAIRED, and numbers
+STEM = r"[\W_]*(\d+|(?<![a-z])([a-z]|first|second|left|right)(?![a-z]))"  # pattern for PAIRED and for numbers
 PREFERENCES = "label preference winner choice choose better preferred annotator vote judge verdict".split()
-# Larger numbers are better in columns with one of these words in the name. Smaller ranks or lengths may be better.
+# Larger numbers are better in columns with one of these words in the name. In columns of ranks or lengths, smaller numbers may be
+# better.
 SCORES = "score rating reward votes likes points winner".split()
 RATING_WORDS = {word.removesuffix("s") for word in (*NAMES["label"], *"grade quality score stars".split())}
 
@@ -92,7 +93,7 @@ def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
             advice = "convert the ranking to chosen and rejected with data.transform"
             return f"{head}; `{name}` is a ranking in Argilla's format; {advice}"
     if _are_messages(_columns(rows[:LOOKED])):
-        advice = "combine them into conversations with data.group_by=COLUMN and data.transform"
+        advice = "combine the rows into conversations with data.group_by=COLUMN and data.transform"
         return f"{head}; each row is one message; {advice}"
     if kind.parse in (parse_imitated, parse_rated) and (problem := doubt(rows)):
         return f"{head}; {problem}"
@@ -103,7 +104,7 @@ def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
         if isinstance(inner, dict) and not {"role", "from"} & inner.keys():
             return f"{head}; if the rows are in `{name}`, run jq -c '.{name}[]' FILE > NEW"
     others = fitting(rows)
-    if others and not others.startswith("ppo with"):  # the text may contain both prompt and completion
+    if others and not others.startswith("ppo with"):  # one text column may contain both prompt and completion
         return f"{head}; these rows can train {others}"
     needs = [*map(field_names, kind.formats)]
     known = next(names for names in needs if names[0] == "prompt" and "pos_answers" not in names)
@@ -202,8 +203,8 @@ def beside(rows: Rows, given: Mapping[str, Any], used: set[str], section: str) -
 def doubt(rows: Rows, used: Collection[str] = ()) -> str:
     """Returns a message if it is unclear which completions are good, or "".
 
-    Good completions are unclear if a column name such as thumbs_down marks bad rows, or if several columns may be the completion.
-    Columns in `used` are ignored.
+    It is unclear which completions are good if a column name such as thumbs_down marks bad rows, or if several columns may be the
+    completion. Columns in `used` are ignored.
     """
     columns = {name: one for name, one in _columns(rows[:LOOKED]).items() if name not in used}
     texts, asked = _texts(columns), _questions(rows[:LOOKED])
@@ -275,7 +276,7 @@ def _columns(rows: Rows) -> dict[str, Values]:
 
 
 def _is_tools(value: Any) -> bool:
-    with contextlib.suppress(RowError):  # raised for a list in Python's notation
+    with contextlib.suppress(RowError):  # tool_schemas rejects lists in Python's notation
         return all("function" in tool for tool in tool_schemas(value) or [{}])
     return False
 
@@ -385,7 +386,7 @@ def _demonstrations(columns: dict[str, Values], prompts: list[dict[str, str]]) -
     # Skip columns of pairs, such as reply_1 and reply_2, because they may contain the worse completion.
     stems = {name: re.sub(STEM, "", name.lower()) for name in columns}
     columns = {name: columns[name] for name in columns if [*stems.values()].count(stems[name]) == 1}
-    for name, (value, *_) in columns.items():  # a list of texts needs a typical name
+    for name, (value, *_) in columns.items():  # lists of texts are conversations only under a typical name
         if name in NAMES["messages"] or not (isinstance(value, list) and value and isinstance(value[0], str)):
             yield {"messages": name}
     for name in dict.fromkeys([*_called("completion", _texts(columns)), *_called("completion", columns)]):

@@ -102,7 +102,7 @@ def majority(label: Any) -> Any:
 
 
 def score(value: Any, name: str) -> float | None:
-    """Returns a score in the field `name`, or None if it is blank. Raises RowError if the score is not a finite number."""
+    """Returns a score in the field `name`, or None if the score is blank. Raises RowError if the score is not a finite number."""
     if is_blank(value):
         return None
     number = comparable(value)
@@ -261,9 +261,9 @@ def derive_rule(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "d
 
 
 def _number_completions(columns: Mapping[str, Any]) -> bool:
-    """Returns True if the names of all columns suggest that the label is the number of a completion.
+    """Returns True if the column names suggest that the label is the number of a completion.
 
-    Examples are response_0, response_1 and better_response_id.
+    Examples of such column names are response_0, response_1 and better_response_id.
     """
     first, second = columns.get("first", ""), columns.get("second", "")
     zeros = re.finditer(r"(?<!\d)0(?!\d)", first)

@@ -16,7 +16,7 @@ Message = dict[str, Any]  # {role, content}, perhaps with tool_calls and other k
 Turns = list[Message]
 Text = str | Turns  # raw text, or messages for the chat template
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # a turn begins only at the start of a paragraph
-# role in lower case -> its name in chat templates
+# {role in lower case: name of the role in chat templates}
 ROLES = {
     name: role
     for role, names in {
@@ -65,7 +65,7 @@ def text_after_thoughts(content: str) -> str:
 
 
 def without_unread(value: Any, key: str, keys: frozenset[str], unread: list[str]) -> Any:
-    """Removes keys of messages that neither this module nor the chat template reads. `keys` has the keys of the template.
+    """Removes message keys that neither this module nor the chat template reads. `keys` lists the keys of the template.
 
     Adds each removed key to `unread`, for example as `messages[].id`, unless its value is null or empty.
     """

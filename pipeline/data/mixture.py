@@ -47,9 +47,10 @@ class Mixture:
 
 
 def mix_sources(sources: Sequence[Source], sizes: Sequence[int], strategy: str) -> Mixture | None:
-    """Returns the mixture of sources, which have `sizes` rows, or None if the sources have no weights.
+    """Returns the mixture of the sources, or None if the sources have no weights.
 
-    `strategy` is data.stopping_strategy. Raises InputError if an epoch would draw no row from a source.
+    `sizes` has the number of rows of each source. `strategy` is data.stopping_strategy. Raises InputError if an epoch would draw
+    no row from a source.
     """
     weights = [Fraction(str(source.weight)) for source in sources if source.weight is not None]
     if not weights:

@@ -110,7 +110,7 @@ def check_columns_exist(
             if rows and not any(has(row, one) for row in rows):
                 names = dict.fromkeys(name for row in rows for name in some(row))
                 shown = visible(", ".join([*names][:30]), lines=False)
-                found = f"{file}: rows 1-{len(rows):,} have no column {one!r}; their columns are {shown}"
+                found = f"{file}: rows 1-{len(rows):,} have no column {one!r}; the columns are {shown}"
                 raise InputError(found, key=f"{key}.{field}")
 
 

@@ -300,7 +300,7 @@ def _read_part(batch: dict[str, Any], names: list[str], columns: list[str]) -> I
 
 
 def _opened(path: str) -> Any:
-    """Returns a reader of a part. A local file is memory-mapped, so its rows are read only when they are used."""
+    """Returns a reader of a part. A local file is memory-mapped, so rows are loaded on demand."""
     import pyarrow as pa
 
     fs, inner = storage.filesystem(path)

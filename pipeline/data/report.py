@@ -34,8 +34,8 @@ ERROR_NAMES = {
     "not_utf8": "not UTF-8",
     "not_csv": "not CSV",
     "overlong": "too long",
-    "label": "labelled as bad",
-    "ragged": "with another number of values than the header",
+    "label": "labeled as bad",
+    "ragged": "with a different number of values than the header",
     "missing_field": "wrong or missing field",
     "equal_pair": "chosen equal to rejected",
     "python_text": "with a list in Python's notation",
@@ -102,7 +102,7 @@ class Report:
     # {split: sources in the order of the job}
     sources: dict[str, list[Split]] = field(default_factory=dict)
     duplicates: int = 0  # rows equal to an earlier row of the same split
-    skipped: list[str] = field(default_factory=list)  # file:line of the first dropped rows
+    skipped: list[str] = field(default_factory=list)  # location (file:line) of the first dropped rows
     samples: list[str] = field(default_factory=list)
     packed: int | None = None  # number of packed training rows, or None
     # (eval rows whose prompt is also in train, eval rows whose prompt and completions are in train), or None without eval
@@ -122,7 +122,7 @@ class Report:
         return "both" if all(rows.values()) else next((name for name in rows if rows[name]), None)
 
     def labels(self) -> tuple[int, int]:
-        """Returns the numbers of desirable and undesirable rows in an epoch. For weighted sources, both are averages."""
+        """Returns the numbers of desirable and undesirable rows in an epoch. For weighted sources, the numbers are averages."""
         desirable = drawn = 0.0
         for one in self.sources["train"]:
             share = 1 if one.drawn is None else one.drawn / max(1, one.rows)
@@ -142,7 +142,7 @@ class Report:
     def render(self, samples: bool = True) -> str:
         did = "loaded from the cache" if self.reused else "read and tokenized"
         lines = [
-            f"data for stage {self.stage}: at most {self.max_length} tokens a row, {did} in {self.seconds:.1f} s"
+            f"data for stage {self.stage}: at most {self.max_length} tokens per row, {did} in {self.seconds:.1f} s"
         ]
         for name, split in self.splits.items():
             lines += ["", name, *(line(*entry) for entry in self._entries(name, split))]
@@ -236,8 +236,8 @@ class Report:
         for column, hidden in split.unread.items():
             if column == "tools" or column.rpartition(".")[2] in THOUGHTS:
                 yield (
-                    f"the model does not see the `{column}` of {count(hidden)}, because the chat template does not write them; "
-                    "for a template that does, set model.chat_template=FILE"
+                    f"the model does not see the `{column}` of {count(hidden)}, because the chat template omits this key; "
+                    "for a template with this key, set model.chat_template=FILE"
                 )
         if completions == "learned" and name == "train" and split.kept and not split.ended:
             why = "all completions are truncated (data.max_length)"
@@ -374,7 +374,7 @@ def check_rows_are_usable(counts: Sequence[Counts], options: Options) -> None:
         read_files = {one.chunk.path for one in part if totals([one])["kept"]}
         for one in part:
             if one.unread and one.chunk.path not in read_files:
-                why = f"no row of this file can be read; repair it, or remove it from {key}"
+                why = f"no row of this file can be read; repair the file, or remove it from {key}"
                 raise InputError(f"{one.unread}; {why}", key=key)
         if not total["kept"]:
             advice = "".join(f"; first: {error}" for error, _ in first_errors(part)[:1])

@@ -158,7 +158,7 @@ class Preprocess:
         return Dropped(meaning) if meaning in ("tie", "unlabeled") else made
 
     def _note(self, label: Any, meaning: str, note_label: NoteLabel) -> None:
-        """Passes the meaning of a label to `note_label`, and whether the annotators agree if the label has several."""
+        """Passes the meaning of a label to `note_label`, and, for several annotators, whether they agree."""
         label, column = unpacked_label(label), ", ".join(listed(self.columns.get("label", "label")))
         word = "neither" if self.rule and self.rule.good and meaning == "tie" else meaning
         value = word if isinstance(label, list) else str(label).strip()[:40]

@@ -22,11 +22,11 @@ ROWS = 256  # maximum number of rows to read at a time
 BYTES = 4 << 20  # maximum bytes of a batch of rows; a row may contain an image
 BUFFER = 1 << 20  # bytes buffered per column; without a buffer, pyarrow would read the full row group
 
-Piece = tuple[int, int, int]  # (first row, end of the rows or -1 for the end of the file, bytes)
+Piece = tuple[int, int, int]  # (first row, row after the last row or -1 for the end of the file, bytes)
 
 
 def pieces(path: str, format: str, size: int, chunk_bytes: int) -> list[Piece]:
-    """Splits a file of `size` bytes into pieces for tasks. A damaged file may be one piece.
+    """Splits a file of `size` bytes into pieces for tasks. A damaged file may become a single piece.
 
     A piece consists of full Parquet row groups or Arrow record batches. All pieces except the last have at least `chunk_bytes`.
     """

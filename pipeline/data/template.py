@@ -210,7 +210,7 @@ def not_behind_prompt(index: int, head: str) -> RowError:
 
 
 def distorted(index: int, content: str) -> RowError:
-    template = f"cuts or changes the words of {show(content)}"
+    template = f"truncates or changes the text {show(content)}"
     return unusable(index, template, "a template that writes the text unchanged")
 
 

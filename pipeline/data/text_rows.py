@@ -117,7 +117,7 @@ def elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
         try:
             value, end = read_value(text, begin)
         except json.JSONDecodeError as error:
-            # An error far from the end of the buffer means invalid JSON. Near the end, it may mean an incomplete element.
+            # An error far from the end of the buffer means invalid JSON. An error near the end may mean an incomplete element.
             if final or (error.pos < len(text) - 4096 and not error.msg.startswith("Unterminated")):
                 raise
             data = stream.read1(block)
@@ -136,7 +136,7 @@ def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
 
     Blank lines are skipped, but count in the line numbers. If the header is unusable, yields only a RowError.
     """
-    csv.field_size_limit(ROW)  # applies to the whole process; the default is 128 KiB
+    csv.field_size_limit(ROW)  # this limit applies to the whole process; the default is 128 KiB
     head = stream.peek(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip(b"\r\n").partition(b"\n")[0]
     text = head.decode(errors="replace")
     # Column names may contain `|`, so `|` is a delimiter only if the header has no other delimiter.

@@ -98,7 +98,7 @@ def decoded(value: Any) -> Any:
 
 
 def row_json(row: dict[str, Any]) -> str:
-    """Returns a row as JSON, in which dates, decimals and bytes are text. Raises TypeError for other objects."""
+    """Returns a row as JSON, in which dates, decimals and bytes are text. Raises TypeError for objects of other types."""
 
     def as_text(value: Any) -> str:
         if isinstance(
@@ -126,7 +126,7 @@ def too_deep() -> RowError:
 
 
 def some(keys: Iterable[str]) -> list[str]:
-    """Returns those of the first 50 keys that have at most 60 characters, for a message."""
+    """Returns the keys with at most 60 characters among the first 50 keys, for a message."""
     return [key for key in itertools.islice(keys, 50) if len(key) <= 60]
 
 

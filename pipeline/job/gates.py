@@ -1,4 +1,4 @@
-"""Determines which metrics a job can measure, and which of them can compare evaluations. Parses the conditions of gates.
+"""Determines which metrics a job can measure, and which metrics can compare evaluations. Parses the conditions of gates.
 
 gate: {eval_accuracy: ">= 0.95", eval_loss: "<= champion"}
 """

@@ -53,8 +53,8 @@ OF_ROWS = ("columns", "label", "transform", "group_by")  # keys of `data` that a
 
 @dataclass(frozen=True)
 class Source:
-    """A source of rows: an entry of the list in data.train or another key in SPLITS. An entry is a path, or a mapping with these
-    keys."""
+    """A source of rows: an entry of the list in data.train or another key in SPLITS. An entry is a path, or a mapping with the
+    keys of this class."""
 
     path: str
     """A file, a glob, a folder, or an s3://, gs:// or hf:// address."""
@@ -178,8 +178,8 @@ class Serve:
     """The `serve` section: models, model ids, access and limits."""
 
     policies: dict[str, str] = field(default_factory=dict)
-    """{model id in requests: policy}. A policy is a version, a folder, a hub id, base, or models:/NAME@ALIAS
-    (follows the alias)."""
+    """{model id in requests: policy}. A policy is a model version, a folder, a Hub id, base, or models:/NAME@ALIAS, which follows
+    the alias."""
     rewards: dict[str, str] = field(default_factory=dict)
     """{model id in requests to /score: reward}. A reward may also be python:MODULE:FUNCTION."""
     host: str = "127.0.0.1"
@@ -190,14 +190,14 @@ class Serve:
     """Maximum number of completions that wait for a slot in a replica's batch. A request beyond this limit gets HTTP status
     429."""
     max_n: Annotated[int, Ge(1), Le(128)] = 16
-    """Maximum number of completions of one request (its `n`)."""
+    """Maximum number of completions per request (`n`)."""
     max_body_bytes: Annotated[int, Ge(2**10), Le(2**30)] = 1048576
     """Maximum bytes of a request. A larger request gets HTTP status 413."""
     timeout_s: Seconds = 300.0
     """Seconds for a complete answer, including the wait for a slot in the batch. A request that takes longer gets HTTP status
     504."""
     cache_tokens: Annotated[int, Ge(16), Le(10**12)] | None = None
-    """Number of tokens in the KV cache. By default, the cache fills half of the free memory of a GPU, or a quarter of the free
+    """Number of tokens in the KV cache. By default, the cache uses half of the free memory of a GPU, or a quarter of the free
     memory of a CPU."""
     alias_poll_interval_s: Seconds = 5.0
     """Seconds between two checks for aliases that have moved."""
@@ -245,13 +245,13 @@ class Inference(Forward):
     """The `trainer` section of `generate` and `serve`. Requests to `serve` may override these keys."""
 
     response_length: Rows = 256
-    """Maximum new tokens of a completion, the end-of-sequence token included."""
+    """Maximum new tokens of a completion, including the end-of-sequence token."""
     min_new_tokens: Annotated[int, Ge(0)] = 0
     """Minimum new tokens of a completion."""
     temperature: Literal[0] | Annotated[float, Ge(0.01)] = 1.0
     """Divides the logits. 0 means greedy decoding."""
     seed: Seed = 42
-    """Seed of sampling, combined with a row's number."""
+    """Seed of sampling, which is combined with the number of the row."""
 
 
 @dataclass(frozen=True)
@@ -348,7 +348,7 @@ class Job:
 
     @property
     def folder(self) -> str:
-        """Returns the run's folder, which holds checkpoints, result.json and the report."""
+        """Returns the run's folder, which contains checkpoints, result.json and the report."""
         return storage.join(self.run.storage_path, str(self.run.name))
 
     @property
@@ -515,7 +515,7 @@ def sources_with_defaults(data: Data, name: str) -> list[Source]:
 
 
 def transforms_of(data: Data) -> dict[str, str]:
-    """Returns {key of the job: python:module:function} for all functions that transform rows. Lists each function once."""
+    """Returns {key of the job: python:module:function} for all functions that transform rows. Each function is listed once."""
     found = {"data.transform": data.transform}
     for name in SPLITS:
         for index, source in enumerate(sources_of(getattr(data, name))):

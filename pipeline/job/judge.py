@@ -73,7 +73,7 @@ LIMITS = """concurrency requests_per_minute tokens_per_minute timeout_s api_key_
 
 @dataclass(frozen=True)
 class Definition:
-    """The keys of a judge's file."""
+    """The keys in the file of an LLM judge."""
 
     model: str
     """The model id that the endpoint returns in its answers."""
@@ -108,7 +108,7 @@ class Definition:
     temperature: Annotated[float, Ge(0), Le(100)] = 0.0
     """Temperature of the judge's answers. With a temperature above 0, each request has a seed."""
     max_tokens: Rows = 512
-    """Maximum number of tokens in an answer. `form: yes` needs only one."""
+    """Maximum number of tokens in an answer. `form: yes` needs only one token."""
     concurrency: Annotated[int, Ge(1), Le(4096)] = 16
     """Maximum number of concurrent requests of one process."""
     requests_per_minute: Annotated[float, Gt(0), Le(10**9)] | None = None
@@ -158,7 +158,7 @@ class Definition:
 
 def plain(text: str) -> str:
     """Normalizes a text for comparisons. Removes Markdown, quotes, and dots at the ends of lines, and ignores case."""
-    # NFKC turns full-width characters and non-breaking spaces into the usual ones
+    # NFKC converts full-width characters and non-breaking spaces to ordinary characters
     lines = MARKS.sub("", unicodedata.normalize("NFKC", text)).casefold().splitlines()
     return "\n".join(" ".join(line.split()).rstrip(". ") for line in lines)
 
@@ -241,7 +241,7 @@ def at_version(source: str) -> tuple[str, str]:
 
 
 def pin_judge(source: str) -> str:
-    """Returns `judge:FILE@DIGEST` for `judge:FILE`. The file must be valid."""
+    """Returns `judge:FILE@DIGEST` for `judge:FILE`. Raises InputError if the file is invalid."""
     path, _ = at_version(source)
     return f"judge:{path}@{read_definition(path).digest[:16]}"
 

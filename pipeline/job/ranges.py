@@ -7,7 +7,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pipeline.errors import InputError, short
 
 Seed = Annotated[int, Ge(0), Le(2**32 - 1)]  # range of numpy's seeds
-Rows = Annotated[int, Ge(1), Le(2**20)]  # for batch sizes, and for numbers of tokens
+Rows = Annotated[int, Ge(1), Le(2**20)]  # range of batch sizes and token counts
 Count = Annotated[int, Ge(1), Le(10**9)]
 Steps = Annotated[int, Ge(0), Le(10**9)]
 Share = Annotated[float, Ge(0), Le(1)]

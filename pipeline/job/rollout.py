@@ -36,7 +36,7 @@ class RolloutConfig:
     """Resources that each rollout worker requests from Ray. The default is {CPU: 1}, or {GPU: tensor_parallel_size} with
     `use_gpu`."""
     label_selector: dict[str, str] | None = None
-    """Labels of the nodes for rollout workers, as in Ray's label_selector: for example {market: spot}."""
+    """Labels of the nodes for rollout workers, as in Ray's label_selector, for example {market: spot}."""
     worker_wait_timeout_s: Patience = 600.0
     """Seconds that the trainer waits if there is no rollout worker. Then the trainer samples by itself until a rollout worker
     joins. -1 means no limit."""
@@ -49,7 +49,7 @@ class RolloutConfig:
     """Fraction of the GPU's memory for vLLM's copy of the base and its KV cache. By default, vLLM gets the fraction that both
     need, but at most the free memory."""
     vllm_kwargs: dict[str, Any] | None = None
-    """Other arguments of vllm.LLM, for example {max_num_seqs: 128, enforce_eager: true}."""
+    """Additional arguments of vllm.LLM, for example {max_num_seqs: 128, enforce_eager: true}."""
     correction: Literal["none", "token", "sequence"] | None = None
     """Off-policy correction: each advantage is multiplied by the probability ratio trainer / sampler of the token or of the
     completion, truncated at `correction_cap`. The default is token for vllm, and none for transformers, because the correction

@@ -65,7 +65,7 @@ EXCLUDES = [
 
 
 def find_problems(job: Job) -> Problems:
-    """Yields the problems of a job. The caller uses only the first one, because each rule assumes that earlier rules passed."""
+    """Yields the problems of a job. Callers use only the first problem, because each rule assumes that earlier rules passed."""
     spec, data = job.spec, job.data
     for key, why in spec.unused.items():
         if job.changes(key):
@@ -102,10 +102,10 @@ def find_problems(job: Job) -> Problems:
     for key, needed in NEEDS.items():
         missing = [one for one in needed if not job.value(one)]
         if missing and job.changes(key):
-            yield key, f"needs {' and '.join(missing)}; set that too, or remove this key"
+            yield key, f"needs {' and '.join(missing)}; set the missing keys, or remove this key"
     for key, other, why in EXCLUDES:
         if job.value(key) and job.value(other):
-            yield key, f"set together with {other}, but {why}; keep one"
+            yield key, f"set together with {other}, but {why}; keep only one of the keys"
     for key, off in job.without_evaluations.items():
         if job.trainer.get(key, off) != off:
             nothing = "no rows to evaluate on; set data.eval or data.eval_fraction"
@@ -163,7 +163,7 @@ def _ppo_problems(args: Any, reward: Any, teacher: str | None, workers: int) -> 
     alone = args.advantage_estimator == "none"
     if not reward and not alone:
         needs = "`ppo` needs it: reward: models:/NAME@ALIAS, or a folder, or python:MODULE:FUNCTION"
-        advice = "To learn from a teacher alone, set trainer.advantage_estimator=none"
+        advice = "To learn only from a teacher, set trainer.advantage_estimator=none"
         yield "reward", f"missing; {needs}. {advice}"
     if reward and alone:
         advice = "set reward=null, or another estimator"
@@ -278,7 +278,7 @@ def _source_problems(data: Data, learns: bool) -> Problems:
                 yield keys["group_by"], f"{found}; also set transform: python:MODULE:FUNCTION"
             if source.revision and (not source.path.startswith(HUB) or "@" in source.path):
                 found = f"found {show(source.revision)} for {show(source.path)}"
-                expected = f"only a dataset on the hub ({HUB}NAME) has a revision; set the revision once"
+                expected = f"only a dataset on the Hub ({HUB}NAME) has a revision; set the revision once"
                 yield keys["revision"], f"{found}; {expected}"
             if source.weight is not None and (name != "train" or not learns):
                 yield keys["weight"], "weights apply only to training rows; remove it"
@@ -323,7 +323,7 @@ def _mapping_problems(reward: Any, judge: Any) -> Problems:
 
 
 def _names_input(item: dict[str, Any], kinds: tuple[Any, ...], weighted: bool) -> bool:
-    """Returns True if a mapping has the keys in one of `kinds` with texts as values. A weight is valid only if `weighted`."""
+    """Returns True if a mapping has text values, the keys in one of `kinds`, and a weight only if `weighted` is true."""
     names = {key: value for key, value in item.items() if key != "weight"}
     has_weight = type(item.get("weight", 1)) in (int, float) if weighted else "weight" not in item
     return names.keys() in kinds and all(isinstance(name, str) for name in names.values()) and has_weight

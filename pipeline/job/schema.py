@@ -1,8 +1,8 @@
 """Provides the schema of job files, with the types, defaults, ranges and meanings of all keys.
 
 schema.json is generated from our dataclasses and from the config classes of TRL, peft and Ray, because importing these takes
-seconds. Validation, `rlhf help KEY`, and editors read schema.json. Regenerate it after you change a key or a pinned version:
-python -m pipeline.job.schema_of
+seconds. Validation, `rlhf help KEY`, and editors read schema.json. Regenerate schema.json after you change a key or a pinned
+version: python -m pipeline.job.schema_of
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def meant(key: str, stage: str) -> str | None:
 # ---------------------------------------------------------------- values
 @cache
 def _validator() -> Any:
-    """Returns the validator class. As in JSON Schema Draft 4, 7.0 is not an integer."""
+    """Returns the validator class. The number 7.0 is not an integer, as in JSON Schema Draft 4."""
     from jsonschema import Draft4Validator, Draft7Validator, validators
 
     return validators.extend(Draft7Validator, type_checker=Draft4Validator.TYPE_CHECKER)

@@ -33,7 +33,7 @@ _DECODES = dict.fromkeys(
     rollout.correction_cap""".split(),
     "only `ppo` trains on its samples; this stage uses only rollout.engine and the engine's settings",
 )
-_NO_MLFLOW_RUN, _ACTORS = "this stage creates no MLflow run", "Ray places and restarts its actors one by one"
+_NO_MLFLOW_RUN, _ACTORS = "this stage creates no MLflow run", "Ray places and restarts actors one by one"
 _EVALUATES_NOTHING = "this stage evaluates nothing; all its rows are data.train"
 _ROW_BY_ROW = _NOTHING_TRAINED | {
     "model.fsdp": "each process of this stage holds the full base; only sft, rm, dpo, kto, ppo and evaluate shard it",
@@ -243,7 +243,7 @@ def rows_of(stage: str) -> str | None:
 
 
 def title_of(stage: str) -> str:
-    """Returns the title of a stage, e.g. `Reward model` for `rm`. If a stage has no title, returns its name."""
+    """Returns the title of a stage, e.g. `Reward model` for `rm`. A stage without a title has its name as title."""
     return STAGE_SPECS[stage].title or stage
 
 

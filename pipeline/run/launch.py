@@ -138,16 +138,8 @@ def open_run(job: Job, earlier: Earlier) -> Iterator[tuple[Work, dict[str, Any],
     Holds the lease of the run's folder during the block, so that no other process writes into it. Raises InputError if the job,
     its data or an input is wrong, or if the run cannot resume.
     """
-    prices.read_prices()  # raises an error early if the price file is invalid
     started, tracking = time.monotonic(), tracking_of(job)
-    check_paths(job)
-    print_header(f"{job.stage}  run {job.run.name}  {job.source}")
-    registry.check_trackers(tracking.also)
-    with console.waiting("opening MLflow"):
-        registry.check_store(tracking)
-    left = resume.resumable(earlier)
-    for warning in find_warnings(job):
-        print(f"warning: {warning}", flush=True)
+    left = _check_before_start(job, earlier, tracking)
     with contextlib.ExitStack() as stack:
         pinned = resume.pinned_inputs(left, tracking.identity)
         work, rows, report = stack.enter_context(prepared(job, pinned))
@@ -164,6 +156,20 @@ def open_run(job: Job, earlier: Earlier) -> Iterator[tuple[Work, dict[str, Any],
         work = replace(work, lease=lease, started=started, run_id=run_id)
         stack.enter_context(failure_recorded(work))
         yield work, rows, report
+
+
+def _check_before_start(job: Job, earlier: Earlier, tracking: registry.Tracking) -> dict[str, Any]:
+    """Makes the checks that take seconds and need neither the base nor the rows. Returns resume.resumable(earlier)."""
+    prices.read_prices()  # raises an error early if the price file is invalid
+    check_paths(job)
+    print_header(f"{job.stage}  run {job.run.name}  {job.source}")
+    registry.check_trackers(tracking.also)
+    with console.waiting("opening MLflow"):
+        registry.check_store(tracking)
+    left = resume.resumable(earlier)
+    for warning in find_warnings(job):
+        print(f"warning: {warning}", flush=True)
+    return left
 
 
 def _mlflow_run(work: Work, new_run: bool) -> contextlib.AbstractContextManager[str | None]:

@@ -183,53 +183,54 @@ def check_inputs(work: Work, versions: Mapping[str, str], files: Base) -> dict[s
     """
     inputs = {}
     for name, reference in versions.items():
-        ref = InputURI.parse(reference)
-        if ref.is_function:
-            inputs[name] = Input(reference, "function")
-            continue
-        if ref.is_judge:
-            with about(work.keys[name]):
-                given = judge.load_pinned(reference)
-                _check_judge(work, name, given)
-            inputs[name] = Input(reference, "judge", definition=given)
-            continue
-        key, scores = work.keys[name], name == "judge" or name.startswith("reward")
-        with about(key):
-            folder = registry.fetch(reference, work.uri)
-            if scores and not lineage.is_adapter(folder):
-                if work.spec.runs_in == "here":
-                    raise InputError(
-                        f"{reference} is a full model: there is nothing to merge; set {key}=null"
-                    )
-                check_reward_model(work.model, folder)
-                inputs[name] = Input(reference, "model", folder)
-                continue
-            facts = lineage.read(folder, reference)
-        lineage.check_base(facts, work.base, key, reference)
-        with about(key):
-            if "base" not in facts:
-                lineage.check_base_name(folder, work.base, reference)
-            adapter_files.check_adapter_fits_base(files, folder, scores, reference)
-            _check_supported(work, name, folder, files, scores)
-        inputs[name] = Input(reference, "adapter", folder, facts)
+        with about(work.keys[name]):
+            ref = InputURI.parse(reference)
+            if ref.is_function:
+                inputs[name] = Input(reference, "function")
+            elif ref.is_judge:
+                inputs[name] = _checked_judge(work, name, reference)
+            else:
+                inputs[name] = _checked_model(work, name, reference, files)
     return inputs
 
 
-def _check_judge(work: Work, name: str, given: judge.Definition) -> None:
-    """Raises InputError if the judge has to compare completions of a prompt, but the job scores each completion by itself."""
-    if given.form != "rank":
-        return
-    args, stage = work.args, work.identity.stage
-    alone = name == "judge" or (stage == "evaluate" and work.data.eval)
-    if work.spec.online:
-        alone = alone or args.num_generations < 2 or args.estimator.needs_greedy
-    elif stage in ("generate", "collect"):
-        alone = alone or getattr(args, "num_generations", 1) < 2
-    if alone:
+def _checked_judge(work: Work, name: str, reference: str) -> Input:
+    definition = judge.load_pinned(reference)
+    if definition.form == "rank" and _scores_alone(work, name):
         raise InputError(
             "`form: rank` compares the completions of a prompt, but this job scores each completion by itself; use another form, or "
             "trainer.num_generations=2 or more if the stage has that key"
         )
+    return Input(reference, "judge", definition=definition)
+
+
+def _checked_model(work: Work, name: str, reference: str, files: Base) -> Input:
+    """Fetches and checks an adapter on the job's base, or a full reward model."""
+    folder, scores = registry.fetch(reference, work.uri), name == "judge" or name.startswith("reward")
+    if scores and not lineage.is_adapter(folder):
+        if work.spec.runs_in == "here":
+            advice = f"set {work.keys[name]}=null"
+            raise InputError(f"{reference} is a full model: there is nothing to merge; {advice}")
+        check_reward_model(work.model, folder)
+        return Input(reference, "model", folder)
+    recorded = lineage.read(folder, reference)
+    lineage.check_base(recorded, work.base, work.keys[name], reference)
+    if "base" not in recorded:
+        lineage.check_base_name(folder, work.base, reference)
+    adapter_files.check_adapter_fits_base(files, folder, scores, reference)
+    _check_supported(work, name, folder, files, scores)
+    return Input(reference, "adapter", folder, recorded)
+
+
+def _scores_alone(work: Work, name: str) -> bool:
+    """Returns True if the job scores some completions by themselves, and not together with other completions of the prompt."""
+    args, stage = work.args, work.identity.stage
+    alone = name == "judge" or (stage == "evaluate" and bool(work.data.eval))
+    if work.spec.online:
+        return alone or args.num_generations < 2 or args.estimator.needs_greedy
+    if stage in ("generate", "collect"):
+        return alone or getattr(args, "num_generations", 1) < 2
+    return alone
 
 
 def _check_supported(work: Work, name: str, folder: str, base: Base, scores: bool) -> None:

@@ -271,7 +271,7 @@ def test_unlabeled_rows_do_not_confirm_a_guess():
 
 def test_rows_of_one_message_each_are_recognized():
     said = misfit(SETS["a message a row"], "sft", "log.csv")
-    assert said.endswith("combine them into conversations with data.group_by=COLUMN and data.transform")
+    assert said.endswith("combine the rows into conversations with data.group_by=COLUMN and data.transform")
 
 
 def test_rankings_of_argilla_need_a_transform():

@@ -165,7 +165,7 @@ def test_a_label_next_to_the_columns_that_sft_reads_needs_a_setting(tmp_path, na
     fields = ("question", "answer") if mapped else ("prompt", "completion")
     rows = [{fields[0]: f"Why {i}?", fields[1]: "So it is.", name: marks[i % len(marks)]} for i in range(9)]
     columns = {"prompt": "question", "completion": "answer"} if mapped else None
-    with pytest.raises(InputError, match=f"`{name}` may (say which|mark) .*{says}"):
+    with pytest.raises(InputError, match=f"`{name}` may (label|mark) .*{says}"):
         look(tmp_path, rows, "sft", columns=columns)
     for topics in (("rain", "sun"), (3, 4), ("ann", "bob", "no")):
         rows = [{**row, name: topics[i % len(topics)]} for i, row in enumerate(rows)]

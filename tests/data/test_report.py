@@ -81,7 +81,7 @@ SAID = [  # stage, rows, options, texts that the report has, texts that it lacks
     ("ppo", [{"prompt": "q", "id": 1}], {}, [], ["not read"]),  # a Python reward may read `id`
     ("ppo", [{"prompt": [{**USER, "id": 1}]}], {}, ["not read    column prompt[].id\n"], []),
     ("sft", [TALK, {"messages": [USER, {**BOT, "thinking": "x"}], "id": 7}], {}, ["not read    columns messages[].thinking (1 row), id (1 row)\n",
-        "the model does not see the `messages[].thinking` of 1 row, because the chat template does not write them"], []),
+        "the model does not see the `messages[].thinking` of 1 row, because the chat template omits this key"], []),
     ("sft", ONCE, {"apply_chat_template": True}, ["(data.parse_special_tokens=true encodes them as control tokens; rows that contain the chat template's markup also need data.apply_chat_template=false)"], []),
     ("dpo", [MARGIN], {}, ["dpo does not use the column `margin`", "not read    column source\n"], []),
     ("rm", [MARGIN], {}, ["not read    column source\n"], ["does not use", "white space"]),

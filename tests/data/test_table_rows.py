@@ -110,7 +110,9 @@ def test_truncated_files(tmp_path, name):
         assert "not read: all later rows" in report.notes[0]
     elif name == "rows.parquet":  # Parquet stores its schema at the end, so no row is readable
         good = write(tmp_path / "good.jsonl", ROWS)
-        lost = r"rows\.parquet:1: .*not read: all later rows; no row of this file can be read; repair it"
+        lost = (
+            r"rows\.parquet:1: .*not read: all later rows; no row of this file can be read; repair the file"
+        )
         with pytest.raises(InputError, match=lost):
             make(tmp_path, train=[good, str(path)], on_error="skip")
 

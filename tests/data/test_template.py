@@ -430,4 +430,4 @@ def test_a_template_that_changes_words_is_rejected(stage, template):
         assert isinstance(outcome, Example), outcome
     else:
         assert isinstance(outcome, RowError) and outcome.kind == "template", outcome
-        assert outcome.field.startswith("messages[") and "changes the words" in outcome.found
+        assert outcome.field.startswith("messages[") and "changes the text" in outcome.found

@@ -84,7 +84,7 @@ BAD = [
     ("sft", ["mlflow.alias=latest"], r"mlflow\.alias: found 'latest'.*reserved by MLflow"),
     ("sft", ["gate.eval_loss=0.5"], r"gate\.eval_loss: found '0\.5', expected a comparison"),
     ("sft", ["trainer.output_dir=x"], r"trainer\.output_dir: is set by the pipeline: checkpoints are saved to"),
-    ("sft", ["trainer.fp16=true", "trainer.bf16=false"], r"trainer\.fp16: needs scaling\.use_gpu; set that too"),
+    ("sft", ["trainer.fp16=true", "trainer.bf16=false"], r"trainer\.fp16: needs scaling\.use_gpu; set the missing keys"),
     ("sft", ["run.load_best_model_at_end=true"], r"run\.load_best_model_at_end: found true, but there are no evaluations .*set data\.eval or data\.eval_fraction, and trainer\.eval_strategy=epoch"),
     ("ppo", ["run.stop_if.eval_kl='> champion'", "data.eval_fraction=0.1", "trainer.eval_steps=1"], r"run\.stop_if\.eval_kl: found '> champion'; only gates .* can use the champion"),
     ("ppo", ["policy=[models:/a@b, models:/c]"], r"policy\.1: found 'models:/c', expected models:/NAME@ALIAS"),

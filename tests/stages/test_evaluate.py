@@ -354,7 +354,7 @@ def test_perplexity_is_that_of_plain_transformers(policy, models):
     [
         (["policy=null"], r"policy: missing; `evaluate` needs a policy to answer data\.eval.*set data\.eval=null"),
         (["data.eval=null"], r"data\.eval: missing; `evaluate` needs prompts"),
-        (["data.subset=kind", "data.pairs=null"], r"data\.subset: needs data\.pairs; set that too"),
+        (["data.subset=kind", "data.pairs=null"], r"data\.subset: needs data\.pairs; set the missing keys"),
         (["reward=python:pipeline.demo:gold"], r"reward: .*asks for `answer`, which the rows of data\.pairs do not have"),
         (["judge=models:/toy-policy/1"], r"judge: models:/toy-policy/1 is an adapter without a scalar head"),
         (["data.benchmarks={single}"], r"data\.benchmarks: .*single\.jsonl: row 1 matches no format of `benchmarks`"),
