@@ -172,7 +172,7 @@ def test_the_first_hour_on_a_gpu_quotes_messages_and_jobs_that_exist(in_root):
 
 
 def test_the_skill_is_one_that_agents_find():
-    """The header has the fields of the Agent Skills format, and the files and keys of results that the skill names exist."""
+    """Checks the header's fields against the Agent Skills format. Checks that the files and result keys in the text exist."""
     _, head, body = SKILL.read_text().split("---\n", 2)
     facts = yaml.safe_load(head)
     assert facts.keys() == {"name", "description"} and facts["name"] == SKILL.parent.name

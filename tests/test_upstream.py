@@ -117,7 +117,7 @@ def test_the_settings_of_ray_data_still_exist():
 
 
 def test_the_states_of_a_run_that_waits_for_workers_still_have_these_names():
-    """The callback in pipeline/settle/placement.py takes a worker in an unknown state as placed, so a run could wait forever."""
+    """The callback in pipeline/settle/placement.py treats a worker in an unknown state as placed, so a run could wait forever."""
     from ray.train.v2._internal.execution.controller import state
 
     assert set(placement.WAITING) <= set(vars(state))

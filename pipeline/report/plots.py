@@ -135,7 +135,7 @@ def curve_drawer(panel: Panel, runs: dict[str, History], axis: str, kept: int | 
         return None
     shown = next(iter(drawable.values()))
     if len(drawable) > 1:
-        # Draws one line per run: the panel's eval metric if there is one, or else the panel's first line.
+        # If several runs share a panel, each run gets one line: its eval metric if it has one, or else its first metric.
         telling = next((name for name in (HELD_OUT, "highest so far") if name in panel.lines.values()), "")
         shown = {run: lines.get(telling) or next(iter(lines.values())) for run, lines in drawable.items()}
     held_out = [points for label, points in shown.items() if label in panel.held_out]
