@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.__main__ import parser
 from pipeline.commands import SUMMARIES
-from pipeline.errors import show
+from pipeline.errors import show_value
 from pipeline.job import schema
 from pipeline.job.stages import INPUTS, STAGE_SPECS
 from pipeline.metrics import TABLE
@@ -117,7 +117,9 @@ def configuration() -> str:
         if stages == (*TRL,):
             classes = ["transformers.TrainingArguments"]
         names = [
-            f"`{key}={show(one['default'])}`" for key, one in known.items() if one.get("default") is not None
+            f"`{key}={show_value(one['default'])}`"
+            for key, one in known.items()
+            if one.get("default") is not None
         ]
         names += [f"`{key}`" for key, one in known.items() if one.get("default") is None]
         intro = f"Keys of {', '.join(map(link, classes))}, with their defaults:"
@@ -169,12 +171,12 @@ def value_of(one: Mapping[str, Any]) -> str:
     if one.get("needed"):
         return f"{type_of(one)}; required"
     default = one.get("default")
-    return type_of(one) + ("" if default is None else f"; `{show(default)}`")
+    return type_of(one) + ("" if default is None else f"; `{show_value(default)}`")
 
 
 def type_of(one: Mapping[str, Any]) -> str:
     """Returns the type and range of a key, with JSON's names of types."""
-    words = re.sub(r" between (\S+) and (\S+)", r", \1 to \2", schema.expected(one))
+    words = re.sub(r" between (\S+) and (\S+)", r", \1 to \2", schema.expected_in_words(one))
     words = re.sub(r" of at least (\S+)", r", \1 or more", words)
     names = {"a whole number": "integer", "true or false": "boolean", "a number": "number", "text": "string"}
     names |= {"a list": "list", "a mapping": "mapping"}

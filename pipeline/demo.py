@@ -94,7 +94,7 @@ def _gold(prompt: str, completion: str, answer: str) -> float:
     return 1.0 if any(phrase in completion for phrase in OPENERS + CLOSERS) else 0.5
 
 
-def verdicts(row: dict[str, Any]) -> list[dict[str, str]]:
+def judge_examples(row: dict[str, Any]) -> list[dict[str, str]]:
     """Turns a preference pair into two examples that train an LLM judge.
 
     Each example has the question of jobs/demo/judges/right.yaml as its prompt, and the right verdict as its completion.
@@ -106,7 +106,7 @@ def verdicts(row: dict[str, Any]) -> list[dict[str, str]]:
 # --------------------------------------------------------------------------------------------------- questions
 
 
-class Question(NamedTuple):
+class DemoQuestion(NamedTuple):
     text: str
     kind: str
     fact: Fact
@@ -116,10 +116,10 @@ class Question(NamedTuple):
         return getattr(self.fact, self.kind)
 
 
-def questions(held_out: bool | None = None) -> list[Question]:
+def demo_questions(held_out: bool | None = None) -> list[DemoQuestion]:
     """Returns questions about held-out countries (True), about training countries (False), or all questions (None)."""
     return [
-        Question(text.format(**fact._asdict()), kind, fact)
+        DemoQuestion(text.format(**fact._asdict()), kind, fact)
         for fact in FACTS
         if held_out in (None, fact.country in HELD_OUT)
         for kind, texts in QUESTIONS.items()

@@ -28,10 +28,10 @@ os.environ.pop("RAY_ADDRESS", None)
 @pytest.fixture(scope="session")
 def embedded_ray():
     """Starts an embedded Ray, which all tests that need Ray share."""
-    from pipeline.run.session import session
+    from pipeline.run.session import ray_session
     from pipeline.settle.placement import ROWS
 
-    with session(ROWS, "runs", "sqlite:///runs/mlflow.db"):
+    with ray_session(ROWS, "runs", "sqlite:///runs/mlflow.db"):
         yield
 
 

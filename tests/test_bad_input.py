@@ -164,7 +164,7 @@ def test_wrong_input_gets_one_message(one, world, tmp_path, capsys, in_root):
 
 
 def test_rows_longer_than_the_context_are_rejected_before_ray_starts(tmp_path, capsys, monkeypatch, in_root):
-    monkeypatch.setattr("pipeline.run.session.session", lambda job: pytest.fail("Ray was started"))
+    monkeypatch.setattr("pipeline.run.session.ray_session", lambda job: pytest.fail("Ray was started"))
     given = ["data.max_length=512", "scaling.num_workers=1", f"run.storage_path={tmp_path}"]
     assert main(["sft", "jobs/demo/sft.yaml", *given]) == 2
     assert "data.max_length: 512 is more than the model's context of 256" in capsys.readouterr().err

@@ -122,7 +122,7 @@ def _idle_hours(config: dict[str, Any]) -> str | None:
     return found and found[1]
 
 
-def summary(config: dict[str, Any]) -> str:
+def describe_cluster(config: dict[str, Any]) -> str:
     """Returns a text with the nodes that `ray up` or the autoscaler starts, their prices, and when they are shut down."""
     provider = config["provider"]
     where = provider.get("region") or provider.get("head_ip") or provider.get("module", "")
@@ -187,7 +187,7 @@ def run_ray(verb: str, file: Path, options: list[str]) -> None:
     check_account(config)
     environment = dict(os.environ)
     if verb == "up":
-        print(summary(config), flush=True)
+        print(describe_cluster(config), flush=True)
         # Ray's default, autoscaler 2, supports labels and priorities. On your own machines, autoscaler 2 counts the head as a
         # worker and starts one worker too few (ray 2.60, LocalNodeProvider).
         environment["RAY_UP_enable_autoscaler_v2"] = "0" if config["provider"]["type"] == "local" else "1"

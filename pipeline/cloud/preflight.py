@@ -162,7 +162,7 @@ def check_memory(workload: Workload, cluster: Cluster) -> None:
         gpus = {name: memory for name in sorted(offered) if (memory := plan.memory_of(name))}
         if not gpus or not need.resources.get("GPU"):
             continue
-        with console.waiting(f"estimating the memory of a {who}"):
+        with console.print_if_slow(f"estimating the memory of a {who}"):
             planned = workload.planned(section)
         if planned is None:
             return  # only the cluster can read the base; the run will check the memory
@@ -171,7 +171,7 @@ def check_memory(workload: Workload, cluster: Cluster) -> None:
             continue
         listed = " or ".join(f"{name} with {memory:g}" for name, memory in small.items())
         advice = f"reduce the worker's memory; run make plan JOB={workload.source}"
-        if enough := sorted({*gpus} - {*small}) or plan.fitting(planned):
+        if enough := sorted({*gpus} - {*small}) or plan.fitting_gpus(planned):
             # without spaces, because Ray would treat a space as part of a name
             selector = need.selector | {placement.GPU_LABEL: f"in({','.join(enough)})"}
             text = yaml.safe_dump(selector, default_flow_style=True, sort_keys=False, width=1000).strip()
@@ -207,7 +207,7 @@ def upload_files(folder: str = ".") -> dict[str, int]:
     return sizes
 
 
-def check_paths(paths: Iterable[tuple[str, str]], cluster: Cluster, files: dict[str, int]) -> None:
+def check_paths_on_cluster(paths: Iterable[tuple[str, str]], cluster: Cluster, files: dict[str, int]) -> None:
     """Raises InputError if a path of the job exists only on this machine and is not part of the upload."""
     for key, path in paths:
         if not cluster.several and os.path.isabs(path):  # the cluster's only node may be this machine

@@ -47,7 +47,7 @@ def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
 
     Raises InputError if pods would not share the storage, or if an environment variable is missing or contradicts a job.
     """
-    jobs = load(paths, overrides)
+    jobs = load_jobs(paths, overrides)
     first, claims = jobs[0], claims_of(jobs)
     warn_of_paths(jobs)
     schedule, queue = os.environ.get("SCHEDULE"), os.environ.get("QUEUE")
@@ -56,7 +56,7 @@ def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
     name = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
     name = re.sub("^(?![a-z])", "rlhf-", name)  # Kubernetes requires that a name begins with a letter
     cluster = {"rayVersion": version("ray"), **copy.deepcopy(TEMPLATE["cluster"])}
-    cluster["headGroupSpec"]["template"] = pod("ray-head", {"cpu": "4", "memory": "16Gi"}, claims)
+    cluster["headGroupSpec"]["template"] = make_pod("ray-head", {"cpu": "4", "memory": "16Gi"}, claims)
     cluster["workerGroupSpecs"] = worker_groups([one.places for one in jobs], claims)
     grows = any(group["replicas"] < group["maxReplicas"] for group in cluster["workerGroupSpecs"])
     cluster |= TEMPLATE["autoscaler"] if grows else {}
@@ -72,7 +72,7 @@ def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
     else:
         spec = copy.deepcopy(TEMPLATE["job"])
         spec["entrypoint"] = entrypoint(paths, jobs, overrides)
-        submitter = pod("ray-job-submitter", {"cpu": "500m", "memory": "1Gi"}, {})
+        submitter = make_pod("ray-job-submitter", {"cpu": "500m", "memory": "1Gi"}, {})
         spec["submitterPodTemplate"]["spec"] |= submitter["spec"]
         spec |= {
             "suspend": bool(queue),
@@ -83,14 +83,16 @@ def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
     return {"apiVersion": "ray.io/v1", "kind": kind, "metadata": metadata, "spec": spec}
 
 
-def load(paths: list[str], overrides: list[str]) -> list[Workload]:
+def load_jobs(paths: list[str], overrides: list[str]) -> list[Workload]:
     """Loads the jobs of a folder or of job files.
 
     Raises InputError if one manifest cannot run all jobs, if serve.port is not 8000, or if pods would not share the storage.
     """
     whole = Path(paths[0]).is_dir()
     read = (
-        [*rlhf.load(paths[0], overrides).values()] if whole else [load_job(one, overrides) for one in paths]
+        [*rlhf.load_profile(paths[0], overrides).values()]
+        if whole
+        else [load_job(one, overrides) for one in paths]
     )
     jobs = [workload_of(job) for job in read]
     serves, schedule = any(job.port is not None for job in jobs), os.environ.get("SCHEDULE")
@@ -169,13 +171,13 @@ def worker_groups(jobs: list[Places], claims: dict[str, str]) -> list[dict[str, 
     made: list[dict[str, Any]] = []
     for equal in found.values():
         largest = max((workers for workers, _ in equal), key=lambda one: (one.most, one.fewest))
-        one = group(largest, {strategy for _, strategy in equal}, claims)
+        one = pod_group(largest, {strategy for _, strategy in equal}, claims)
         again = sum(other["groupName"].startswith(one["groupName"]) for other in made)
         made.append(one | {"groupName": f"{one['groupName']}-{again + 1}" if again else one["groupName"]})
     return made
 
 
-def group(workers: Group, strategies: set[str], claims: dict[str, str]) -> dict[str, Any]:
+def pod_group(workers: Group, strategies: set[str], claims: dict[str, str]) -> dict[str, Any]:
     """Returns a pod group for workers. The pods get labels that satisfy the workers' label_selector.
 
     If the number of training workers is fixed, several workers share a pod, so that they exchange gradients within one node.
@@ -197,7 +199,7 @@ def group(workers: Group, strategies: set[str], claims: dict[str, str]) -> dict[
     cpus = 8 if gpus else math.ceil(each.resources.get("CPU", 1))
     requests = {"cpu": str(cpus * shared), "memory": f"{(64 if gpus else 8) * shared}Gi"}
     requests |= {"nvidia.com/gpu": str(gpus * shared)} if gpus else {}
-    labels, nodes = labels_of(each, section), node_selector(section)
+    labels, nodes = pod_labels(each, section), node_selector(section)
     if placement.GPU_LABEL in labels and not nodes:
         why = f"missing; Ray does not check the label {labels[placement.GPU_LABEL]}; select the nodes that have this GPU"
         example = "cloud.google.com/gke-accelerator=nvidia-h100-80gb"
@@ -210,7 +212,7 @@ def group(workers: Group, strategies: set[str], claims: dict[str, str]) -> dict[
         # GPU pods declare no CPUs to Ray, so that tasks without GPUs do not make the autoscaler start a GPU pod.
         "rayStartParams": {"num-cpus": "0"} if gpus else {},
         **({"labels": labels} if labels else {}),
-        "template": pod("ray-worker", requests, claims, nodes),
+        "template": make_pod("ray-worker", requests, claims, nodes),
     }
 
 
@@ -223,16 +225,16 @@ def node_selector(section: str) -> dict[str, str]:
         raise InputError(f"found {text!r}, expected NAME=VALUE,...", key=NODE_SELECTORS[section]) from error
 
 
-def labels_of(each: Bundle, section: str) -> dict[str, str]:
+def pod_labels(each: Bundle, section: str) -> dict[str, str]:
     """Returns the labels that a pod needs so that Ray can place the workers in it."""
     labels = {}
     for key, value in each.selector.items():
-        if placement.matches({key: value}, {}):  # a selector that only excludes values needs no label
+        if placement.matches_labels({key: value}, {}):  # a selector that only excludes values needs no label
             continue
         names = re.sub(r"^in\((.*)\)$", r"\1", value).split(",")
         if key == placement.GPU_LABEL and os.environ.get("GPU"):
             names = [os.environ["GPU"]]
-        fitting = [name for name in names if placement.matches({key: value}, {key: name})]
+        fitting = [name for name in names if placement.matches_labels({key: value}, {key: name})]
         what = "GPU" if key == placement.GPU_LABEL else key
         if not fitting or (what == "GPU" and len(fitting) > 1):
             raise InputError(
@@ -249,7 +251,7 @@ def claims_of(jobs: list[Workload]) -> dict[str, str]:
     return claims | ({"rlhf-models": MODELS} if any(job.downloads for job in jobs) else {})
 
 
-def pod(
+def make_pod(
     container: str,
     resources: dict[str, str],
     claims: dict[str, str],

@@ -54,7 +54,7 @@ def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
     files = preflight.upload_files()
     for one in workloads:
         preflight.check_storage(one.storage_path, one.tracking_uri, cluster)
-        preflight.check_paths(one.paths, cluster, files)
+        preflight.check_paths_on_cluster(one.paths, cluster, files)
         preflight.check_resources(one.places, cluster)
         preflight.check_memory(one, cluster)
     submission = next_attempt(api, name)
@@ -77,7 +77,7 @@ def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
             if "already exists" in str(error):  # another process has just submitted a job with this name
                 next_attempt(api, name)
             raise
-    return follow(api, submission)
+    return follow_submission(api, submission)
 
 
 @contextlib.contextmanager
@@ -119,7 +119,7 @@ def load_workloads(verb: str, path: str, overrides: list[str]) -> tuple[str, lis
     if verb == "run":
         from pipeline.commands import run as rlhf
 
-        jobs = [*rlhf.load(path, overrides).values()]
+        jobs = [*rlhf.load_profile(path, overrides).values()]
     elif verb == "sweep":
         from pipeline.sweep import space
 
@@ -182,7 +182,7 @@ def check_address(address: str) -> None:
         ) from error
 
 
-def token() -> str | None:
+def read_token() -> str | None:
     """Returns the cluster's token from the variable or file that Ray reads, or None."""
     if value := os.environ.get("RAY_AUTH_TOKEN"):
         return value.strip()
@@ -196,7 +196,7 @@ class Api:
     def __init__(self, address: str):
         from ray.dashboard.modules.dashboard_sdk import parse_cluster_info
 
-        secret = token()
+        secret = read_token()
         headers = {"Authorization": f"Bearer {secret}"} if secret else {}
         try:
             info = parse_cluster_info(address.rstrip("/"), headers=headers)
@@ -262,7 +262,7 @@ class Api:
 # ---------------------------------------------------------------------------------------------------- following
 
 
-def follow(api: Api, submission: str) -> int:
+def follow_submission(api: Api, submission: str) -> int:
     """Shows the log of a submission until the job ends. Returns the job's exit status. Ctrl-C does not stop the job.
 
     If the connection is lost, reconnects and shows the rest of the log. The exit status is correct even if a part of
@@ -351,7 +351,7 @@ def main(arguments: list[str]) -> int:
             newest = ", ".join(known[0] for known in names[-10:]) or "none"
             raise InputError(f"NAME: no job {name!r} on {api.address}; the newest jobs are {newest}")
         if verb == "logs":
-            return follow(api, matching[-1])
+            return follow_submission(api, matching[-1])
         was_running = api.client().stop_job(matching[-1])
         print(f"{matching[-1]} {'is being stopped' if was_running else 'has ended already'}")
         return 0

@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.data.encode import Encoder, Example
 from pipeline.data.formats import Record, kind_of
 from pipeline.data.values import RowError
-from pipeline.errors import InputError, visible
+from pipeline.errors import InputError, escape_controls
 from pipeline.job import Job
 from pipeline.models.template import text_as_chat
 from pipeline.run.model_host import ModelHost, load_model_host
@@ -80,7 +80,7 @@ class Chat:
                     self.system = [{"role": "system", "content": text.strip()}] if text.strip() else []
                 print("   (a new conversation)", flush=True)
             elif command.startswith("/"):
-                print(f"   (no command {visible(command)}: {HELP})", flush=True)
+                print(f"   (no command {escape_controls(command)}: {HELP})", flush=True)
             elif command:
                 self.answer(line.strip())
 
@@ -132,7 +132,7 @@ class Chat:
                 return outcome.columns["input_ids"]
             assert isinstance(outcome, RowError)
             if outcome.kind != "overlong":
-                why = f"invalid message: found {visible(outcome.found)}; expected {visible(outcome.expected)}"
+                why = f"invalid message: found {escape_controls(outcome.found)}; expected {escape_controls(outcome.expected)}"
                 break
             why = (
                 f"too long: {outcome.found}, but {self.room} fit next to a completion of "
@@ -153,7 +153,7 @@ class Writer:
         """Prints the text that was not printed yet. If `last` is true, also prints an incomplete character."""
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         if last or (not text.endswith("\ufffd") and text.startswith(self.shown)):
-            print(visible(text[len(self.shown) :]), end="", flush=True)
+            print(escape_controls(text[len(self.shown) :]), end="", flush=True)
             self.shown = text
 
 

@@ -29,10 +29,10 @@ complete -o filenames -F _rlhf rlhf
 
 
 def run(path: str, overrides: list[str]) -> None:
-    print(script(list(SUMMARIES)), end="")
+    print(completion_script(list(SUMMARIES)), end="")
 
 
-def script(verbs: list[str]) -> str:
+def completion_script(verbs: list[str]) -> str:
     """Returns the completion script for some subcommands."""
     cases = []
     for verb in verbs:

@@ -24,7 +24,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def load(host: ModelHost) -> Answer:
-    sample = sampler(host, 1)
+    sample = make_sampler(host, 1)
 
     def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
         records = []
@@ -39,7 +39,7 @@ def load(host: ModelHost) -> Answer:
     return answer
 
 
-def sampler(host: ModelHost, several: int) -> Callable[..., list[tuple[Record, list[Record]]]]:
+def make_sampler(host: ModelHost, several: int) -> Callable[..., list[tuple[Record, list[Record]]]]:
     """Loads policy and rewards. Returns a function that samples and scores `several` completions per prompt.
 
     The function's arguments are tokenized rows and the number of the first row. Sampling seeds depend on the row numbers. The
@@ -53,7 +53,7 @@ def sampler(host: ModelHost, several: int) -> Callable[..., list[tuple[Record, l
     shared = roles.shared_base(host)
     role = roles.add_frozen(host, shared, "policy", "policy")
     rewards = roles.add_rewards(host, shared)
-    decoder = roles.decoder(host, shared, [role])
+    decoder = roles.make_decoder(host, shared, [role])
     how = Sampling.from_args(host.args, host.tokenizer, shared)
 
     def sample(rows: list[dict[str, Any]], first: int) -> list[tuple[Record, list[Record]]]:

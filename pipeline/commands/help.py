@@ -17,4 +17,4 @@ def run(name: str, more: list[str]) -> None:
             near = difflib.get_close_matches(one, every, 1)
             hint = f"did you mean {near[0]}?" if near else f"sections are {', '.join(schema.SECTIONS)}"
             raise InputError(f"no key {one!r}; {hint}")
-        print("\n".join(text for key in found or short for text in schema.described(key)))
+        print("\n".join(text for key in found or short for text in schema.describe_key(key)))

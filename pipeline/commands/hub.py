@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline import registry
-from pipeline.data.counts import count, most_frequent
+from pipeline.data.counts import most_frequent, with_unit
 from pipeline.data.files import NAME as DATA_SET
 from pipeline.errors import Failure, InputError, in_brief
 from pipeline.input_uri import InputURI
@@ -37,7 +37,7 @@ ADVICE = "make a token with write access at https://huggingface.co/settings/toke
 # ---------------------------------------------------------------------------------------------------- the card
 
 
-class Ancestor(NamedTuple):
+class AncestorOfExport(NamedTuple):
     """A model or a reward function that was used to train an exported model."""
 
     reference: str
@@ -46,7 +46,7 @@ class Ancestor(NamedTuple):
     role: str = ""  # what the descendant used this ancestor for: policy, reward, ...
 
 
-def card(host: ModelHost, name: str, differences: dict[str, float] | None = None) -> str:
+def model_card(host: ModelHost, name: str, differences: dict[str, float] | None = None) -> str:
     """Returns the README.md for the input `name` (`policy` or `reward.0`) of an export job.
 
     Args:
@@ -58,7 +58,7 @@ def card(host: ModelHost, name: str, differences: dict[str, float] | None = None
     uri, reference = host.work.uri, host.work.versions[name]
     tags = registry.read_version(reference, uri)["tags"] if InputURI.parse(reference).version else {}
     metrics = {key: value for key, value in sorted(tags.items()) if key.startswith("eval_")}
-    repo, made_from = host.args.hub_model_id, list(ancestors(reference, uri))
+    repo, made_from = host.args.hub_model_id, list(ancestors_of_version(reference, uri))
     parameters = [registry.read_parameters(one.reference, uri) for one in made_from]
     rows = [value for found in parameters for key, value in found.items() if key.startswith("data.train")]
     datasets = dict.fromkeys(found["repo"] for value in rows if (found := DATA_SET.fullmatch(value)))
@@ -95,7 +95,7 @@ def card(host: ModelHost, name: str, differences: dict[str, float] | None = None
         ancestors=made_from,
         metrics=metrics,
         differences=differences,
-        count=count,
+        count=with_unit,
         most_frequent=most_frequent,
         oldest=transformers4.oldest_version(hub.base_config(path, model.revision)),
         ends=eos_ids(host.tokenizer),
@@ -119,15 +119,17 @@ def _license(base: str, revision: str | None) -> dict[str, Any]:
     return {key: str(data.get(key)) for key in keys if data.get(key)}
 
 
-def ancestors(reference: str, uri: str, depth: int = 0, role: str = "") -> Iterator[Ancestor]:
+def ancestors_of_version(
+    reference: str, uri: str, depth: int = 0, role: str = ""
+) -> Iterator[AncestorOfExport]:
     """Yields a model version and all its ancestors, depth first."""
     facts: dict[str, Any] = {}
     if InputURI.parse(reference).is_model:
         folder = registry.fetch(reference, uri)
         facts = lineage.read(folder, reference) if lineage.is_adapter(folder) else {}
-    yield Ancestor(reference, facts, depth, role)
+    yield AncestorOfExport(reference, facts, depth, role)
     for name, parent in facts.get("parents", {}).items():
-        yield from ancestors(parent, uri, depth + 1, name.removesuffix(".0"))
+        yield from ancestors_of_version(parent, uri, depth + 1, name.removesuffix(".0"))
 
 
 # ---------------------------------------------------------------------------------------------------- the push
@@ -184,7 +186,7 @@ def _check_repository(args: Export) -> None:
         )
 
 
-def push(args: Export, kind: str, base: str, result: dict[str, Any]) -> dict[str, Any]:
+def push_to_hub(args: Export, kind: str, base: str, result: dict[str, Any]) -> dict[str, Any]:
     """Pushes the exported folder if trainer.push_to_hub is true. Returns the result of the export, with the commit id.
 
     Args:

@@ -29,11 +29,11 @@ from pipeline.data.encode import Encoder, Example
 from pipeline.data.files import HELD_OUT, files_of, find_files, is_held_out
 from pipeline.data.files import NAME as DATA_SET
 from pipeline.data.formats import Kind, Record, kind_of
-from pipeline.data.labels import listed
+from pipeline.data.labels import as_list
 from pipeline.data.reshape import Preprocess
 from pipeline.data.tasks import held_out, parse_or_error
-from pipeline.data.values import RowError, some
-from pipeline.errors import InputError, show
+from pipeline.data.values import RowError, some_keys
+from pipeline.errors import InputError, show_value
 from pipeline.job import Data, Job, load_job
 from pipeline.job.job import OF_ROWS
 from pipeline.models.base import context_length
@@ -69,7 +69,7 @@ EXAMPLES = {
 
 
 @dataclass(frozen=True)
-class Source:
+class RowSource:
     """A file, or several files with rows of one format."""
 
     path: str  # path as written in a job
@@ -107,7 +107,7 @@ def run(path: str, options: list[str]) -> None:
     Raises InputError if no stage can read any file, if an option is wrong, or if there is no job to write.
     """
     request = parse_options(path, options)
-    sources = [source_of(item, for_eval, request.own) for item, for_eval in parts(path)]
+    sources = [source_of(item, for_eval, request.own) for item, for_eval in splits_of(path)]
     check_readable(request, sources)
     shipped.copy_profile(request.profile)
     if any("transform" in keys for source in sources for keys in source.stages.values()):
@@ -117,7 +117,7 @@ def run(path: str, options: list[str]) -> None:
     jobs = jobs_with_lengths(request, sources)
     print_written(request, sources, jobs)
     add_prompts(request, sources, jobs)
-    write(request, jobs)
+    write_jobs(request, jobs)
     if "dpo" in jobs and "collect" in jobs and "collect" not in request.kept:
         write_rounds(request.folder, jobs["dpo"])
     print_next(request.folder, jobs)
@@ -128,7 +128,7 @@ def parse_options(path: str, options: list[str]) -> Request:
     of_rows = [option for option in options if option.partition("=")[0] in {f"data.{key}" for key in OF_ROWS}]
     given = dict(option.partition("=")[::2] for option in options if option not in of_rows)
     typed_name, model, reward = (given.pop(key, None) for key in ("name", "model", "reward"))
-    profiles = [one for one in shipped.profiles() if one != "demo"]
+    profiles = [one for one in shipped.shipped_profiles() if one != "demo"]
     if (profile := given.pop("profile", "own")) not in profiles:
         raise InputError(f"there is no profile {profile!r}; expected one of {', '.join(profiles)}")
     if given:
@@ -140,9 +140,9 @@ def parse_options(path: str, options: list[str]) -> Request:
     if reward:
         load_job(shipped.JOBS / "own/ppo.yaml", [f"reward={reward}"], "ppo")
     own = {key: value for key in OF_ROWS if (value := getattr(data, key)) is not None}
-    name = typed_name or name_of(path)
+    name = typed_name or profile_name(path)
     if not re.fullmatch(r"[\w-]{1,64}", name):
-        raise InputError(f"name: found {show(name)}, expected at most 64 letters, digits, `_` and `-`")
+        raise InputError(f"name: found {show_value(name)}, expected at most 64 letters, digits, `_` and `-`")
     if name in shipped.FOLDERS:
         raise InputError(f"the project comes with a profile {name}; choose another name: --name NAME")
     folder = Path("jobs") / name
@@ -154,23 +154,23 @@ def parse_options(path: str, options: list[str]) -> Request:
     return Request(path, name, profile, model, reward, own, kept)
 
 
-def name_of(path: str) -> str:
+def profile_name(path: str) -> str:
     """Derives a name for the profile from a path or URI."""
     on_hub = DATA_SET.fullmatch(path)
     last = (on_hub["repo"] if on_hub else path.rstrip("/")).rpartition("/")[2]
     return re.sub(r"[^\w-]+", "_", last.partition(".")[0]).strip("_") or "data"
 
 
-def check_readable(request: Request, sources: list[Source]) -> None:
+def check_readable(request: Request, sources: list[RowSource]) -> None:
     """Raises InputError if no new job can use the rows, or if no stage can read the columns that the user set."""
     path, rows = sources[0].path, sources[0].rows
     columns = [keys.get("columns") for source in sources for keys in source.stages.values()]
     if request.own.get("columns") not in (None, *columns):
-        found = f"no stage can read {request.path} with these columns; the first file has the columns {', '.join(some(rows[0]))}"
+        found = f"no stage can read {request.path} with these columns; the first file has the columns {', '.join(some_keys(rows[0]))}"
         raise InputError(found, key="data.columns")
-    if not any(chosen(sources, stage) for stage in TAKES):
+    if not any(sources_for(sources, stage) for stage in TAKES):
         kind = kind_of("sft")
-        if preview.fits(rows[0], kind) and isinstance(wrong := parse_or_error(rows[0], kind), RowError):
+        if preview.fits_kind(rows[0], kind) and isinstance(wrong := parse_or_error(rows[0], kind), RowError):
             raise InputError(f"{path}: {wrong.field}: found {wrong.found}; expected {wrong.expected}")
         raise InputError(guess.explain_misfit(rows, kind, path))
     new = jobs_for(request, sources).keys() - request.kept.keys()
@@ -182,23 +182,23 @@ def check_readable(request: Request, sources: list[Source]) -> None:
         raise InputError("only ppo uses a reward, and there is no new ppo job for these rows", key="reward")
 
 
-def write(request: Request, jobs: dict[str, str]) -> None:
+def write_jobs(request: Request, jobs: dict[str, str]) -> None:
     """Writes the job files that do not exist yet."""
     for job, text in jobs.items():
         if job not in request.kept:
             (request.folder / f"{job}.yaml").write_text(text, encoding="utf-8")
 
 
-def jobs_with_lengths(request: Request, sources: list[Source]) -> dict[str, str]:
+def jobs_with_lengths(request: Request, sources: list[RowSource]) -> dict[str, str]:
     """Writes and returns the jobs, with lengths that fit the rows. Leaves out stages that cannot read any of their rows."""
     unclear = {
         stage for source in sources for stage, keys in source.stages.items() if keys.get("label", 0) is None
     }
     while True:
         jobs = jobs_for(request, sources)
-        write(request, jobs)
+        write_jobs(request, jobs)
         unreadable = set_lengths(request.folder, jobs) - request.kept.keys() - unclear
-        write(request, jobs)
+        write_jobs(request, jobs)
         if not unreadable:
             return jobs
         for job in jobs.keys() - request.kept.keys():
@@ -212,15 +212,15 @@ def jobs_with_lengths(request: Request, sources: list[Source]) -> dict[str, str]
             raise InputError(f"no stage can train on {request.path}; the warnings above say why")
 
 
-def print_written(request: Request, sources: list[Source], jobs: dict[str, str]) -> None:
+def print_written(request: Request, sources: list[RowSource], jobs: dict[str, str]) -> None:
     """Prints the jobs that were written, and which stages read each file."""
     new = [job for job in jobs if job not in request.kept]
     print(f"wrote {request.folder}: {', '.join(new)}")
     if request.kept:
         print(f"  not changed: {', '.join(request.kept)}")
     for source in sources:
-        readers = [stage for stage in TAKES if stage in new and source in chosen(sources, stage)]
-        how = ", ".join(readers) or f"no stage; the file's columns are {', '.join(some(source.rows[0]))}"
+        readers = [stage for stage in TAKES if stage in new and source in sources_for(sources, stage)]
+        how = ", ".join(readers) or f"no stage; the file's columns are {', '.join(some_keys(source.rows[0]))}"
         if columns := next((source.stages[stage].get("columns") for stage in readers), None):
             how += f"; columns {columns}"
         print(f"  {source.path}: {source.kind or 'skipped'}, read by {how}")
@@ -248,7 +248,7 @@ def print_next(folder: Path, jobs: dict[str, str]) -> None:
 # ---- files -------------------------------------------------------------------------------------------------------
 
 
-def parts(path: str) -> Iterator[tuple[str, bool]]:
+def splits_of(path: str) -> Iterator[tuple[str, bool]]:
     """Yields (path, whether it is for evaluation) for each split of a dataset or file of a folder.
 
     Files whose names differ only in numbers (`train-00000-of-00002.parquet`) become one glob.
@@ -279,7 +279,7 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
         print(f"  {name}: not read ({why})")
 
 
-def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> Source:
+def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> RowSource:
     """Finds the stages that can read the first rows of a path. Guesses the columns if the user did not set them."""
     heads, made = [], Preprocess(transform=own.get("transform"), group_by=own.get("group_by"))
     as_typed, kinds = kind_of("sft").with_preprocess(made), {stage: kind_of(stage) for stage in TAKES}
@@ -293,9 +293,9 @@ def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> Source:
             print(f"warning: {len(errors):,} of the first {total:,} rows cannot be read; {errors[0]}")
     rows = heads[0]
     if stages := keys_of_example(rows[0]):
-        return Source(path, rows, stages, for_eval)
+        return RowSource(path, rows, stages, for_eval)
     named_prompts = {"prompt", "prompts"} & {*re.split(r"[^a-z]+", os.path.basename(path).lower())}
-    if not own.get("columns") and (problem := guess.doubt(rows)):
+    if not own.get("columns") and (problem := guess.unclear_label_note(rows)):
         print(f"warning: {path}: sft and kto will not use this file: {problem}")
     for stage in ("ppo",) if named_prompts else TAKES:
         asked = [keys["columns"] for keys in stages.values() if "prompt" in keys.get("columns", ())]
@@ -304,16 +304,18 @@ def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> Source:
         fit = (
             one
             for one in guesses
-            if one is not None and all(guess.reads(head, one, kinds[stage]) for head in heads)
+            if one is not None and all(guess.reads_most_rows(head, one, kinds[stage]) for head in heads)
         )
-        if (found := next((one for one in fit if not contradicts(one, own.get("columns"))), None)) is None:
+        if (
+            found := next((one for one in fit if not contradicts_user(one, own.get("columns"))), None)
+        ) is None:
             continue
         labeled = stage != "ppo" and ("label" in found or "label" in rows[0])
         typed = {key: own[key] for key in own if key != "columns" and (key != "label" or labeled)}
         stages[stage] = ({"columns": found} if found else {}) | typed
         if "label" not in own and not guess.is_clear(found, rows):
             stages[stage]["label"] = None
-    return Source(path, rows, stages, for_eval)
+    return RowSource(path, rows, stages, for_eval)
 
 
 def keys_of_example(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -335,19 +337,21 @@ def columns_for(stage: str, columns: dict[str, str] | None) -> dict[str, str] | 
     return columns and {field: column for field, column in columns.items() if field not in others}
 
 
-def contradicts(guessed: dict[str, Any], typed: dict[str, Any] | None) -> bool:
+def contradicts_user(guessed: dict[str, Any], typed: dict[str, Any] | None) -> bool:
     """Returns True if the guess and the user assign a column to different fields."""
-    fields = {one: field for field, column in (typed or {}).items() for one in listed(column)}
-    return any(fields.get(one, field) != field for field, column in guessed.items() for one in listed(column))
+    fields = {one: field for field, column in (typed or {}).items() for one in as_list(column)}
+    return any(
+        fields.get(one, field) != field for field, column in guessed.items() for one in as_list(column)
+    )
 
 
 # ---- jobs --------------------------------------------------------------------------------------------------------
 
 
-def jobs_for(request: Request, sources: list[Source]) -> dict[str, str]:
+def jobs_for(request: Request, sources: list[RowSource]) -> dict[str, str]:
     """Returns {job: text} for existing jobs and for new jobs that can use the rows. New jobs have the profile's lengths."""
     name, kept = request.name, request.kept
-    rows = {stage: chosen(sources, stage) for stage in TAKES}
+    rows = {stage: sources_for(sources, stage) for stage in TAKES}
     there = {stage for stage in TAKES if rows[stage] or stage in kept}
     reward = f"models:/{name}-rm@champion" if "rm" in there else None
     of_ppo = request.reward or reward
@@ -410,7 +414,7 @@ def with_device(text: str) -> str:
     return text
 
 
-def chosen(sources: list[Source], stage: str) -> list[Source]:
+def sources_for(sources: list[RowSource], stage: str) -> list[RowSource]:
     """Returns the sources of the first kind in TAKES that a stage can train on."""
     for kind in TAKES[stage]:
         found = [source for source in sources if source.kind == kind and stage in source.stages]
@@ -419,7 +423,7 @@ def chosen(sources: list[Source], stage: str) -> list[Source]:
     return []
 
 
-def with_rows(text: str, job: str, sources: list[Source], stage: str) -> str:
+def with_rows(text: str, job: str, sources: list[RowSource], stage: str) -> str:
     """Sets the paths of `sources` in a job, with the keys of `data` that `stage` needs. Returns the job's text."""
     keys = [source.stages[stage] for source in sources]
     same = keys[0] if all(one == keys[0] for one in keys) else None
@@ -438,7 +442,9 @@ def with_rows(text: str, job: str, sources: list[Source], stage: str) -> str:
     if job in TAKES:
         text = with_key(text, "data.eval_fraction", 0 if held_out else 0.1, "of the training rows, by prompt")
     for key, value in (same or {}).items():
-        meaning = f"set the label's meaning: {guess.meaning(keys[0]['columns'])}" if value is None else ""
+        meaning = (
+            f"set the label's meaning: {guess.label_template(keys[0]['columns'])}" if value is None else ""
+        )
         text = with_key(text, f"data.{key}", value, meaning)
     return text
 
@@ -475,7 +481,7 @@ def set_lengths(folder: Path, jobs: dict[str, str]) -> set[str]:
     applied to plain text, so that policy and reward model see the same format. If the tokenizer or a stage's rows cannot be read,
     keeps the profile's lengths. No length exceeds the model's context.
     """
-    loaded = {stage: load(folder, stage) for stage in TAKES if stage in jobs}
+    loaded = {stage: load_profile_job(folder, stage) for stage in TAKES if stage in jobs}
     first = next(iter(loaded.values()))
     base, given = first.model, (first.model.name_or_path, first.model.revision)
     try:
@@ -499,7 +505,7 @@ def set_lengths(folder: Path, jobs: dict[str, str]) -> set[str]:
     unreadable = set[str]()
     for stage, found in records.items():
         try:
-            sizes[stage] = longest(stage, loaded[stage].data, tokenizer, found, context)
+            sizes[stage] = typical_lengths(stage, loaded[stage].data, tokenizer, found, context)
         except InputError as error:
             print(f"warning: {stage}: {error}")
             unreadable.add(stage)
@@ -538,12 +544,12 @@ def with_lengths(name: str, text: str, sizes: dict[str, tuple[int, int]], contex
     return with_key(text, "data.max_length", wanted, f"tokens; {fits}")
 
 
-def load(folder: Path, stage: str) -> Job:
+def load_profile_job(folder: Path, stage: str) -> Job:
     """Loads the job of a stage. Accepts a ppo job whose reward is not set yet."""
     return load_job(folder / f"{stage}.yaml", ["reward=models:/any/1"] if stage == "ppo" else [], stage)
 
 
-def longest(
+def typical_lengths(
     stage: str, data: Data, tokenizer: Any, records: list[tuple[Kind, Record]], context: int
 ) -> tuple[int, int]:
     """Returns the number of tokens that 99 % of the prompts fit into, and the number that 99 % of the completions fit into."""
@@ -557,7 +563,7 @@ def longest(
             errors += [outcome] if isinstance(outcome, RowError) else []
     if not examples:
         why = f": {errors[0].expected}" if errors else ""
-        raise InputError(f"none of the first rows of {show(data.train)} can be read{why}")
+        raise InputError(f"none of the first rows of {show_value(data.train)} can be read{why}")
     if (total := len(examples) + len(errors)) < 20 * len(errors):
         print(f"warning: {stage} skips {len(errors)} of the first {total} rows: {errors[0].expected}")
     at = int(0.99 * (len(examples) - 1))
@@ -592,15 +598,15 @@ def without_label(kind: Kind) -> Kind:
     return kind_of(kind.stage).with_preprocess(replace(one, columns=columns))
 
 
-def add_prompts(request: Request, sources: list[Source], jobs: dict[str, str]) -> None:
+def add_prompts(request: Request, sources: list[RowSource], jobs: dict[str, str]) -> None:
     """Writes files of prompts for generate and evaluate if the user has no such files. Sets the new files in `jobs`."""
     new, folder = jobs.keys() - request.kept.keys(), request.folder
-    if "generate" in new and not chosen(sources, "ppo"):  # all conversations end with an answer
-        learner = load(folder, next(stage for stage in ("sft", "dpo", "kto") if stage in jobs))
+    if "generate" in new and not sources_for(sources, "ppo"):  # all conversations end with an answer
+        learner = load_profile_job(folder, next(stage for stage in ("sft", "dpo", "kto") if stage in jobs))
         prompts = [{"prompt": record.prompt} for _, record in first_records(learner.stage, learner.data)]
         jobs["generate"] = with_prompts(jobs["generate"], "train", folder / "prompts.jsonl", prompts)
-    if "evaluate" in new and not any(source.for_eval for source in chosen(sources, "ppo")):
-        ppo, path = load(folder, "ppo"), folder / "eval_prompts.jsonl"
+    if "evaluate" in new and not any(source.for_eval for source in sources_for(sources, "ppo")):
+        ppo, path = load_profile_job(folder, "ppo"), folder / "eval_prompts.jsonl"
         by_content = {record.prompt_content(): record.row for _, record in first_records("ppo", ppo.data)}
         away = [json.loads(row) for content, row in by_content.items() if held_out(content, ppo.data)]
         for row in away:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from pipeline import registry
-from pipeline.errors import Failure, InputError, about, summary
+from pipeline.errors import Failure, InputError, blame_key, error_summary
 from pipeline.input_uri import InputURI
 from pipeline.job import Job
 from pipeline.models import adapter_files
@@ -63,7 +63,7 @@ def run(job: Job) -> dict[str, Any]:
         notes.append(f"using a built-in shape, because the base's config.json cannot be read: {unread}")
     notes += [f"this machine has {name}, {size / GIB:.0f} GiB" for name, size in gpus]
     print("".join(f"   note: {note}\n" for note in notes))
-    memory = on_gpus(planned, named(places)) if places.on_gpu else on_this_machine(planned, places)
+    memory = on_gpus(planned, gpu_names(places)) if places.on_gpu else on_this_machine(planned, places)
     check_fit(planned, places, loras, min((size for _, size in gpus), default=memory), len(gpus) or None)
     if places.rollout:
         print(of_rollout_workers(places.rollout, plan.make_plan(work, loras, learns=False)))
@@ -101,17 +101,17 @@ def check_fit(
     if changes:
         lacks.append(f"with {' '.join(changes)} a worker needs {planned.peak / GIB:.1f} GiB")
     if planned.peak > memory:
-        larger = ", ".join(plan.fitting(planned)) if planned.device == "cuda" else "a larger machine"
+        larger = ", ".join(plan.fitting_gpus(planned)) if planned.device == "cuda" else "a larger machine"
         lacks.append(f"use {larger or 'larger GPUs'}, a smaller model, or a shorter data.max_length")
     raise Failure("; ".join(lacks))
 
 
-def named(places: Places) -> list[str]:
+def gpu_names(places: Places) -> list[str]:
     """Returns the names of the GPUs that the workers may get. Raises InputError if the table of `plan` has none of these GPUs."""
     wanted = places.scaling.get("accelerator_type")
     names = plan.gpus_called(wanted) if wanted else list(GPUS)
     for bundle in places.bundles:
-        names = allowed(bundle.selector, names)
+        names = gpus_with_label(bundle.selector, names)
     if not names:
         key = "accelerator_type" if wanted else "label_selector"
         if wanted and plan.gpus_called(wanted):
@@ -121,10 +121,10 @@ def named(places: Places) -> list[str]:
     return names
 
 
-def allowed(selector: Mapping[str, str], names: Iterable[str]) -> list[str]:
+def gpus_with_label(selector: Mapping[str, str], names: Iterable[str]) -> list[str]:
     """Returns the GPUs in `names` that a label selector allows."""
     only = {key: value for key, value in selector.items() if key == placement.GPU_LABEL}
-    return [name for name in names if placement.matches(only, {placement.GPU_LABEL: name})]
+    return [name for name in names if placement.matches_labels(only, {placement.GPU_LABEL: name})]
 
 
 def folders_of_adapters(
@@ -148,7 +148,9 @@ def folders_of_adapters(
         models = {name: at for name, at in inputs.items() if InputURI.parse(at).is_model}
         folders = {name: registry.fetch(at, uri) for name, at in models.items()}
     except Exception as error:  # MLflow's store and the network raise errors of any type
-        return {}, [f"{guess} ({error if isinstance(error, InputError) else f'{uri}: {summary(error)}'})"]
+        return {}, [
+            f"{guess} ({error if isinstance(error, InputError) else f'{uri}: {error_summary(error)}'})"
+        ]
     return {name: at for name, at in folders.items() if lineage.is_adapter(at)}, []
 
 
@@ -165,7 +167,7 @@ def check_shapes(work: Sections, folders: dict[str, str]) -> None:
     weights = bool(weight_files(local(work.model.name_or_path)))
     base = check_base(work.model, weights=weights)
     for name, folder in folders.items():
-        with about(work.keys[name]):
+        with blame_key(work.keys[name]):
             scores = name == "judge" or name.startswith("reward")
             adapter_files.check_adapter_fits_base(base, folder, scores, reference=folder)
     if makes_adapter(work.spec, work.args, folders):
@@ -191,13 +193,13 @@ def on_gpus(planned: Plan, names: list[str]) -> float:
 
     Returns the memory of the largest GPU in bytes.
     """
-    fitting, workers = plan.fitting(planned), planned.work.places.workers.most
+    fitting, workers = plan.fitting_gpus(planned), planned.work.places.workers.most
     if not planned.work.spec.learns:
         print(
             f"   The job fits on {', '.join(name for name in names if name in fitting) or 'none of the GPUs that plan knows'}."
         )
         return GIB * max(GPUS[name].memory for name in names)
-    rows, how = rows_of(planned)
+    rows, how = rows_per_epoch(planned)
     completions = f"; completions of {planned.tokens[1]:,} tokens, the longest" if planned.tokens[1] else ""
     print(f"   data: {how}{completions}\n")
     lines = []
@@ -219,10 +221,10 @@ def on_gpus(planned: Plan, names: list[str]) -> float:
     return GIB * max(GPUS[name].memory for name in names)
 
 
-def rows_of(planned: Plan) -> tuple[Rows, str]:
+def rows_per_epoch(planned: Plan) -> tuple[Rows, str]:
     """Returns the number and lengths of the rows in an epoch, and a text that says whether these were read or assumed."""
     work = planned.work
-    with console.waiting("reading some of the rows"):
+    with console.print_if_slow("reading some of the rows"):
         rows, how = estimate_rows(
             work, room_for_prompts(work.writes, work.data.max_length, planned.shape.context)
         )
@@ -242,10 +244,10 @@ def of_rollout_workers(group: Group, planned: Plan) -> str:
     count, need = group.most, f"A rollout worker needs {planned.peak / GIB:.1f} GiB"
     if planned.device == "cpu":
         return f"   {need} of its node's memory."
-    allows = allowed(group.each.selector, GPUS)
-    fits = [name for name in allows if name in plan.fitting(planned)]
+    allows = gpus_with_label(group.each.selector, GPUS)
+    fits = [name for name in allows if name in plan.fitting_gpus(planned)]
     if not fits:
-        larger = ", ".join(plan.fitting(planned))
+        larger = ", ".join(plan.fitting_gpus(planned))
         raise Failure(
             f"rollout.label_selector: a{need[1:]}, more than {', '.join(allows) or 'any GPU in the table of `plan`'} has; "
             f"lower trainer.local_rollout_forward_batch_size{f', or allow larger GPUs: {larger}' if larger else ''}"

@@ -7,7 +7,7 @@ report about several runs is written into `report` in the last run's folder. Run
 """
 
 from pipeline import report
-from pipeline.errors import InputError, summary
+from pipeline.errors import InputError, error_summary
 from pipeline.system import storage
 
 
@@ -15,7 +15,9 @@ def run(first: str, others: list[str]) -> str:
     """Writes a report about runs. Prints and returns the report's path."""
     references = [first, *others] if first else others
     if not references:
-        raise InputError(f"no run given; use make report RUN=runs/NAME. The newest runs: {report.newest()}")
+        raise InputError(
+            f"no run given; use make report RUN=runs/NAME. The newest runs: {report.newest_runs()}"
+        )
     try:
         runs = [report.read_run(one) for one in references]
         alone = runs[0].folder if len(runs) == 1 else None
@@ -24,7 +26,7 @@ def run(first: str, others: list[str]) -> str:
         raise
     except Exception as error:
         raise InputError(
-            f"{' '.join(references)}: cannot draw a report ({summary(error)}). The run's result.json, job.json or "
+            f"{' '.join(references)}: cannot draw a report ({error_summary(error)}). The run's result.json, job.json or "
             "MLflow run was changed after the run, or the run's folder cannot be read or written"
         ) from error
     for one in runs:

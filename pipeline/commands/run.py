@@ -17,12 +17,12 @@ from pipeline import report
 from pipeline.errors import Failure, InputError
 from pipeline.job import STAGES, Job, command_line, load_job
 from pipeline.job.libraries import check_with_libraries
-from pipeline.job.stages import headline
+from pipeline.job.stages import headline_metrics
 from pipeline.registry import file_of_uri
 from pipeline.run.launch import launch
 from pipeline.run.prepare import heading
-from pipeline.run.session import session
-from pipeline.run.summary import change, sample_table
+from pipeline.run.session import ray_session
+from pipeline.run.summary import metric_change, sample_table
 from pipeline.run_folder import RESULT
 from pipeline.settle import placement
 from pipeline.settle.identity import new_name, tracking_of
@@ -40,7 +40,7 @@ ORDER = {"sft": sft.RECIPE, "rm": rm.RECIPE, "ppo": ppo.RECIPE, "evaluate": eval
 def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     """Runs the stages of a folder of jobs in order. Each stage registers the model that the next stage starts from."""
     started, name = time.monotonic(), common_name(overrides) or new_name()
-    jobs = load(folder, overrides, name)
+    jobs = load_profile(folder, overrides, name)
     for job in jobs.values():  # finds missing files before the first stage starts, not an hour later
         check_paths(job)
     for job in jobs.values():  # runs after check_paths, because it imports Ray
@@ -58,7 +58,7 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     on_ray = [job for job in jobs.values() if not job.in_process]
     first = next(iter(on_ray), jobs["sft"])
     place = (places_of(first), first.run.storage_path, tracking_of(first).uri)
-    with session(*place):
+    with ray_session(*place):
         for number, (stage, recipe) in enumerate(ORDER.items(), 1):
             heading.set(f"[{number}/{len(ORDER)}]")
             terminal.screen.following = seconds_after(stage, expected, results)
@@ -79,11 +79,11 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     folders = [result["folder"] for result in results]
     home = storage.join(folders[-1], "report")
     page = report.of_several(folders, home) if jobs["evaluate"].run.report else None
-    terminal.say(closing(results, folder, time.monotonic() - started, page), result=True)
+    terminal.say(end_of_profile(results, folder, time.monotonic() - started, page), result=True)
     return results
 
 
-def load(folder: str, overrides: list[str], name: str | None = None) -> dict[str, Job]:
+def load_profile(folder: str, overrides: list[str], name: str | None = None) -> dict[str, Job]:
     """Returns {stage: job}. If a job does not set run.name, its run gets the name STAGE-`name`."""
     jobs, name = {}, common_name(overrides) or name
     for stage in ORDER:
@@ -148,7 +148,7 @@ def overrides_of(stage: str, overrides: list[str]) -> list[str]:
     return mine
 
 
-def closing(results: list[dict[str, Any]], folder: str, seconds: float, page: str | None) -> str:
+def end_of_profile(results: list[dict[str, Any]], folder: str, seconds: float, page: str | None) -> str:
     """Returns the text that `run` prints at the end: samples, the first metric of the last two stages, and commands to run next.
 
     Args:
@@ -158,8 +158,8 @@ def closing(results: list[dict[str, Any]], folder: str, seconds: float, page: st
     verdict = []
     for result in results[-2:]:
         metrics = result["metrics"]
-        shown = headline(result["stage"], metrics)[:1]
-        verdict += [f"{result['stage']}: {one.label} {change(metrics, one)}" for one in shown]
+        shown = headline_metrics(result["stage"], metrics)[:1]
+        verdict += [f"{result['stage']}: {one.label} {metric_change(metrics, one)}" for one in shown]
     last = results[-1]
     store, home = last.get("tracking_uri", ""), last["folder"].rpartition("/")[0]
     local = file_of_uri(store) == os.path.abspath("runs/mlflow.db") if store else home == "runs"

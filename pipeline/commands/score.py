@@ -20,15 +20,17 @@ def run(job: Job) -> dict[str, Any]:
 
 def load(host: ModelHost) -> Answer:
     from pipeline.run import roles
-    from pipeline.stages.pairs import named, scores_of
+    from pipeline.stages.pairs import score_columns, score_rows
 
     shared = roles.shared_base(host)
     rewards = roles.add_rewards(host, shared)
     ends = set(shared.ends(host.tokenizer))
 
     def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
-        scored = scores_of(rewards, rows, first, host.tokenizer, ends)
-        return [json.loads(row["row"]) | named(scores) for row, scores in zip(rows, scored, strict=True)]
+        scored = score_rows(rewards, rows, first, host.tokenizer, ends)
+        return [
+            json.loads(row["row"]) | score_columns(scores) for row, scores in zip(rows, scored, strict=True)
+        ]
 
     return answer
 

@@ -11,7 +11,7 @@ JOBS = Path(pipeline.__file__).parent / "jobs"  # has a folder for each profile:
 FOLDERS = "cloud demo examples llama3-70b llama3-70b-qlora llama3-8b llama3-8b-qlora own".split()
 
 
-def profiles() -> list[str]:
+def shipped_profiles() -> list[str]:
     """Returns the names of the profiles, which are the folders with an evaluate.yaml."""
     return sorted(file.parent.name for file in JOBS.glob("*/evaluate.yaml"))
 

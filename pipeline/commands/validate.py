@@ -14,7 +14,7 @@ from pipeline.job.rules import find_warnings
 from pipeline.job.stages import INPUTS
 from pipeline.run.prepare import print_header, read_only
 from pipeline.settle import placement
-from pipeline.settle.identity import named
+from pipeline.settle.identity import with_run_name
 from pipeline.settle.inputs import check_paths, pin_inputs
 from pipeline.settle.places import places_of
 from pipeline.system import storage
@@ -24,7 +24,7 @@ def run(job: Job) -> dict[str, Any]:
     if job.spec.rows is None:
         raise InputError(f"`{job.stage}` reads no rows, so there is nothing to validate", key="stage")
     # Removes run.name, because an existing run with this name would raise an error.
-    job = named(replace(job, run=replace(job.run, name=None)))
+    job = with_run_name(replace(job, run=replace(job.run, name=None)))
     storage.require_writable(job.run.storage_path)
     check_paths(job)
     print_header(f"validate  {job.stage}  {job.source}")

@@ -22,7 +22,7 @@ class Answered(dict[str, Any]):
     questions: frozenset[str] = frozenset()
 
 
-def flat(row: Any, labels: Iterable[str] = ()) -> Any:
+def flatten_annotation(row: Any, labels: Iterable[str] = ()) -> Any:
     """Converts a record of an annotation tool to a row. Returns other rows unchanged. Unanswered columns in `labels` are null."""
     answers, known = defaultdict[str, list[Any]](list), row if isinstance(row, dict) else {}
     fields, others = dict[str, Any](), set[str]()

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pipeline.data.files import File, open_bytes, unreadable
+from pipeline.data.files import File, open_bytes, unreadable_file
 from pipeline.data.formats import Kind
-from pipeline.data.table_rows import pieces, table_rows
+from pipeline.data.table_rows import split_table_file, table_rows
 from pipeline.data.text_rows import BLOCK, Row, text_rows
 from pipeline.data.values import RowError, fields_of
-from pipeline.errors import InputError, visible
+from pipeline.errors import InputError, escape_controls
 from pipeline.system import storage
 
 CHUNK = 4 << 20  # bytes of a chunk; a worker needs about 50 times this amount of memory
@@ -43,7 +43,7 @@ FOREIGN = {
 
 
 @dataclass(frozen=True)
-class Chunk:
+class FileChunk:
     """The part of a file that one task reads: bytes [start, stop) of JSON Lines, or rows [start, stop) of Parquet or Arrow."""
 
     path: str
@@ -57,7 +57,7 @@ class Chunk:
     group_by: str | None = None  # column that has the same value in all rows of a group
 
 
-def plan_chunks(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) -> list[Chunk]:
+def plan_chunks(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) -> list[FileChunk]:
     """Returns the chunks of a file, in order. Reads only the first bytes of the file, and the metadata of Parquet and Arrow."""
     path, group_by = storage.absolute(file.path), kind.preprocess.group_by
     name = path.lower()
@@ -65,7 +65,7 @@ def plan_chunks(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) ->
         with open_bytes(file.path) as stream:
             head = stream.read(BLOCK // 4)
     except OSError as error:  # some file systems can open a folder but not read it
-        raise unreadable(file.path, error) from error
+        raise unreadable_file(file.path, error) from error
     zipped = head[:2] == b"\x1f\x8b" or name.endswith(".gz")
     if zipped:
         try:
@@ -75,18 +75,18 @@ def plan_chunks(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) ->
     start = head.removeprefix(codecs.BOM_UTF8)
     for pattern, found in FOREIGN.items():
         if re.match(pattern, start):
-            raise InputError(f"data: {visible(file.path, lines=False)} is {found}")
+            raise InputError(f"data: {escape_controls(file.path, lines=False)} is {found}")
     text: Format = "array" if start.lstrip()[:1] == b"[" else "lines"
     format = NAMED.get(os.path.splitext(name.removesuffix(".gz"))[1]) or MAGIC.get(head[:4]) or text
     parts = [(0, -1, file.size)]  # (start, stop, bytes). If data.group_by is set, the file is one chunk.
     if format in ("parquet", "arrow") and not group_by:
-        parts = pieces(path, format, file.size, chunk_bytes)
+        parts = split_table_file(path, format, file.size, chunk_bytes)
     elif format == "lines" and not zipped:
         step = max(file.size, 1) if group_by else chunk_bytes
         starts = range(0, max(file.size, 1), step)
         parts = [(start, stop, stop - start) for start in starts for stop in [min(start + step, file.size)]]
     return [
-        Chunk(path, split, start, stop, format, zipped, size, file.source, group_by)
+        FileChunk(path, split, start, stop, format, zipped, size, file.source, group_by)
         for start, stop, size in parts
     ]
 
@@ -94,7 +94,7 @@ def plan_chunks(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) ->
 # ---- rows of a chunk -------------------------------------------------------------------------------------------
 
 
-def chunk_rows(chunk: Chunk) -> Iterator[Row]:
+def chunk_rows(chunk: FileChunk) -> Iterator[Row]:
     """Returns the rows of a chunk with their numbers *in the chunk*. If data.group_by is set, returns lists of rows.
 
     Blank lines count in the row numbers, but are not returned. For a row that cannot be decoded, returns a RowError instead of
@@ -104,10 +104,10 @@ def chunk_rows(chunk: Chunk) -> Iterator[Row]:
         found = table_rows(chunk.path, chunk.format, chunk.start, chunk.stop)
     else:
         found = text_rows(chunk.path, chunk.format, chunk.zipped, chunk.start, chunk.stop)
-    return grouped(found, chunk.group_by) if chunk.group_by else found
+    return group_rows(found, chunk.group_by) if chunk.group_by else found
 
 
-def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
+def group_rows(numbered: Iterator[Row], column: str) -> Iterator[Row]:
     """Yields lists of consecutive rows with the same value in a column, each with the number of its first row."""
 
     def value(row: Row) -> Any:
@@ -125,7 +125,7 @@ def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
         yield numbers[0], row, b"\n".join(raws)
 
 
-def lines_before(chunk: Chunk) -> int:
+def lines_before(chunk: FileChunk) -> int:
     """Returns how many lines or rows of the file come before the chunk. Only error messages use this number."""
     if chunk.start == 0 or chunk.format != "lines":
         return chunk.start
@@ -136,7 +136,7 @@ def lines_before(chunk: Chunk) -> int:
     return count
 
 
-def locate(errors: list[RowError], chunk: Chunk) -> None:
+def locate_errors(errors: list[RowError], chunk: FileChunk) -> None:
     """Sets `file` and `unit` of errors, and converts `line` from a line number in the chunk to a line number in the file."""
     file, before = storage.relative(chunk.path), lines_before(chunk)
     for error in errors:

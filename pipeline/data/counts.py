@@ -1,4 +1,4 @@
-"""Counts the rows that a task reads and drops. `totals` sums the counts over all tasks, a split, or a source."""
+"""Counts the rows that a task reads and drops. `sum_counts` sums the counts over all tasks, a split, or a source."""
 
 import hashlib
 from collections import Counter, defaultdict
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.data.chunks import Chunk
+from pipeline.data.chunks import FileChunk
 from pipeline.data.values import Dropped, Reason, RowError
 
 FIRST = 10  # maximum number of error reasons that a message lists
@@ -41,7 +41,7 @@ class RowsDigest:
 class Counts:
     """The counts of one chunk. The size of this object does not grow with the chunk."""
 
-    chunk: Chunk
+    chunk: FileChunk
     # (split, label, detail) -> rows or tokens, such as ("train", "dropped", "overlong") -> 3
     tally: Counter[tuple[str, str, Any]] = field(default_factory=Counter)
     # split -> (file, rows)
@@ -73,7 +73,7 @@ class Counts:
         self.add(split, "reasons", error.reason())
 
 
-def totals(
+def sum_counts(
     counts: Iterable[Counts], split: str | None = None, source: int | None = None
 ) -> dict[str, Counter]:
     """Returns {label: {detail: number}}: sums over all splits and sources, or over one split or one source."""
@@ -93,7 +93,7 @@ def of_split(name: str, counts: Iterable[Counts]) -> list[Counts]:
 
 def first_errors(counts: Iterable[Counts]) -> list[tuple[RowError, int]]:
     """Returns (first error, number of dropped rows) for each of the most frequent error reasons."""
-    rows, first = totals(counts)["reasons"], dict[Reason, RowError]()
+    rows, first = sum_counts(counts)["reasons"], dict[Reason, RowError]()
     for one in counts:
         for reason, error in one.errors.items():
             first.setdefault(reason, error)
@@ -104,7 +104,7 @@ def first_errors(counts: Iterable[Counts]) -> list[tuple[RowError, int]]:
 # ---- comparing rows -----------------------------------------------------------------------------------------------------
 
 
-def compared(name: str, counts: Iterable[Counts], split: str) -> Any:
+def hashes_of_rows(name: str, counts: Iterable[Counts], split: str) -> Any:
     """Returns an array [rows, WIDTH] with the hashes of the rows of a split. Equal rows have equal hashes."""
     import numpy as np
 
@@ -112,15 +112,15 @@ def compared(name: str, counts: Iterable[Counts], split: str) -> Any:
     return np.frombuffer(whole, dtype=np.uint64).reshape(-1, WIDTH[name])
 
 
-def duplicates(counts: Sequence[Counts]) -> int:
+def count_duplicates(counts: Sequence[Counts]) -> int:
     """Returns the number of rows that equal an earlier row of the same split."""
     import numpy as np
 
-    splits = [compared("rows", counts, split) for split in ("train", "eval")]
+    splits = [hashes_of_rows("rows", counts, split) for split in ("train", "eval")]
     return sum(len(rows) - len(np.unique(rows)) for rows in splits)
 
 
-def overlap(counts: Sequence[Counts]) -> tuple[int, int] | None:
+def count_overlap(counts: Sequence[Counts]) -> tuple[int, int] | None:
     """Counts eval rows whose prompt also occurs in `train`, and eval rows whose prompt and completions both occur in `train`.
 
     Returns None if there are no eval rows.
@@ -129,7 +129,7 @@ def overlap(counts: Sequence[Counts]) -> tuple[int, int] | None:
 
     if not of_split("eval", counts):
         return None
-    train, evaluated = (compared("records", counts, split) for split in ("train", "eval"))
+    train, evaluated = (hashes_of_rows("records", counts, split) for split in ("train", "eval"))
     prompts, rows = (int(np.isin(evaluated[:, side], train[:, side]).sum()) for side in (0, 1))
     return prompts, rows
 
@@ -137,7 +137,7 @@ def overlap(counts: Sequence[Counts]) -> tuple[int, int] | None:
 # ---- texts for numbers ------------------------------------------------------------------------------------------------
 
 
-def count(number: int, what: str = "row") -> str:
+def with_unit(number: int, what: str = "row") -> str:
     """Returns a number and its unit, such as `1 row` and `2,000 rows`."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
@@ -152,6 +152,6 @@ def most_frequent(counts: Mapping[str, int], most: int) -> dict[str, int]:
 
 def versions_in_words(versions: Mapping[str, int], kept: int) -> str:
     """Describes which model versions generated `kept` rows: `300 rows from models:/demo-ppo/3, 12 without a version`."""
-    named = [f"{count(rows)} from {version}" for version, rows in most_frequent(versions, 8).items()]
+    named = [f"{with_unit(rows)} from {version}" for version, rows in most_frequent(versions, 8).items()]
     rest = kept - sum(versions.values())
     return ", ".join([*named, *([f"{rest:,} without a version"] if rest else [])])

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.data.formats import Kind, Record
-from pipeline.data.messages import SIDES, THOUGHTS, Text, Turns, as_turns, shared_length, thoughts
-from pipeline.data.template import ChatTemplate, Span, holds, without_tokens
-from pipeline.data.values import Dropped, RowError, show
+from pipeline.data.messages import SIDES, THOUGHTS, Text, Turns, as_turns, shared_length, thoughts_of_turn
+from pipeline.data.template import ChatTemplate, Span, contains_after, without_tokens
+from pipeline.data.values import Dropped, RowError, show_json
 from pipeline.models.control_tokens import ControlTokens, Escaping, texts_of
 
 FEW = 8  # a text with more distinct tokens than this is assumed not to be blank
@@ -251,7 +251,7 @@ class Encoder:
         turns = [*prompt, *completion]
         chat = self.chat.of_row(record.tools, record.template_kwargs)
         whole, spans = chat.spans(turns, 0 if record.all_turns else len(prompt), record.untrained)  # type: ignore[arg-type]
-        if not holds(whole, prompt[-1]["content"].strip()):
+        if not contains_after(whole, prompt[-1]["content"].strip()):
             # Raises RowError if the template drops or changes the last turn of the prompt.
             chat.render_prompt(prompt)
         self._note_unseen(record, chat, turns, whole, False)
@@ -266,7 +266,9 @@ class Encoder:
             asks: whether the text ends with a generation prompt.
         """
         unseen = (
-            [] if all(holds(text, thoughts(turn)) for turn in turns) else ["thoughts before the last turn"]
+            []
+            if all(contains_after(text, thoughts_of_turn(turn)) for turn in turns)
+            else ["thoughts before the last turn"]
         )
         keys = {key for turn in turns for key in turn} - {"role", "content", "tool_calls", *THOUGHTS}
         for key in sorted(keys):  # the template may use the key's name for another purpose
@@ -341,7 +343,7 @@ class Encoder:
         if self.control.as_text and any(objects := [record.tools, record.template_kwargs, *objects]):
             for name in self.control.tokens_in(json.dumps(objects, ensure_ascii=False)):
                 expected = "tools and tool calls without special tokens, or data.parse_special_tokens=true"
-                raise RowError("special_tokens", "tools", show(name), expected)
+                raise RowError("special_tokens", "tools", show_json(name), expected)
         escaping = self.control.escaping(contents(prompt, *completions))
         if escaping is None:
             return prompt, completions, None

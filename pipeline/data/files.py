@@ -58,21 +58,21 @@ def find_files(spec: Any, key: str, aside: dict[str, str] | None = None) -> list
     """
     files: list[File] = []
     for index, source in enumerate(sources_of(spec)):
-        reach(source.location, key)
-        with readable(source.location, key):
-            found = matching(source.location, key, {} if aside is None else aside)
+        check_reachable(source.location, key)
+        with readable_files(source.location, key):
+            found = matching_files(source.location, key, {} if aside is None else aside)
         files += [replace(file, source=index) for file in found]
     return files
 
 
-def reach(item: str, key: str) -> None:
+def check_reachable(item: str, key: str) -> None:
     """Raises InputError if the bucket of a path cannot be reached."""
     if not item.startswith(HUB):
-        with readable(item, key):
+        with readable_files(item, key):
             storage.reach(item)
 
 
-def matching(item: str, key: str, aside: dict[str, str]) -> list[File]:
+def matching_files(item: str, key: str, aside: dict[str, str]) -> list[File]:
     """Returns the files of a path, glob, folder or URI. Adds unread files to `aside`. Raises InputError if no file is found."""
     if found := files_of(item, key):
         files = []
@@ -93,7 +93,7 @@ def matching(item: str, key: str, aside: dict[str, str]) -> list[File]:
             what = f"the names of all files in {item!r} mark them as evaluation data"
             problem = f"{what}; list the training files: {', '.join(held)}"
     elif any(char in inner for char in "*?["):
-        infos = below(fs, inner, pattern=True)
+        infos = files_below(fs, inner, pattern=True)
         problem = (
             f"the pattern {item!r} matches no file (looked in {os.getcwd()}); expected a pattern for data files, such as "
             "jobs/demo/data/pref*.jsonl"
@@ -117,7 +117,7 @@ def in_folder(fs: Any, inner: str, key: str) -> tuple[list[Any], dict[Any, str]]
     data.train skips files for evaluation. data.eval reads only files for evaluation if the folder has any. `data` reads all
     files.
     """
-    found = [one for one in below(fs, inner) if not ASIDE.fullmatch(one.base_name)]
+    found = [one for one in files_below(fs, inner) if not ASIDE.fullmatch(one.base_name)]
     rows = [one for one in found if one.path.lower().endswith(SUFFIXES)]
     held = [one for one in rows if is_held_out(os.path.relpath(one.path, inner))]
     read = rows
@@ -134,7 +134,7 @@ def is_held_out(name: str) -> bool:
     return any(word.removesuffix("set") in HELD_OUT for word in re.split(r"[^a-z]+", joined))
 
 
-def below(fs: Any, inner: str, pattern: bool = False) -> list[Any]:
+def files_below(fs: Any, inner: str, pattern: bool = False) -> list[Any]:
     """Returns the files that match a pattern, or all files below a folder, except hidden ones, in the order of their paths."""
     from fsspec.implementations.arrow import ArrowFSWrapper
 
@@ -161,10 +161,10 @@ def open_bytes(path: str) -> Any:
         fs, inner = storage.filesystem(path)
         return fs.open_input_file(inner)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_file(path, error) from error
 
 
-def unreadable(path: str, error: OSError) -> InputError:
+def unreadable_file(path: str, error: OSError) -> InputError:
     return InputError(f"data: {path} cannot be read: {error}")
 
 
@@ -172,7 +172,7 @@ def unreadable(path: str, error: OSError) -> InputError:
 
 
 @contextmanager
-def readable(item: str, key: str) -> Iterator[None]:
+def readable_files(item: str, key: str) -> Iterator[None]:
     """Turns errors of pyarrow, the datasets library and clients of cloud storage into InputError."""
     try:
         yield
@@ -192,7 +192,7 @@ def files_of(item: str, key: str) -> Paths | None:
     Raises InputError if the dataset lacks the config or split, if its file format is unsupported, or if the Hub cannot be
     reached.
     """
-    with readable(item, key):
+    with readable_files(item, key):
         if item.startswith(HUB):
             return _on_hub(item, key)
         last = item.rstrip("/").rpartition("/")[2]

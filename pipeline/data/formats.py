@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
-from pipeline.data.labels import LABEL_FIELDS, is_good, is_unrated, majority
+from pipeline.data.labels import LABEL_FIELDS, is_good_label, is_unrated, majority_label
 from pipeline.data.messages import (
     ABOUT_TOOLS,
     THOUGHTS,
@@ -21,34 +21,34 @@ from pipeline.data.messages import (
     as_turns,
     check_last,
     check_prompt,
+    comparable_text,
     completion_text,
-    instruction,
+    instruction_prompt,
     list_in,
-    messages,
-    plain,
+    parse_messages,
     prompt_text,
     repeats_prompt,
     split_transcripts,
     template_kwargs,
     tool_schemas,
-    unpacked,
+    turn_text,
+    unpack_messages,
     without_unread,
-    words,
 )
-from pipeline.data.reshape import NOTHING, UNORDERED, NoteLabel, Preprocess, formats_with, renamed
+from pipeline.data.reshape import NOTHING, UNORDERED, NoteLabel, Preprocess, formats_with, rename_columns
 from pipeline.data.values import (
     Dropped,
     RowError,
     as_json,
     check_values,
-    decoded,
     fields_of,
-    nearest,
-    show,
+    parse_json,
+    show_json,
+    suggest_key,
     too_deep,
 )
 from pipeline.input_uri import InputURI
-from pipeline.job.stages import rows_of
+from pipeline.job.stages import row_kind_of
 
 
 @dataclass
@@ -87,19 +87,21 @@ class Record:
         """Returns a key for choosing eval rows, which is the same for a text and for a message with the same content."""
         turns = as_turns(self.prompt)
         if len(turns) == 1:
-            return words(turns[0]).strip()
-        return json.dumps([[turn["role"], words(turn)] for turn in turns], ensure_ascii=False)
+            return turn_text(turns[0]).strip()
+        return json.dumps([[turn["role"], turn_text(turn)] for turn in turns], ensure_ascii=False)
 
     def digests(self) -> bytes:
         """Returns two 8-byte hashes: one of the prompt, and one of the prompt with its completions.
 
         Text and messages with the same content have the same hashes."""
         prompt = self.prompt_content()
-        completions = json.dumps([[plain(side) for side in pair] for pair in self.pairs], ensure_ascii=False)
-        return digest(prompt).to_bytes(8) + digest(f"{prompt}\0{completions}").to_bytes(8)
+        completions = json.dumps(
+            [[comparable_text(side) for side in pair] for pair in self.pairs], ensure_ascii=False
+        )
+        return hash_text(prompt).to_bytes(8) + hash_text(f"{prompt}\0{completions}").to_bytes(8)
 
 
-def digest(text: str) -> int:
+def hash_text(text: str) -> int:
     """Returns the first 64 bits of the BLAKE2 hash of a text."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
@@ -167,12 +169,12 @@ class Kind:
     def _changed(self, row: Row, note_label: NoteLabel | None) -> Row | Dropped:
         """Returns a row after applying data.columns and data.label, or Dropped."""
         columns = self.preprocess.columns
-        row = renamed(row, columns, self.needed) if columns else row
+        row = rename_columns(row, columns, self.needed) if columns else row
         made = self.preprocess.apply_label(row, self.has_pairs, note_label)
         if isinstance(made, Dropped):
             return made
         read = self.further.union(field_names(format_of(made, self) or ""))
-        labels = {name: majority(made[name]) for name in LABEL_FIELDS & read & made.keys()}
+        labels = {name: majority_label(made[name]) for name in LABEL_FIELDS & read & made.keys()}
         return Dropped("unlabeled") if any(map(is_unrated, labels.values())) else {**made, **labels}
 
     def example(self, record: Record, at: int, prompt: Ids, sides: list[Ids]) -> dict[str, Any]:
@@ -194,22 +196,24 @@ class Kind:
 # ---- demonstrations: a prompt and the completion to train ------------------------------------------------------------
 
 
-def conversation(row: Row, key: str) -> Record:
+def parse_conversation(row: Row, key: str) -> Record:
     """Parses a list of messages that ends with the completion. The model trains on all assistant turns."""
-    turns = messages(row[key], key, system=row.get("system"))
+    turns = parse_messages(row[key], key, system=row.get("system"))
     check_last(turns, key)
     check_prompt(turns[:-1], key)
-    return Record(turns[:-1], [(turns[-1:],)], all_turns=True, untrained=untrained(row[key], turns, key))
+    return Record(
+        turns[:-1], [(turns[-1:],)], all_turns=True, untrained=untrained_turns(row[key], turns, key)
+    )
 
 
-def demonstration(row: Row, prompt_key: str, key: str) -> Record:
+def parse_demonstration(row: Row, prompt_key: str, key: str) -> Record:
     """Parses a prompt and a completion, each of which may be a text or messages."""
     prompt = prompt_in(row, prompt_key)
     completion, value = completion_text(row[key], key, prompt), row[key]
     excluded = frozenset[int]()
     if isinstance(value, list | dict):
         items = value if isinstance(value, list) else [value]
-        excluded = untrained(items, messages(items, key), key)
+        excluded = untrained_turns(items, parse_messages(items, key), key)
         if excluded and isinstance(prompt, str):
             raise RowError("wrong_type", key, "message weights with a text prompt", "a prompt of messages")
     return Record(prompt, [(completion,)], untrained=frozenset(len(prompt) + index for index in excluded))
@@ -217,16 +221,18 @@ def demonstration(row: Row, prompt_key: str, key: str) -> Record:
 
 def prompt_in(row: Row, key: str) -> Text:
     """Returns the prompt from a field. If the row has a `system` prompt, the returned prompt includes it."""
-    return instruction(row) if key == "instruction" else prompt_text(row[key], key, row.get("system"))
+    return instruction_prompt(row) if key == "instruction" else prompt_text(row[key], key, row.get("system"))
 
 
-def untrained(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[int]:
+def untrained_turns(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[int]:
     """Returns the indices of assistant turns with `weight: 0` or `train: false`, which are excluded from training.
 
     Raises RowError if all assistant turns are excluded.
     """
     added = len(turns) - len(items)  # 1 if a system prompt from another field was added, else 0
-    off = (i for i, item in enumerate(items) if any(is_good(item.get(name)) is False for name in WEIGHTS))
+    off = (
+        i for i, item in enumerate(items) if any(is_good_label(item.get(name)) is False for name in WEIGHTS)
+    )
     excluded = {index + added for index in off}
     assistant = {index for index, turn in enumerate(turns) if turn["role"] == "assistant"}
     if excluded and assistant <= excluded:
@@ -235,17 +241,17 @@ def untrained(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[
 
 
 DEMONSTRATIONS: Formats = {
-    **dict.fromkeys(("messages", "conversations"), conversation),
-    **dict.fromkeys(("prompt+completion", "prompt+answer", "instruction+output"), demonstration),
+    **dict.fromkeys(("messages", "conversations"), parse_conversation),
+    **dict.fromkeys(("prompt+completion", "prompt+answer", "instruction+output"), parse_demonstration),
 }
 
 
 def parse_imitated(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
     """Parses a demonstration, or raises RowError if its label means bad. A column is unread if its label means neither good nor
     bad."""
-    labels = {name: is_good(row[name]) for name in sorted(LABEL_FIELDS & row.keys())}
+    labels = {name: is_good_label(row[name]) for name in sorted(LABEL_FIELDS & row.keys())}
     if bad := [name for name, good in labels.items() if good is False]:
-        found = f"{show(row[bad[0]])}: a completion with a bad label"
+        found = f"{show_json(row[bad[0]])}: a completion with a bad label"
         expected = "only good completions; data.on_error=skip skips bad ones; kto also learns from bad ones"
         raise RowError("label", bad[0], found, expected)
     record = parser(row, *keys)
@@ -271,49 +277,49 @@ def answer_lists(row: Row, prompt_key: str, *sides: str) -> Record:
         found = f"{len(good)} pos_answers and {len(bad)} neg_answers"
         raise RowError("unequal_answers", "neg_answers", found, "one pair for each index")
     pairs = enumerate(zip(good, bad, strict=True))
-    return Record(prompt, [distinct(pair, f"pos_answers[{index}]") for index, pair in pairs])
+    return Record(prompt, [require_distinct(pair, f"pos_answers[{index}]") for index, pair in pairs])
 
 
-def pair(row: Row, prompt_key: str, *sides: str) -> Record:
+def parse_pair(row: Row, prompt_key: str, *sides: str) -> Record:
     """Parses a prompt and two completions. Each completion may repeat the prompt."""
     if any(repeats_prompt(row[side]) for side in sides):  # as in UltraFeedback
         empty = isinstance(row[prompt_key], str) and not row[prompt_key].strip()  # contradicts nothing
         prompt, completions = split_transcripts(row, row.get("system") if empty else None)
-        prompt = prompt if empty else agreed(prompt, prompt_in(row, prompt_key), prompt_key)
+        prompt = prompt if empty else agreed_prompt(prompt, prompt_in(row, prompt_key), prompt_key)
     else:
         prompt = prompt_in(row, prompt_key)
         completions = tuple(completion_text(row[side], side, prompt) for side in sides)
-    return Record(prompt, [distinct(completions, "chosen")])
+    return Record(prompt, [require_distinct(completions, "chosen")])
 
 
-def transcripts(row: Row, *sides: str) -> Record:
+def parse_transcripts(row: Row, *sides: str) -> Record:
     """Parses two conversations with the same prompt."""
     prompt, completions = split_transcripts(row, row.get("system"))
-    return Record(prompt, [distinct(completions, "chosen")])
+    return Record(prompt, [require_distinct(completions, "chosen")])
 
 
-def distinct(pair: tuple[Text, ...], key: str) -> tuple[Text, ...]:
+def require_distinct(pair: tuple[Text, ...], key: str) -> tuple[Text, ...]:
     """Returns the pair (chosen, rejected), or raises RowError if both completions have the same text."""
-    if plain(pair[0]) == plain(pair[1]):
-        found = f"the same text in both completions: {show(plain(pair[0]))}"
+    if comparable_text(pair[0]) == comparable_text(pair[1]):
+        found = f"the same text in both completions: {show_json(comparable_text(pair[0]))}"
         raise RowError("equal_pair", key, found, "two different completions")
     return pair
 
 
 def margin_in(row: Row) -> float | None:
     """Returns the margin of a row, or None if the row has no margin. Raises RowError if the margin is invalid for TRL."""
-    margin = decoded(row.get("margin"))  # CSV files store numbers and missing values as text
+    margin = parse_json(row.get("margin"))  # CSV files store numbers and missing values as text
     if margin in (None, ""):
         return None
     if isinstance(margin, bool) or not isinstance(margin, int | float):
-        raise RowError("wrong_type", "margin", show(margin), "a number")
+        raise RowError("wrong_type", "margin", show_json(margin), "a number")
     if not 0 <= margin <= LARGEST_MARGIN:
         expected = f"a number from 0 to {LARGEST_MARGIN:g}; if it is negative, swap `chosen` and `rejected`"
-        raise RowError("margin", "margin", show(margin), expected)
+        raise RowError("margin", "margin", show_json(margin), expected)
     return margin
 
 
-def agreed(repeated: Text, given: Text, key: str) -> Text:
+def agreed_prompt(repeated: Text, given: Text, key: str) -> Text:
     """Returns the prompt of a row with a prompt in the field `key` (`given`) and a prompt in both completions (`repeated`).
 
     If one prompt ends with the other prompt, returns the longer prompt, because the shorter prompt may lack the system prompt or
@@ -330,7 +336,7 @@ def agreed(repeated: Text, given: Text, key: str) -> Text:
             return longer
     if isinstance(given, str) and stripped(both[0])[0] in stripped(both[1]):
         return repeated
-    ends = [show(turns[-1]["content"]) for turns in both]
+    ends = [show_json(turns[-1]["content"]) for turns in both]
     found = f"{ends[0]}, but `chosen` and `rejected` begin with {ends[1]}"
     expected = "completions that repeat this prompt, or completions without a prompt"
     raise RowError("prompts_differ", key, found, expected)
@@ -343,14 +349,16 @@ def as_list(value: Any, key: str) -> list[Any]:
     if isinstance(found, str):
         return [found]
     if not isinstance(found, list) or not found:
-        raise RowError("wrong_type", key, show(found), "a text, or a list that is not empty")
+        raise RowError("wrong_type", key, show_json(found), "a text, or a list that is not empty")
     return found
 
 
 PREFERENCES: Formats = {
     "prompt+pos_answers+neg_answers": answer_lists,
-    **{f"{key}+chosen+rejected": pair for key in ("prompt", "conversations", "messages", "instruction")},
-    "chosen+rejected": transcripts,
+    **{
+        f"{key}+chosen+rejected": parse_pair for key in ("prompt", "conversations", "messages", "instruction")
+    },
+    "chosen+rejected": parse_transcripts,
 }
 
 
@@ -369,9 +377,9 @@ def parse_rated(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
         record.labels = (True, False) * len(record.pairs)
         record.pairs = [(completion,) for pair in record.pairs for completion in pair]
         return record
-    label = is_good(row[name])
+    label = is_good_label(row[name])
     if label is None:
-        raise unclear(row[name], name)
+        raise unclear_label(row[name], name)
     record = parser(row, *keys[:-1])
     if record.untrained:
         found, expected = (
@@ -383,9 +391,9 @@ def parse_rated(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
     return record
 
 
-def unclear(label: Any, name: str) -> RowError:
+def unclear_label(label: Any, name: str) -> RowError:
     expected = "true or false, 1 or 0, 1 or -1, or a word such as up or down; for ratings set data.label={good: 4, bad: 2}"
-    return RowError("unclear_label", name, show(label), expected)
+    return RowError("unclear_label", name, show_json(label), expected)
 
 
 # ---- completions to be scored ----------------------------------------------------------------------------------------
@@ -403,7 +411,7 @@ def parse_scored(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
 STYLED = 3  # a row of RM-Bench has 3 correct and 3 wrong completions: concise, detailed, markdown
 
 
-def benchmark(row: Row, prompt_key: str, *sides: str) -> Record:
+def parse_benchmark(row: Row, prompt_key: str, *sides: str) -> Record:
     """Parses a row of RewardBench 2 or RM-Bench, or a row with lists of correct and wrong completions.
 
     Keeps the other columns of the row. Adds `benchmark`, `subset`, the number of `correct` completions, and the number of
@@ -423,21 +431,21 @@ def benchmark(row: Row, prompt_key: str, *sides: str) -> Record:
         name = "reward_bench_2" if "num_correct" in row else "best_of_k"
         subset = row.get("subset", "all")
         if (number := row.get("num_correct", len(good))) != len(good):
-            found = f"{show(number)} and {len(good)} completions in chosen"
+            found = f"{show_json(number)} and {len(good)} completions in chosen"
             raise RowError("wrong_type", "num_correct", found, "the number of correct completions")
     completions, correct = good + bad, len(good)
     prompt = prompt_in(row, prompt_key)
     pairs: list[tuple[Text, ...]] = [(completion_text(value, key, prompt),) for key, value in completions]
     for (key, value), (text,) in zip(completions[correct:], pairs[correct:], strict=True):
-        if any(plain(text) == plain(good) for (good,) in pairs[:correct]):
-            found = f"a correct completion: {show(value)}"
+        if any(comparable_text(text) == comparable_text(good) for (good,) in pairs[:correct]):
+            found = f"a correct completion: {show_json(value)}"
             raise RowError("equal_pair", key, found, "a different completion")
     facts = {"benchmark": name, "subset": subset, "correct": correct, "completions": len(pairs)}
     others = {key: value for key, value in row.items() if key not in (prompt_key, *sides)}
     return Record(prompt, pairs, row=as_json({**others, "prompt": prompt, **facts}))
 
 
-BENCHMARKS: Formats = {"prompt+chosen+rejected": benchmark}
+BENCHMARKS: Formats = {"prompt+chosen+rejected": parse_benchmark}
 
 
 # ---- prompts, for which completions are generated ------------------------------------------------------------------
@@ -501,7 +509,7 @@ KINDS = {
 def kind_of(stage: str) -> Kind:
     """Returns the kind of rows that a stage reads. `stage` may also be `pairs` or `benchmarks`, for data.pairs and
     data.benchmarks."""
-    return replace(KINDS[rows_of(stage) or stage], stage=stage)
+    return replace(KINDS[row_kind_of(stage) or stage], stage=stage)
 
 
 # ---- row -> Record ---------------------------------------------------------------------------------------------------
@@ -518,19 +526,19 @@ def parse_row(row: Any, kind: Kind) -> Record:
 def _parse(row: Any, kind: Kind) -> Record:
     one_of = f"one of {' | '.join(kind.formats)} (stage {kind.stage})"
     if not isinstance(row, dict):
-        raise RowError("not_object", "", show(row), f"a JSON object with {one_of}")
+        raise RowError("not_object", "", show_json(row), f"a JSON object with {one_of}")
     format = format_of(row, kind)
     if format is None:
         needs = map(field_names, kind.formats)
         closest = max(needs, key=lambda names: sum(name in row for name in names) / len(names))
         missing = next(name for name in closest if name not in row)
-        found = fields_of(row) + nearest(missing, [key for key in row if key not in kind.needed])
+        found = fields_of(row) + suggest_key(missing, [key for key in row if key not in kind.needed])
         raise RowError("missing_field", missing, found, one_of)
     fields, unread = {}, list[str]()
     for key in field_names(format):
         if row[key] is None:
             raise RowError("null", key, "null", "a value")
-        fields[key] = without_unread(unpacked(key, row[key]), key, kind.message_keys, unread)
+        fields[key] = without_unread(unpack_messages(key, row[key]), key, kind.message_keys, unread)
     read = {*fields, *kind.further, "system"} | ({"input", "history"} if "instruction" in fields else set())
     row = row | fields
     check_values({key: value if key in read else None for key, value in row.items()})
@@ -539,7 +547,7 @@ def _parse(row: Any, kind: Kind) -> Record:
     record = kind.parse(row, parser, field_names(format))
     record.margin = margin
     if "label" in record.unread and "label" in kind.preprocess.columns:
-        raise unclear(row["label"], "label")
+        raise unclear_label(row["label"], "label")
     record.tools = tool_schemas(row.get("tools"))
     record.template_kwargs = template_kwargs(row.get("chat_template_kwargs"))
     if isinstance(version := row.get("version"), str) and InputURI.parse(version).version:

@@ -34,21 +34,21 @@ from pipeline.data.labels import (
     are_labels,
     are_mostly_ratings,
     are_verdicts,
+    as_list,
+    as_numbers,
     choose_sides,
-    comparable,
     derive_rule,
-    filled,
     is_blank,
-    is_good,
+    is_good_label,
     is_unrated,
-    listed,
-    numbers,
+    normalize_label,
     unpacked_label,
+    without_blanks,
 )
 from pipeline.data.messages import ROLES, tool_schemas
 from pipeline.data.reshape import Preprocess, value_at
-from pipeline.data.values import Dropped, RowError, setting, some
-from pipeline.errors import InputError, visible
+from pipeline.data.values import Dropped, RowError, how_to_set, some_keys
+from pipeline.errors import InputError, escape_controls
 from pipeline.job.stages import STAGE_SPECS
 
 # {field: column names that datasets use for the field, most likely first}
@@ -79,10 +79,10 @@ RATING_WORDS = {word.removesuffix("s") for word in (*NAMES["label"], *"grade qua
 
 def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
     """Returns the error message for a file whose rows match no format of the stage. `key` is the job's section for the rows."""
-    names = dict.fromkeys(name for row in rows[:LOOKED] for name in some(row))
-    found = visible(", ".join(names), lines=False)
+    names = dict.fromkeys(name for row in rows[:LOOKED] for name in some_keys(row))
+    found = escape_controls(", ".join(names), lines=False)
     which = f"rows 1-{len(rows):,} match" if len(rows) > 1 else "row 1 matches"
-    head = f"{visible(file, lines=False)}: {which} no format of `{kind.stage}`; the columns are {found[:300] or 'none'}"
+    head = f"{escape_controls(file, lines=False)}: {which} no format of `{kind.stage}`; the columns are {found[:300] or 'none'}"
     if rows and format_of(rows[0], kind):
         try:
             parse_row(rows[0], kind)
@@ -95,7 +95,7 @@ def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
     if _are_messages(_columns(rows[:LOOKED])):
         advice = "combine the rows into conversations with data.group_by=COLUMN and data.transform"
         return f"{head}; each row is one message; {advice}"
-    if kind.parse in (parse_imitated, parse_rated) and (problem := doubt(rows)):
+    if kind.parse in (parse_imitated, parse_rated) and (problem := unclear_label_note(rows)):
         return f"{head}; {problem}"
     if guess := guess_columns(rows, kind):
         return f"{head}; set {as_setting(guess, rows, key)}"
@@ -103,21 +103,21 @@ def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
         inner = value[0] if isinstance(value, list) and value else None
         if isinstance(inner, dict) and not {"role", "from"} & inner.keys():
             return f"{head}; if the rows are in `{name}`, run jq -c '.{name}[]' FILE > NEW"
-    others = fitting(rows)
+    others = fitting_stages(rows)
     if others and not others.startswith("ppo with"):  # one text column may contain both prompt and completion
         return f"{head}; these rows can train {others}"
     needs = [*map(field_names, kind.formats)]
     known = next(names for names in needs if names[0] == "prompt" and "pos_answers" not in names)
     ways = [known, ("prompt", "first", "second", "label")][: 1 + ("chosen" in known)]
     blanks = ["{" + ", ".join(f"{name}: COLUMN" for name in names) + "}" for names in ways]
-    named = " or ".join(setting(f"{key}.columns", blank) for blank in blanks)
+    named = " or ".join(how_to_set(f"{key}.columns", blank) for blank in blanks)
     return (
         f"{head}; expected one of {' | '.join(kind.formats)}; set {named}, or convert the rows with "
         f"{key}.transform=python:MODULE:FUNCTION"
     )
 
 
-def fitting(rows: Rows) -> str:
+def fitting_stages(rows: Rows) -> str:
     """Returns a text with the stages that can read the rows and the data.columns to set, or "" if no stage can read them."""
     fits: dict[str, list[str]] = {}
     for stage, spec in STAGE_SPECS.items():
@@ -131,10 +131,10 @@ def fitting(rows: Rows) -> str:
 
 def as_setting(guess: dict[str, Any], rows: Rows, key: str = "data") -> str:
     """Returns the setting of data.columns as text, and also of data.label if the meaning of the labels is unclear."""
-    shown = setting(f"{key}.columns", _flow(guess))
+    shown = how_to_set(f"{key}.columns", _flow(guess))
     if is_clear(guess, rows):
         return shown
-    return f"{shown} and {setting(f'{key}.label', meaning(guess))} with the values of the column"
+    return f"{shown} and {how_to_set(f'{key}.label', label_template(guess))} with the values of the column"
 
 
 def _flow(mapping: Mapping[str, Any]) -> str:
@@ -149,15 +149,15 @@ def is_clear(guess: dict[str, Any], rows: Rows) -> bool:
     """Returns True if the meaning of the labels follows from their values, or if the guess has no labels."""
     if "label" not in guess and ("first" not in guess or "first_score" in guess):
         return True
-    labels = labels_of(guess, rows)
+    labels = labels_in_rows(guess, rows)
     if "first" not in guess:  # a column without a typical label name may not rate completions
-        return are_clear(labels) and bool(_called("label", listed(guess["label"])))
+        return are_clear(labels) and bool(_called("label", as_list(guess["label"])))
     with contextlib.suppress(InputError):
         return bool(derive_rule(labels, guess))
     return False
 
 
-def meaning(guess: dict[str, Any]) -> str:
+def label_template(guess: dict[str, Any]) -> str:
     """Returns a template for data.label, with placeholders for the label values."""
     return "{first: VALUE, second: VALUE}" if "first" in guess else "{good: VALUE, bad: VALUE}"
 
@@ -166,9 +166,11 @@ def guess_columns(rows: Rows, kind: Kind) -> dict[str, Any] | None:
     """Returns a mapping {field: column} that makes most rows readable, {} if none is needed, or None if no guess fits."""
     rows = rows[:LOOKED]
     columns, rated, stage = _columns(rows), _ratings(rows), kind.stage
-    if stage in ("sft", "kto") and doubt(rows):
+    if stage in ("sft", "kto") and unclear_label_note(rows):
         return None
-    guess = next((guess for guess in _candidates(columns, rated, stage) if reads(rows, guess, kind)), None)
+    guess = next(
+        (guess for guess in _candidates(columns, rated, stage) if reads_most_rows(rows, guess, kind)), None
+    )
     if guess is None:
         return None
     fields = _used(guess) | kind.format_fields  # a field such as `answer` cannot also be the label
@@ -183,7 +185,7 @@ def guess_columns(rows: Rows, kind: Kind) -> dict[str, Any] | None:
     return guess
 
 
-def beside(rows: Rows, given: Mapping[str, Any], used: set[str], section: str) -> str:
+def unread_label_note(rows: Rows, given: Mapping[str, Any], used: set[str], section: str) -> str:
     """Returns a message about an unread column that may label completions as good or bad, or "".
 
     Args:
@@ -191,7 +193,7 @@ def beside(rows: Rows, given: Mapping[str, Any], used: set[str], section: str) -
         used: the columns and fields that sft reads.
         section: the section of the job that describes the rows.
     """
-    if problem := doubt(rows, used):
+    if problem := unclear_label_note(rows, used):
         return problem
     columns = {name: one for name, one in _columns(rows[:LOOKED]).items() if name.split(".")[0] not in used}
     if not (labels := _labels(columns, _ratings(rows[:LOOKED]))):
@@ -200,7 +202,7 @@ def beside(rows: Rows, given: Mapping[str, Any], used: set[str], section: str) -
     return f"`{labels[0]}` may label completions as good or bad; set {named}, or remove this column with {section}.transform"
 
 
-def doubt(rows: Rows, used: Collection[str] = ()) -> str:
+def unclear_label_note(rows: Rows, used: Collection[str] = ()) -> str:
     """Returns a message if it is unclear which completions are good, or "".
 
     It is unclear which completions are good if a column name such as thumbs_down marks bad rows, or if several columns may be the
@@ -212,24 +214,24 @@ def doubt(rows: Rows, used: Collection[str] = ()) -> str:
         return ""
     for name, values in columns.items():
         bad = {*BAD} & {word.removesuffix("s") for word in re.findall(r"[a-z]{3,}", name.lower())}
-        if bad and are_mostly_ratings(filled(values)):
-            meanings = {is_good(one): one for one in reversed(filled(values))}
+        if bad and are_mostly_ratings(without_blanks(values)):
+            meanings = {is_good_label(one): one for one in reversed(without_blanks(values))}
             said = {"good": meanings.get(False, 0), "bad": meanings.get(True, 1)}
-            both = setting("data.columns", _flow({"label": name})), setting("data.label", _flow(said))
+            both = how_to_set("data.columns", _flow({"label": name})), how_to_set("data.label", _flow(said))
             return f"`{name}` may mark bad rows; set {' and '.join(both)}, or create one label column with data.transform"
     written = sorted(asked.intersection(texts))
     several = [*dict.fromkeys([*written, *_called("completion", texts)])]
     if len(several) > 1 and (written or not (used or format_of(rows[0], kind_of("sft")))):
-        named = setting("data.columns", _flow({"prompt": "COLUMN", "completion": several[0]}))
+        named = how_to_set("data.columns", _flow({"prompt": "COLUMN", "completion": several[0]}))
         shown = " and ".join(f"`{name}`" for name in several)
         return f"{shown} may each be the completion to train on; for the first column, set {named}"
     return ""
 
 
-def reads(rows: Rows, guess: dict[str, Any], kind: Kind) -> bool:
+def reads_most_rows(rows: Rows, guess: dict[str, Any], kind: Kind) -> bool:
     """Returns True if at least half of the rows can be read with the columns of `guess`. Ties and unlabeled rows are ignored."""
     rows = rows[:LOOKED]
-    labels = tuple(map(comparable, labels_of(guess, rows)))  # the rule below accepts any label
+    labels = tuple(map(normalize_label, labels_in_rows(guess, rows)))  # the rule below accepts any label
     rule = Rule(labels) if "first" in guess else Rule(good=labels if "label" in guess else ())
     kind = kind.with_preprocess(Preprocess(guess, rule))
     if not kind.formats:
@@ -244,13 +246,13 @@ def reads(rows: Rows, guess: dict[str, Any], kind: Kind) -> bool:
     return read > 0 and 2 * read >= len(rows) - dropped
 
 
-def labels_of(guess: Mapping[str, Any], rows: Rows) -> list[Any]:
+def labels_in_rows(guess: Mapping[str, Any], rows: Rows) -> list[Any]:
     """Returns the labels of rows, and the elements of label lists. Skips blanks, nested lists and objects."""
     found = []
     for row in rows:
-        for name in listed(guess.get("label", "label")):
+        for name in as_list(guess.get("label", "label")):
             with contextlib.suppress(KeyError):
-                found += listed(unpacked_label(value_at(row, name)))
+                found += as_list(unpacked_label(value_at(row, name)))
     blank = is_blank if "first" in guess else is_unrated
     return [value for value in found if not blank(value) and not isinstance(value, list | dict)]
 
@@ -264,12 +266,12 @@ def _columns(rows: Rows) -> dict[str, Values]:
     """Returns {column: values}. Fields inside objects count as columns, too (`question.full_text`, `summaries.0.text`)."""
     columns: dict[str, Values] = {}
     for row in rows:
-        for name in some(row):
+        for name in some_keys(row):
             value = row[name]
             objects = {name: value} if isinstance(value, dict) else {}
             if isinstance(value, list) and len(value) == 2 and all(isinstance(one, dict) for one in value):
                 objects = {f"{name}.{at}": one for at, one in enumerate(value)}
-            inner = {f"{path}.{key}": one[key] for path, one in objects.items() for key in some(one)}
+            inner = {f"{path}.{key}": one[key] for path, one in objects.items() for key in some_keys(one)}
             for path, one in {name: value, **inner}.items():
                 columns.setdefault(path, []).extend([one] if one is not None else [])
     return {name: values for name, values in columns.items() if values}
@@ -298,22 +300,30 @@ def _questions(rows: Rows) -> set[str]:
 
 def _ratings(rows: Rows) -> list[str]:
     """Returns the columns whose words or emoji rate completions, and the columns with numeric ratings by annotators."""
-    columns, asked = {name: filled(values) for name, values in _columns(rows).items()}, _questions(rows)
+    columns, asked = (
+        {name: without_blanks(values) for name, values in _columns(rows).items()},
+        _questions(rows),
+    )
 
     def rates(name: str, values: Values) -> bool:
-        if name in asked and numbers(values):
+        if name in asked and as_numbers(values):
             return True
-        words = all(isinstance(comparable(one), str) for one in values)
-        return words and are_labels(values) and are_mostly_ratings(values) and False in map(is_good, values)
+        words = all(isinstance(normalize_label(one), str) for one in values)
+        return (
+            words
+            and are_labels(values)
+            and are_mostly_ratings(values)
+            and False in map(is_good_label, values)
+        )
 
     return [name for name, values in columns.items() if rates(name, values)]
 
 
 def _labels(free: Mapping[str, Values], rated: Sequence[str]) -> list[str]:
     """Returns the columns that may label demonstrations as good or bad, in order of likelihood."""
-    rows = {name: filled(values) for name, values in free.items()}
+    rows = {name: without_blanks(values) for name, values in free.items()}
     labels = [name for name in _called("label", free) if not rows[name] or are_mostly_ratings(rows[name])]
-    scales = [name for name in free if numbers(rows[name]) and are_labels(free[name])]
+    scales = [name for name in free if as_numbers(rows[name]) and are_labels(free[name])]
     labels += sorted(filter(_rating_words, scales), key=lambda name: name.lower() not in NAMES["label"])
     return labels + [name for name in rated if name in free]
 
@@ -329,10 +339,10 @@ def _with_twins(name: str, columns: Mapping[str, Values]) -> str | list[str]:
     words = _rating_words(name)
 
     def is_twin(other: str) -> bool:
-        values = filled(columns[other])
-        few = len({str(comparable(value)) for value in values}) <= MAX_VALUES
+        values = without_blanks(columns[other])
+        few = len({str(normalize_label(value)) for value in values}) <= MAX_VALUES
         named = _rating_words(other) == words and other.lower().removesuffix("s") not in words
-        return named and few and bool(not values or numbers(values) or are_mostly_ratings(values))
+        return named and few and bool(not values or as_numbers(values) or are_mostly_ratings(values))
 
     twins = [*filter(is_twin, columns)]
     return twins if words and name in twins and len(twins) > 1 else name
@@ -409,7 +419,7 @@ def _pairs(columns: dict[str, Values], texts: list[str]) -> Iterator[dict[str, A
     votes = [name for name in labels if re.search(r"\d$", name)]
     spoken = [name for name, values in columns.items() if choose_sides(values)]
     labels += [name for name in spoken if name not in labels]
-    scores = [name for name in named(SCORES) if numbers(columns[name])]
+    scores = [name for name in named(SCORES) if as_numbers(columns[name])]
     for low, high in PAIRED:
         for first, second in _siblings(texts, low, high):
             for one, two in _siblings(scores, low, high):
@@ -445,4 +455,4 @@ def _unlike(guess: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _used(guess: Mapping[str, Any]) -> set[str]:
-    return {one for column in guess.values() for one in listed(column)}
+    return {one for column in guess.values() for one in as_list(column)}

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.data.values import RowError, decoded, setting, show
+from pipeline.data.values import RowError, how_to_set, parse_json, show_json
 from pipeline.errors import InputError
 
 # Columns that label completions as good or bad in TRL's KTOTrainer and LLaMA-Factory
@@ -44,18 +44,18 @@ NUMBER_OF = re.compile(r"(?i)(?<![a-z])(id|idx|index|choice|better|best|winner)(
 # ---- one value -------------------------------------------------------------------------------------------------------
 
 
-def listed(values: Any) -> list[Any]:
+def as_list(values: Any) -> list[Any]:
     """Converts a value to a list. Null becomes an empty list, and any other value becomes the only element."""
     return [*values] if isinstance(values, list | tuple) else [] if values is None else [values]
 
 
 def unpacked_label(label: Any) -> Any:
     """Parses a JSON list of labels, as in CSV files. Returns any other label unchanged."""
-    made = decoded(label) if isinstance(label, str) and label.lstrip().startswith("[") else label
+    made = parse_json(label) if isinstance(label, str) and label.lstrip().startswith("[") else label
     return made if isinstance(made, list) else label
 
 
-def comparable(value: Any) -> Any:
+def normalize_label(value: Any) -> Any:
     """Normalizes a label for comparisons: numbers and numeric text become float, other text becomes lower case."""
     if isinstance(value, str):
         value = value.strip().lower()
@@ -75,7 +75,7 @@ def is_unrated(value: Any) -> bool:
     return is_blank(value) or (isinstance(value, str) and value.strip().lower() in UNRATED)
 
 
-def is_good(label: Any) -> bool | None:
+def is_good_label(label: Any) -> bool | None:
     """Returns whether a label means a good completion, or None if the label means something else, such as a topic."""
     value = label.strip().lower().replace(" ", "_") if isinstance(label, str) else label
     with contextlib.suppress(ValueError, TypeError):
@@ -91,56 +91,56 @@ def side_of(value: Any) -> str | None:
     return next((name for name, pattern in SIDE_WORDS.items() if pattern.fullmatch(word)), None)
 
 
-def majority(label: Any) -> Any:
+def majority_label(label: Any) -> Any:
     """Returns the majority of a list of labels: true, false, or null for no majority. Returns other labels unchanged."""
     given = unpacked_label(label)
-    votes = [is_good(one) for one in listed(given) if not is_unrated(one)]
+    votes = [is_good_label(one) for one in as_list(given) if not is_unrated(one)]
     if None in votes or not isinstance(given, list):
         return label
     more = sum(1 if good else -1 for good in votes)
     return more > 0 if more else None
 
 
-def score(value: Any, name: str) -> float | None:
+def parse_score(value: Any, name: str) -> float | None:
     """Returns a score in the field `name`, or None if the score is blank. Raises RowError if the score is not a finite number."""
     if is_blank(value):
         return None
-    number = comparable(value)
+    number = normalize_label(value)
     if not isinstance(number, float) or not math.isfinite(number):
-        raise RowError("wrong_type", name, show(value), "a finite number")
+        raise RowError("wrong_type", name, show_json(value), "a finite number")
     return number
 
 
 # ---- the values of a column ------------------------------------------------------------------------------------------
 
 
-def filled(values: Iterable[Any]) -> list[Any]:
+def without_blanks(values: Iterable[Any]) -> list[Any]:
     """Returns the values without blanks. Lists are replaced by their elements."""
-    return [one for value in values for one in listed(value) if not is_unrated(one)]
+    return [one for value in values for one in as_list(value) if not is_unrated(one)]
 
 
-def numbers(values: Iterable[Any]) -> list[float]:
+def as_numbers(values: Iterable[Any]) -> list[float]:
     """Returns the values as numbers, or [] if one of them is not a number."""
-    made = [*map(comparable, values)]
+    made = [*map(normalize_label, values)]
     return made if all(isinstance(number, float) for number in made) else []
 
 
 def are_clear(labels: Sequence[Any]) -> bool:
     """Returns True if each label clearly means good or bad. With the labels 0 and -1, 0 may mean unrated."""
-    return None not in map(is_good, labels) and not {0.0, -1.0} <= {*map(comparable, labels)}
+    return None not in map(is_good_label, labels) and not {0.0, -1.0} <= {*map(normalize_label, labels)}
 
 
 def are_mostly_ratings(labels: Sequence[Any]) -> bool:
     """Returns True if most labels mean good or bad, or if some words mean good and others mean bad."""
-    words = {is_good(one) for one in labels if isinstance(comparable(one), str)}
-    return {True, False} <= words or 2 * [*map(is_good, labels)].count(None) < len(labels)
+    words = {is_good_label(one) for one in labels if isinstance(normalize_label(one), str)}
+    return {True, False} <= words or 2 * [*map(is_good_label, labels)].count(None) < len(labels)
 
 
 def are_labels(values: Iterable[Any]) -> bool:
     """Returns True if a column has few distinct values of at most two words. A list has one label per annotator."""
     values = [*values]
-    each = [one for value in values for one in listed(value)]
-    different = {str(comparable(value)) for value in each if not isinstance(value, list | dict)}
+    each = [one for value in values for one in as_list(value)]
+    different = {str(normalize_label(value)) for value in each if not isinstance(value, list | dict)}
     least = 2 if len(each) > 1 else 1  # several labels must not all be the same
     return least <= len(different) <= MAX_VALUES and all(len(value.split()) < 3 for value in different)
 
@@ -153,7 +153,7 @@ def are_verdicts(values: Iterable[Any]) -> bool:
 
 def choose_sides(values: Iterable[Any]) -> bool:
     """Returns True if the values are words for the first and the second completion, and perhaps for a tie."""
-    sides = {side_of(comparable(one)) for value in values for one in listed(value) if not is_blank(one)}
+    sides = {side_of(normalize_label(one)) for value in values for one in as_list(value) if not is_blank(one)}
     return {"first", "second"} <= sides <= {"first", "second", "tie"}
 
 
@@ -162,7 +162,7 @@ def choose_sides(values: Iterable[Any]) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """Maps label values, which `comparable` has normalized, to their meanings: first, second, tie, good or bad."""
+    """Maps label values, which `normalize_label` has normalized, to their meanings: first, second, tie, good or bad."""
 
     first: tuple[Any, ...] = ()
     second: tuple[Any, ...] = ()
@@ -174,7 +174,9 @@ class Rule:
     @classmethod
     def from_job(cls, label: Mapping[str, Any]) -> "Rule":
         """Converts data.label, {meaning: value or values}, to a Rule."""
-        values: dict[str, Any] = {name: tuple(map(comparable, listed(some))) for name, some in label.items()}
+        values: dict[str, Any] = {
+            name: tuple(map(normalize_label, as_list(some))) for name, some in label.items()
+        }
         return cls(**values)
 
     def _values(self) -> list[tuple[Any, str]]:
@@ -186,7 +188,7 @@ class Rule:
 
     def meaning(self, value: Any) -> str:
         """Returns the meaning of a label. A rating between good and bad is a `tie`. Raises KeyError if the label is unknown."""
-        value = comparable(value)
+        value = normalize_label(value)
         for name in MEANINGS:
             if value in getattr(self, name) or (self.derived and side_of(value) == name):
                 return name
@@ -208,14 +210,14 @@ class Rule:
         Raises RowError for a label without a known meaning.
         """
         votes: Counter[str] = Counter()
-        for value in listed(unpacked_label(label)):
+        for value in as_list(unpacked_label(label)):
             try:
                 blank = is_unrated(value) if self.good else is_blank(value)
                 votes.update([] if blank else [self.meaning(value)])
             except KeyError:
                 kind = "unclear_label" if self.derived else "unknown_label"
                 expected = f"{self}; data.label defines the label values"
-                raise RowError(kind, "label", show(value), expected) from None
+                raise RowError(kind, "label", show_json(value), expected) from None
         (most, number), *others = [*votes.most_common(), ("unlabeled", 0)]
         return most if all(number > other for _, other in others) else "tie"
 
@@ -225,9 +227,9 @@ def derive_rule(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "d
 
     Raises InputError if the labels are ambiguous. The error message shows how to set data.label.
     """
-    single = itertools.chain.from_iterable(listed(unpacked_label(label)) for label in labels)
+    single = itertools.chain.from_iterable(as_list(unpacked_label(label)) for label in labels)
     found = [one for one in single if not isinstance(one, list | dict) and not is_blank(one)]
-    times = Counter(map(comparable, found))
+    times = Counter(map(normalize_label, found))
     # Ignore rare texts without a known meaning. The tasks report such texts as errors of single rows.
     values = [
         value
@@ -244,17 +246,19 @@ def derive_rule(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "d
         return Rule((0.0,), (1.0,), derived=True)
     if not scale and words and None not in words and ({"first", "second"} <= words or not doubtful):
         return Rule(derived=True)
-    distinct = {comparable(one): one for one in found}
-    shown = ", ".join(show(one) for one in [*distinct.values()][:MAX_VALUES]) or "no label in the first rows"
+    distinct = {normalize_label(one): one for one in found}
+    shown = (
+        ", ".join(show_json(one) for one in [*distinct.values()][:MAX_VALUES]) or "no label in the first rows"
+    )
     ends = [f"{one:g}" for one in scale] if scale else sorted(map(str, distinct.values()))
     said = "{first: VALUE, second: VALUE, tie: VALUE}"
     when = "where a VALUE may be a list"
     if len(ends) == len(distinct) > 1 and (scale or len(ends) == 2):  # the order of three words is unknown
         said = f"{{first: {ends[0]}, second: {ends[-1]}}}"
         when = f"if {ends[0]} means that the first completion is better (add tie: VALUE for ties)"
-    column = ", ".join(listed(columns.get("label", "label")))
+    column = ", ".join(as_list(columns.get("label", "label")))
     raise InputError(
-        f"found {shown} in the column {column!r}, whose meaning is ambiguous; set {setting(key, said)} {when}, or use "
+        f"found {shown} in the column {column!r}, whose meaning is ambiguous; set {how_to_set(key, said)} {when}, or use "
         f"another column: {key.removesuffix('label')}columns.label=COLUMN",
         key=key,
     )
@@ -268,4 +272,4 @@ def _number_completions(columns: Mapping[str, Any]) -> bool:
     first, second = columns.get("first", ""), columns.get("second", "")
     zeros = re.finditer(r"(?<!\d)0(?!\d)", first)
     numbered = any(first[: at.start()] + "1" + first[at.end() :] == second for at in zeros)
-    return numbered and all(NUMBER_OF.search(one) for one in listed(columns.get("label", "label")))
+    return numbered and all(NUMBER_OF.search(one) for one in as_list(columns.get("label", "label")))

@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.data.values import RowError, decoded, fields_of, nearest, show
+from pipeline.data.values import RowError, fields_of, parse_json, show_json, suggest_key
 
 Message = dict[str, Any]  # {role, content}, perhaps with tool_calls and other keys for the chat template
 Turns = list[Message]
@@ -41,19 +41,19 @@ ABOUT_TOOLS = ("tool_call_id", "name")
 READ = frozenset({"role", "content", "from", "value", "tool_calls", "function_call", *WEIGHTS})
 
 
-def plain(value: Text) -> str:
+def comparable_text(value: Text) -> str:
     """Returns a completion (text or messages) as one text, for comparisons."""
-    return value.strip() if isinstance(value, str) else "\n\n".join(words(turn).strip() for turn in value)
+    return value.strip() if isinstance(value, str) else "\n\n".join(turn_text(turn).strip() for turn in value)
 
 
-def words(turn: Message) -> str:
+def turn_text(turn: Message) -> str:
     """Returns the content of a turn, followed by JSON of its tool calls and other keys, such as thoughts."""
     others = {key: value for key, value in turn.items() if key not in (*READ, *ABOUT_TOOLS)}
     parts = [one for one in (turn.get("tool_calls"), others) if one]
     return turn["content"] + "".join(json.dumps(one, ensure_ascii=False) for one in parts)
 
 
-def thoughts(turn: Message) -> str:
+def thoughts_of_turn(turn: Message) -> str:
     """Returns the thoughts of a turn, or "" if the turn has no thoughts."""
     return next((turn[key].strip() for key in THOUGHTS if isinstance(turn.get(key), str)), "")
 
@@ -78,28 +78,30 @@ def without_unread(value: Any, key: str, keys: frozenset[str], unread: list[str]
     return {name: one for name, one in value.items() if name not in gone}
 
 
-def text(value: Any, key: str) -> str:
+def require_text(value: Any, key: str) -> str:
     if value is None:
         raise RowError("null", key, "null", "a text")
     if not isinstance(value, str):
-        raise RowError("wrong_type", key, f"{type(value).__name__} {show(value)}", "a text")
+        raise RowError("wrong_type", key, f"{type(value).__name__} {show_json(value)}", "a text")
     return value
 
 
 def nonempty_text(value: Any, key: str, kind: str) -> str:
     """Returns a text. Raises RowError with the given `kind` if the text is empty."""
-    if not text(value, key).strip():
-        raise RowError(kind, key, show(value), "non-empty text")
+    if not require_text(value, key).strip():
+        raise RowError(kind, key, show_json(value), "non-empty text")
     return str(value)
 
 
-def messages(value: Any, key: str, system: Any = None) -> Turns:
+def parse_messages(value: Any, key: str, system: Any = None) -> Turns:
     """Converts [{role, content}] or [{from, value}] to [{role, content}]. Prepends the `system` prompt of the row, if any."""
     if not isinstance(value, list):
-        raise RowError("wrong_type", key, show(value), "a list of messages {role, content} or {from, value}")
+        raise RowError(
+            "wrong_type", key, show_json(value), "a list of messages {role, content} or {from, value}"
+        )
     if not value:
         raise RowError("empty_prompt", key, "an empty list", "at least one message")
-    return with_system([message(item, f"{key}[{i}]") for i, item in enumerate(value)], system)
+    return with_system([parse_message(item, f"{key}[{i}]") for i, item in enumerate(value)], system)
 
 
 # Patterns for lists in Python's notation, which `to_csv` of pandas and datasets writes
@@ -118,11 +120,11 @@ def list_in(value: Any, key: str, of_messages: bool = False) -> Any:
     """
     if not isinstance(value, str):
         return value
-    made = decoded(value) if (stripped := value.strip())[:1] in ("[", "{") else value
+    made = parse_json(value) if (stripped := value.strip())[:1] in ("[", "{") else value
     pattern = _MESSAGES if of_messages else f"{_MESSAGES}|{_LIST}"
     if made is value and re.match(pattern, stripped, re.DOTALL):
         expected = "a list, or a list as JSON text; to_csv writes lists in Python's notation, so save the rows with to_json or to_parquet"
-        raise RowError("python_text", key, show(value), expected)
+        raise RowError("python_text", key, show_json(value), expected)
     return made if isinstance(made, list) else value
 
 
@@ -131,10 +133,10 @@ def is_printed_list(text: Any) -> bool:
     return isinstance(text, str) and bool(re.fullmatch(_LIST, text.strip(), re.DOTALL))
 
 
-def unpacked(field: str, value: Any) -> Any:
+def unpack_messages(field: str, value: Any) -> Any:
     """Parses messages in a JSON text, as in CSV files, and converts other forms of dialogues. Returns other values unchanged."""
     if field in ("messages", "conversations"):
-        return dialogue(list_in(value, field))
+        return dialogue_to_messages(list_in(value, field))
     items = list_in(value, field, of_messages=True)
     chat = isinstance(items, list) and all(
         isinstance(one, dict) and one.keys() & {"role", "from"} for one in items
@@ -142,7 +144,7 @@ def unpacked(field: str, value: Any) -> Any:
     return items if chat and items else value
 
 
-def dialogue(value: Any) -> Any:
+def dialogue_to_messages(value: Any) -> Any:
     """Converts a transcript, [{input, output}] or a list of alternating texts to messages. Returns other values unchanged."""
     if isinstance(value, str):
         return split_turns(value) if is_transcript(value) else value
@@ -158,23 +160,23 @@ def dialogue(value: Any) -> Any:
     return value
 
 
-def message(item: Any, key: str) -> Message:
+def parse_message(item: Any, key: str) -> Message:
     if not isinstance(item, dict):
-        raise RowError("wrong_type", key, show(item), "a message {role, content} or {from, value}")
+        raise RowError("wrong_type", key, show_json(item), "a message {role, content} or {from, value}")
     whose, what = ("from", "value") if "from" in item else ("role", "content")
     # function_call: OpenAI's earlier format, with one call per message
     called = next((name for name in ("tool_calls", "function_call") if item.get(name)), None)
     for name in (whose, what):
         if name not in item and not (name == "content" and called):
-            found = fields_of(item) + nearest(name, item)
+            found = fields_of(item) + suggest_key(name, item)
             raise RowError("missing_field", f"{key}.{name}", found, "{role, content}")
-    role = text(item[whose], f"{key}.{whose}")
+    role = require_text(item[whose], f"{key}.{whose}")
     if role.lower() not in ROLES:
-        raise RowError("wrong_role", f"{key}.{whose}", show(role), "one of " + ", ".join(ROLES))
+        raise RowError("wrong_role", f"{key}.{whose}", show_json(role), "one of " + ", ".join(ROLES))
     content = item.get(what)
     calls = tool_calls(item[called], f"{key}.{called}") if called else []
     if role.lower() in ("function_call", "tool_call"):  # in LLaMA-Factory's format, the content is the call
-        calls, content = tool_calls(decoded(content), f"{key}.{what}"), ""
+        calls, content = tool_calls(parse_json(content), f"{key}.{what}"), ""
     elif calls and content is None:
         content = ""
     if isinstance(content, list):
@@ -183,7 +185,7 @@ def message(item: Any, key: str) -> Message:
     if len({item[name].strip() for name in given}) > 1:  # the template would render only one of these texts
         found = f"`{given[0]}` and `{given[1]}` that differ"
         raise RowError("thoughts_differ", key, found, "all thoughts of a message in one key")
-    turn: Message = {"role": ROLES[role.lower()], "content": text(content, f"{key}.{what}")}
+    turn: Message = {"role": ROLES[role.lower()], "content": require_text(content, f"{key}.{what}")}
     if calls:
         turn["tool_calls"] = calls
     return turn | {name: one for name, one in item.items() if name not in READ and one not in (None, "")}
@@ -192,21 +194,21 @@ def message(item: Any, key: str) -> Message:
 def part_text(part: Any, key: str) -> str:
     """Returns the text of one part of a message's content: {type: text, text}, {type: text, value}, {text}, or a text."""
     if not isinstance(part, dict):
-        return text(part, key)
+        return require_text(part, key)
     if (kind := part.get("type") or "text") not in TEXT_PARTS:
         expected = "parts of type text, not images or audio; thoughts belong in `reasoning_content`"
-        raise RowError("wrong_type", key, f"a message part of type {show(kind)}", expected)
+        raise RowError("wrong_type", key, f"a message part of type {show_json(kind)}", expected)
     for name in ("text", "value", "content"):
         if (value := part.get(name)) is not None:
             # as in OpenAI's threads: {text: {value, annotations}}
-            return text(value.get("value") if isinstance(value, dict) else value, f"{key}.{name}")
+            return require_text(value.get("value") if isinstance(value, dict) else value, f"{key}.{name}")
     raise RowError("missing_field", f"{key}.text", fields_of(part), "{type: text, text}")
 
 
 def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
     """Returns a prompt as text, or as messages if it is a list or a transcript. The last turn must not be an assistant turn."""
     if isinstance(value, list):
-        turns = messages(value, key)
+        turns = parse_messages(value, key)
     else:
         prompt = nonempty_text(value, key, "empty_prompt")
         if not is_transcript(prompt):
@@ -221,15 +223,19 @@ def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
     return with_system(turns, system)
 
 
-def instruction(row: dict[str, Any]) -> Turns:
+def instruction_prompt(row: dict[str, Any]) -> Turns:
     """Returns the prompt of a row with `instruction` and optionally `input`, `system` and `history`: [[question, answer]]."""
-    content = text(row["instruction"], "instruction")
-    if row.get("input") is not None and text(row["input"], "input").strip():
+    content = require_text(row["instruction"], "instruction")
+    if row.get("input") is not None and require_text(row["input"], "input").strip():
         content = f"{content}\n\n{row['input']}"
     earlier = list_in(row.get("history") or [], "history")
     if not isinstance(earlier, list) or any(not isinstance(one, list) or len(one) != 2 for one in earlier):
-        raise RowError("wrong_type", "history", show(earlier), "a list of [question, answer]")
-    earlier = messages(dialogue([said for pair in earlier for said in pair]), "history") if earlier else []
+        raise RowError("wrong_type", "history", show_json(earlier), "a list of [question, answer]")
+    earlier = (
+        parse_messages(dialogue_to_messages([said for pair in earlier for said in pair]), "history")
+        if earlier
+        else []
+    )
     turns = with_system([*earlier, *as_turns(content)], row.get("system"))
     check_prompt(turns, "instruction")
     return turns
@@ -240,7 +246,7 @@ def completion_text(value: Any, key: str, prompt: Text) -> Text:
     if isinstance(value, dict):
         value = [value]
     if isinstance(value, list):
-        turns = messages(value, key)
+        turns = parse_messages(value, key)
         if turns[0]["role"] != "assistant":
             found = f"a completion by `{turns[0]['role']}`"
             raise RowError("wrong_role", key, found, "a completion by `assistant`")
@@ -248,7 +254,7 @@ def completion_text(value: Any, key: str, prompt: Text) -> Text:
         further = [name for turn in turns for name in turn if name not in ("role", "content", *ABOUT_TOOLS)]
         if isinstance(prompt, str) and further:
             raise RowError("wrong_type", key, f"`{further[0]}` with a text prompt", "a prompt of messages")
-        return plain(turns) if isinstance(prompt, str) else turns
+        return comparable_text(turns) if isinstance(prompt, str) else turns
     completion = nonempty_text(value, key, "empty_completion")
     return completion if isinstance(prompt, str) else assistant_turn(completion)
 
@@ -260,11 +266,11 @@ def with_system(turns: Turns, system: Any) -> Turns:
     """
     if not system:
         return turns
-    first = {"role": "system", "content": text(system, "system")}
+    first = {"role": "system", "content": require_text(system, "system")}
     if turns[0]["role"] != "system":
         return [first, *turns]
     if turns[0]["content"].strip() != system.strip():
-        found = f"{show(system)}, but the first message is {show(turns[0]['content'])}"
+        found = f"{show_json(system)}, but the first message is {show_json(turns[0]['content'])}"
         raise RowError("prompts_differ", "system", found, "one system prompt")
     return turns
 
@@ -288,7 +294,7 @@ def check_last(turns: Turns, key: str) -> None:
         "tool_calls"
     ):  # an empty completion would train the policy to end immediately
         expected = "a turn with content; `weight: 0` can exclude earlier turns from training"
-        raise RowError("empty_completion", key, show(last["content"]), expected)
+        raise RowError("empty_completion", key, show_json(last["content"]), expected)
 
 
 def check_prompt(turns: Turns, key: str) -> None:
@@ -329,7 +335,7 @@ def split_transcripts(row: dict[str, Any], system: Any = None) -> tuple[Text, tu
     """Splits two full conversations, `chosen` and `rejected`, into the prompt that they share and their completions."""
     both = row["chosen"], row["rejected"]
     if any(isinstance(side, list) for side in both):
-        sides = [messages(side, key) for side, key in zip(both, SIDES, strict=True)]
+        sides = [parse_messages(side, key) for side, key in zip(both, SIDES, strict=True)]
     else:
         texts = [nonempty_text(side, key, "empty_completion") for side, key in zip(both, SIDES, strict=True)]
         if not all(map(is_transcript, texts)):
@@ -379,10 +385,10 @@ def tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
         place = f"{key}[{index}]"
         function = item.get("function", item) if isinstance(item, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RowError("wrong_type", place, show(item), "{function: {name, arguments}}")
-        arguments = decoded(function.get("arguments") or {})
+            raise RowError("wrong_type", place, show_json(item), "{function: {name, arguments}}")
+        arguments = parse_json(function.get("arguments") or {})
         if not isinstance(arguments, dict):
-            raise RowError("wrong_type", f"{place}.arguments", show(arguments), "a JSON object")
+            raise RowError("wrong_type", f"{place}.arguments", show_json(arguments), "a JSON object")
         identity = {"id": item["id"]} if item.get("id") else {}
         function = {"name": function["name"], "arguments": arguments}
         calls.append({**identity, "type": "function", "function": function})
@@ -405,7 +411,7 @@ def tool_schemas(value: Any) -> list[dict[str, Any]] | None:
 
 def template_kwargs(value: Any) -> dict[str, Any]:
     """Returns the chat template's variables that a row sets, from an object or from its JSON text."""
-    value = decoded(value) or {}
+    value = parse_json(value) or {}
     if not isinstance(value, dict):
-        raise RowError("wrong_type", "chat_template_kwargs", show(value), "an object")
+        raise RowError("wrong_type", "chat_template_kwargs", show_json(value), "an object")
     return {name: one for name, one in value.items() if one is not None}

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.data.chunks import Chunk, plan_chunks
-from pipeline.data.counts import Counts, RowsDigest, of_split, totals
+from pipeline.data.chunks import FileChunk, plan_chunks
+from pipeline.data.counts import Counts, RowsDigest, of_split, sum_counts
 from pipeline.data.files import File, find_files
 from pipeline.data.formats import kind_of
 from pipeline.data.mixture import Mixture, mix_sources
@@ -100,7 +100,10 @@ def prepare_rows(
     here = ray_for_rows is not None
     if not here:
         set_up_ray_data()
-    sets = {name: load(folder, parts, manifest["columns"], here) for name, parts in manifest["parts"].items()}
+    sets = {
+        name: load_parts(folder, parts, manifest["columns"], here)
+        for name, parts in manifest["parts"].items()
+    }
     mixture = describe_sources(report, data, files)
     read = {file.path for some in files.values() for file in some}
     report.not_read = {path: why for path, why in aside.items() if path not in read}
@@ -183,7 +186,7 @@ def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None
 def manifest_of(counts: list[Counts], tokenizer: Any, options: Options) -> dict[str, Any]:
     """Returns the manifest: parts, columns, digests and report. `counts` must be in the order of the chunks."""
     report = report_of(counts, tokenizer, options)
-    margins = totals(counts)["margins"]
+    margins = sum_counts(counts)["margins"]
     return {
         "parts": {name: [one.parts[name] for one in counts if name in one.parts] for name in report.splits},
         "columns": [name for name in columns_of(options) if name != "margin" or margins],
@@ -201,7 +204,7 @@ def content_digest(name: str, counts: list[Counts], options: Options) -> str:
     return hashlib.sha256(f"{whole.count}:{whole.value}:{held}".encode()).hexdigest()
 
 
-def repeated_rows(hashes: list[bytes], chunks: list[Chunk]) -> dict[int, Any]:
+def repeated_rows(hashes: list[bytes], chunks: list[FileChunk]) -> dict[int, Any]:
     """Returns {index of a chunk: positions of rows that equal an earlier row of the split}, from 8-byte hashes of all rows."""
     import numpy as np
 
@@ -218,7 +221,7 @@ def repeated_rows(hashes: list[bytes], chunks: list[Chunk]) -> dict[int, Any]:
     return repeated
 
 
-def run_tasks(work: Callable[[Chunk, int], Any], chunks: list[Chunk], on_ray: bool) -> list[Any]:
+def run_tasks(work: Callable[[FileChunk, int], Any], chunks: list[FileChunk], on_ray: bool) -> list[Any]:
     """Runs work(chunk, number) for all chunks, in Ray Data tasks or in this process. Returns the results in chunk order."""
     if not on_ray:
         return [work(chunk, index) for index, chunk in enumerate(chunks)]
@@ -276,7 +279,7 @@ def read_manifest(folder: str) -> dict[str, Any] | None:
     return manifest
 
 
-def load(folder: str, parts: list[list[Any]], columns: list[str], in_process: bool) -> Any:
+def load_parts(folder: str, parts: list[list[Any]], columns: list[str], in_process: bool) -> Any:
     """Returns the rows in the order of the parts: one Arrow table, or a materialized ray.data.Dataset of Arrow blocks."""
     names = [storage.join(folder, name) for name, _ in parts]
     if in_process:

@@ -8,23 +8,23 @@ from dataclasses import asdict, dataclass, field
 from operator import itemgetter
 from typing import Any
 
-from pipeline.data.chunks import locate
+from pipeline.data.chunks import locate_errors
 from pipeline.data.counts import (
     Counts,
-    count,
-    duplicates,
+    count_duplicates,
+    count_overlap,
     first_errors,
     of_split,
-    overlap,
-    totals,
+    sum_counts,
     versions_in_words,
+    with_unit,
 )
 from pipeline.data.formats import kind_of
 from pipeline.data.labels import RARE
 from pipeline.data.messages import THOUGHTS
 from pipeline.data.tasks import SAMPLES, Options, encoder_of
-from pipeline.data.values import RowError, show
-from pipeline.errors import InputError, visible
+from pipeline.data.values import RowError, show_json
+from pipeline.errors import InputError, escape_controls
 from pipeline.models.template import is_plain, text_as_chat
 
 PERCENTILES = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "max": 1.0}
@@ -145,21 +145,27 @@ class Report:
             f"data for stage {self.stage}: at most {self.max_length} tokens per row, {did} in {self.seconds:.1f} s"
         ]
         for name, split in self.splits.items():
-            lines += ["", name, *(line(*entry) for entry in self._entries(name, split))]
+            lines += ["", name, *(report_line(*entry) for entry in self._entries(name, split))]
         if self.packed is not None:
-            lines.append(line("packed", f"{count(self.packed)} of up to {self.max_length} tokens"))
+            lines.append(report_line("packed", f"{with_unit(self.packed)} of up to {self.max_length} tokens"))
         if self.duplicates:
-            repeats = f"{count(self.duplicates)} equal to an earlier row (data.deduplicate=true removes them)"
+            repeats = (
+                f"{with_unit(self.duplicates)} equal to an earlier row (data.deduplicate=true removes them)"
+            )
             lines += ["", f"duplicates    {repeats}"]
-        lines += [line("warning", note) for note in (*self.notes, *self._not_read())]
+        lines += [report_line("warning", note) for note in (*self.notes, *self._not_read())]
         if self.skipped:
-            lines += ["", "first dropped rows:", *(f"  {visible(row, lines=False)}" for row in self.skipped)]
+            lines += [
+                "",
+                "first dropped rows:",
+                *(f"  {escape_controls(row, lines=False)}" for row in self.skipped),
+            ]
         if self.samples and samples:
             marked = {"learned": "trained tokens", "scored": "completions"}
             between = marked.get(kind_of(self.stage).completions)
             lines += ["", f"samples{f', the {between} between ⟦ and ⟧' if between else ''}:"]
             for index, sample in enumerate(self.samples, 1):
-                lines += [f"--- {index} " + "-" * 66, visible(sample)]
+                lines += [f"--- {index} " + "-" * 66, escape_controls(sample)]
         return "\n".join(lines)
 
     def headline(self) -> str:
@@ -170,9 +176,9 @@ class Report:
             why = [f"{split.truncated:,} truncated"] if split.truncated else []
             if split.read - split.kept > MANY * split.read and split.dropped:
                 kind, rows = max(split.dropped.items(), key=itemgetter(1))
-                why = [f"{rows:,} {name_of(kind)}", *why]
+                why = [f"{rows:,} {error_kind_name(kind)}", *why]
             parts.append(f"{kept} {ROWS_OF[name]}" + (f" ({', '.join(why)})" if why else ""))
-        parts += [count(self.duplicates, "duplicate")] if self.duplicates else []
+        parts += [with_unit(self.duplicates, "duplicate")] if self.duplicates else []
         columns = [f"not read: {text}" for text in map(unread_columns, self.splits.values()) if text]
         return "; ".join([", ".join(parts), *columns[:1], *self._not_read()])
 
@@ -184,8 +190,8 @@ class Report:
 
     def _entries(self, name: str, split: Split) -> Iterator[tuple[str, str]]:
         """Yields (title, text) for each line of a split's table."""
-        yield "read", count(split.read)
-        yield "kept", f"{split.kept:,} ({count(split.tokens, 'token')})"
+        yield "read", with_unit(split.read)
+        yield "kept", f"{split.kept:,} ({with_unit(split.tokens, 'token')})"
         if split.desirable is not None:
             yield "labels", f"{split.desirable:,} desirable, {split.kept - split.desirable:,} undesirable"
         for column, values in split.label_values.items():
@@ -198,16 +204,16 @@ class Report:
         if split.versions:
             yield "versions", versions_in_words(split.versions, split.kept)
         if split.judges:
-            yield "judges", ", ".join(f"{count(rows)} by {one}" for one, rows in split.judges.items())
+            yield "judges", ", ".join(f"{with_unit(rows)} by {one}" for one, rows in split.judges.items())
         if split.text_rows:
-            plain = f"{count(split.text_rows)} of plain text"
+            plain = f"{with_unit(split.text_rows)} of plain text"
             does = " (to apply one, set model.chat_template=plain or data.apply_chat_template=true)"
             applied = ("the", "") if self.text_as_chat else ("no", does)
             yield "template", f"{applied[0]} chat template is applied to {plain}{applied[1]}"
         if split.unread:
             yield "not read", unread_columns(split)
         for why, rows in sorted(split.dropped.items()):
-            yield "dropped", f"{rows:,} {name_of(why)}"
+            yield "dropped", f"{rows:,} {error_kind_name(why)}"
         if split.truncated:
             yield "truncated", f"{split.truncated:,}"
         for part in ("prompt", "completion"):
@@ -224,7 +230,7 @@ class Report:
                     f" through {one.transform}" if one.transform else "",
                     f" with columns {json.dumps(one.columns, ensure_ascii=False)}" if one.columns else "",
                     f": read {one.read:,}, kept {one.kept:,}, dropped {sum(one.dropped.values()):,}",
-                    f" ({count(one.tokens, 'token')})",
+                    f" ({with_unit(one.tokens, 'token')})",
                     "" if one.drawn is None else f", {drawn:,} of {one.rows:,} drawn per epoch",
                     f", {drawn / max(1, sum(epoch)):.2%} of the rows",
                     f"; {versions_in_words(one.versions, one.kept)}" if one.versions else "",
@@ -236,7 +242,7 @@ class Report:
         for column, hidden in split.unread.items():
             if column == "tools" or column.rpartition(".")[2] in THOUGHTS:
                 yield (
-                    f"the model does not see the `{column}` of {count(hidden)}, because the chat template omits this key; "
+                    f"the model does not see the `{column}` of {with_unit(hidden)}, because the chat template omits this key; "
                     "for a template with this key, set model.chat_template=FILE"
                 )
         if completions == "learned" and name == "train" and split.kept and not split.ended:
@@ -248,7 +254,7 @@ class Report:
         prompts, same = self.overlap if name == "eval" and self.overlap else (0, 0)
         if prompts:
             same_too = f" ({same:,} with the same completion)" if completions != "written" else ""
-            rows = f"{count(prompts)} of data.eval with a prompt that is also in data.train{same_too}"
+            rows = f"{with_unit(prompts)} of data.eval with a prompt that is also in data.train{same_too}"
             yield f"{rows}; metrics on these rows measure memorization, not generalization"
 
 
@@ -256,13 +262,13 @@ def unread_columns(split: Split) -> str:
     """Returns a text about the columns that the model does not see, or ""."""
     names = sorted(split.unread, key=lambda column: -split.unread[column])
     more = f" and {len(names) - 8:,} more" if len(names) > 8 else ""
-    some = {name: f" ({count(rows)})" for name, rows in split.unread.items() if rows < split.kept}
+    some = {name: f" ({with_unit(rows)})" for name, rows in split.unread.items() if rows < split.kept}
     shown = ", ".join(column[:60] + some.get(column, "") for column in names[:8])
     return f"column{'s' * (len(names) > 1)} {shown}{more}" if names else ""
 
 
-def line(title: str, text: str) -> str:
-    return f"  {title:<{11 if len(title) < 12 else 17}} {visible(text, lines=False)}"
+def report_line(title: str, text: str) -> str:
+    return f"  {title:<{11 if len(title) < 12 else 17}} {escape_controls(text, lines=False)}"
 
 
 # ---- counts -> report ------------------------------------------------------------------------------------------------
@@ -276,24 +282,24 @@ def report_of(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Rep
             report.splits[name] = split_of(name, with_split)
             sources = sorted({one.chunk.source for one in with_split})
             report.sources[name] = [split_of(name, with_split, source) for source in sources]
-    report.skipped = [named(*one) for one in first_errors(counts)]
+    report.skipped = [error_with_count(*one) for one in first_errors(counts)]
     by_source: dict[int, list[str]] = {}
     for one in counts:
         by_source.setdefault(one.chunk.source, []).extend(one.samples)
     in_turn = itertools.chain.from_iterable(itertools.zip_longest(*by_source.values()))
     report.samples = [text for text in in_turn if text is not None][:SAMPLES]
-    report.duplicates, report.overlap = duplicates(counts), overlap(counts)
+    report.duplicates, report.overlap = count_duplicates(counts), count_overlap(counts)
     report.packed = report.splits["train"].rows if options.packing and "train" in report.splits else None
-    report.notes = list(notes(counts, tokenizer, options))
+    report.notes = list(row_warnings(counts, tokenizer, options))
     return report
 
 
 def split_of(name: str, counts: Sequence[Counts], source: int | None = None) -> Split:
     """Returns the counts of `train` or `eval` over all tasks, or over the tasks of one source."""
-    split, total = Split(source=source or 0), totals(counts, name, source)
+    split, total = Split(source=source or 0), sum_counts(counts, name, source)
     for label, default in vars(split).items():
         if label in ("prompt_tokens", "completion_tokens"):
-            setattr(split, label, percentiles(total[label]))
+            setattr(split, label, length_percentiles(total[label]))
         elif label in total:
             by_detail = isinstance(default, dict)
             setattr(split, label, dict(total[label].most_common()) if by_detail else total[label].total())
@@ -302,7 +308,7 @@ def split_of(name: str, counts: Sequence[Counts], source: int | None = None) -> 
     return split
 
 
-def percentiles(histogram: Counter[int]) -> dict[str, int]:
+def length_percentiles(histogram: Counter[int]) -> dict[str, int]:
     """Returns the percentiles 5, 50, 95 and 100 of row lengths, from a histogram {length: rows}."""
     import numpy as np
 
@@ -315,9 +321,9 @@ def percentiles(histogram: Counter[int]) -> dict[str, int]:
     }
 
 
-def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Iterator[str]:
+def row_warnings(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Iterator[str]:
     """Yields warnings about the rows of all splits."""
-    completions, total = options.kind.completions, totals(counts)
+    completions, total = options.kind.completions, sum_counts(counts)
     yield from (str(one.unread) for one in counts if one.unread)
     if completions == "learned" and total["margins"]:
         yield f"{options.kind.stage} ignores the column `margin`, which only rm uses"
@@ -329,15 +335,17 @@ def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Iterato
             way, other, value = "control tokens", "ordinary text", "false"
         names = ", ".join(f"{token} in {rows:,}" for token, rows in special.most_common(5))
         yield (
-            f"{count(total['special_rows'].total())} with special tokens in the text ({names}), which are encoded as {way} "
+            f"{with_unit(total['special_rows'].total())} with special tokens in the text ({names}), which are encoded as {way} "
             f"(data.parse_special_tokens={value} encodes them as {other})"
         )
     if joined := total["joined"].total():
-        what = f"{count(joined)} of plain text without white space between prompt and completion"
+        what = f"{with_unit(joined)} of plain text without white space between prompt and completion"
         yield f"{what}; to separate both, set model.chat_template=plain, which renders a dialogue"
     messages = total["chat_rows"].total()
     if messages and is_plain(tokenizer) and not text_as_chat(tokenizer, None):
-        what = f"the base has no chat template, so {count(messages)} of messages use the built-in template"
+        what = (
+            f"the base has no chat template, so {with_unit(messages)} of messages use the built-in template"
+        )
         yield f"{what}; set model.chat_template=plain in every stage, or a Jinja file"
     has_template = completions != "scored" and (options.apply_template or messages)
     if has_template and (unlearned := encoder_of(tokenizer, options).unlearned_end()):
@@ -345,7 +353,7 @@ def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Iterato
         learned = completions == "learned"
         added = f" ({tokenizer.eos_token} is added only at the end of a row)" if learned else ""
         yield (
-            f"the chat template ends a completion with {show(end)}, but generation stops on {stops}{added}; set "
+            f"the chat template ends a completion with {show_json(end)}, but generation stops on {stops}{added}; set "
             "model.chat_template=plain, or set the template's end as eos_token in the base's tokenizer_config.json"
         )
 
@@ -360,18 +368,18 @@ def check_rows_are_usable(counts: Sequence[Counts], options: Options) -> None:
     """
     read = Counter[str]()
     for one in counts:
-        read[one.chunk.path] += totals([one])["read"].total()
+        read[one.chunk.path] += sum_counts([one])["read"].total()
     for one in counts:
         if one.chunk.start == 0 and not read[one.chunk.path]:
             empty = RowError("empty_file", "", "no rows", "at least one row")
             one.leave_out(one.chunk.split, 1, empty)
-            locate([empty], one.chunk)
+            locate_errors([empty], one.chunk)
     for name in dict.fromkeys(one.chunk.split for one in counts):
         part, key = of_split(name, counts), f"data.{name}"
-        total = totals(part)
+        total = sum_counts(part)
         if total["bad"] and (options.on_error == "raise" or unclear_labels(total)):
-            raise InputError(complaint(part), key=key)
-        read_files = {one.chunk.path for one in part if totals([one])["kept"]}
+            raise InputError(describe_bad_rows(part), key=key)
+        read_files = {one.chunk.path for one in part if sum_counts([one])["kept"]}
         for one in part:
             if one.unread and one.chunk.path not in read_files:
                 why = f"no row of this file can be read; repair the file, or remove it from {key}"
@@ -383,9 +391,9 @@ def check_rows_are_usable(counts: Sequence[Counts], options: Options) -> None:
             elif "prompt_too_long" in total["dropped"]:
                 tokens = f"the {options.max_length} tokens of data.max_length"
                 advice += f"; the prompts alone fill {tokens}; raise this limit"
-            why = in_words(total["dropped"]) or "the files are empty"
+            why = error_kinds_in_words(total["dropped"]) or "the files are empty"
             raise InputError(f"none of {total['read'].total()} rows is usable ({why}){advice}", key=key)
-    kept = {name: totals(counts, name)["kept"].total() for name in ("train", "eval")}
+    kept = {name: sum_counts(counts, name)["kept"].total() for name in ("train", "eval")}
     if options.eval_fraction and not all(kept.values()):
         raise InputError(
             f"a split of {options.eval_fraction} of {sum(kept.values())} rows, by prompt, leaves no rows for "
@@ -399,14 +407,14 @@ def unclear_labels(total: Mapping[str, Counter[str]]) -> bool:
     return total["bad"]["unclear_label"] > RARE * total["read"].total()
 
 
-def complaint(counts: Sequence[Counts]) -> str:
+def describe_bad_rows(counts: Sequence[Counts]) -> str:
     """Returns the message for a dataset with bad rows: the number of rows per kind of error, the first rows, and what to do."""
-    total = totals(counts)
+    total = sum_counts(counts)
     kinds, read = total["bad"], total["read"].total()
     bad = kinds.total() - kinds["empty_file"]
-    what = f"{bad:,} of {count(read)} cannot be used" if bad else "nothing to read"
+    what = f"{bad:,} of {with_unit(read)} cannot be used" if bad else "nothing to read"
     first = [(error, rows) for error, rows in first_errors(counts) if error.kind in kinds]
-    lines = [f"  {named(*one)}" for one in first]
+    lines = [f"  {error_with_count(*one)}" for one in first]
     if left := kinds.total() - sum(rows for _, rows in first):
         lines.append(f"  and {left:,} more")
     advice = "fix these rows, or set data.on_error=skip to skip them"
@@ -414,19 +422,19 @@ def complaint(counts: Sequence[Counts]) -> str:
         advice = "set data.label to the meanings of the labels"
     if "overlong" in kinds:
         advice += "; for long rows, set data.overlong=truncate (or drop)"
-    return "\n".join([f"{what} ({in_words(kinds)}):", *lines, advice + "; nothing was trained"])
+    return "\n".join([f"{what} ({error_kinds_in_words(kinds)}):", *lines, advice + "; nothing was trained"])
 
 
-def in_words(kinds: Counter[str]) -> str:
-    return ", ".join(f"{rows:,} {name_of(kind)}" for kind, rows in kinds.most_common())
+def error_kinds_in_words(kinds: Counter[str]) -> str:
+    return ", ".join(f"{rows:,} {error_kind_name(kind)}" for kind, rows in kinds.most_common())
 
 
-def name_of(kind: str) -> str:
+def error_kind_name(kind: str) -> str:
     """Describes the kind of a RowError in a few words."""
     return ERROR_NAMES.get(kind, kind.replace("_", " "))
 
 
-def named(error: RowError, rows: int) -> str:
+def error_with_count(error: RowError, rows: int) -> str:
     """Returns the error of a row as text, with the number of other rows that have the same error."""
     more = f" (and {rows - 1:,} more with the same problem)" if rows > 1 else ""
     return f"{error}{more}"

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from pipeline.data.annotations import flat
-from pipeline.data.labels import Rule, comparable, is_blank, listed, score, unpacked_label
-from pipeline.data.values import Dropped, RowError, decoded, fields_of, nearest, row_json, show
+from pipeline.data.annotations import flatten_annotation
+from pipeline.data.labels import Rule, as_list, is_blank, normalize_label, parse_score, unpacked_label
+from pipeline.data.values import Dropped, RowError, fields_of, parse_json, row_json, show_json, suggest_key
 from pipeline.errors import in_brief
 from pipeline.system.functions import import_function
 
@@ -44,19 +44,19 @@ def formats_with(columns: Columns, formats: Mapping[str, Any]) -> dict[str, Any]
     return {format: parser for format, parser in formats.items() if mapped <= {*format.split("+")}}
 
 
-def renamed(row: dict[str, Any], columns: Columns, needed: Iterable[str]) -> dict[str, Any]:
+def rename_columns(row: dict[str, Any], columns: Columns, needed: Iterable[str]) -> dict[str, Any]:
     """Renames the columns of a row to the fields in `columns`.
 
     Raises RowError if the row lacks the column of a `needed` field, or if an unmapped column has the name of a mapped field.
     """
     fields: dict[str, Any] = {}
-    sources = [one for column in columns.values() for one in listed(column)]
+    sources = [one for column in columns.values() for one in as_list(column)]
     for field, column in columns.items():
         try:
-            values = [value_at(row, one) for one in listed(column)]
+            values = [value_at(row, one) for one in as_list(column)]
         except KeyError as error:
             if field in needed or (field in row and field not in sources):
-                found, column = fields_of(row) + nearest(error.args[0], row), str(error.args[0])
+                found, column = fields_of(row) + suggest_key(error.args[0], row), str(error.args[0])
                 expected = f"the column in data.columns.{field}"
                 raise RowError("missing_field", column, found, expected) from None
             continue
@@ -72,7 +72,7 @@ def value_at(row: dict[str, Any], path: str) -> Any:
         return row[path]
     value: Any = row
     for part in path.split("."):
-        value = decoded(value)  # in CSV files, lists and objects are JSON text
+        value = parse_json(value)  # in CSV files, lists and objects are JSON text
         if value is None:
             return None
         if isinstance(value, dict) and part in value:
@@ -102,7 +102,7 @@ class Preprocess:
     def transformed(self, row: Any) -> Iterator[Any]:
         """Yields the results of data.transform for a row, or for a group's list of rows: rows, RowError or Dropped."""
         if self.transform is None or isinstance(row, RowError):
-            yield flat(row, listed(self.columns.get("label")))
+            yield flatten_annotation(row, as_list(self.columns.get("label")))
             return
         try:
             made = function(self.transform)(row)
@@ -117,7 +117,7 @@ class Preprocess:
             return
         for one in made:
             try:
-                found = f"{type(one).__name__} {show(one)}"
+                found = f"{type(one).__name__} {show_json(one)}"
                 if isinstance(one, dict):
                     yield json.loads(row_json(one))  # converts keys to text, and tuples to lists
                     continue
@@ -139,7 +139,7 @@ class Preprocess:
         elif has_pairs and {"first", "second"} <= row.keys():
             read = {"first_score", "second_score"}
             if read <= row.keys():
-                one, two = (score(row[name], name) for name in sorted(read))
+                one, two = (parse_score(row[name], name) for name in sorted(read))
                 meaning = "unlabeled"
                 if one is not None and two is not None:
                     meaning = "tie" if one == two else "first" if one > two else "second"
@@ -159,11 +159,11 @@ class Preprocess:
 
     def _note(self, label: Any, meaning: str, note_label: NoteLabel) -> None:
         """Passes the meaning of a label to `note_label`, and, for several annotators, whether they agree."""
-        label, column = unpacked_label(label), ", ".join(listed(self.columns.get("label", "label")))
+        label, column = unpacked_label(label), ", ".join(as_list(self.columns.get("label", "label")))
         word = "neither" if self.rule and self.rule.good and meaning == "tie" else meaning
         value = word if isinstance(label, list) else str(label).strip()[:40]
         note_label(column, word if value.lower() == word else f"{value} = {word}")
-        votes = [comparable(one) for one in listed(label) if not is_blank(one)]
+        votes = [normalize_label(one) for one in as_list(label) if not is_blank(one)]
         if len(votes) > 1:
             agreed = "unanimous" if votes.count(votes[0]) == len(votes) else "not unanimous"
             note_label(f"{column}, {len(votes)} annotators", agreed)

@@ -1,8 +1,8 @@
 """Reads the rows of Parquet and Arrow files, a few at a time, and converts their values to JSON values.
 
 Null fields of structs are removed, because Parquet and Arrow store missing fields as null. NaN, which pandas writes for a missing
-value, becomes null. Dates, bytes and decimals keep their Python types. messages.text rejects dates, bytes and decimals if the
-stage reads the column. Code in a file is never run.
+value, becomes null. Dates, bytes and decimals keep their Python types. messages.require_text rejects dates, bytes and decimals if
+the stage reads the column. Code in a file is never run.
 """
 
 import contextlib
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from pipeline.data.files import unreadable
+from pipeline.data.files import unreadable_file
 from pipeline.data.text_rows import Row, repeated_column
-from pipeline.data.values import RowError, decoded
+from pipeline.data.values import RowError, parse_json
 from pipeline.errors import in_brief
 from pipeline.system import storage
 
@@ -25,7 +25,7 @@ BUFFER = 1 << 20  # bytes buffered per column; without a buffer, pyarrow would r
 Piece = tuple[int, int, int]  # (first row, row after the last row or -1 for the end of the file, bytes)
 
 
-def pieces(path: str, format: str, size: int, chunk_bytes: int) -> list[Piece]:
+def split_table_file(path: str, format: str, size: int, chunk_bytes: int) -> list[Piece]:
     """Splits a file of `size` bytes into pieces for tasks. A damaged file may become a single piece.
 
     A piece consists of full Parquet row groups or Arrow record batches. All pieces except the last have at least `chunk_bytes`.
@@ -65,7 +65,7 @@ def table_rows(path: str, format: str, start: int, stop: int) -> Iterator[Row]:
                 at += size
     except _damage() as error:
         if isinstance(error, OSError) and (error.errno is not None or type(error) is not OSError):
-            raise unreadable(path, error) from error  # the disk or the network failed
+            raise unreadable_file(path, error) from error  # the disk or the network failed
         what = {"parquet": "a Parquet file", "arrow": "an Arrow file"}[format]
         found = f"{what} that is truncated or damaged here ({in_brief(error)})"
         lost = f"{stop - start - number:,} rows" if stop >= 0 else "all later rows"
@@ -139,7 +139,10 @@ def _rows(batch: Any) -> Iterator[Any]:
     texts = [name for name, type in columns if isinstance(type, pa.JsonType)]
     try:
         for row in batch.to_pylist(maps_as_pydicts="lossy"):
-            yield {name: decoded(value) if name in texts else tidy(value) for name, value in row.items()}
+            yield {
+                name: parse_json(value) if name in texts else without_nulls(value)
+                for name, value in row.items()
+            }
     except (
         ValueError,
         OverflowError,
@@ -157,12 +160,12 @@ def _rows(batch: Any) -> Iterator[Any]:
                 return
 
 
-def tidy(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """Removes null fields of structs from a value, and replaces NaN with null."""
     if isinstance(value, dict):
-        return {str(key): tidy(item) for key, item in value.items() if item is not None}
+        return {str(key): without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [tidy(item) for item in value]
+        return [without_nulls(item) for item in value]
     return None if isinstance(value, float) and value != value else value
 
 

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.data.chunks import Chunk, chunk_rows, locate
+from pipeline.data.chunks import FileChunk, chunk_rows, locate_errors
 from pipeline.data.counts import Counts
 from pipeline.data.encode import Encoder, Example
-from pipeline.data.formats import Kind, Record, digest, parse_row
+from pipeline.data.formats import Kind, Record, hash_text, parse_row
 from pipeline.data.values import Dropped, RowError
 from pipeline.system import storage
 
@@ -71,7 +71,7 @@ def _fetched(reference: Any) -> Any:
     return ray.get(reference)
 
 
-def hash_rows(chunk: Chunk, index: int) -> bytes:
+def hash_rows(chunk: FileChunk, index: int) -> bytes:
     """Returns an 8-byte hash of each row of a chunk."""
     return b"".join(row_hash(raw) for _, _, raw in chunk_rows(chunk))
 
@@ -81,7 +81,7 @@ def row_hash(raw: bytes) -> bytes:
 
 
 def tokenize_chunk(
-    chunk: Chunk,
+    chunk: FileChunk,
     index: int,
     tokenizer: Any,
     options: Options,
@@ -93,7 +93,7 @@ def tokenize_chunk(
     `repeated` has the positions of rows that data.deduplicate drops, as {number of a chunk: positions}.
     """
     left_out = set((repeated or {}).get(index, ()))
-    task = Task(chunk, index, encoder_of(tokenizer, options, chunk), options, folder)
+    task = ReadTask(chunk, index, encoder_of(tokenizer, options, chunk), options, folder)
     counts, kind = task.counts, task.encoder.kind
     batch: list[tuple[int, Read]] = []
     size = 0
@@ -118,11 +118,11 @@ def tokenize_chunk(
         counts.add(name, "rows", number=counts.parts[name][1])
     # Line numbers of errors require a count of the lines before the chunk, which is made once for all errors.
     if named := {id(error): error for error in (*counts.errors.values(), counts.unread) if error}:
-        locate([*named.values()], chunk)
+        locate_errors([*named.values()], chunk)
     return counts
 
 
-def encoder_of(tokenizer: Any, options: Options, chunk: Chunk | None = None) -> Encoder:
+def encoder_of(tokenizer: Any, options: Options, chunk: FileChunk | None = None) -> Encoder:
     return Encoder(
         tokenizer,
         options.kind_in(chunk.split, chunk.source) if chunk else options.kind,
@@ -142,10 +142,10 @@ def parse_or_error(row: Any, kind: Kind) -> Record | RowError:
         return error
 
 
-class Task:
+class ReadTask:
     """Writes the parts of one chunk, and counts its rows."""
 
-    def __init__(self, chunk: Chunk, index: int, encoder: Encoder, options: Options, folder: str):
+    def __init__(self, chunk: FileChunk, index: int, encoder: Encoder, options: Options, folder: str):
         self.chunk, self.index, self.encoder = chunk, index, encoder
         self.options, self.folder = options, folder
         self.counts = Counts(chunk)
@@ -210,7 +210,9 @@ class Task:
         for judge in record.judges:
             counts.add(name, "judges", judge)
         if name == "train" and len(counts.samples) < SAMPLES:
-            counts.samples.append(sample(self.encoder.tokenizer, example.columns, example.prompt_tokens))
+            counts.samples.append(
+                decode_sample(self.encoder.tokenizer, example.columns, example.prompt_tokens)
+            )
         if name not in self.writers:
             self.writers[name] = PartWriter(self.folder, f"{self.index:06d}-{name}", self.options)
         self.writers[name].add(example.columns)
@@ -225,7 +227,7 @@ class Task:
 
 def held_out(prompt: str, options: Any) -> bool:
     """Returns True if a row belongs to the eval split, because a hash of seed and prompt is below data.eval_fraction."""
-    return digest(f"{options.seed}:{prompt}") < options.eval_fraction * 2**64
+    return hash_text(f"{options.seed}:{prompt}") < options.eval_fraction * 2**64
 
 
 # ---- Arrow files of token rows ---------------------------------------------------------------------------------------
@@ -245,7 +247,7 @@ class PartWriter:
         self.rows: list[dict[str, Any]] = []
         self.tokens = self.count = 0
         fs, inner = storage.filesystem(storage.join(folder, self.name))
-        self.schema = schema(options)
+        self.schema = arrow_schema(options)
         self.stream = fs.open_output_stream(inner)
         self.writer = pa.ipc.new_file(self.stream, self.schema)  # uncompressed, for memory-mapping
 
@@ -258,7 +260,7 @@ class PartWriter:
     def write(self) -> None:
         import pyarrow as pa
 
-        rows = pack(self.rows, self.options.max_length) if self.options.packing else self.rows
+        rows = pack_rows(self.rows, self.options.max_length) if self.options.packing else self.rows
         self.writer.write_table(pa.Table.from_pylist(rows, schema=self.schema))
         self.count += len(rows)
         self.rows, self.tokens = [], 0
@@ -277,14 +279,14 @@ def columns_of(options: Options) -> tuple[str, ...]:
     return (*options.kind.columns, "seq_lengths") if options.packing else options.kind.columns
 
 
-def schema(options: Options) -> Any:
+def arrow_schema(options: Options) -> Any:
     import pyarrow as pa
 
     types = {"label": pa.bool_(), "margin": pa.float32(), "row": pa.string()}  # other columns have token ids
     return pa.schema([(name, types.get(name, pa.list_(pa.int32()))) for name in columns_of(options)])
 
 
-def pack(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+def pack_rows(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
     """Packs rows into bins of at most `size` tokens (best-fit decreasing). `seq_lengths` has the lengths of the rows in a bin."""
     free = defaultdict[int, list[list[dict[str, Any]]]](list)  # {number of free tokens: bins}
     bins: list[list[dict[str, Any]]] = []
@@ -310,7 +312,7 @@ def pack(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
 # ---- a token row as text --------------------------------------------------------------------------------------------
 
 
-def sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limit: int = 1200) -> str:
+def decode_sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limit: int = 1200) -> str:
     """Decodes a token row. Trained tokens, or both completions of a pair, are shown between ⟦ and ⟧.
 
     `prompt_tokens` is the length of the prompt that both completions of a pair share.
@@ -330,21 +332,21 @@ def sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limi
             so_far = decode(ids) if stop == len(ids) else begun(ids[:stop])
             piece, shown = so_far[shown:], max(shown, len(so_far))
             text += f"⟦{piece}⟧" if trained else piece
-        return clip(text, limit)
+        return clip_text(text, limit)
     if "input_ids" in columns:
-        return clip(decode(columns["input_ids"]), limit)
+        return clip_text(decode(columns["input_ids"]), limit)
     names = ("completion_ids", "chosen_ids", "rejected_ids")
     sides = [columns[name] for name in names if columns.get(name) is not None]
     before = columns.get("prompt_ids", [])
     head = begun((before + sides[0])[: len(before) or prompt_tokens])
     texts = [decode(before + side)[len(head) :] for side in sides]
     if len(texts) == 1:
-        return clip(f"{head}⟦{texts[0]}⟧", limit)
-    head, chosen, rejected = (clip(text, limit // 3) for text in (head, *texts))
+        return clip_text(f"{head}⟦{texts[0]}⟧", limit)
+    head, chosen, rejected = (clip_text(text, limit // 3) for text in (head, *texts))
     return f"{head}\n  chosen   ⟦{chosen}⟧\n  rejected ⟦{rejected}⟧"
 
 
-def clip(text: str, limit: int) -> str:
+def clip_text(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     half = limit // 2

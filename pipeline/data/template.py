@@ -11,9 +11,9 @@ import copy
 from collections.abc import Collection
 from typing import Any
 
-from pipeline.data.messages import THOUGHTS, Turns, check_last, text_after_thoughts, thoughts
-from pipeline.data.values import RowError, show
-from pipeline.errors import visible
+from pipeline.data.messages import THOUGHTS, Turns, check_last, text_after_thoughts, thoughts_of_turn
+from pipeline.data.values import RowError, show_json
+from pipeline.errors import escape_controls
 from pipeline.models.template import DATE, GENERATION
 
 BEGUN = 200  # maximum characters of a completion that may already be in the generation prompt
@@ -55,7 +55,7 @@ class ChatTemplate:
             )
         except Exception as error:  # a template is a program, which may raise any error
             roles = ", ".join(dict.fromkeys(turn["role"] for turn in turns))
-            reason = visible(f"{type(error).__name__}: {error}", lines=False)[:300]
+            reason = escape_controls(f"{type(error).__name__}: {error}", lines=False)[:300]
             expected = f"what the chat template accepts: {reason}"
             raise RowError("template", "messages", f"roles {roles}", expected) from None
 
@@ -80,23 +80,25 @@ class ChatTemplate:
         for index, turn in enumerate(turns):
             for call in turn.get("tool_calls", ()):
                 if "tool_calls" not in self.message_keys or call["function"]["name"] not in text:
-                    template = f"does not write the tool call of {show(call['function']['name'])}"
-                    raise unusable(index, template, "a template that writes tool calls")
+                    template = f"does not write the tool call of {show_json(call['function']['name'])}"
+                    raise unusable_message(index, template, "a template that writes tool calls")
         systems = [index for index, turn in enumerate(turns) if turn["role"] == "system"]
-        if left_out := [i for i in systems[1:] if not holds(text, turns[i]["content"].strip())]:
-            raise unusable(left_out[0], "omits this system prompt", "one system prompt")
+        if left_out := [i for i in systems[1:] if not contains_after(text, turns[i]["content"].strip())]:
+            raise unusable_message(left_out[0], "omits this system prompt", "one system prompt")
         content, role = turns[-1]["content"].strip(), turns[-1]["role"]
         reads = role == "assistant" and "thinking" in self.message_keys
-        if reads and not holds(text, thoughts(turns[-1]), start):
+        if reads and not contains_after(text, thoughts_of_turn(turns[-1]), start):
             template = "omits the thoughts of this turn, or writes them outside the completion"
-            raise unusable(len(turns) - 1, template, "a template that writes thoughts in the completion")
-        if holds(text, content, start):
+            raise unusable_message(
+                len(turns) - 1, template, "a template that writes thoughts in the completion"
+            )
+        if contains_after(text, content, start):
             return
         other = [*turns[:-1], {**turns[-1], "content": f"not {content} at all"}]
         if self.render(other, role != "assistant") == text:
             raise without_tokens("completion" if role == "assistant" else "prompt")
         if role in ("user", "assistant"):  # templates may reformat tool messages
-            raise distorted(len(turns) - 1, content)
+            raise distorted_message(len(turns) - 1, content)
 
     def spans(self, turns: Turns, first: int, untrained: Collection[int] = ()) -> tuple[str, list[Span]]:
         """Renders a conversation. Returns the text, and the spans of trained assistant turns, starting at message `first`."""
@@ -115,9 +117,9 @@ class ChatTemplate:
             content, text = turns[i]["content"].strip(), whole[slice(*spans[at])] if one_each else whole
             # The template may drop the thoughts of earlier completions.
             if i + 1 < len(turns) and not any(
-                holds(text, one) for one in (content, text_after_thoughts(content))
+                contains_after(text, one) for one in (content, text_after_thoughts(content))
             ):
-                raise distorted(i, content)
+                raise distorted_message(i, content)
         last = one_each and trained[-1] + 1 == len(turns)
         self.check_rendered(turns, whole, spans[-1][0] if last else 0)
         return whole, spans
@@ -165,7 +167,7 @@ class ChatTemplate:
         ):
             template = "renders other turns differently if the text of this turn changes"
             expected = "a template with {% generation %} around the completions, or another template"
-            raise unusable(i, template, expected)
+            raise unusable_message(i, template, expected)
         return len(prefix), stop
 
 
@@ -182,7 +184,7 @@ def names_in(template: str) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(node.name for node in tree.find_all(nodes.Name)), frozenset(keys)
 
 
-def holds(text: str, content: str, start: int = 0) -> bool:
+def contains_after(text: str, content: str, start: int = 0) -> bool:
     """Returns True if `text` contains `content` (ignoring white space), and this content ends after `start`.
 
     The content may begin before `start`, because some generation prompts end with the "<think>" of the completion.
@@ -198,20 +200,20 @@ def holds(text: str, content: str, start: int = 0) -> bool:
 # ---- what is wrong with a row and its template -----------------------------------------------------------------
 
 
-def unusable(index: int, template: str, expected: str) -> RowError:
+def unusable_message(index: int, template: str, expected: str) -> RowError:
     """Returns the error for message `index`, which the chat template cannot render."""
     found, expected = f"a chat template that {template}", f"{expected} (model.chat_template)"
     return RowError("template", f"messages[{index}]", found, expected)
 
 
 def not_behind_prompt(index: int, head: str) -> RowError:
-    template = f"ends a prompt with {show(head[-30:])}, but omits this text before the completion"
-    return unusable(index, template, "a completion that begins with this text, or another template")
+    template = f"ends a prompt with {show_json(head[-30:])}, but omits this text before the completion"
+    return unusable_message(index, template, "a completion that begins with this text, or another template")
 
 
-def distorted(index: int, content: str) -> RowError:
-    template = f"truncates or changes the text {show(content)}"
-    return unusable(index, template, "a template that writes the text unchanged")
+def distorted_message(index: int, content: str) -> RowError:
+    template = f"truncates or changes the text {show_json(content)}"
+    return unusable_message(index, template, "a template that writes the text unchanged")
 
 
 def without_tokens(part: str, name: str = "") -> RowError:

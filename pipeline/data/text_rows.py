@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeline.data.files import open_bytes
-from pipeline.data.values import RowError, fields_of, read_json, read_value, show, too_deep
+from pipeline.data.values import RowError, fields_of, read_json, read_value, show_json, too_deep
 
 BLOCK = 1 << 20  # bytes to read at a time
 ROW = 64 << 20  # maximum characters of a CSV field
@@ -58,10 +58,10 @@ def json_rows(stream: Any, start: int, stop: int) -> Iterator[Row]:
     while (at < stop or stop < 0) and (line := stream.readline()):
         at, number = at + len(line), number + 1
         if line := line.removeprefix(codecs.BOM_UTF8).strip():
-            yield number, decode(line), line
+            yield number, decode_line(line), line
 
 
-def decode(line: bytes) -> Any:
+def decode_line(line: bytes) -> Any:
     """Decodes the row in a line. Returns a RowError if the line is invalid."""
     try:
         return read_json(line.decode())
@@ -69,7 +69,7 @@ def decode(line: bytes) -> Any:
         found = f"byte 0x{line[error.start]:02x} at position {error.start + 1} of the line"
         return RowError("not_utf8", "", found, "UTF-8 text")
     except json.JSONDecodeError as error:
-        found = f"{show(error.doc[:40])} ({error.msg.removesuffix(' at')} at column {error.colno})"
+        found = f"{show_json(error.doc[:40])} ({error.msg.removesuffix(' at')} at column {error.colno})"
         return RowError("not_json", "", found, "one JSON object on each line, or one JSON array in the file")
     except RecursionError:
         return too_deep()
@@ -82,14 +82,14 @@ def array_rows(stream: Any) -> Iterator[Row]:
     """Yields the elements of a JSON array, up to the first invalid element."""
     number = 0
     try:
-        for number, (value, raw) in enumerate(elements(stream), 1):
+        for number, (value, raw) in enumerate(array_elements(stream), 1):
             yield number, value, raw
         return
     except UnicodeDecodeError as caught:
         error = RowError("not_utf8", "", f"byte 0x{caught.object[caught.start]:02x}", "UTF-8 text")
     except json.JSONDecodeError as caught:
         place = caught.doc[caught.pos :][:40]
-        found = f"{show(place) if place else 'the end of the file'} ({caught.msg.removesuffix(' at')})"
+        found = f"{show_json(place) if place else 'the end of the file'} ({caught.msg.removesuffix(' at')})"
         error = RowError("not_json", "", found, "one JSON array of objects, with a comma between them")
     except RecursionError:
         error = too_deep()
@@ -97,7 +97,7 @@ def array_rows(stream: Any) -> Iterator[Row]:
     yield number + 1, error, b""
 
 
-def elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
+def array_elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
     """Yields (value, bytes of the value) for each element. Raises JSONDecodeError, UnicodeDecodeError and RecursionError."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     text, at, block, final = "", 0, BLOCK, False
@@ -185,5 +185,5 @@ def repeated_column(names: list[str]) -> RowError | None:
     if len(names) == len(set(names)):
         return None
     twice = next(name for name in names if names.count(name) > 1)
-    found = f"two columns with the name {show(twice)}"
+    found = f"two columns with the name {show_json(twice)}"
     return RowError("repeated_key", "", found, "unique column names in the header")

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field
 from typing import Any, Literal
 
-from pipeline.errors import visible
+from pipeline.errors import escape_controls
 
 Reason = tuple[str, str, str]  # (kind, field without indices, expected)
 
@@ -40,11 +40,11 @@ class RowError(Exception):
         return self.kind, re.sub(r"\d+", "*", self.field), self.expected
 
     def where(self) -> str:
-        file = visible(self.file, lines=False)
+        file = escape_controls(self.file, lines=False)
         return f"{file}: element {self.line}" if self.unit == "element" else f"{file}:{self.line}"
 
     def __str__(self) -> str:
-        name = f"`{visible(self.field, lines=False)}`: " if self.field else ""
+        name = f"`{escape_controls(self.field, lines=False)}`: " if self.field else ""
         rest = f"; not read: {self.rest}" if self.rest else ""
         return f"{self.where()}: {name}found {self.found}; expected {self.expected}{rest}"
 
@@ -70,7 +70,7 @@ def check_values(value: Any, name: str = "") -> None:
             raise RowError("not_utf8", name, "half a surrogate pair (\\ud8..)", "Unicode text") from None
     elif isinstance(value, float | int):
         if not abs(value) <= sys.float_info.max:
-            raise RowError("not_finite", name, show(value), "a finite number")
+            raise RowError("not_finite", name, show_json(value), "a finite number")
     elif isinstance(value, list):
         for index, item in enumerate(value):
             check_values(item, f"{name}[{index}]")
@@ -87,7 +87,7 @@ read_json = _JSON.decode  # f(text) -> value; raises JSONDecodeError or Recursio
 read_value = _JSON.raw_decode  # (text, begin) -> (value, end); raises JSONDecodeError or RecursionError
 
 
-def decoded(value: Any) -> Any:
+def parse_json(value: Any) -> Any:
     """Parses a JSON text. Returns any other value unchanged."""
     if isinstance(value, str):
         try:
@@ -125,23 +125,23 @@ def too_deep() -> RowError:
 # ---- texts of errors -------------------------------------------------------------------------------------------
 
 
-def some(keys: Iterable[str]) -> list[str]:
+def some_keys(keys: Iterable[str]) -> list[str]:
     """Returns the keys with at most 60 characters among the first 50 keys, for a message."""
     return [key for key in itertools.islice(keys, 50) if len(key) <= 60]
 
 
 def fields_of(keys: Iterable[str]) -> str:
     """Returns the names of a row's first fields, for a message."""
-    return "fields " + visible(", ".join(some(keys)[:8]), lines=False) if keys else "no fields"
+    return "fields " + escape_controls(", ".join(some_keys(keys)[:8]), lines=False) if keys else "no fields"
 
 
-def nearest(name: str, keys: Iterable[str]) -> str:
+def suggest_key(name: str, keys: Iterable[str]) -> str:
     """Returns a question that suggests a key similar to `name`, or "" if no key is similar."""
-    close = difflib.get_close_matches(name, some(keys), 1)
-    return f" (is `{visible(close[0], lines=False)}` meant to be `{name}`?)" if close else ""
+    close = difflib.get_close_matches(name, some_keys(keys), 1)
+    return f" (is `{escape_controls(close[0], lines=False)}` meant to be `{name}`?)" if close else ""
 
 
-def setting(key: str, value: str) -> str:
+def how_to_set(key: str, value: str) -> str:
     """Returns a text that sets a key to `value`: a command-line override or, for an entry of a list, a line for the job file."""
     section, _, name = key.rpartition(".")
     if section != "data":
@@ -150,9 +150,9 @@ def setting(key: str, value: str) -> str:
     return f"{key}={quote}{value}{quote}"
 
 
-def show(value: Any) -> str:
+def show_json(value: Any) -> str:
     """Returns a value for an error message, as JSON of at most 60 characters with escaped control characters."""
-    shown = visible(
+    shown = escape_controls(
         json.dumps(value[:60] if isinstance(value, str) else value, ensure_ascii=False, default=str)
     )
     return shown if len(shown) <= 60 else shown[:57] + "..."

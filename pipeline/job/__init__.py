@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import InputError, about, show
+from pipeline.errors import InputError, blame_key, show_value
 from pipeline.job import schema
 from pipeline.job.gates import OPERATORS, parse_gate
 from pipeline.job.job import Collect, Data, Job, MLflow, Model, Run, Serve
@@ -66,7 +66,7 @@ def _check_file(path: Path, stage: str) -> None:
         return
     key, equals, value = str(path).partition("=")
     if equals:
-        ours = f"{schema.meant(key, stage) or key}={value}"
+        ours = f"{schema.meant_key(key, stage) or key}={value}"
         raise InputError(f"{path}: no job file; put a job file before the keys: jobs/own/{stage}.yaml {ours}")
     profile = next((one for one in (path, "jobs" / path, path.parent) if any(one.glob("*.yaml"))), None)
     if profile is None:
@@ -80,7 +80,7 @@ def job_of(tree: Tree, stage: str | None, path: str) -> Job:
     """Checks a parsed job file and returns its job. Raises InputError for the first mistake."""
     found = tree.data.get("stage")
     if found not in JOBS:
-        raise tree.error("stage", f"found {show(found)}, expected one of {', '.join(JOBS)}")
+        raise tree.error("stage", f"found {show_value(found)}, expected one of {', '.join(JOBS)}")
     if stage not in (None, found):
         meant = Path(path).with_name(f"{stage}.yaml")
         use = f"use {meant}" if meant.exists() else f"use python -m pipeline {found} {path}"
@@ -107,10 +107,10 @@ def job_of(tree: Tree, stage: str | None, path: str) -> Job:
 
 def split_revision(tree: Tree, model: Model) -> Model:
     """Splits `name_or_path: org/name@v1` into `name_or_path: org/name` and `revision: v1`."""
-    with about("model.name_or_path"):
-        name, revision = hub.split(model.name_or_path)
+    with blame_key("model.name_or_path"):
+        name, revision = hub.split_revision(model.name_or_path)
     if revision and model.revision not in (None, revision):
-        found = f"found {show(model.revision)}, but model.name_or_path names {show(revision)}; keep one"
+        found = f"found {show_value(model.revision)}, but model.name_or_path names {show_value(revision)}; keep one"
         raise tree.error("model.revision", found)
     return replace(model, name_or_path=name, revision=revision or model.revision)
 
@@ -120,13 +120,13 @@ def _check_top(tree: Tree, stage: str) -> None:
     known = schema.keys(schema.class_of("job", stage))
     for key, value in tree.data.items():
         if key not in known:
-            meant = schema.meant(key, stage)
-            hint = f"did you mean {meant}?" if meant else schema.nearest(key, known)
+            meant = schema.meant_key(key, stage)
+            hint = f"did you mean {meant}?" if meant else schema.suggest_known_key(key, known)
             raise tree.error(key, f"unknown section; {hint}")
         if key in INPUTS:
             if key not in STAGE_SPECS[stage].inputs:
                 raise tree.error(key, f"`{stage}` takes no {key}; remove it")
-            if problem := schema.problem(value, known[key]):
+            if problem := schema.find_mismatch(value, known[key]):
                 raise tree.error(key, problem)
     for name, needed in STAGE_SPECS[stage].inputs.items():
         if needed and not tree.data.get(name):
@@ -143,7 +143,7 @@ def _section(tree: Tree, section: str) -> dict[str, Any]:
         """Returns advice about an unknown key, such as a similar key or the same key in another section."""
         if f"{section}.{key}" == "trainer.max_steps" and stage == "ppo":
             return "the length of a ppo run is trainer.total_episodes = updates * trainer.batch_size"
-        meant = schema.meant(f"{section}.{key}", stage)
+        meant = schema.meant_key(f"{section}.{key}", stage)
         return f"did you mean {meant}?" if meant else f"`rlhf help {section}` lists the keys"
 
-    return schema.checked(tree, section, known, hint)
+    return schema.check_section(tree, section, known, hint)

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
-from pipeline.errors import short, show
+from pipeline.errors import shorten, show_value
 from pipeline.job.stages import STAGE_SPECS
 from pipeline.metrics import METRICS, SPEED, Metric, find_metric
 
@@ -40,7 +40,7 @@ def parse_gate(rule: Any) -> tuple[str, float | None]:
     threshold = None if match is None or match[2] == "champion" else float(match[2])
     if match is None or not math.isfinite(threshold or 0.0):
         says = 'expected a comparison in quotes, with >= <= > or <: ">= 0.95" or ">= champion"'
-        raise ValueError(f"found {show(rule)}, {says}")
+        raise ValueError(f"found {show_value(rule)}, {says}")
     return match[1], threshold
 
 
@@ -95,7 +95,7 @@ class Measurable:
         """Returns an error message about a metric that is not in `known`."""
         near = get_close_matches(metric, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(list(known)[:40])}"
-        return f"`{self.stage}` has no such metric ({short(metric)}); {hint}"
+        return f"`{self.stage}` has no such metric ({shorten(metric)}); {hint}"
 
     def why_not_compared(self, metric: str | None, greater_is_better: bool | None) -> str | None:
         """Returns why run.metric_for_best_model cannot compare evaluations, or None if the metric is suitable or not set."""

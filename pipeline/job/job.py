@@ -439,7 +439,7 @@ class Job:
         """Returns (reference, weight) for each reward."""
         items = self.reward if isinstance(self.reward, list) else [self.reward] if self.reward else []
         return [
-            (name_of(item), float(item.get("weight", 1.0)) if isinstance(item, dict) else 1.0)
+            (reference_of(item), float(item.get("weight", 1.0)) if isinstance(item, dict) else 1.0)
             for item in items
         ]
 
@@ -452,7 +452,7 @@ class Job:
     def inputs(self) -> dict[str, str]:
         """Returns {policy, baseline, judge, reward.0, ...: reference} for all models, judges and Python rewards in the job."""
         given = {"policy": next(iter(self.policies), None)}
-        given |= {key: name_of(getattr(self, key)) for key in INPUTS if key not in ("policy", "reward")}
+        given |= {key: reference_of(getattr(self, key)) for key in INPUTS if key not in ("policy", "reward")}
         given |= {f"reward.{index}": name for index, (name, _) in enumerate(self.rewards)}
         return {key: name for key, name in given.items() if name} | self.serve.inputs
 
@@ -492,7 +492,7 @@ class Job:
         return {key: value for key, value in asdict(self).items() if key != "overridden"}
 
 
-def name_of(item: Any) -> Any:
+def reference_of(item: Any) -> Any:
     """Returns the name or URI of a reward or judge as text. `{judge: FILE}` becomes judge:FILE (pipeline/input_uri.py)."""
     if not isinstance(item, dict):
         return item

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le
 
-from pipeline.errors import InputError, show
+from pipeline.errors import InputError, show_value
 from pipeline.job import schema
 from pipeline.job.ranges import Rows, Seconds, Weight
 from pipeline.job.yaml_tree import Tree, read_tree
@@ -156,7 +156,7 @@ class Definition:
         return (sent * prices[0] + answered * prices[1]) / 1e6
 
 
-def plain(text: str) -> str:
+def normalize_answer(text: str) -> str:
     """Normalizes a text for comparisons. Removes Markdown, quotes, and dots at the ends of lines, and ignores case."""
     # NFKC converts full-width characters and non-breaking spaces to ordinary characters
     lines = MARKS.sub("", unicodedata.normalize("NFKC", text)).casefold().splitlines()
@@ -166,7 +166,7 @@ def plain(text: str) -> str:
 def read_definition(path: str) -> Definition:
     """Reads and checks a judge's file. Raises InputError with the line if the file is invalid."""
     tree = read_tree(path, [])
-    for key, problem in schema.wrong(tree.data, schema.keys(CLASS)):
+    for key, problem in schema.wrong_keys(tree.data, schema.keys(CLASS)):
         raise tree.error(key, problem)
     found = Definition(**tree.data)
     for key, problem in _problems(found):
@@ -181,13 +181,13 @@ def _problems(given: Definition) -> list[tuple[str, str]]:
     parts = urlsplit(given.endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         expected = "expected http:// or https://, for example http://127.0.0.1:8000/v1"
-        problems.append(("endpoint", f"found {show(given.endpoint)}, {expected}"))
+        problems.append(("endpoint", f"found {show_value(given.endpoint)}, {expected}"))
     elif parts.scheme == "http" and given.api_key_variable and not _is_loopback(parts.hostname):
         problems.append(("endpoint", "found http:// with a key, which others could read; use https://"))
-    words = sorted(map(plain, given.words))
+    words = sorted(map(normalize_answer, given.words))
     if len(words) != 2 or words[1].startswith(words[0]):
         expected = "two different words, neither of which begins with the other"
-        problems.append(("words", f"found {show(given.words)}, expected {expected}"))
+        problems.append(("words", f"found {show_value(given.words)}, expected {expected}"))
     if given.low == given.high:
         problems.append(("high", f"found {given.high:g}, which is also `low`; expected another number"))
     shown = {*PLACEHOLDER.findall(given.asks)}
@@ -220,8 +220,10 @@ def _check_criteria(tree: Tree, given: Definition) -> None:
         name, choices, weight = one.get("name"), one.get("choices"), one.get("weight", 1)
         texts = [str(choice) for choice in choices] if isinstance(choices, list) else []
         has_keys = isinstance(one.get("text"), str) and not set(one) - {"name", "text", "choices", "weight"}
-        has_name = isinstance(name, str) and "\n" not in name and plain(name) not in {"", *names}
-        differ = len({*map(plain, texts)} - {""}) == len(texts) > 1 and not re.search("[,\n]", "".join(texts))
+        has_name = isinstance(name, str) and "\n" not in name and normalize_answer(name) not in {"", *names}
+        differ = len({*map(normalize_answer, texts)} - {""}) == len(texts) > 1 and not re.search(
+            "[,\n]", "".join(texts)
+        )
         also = "; case, Markdown, quotes and a final dot are ignored"
         for is_right, expected in (
             (has_keys, "{name: NAME, text: TEXT, choices: [WORST, ..., BEST]}, and perhaps a weight"),
@@ -230,8 +232,8 @@ def _check_criteria(tree: Tree, given: Definition) -> None:
             (type(weight) in (int, float) and 0 < weight < math.inf, "a weight above 0"),
         ):
             if not is_right:
-                raise tree.error("criteria", f"{index}: found {show(one)}, expected {expected}")
-        names.add(plain(str(name)))
+                raise tree.error("criteria", f"{index}: found {show_value(one)}, expected {expected}")
+        names.add(normalize_answer(str(name)))
 
 
 def at_version(source: str) -> tuple[str, str]:

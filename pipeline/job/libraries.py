@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from pipeline.errors import InputError, show, visible
+from pipeline.errors import InputError, escape_controls, show_value
 from pipeline.job.job import Job
 from pipeline.system import console
 
@@ -60,10 +60,10 @@ def find_rejection(
     accepts the section without this key."""
     if (error := _error_of(make, values)) is None:
         return None
-    reason = f"{owner} says: {visible(' '.join(str(error).split())[:500])}"
+    reason = f"{owner} says: {escape_controls(' '.join(str(error).split())[:500])}"
     for key in values:
         if _error_of(make, {k: v for k, v in values.items() if k != key}) is None:
-            return f"{section}.{key}: found {show(values[key])}; {reason}"
+            return f"{section}.{key}: found {show_value(values[key])}; {reason}"
     return f"{section}: {reason}"
 
 

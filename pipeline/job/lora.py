@@ -21,14 +21,14 @@ def ignored_by_vllm(given: dict[str, Any]) -> str | None:
 
 def is_named(given: Any, module: str) -> bool:
     """Returns True if a module matches a list of names or a pattern."""
-    return any(matches(name, given, module) for name in listed(given))
+    return any(matches_module(name, given, module) for name in listed_modules(given))
 
 
-def listed(given: Any) -> list[Any]:
+def listed_modules(given: Any) -> list[Any]:
     return [given] if isinstance(given, (str, int)) else list(given or ())
 
 
-def matches(name: str, given: Any, module: str) -> bool:
+def matches_module(name: str, given: Any, module: str) -> bool:
     """Returns True if the entry `name` of a setting `given` includes a module, by peft's rules.
 
     An entry of a list matches the end of the module's name. Any other setting is a pattern.

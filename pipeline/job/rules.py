@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline import input_uri
-from pipeline.errors import InputError, short, show
+from pipeline.errors import InputError, shorten, show_value
 from pipeline.input_uri import InputURI
 from pipeline.job import schema
 from pipeline.job.gates import HELD_OUT_ROWS, Measurable, parse_gate
@@ -116,7 +116,7 @@ def find_problems(job: Job) -> Problems:
         for label, value in (job.value(f"{section}.label_selector") or {}).items():
             if " " in value:  # Ray 2.60 does not strip spaces from labels
                 fixed = value.replace(" ", "")
-                yield f"{section}.label_selector.{label}", f"found {show(value)}, expected {fixed}"
+                yield f"{section}.label_selector.{label}", f"found {show_value(value)}, expected {fixed}"
     yield from _mapping_problems(job.reward, job.judge)
     references = transforms_of(data) | {job.key_of(name): source for name, source in job.inputs.items()}
     references |= {f"policy.{index}": name for index, name in enumerate(job.policies)}
@@ -125,11 +125,11 @@ def find_problems(job: Job) -> Problems:
         yield from _best_problems(job.run, job.measurable, job.evaluates, spec.trl)
     # If the command line removes the held-out rows that the job file's gate needs, the run is allowed, but moves no alias.
     removed = {"data.eval", "data.eval_fraction"} & {*job.overridden}
-    needs_rows = {one for one in job.gate if not removed or f"gate.{short(one)}" in job.overridden}
+    needs_rows = {one for one in job.gate if not removed or f"gate.{shorten(one)}" in job.overridden}
     yield from _gate_problems(job.gate, job.measurable, needs_rows if spec.learns else set())
     tested = job.inputs.get("policy") or job.reward
     if job.gate and not spec.learns and not InputURI.parse(str(tested)).is_registered:
-        yield "gate", f"found a gate, but {show(tested)} is not a registered version; remove the gate"
+        yield "gate", f"found a gate, but {show_value(tested)} is not a registered version; remove the gate"
 
 
 # ---------------------------------------------------------------- rules of stages and sections
@@ -152,7 +152,7 @@ def _trl_problems(
     for what in ("eval", "save", "logging"):
         if f"{what}_steps" in trainer and trainer.get(f"{what}_strategy") == "epoch":
             counts = f"which has an effect only with trainer.{what}_strategy=steps; the job sets epoch"
-            yield f"trainer.{what}_steps", f"found {show(trainer[f'{what}_steps'])}, {counts}"
+            yield f"trainer.{what}_steps", f"found {show_value(trainer[f'{what}_steps'])}, {counts}"
     if batch_size is None and workers[0] < workers[1]:
         why = "with elastic scaling.num_workers, this key keeps the global batch size fixed"
         yield "data.batch_size", f"missing; {why}, for example 64"
@@ -171,7 +171,7 @@ def _ppo_problems(args: Any, reward: Any, teacher: str | None, workers: int) -> 
     if not teacher and (args.teacher_coef or alone):
         yield "teacher", "missing; the job learns from a teacher: models:/NAME@ALIAS, a folder, or base"
     if teacher and not args.teacher_coef:
-        found = f"found {show(args.teacher_coef)}, with which the teacher has no effect"
+        found = f"found {show_value(args.teacher_coef)}, with which the teacher has no effect"
         advice = "set the weight of its advantage, e.g. trainer.teacher_coef=1.0"
         yield "trainer.teacher_coef", f"{found}; {advice}"
     if args.batch_size // args.num_generations < workers:
@@ -209,15 +209,15 @@ def _name_problems(run: Run, mlflow: MLflow) -> Problems:
         expected = "at most 200 letters, digits, `.`, `_` and `-` for a new folder in run.storage_path"
         yield (
             "run.name",
-            f"found {show(run.name)}, expected {expected}, which has {', '.join(RESERVED)} already",
+            f"found {show_value(run.name)}, expected {expected}, which has {', '.join(RESERVED)} already",
         )
     if not re.fullmatch(input_uri.NAME, mlflow.registered_model or "none"):
         expected = "letters, digits, spaces and `. _ - + ( )`, for example rlhf-sft"
-        yield "mlflow.registered_model", f"found {show(mlflow.registered_model)}, expected {expected}"
+        yield "mlflow.registered_model", f"found {show_value(mlflow.registered_model)}, expected {expected}"
     if not re.fullmatch(r"(?!(?i:latest|v\d+)$)[\w-]{1,255}", mlflow.alias):
         expected = "letters, digits, `_` and `-`, for example champion"
         reserved = "`latest` and `v1` are reserved by MLflow"
-        yield "mlflow.alias", f"found {show(mlflow.alias)}, expected {expected}; {reserved}"
+        yield "mlflow.alias", f"found {show_value(mlflow.alias)}, expected {expected}; {reserved}"
 
 
 def _serve_problems(serve: Serve, storage_path: str, uses_vllm: bool) -> Problems:
@@ -241,13 +241,13 @@ def _export_problems(policies: list[str], reward: Any, repository: str | None) -
     """Yields inputs of an export job that are not adapters, and a Hub repository that is invalid or would get two models."""
     if "base" in policies or not (policies or reward):
         needs = "`export` needs an adapter: policy=models:/rlhf-ppo@champion, its folder, or a reward"
-        yield "policy", f"found {show(policies[0] if policies else None)}; {needs}"
+        yield "policy", f"found {show_value(policies[0] if policies else None)}; {needs}"
     if isinstance(reward, (dict, list)) or InputURI.parse(reward).is_function:
         expected = "one reward adapter: models:/rlhf-rm@champion, or its folder"
-        yield "reward", f"found {show(reward)}, expected {expected}"
+        yield "reward", f"found {show_value(reward)}, expected {expected}"
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository or "owner/name"):
         expected = "OWNER/NAME: a user or an organization, and a name"
-        yield "trainer.hub_model_id", f"found {show(repository)}, expected {expected}"
+        yield "trainer.hub_model_id", f"found {show_value(repository)}, expected {expected}"
     if policies and reward and repository:
         advice = "set reward=null or policy=null"
         yield "trainer.hub_model_id", f"{repository} can contain only one model; {advice}"
@@ -263,7 +263,7 @@ def _source_problems(data: Data, learns: bool) -> Problems:
     for name in SPLITS:
         spec = getattr(data, name)
         for index, item in enumerate(spec if isinstance(spec, list) else []):
-            for key, problem in schema.wrong(item, known) if isinstance(item, dict) else ():
+            for key, problem in schema.wrong_keys(item, known) if isinstance(item, dict) else ():
                 yield f"data.{name}.{index}.{key}", problem
     for name in SPLITS:
         sources = zip(sources_of(getattr(data, name)), sources_with_defaults(data, name), strict=True)
@@ -272,12 +272,12 @@ def _source_problems(data: Data, learns: bool) -> Problems:
             keys = {key: f"data.{name}.{index}.{key}" if key in own else f"data.{key}" for key in known}
             if full.label is not None and full.label.keys() not in LABELS:
                 forms = "{first: VALUE, second: VALUE} and perhaps tie: VALUE, or {good: VALUE, bad: VALUE} for ratings"
-                yield keys["label"], f"found {show(full.label)}, expected {forms}"
+                yield keys["label"], f"found {show_value(full.label)}, expected {forms}"
             if full.group_by and not full.transform:
-                found = f"found {show(full.group_by)}; only a transform can read several rows at once"
+                found = f"found {show_value(full.group_by)}; only a transform can read several rows at once"
                 yield keys["group_by"], f"{found}; also set transform: python:MODULE:FUNCTION"
             if source.revision and (not source.path.startswith(HUB) or "@" in source.path):
-                found = f"found {show(source.revision)} for {show(source.path)}"
+                found = f"found {show_value(source.revision)} for {show_value(source.path)}"
                 expected = f"only a dataset on the Hub ({HUB}NAME) has a revision; set the revision once"
                 yield keys["revision"], f"{found}; {expected}"
             if source.weight is not None and (name != "train" or not learns):
@@ -316,10 +316,10 @@ def _mapping_problems(reward: Any, judge: Any) -> Problems:
     for item in several:
         if isinstance(item, dict) and not _names_input(item, ({"reward"}, {"judge"}), weighted=True):
             expected = "{reward: NAME, weight: NUMBER} or {judge: FILE, weight: NUMBER}"
-            yield f"reward.{several.index(item)}", f"found {show(item)}, expected {expected}"
+            yield f"reward.{several.index(item)}", f"found {show_value(item)}, expected {expected}"
     for key, item in {"reward": reward, "judge": judge}.items():
         if isinstance(item, dict) and not _names_input(item, ({"judge"},), weighted=False):
-            yield key, f"found {show(item)}, expected {{judge: FILE}}"
+            yield key, f"found {show_value(item)}, expected {{judge: FILE}}"
 
 
 def _names_input(item: dict[str, Any], kinds: tuple[Any, ...], weighted: bool) -> bool:
@@ -347,7 +347,7 @@ def _reference_problems(names: Mapping[str, str]) -> Problems:
             expected = f"python:{name} for a Python function"
         else:
             continue
-        yield key, f"found {show(name)}, expected {expected}"
+        yield key, f"found {show_value(name)}, expected {expected}"
 
 
 # ---------------------------------------------------------------- evaluations and gates
@@ -359,14 +359,14 @@ def _best_problems(run: Run, measurable: Measurable, evaluates: bool, trl: bool)
             for key in ("load_best_model_at_end", "early_stopping_patience", "stop_if")
             if getattr(run, key)
         )
-        found = f"found {show(getattr(run, key))}, but there are no evaluations to compare"
+        found = f"found {show_value(getattr(run, key))}, but there are no evaluations to compare"
         wanted = "trainer.eval_strategy=epoch" if trl else "trainer.eval_steps=10"
         advice = f"set data.eval or data.eval_fraction, and {wanted}, or remove this key"
         yield f"run.{key}", f"{found}; {advice}"
     if problem := measurable.why_not_compared(run.metric_for_best_model, run.greater_is_better):
         yield "run.metric_for_best_model", problem
     for metric, rule in run.stop_if.items():
-        key = f"run.stop_if.{short(metric)}"
+        key = f"run.stop_if.{shorten(metric)}"
         yield from _condition_problems(key, metric, rule, measurable, measurable.compared)
         if lacking := measurable.compared.get(metric):
             yield key, f"{metric} needs {lacking}, which the job does not have"
@@ -375,7 +375,7 @@ def _best_problems(run: Run, measurable: Measurable, evaluates: bool, trl: bool)
 def _gate_problems(gate: dict[str, str], measurable: Measurable, needs_rows: set[str]) -> Problems:
     """Yields invalid conditions of a gate. `needs_rows` lists the metrics that require held-out rows."""
     for metric, rule in gate.items():
-        key = f"gate.{short(metric)}"
+        key = f"gate.{shorten(metric)}"
         yield from _condition_problems(key, metric, rule, measurable, measurable.lacks)
         if metric in needs_rows and measurable.lacks.get(metric) == HELD_OUT_ROWS:
             yield key, f"needs {HELD_OUT_ROWS}; set data.eval_fraction=0.1, or gate={{}}"
@@ -391,7 +391,7 @@ def _condition_problems(
         return
     if relative and not (key.startswith("gate.") and metric.startswith("eval_")):
         only = "only gates on eval_... metrics can use the champion; set a number"
-        yield key, f"found {show(rule)}; {only}"
+        yield key, f"found {show_value(rule)}; {only}"
     if metric not in known and not measurable.is_open(metric):
         yield key, measurable.unknown(metric, known)
 
@@ -421,7 +421,7 @@ def find_warnings(job: Job) -> Iterator[str]:
         yield f"lora.lora_dropout changes nothing: {why}; set lora.lora_dropout=0{keep}"
     if "data.train" in job.overridden and "data.eval" not in job.overridden and job.data.eval:
         yield (
-            f"data.train comes from the command line, but data.eval is still {show(job.data.eval)} from the job file, so the run "
+            f"data.train comes from the command line, but data.eval is still {show_value(job.data.eval)} from the job file, so the run "
             "is evaluated on these rows. To hold out 10 % of data.train instead, set data.eval=null data.eval_fraction=0.1"
         )
 

@@ -22,7 +22,7 @@ from transformers.trainer_utils import IntervalStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
 from pipeline.job.ranges import Count, Factor, Fraction, Norm, Rate, Rows, Seed, Share, Weight
-from pipeline.job.schema import FILE, SECTIONS, class_of, document
+from pipeline.job.schema import FILE, SECTIONS, class_of, schema_document
 from pipeline.job.stages import STAGE_SPECS
 
 JOB = class_of("job", "")
@@ -189,7 +189,7 @@ LIBRARIES: dict[str, tuple[str, type]] = {
 }
 
 
-def text() -> str:
+def schema_text() -> str:
     """Returns the content of schema.json. Each key has one line."""
     classes = dict.fromkeys(class_of(section, stage) for stage in STAGE_SPECS for section in SECTIONS)
     made = {dotted: of_class(dotted) for dotted in (*classes, *OTHERS)}
@@ -277,7 +277,7 @@ def _of_library(cls: type) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    FILE.write_text(text(), encoding="utf-8")
-    print(f"wrote {FILE}: {len(document()['$defs'])} classes")
+    FILE.write_text(schema_text(), encoding="utf-8")
+    print(f"wrote {FILE}: {len(schema_document()['$defs'])} classes")
     if (page := FILE.parents[2] / "docs/reference.py").exists():  # generates docs/configuration.md
         runpy.run_path(str(page), run_name="__main__")

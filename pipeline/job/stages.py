@@ -231,13 +231,13 @@ STAGE_SPECS: dict[str, StageSpec] = {
 TRAINED = tuple(name for name, spec in STAGE_SPECS.items() if spec.learns)
 
 
-def headline(stage: str, measured: Mapping[str, float]) -> list[metrics.Metric]:
+def headline_metrics(stage: str, measured: Mapping[str, float]) -> list[metrics.Metric]:
     """Returns the metrics in a stage's summary that are in `measured`."""
     found = (metrics.find_metric(name, stage) for name in STAGE_SPECS[stage].headline if name in measured)
     return [one for one in found if one]
 
 
-def rows_of(stage: str) -> str | None:
+def row_kind_of(stage: str) -> str | None:
     """Returns the kind of rows that a stage reads, or None if `stage` reads no rows or is not a stage."""
     return STAGE_SPECS[stage].rows if stage in STAGE_SPECS else None
 

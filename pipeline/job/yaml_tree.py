@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.errors import InputError, in_brief, short, show, visible
+from pipeline.errors import InputError, escape_controls, in_brief, shorten, show_value
 from pipeline.system.credentials import SECRET, has_credentials
 
 MAX_VALUES = 100_000  # maximum values in a job file; an alias counts as all of its values
@@ -64,7 +64,7 @@ class Tree:
         """Returns a section as a dict, or {} if the section is missing. Raises InputError if the section is not a mapping."""
         value = self.data.get(name)
         if value is not None and not isinstance(value, dict):
-            raise self.error(name, f"found {show(value)}, expected a mapping of keys to values")
+            raise self.error(name, f"found {show_value(value)}, expected a mapping of keys to values")
         return dict(value or {})
 
 
@@ -72,13 +72,13 @@ def read_tree(path: str | Path, overrides: list[str]) -> Tree:
     """Reads the job file at `path` and applies `section.key=value` overrides. Raises InputError with the file and line."""
     tree = _extended(_tree(Path(path)), Path(path).parent)
     for text in overrides:
-        override(tree, text)
+        apply_override(tree, text)
     _check_values(tree, tree.data)
     return tree
 
 
 def _tree(path: Path) -> Tree:
-    tree = Tree(visible(str(path), lines=False))
+    tree = Tree(escape_controls(str(path), lines=False))
     if path.exists() and not path.is_file():
         raise InputError(f"{tree.source}: is a pipe, a device or a folder; use a job file")
     try:
@@ -104,11 +104,15 @@ def _extended(tree: Tree, folder: Path) -> Tree:
     names = tree.data.pop("extends", None) or []
     names = names if isinstance(names, list) else [names]
     if not all(isinstance(name, str) for name in names):
-        raise tree.error("extends", f"found {show(names)}, expected job files, for example ../own/rm.yaml")
+        raise tree.error(
+            "extends", f"found {show_value(names)}, expected job files, for example ../own/rm.yaml"
+        )
     below = Tree(tree.source)
     for name, one in [*((name, _tree(folder / name)) for name in names), ("", tree)]:
         if "extends" in one.data:
-            raise tree.error("extends", f"found {show(name)}, which extends a job; extend that job instead")
+            raise tree.error(
+                "extends", f"found {show_value(name)}, which extends a job; extend that job instead"
+            )
         for section, value in one.data.items():
             before = below.data.get(section)
             if isinstance(before, dict) and isinstance(value, dict) and value:
@@ -171,22 +175,22 @@ def _record_lines(node: yaml.Node, key: str, name: str, where: dict[str, str], l
         _record_lines(value, full, name, where, left)
 
 
-def override(tree: Tree, text: str) -> None:
+def apply_override(tree: Tree, text: str) -> None:
     """Applies an override `section.key=value`. The value is YAML, except in `gate`, because `>` starts a block in YAML."""
     key, equals, value = text.partition("=")
     if SECRET.search(text) or has_credentials(text):
         raise InputError(f"command line: {NO_SECRETS}")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.[^.\s]+)*", key):
         expected = "expected section.key=value, for example trainer.learning_rate=1e-4"
-        raise InputError(f"command line: {short(text)}: {expected}")
+        raise InputError(f"command line: {shorten(text)}: {expected}")
     if re.match(r"(\w+\.)?gate\.", key) and value not in ("", "null"):
         parsed: Any = value.strip("'\"")
     else:
         try:
             parsed = _parse(value, "command line", {}) if value.strip() else None
         except InputError as error:
-            quoted = f'{short(key)}="{short(value)}"'
-            raise InputError(f"{error} in {show(text)}; put the value in quotes: '{quoted}'") from None
+            quoted = f'{shorten(key)}="{shorten(value)}"'
+            raise InputError(f"{error} in {show_value(text)}; put the value in quotes: '{quoted}'") from None
     *sections, last = key.split(".")
     node = tree.data
     for part in sections:
@@ -194,7 +198,7 @@ def override(tree: Tree, text: str) -> None:
             node[part] = {}
         node = node[part]
         if not isinstance(node, dict):
-            raise InputError(f"command line: {short(key)}: {part} is {show(node)}, which has no keys")
+            raise InputError(f"command line: {shorten(key)}: {part} is {show_value(node)}, which has no keys")
     node[last] = parsed
     tree.where = {name: at for name, at in tree.where.items() if not name.startswith(f"{key}.")}
     tree.where[key] = "command line"

@@ -69,7 +69,7 @@ def write_adapter(folder: str | Path, config: Any, tensors: dict[str, Any]) -> d
     # When peft loads the adapter, the saved tensors replace the initial values, so this function saves peft's default
     # initialization.
     config.inference_mode, config.init_lora_weights = True, True
-    modules = ranks({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    modules = ranks_of_modules({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for pattern in ("rank_pattern", "alpha_pattern"):
         # peft applies the first pattern that matches a module, but sorts the patterns when it saves them.
         given = getattr(config, pattern) or {}
@@ -118,7 +118,7 @@ def read_shapes(folder: str | Path) -> Shapes:
     return shapes_in(path, FIX)
 
 
-def ranks(found: Shapes) -> dict[str, int]:
+def ranks_of_modules(found: Shapes) -> dict[str, int]:
     """Returns {module: rank} for the LoRA matrices of an adapter."""
     parts = ((key.removeprefix(PREFIX).partition(".lora_"), shape) for key, shape in found.items())
     return {module: shape[0] for (module, _, part), shape in parts if part in MATRIX_A}
@@ -135,7 +135,11 @@ def exact_settings(folder: str | Path) -> dict[str, Any]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    path, given, rank_of = Path(folder) / SETTINGS, read_settings(folder), ranks(read_shapes(folder))
+    path, given, rank_of = (
+        Path(folder) / SETTINGS,
+        read_settings(folder),
+        ranks_of_modules(read_shapes(folder)),
+    )
     if not rank_of:
         raise InputError(f"{Path(folder) / TENSORS}: contains no LoRA tensors; {FIX}")
     modules = pa.array(rank_of, pa.string())
@@ -169,9 +173,9 @@ def exact_settings(folder: str | Path) -> dict[str, Any]:
     return exact
 
 
-def largest_rank(folder: str | Path) -> int:
+def largest_rank_in_folder(folder: str | Path) -> int:
     """Returns the largest rank of an adapter's matrices."""
-    return max(ranks(read_shapes(folder)).values())
+    return max(ranks_of_modules(read_shapes(folder)).values())
 
 
 def describe_adapter(folder: str | Path) -> dict[str, Any]:

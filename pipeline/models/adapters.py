@@ -40,8 +40,8 @@ from pipeline.models import adapter_files
 from pipeline.models.adapter_files import HEAD, is_head
 from pipeline.models.base import freeze
 from pipeline.models.logprobs import per_action
-from pipeline.models.lora import FusedLinear, MixedBatch, fuse
-from pipeline.models.packing import Batch, alone, packed
+from pipeline.models.lora import FusedLinear, MixedBatch, fuse_lora_layers
+from pipeline.models.packing import Batch, pack_alone, pack_together
 from pipeline.models.precision import linear_fp32
 from pipeline.models.tokenizer import eos_ids
 from pipeline.system.hub import SETTINGS, TENSORS
@@ -155,9 +155,9 @@ class SharedBase(nn.Module):
         config.lora_dropout = 0.0  # with dropout, PPO's first ratio would not be 1, nor its first KL 0
         config.modules_to_save, config.inference_mode = None, False
         self.configs[role], self._stored[role] = config, role
-        with unchanged(self.base):
+        with base_unchanged(self.base):
             inject_adapter_in_model(config, self.base, role)
-        fuse(self.base)
+        fuse_lora_layers(self.base)
         for handle in self._mixing:  # `use_each` adds hooks to all layers later, including the new layers
             handle.remove()
         self._mixing = []
@@ -410,12 +410,12 @@ class SharedBase(nn.Module):
         two = torch.full((2,), 2, device=self.device)
         with torch.no_grad():
             try:
-                together = self.states(None, packed(ids, two, two, 2, [[0, 1]]))
+                together = self.states(None, pack_together(ids, two, two, 2, [[0, 1]]))
             except torch.OutOfMemoryError:
                 raise
             except (TypeError, ValueError, RuntimeError):  # the base rejects the mask or the position ids
                 return False
-            apart = self.states(None, alone(ids, two, two, 2))
+            apart = self.states(None, pack_alone(ids, two, two, 2))
         rounding = 1e-5 if self.autocast is None and self.base.dtype == torch.float32 else 3e-2
         return bool(((together - apart).norm(dim=-1) <= rounding * apart.norm(dim=-1)).all())
 
@@ -452,7 +452,7 @@ class SharedBase(nn.Module):
             states: (B, R + 1, H) hidden states from `states`, or None to compute them.
         """
         if states is None:
-            states = self.states(role, alone(input_ids, starts, mask.bool().sum(-1), mask.shape[1]))
+            states = self.states(role, pack_alone(input_ids, starts, mask.bool().sum(-1), mask.shape[1]))
         rows, steps = mask.nonzero(as_tuple=True)
         of_actions = (states[rows, steps], input_ids[rows, starts[rows] + steps], steps < barred_steps)
         blank = torch.zeros(mask.shape, device=mask.device)
@@ -555,7 +555,7 @@ def as_peft_model(base: Any, folder: str | Path, name: str = "default", trainabl
 
     Does not use peft's from_pretrained, which would overwrite weights of the base with the copies in the file.
     """
-    with errors_of_peft(str(Path(folder) / SETTINGS)), unchanged(base):
+    with errors_of_peft(str(Path(folder) / SETTINGS)), base_unchanged(base):
         tensors, config = tensors_in(folder, base), saved_config(folder)
         config.inference_mode = not trainable
         if isinstance(base, PeftModel):
@@ -567,7 +567,7 @@ def as_peft_model(base: Any, folder: str | Path, name: str = "default", trainabl
 
 
 @contextmanager
-def unchanged(base: nn.Module) -> Iterator[None]:
+def base_unchanged(base: nn.Module) -> Iterator[None]:
     """Raises SelfCheckFailed if the block, which adds an adapter, changes the weights of the base that all roles share.
 
     For each weight, compares the address, torch's version counter and 64 values. The values are compared because

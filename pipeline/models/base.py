@@ -109,7 +109,7 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
     from pipeline.system.progress import Bar, loading_shown
 
     scorer = scorer_tokenizer is not None
-    config, auto = configured(model, scorer_tokenizer)
+    config, auto = base_configuration(model, scorer_tokenizer)
     dtype = getattr(torch, model.dtype)
     options: dict[str, Any] = {
         "config": config,
@@ -127,7 +127,7 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
     if model.load_in_4bit:
         options["quantization_config"] = _nf4(dtype)
     where = source(model.name_or_path)
-    with without_load_report(), loading_shown(), unreadable(model):
+    with without_load_report(), loading_shown(), errors_of_files(model):
         loaded, info = auto.from_pretrained(where, **options)
     # If weights are missing, transformers only prints a warning and initializes these weights randomly.
     wrong = {f"{key} (another shape)" for key, *_ in info["mismatched_keys"]}
@@ -166,7 +166,7 @@ def check_base(model: Model, scorer: bool = False, weights: bool = True) -> Base
     return base
 
 
-def configured(model: Model, scorer_tokenizer: Any) -> tuple[Any, Any]:
+def base_configuration(model: Model, scorer_tokenizer: Any) -> tuple[Any, Any]:
     """Returns the transformers configuration of a base, without dropout, and the Auto class that loads the base.
 
     Args:
@@ -174,7 +174,7 @@ def configured(model: Model, scorer_tokenizer: Any) -> tuple[Any, Any]:
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    with without_load_report(), unreadable(model):
+    with without_load_report(), errors_of_files(model):
         config = AutoConfig.from_pretrained(
             source(model.name_or_path), revision=model.revision, trust_remote_code=model.trust_remote_code
         )
@@ -191,7 +191,7 @@ def configured(model: Model, scorer_tokenizer: Any) -> tuple[Any, Any]:
 
 
 @contextmanager
-def unreadable(model: Model) -> Iterator[None]:
+def errors_of_files(model: Model) -> Iterator[None]:
     """Turns errors that transformers raises about a model's files or its attention into an InputError."""
     import torch
 

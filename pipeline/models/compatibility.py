@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import InputError, about, in_brief, show
+from pipeline.errors import InputError, blame_key, in_brief, show_value
 from pipeline.job import lora as lora_section
 from pipeline.system.hub import HEAD_NAMES, KEY, base_file, base_json, local
 
@@ -80,7 +80,7 @@ def check_weights(model: Model) -> Shapes:
 
     Raises InputError if a file is damaged or missing, or if the weights are pickles and `allow_pickle` is off.
     """
-    with about(KEY):
+    with blame_key(KEY):
         return {
             name: shape
             for file in safetensors_files(model, fetch=False)
@@ -124,9 +124,9 @@ def check_lora(base: Base, lora: dict[str, Any], scores: bool = False) -> None:
     endings = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
     for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern") if modules else ():
         given = lora.get(key)
-        for name in lora_section.listed(given):
+        for name in lora_section.listed_modules(given):
             try:
-                found = any(lora_section.matches(name, given, module) for module in modules)
+                found = any(lora_section.matches_module(name, given, module) for module in modules)
             except re.error as error:
                 raise InputError(f"{name!r} is no regular expression ({error})", f"lora.{key}") from error
             if not found and name != "all-linear":
@@ -137,24 +137,26 @@ def check_lora(base: Base, lora: dict[str, Any], scores: bool = False) -> None:
         adapted = [name for name in modules if not name.endswith((*LM_HEADS, *EMBEDDINGS, "wpe"))]
     else:
         adapted = [
-            name for name in modules or lora_section.listed(wanted) if lora_section.is_named(wanted, name)
+            name
+            for name in modules or lora_section.listed_modules(wanted)
+            if lora_section.is_named(wanted, name)
         ]
     adapted = [name for name in adapted if not lora_section.is_named(lora.get("exclude_modules"), name)]
     if not adapted and (modules or wanted == []):
-        why = f"found {show(wanted)}, so no module would be adapted; expected some of {endings or 'its modules'}"
+        why = f"found {show_value(wanted)}, so no module would be adapted; expected some of {endings or 'its modules'}"
         raise InputError(why, "lora.target_modules")
-    lists = "|".join(lora_section.listed(lora.get("layers_pattern"))) or "[^.]*"
+    lists = "|".join(lora_section.listed_modules(lora.get("layers_pattern"))) or "[^.]*"
     numbered = (re.search(rf"(?:^|\.)(?:{lists})\.(?P<index>\d+)\.", name) for name in adapted)
     layers = sorted({int(one["index"]) for one in numbered if one})
-    for index in lora_section.listed(lora.get("layers_to_transform")) if modules else ():
+    for index in lora_section.listed_modules(lora.get("layers_to_transform")) if modules else ():
         if index not in layers:
             has = f"layers {layers[0]} to {layers[-1]}" if layers else "no layers of that name"
             raise InputError(f"found {index}, but these modules have {has}", "lora.layers_to_transform")
-    if problem := unmergeable(base, adapted, bool(lora.get("lora_bias")), scores):
+    if problem := find_unmergeable(base, adapted, bool(lora.get("lora_bias")), scores):
         raise problem
 
 
-def unmergeable(base: Base, adapted: Iterable[str], bias: bool, scores: bool) -> InputError | None:
+def find_unmergeable(base: Base, adapted: Iterable[str], bias: bool, scores: bool) -> InputError | None:
     """Returns an error if an adapter on the modules `adapted` cannot be merged into its base, or None if it can be merged.
 
     Args:

@@ -51,7 +51,7 @@ def per_action(
     return torch.cat(chunks, dim=1)
 
 
-def bar(logits: Tensor, rows: Tensor, tokens: Sequence[int]) -> Tensor:
+def bar_tokens(logits: Tensor, rows: Tensor, tokens: Sequence[int]) -> Tensor:
     """Returns logits (N, V) in which `tokens` are -inf in the rows selected by `rows` (N,) bool."""
     barred = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
     barred[list(tokens)] = True
@@ -94,7 +94,7 @@ def _from_logits(
     if temperature != 1.0:  # for 1, skips a division that would read and write the largest tensor
         logits = logits / temperature
     if barred:
-        logits = bar(logits, early, barred)
+        logits = bar_tokens(logits, early, barred)
     normalizer = logits.logsumexp(-1)
     logprobs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizer
     if not want_entropy:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from pipeline.models.precision import mm_fp32
 
 
-def fuse(model: nn.Module) -> None:
+def fuse_lora_layers(model: nn.Module) -> None:
     """Turns the plain LoRA layers of a model into fused layers, in place. The parameters and their names do not change.
 
     Sets `__class__`, because peft 0.21 chooses the classes of its layers itself. peft's hook for other classes,

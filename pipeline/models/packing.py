@@ -35,7 +35,7 @@ class Batch:
         return replace(self, at=self.at[:, -1:])
 
 
-def alone(input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int) -> Batch:
+def pack_alone(input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int) -> Batch:
     """Makes a batch in which each completion is a separate row.
 
     Args:
@@ -48,10 +48,10 @@ def alone(input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int) -> Ba
     return Batch(input_ids, (rows + starts - 1).unsqueeze(-1) + steps)
 
 
-def packed(
+def pack_together(
     input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int, packs: Sequence[Sequence[int]]
 ) -> Batch:
-    """Makes a batch in which the completions of each pack share one row. Takes the arguments of `alone`, and `packs`.
+    """Makes a batch in which the completions of each pack share one row. Takes the arguments of `pack_alone`, and `packs`.
 
     Args:
         packs: for each row, the indices of its completions. All completions of a row have the same prompt.

@@ -17,7 +17,7 @@ FILE = "probes.json"
 LENGTHS = (4, 9, 17, 30)  # tokens of each probe
 
 
-def sequences(vocab_size: int, pad: int | None) -> list[list[int]]:
+def probe_sequences(vocab_size: int, pad: int | None) -> list[list[int]]:
     """Returns the probes' token ids, without pad tokens, because transformers treats a pad token as the end of a sequence."""
     rng = random.Random(0)
     ids = [i for i in range(vocab_size) if i != pad]
@@ -36,7 +36,7 @@ def write_probes(
     """
     rows = [
         {"input_ids": ids, "output": output(ids), "precision": precision}
-        for ids in sequences(vocab_size, pad)
+        for ids in probe_sequences(vocab_size, pad)
     ]
     with open(os.path.join(folder, FILE), "w", encoding="utf-8") as file:
         json.dump(rows, file)

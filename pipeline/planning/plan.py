@@ -301,7 +301,7 @@ def memory_of(label: str) -> float | None:
     return min((GPUS[name].memory for name in gpus_called(label)), default=None)
 
 
-def fitting(plan: Plan) -> list[str]:
+def fitting_gpus(plan: Plan) -> list[str]:
     """Returns the GPUs on which the job fits, smallest first."""
     return [name for name, gpu in GPUS.items() if plan.peak <= gpu.memory * GIB]
 
@@ -408,7 +408,7 @@ def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
     return seconds / UTILIZATION / workers / 3600
 
 
-def recomputes(worker: Any) -> bool:
+def recomputes_activations(worker: Any) -> bool:
     """Returns whether the workers recompute activations: `trainer.gradient_checkpointing`, or the plan's decision if it is null.
 
     All ranks return the same value. Rank 0 prints the plan's reason. Call this function before the base is loaded.

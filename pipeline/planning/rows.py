@@ -3,7 +3,7 @@
 import tempfile
 from dataclasses import dataclass, replace
 
-from pipeline.data.chunks import Chunk, plan_chunks
+from pipeline.data.chunks import FileChunk, plan_chunks
 from pipeline.data.mixture import mix_sources
 from pipeline.data.read import plan_reading
 from pipeline.data.report import split_of
@@ -41,7 +41,7 @@ def estimate_rows(work: Sections, context: int | None) -> tuple[Rows | None, str
             model.name_or_path, model.revision, model.chat_template, model.trust_remote_code
         )
         files, options = plan_reading(work.identity.stage, replace(work.data, eval=None), tokenizer, context)
-        sources: list[list[Chunk]] = [[] for _ in sources_of(work.data.train)]
+        sources: list[list[FileChunk]] = [[] for _ in sources_of(work.data.train)]
         for file in files["train"]:
             for chunk in plan_chunks(file, "train", options.kind_in("train", file.source), CHUNK):
                 sources[chunk.source].append(chunk)

@@ -98,7 +98,7 @@ class Shape:
 
     def activations(self, rows: int, width: int, bf16: bool, checkpointing: bool) -> float:
         """Returns the bytes that a forward of one role saves for backward, plus the temporary tensors of one layer."""
-        one, two = (saved(self.model, self.lora, layers, rows, width, bf16) for layers in (1, 2))
+        one, two = (bytes_saved(self.model, self.lora, layers, rows, width, bf16) for layers in (1, 2))
         layer, rest = two - one, max(0.0, 2 * one - two)
         passing = rows * width * self.forward(bf16)
         if not checkpointing:
@@ -152,7 +152,7 @@ def _count(model: _Model, lora: str, layers: int) -> dict[str, int]:
 
 
 @cache
-def saved(model: _Model, lora: str, layers: int, rows: int, width: int, bf16: bool) -> float:
+def bytes_saved(model: _Model, lora: str, layers: int, rows: int, width: int, bf16: bool) -> float:
     """Returns the bytes of the tensors, except parameters, that autograd saves in a forward pass through `layers` layers."""
     from unittest.mock import patch
 

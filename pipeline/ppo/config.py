@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from pipeline.errors import about
+from pipeline.errors import blame_key
 from pipeline.job.ranges import (
     Count,
     Factor,
@@ -244,7 +244,7 @@ class PPOConfig:
         known = name in estimators.ESTIMATORS or name.startswith("python:")
         names = f"{', '.join(estimators.ESTIMATORS)} or python:MODULE:FUNCTION"
         require("advantage_estimator", known, names)
-        with about("advantage_estimator"):
+        with blame_key("advantage_estimator"):
             groups, reads = self.estimator.compares_groups, self.estimator.reads
         unknown = sorted(reads - estimators.TENSORS - {field.name for field in fields(self)})
         parameters = (

@@ -77,7 +77,7 @@ class Estimator:
         return "num_generations" in self.reads
 
 
-def call(function: Callable[..., Any], args: Any, known: Mapping[str, Any]) -> Any:
+def call_formula(function: Callable[..., Any], args: Any, known: Mapping[str, Any]) -> Any:
     """Calls a formula or definition with values for the parameters in its signature.
 
     Args:

@@ -66,7 +66,7 @@ def fill_advantages(args: PPOConfig, config: RolloutConfig, episodes: Episodes, 
 def estimate_advantages(args: PPOConfig, episodes: Episodes, bootstrap: Tensor) -> Tensor:
     """Returns the estimator's advantages (B, R), not whitened, and 0 at masked positions."""
     mask, known = episodes.mask, {**vars(episodes), "bootstrap": bootstrap}
-    advantages = estimators.call(args.estimator.formula, args, known)
+    advantages = estimators.call_formula(args.estimator.formula, args, known)
     if getattr(advantages, "shape", None) != mask.shape:
         found = getattr(advantages, "shape", type(advantages).__name__)
         raise Failure(

@@ -49,7 +49,7 @@ class Versions:
 
     def _keep(self, version: int, tensors: dict[str, Tensor]) -> None:
         # Every rank uses the digest of rank 0, because adapters on different processors may differ by rounding.
-        self.held[version], self.digests[version] = tensors, gather(digest(tensors))[0]
+        self.held[version], self.digests[version] = tensors, gather(digest_tensors(tensors))[0]
 
     @contextmanager
     def use(self, version: int) -> Iterator[None]:
@@ -76,7 +76,7 @@ class Versions:
             self._keep(version, tensors)
 
 
-def digest(tensors: Tensors) -> str:
+def digest_tensors(tensors: Tensors) -> str:
     """Returns a hash of the names and bits of tensors."""
     total = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):

@@ -207,8 +207,8 @@ class Sampler:
 
         Args:
             role: a role, or None for the bare base.
-            states: the role's hidden states from `forward.states`. If `states` is None, this method computes the hidden states.
+            states: the role's hidden states from `forward.action_states`. If None, this method computes the hidden states.
         """
-        states = forward.states(self.shared, role, part) if states is None else states
+        states = forward.action_states(self.shared, role, part) if states is None else states
         sampling = (self.sampling.temperature, self.sampling.eos, self.sampling.min_new_tokens)
         return self.shared.logprobs(role, part.input_ids, part.starts, part.mask, *sampling, entropy, states)

@@ -309,7 +309,7 @@ class PPOTrainer:
             return
         for rows, part in self.sampler.parts_of(episodes):
             width = part.mask.shape[1]
-            states = forward.states(self.shared, "policy", part)
+            states = forward.action_states(self.shared, "policy", part)
             # Does not use the sampler's log-probs, because they differ by rounding and the first ratio must be exactly 1.
             episodes.old_logprobs[rows, :width] = self.sampler.logprobs("policy", part, states=states)[0]
             if self.args.uses_critic:
@@ -333,7 +333,7 @@ class PPOTrainer:
         Args:
             states: the critic's hidden states. If `states` is None, this method computes the hidden states.
         """
-        states = forward.states(self.shared, "critic", part) if states is None else states
+        states = forward.action_states(self.shared, "critic", part) if states is None else states
         values = self.shared.head("critic", states)
         return values[:, :-1], values[:, -1]
 
@@ -405,7 +405,7 @@ class PPOTrainer:
             stats: tuple[Tensor, ...] = ()
             if policy or not args.has_critic_adapter:
                 with torch.set_grad_enabled(policy):
-                    states = forward.states(self.shared, "policy", part)
+                    states = forward.action_states(self.shared, "policy", part)
             if policy:
                 logprobs, entropy = self.sampler.logprobs("policy", part, args.entropy_coef > 0, states)
                 if self.reuses_training_forward:
@@ -415,7 +415,7 @@ class PPOTrainer:
             if args.has_critic_adapter:
                 if policy:
                     loss.backward()
-                loss, states = torch.zeros_like(loss), forward.states(self.shared, "critic", part)
+                loss, states = torch.zeros_like(loss), forward.action_states(self.shared, "critic", part)
             if args.uses_critic:
                 values, _ = self.values(part, states)
                 value_loss, value_stats = losses.value_objective(args, part, totals, values, self.moments)

@@ -94,7 +94,7 @@ def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def conditions(
+def check_conditions(
     gate: dict[str, str], metrics: dict[str, float], champion: dict[str, float]
 ) -> Iterator[tuple[str, str, float | None, bool]]:
     """Yields (metric, condition, value, whether the condition is met). A missing metric and NaN do not meet a condition.
@@ -117,7 +117,7 @@ def evaluate_gate(
     """Returns whether all conditions are met, and a text with the reason."""
     failures = [
         f"{name} = {'missing' if value is None else f'{value:.4g}'}, required {condition}"
-        for name, condition, value, holds in conditions(gate, metrics, champion.metrics)
+        for name, condition, value, holds in check_conditions(gate, metrics, champion.metrics)
         if not holds
     ]
     if failures:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.errors import InputError, summary
+from pipeline.errors import InputError, error_summary
 from pipeline.registry.store import Tracking, client, metric_key
 from pipeline.system import storage
 
@@ -190,7 +190,7 @@ class Queue:
                 self.tracker.close(final)
         except Exception as error:  # a logging error must not end a long run
             if not self.failed:
-                why = f"{self.tracker.name} does not answer ({summary(error)})"
+                why = f"{self.tracker.name} does not answer ({error_summary(error)})"
                 print(f"warning: {why}; training continues, its metrics are sent later", flush=True)
             self.failed = True
             return False

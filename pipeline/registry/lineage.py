@@ -71,7 +71,7 @@ def is_adapter(folder: str) -> bool:
     return os.path.lexists(os.path.join(folder, "adapter_config.json"))
 
 
-def check_base(lineage: dict[str, Any], base: dict[str, Any], key: str, reference: str) -> None:
+def check_same_base(lineage: dict[str, Any], base: dict[str, Any], key: str, reference: str) -> None:
     """Raises InputError if an adapter was trained on another base. The error message names both bases."""
     trained_on = lineage.get("base") or base
     if trained_on["digest"] == base["digest"]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import run_folder
-from pipeline.errors import InputError, LeaseLost, causes, summary
+from pipeline.errors import InputError, LeaseLost, causes_of, error_summary
 from pipeline.job.identity import Identity
 from pipeline.registry import store
 from pipeline.registry.store import Tracking
@@ -57,7 +57,7 @@ def mlflow_run(tracking: Tracking, digests: dict[str, str], new_run: bool = Fals
     try:
         yield run_id
     except BaseException as failure:
-        if any(isinstance(one, LeaseLost) for one in causes(failure)):
+        if any(isinstance(one, LeaseLost) for one in causes_of(failure)):
             raise  # the run continues in another process
         with process.signals_ignored():
             try:
@@ -170,7 +170,7 @@ def read_curves(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
     return curves
 
 
-def read_run(uri: str, run_id: str) -> dict[str, Any]:
+def read_mlflow_run(uri: str, run_id: str) -> dict[str, Any]:
     """Reads name, stage, status, folder, job and result of a run from MLflow. A missing job or result is {}."""
     try:
         store.check_reachable(uri)
@@ -178,7 +178,7 @@ def read_run(uri: str, run_id: str) -> dict[str, Any]:
         run = mlflow.get_run(run_id)
         stage = run.data.tags["stage"]  # raises KeyError if another program made the run
     except Exception as error:  # the database driver and the network raise many types of errors
-        why = f"cannot find this run in {uri} ({summary(error)}); name the run's folder, or set MLFLOW_TRACKING_URI to its server"
+        why = f"cannot find this run in {uri} ({error_summary(error)}); name the run's folder, or set MLFLOW_TRACKING_URI to its server"
         raise InputError(f"{run_id}: {why}") from error
     logged = {file.path for file in mlflow.list_artifacts(run_id)}
 

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from typing import Any
 from urllib.parse import quote, unquote
 
-from pipeline.errors import Failure, InputError, causes, summary
+from pipeline.errors import Failure, InputError, causes_of, error_summary
 from pipeline.job.identity import Identity
 from pipeline.system import deadline, storage, terminal
 from pipeline.system.credentials import has_credentials, user_and_password, without_credentials
@@ -107,7 +107,7 @@ def check_store(tracking: Tracking) -> None:
         fix += " remove the key to use a SQLite file in run.storage_path"
         if file and "database schema" in str(error):
             fix = "install the MLflow version that wrote the file, or copy the file and run the migration that MLflow proposes"
-        why = f"{uri!r} does not answer ({summary(error)}); {fix}"
+        why = f"{uri!r} does not answer ({error_summary(error)}); {fix}"
         raise InputError(why, key="mlflow.tracking_uri") from error
     if experiment and experiment.lifecycle_stage == "deleted":
         raise InputError(
@@ -206,7 +206,7 @@ def call_persistently(uri: str, folder: str, call: Callable[[], Any]) -> Any:
             raise error
         if pause == 1.0:
             terminal.say(
-                f"MLflow at {uri} does not answer ({summary(error)}); waiting up to {WAIT_S // 60} minutes to register. "
+                f"MLflow at {uri} does not answer ({error_summary(error)}); waiting up to {WAIT_S // 60} minutes to register. "
                 f"The adapter is safe in {folder}"
             )
         time.sleep(pause)
@@ -218,7 +218,7 @@ def _is_away(uri: str, error: Exception) -> bool:
     from mlflow.exceptions import MlflowException
     from requests import RequestException
 
-    for one in causes(error):
+    for one in causes_of(error):
         if file_of_uri(uri) and "database is locked" in str(one):
             return True
         if isinstance(one, MlflowException) and not file_of_uri(uri):

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipeline.data.counts import count, most_frequent
-from pipeline.errors import InputError, summary
+from pipeline.data.counts import most_frequent, with_unit
+from pipeline.errors import InputError, error_summary
 from pipeline.input_uri import InputURI
 from pipeline.job import make_target
-from pipeline.job.stages import TRAINED, headline
+from pipeline.job.stages import TRAINED, headline_metrics
 from pipeline.metrics import SPEED, Metric
 from pipeline.registry.champion import Champion, Gate, champion_of, evaluate_gate, measured_on
 from pipeline.registry.lineage import folder_digests
@@ -73,7 +73,7 @@ def publish(
         (False, f"failed: {problem}") if problem else evaluate_gate(gate.conditions, metrics, champion)
     )
     run = mlflow.get_run(run_id).info
-    description = describe(stage, metrics, lineage, reason, run)
+    description = describe_version(stage, metrics, lineage, reason, run)
     if known:
         version = known[0].version
         mlflow.set_model_version_tag(name, version, "gate", reason)  # the job's gate may have changed
@@ -166,14 +166,16 @@ def _tags(lineage: dict[str, Any], gate: Gate) -> dict[str, str]:
     return tags
 
 
-def describe(stage: str, metrics: dict[str, float], lineage: dict[str, Any], gate: str, run: Any) -> str:
+def describe_version(
+    stage: str, metrics: dict[str, float], lineage: dict[str, Any], gate: str, run: Any
+) -> str:
     """Returns a Markdown description of a version. `run` is the RunInfo of the MLflow run that trained the version."""
     base, parents = lineage.get("base", {}), lineage.get("parents", {})
     lines = [
         f"- {one.label}: "
         + (f"{_shown(metrics[one.before], one)} → " if one.before in metrics else "")
         + f"**{_shown(metrics[one.name], one)}**"
-        for one in headline(stage, metrics)
+        for one in headline_metrics(stage, metrics)
     ]
     lines += [
         f"- gate: {gate}",
@@ -185,7 +187,7 @@ def describe(stage: str, metrics: dict[str, float], lineage: dict[str, Any], gat
     lines += [f"- {role}: {_link(source)}" for role, source in parents.items()]
     if rows_from := most_frequent(lineage.get("rows_from", {}), 8):
         lines += ["", "Learned from the conversations of"]
-        lines += [f"- {_link(version)}: {count(rows)}" for version, rows in rows_from.items()]
+        lines += [f"- {_link(version)}: {with_unit(rows)}" for version, rows in rows_from.items()]
     lines.append("")
     for title, entry in (("Data", "data"), ("Libraries", "versions")):
         if named := lineage.get(entry):
@@ -217,7 +219,7 @@ def pin(reference: str, uri: str, job_file: str = "") -> str:
     from mlflow.exceptions import MlflowException
 
     if hub.is_reference(reference):
-        return hub.pin(reference)
+        return hub.pin_hub(reference)
     ref = InputURI.parse(reference)
     if not ref.is_registered:
         return reference
@@ -289,7 +291,7 @@ def fetch(reference: str, uri: str) -> str:
     and runs share the downloaded copy, because the files of a version never change.
     """
     if reference.startswith(hub.SCHEME):
-        return hub.fetch(reference)
+        return hub.fetch_adapter(reference)
     ref = InputURI.parse(reference)
     if not ref.version:
         return reference
@@ -311,7 +313,7 @@ def fetch(reference: str, uri: str) -> str:
         return copy
     except Exception as error:  # each artifact store raises its own types of errors
         raise InputError(
-            f"{reference}: its files cannot be fetched from {without_credentials(location)} ({summary(error)}); restore them, or "
+            f"{reference}: its files cannot be fetched from {without_credentials(location)} ({error_summary(error)}); restore them, or "
             "use another version"
         ) from error
 

@@ -50,7 +50,7 @@ class Panel:
         return selected
 
 
-def varies(points: Points) -> bool:
+def has_variation(points: Points) -> bool:
     return len({value for _, value in points}) > 1
 
 
@@ -78,7 +78,7 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
               "Score that PPO uses (normalized and clipped if the job says so), and the same score minus the KL penalty."),
         Panel("Win rate on held-out prompts", {"eval_win_rate": "by the reward", "eval_judge_win_rate": "by the judge"},
               "Share of completions that score higher than the completions before training. If only the win rate by the reward "
-              "rises, the reward is being exploited.", level=0.5, when=varies),
+              "rises, the reward is being exploited.", level=0.5, when=has_variation),
     )),
     "policy": ("How did its behavior change?", (
         Panel("KL from the reference", {"objective/kl": "training"},
@@ -99,7 +99,7 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
         Panel("Log-probability", {"logps/chosen": "chosen", "logps/rejected": "rejected"},
               "Log-probability of chosen (desirable) and rejected completions under the policy."),
         Panel("KL coefficient", {"objective/kl_coef": ""},
-              "KL coefficient that the adaptive controller sets.", when=varies),
+              "KL coefficient that the adaptive controller sets.", when=has_variation),
     )),
     "health": ("Is the optimization sound?", (
         Panel("Explained variance of the values", {"val/explained_variance": ""},
@@ -123,7 +123,7 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
         Panel("Skipped steps", {"skipped_steps": ""},
               "Optimizer steps skipped because a gradient was not finite.", when=lambda points: any(value for _, value in points)),
         Panel("Learning rate", {"learning_rate": "", "lr": ""},
-              "Learning rate that the schedule set.", when=varies),
+              "Learning rate that the schedule set.", when=has_variation),
     )),
     "cost": ("What did it cost?", (
         Panel("Seconds per update", {"time/*": ""},

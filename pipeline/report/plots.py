@@ -67,7 +67,7 @@ STYLE: Any = {
 }
 
 
-def figure(draws: list[Draw]) -> Any:
+def draw_figure(draws: list[Draw]) -> Any:
     """Returns a matplotlib figure with the panels in up to three columns. Does not use pyplot, which has global state."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -83,13 +83,13 @@ def figure(draws: list[Draw]) -> Any:
     return drawing
 
 
-def png(draws: list[Draw]) -> bytes:
+def figure_png(draws: list[Draw]) -> bytes:
     out = io.BytesIO()
-    figure(draws).savefig(out, format="png", dpi=110, facecolor="white", metadata={"Software": None})
+    draw_figure(draws).savefig(out, format="png", dpi=110, facecolor="white", metadata={"Software": None})
     return out.getvalue()
 
 
-def svg(draw: Draw, prefix: str, label: str) -> str:
+def panel_svg(draw: Draw, prefix: str, label: str) -> str:
     """Returns one panel as an <svg> element.
 
     Args:
@@ -100,7 +100,9 @@ def svg(draw: Draw, prefix: str, label: str) -> str:
 
     out = io.StringIO()
     with matplotlib.rc_context(STYLE):
-        figure([draw]).savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        draw_figure([draw]).savefig(
+            out, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
     # Removes the XML prologue, metadata, comments and unused ids, and replaces colors by CSS variables.
     text = out.getvalue()
     text = text[text.index("<svg") :]
@@ -118,7 +120,7 @@ def svg(draw: Draw, prefix: str, label: str) -> str:
 # ------------------------------------------------------------------------------------------------ what to draw
 
 
-def curve(panel: Panel, runs: dict[str, History], axis: str, kept: int | None = None) -> Draw | None:
+def curve_drawer(panel: Panel, runs: dict[str, History], axis: str, kept: int | None = None) -> Draw | None:
     """Returns a function that draws a panel, or None if there is nothing to draw.
 
     If there are several runs, the panel has one line per run, and panels with bands or stacks are not drawn.

@@ -39,7 +39,7 @@ class WorkerLost(Exception):
 
 
 @dataclass(eq=False)
-class Task:
+class RequestedChunk:
     """A chunk that a trainer requested."""
 
     session: str
@@ -61,8 +61,8 @@ class Pool:
         self.work, self.config = work, work.rollout
         self.session = ""
         self.settings: NumericSettings | None = None  # settings of the session's trainers
-        self.tasks: dict[Key, Task] = {}
-        self.waiting: list[Task] = []
+        self.tasks: dict[Key, RequestedChunk] = {}
+        self.waiting: list[RequestedChunk] = []
         self.versions: dict[int, list[Any]] = {}  # {version: [ObjectRef of its tensors]}
         # Workers that have loaded models, or load them for the first time. If no worker is in this set, trainers sample their own
         # chunks.
@@ -116,7 +116,7 @@ class Pool:
         if session == self.session:
             for key, version, chunk in chunks:
                 result = asyncio.get_running_loop().create_future()
-                self.tasks[key] = task = Task(session, key, version, chunk, result)
+                self.tasks[key] = task = RequestedChunk(session, key, version, chunk, result)
                 self.waiting.append(task)
             await self._notify()
 
@@ -218,7 +218,7 @@ class Pool:
                 there = await asyncio.to_thread(placement.describe_cluster)
                 terminal.say(f"rollout workers that wait for resources: {missing}, {need} each; {there}")
 
-    async def _next(self, worker: Any, settings: NumericSettings) -> Task:
+    async def _next(self, worker: Any, settings: NumericSettings) -> RequestedChunk:
         """Waits for the next chunk whose version is published. Raises WorkerLost if the trainers' settings have changed."""
         async with self.changed:
             while True:
@@ -232,7 +232,7 @@ class Pool:
                     return task
                 await self.changed.wait()
 
-    async def _do(self, number: int, worker: Any, task: Task, settings: NumericSettings) -> None:
+    async def _do(self, number: int, worker: Any, task: RequestedChunk, settings: NumericSettings) -> None:
         """Lets a worker sample a chunk. If the worker is lost, requeues the chunk and raises WorkerLost."""
         tensors = self.versions[task.version]
         task.attempts += 1
@@ -258,7 +258,7 @@ class Pool:
         elif not task.result.done():
             task.result.set_result(made)
 
-    async def _requeue(self, task: Task, error: WorkerLost | None = None) -> None:
+    async def _requeue(self, task: RequestedChunk, error: WorkerLost | None = None) -> None:
         """Requeues a chunk, unless its session is over, or MAX_ATTEMPTS workers have died while sampling this chunk."""
         if task.session != self.session:
             return

@@ -58,7 +58,7 @@ class RolloutWorker:
 
         name_output("rollout")
         hold(self.work.lease)
-        with memory.explained(self.work):
+        with memory.memory_errors_explained(self.work):
             host = ModelHost(self.work)
             set_seed(host.args.seed)
             shared = roles.shared_base(host)
@@ -83,8 +83,10 @@ class RolloutWorker:
             self.sampler.fit_to_memory(rows, settings.longest)
         else:
             longest = settings.longest + self.work.args.response_length
-            with memory.explained(self.work):
-                vllm = roles.vllm(ModelHost(self.work), self.sampler.shared, ["policy"], longest, rows)
+            with memory.memory_errors_explained(self.work):
+                vllm = roles.vllm_decoder(
+                    ModelHost(self.work), self.sampler.shared, ["policy"], longest, rows
+                )
                 self.sampler.decoder = self.stack.enter_context(vllm)
         self.settings = settings
 
@@ -100,13 +102,13 @@ class RolloutWorker:
             chunk: a pickled ppo.sampler.Chunk.
             tensors: a list with the reference to the version's adapter, which is fetched if this worker has another version.
         """
-        from pipeline.ppo.rollouts import digest
+        from pipeline.ppo.rollouts import digest_tensors
         from pipeline.run import memory
 
         self.apply_settings(settings)
         one = pickle.loads(chunk)
         assert self.sampler
-        with memory.explained(self.work):
+        with memory.memory_errors_explained(self.work):
             if self.holds != (session, one.version):
                 try:
                     adapter = ray.get(tensors[0])
@@ -114,6 +116,6 @@ class RolloutWorker:
                     return None
                 self.sampler.shared.fill("policy", adapter)
                 self.sampler.decoder.changed("policy")
-                self.digest = digest(self.sampler.shared.tensors_of("policy"))
+                self.digest = digest_tensors(self.sampler.shared.tensors_of("policy"))
                 self.holds = (session, one.version)
             return pickle.dumps(self.sampler.sample_and_score(one, self.digest))

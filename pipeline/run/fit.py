@@ -83,7 +83,7 @@ def _trainer(places: Places, run: Run, loop: Any, config: dict[str, Any], rows: 
             storage_path=run.storage_path,
             failure_config=FailureConfig(max_failures=run.max_failures),
             logging_config=LoggingConfig(log_level="WARNING"),
-            callbacks=[placement.callback(places)],
+            callbacks=[placement.placement_callback(places)],
         ),
     )
     if folder:

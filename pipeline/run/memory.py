@@ -15,21 +15,21 @@ ROLLOUT = ("rollout", "score", "values", "evaluate")  # phases without gradients
 
 
 @contextmanager
-def explained(work: Work) -> Iterator[None]:
+def memory_errors_explained(work: Work) -> Iterator[None]:
     """Turns out-of-memory errors of torch or Python in the block into OutOfMemory, which names the settings to change."""
     try:
         yield
     except OutOfMemory as error:  # PPO has raised this error, which contains the phase
-        raise OutOfMemory(error.phase, error.detail, remedy(work, error.phase)) from error
+        raise OutOfMemory(error.phase, error.detail, memory_advice(work, error.phase)) from error
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
         phase = next((part for name, part in PARTS.items() if name in names), "")
-        raise OutOfMemory(phase, in_brief(error), remedy(work, phase)) from error
+        raise OutOfMemory(phase, in_brief(error), memory_advice(work, phase)) from error
 
 
-def remedy(work: Work, phase: str) -> str:
+def memory_advice(work: Work, phase: str) -> str:
     """Returns the settings to change, each with its current value. Changes that affect the run least come first."""
     spec, loading, lighter, new_run = work.spec, phase == "loading the base", [], []
     if not loading:

@@ -22,12 +22,12 @@ from pipeline.errors import Failure, InputError
 from pipeline.job import Job
 from pipeline.job.identity import identity_of
 from pipeline.run import memory
-from pipeline.run.launch import finished, open_run, write_result
+from pipeline.run.launch import finished_result, open_run, write_result
 from pipeline.run.model_host import ModelHost
 from pipeline.run.resume import find_earlier
 from pipeline.run.worker import Worker, like_a_worker, name_output
 from pipeline.settle import placement
-from pipeline.settle.identity import named
+from pipeline.settle.identity import with_run_name
 from pipeline.settle.work import Work
 from pipeline.system import console, storage
 from pipeline.system.lease import hold
@@ -58,16 +58,16 @@ class RowRecipe:
 
 def launch_rows(job: Job, recipe: RowRecipe) -> dict[str, Any]:
     """Processes the rows of data.train. Returns the content of result.json."""
-    job = named(job)
+    job = with_run_name(job)
     earlier = find_earlier(identity_of(job))
-    if result := finished(earlier):
+    if result := finished_result(earlier):
         return result
     with open_run(job, earlier) as (work, rows, report):
         count = report.splits["train"].kept
         chosen = recipe.choose(count) if recipe.choose else range(count)
-        fresh = complete(work, rows["train"], chosen, recipe.load)
+        fresh = compute_missing_parts(work, rows["train"], chosen, recipe.load)
         path = storage.join(work.folder, recipe.output)
-        outcome = join(work, len(chosen), recipe, path)
+        outcome = join_parts(work, len(chosen), recipe, path)
         entries = {"output": path, "rows": len(chosen), "rows_done_now": fresh, **outcome}
         result = write_result(work, report, entries)
     numbers = {**outcome["metrics"], **outcome["counts"]}
@@ -117,7 +117,7 @@ def share_rows(worker: Worker, count: int, answer: Callable[[range], list[Any]])
     return [by_rank[i % worker.world][i // worker.world] for i in range(count)]
 
 
-def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
+def compute_missing_parts(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
     """Computes the missing part files. Returns the number of rows in the new files."""
     size, count = part_size(work.args), len(chosen)
     missing = [i for i in range(-(-count // size)) if not storage.exists(part_file(work.folder, i))]
@@ -189,7 +189,7 @@ class Parts:
         """
         parts = [int(part) for part in batch["part"]]
         try:
-            with memory.explained(self.work):
+            with memory.memory_errors_explained(self.work):
                 if self.answer is None:
                     self.answer = self.load(ModelHost(self.work))
                 return {"rows": [self._write(part) for part in parts], "problem": [b""] * len(parts)}
@@ -208,7 +208,7 @@ class Parts:
         return len(records)
 
 
-def join(work: Work, count: int, recipe: RowRecipe, path: str) -> dict[str, Any]:
+def join_parts(work: Work, count: int, recipe: RowRecipe, path: str) -> dict[str, Any]:
     """Joins all part files in the order of the rows. Returns the means of the metrics and the sums of the counts."""
     sums, measured, counts = defaultdict[str, float](float), Counter[str](), Counter[str]()
     seen = 0

@@ -83,7 +83,7 @@ def owner_files(folder: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def owned(folder: str, seen: dict[str, str], overwrite: bool) -> Iterator[lease.Lease]:
+def owned_folder(folder: str, seen: dict[str, str], overwrite: bool) -> Iterator[lease.Lease]:
     """Yields the lease of a folder. This process holds the lease until the block ends.
 
     Raises InputError if another process has the lease, or has changed the folder.
@@ -106,7 +106,7 @@ def owned(folder: str, seen: dict[str, str], overwrite: bool) -> Iterator[lease.
 # --------------------------------------------------------------------------------------- what a run has left
 
 
-def record(run: Identity, inputs: dict[str, str], base: str, rows: dict[str, str]) -> None:
+def record_start(run: Identity, inputs: dict[str, str], base: str, rows: dict[str, str]) -> None:
     """Writes job.json, which marks the start of the run."""
     facts = {"inputs": inputs, "base": base, "rows": rows, "versions": lineage.versions()}
     storage.write_json(storage.join(run.folder, run_folder.JOB), run.settings | {"begun_with": facts})
@@ -170,7 +170,7 @@ def _read(run: Identity, seen: dict[str, str], file: str) -> dict[str, Any]:
     return left
 
 
-def resumable(earlier: Earlier) -> dict[str, Any]:
+def resumable_job(earlier: Earlier) -> dict[str, Any]:
     """Returns job.json of the run that this command resumes, or {} if this command starts a new run.
 
     A run without a checkpoint or a part file has nothing to resume, so its job may still be edited. Raises InputError if this job
@@ -221,7 +221,7 @@ def blocking_changes(left: dict[str, Any], run: Identity) -> dict[str, tuple[Any
     )
     changes = {
         key: values
-        for key, values in differences(left, run).items()
+        for key, values in changed_settings(left, run).items()
         if not _among(key, free) or (compares and _among(key, COMPARISON))
     }
     # Without data.batch_size, each worker adds rows to the batch of a step.
@@ -269,7 +269,7 @@ def same_content(left: dict[str, Any], run: Identity, base: str, rows: dict[str,
 # --------------------------------------------------------------------------------------------- differences
 
 
-def essence(run: Identity) -> dict[str, Any]:
+def deciding_settings(run: Identity) -> dict[str, Any]:
     """Returns {section.key: value} of the settings that affect the results of a run that compares its evaluations."""
     return {
         key: value
@@ -278,7 +278,9 @@ def essence(run: Identity) -> dict[str, Any]:
     }
 
 
-def differences(left: dict[str, Any], run: Identity, but: Sequence[str] = ()) -> dict[str, tuple[Any, Any]]:
+def changed_settings(
+    left: dict[str, Any], run: Identity, but: Sequence[str] = ()
+) -> dict[str, tuple[Any, Any]]:
     """Returns {section.key: (value in a recorded job, value in this run)} of different values, except for keys in `but`."""
     then, now = flatten(left), flatten(run.settings)
     return {
@@ -294,7 +296,7 @@ def _among(key: str, keys: Sequence[str]) -> bool:
 
 def print_differences(left: dict[str, Any], run: Identity) -> None:
     """Prints the settings of this command that differ from those of a finished run."""
-    changed = differences(left, run, ("run", "source", *_resolved(run)))
+    changed = changed_settings(left, run, ("run", "source", *_resolved(run)))
     if changed:
         print("the run used other settings; the settings of this command are ignored:")
     for key, (then, now) in changed.items():
@@ -310,7 +312,11 @@ def _resolved(run: Identity) -> tuple[str, ...]:
 def _has_progress(folder: str) -> bool:
     """Returns True if a run left something to resume: a checkpoint, even a damaged one, or output parts."""
     folders = storage.folders(folder)
-    return run_folder.PARTS in folders or run_folder.DAMAGED in folders or bool(checkpoints.complete(folder))
+    return (
+        run_folder.PARTS in folders
+        or run_folder.DAMAGED in folders
+        or bool(checkpoints.complete_checkpoints(folder))
+    )
 
 
 def _shown(value: Any) -> str:

@@ -59,7 +59,7 @@ def set_environment() -> None:
 
 
 @contextlib.contextmanager
-def session(places: Places, storage_path: str, uri: str) -> Iterator[None]:
+def ray_session(places: Places, storage_path: str, uri: str) -> Iterator[None]:
     """Provides Ray for the block, unless the job runs in this process. Uses the Ray that this process has already started, joins
     the cluster, or starts an embedded Ray.
 
@@ -82,7 +82,9 @@ def session(places: Places, storage_path: str, uri: str) -> Iterator[None]:
     cluster = placement.on_cluster()
     print("joining the cluster" if cluster else "starting Ray", flush=True)
     with (
-        _cluster(storage_path, uri) if cluster else embedded(num_cpus=placement.EMBEDDED_CPUS, **RAY_LOGGING)
+        _cluster(storage_path, uri)
+        if cluster
+        else embedded_ray(num_cpus=placement.EMBEDDED_CPUS, **RAY_LOGGING)
     ):
         process.listen()  # ray.init() has installed its own handlers
         console.attach_ray_printer(JOBS)
@@ -156,7 +158,7 @@ def check_shared_storage(storage_path: str, uri: str) -> None:
 TOKEN = secrets.token_hex(32)  # all sessions of this process share the token
 
 
-def secured() -> dict[str, str]:
+def secured_environment() -> dict[str, str]:
     """Returns environment variables that restrict the embedded Ray to this session, and override the user's settings."""
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     return {
@@ -175,12 +177,12 @@ def _environment() -> Iterator[None]:
     """Sets the environment variables of an embedded session only within the block, because a cluster has another token."""
     before = dict(os.environ)
     os.environ.update({key: value for key, value in EMBEDDED.items() if key not in os.environ})
-    os.environ.update(secured())
+    os.environ.update(secured_environment())
     _read_by_ray()
     try:
         yield
     finally:
-        for key in (*EMBEDDED, *secured()):
+        for key in (*EMBEDDED, *secured_environment()):
             os.environ.pop(key, None)
             os.environ.update({key: before[key]} if key in before else {})
         _read_by_ray()
@@ -215,7 +217,7 @@ def _read_by_ray() -> None:
 
 
 @contextlib.contextmanager
-def embedded(**options: Any) -> Iterator[None]:
+def embedded_ray(**options: Any) -> Iterator[None]:
     """Starts Ray for the block, with `options` as arguments of ray.init. Raises Failure if Ray does not start."""
     import psutil
 

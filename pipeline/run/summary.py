@@ -3,9 +3,9 @@
 from typing import Any
 
 from pipeline import registry, text
-from pipeline.errors import visible
+from pipeline.errors import escape_controls
 from pipeline.input_uri import InputURI
-from pipeline.job.stages import TRAINED, headline
+from pipeline.job.stages import TRAINED, headline_metrics
 from pipeline.metrics import Metric
 from pipeline.run.prepare import ALONE, heading
 from pipeline.run_folder import RESULT
@@ -26,13 +26,13 @@ def print_summary(result: dict[str, Any]) -> None:
         detail("\n" + sample_table(result["samples"][:SHOWN_SAMPLES]) + "\n")
     metrics = result["metrics"]
     champion = registry.Champion(**(result.get("champion") or {}))
-    conditions = registry.conditions(result["job"].get("gate") or {}, metrics, champion.metrics)
+    conditions = registry.check_conditions(result["job"].get("gate") or {}, metrics, champion.metrics)
     gate = {
         metric: f"{f'gate {condition} ':<14}{'passed' if holds else 'FAILED'}"
         for metric, condition, _, holds in conditions
     }
-    for place, one in enumerate(headline(result["stage"], metrics)):
-        line = text.row(one.label, f"{change(metrics, one):<22}{gate.get(one.name, '')}")
+    for place, one in enumerate(headline_metrics(result["stage"], metrics)):
+        line = text.row(one.label, f"{metric_change(metrics, one):<22}{gate.get(one.name, '')}")
         shown = place == 0 or one.name in gate
         terminal.say(line.rstrip(), result=True) if shown else detail(line.rstrip())
         gate.pop(one.name, None)
@@ -56,7 +56,7 @@ def print_summary(result: dict[str, Any]) -> None:
         terminal.say(line, result=True)
     page = text.row("result", storage.relative(f"{result['folder']}/{RESULT}"))
     print(page) if one_of_several else terminal.say(page, result=True)
-    words = filter(None, (terminal.duration(result["seconds"]), prices.in_words(result["cost"])))
+    words = filter(None, (terminal.duration(result["seconds"]), prices.cost_in_words(result["cost"])))
     terminal.say(text.row("time", ", ".join(words)), result=True)
 
 
@@ -76,7 +76,7 @@ def how_it_ended(result: dict[str, Any]) -> str | None:
     return "; ".join(parts) or None
 
 
-def change(metrics: dict[str, float], one: Metric) -> str:
+def metric_change(metrics: dict[str, float], one: Metric) -> str:
     """Returns a metric before and after training, for example 0.5465 -> 0.5104."""
     before = metrics.get(one.before)
     return (f"{before:.4g} -> " if before is not None else "") + f"{metrics[one.name]:.4g}"
@@ -140,5 +140,5 @@ def probes_table(probes: dict[str, Any]) -> str:
 
 
 def _cut(words: str, width: int) -> str:
-    words = visible(" ".join(words.split()))
+    words = escape_controls(" ".join(words.split()))
     return words if len(words) <= width else words[: width - 1] + "…"

@@ -37,7 +37,7 @@ LIVE_METRICS = 3  # number of metrics in the progress line
 NOTICE_INTERVAL_S = float(os.environ.get("PIPELINE_NOTICE_EVERY_S", "5"))
 
 
-def main(config: dict[str, Any]) -> dict[str, Any]:
+def run_worker(config: dict[str, Any]) -> dict[str, Any]:
     """Prepares the process of a worker, then trains or resumes. Ray Train calls this function in every worker."""
     import ray.train.collective
 
@@ -55,7 +55,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
         newest = None
         if context.get_world_rank() == 0:
             work.lease.require()
-            newest = checkpoints.newest(folder)
+            newest = checkpoints.newest_checkpoint(folder)
         newest = ray.train.collective.broadcast_from_rank_zero(newest)
         resume = stack.enter_context(storage.local_copy(storage.join(folder, newest))) if newest else None
         if resume and os.path.exists(outcome := os.path.join(resume, OUTCOME)):
@@ -64,9 +64,9 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
         if worker.rank == 0:
             if resume:
                 terminal.say(f"continuing from {newest}")
-            print(hub.announcement(model.name_or_path, model.revision), flush=True)
+            print(hub.loading_message(model.name_or_path, model.revision), flush=True)
         try:
-            with memory.explained(work):
+            with memory.memory_errors_explained(work):
                 result = config["train"](worker)
         except BaseException as error:
             if isinstance(error, (InputError, Failure)):
@@ -248,7 +248,7 @@ class Worker(ModelHost):
         if ends or now - self.shown >= LIVE_INTERVAL_S:
             self.shown = now
             numbers = "  ".join(one.rstrip() for one in shown[:LIVE_METRICS])
-            terminal.live(text.row("train", f"{step}/{total}"), left, numbers)
+            terminal.show_progress(text.row("train", f"{step}/{total}"), left, numbers)
         self.metrics.log(metrics, step)
 
     def _report(self, value: float, step: int) -> str | None:
@@ -266,7 +266,7 @@ class Worker(ModelHost):
 
     def checkpoint(self, source: str, step: int) -> None:
         """Commits the folder `source` as the checkpoint of `step`, and deletes `source`. Every rank must call this method."""
-        self._commit(source, checkpoints.name_of(step))
+        self._commit(source, checkpoints.checkpoint_name(step))
         if self.notice.active and self.rank == 0:
             terminal.say(f"node is being reclaimed: checkpoint of step {step} committed")
 
@@ -286,14 +286,16 @@ class Worker(ModelHost):
         catch_up()
         if self.rank == 0:
             self.work.lease.require()
-            name = checkpoints.unused(run_folder, name, self.work.lease.attempt)
+            name = checkpoints.unused_name(run_folder, name, self.work.lease.attempt)
         # The broadcast also waits until every rank has written its files.
         name = ray.train.collective.broadcast_from_rank_zero(name)
-        files = checkpoints.store(source, run_folder, name) if source and self.local_rank == 0 else {}
+        files = (
+            checkpoints.store_checkpoint(source, run_folder, name) if source and self.local_rank == 0 else {}
+        )
         parts = self.gather(files)
         if self.rank == 0:
             self.work.lease.require()
-            checkpoints.seal(run_folder, name, dict(ChainMap(checked or {}, *parts)))
+            checkpoints.seal_checkpoint(run_folder, name, dict(ChainMap(checked or {}, *parts)))
             if checked and (wrong := checkpoints.find_damage(path := storage.join(run_folder, name))):
                 storage.remove(path)
                 raise Failure(
@@ -301,7 +303,7 @@ class Worker(ModelHost):
                     f"{run_folder}; stop that program, then run the same command again"
                 )
             self.work.lease.require()
-            checkpoints.prune(run_folder, self.work.run.num_to_keep)
+            checkpoints.prune_checkpoints(run_folder, self.work.run.num_to_keep)
 
     def finish(
         self,

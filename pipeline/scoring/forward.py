@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.models.adapters import SharedBase
-from pipeline.models.packing import alone, micro_batches, packed, packs_that_pay
+from pipeline.models.packing import micro_batches, pack_alone, pack_together, packs_that_pay
 
 # Maximum tokens of a forward pass without gradients. Such a pass needs memory for one layer's activations, about 100 KB per token
 # for a base of 8B parameters.
@@ -90,7 +90,7 @@ def collate_ids(
 Some = TypeVar("Some", bound=Sequences)
 
 
-def states(shared: SharedBase, role: str | None, part: Sequences, last: bool = False) -> Tensor:
+def action_states(shared: SharedBase, role: str | None, part: Sequences, last: bool = False) -> Tensor:
     """Returns the hidden states (B, R + 1, H) of a role before each action, and after the last action.
 
     Args:
@@ -99,7 +99,7 @@ def states(shared: SharedBase, role: str | None, part: Sequences, last: bool = F
     """
     rows = (part.input_ids, part.starts, part.counts, part.mask.shape[1])
     packs = in_packs(shared, part, range(len(part)))
-    batch = packed(*rows, packs) if len(packs) < len(part) else alone(*rows)
+    batch = pack_together(*rows, packs) if len(packs) < len(part) else pack_alone(*rows)
     return shared.states(role, batch.ends() if last else batch)
 
 

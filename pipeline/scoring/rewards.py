@@ -202,7 +202,7 @@ class AdapterReward(Reward):
         sequences = forward.collate_ids(samples.prompt_ids, samples.completion_ids, self.shared.device)
         scores = torch.zeros(len(sequences))
         for rows, part in forward.parts_of(self.shared, sequences, self.rows, self.tokens):
-            last = forward.states(self.shared, self.role, part, last=True)
+            last = forward.action_states(self.shared, self.role, part, last=True)
             scores[rows] = self.shared.head(self.role, last).squeeze(1).float().cpu()
         return scores.tolist()
 

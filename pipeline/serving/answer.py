@@ -175,7 +175,7 @@ class Answer:
             }
             for choice, text in enumerate(self.texts)
         ]
-        return {"object": "chat.completion", **self.head, "choices": choices, "usage": usage([self])}
+        return {"object": "chat.completion", **self.head, "choices": choices, "usage": token_usage([self])}
 
     async def as_events(self) -> AsyncIterator[bytes]:
         """Yields the response as server-sent events while the choices are decoded."""
@@ -201,7 +201,7 @@ class Answer:
                 if reason := self.reasons[choice]:
                     yield part(choice, {}, reason=reason)
             if wants_usage:
-                yield chunk([], usage([self]))
+                yield chunk([], token_usage([self]))
         except Refused as error:  # the HTTP status has already been sent
             yield event(error.body())
             return
@@ -250,7 +250,7 @@ def answer_head(kind: str, request: ChatRequest | CompletionRequest, served: Ser
     return {**facts, "system_fingerprint": served.version}
 
 
-def usage(answers: list[Answer]) -> dict[str, int]:
+def token_usage(answers: list[Answer]) -> dict[str, int]:
     """Returns OpenAI's `usage` field: the numbers of prompt and completion tokens of all answers."""
     prompt = sum(len(answer.prompt) for answer in answers)
     completion = sum(len(tokens) for answer in answers for tokens in answer.tokens)
@@ -295,4 +295,4 @@ async def complete_prompts(
         for index, (text, reason) in enumerate(completed)
     ]
     head = answer_head("cmpl", request, served)
-    return {"object": "text_completion", **head, "choices": choices, "usage": usage(answers)}
+    return {"object": "text_completion", **head, "choices": choices, "usage": token_usage(answers)}

@@ -60,7 +60,7 @@ HEADERS = {
 app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
 
-def application(work: Work, digests: list[str]) -> Any:
+def make_application(work: Work, digests: list[str]) -> Any:
     """Returns the Ray Serve application of a checked job.
 
     Args:
@@ -177,7 +177,7 @@ class Server:
         self.serve, self.args = work.serve, work.args
         self.digests, self.recorder, self.tokenizer = digests, recorder, work.tokenizer
         self.name = secrets.token_hex(4)
-        with memory.explained(work):
+        with memory.memory_errors_explained(work):
             shared, self.batcher = start_decoder(host)
             self.models = Models(host, shared, self.batcher)
         stops, args, self.longest = end_token_ids(host), work.args, longest_row(host)

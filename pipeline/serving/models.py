@@ -66,7 +66,7 @@ class Models:
         self.remove: dict[str, Callable[[str], None]] = {}  # {role: function that unloads the role}
         self.unused: set[str] = set()  # roles that no model id used at the last poll
         self.loaded = 0
-        for key, version in pinned(host.work).items():
+        for key, version in pinned_versions(host.work).items():
             found = host.work.inputs.get(key)
             self._serve(key, version, found and self._with_same_template(key, found))
 
@@ -104,7 +104,7 @@ class Models:
             role, reward = f"{kind}_{self.loaded}", None
             host = ModelHost(replace(self.host.work, inputs={key: found} if found else {}))
             if kind == "rewards":
-                reward = roles.reward(host, self.shared, key, role)
+                reward = roles.load_reward(host, self.shared, key, role)
                 if self.shared is not None and hasattr(reward, "role"):
                     self.remove[role] = self.shared.remove
             elif found:
@@ -165,7 +165,7 @@ class Models:
         self.unused = unused - self.unused
 
 
-def pinned(work: Work) -> dict[str, str]:
+def pinned_versions(work: Work) -> dict[str, str]:
     """Returns the versions that the driver pinned, as {policies.ID or rewards.ID: version}."""
     return {key: work.versions.get(key, BASE) for key in work.serve.inputs}
 
@@ -212,7 +212,9 @@ def _vllm(host: ModelHost) -> Batcher:
         share = work.rollout.gpu_memory_utilization or round(free / total - FREE_GPU_FRACTION, 2)
         options["gpu_memory_utilization"] = share
     inputs = [name for name in host.work.inputs if name.startswith("policies.")]
-    rank = accepted_rank(max((adapter_files.largest_rank(host.input(name)) for name in inputs), default=1))
+    rank = accepted_rank(
+        max((adapter_files.largest_rank_in_folder(host.input(name)) for name in inputs), default=1)
+    )
     llm = start_llm(work.model.name_or_path, host.device, roles.longest_row(host), rank, **options)
     return Batcher(VllmDecoder(llm, rank, rows), work.serve.max_queue)
 

@@ -10,14 +10,14 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeline import registry
-from pipeline.errors import InputError, about
+from pipeline.errors import InputError, blame_key
 from pipeline.input_uri import InputURI
 from pipeline.job import Job, Model, judge, lora
 from pipeline.job.job import HUB, transforms_of
 from pipeline.job.rollout import RolloutConfig
 from pipeline.job.stages import INPUTS, StageSpec
 from pipeline.models import adapter_files
-from pipeline.models.compatibility import Base, unmergeable
+from pipeline.models.compatibility import Base, find_unmergeable
 from pipeline.registry import lineage
 from pipeline.settle.identity import tracking_of
 from pipeline.settle.work import Input, Work
@@ -43,7 +43,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
     if any(InputURI.parse(name).is_registered for name in (job.model.name_or_path, *named.values())):
         registry.check_store(tracking)
     if InputURI.parse(job.model.name_or_path).is_registered:
-        with about("model.name_or_path"):
+        with blame_key("model.name_or_path"):
             reference = registry.pin(job.model.name_or_path, uri, job.source)
             base = lineage.read(registry.fetch(reference, uri), reference).get("base")
             if base is None:
@@ -54,7 +54,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
         job = replace(job, model=replace(job.model, name_or_path=base["name_or_path"], revision=revision))
     inputs, missing = dict[str, str](), list[str]()
     for name, source in named.items():
-        with about(job.key_of(name)):
+        with blame_key(job.key_of(name)):
             ref = InputURI.parse(source)
             if ref.is_function:
                 import_function(source)
@@ -63,7 +63,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
                 continue
             names = job.policies if name == "policy" else [source]
             try:
-                found = pinned.get(name) or first(names, uri, job.source)
+                found = pinned.get(name) or first_that_exists(names, uri, job.source)
             except registry.Missing as error:
                 missing.append(name)
                 if len(missing) >= len(job.serve.inputs):
@@ -76,7 +76,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
     return replace(job, serve=job.serve.without(missing)), inputs
 
 
-def first(names: list[str], uri: str, job_file: str) -> str:
+def first_that_exists(names: list[str], uri: str, job_file: str) -> str:
     """Returns the pinned version of the first reference that exists. If none exists, raises the first reference's error."""
     errors: list[registry.Missing] = []
     for name in names:
@@ -111,7 +111,7 @@ def check_paths(job: Job) -> None:
     from pipeline.data import files, preview
 
     for key, source in transforms_of(job.data).items():
-        with about(key):
+        with blame_key(key):
             import_function(source)
     if job.spec.rows:
         preview.source_kinds(job.stage, job.data)
@@ -122,7 +122,7 @@ def check_paths(job: Job) -> None:
         else:
             files.find_files(path, key)
     for path, key in buckets.values():  # checks each bucket only once
-        files.reach(path, key)
+        files.check_reachable(path, key)
     if job.data.cache_dir and storage.is_remote(job.data.cache_dir):
         storage.require_writable(job.data.cache_dir, "data.cache_dir", "./cache")
     if not InputURI.parse(job.model.name_or_path).is_registered:
@@ -183,7 +183,7 @@ def check_inputs(work: Work, versions: Mapping[str, str], files: Base) -> dict[s
     """
     inputs = {}
     for name, reference in versions.items():
-        with about(work.keys[name]):
+        with blame_key(work.keys[name]):
             ref = InputURI.parse(reference)
             if ref.is_function:
                 inputs[name] = Input(reference, "function")
@@ -214,7 +214,7 @@ def _checked_model(work: Work, name: str, reference: str, files: Base) -> Input:
         check_reward_model(work.model, folder)
         return Input(reference, "model", folder)
     recorded = lineage.read(folder, reference)
-    lineage.check_base(recorded, work.base, work.keys[name], reference)
+    lineage.check_same_base(recorded, work.base, work.keys[name], reference)
     if "base" not in recorded:
         lineage.check_base_name(folder, work.base, reference)
     adapter_files.check_adapter_fits_base(files, folder, scores, reference)
@@ -236,14 +236,14 @@ def _scores_alone(work: Work, name: str) -> bool:
 def _check_supported(work: Work, name: str, folder: str, base: Base, scores: bool) -> None:
     """Raises InputError if the stage cannot use an adapter as its input `name`, or could not merge it into the base."""
     spec, adapter = work.spec, adapter_files.read_settings(folder)
-    modules = adapter_files.ranks(adapter_files.read_shapes(folder))
+    modules = adapter_files.ranks_of_modules(adapter_files.read_shapes(folder))
     dora, problem = adapter.get("use_dora"), None
     on_head = lora.adapts_lm_head(list(modules))
     merged = spec.runs_in == "here" or (spec.learns and name == "policy")
     ignored = None if scores or name == "teacher" else lora.ignored_by_vllm(adapter)
     if on_head and spec.trl:
         problem = "adapts lm_head, to which TRL's trainers apply no adapter; train an adapter without lm_head"
-    elif merged and (found := unmergeable(base, modules, bool(adapter.get("lora_bias")), scores)):
+    elif merged and (found := find_unmergeable(base, modules, bool(adapter.get("lora_bias")), scores)):
         problem = found.message
     elif dora and spec.runs_in == "serve":
         problem = (
@@ -277,7 +277,7 @@ def check_reward_model(model: Model, where: str) -> None:
     from pipeline.models.base import check_base
     from pipeline.models.tokenizer import load_tokenizer
 
-    name, revision = hub.split(where)
+    name, revision = hub.split_revision(where)
     expected = (
         "expected an adapter that `rm` trained (models:/rlhf-rm@champion, or its folder), a sequence-classification model with "
         "one label, or python:MODULE:FUNCTION"

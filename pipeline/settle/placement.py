@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.errors import Failure, InputError, LeaseLost, OutOfMemory, SelfCheckFailed, causes
+from pipeline.errors import Failure, InputError, LeaseLost, OutOfMemory, SelfCheckFailed, causes_of
 from pipeline.system import terminal
 
 GPU_LABEL = "ray.io/accelerator-type"  # node label whose value is the name of the node's GPUs
@@ -52,7 +52,7 @@ class Bundle:
 
     def fits(self, resources: Mapping[str, float], labels: Mapping[str, str]) -> int:
         """Returns how many copies of this bundle fit on a node with the given resources and labels."""
-        if not matches(self.selector, labels):
+        if not matches_labels(self.selector, labels):
             return 0
         shares = [resources.get(name, 0) / amount for name, amount in self.resources.items()]
         return int(min(shares, default=0))
@@ -111,7 +111,7 @@ _CPU = Bundle({"CPU": 1}, {})
 ROWS = Places(False, Group("scaling", "worker", 1, 1, _CPU), None, False, False, {}, [], -1)
 
 
-def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
+def matches_labels(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
     """Returns True if a node's labels satisfy a label selector. Calls a private function of Ray 2.60."""
     from ray._raylet import node_labels_match_selector  # type: ignore[attr-defined]
 
@@ -262,7 +262,7 @@ def launch_failure() -> str:
     return f"; {len(failed)} launches of {last.ray_node_type_name} failed, and Ray tries no other type: {why[:300]}"
 
 
-def callback(places: Places) -> Any:
+def placement_callback(places: Places) -> Any:
     """Returns a Ray Train callback that ends a run if its workers are not placed in time, or after a fatal error.
 
     Ray 2.60 retries a placement without limit and restarts workers after any error, and has no setting to change this. The
@@ -288,7 +288,7 @@ def callback(places: Places) -> Any:
 
         def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
             failed = getattr(current_state, "training_failed_error", None)
-            for error in causes(failed):
+            for error in causes_of(failed):
                 if type(error) in (LeaseLost, OutOfMemory, SelfCheckFailed):
                     raise error
             if type(current_state).__name__ not in WAITING:

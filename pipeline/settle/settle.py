@@ -16,7 +16,7 @@ from pipeline.settle.places import places_of
 from pipeline.settle.work import Input, Sections, Work
 
 
-def settle(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> Work:
+def settle_job(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> Work:
     """Checks the base, tokenizer and inputs of a job, and returns its Work object. Does not read the rows.
 
     Args:
@@ -60,7 +60,7 @@ def work_of(job: Job, places: Places, **known: Any) -> Work:
 
 
 def sections_of(job: Job, places: Places) -> Sections:
-    """Returns the Sections object of a job. Unlike `settle`, needs neither an MLflow store nor the code of judges."""
+    """Returns the Sections object of a job. Unlike `settle_job`, needs neither an MLflow store nor the code of judges."""
     return Sections(
         spec=job.spec,
         identity=identity_of(job),

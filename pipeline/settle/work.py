@@ -44,7 +44,7 @@ class Sections:
     spec: StageSpec
     identity: Identity
     places: Places
-    model: Model  # `settle` sets the base's commit, so that all workers load the same base
+    model: Model  # `settle_job` sets the base's commit, so that all workers load the same base
     lora: dict[str, Any]
     data: Data
     trainer: dict[str, Any]

@@ -1,7 +1,7 @@
 """Benchmarks of reward models from files: RewardBench 2, RM-Bench, and your own best-of-k rows.
 
-A row of data.benchmarks has one prompt and several completions, with the correct completions first (data.formats.benchmark). The
-reward model scores each completion alone. The benchmark's rule then compares the scores of a row.
+A row of data.benchmarks has one prompt and several completions, with the correct completions first (data.formats.parse_benchmark).
+The reward model scores each completion alone. The benchmark's rule then compares the scores of a row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from pipeline.data.formats import STYLED
 from pipeline.run.parts import in_parts
 from pipeline.run.worker import Worker
-from pipeline.stages.pairs import metric_name, scores_of
+from pipeline.stages.pairs import metric_name, score_rows
 from pipeline.statistics import mean, wilson_interval
 
 # Columns that the benchmarks' rules read
@@ -45,7 +45,7 @@ class Scored:
         return self.scores[self.row["correct"] :]
 
 
-def measure(
+def measure_benchmarks(
     worker: Worker, rewards: list[Any], rows: Any, ends: Collection[int]
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Scores the token rows of data.benchmarks with the weighted `rewards`. Returns (metrics, tables for evaluation.json).
@@ -57,12 +57,12 @@ def measure(
 
     def answer(numbers: range) -> Iterator[tuple[dict[str, Any], float]]:
         mine = [dict(row) for row in rows.select(numbers)]
-        scored = scores_of(rewards, mine, numbers.start, worker.tokenizer, ends)
+        scored = score_rows(rewards, mine, numbers.start, worker.tokenizer, ends)
         for row, [score] in zip(mine, scored, strict=True):
             given = json.loads(row["row"])
             yield {key: given[key] for key in FACTS if key in given}, score
 
-    return metrics_of(_grouped(in_parts(worker, "benchmarks-", len(rows), answer)))
+    return benchmark_metrics(_grouped(in_parts(worker, "benchmarks-", len(rows), answer)))
 
 
 def _grouped(scored: Iterable[tuple[dict[str, Any], float]]) -> list[Scored]:
@@ -80,7 +80,7 @@ def _grouped(scored: Iterable[tuple[dict[str, Any], float]]) -> list[Scored]:
     return [group for group in groups if len(group.scores) == group.row["completions"]]
 
 
-def metrics_of(rows: Sequence[Scored]) -> tuple[dict[str, float], dict[str, Any]]:
+def benchmark_metrics(rows: Sequence[Scored]) -> tuple[dict[str, float], dict[str, Any]]:
     """Returns (metrics `eval_BENCHMARK` and `eval_BENCHMARK/SUBSET`, {benchmark: table})."""
     metrics: dict[str, float] = {}
     tables: dict[str, Any] = {}

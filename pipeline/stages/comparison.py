@@ -117,7 +117,7 @@ class Comparison:
             policy: a role, or None for the bare base.
         """
         count = len(self.prompts)
-        with console.waiting(f"sampling completions to {count} held-out prompts"):
+        with console.print_if_slow(f"sampling completions to {count} held-out prompts"):
             if self.before is None:
                 answer = partial(self._answer, self.baseline, compared=False)
                 self.before = Completions(self._of_all("baseline-", count, answer))
@@ -163,7 +163,7 @@ class Comparison:
 
         count = len(self.prompts)
         proxy, gold = array("d"), array("d")
-        with console.waiting(f"sampling {n} completions to each of {count} held-out prompts"):
+        with console.print_if_slow(f"sampling {n} completions to each of {count} held-out prompts"):
             for reward, judge in self._of_all("best-of-n-", count * n, answer):
                 proxy.append(reward)
                 gold.append(judge)
@@ -209,13 +209,13 @@ class Comparison:
             for completion, scores in zip(completions, scored, strict=True)
         ]
         references = self._references(rows)
-        sums = logprobs(self.shared, role, list(references.values()), self.size)
+        sums = completion_logprobs(self.shared, role, list(references.values()), self.size)
         for (index, (_, reference)), total in zip(references.items(), sums, strict=True):
             records[index] |= {"reference_nll": -total, "reference_tokens": len(reference)}
         if compared:
             token_ids = [(row["input_ids"], one.tokens) for row, one in zip(rows, completions, strict=True)]
             of_policy, of_baseline = (
-                logprobs(self.shared, one, token_ids, self.size, self.sampling)
+                completion_logprobs(self.shared, one, token_ids, self.size, self.sampling)
                 for one in (role, self.baseline)
             )
             for record, ours, theirs in zip(records, of_policy, of_baseline, strict=True):
@@ -266,7 +266,7 @@ def _prompt(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def logprobs(
+def completion_logprobs(
     shared: SharedBase,
     role: str | None,
     token_ids: list[tuple[list[int], list[int]]],

@@ -46,12 +46,12 @@ def train(worker: Worker) -> dict[str, Any]:
     from pipeline.run import best, roles
     from pipeline.stages import comparison as evaluation
 
-    args = replace(worker.args, gradient_checkpointing=plan.recomputes(worker))
+    args = replace(worker.args, gradient_checkpointing=plan.recomputes_activations(worker))
     client = None
     if worker.companion:
-        from pipeline.rollout.client import Client  # imports Ray
+        from pipeline.rollout.client import PoolClient  # imports Ray
 
-        client = Client(worker, worker.companion)
+        client = PoolClient(worker, worker.companion)
     set_seed(args.seed)  # every rank initializes new adapters with the same random numbers
     shared = roles.shared_base(worker)
     reference = roles.add_policy(worker, shared, args)
@@ -64,7 +64,7 @@ def train(worker: Worker) -> dict[str, Any]:
         teacher = teachers.make_teacher(role, args.teacher_system, worker.tokenizer, prompts)
     held_out, mixture, comparison = worker.rows("eval"), worker.work.mixture, None
     if held_out is not None:
-        judge, start = roles.judge(worker, shared), roles.start(worker, shared, reference)
+        judge, start = roles.load_judge(worker, shared), roles.start_role(worker, shared, reference)
         comparison = evaluation.Comparison(worker, shared, held_out, rewards, judge, start)
     learning = {str(i): parameter for i, parameter in enumerate(shared.parameters_of("policy"))}
     tracked = best.make_tracker(worker.work.run, worker.work.gate, learning, worker.report)
@@ -78,7 +78,7 @@ def train(worker: Worker) -> dict[str, Any]:
             Prompts(worker.rows("train"), draws),
             worker.work.rollout,
             client,
-            roles.folders(worker, shared),
+            roles.folders_of_roles(worker, shared),
         )
         if client:
             client.begin(trainer)
@@ -160,5 +160,5 @@ def _finish(
     return worker.finish(
         outcome,
         save=lambda folder: roles.save_policy(worker, shared, folder),
-        outputs=lambda folder: roles.outputs(shared, probe, folder),
+        outputs=lambda folder: roles.policy_outputs(shared, probe, folder),
     )

@@ -68,7 +68,7 @@ PROBES = {
 }
 
 
-def measure(
+def measure_probes(
     worker: Worker, rewards: list[Any], rows: Any, ends: Collection[int]
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Probes the weighted `rewards` on the first pairs of data.pairs. Returns (metrics, tables for evaluation.json).
@@ -115,7 +115,7 @@ def measure(
             for i, (row, other) in enumerate(zip(mine, others, strict=True))
         ]
 
-    return metrics_of(list(in_parts(worker, "probes-", count, answer)))
+    return probe_metrics(list(in_parts(worker, "probes-", count, answer)))
 
 
 def _text(tokenizer: Any, ids: list[int]) -> str:
@@ -135,7 +135,7 @@ def _edited(
     return edited or ids[-1:]
 
 
-def metrics_of(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
+def probe_metrics(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
     """Returns (metrics, tables).
 
     Args:
@@ -174,7 +174,7 @@ def metrics_of(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str,
 
 
 def _in_order(pair: dict[str, Any], name: str) -> float:
-    """Returns 1 if the chosen completion keeps the higher score after the edit, or else 0; see `measure`."""
+    """Returns 1 if the chosen completion keeps the higher score after the edit, or else 0; see `measure_probes`."""
     (chosen, rejected), (chosen_edited, rejected_edited) = pair["before"], pair["after"][name]
     return float(chosen > rejected_edited and (PROBES[name].worse or chosen_edited > rejected))
 

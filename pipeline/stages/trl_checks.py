@@ -21,7 +21,7 @@ from pipeline.models.precision import precision_of
 from pipeline.models.template import GENERATION, user_header_and_generation_prompt
 from pipeline.models.tokenizer import eos_ids
 from pipeline.run.worker import Worker
-from pipeline.stages.kl_pairs import paired
+from pipeline.stages.kl_pairs import pair_rows
 
 CHECKED_ROWS = 64  # number of rows whose tokens are checked
 FORWARD_ROWS = 4  # number of rows that also go through the model
@@ -69,7 +69,7 @@ def first_step_checks(worker: Worker, trainer: Any) -> list[CheckResult]:
     model.eval()  # eval mode, so that TRL's means over training steps do not change
     try:
         with torch.no_grad():
-            return results + compare(
+            return results + compare_with_single_rows(
                 stage, trainer, model, rows, same_start="reference" not in worker.work.named
             )
     finally:
@@ -77,7 +77,7 @@ def first_step_checks(worker: Worker, trainer: Any) -> list[CheckResult]:
         trainer._metrics, trainer._total_train_tokens = metrics, tokens
 
 
-def compare(
+def compare_with_single_rows(
     stage: str, trainer: Any, model: Any, rows: list[Row], same_start: bool = True
 ) -> list[CheckResult]:
     """Compares the trainer's numbers on a batch with forward passes of the model on single rows. Returns the results.
@@ -85,12 +85,12 @@ def compare(
     Args:
         same_start: whether the policy equals the reference at the start.
     """
-    few, results = affordable(model, rows), []
+    few, results = affordable_rows(model, rows), []
     if not few:  # no row is within MAX_LOGITS
         return []
     if stage in ("dpo", "kto"):
         trainer._metrics["eval"].clear()
-        trainer.compute_loss(model, collated(trainer, model, few))  # adds the batch's metrics to _metrics
+        trainer.compute_loss(model, collate_rows(trainer, model, few))  # adds the batch's metrics to _metrics
         if same_start:
             results.append(policy_is_reference(trainer, model, few))
     numbers, limit = NUMBERS[stage](trainer, model, few)
@@ -250,7 +250,7 @@ def policy_is_reference(trainer: Any, model: Any, rows: list[Row]) -> CheckResul
     rewards = {side: metrics[f"rewards/{side}"][-1] for side in SIDES if f"rewards/{side}" in metrics}
     found = ", ".join(f"reward of the {side} {value:.3g}" for side, value in rewards.items())
     longest = max(len(completion) for row in rows for _, completion in completions_of(row))
-    limit = tolerance(trainer, model) * trainer.args.beta * longest
+    limit = rounding_tolerance(trainer, model) * trainer.args.beta * longest
     holds = all(abs(value) <= limit for value in rewards.values())
     return CheckResult("the policy starts as the reference", found, holds)
 
@@ -265,17 +265,17 @@ def sft_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
     args = trainer.args
     if args.loss_type not in (None, "nll") or args.label_smoothing_factor or trainer.aux_loss_enabled:
         return [], 0.0
-    loss = float(trainer.compute_loss(model, collated(trainer, model, rows)))
+    loss = float(trainer.compute_loss(model, collate_rows(trainer, model, rows)))
     parts = [part for row in rows for part in _unpacked(row)]
     learned = [torch.tensor(part["labels"][1:]) != -100 for part in parts]
     logprobs = [logprobs_alone(model, part["input_ids"])[at] for part, at in zip(parts, learned, strict=True)]
     alone = -float(torch.cat(logprobs).mean())
-    return [("loss", loss, alone)], tolerance(trainer, model) * max(1.0, alone)
+    return [("loss", loss, alone)], rounding_tolerance(trainer, model) * max(1.0, alone)
 
 
 def rm_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
     """Compares the model's scores with the head's output, in fp32, on the last token of each row."""
-    batch, bare = collated(trainer, model, rows), model.get_base_model()
+    batch, bare = collate_rows(trainer, model, rows), model.get_base_model()
     scores = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.flatten()
     head = next(p for name, p in bare.named_parameters() if is_head(name) and "default" in name).float()
     alone = []
@@ -283,7 +283,7 @@ def rm_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
         with trainer.compute_loss_context_manager():
             hidden = bare.base_model(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state
         alone.append(float(head.flatten() @ hidden[0, -1].float()))
-    limit = tolerance(trainer, model) * max(1.0, *map(abs, alone))
+    limit = rounding_tolerance(trainer, model) * max(1.0, *map(abs, alone))
     return [("score", *pair) for pair in zip(scores.tolist(), alone, strict=True)], limit
 
 
@@ -313,7 +313,7 @@ def preference_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
             if role == "reference":  # TRL's reward is beta times the log-ratio
                 by_trainer -= sum(metrics[f"rewards/{side}"]) / trainer.beta
             numbers.append((f"the {role}'s log-prob of the {side}", by_trainer, sum(some) / len(some)))
-    return numbers, tolerance(trainer, model) * max(1.0, *(abs(alone) for *_, alone in numbers))
+    return numbers, rounding_tolerance(trainer, model) * max(1.0, *(abs(alone) for *_, alone in numbers))
 
 
 NUMBERS = {"sft": sft_numbers, "rm": rm_numbers, "dpo": preference_numbers, "kto": preference_numbers}
@@ -322,7 +322,7 @@ NUMBERS = {"sft": sft_numbers, "rm": rm_numbers, "dpo": preference_numbers, "kto
 # ----------------------------------------------------------------------------------------------------- helpers
 
 
-def affordable(model: Any, rows: list[Row]) -> list[Row]:
+def affordable_rows(model: Any, rows: list[Row]) -> list[Row]:
     """Returns the shortest rows and the longest row within MAX_LOGITS, because most faults come from padding."""
 
     def length(row: Row) -> int:
@@ -335,10 +335,10 @@ def affordable(model: Any, rows: list[Row]) -> list[Row]:
     return [*fitting[: FORWARD_ROWS - 1], *fitting[FORWARD_ROWS - 1 :][-1:]]
 
 
-def collated(trainer: Any, model: Any, rows: list[Row]) -> dict[str, Any]:
+def collate_rows(trainer: Any, model: Any, rows: list[Row]) -> dict[str, Any]:
     """Returns the trainer's batch of some rows, on the model's device. In kto, each row is paired with the previous row."""
     if "label" in rows[0]:
-        rows = [paired(row, other) for row, other in zip(rows, [*rows[-1:], *rows[:-1]], strict=True)]
+        rows = [pair_rows(row, other) for row, other in zip(rows, [*rows[-1:], *rows[:-1]], strict=True)]
     batch = trainer.data_collator([dict(row) for row in rows])
     return {k: value.to(model.device) if isinstance(value, Tensor) else value for k, value in batch.items()}
 
@@ -355,10 +355,10 @@ def completion_logprob(model: Any, prompt: list[int], completion: list[int]) -> 
     return float(logprobs_alone(model, prompt + completion)[len(prompt) - 1 :].sum())
 
 
-def tolerance(trainer: Any, model: Any) -> float:
+def rounding_tolerance(trainer: Any, model: Any) -> float:
     """Returns the largest relative difference that rounding can explain between batches with different padding."""
-    return 1e-3 if precision_in_use(trainer, model) == "fp32" else 0.05
+    return 1e-3 if trainer_precision(trainer, model) == "fp32" else 0.05
 
 
-def precision_in_use(trainer: Any, model: Any) -> str:
+def trainer_precision(trainer: Any, model: Any) -> str:
     return precision_of(model, trainer.args.bf16 or trainer.args.fp16)

@@ -29,13 +29,13 @@ from pipeline.system.progress import Bar
 REFERENCE = "ref"  # TRL's name of a DPOTrainer's frozen reference adapter
 
 
-def arguments(worker: Worker, config: Any, **fixed: Any) -> Any:
+def make_arguments(worker: Worker, config: Any, **fixed: Any) -> Any:
     """Returns the section `trainer` as an instance of TRL's config class, with the pipeline's own settings.
 
     `data.batch_size` is the number of rows in one optimizer step over all workers. This number determines gradient accumulation,
     so a job has the same steps on any number of workers. Call this function before the base is loaded.
     """
-    values = worker.work.trainer | {"gradient_checkpointing": plan.recomputes(worker)}
+    values = worker.work.trainer | {"gradient_checkpointing": plan.recomputes_activations(worker)}
     if values.get("tf32") is None:  # with torch_compile, transformers would turn TF32 on
         values["tf32"] = False
     if worker.work.data.batch_size:
@@ -200,7 +200,7 @@ def continue_policy(worker: Worker, trainer_class: Any, args: Any) -> Any:
     )
     if adapter is None:
         # On a 4-bit base, TRL rounds the adapter to bf16 after it has copied the adapter to `ref`. Restores the values from `ref`
-        # (trl 1.16, DPOTrainer and KTOTrainer). Remove this code together with the cast in `train`.
+        # (trl 1.16, DPOTrainer and KTOTrainer). Remove this code together with the cast in `train_trl`.
         named = dict(trainer.model.named_parameters())
         for name, parameter in named.items():
             if parameter.requires_grad:
@@ -228,7 +228,7 @@ def make_trainer(
         return trainer(peft_config=adapter, **options)
 
 
-def train(worker: Worker, trainer: Any) -> Outcome:
+def train_trl(worker: Worker, trainer: Any) -> Outcome:
     """Trains from the start, or from the worker's checkpoint. Returns the final metrics, the kept step, and the number of tokens.
 
     After training, the model has the weights of the kept step. `eval_*` are metrics of the kept step. `initial_*` are metrics of
@@ -304,7 +304,7 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
     return metrics
 
 
-def finish(worker: Worker, trainer: Any, outcome: Outcome) -> dict[str, Any]:
+def finish_trl(worker: Worker, trainer: Any, outcome: Outcome) -> dict[str, Any]:
     """Saves the trained adapter, and checks on a few training rows that it reloads unchanged."""
     rows = trainer.train_dataset
     few = [dict(row) for row in rows.select(range(min(4, len(rows))))]
@@ -313,12 +313,12 @@ def finish(worker: Worker, trainer: Any, outcome: Outcome) -> dict[str, Any]:
     probe = [[token for key in keys for token in row.get(key, ())] for row in few]
     return worker.finish(
         outcome,
-        save=lambda folder: save(trainer, folder),
-        outputs=lambda folder: outputs(trainer, probe, folder),
+        save=lambda folder: save_adapter(trainer, folder),
+        outputs=lambda folder: adapter_outputs(trainer, probe, folder),
     )
 
 
-def save(trainer: Any, folder: str) -> dict[str, Any]:
+def save_adapter(trainer: Any, folder: str) -> dict[str, Any]:
     """Writes the trained adapter, with its head if it has one, and its probes. Returns the digest of its tensors.
 
     peft's save_pretrained would also write the base's weights if the adapter adapts the LM head or the embedding, and would query
@@ -332,25 +332,25 @@ def save(trainer: Any, folder: str) -> dict[str, Any]:
 
     def output(ids: list[int]) -> float:
         """Returns the score of a reward model, or else the mean log-prob of the tokens after the first."""
-        found = logits(model.eval(), ids)
+        found = row_logits(model.eval(), ids)
         if found.ndim == 2:
             return float(found)
         actions = torch.tensor(ids[1:]).unsqueeze(-1)
         return float(found[0, :-1].log_softmax(-1).gather(-1, actions).mean())
 
     vocab_size = model.config.get_text_config().vocab_size
-    precision = trl_checks.precision_in_use(trainer, model)
+    precision = trl_checks.trainer_precision(trainer, model)
     probes.write_probes(folder, vocab_size, trainer.processing_class.pad_token_id, output, precision)
     return digest
 
 
-def outputs(trainer: Any, rows: list[list[int]], folder: str | None = None) -> list[torch.Tensor]:
+def adapter_outputs(trainer: Any, rows: list[list[int]], folder: str | None = None) -> list[torch.Tensor]:
     """Returns the logits of rows of token ids, with the adapter in memory or, if `folder` is set, the adapter in `folder`."""
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     if folder:
         model.load_adapter(folder, adapter_name="reloaded", is_trainable=False)
         model.set_adapter("reloaded")
-    found = [logits(model, row) for row in rows]
+    found = [row_logits(model, row) for row in rows]
     if folder:
         model.set_adapter("default")
         model.delete_adapter("reloaded")
@@ -358,7 +358,7 @@ def outputs(trainer: Any, rows: list[list[int]], folder: str | None = None) -> l
 
 
 @torch.no_grad()
-def logits(model: Any, row: list[int]) -> torch.Tensor:
+def row_logits(model: Any, row: list[int]) -> torch.Tensor:
     """Returns the logits of one sequence in fp32 on the CPU: (1, T, V), or (1, 1) for a reward model."""
     ids = torch.tensor([row], device=model.device)
     return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float().cpu()

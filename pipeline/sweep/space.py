@@ -26,7 +26,7 @@ from pipeline.job.identity import identity_of
 from pipeline.job.stages import TRAINED
 from pipeline.job.yaml_tree import Tree
 from pipeline.metrics import IMPLICIT, find_metric, greater_is_better
-from pipeline.run.resume import essence
+from pipeline.run.resume import deciding_settings
 from pipeline.system import storage
 
 EXAMPLE = "for example trainer.learning_rate=1e-4,3e-4"
@@ -93,7 +93,7 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
     shared, settings = [], {}
     for argument in arguments:
         key, _, text = argument.partition("=")
-        values = split(text)
+        values = split_values(text)
         if key.startswith("sweep."):
             settings[key.removeprefix("sweep.")] = text
         elif len(values) > 1:
@@ -104,7 +104,9 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
         raise InputError(f"no key varies; a sweep needs a key with several values, {EXAMPLE}")
     numbers = {key: int(text) if re.fullmatch(r"\d{1,9}", text) else text for key, text in settings.items()}
     tree = Tree("command line", {"sweep": numbers})
-    known = SweepSettings(**schema.checked(tree, "sweep", schema.keys("pipeline.sweep.space.SweepSettings")))
+    known = SweepSettings(
+        **schema.check_section(tree, "sweep", schema.keys("pipeline.sweep.space.SweepSettings"))
+    )
     base = load_job(path, shared)
     if not base.spec.learns:
         raise InputError(f"{path}: `{base.stage}` does not train; a sweep needs one of {', '.join(TRAINED)}")
@@ -124,7 +126,7 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
     metric = metric or base.measurable.default
     check_comparable(metric, base.stage, varied)
     # The default name is a digest of the sweep, so that the same command resumes.
-    essences = [essence(identity_of(job)) for job, _ in jobs]
+    essences = [deciding_settings(identity_of(job)) for job, _ in jobs]
     content = [essences, base.run.metric_for_best_model, known.reduction_factor]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
     name = base.run.name or f"sweep-{base.stage}-{digest}"
@@ -149,7 +151,7 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
     return Sweep(base, known, trials, metric, greater, shared)
 
 
-def split(text: str) -> list[str]:
+def split_values(text: str) -> list[str]:
     """Splits a list at its commas, except for commas inside brackets and quotes: "[a,b],[c]" -> ["[a,b]", "[c]"]."""
     try:
         node = yaml.compose(f"[{text}]")

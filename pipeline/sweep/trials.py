@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipeline import registry, report
-from pipeline.errors import in_brief, summary
+from pipeline.errors import error_summary, in_brief
 from pipeline.job.libraries import skip_library_checks
 from pipeline.run import session
 from pipeline.run.launch import launch
@@ -112,7 +112,7 @@ def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
                 if job.run.report:
                     report.of_run(result)
         except Exception as error:
-            failure = without_secrets(summary(error))
+            failure = without_secrets(error_summary(error))
             print(f"failed: {failure}", flush=True)
         ray.get(handle.rungs.end.remote(name, failure))
 
@@ -120,7 +120,7 @@ def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
 
 
 @contextlib.contextmanager
-def watching(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]) -> Iterator[None]:
+def watch_trials(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]) -> Iterator[None]:
     """Prints the trials' reports during the `with` block. Writes sweep.json after each report, because the driver may be killed.
 
     Args:
@@ -138,7 +138,7 @@ def watching(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]) ->
             if not (new := state["lines"][printed:]):
                 return
             printed += len(new)
-            new[-1] += f"   [{overall(state, count, time.monotonic() - started, before)}]"
+            new[-1] += f"   [{overall_progress(state, count, time.monotonic() - started, before)}]"
             try:
                 keep(state)
             except OSError as error:  # the next report, or the end of the sweep, writes sweep.json again
@@ -159,7 +159,7 @@ def watching(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]) ->
         thread.join()
 
 
-def overall(state: dict[str, Any], count: int, seconds: float, before: float) -> str:
+def overall_progress(state: dict[str, Any], count: int, seconds: float, before: float) -> str:
     """Returns a text with the numbers of ended and running trials, and the remaining time at the speed so far.
 
     Args:

@@ -45,7 +45,7 @@ LIBRARIES = (
 
 
 @contextlib.contextmanager
-def waiting(what: str, seconds: float = 2.0) -> Iterator[None]:
+def print_if_slow(what: str, seconds: float = 2.0) -> Iterator[None]:
     """Prints `what` if the `with` block takes longer than `seconds`."""
     timer = threading.Timer(seconds, print, [what], {"flush": True})
     timer.daemon = True
@@ -90,12 +90,12 @@ def attach_ray_printer(own: Collection[str] = (), sink: Any = None) -> None:
     from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
     dispatcher.remove_handler("ray_print_logs")
-    dispatcher.add_handler("ray_print_logs", functools.partial(show, own=own, sink=sink))
+    dispatcher.add_handler("ray_print_logs", functools.partial(show_ray_lines, own=own, sink=sink))
     # Ray prints errors that its control store reports without the dispatcher.
-    worker.print_to_stdstream = lambda data, ignore_prefix: show(data, own, sink)
+    worker.print_to_stdstream = lambda data, ignore_prefix: show_ray_lines(data, own, sink)
 
 
-def show(data: dict[str, Any], own: Collection[str] = (), sink: Any = None) -> None:
+def show_ray_lines(data: dict[str, Any], own: Collection[str] = (), sink: Any = None) -> None:
     """Prints one batch of log lines. Ray's `data` has the keys lines, is_err, pid, actor_name and task_name."""
     if (
         data.get("pid") == "autoscaler"

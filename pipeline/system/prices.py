@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.errors import InputError, summary
+from pipeline.errors import InputError, error_summary
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def read_prices() -> Prices:
         return Prices(str(prices["date"]), machine, gpus, instances)
     except (OSError, yaml.YAMLError, AttributeError, TypeError, ValueError, RecursionError) as error:
         raise InputError(
-            f"{file}: {summary(error)}; expected `date`, `machine` (dollars per hour), `gpus` (dollars "
+            f"{file}: {error_summary(error)}; expected `date`, `machine` (dollars per hour), `gpus` (dollars "
             "per hour of one GPU) and `instances`, as in {L4: 0.98}"
         ) from error
 
@@ -85,7 +85,7 @@ def in_dollars(amount: float) -> str:
     return "under $0.01" if 0 < amount < 0.01 else f"${amount:.2f}"
 
 
-def in_words(cost: dict[str, Any]) -> str:
+def cost_in_words(cost: dict[str, Any]) -> str:
     """Returns the cost of a run as one line of text, or "" if there is nothing to report."""
     parts = [f"{cost['gpu_hours']:.3g} GPU hours"] if cost["gpu_hours"] else []
     if cost["dollars"] is not None:

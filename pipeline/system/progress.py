@@ -35,7 +35,7 @@ class Bar(tqdm):  # type: ignore[type-arg]
     def display(self, msg: str | None = None, pos: int | None = None) -> Any:
         if msg is None:  # tqdm erases its bar with msg=""
             print(self, flush=True)
-            terminal.live(str(self))
+            terminal.show_progress(str(self))
 
 
 @contextlib.contextmanager

@@ -5,8 +5,8 @@ live("train  16/48 steps", left=6.0)   rewrites one line; if stdout is no termin
 print("loading the model")             is a detail: if the run has a log, it goes only there, unless -v is set
 print("warning: ...")                  is shown, except with -q
 
-`say` and `live` put a marker character in front of each line, because the driver gets the lines of Ray workers as plain text. A
-process that is not a command (a notebook, a test) shows all lines except live ones.
+`say` and `show_progress` put a marker character in front of each line, because the driver gets the lines of Ray workers as plain
+text. A process that is not a command (a notebook, a test) shows all lines except live ones.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ _of_worker = False  # whether this process is a Ray worker, whose stdout Ray for
 
 
 def mark_lines() -> None:
-    """Makes `say` and `live` add marker characters in this process. Ray workers call this function."""
+    """Makes `say` and `show_progress` add marker characters in this process. Ray workers call this function."""
     global _of_worker
     _of_worker = True
 
@@ -52,7 +52,7 @@ def say(text: str = "", result: bool = False) -> None:
     print("\n".join(mark + line for line in text.split("\n")), flush=True)
 
 
-def live(text: str, left: float | None = None, more: str = "") -> None:
+def show_progress(text: str, left: float | None = None, more: str = "") -> None:
     """Replaces the progress line at the bottom of the terminal.
 
     Args:
@@ -174,7 +174,7 @@ class Screen(Output):
         """Shows a line that the next line will replace. Returns False if stdout is not a terminal."""
         if not self.stream.isatty():
             return False
-        self.put(WIPE + fitted(text))
+        self.put(WIPE + fit_line(text))
         self.row = True
         return True
 
@@ -190,7 +190,7 @@ class Screen(Output):
         if row:
             self.put(WIPE)
         if progress:
-            self.put((fitted(progress) if row else progress) + "\n")
+            self.put((fit_line(progress) if row else progress) + "\n")
 
     def record(self, text: str) -> None:
         """Adds text to the log of the run, if one is open."""
@@ -202,7 +202,7 @@ class Screen(Output):
                 print(f"warning: cannot write the log of the run any more: {error.strerror}", file=sys.stderr)
 
 
-def fitted(text: str) -> str:
+def fit_line(text: str) -> str:
     """Truncates a line at a double space, which separates its fields, so that the line and an echoed ^C fit the terminal."""
     cut = text[: shutil.get_terminal_size().columns - len("^C") - 1]
     return cut if cut == text else cut.rpartition("  ")[0].rstrip() or cut
@@ -222,7 +222,7 @@ def wrap_streams() -> None:
 
 
 @contextlib.contextmanager
-def logged() -> Iterator[Callable[[str], None]]:
+def output_logged() -> Iterator[Callable[[str], None]]:
     """Sends the output of the `with` block to the log of the run. Yields a function that opens log.txt in the run's folder.
 
     Until log.txt is open, the output is kept in memory, because a job with a mistake must not create a folder.

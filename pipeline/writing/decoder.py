@@ -11,11 +11,11 @@ from torch import Tensor
 
 from pipeline.errors import InputError, in_brief
 from pipeline.models.adapters import SharedBase
-from pipeline.models.logprobs import bar
+from pipeline.models.logprobs import bar_tokens
 from pipeline.models.lora import cast_once
 from pipeline.models.packing import micro_batches
 from pipeline.writing.graphs import Steps
-from pipeline.writing.rows import Completion, Decoder, Row, RowSettings, Sampling, draw
+from pipeline.writing.rows import Completion, Decoder, Row, RowSettings, Sampling, draw_tokens
 from pipeline.writing.slots import SlotCache, live_first
 
 # Maximum tokens in one forward of prompts, including padding. A larger forward would not be faster, and would need more memory.
@@ -234,9 +234,9 @@ class SlotDecoder(Decoder):
         noise, temperature, top_p, minimum, written = (values[rows] for values in self.settings)
         logits, drawing = self.shared.logits(hidden), self.rows[rows]
         if any(row.sampling.min_new_tokens for row in drawing):
-            logits = bar(logits, written < minimum, drawing[0].sampling.eos)
+            logits = bar_tokens(logits, written < minimum, drawing[0].sampling.eos)
         nucleus = any(row.sampling.top_p < 1 for row in drawing)
-        token, logprob = draw(
+        token, logprob = draw_tokens(
             logits,
             noise.gather(1, written.unsqueeze(-1)).squeeze(-1),
             temperature,

@@ -182,7 +182,7 @@ def uniforms(row: Row) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=key)).random(row.sampling.max_new_tokens)
 
 
-def draw(
+def draw_tokens(
     logits: Tensor, noise: Tensor, temperature: Tensor, top_p: Tensor | None, greedy: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
     """Draws tokens from logits (B, V) by inverse transform sampling. Returns the tokens' ids (B,) and log-probs (B,).

@@ -90,7 +90,7 @@ class SlotCache(DynamicCache):
 
     def size_with(self, slots: int, positions: int) -> tuple[int, int]:
         """Returns the cache's (slots, positions), each doubled until at least `slots` and `positions` fit."""
-        return doubled(self.slots, slots), doubled(self.positions, positions)
+        return double_until(self.slots, slots), double_until(self.positions, positions)
 
     def reserve(self, slots: int, positions: int) -> None:
         size = self.size_with(slots, positions)
@@ -121,7 +121,7 @@ class SlotCache(DynamicCache):
             values[: len(order)] = values[index]
 
 
-def doubled(size: int, needed: int) -> int:
+def double_until(size: int, needed: int) -> int:
     """Returns `size`, doubled until it is at least `needed`."""
     while size < needed:
         size *= 2

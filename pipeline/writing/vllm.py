@@ -57,7 +57,7 @@ class VllmDecoder(Decoder):
         return list(self.requests.values())
 
     def add(self, role: str, folder: str) -> None:
-        if (rank := adapter_files.largest_rank(folder)) > self.max_rank:
+        if (rank := adapter_files.largest_rank_in_folder(folder)) > self.max_rank:
             raise InputError(
                 f"the adapter has rank {rank}, but vLLM was started for ranks up to {self.max_rank}; restart the server"
             )
@@ -219,7 +219,7 @@ def sampling_params(sampling: Sampling, number: int, logprobs: int | None, **opt
     )
 
 
-def largest_rank(shared: SharedBase, roles: Sequence[str | None]) -> int:
+def largest_lora_rank(shared: SharedBase, roles: Sequence[str | None]) -> int:
     """Returns the largest rank of the roles' adapters, or 0 without adapters. Raises InputError if vLLM cannot run an adapter."""
     configs = [shared.configs[role] for role in roles if role]
     for config in configs:

@@ -55,7 +55,7 @@ def test_a_cluster_file_is_valid_once_its_lines_are_filled_in(file, home):
     lines = file.read_text().splitlines()
     named = [int(number) for number in re.findall(r"\.yaml:(\d+): ", str(error.value))]
     assert named and all("EDIT" in lines[number - 1] for number in named)
-    shown = clusterfile.summary(clusterfile.check_cluster_file(filled(file, home)))
+    shown = clusterfile.describe_cluster(clusterfile.check_cluster_file(filled(file, home)))
     if file == AWS:
         assert (
             "1 x m7i.2xlarge, $0.40 an hour (2026-11-20), until `make down`, or 8 hours without a job"
@@ -80,7 +80,7 @@ def test_mistakes_are_found_before_anything_is_started(home, monkeypatch):
     ):
         clusterfile.check_cluster_file(file)
     file.write_text(file.read_text().replace("HEAD_IDLE_HOURS=8 ", ""))
-    shown = clusterfile.summary(clusterfile.check_cluster_file(file))
+    shown = clusterfile.describe_cluster(clusterfile.check_cluster_file(file))
     assert "1 to 1 x g6e.12xlarge (gpu4)" in shown and "until `make down`, even if no job runs" in shown
     file = filled(AWS, home)
     (home / ".ray/auth_token").unlink()

@@ -53,7 +53,7 @@ def test_sky_starts_valid_jobs_whose_runs_have_names(tmp_path, monkeypatch):
     command, folder, *overrides = started_by_sky(tmp_path)
     assert (command, folder) == ("run", "jobs/own")
     monkeypatch.chdir(ROOT)
-    jobs = rlhf.load(folder, overrides)
+    jobs = rlhf.load_profile(folder, overrides)
     assert jobs["rm"].run.name == "rm-own", "the next node resumes a run by its name"
     assert all(job.scaling["use_gpu"] and job.run.storage_path == "s3://b/runs" for job in jobs.values())
 

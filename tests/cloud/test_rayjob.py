@@ -153,7 +153,7 @@ def test_a_folder_is_one_job_whose_runs_have_names():
     assert (manifest["kind"], manifest["metadata"]["name"]) == ("RayJob", "demo")
     command = shlex.split(manifest["spec"]["entrypoint"])
     assert command[:5] == ["python", "-m", "pipeline", "run", "jobs/demo"]
-    jobs = rlhf.load("jobs/demo", command[5:])
+    jobs = rlhf.load_profile("jobs/demo", command[5:])
     assert [job.run.name for job in jobs.values()] == [f"{stage}-demo" for stage in jobs]
     named = rayjob.manifest(["jobs/demo"], ["run.storage_path=/mnt/runs", MLFLOW, "run.name=mine"])
     assert named["spec"]["entrypoint"].endswith("run.name=mine")

@@ -186,7 +186,7 @@ def test_files_that_nodes_do_not_get_are_named(job, tmp_path, monkeypatch):
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "pipeline").rglob("*.py")}
     assert modules | {"jobs/demo/sft.yaml"} <= set(files)
     assert not [name for name in files if name.startswith((".git/", ".venv", "tests/", "runs/"))]
-    preflight.check_paths(job().paths, two, files)
+    preflight.check_paths_on_cluster(job().paths, two, files)
 
     outside = tmp_path / "outside.jsonl"
     (here := tmp_path / "here").mkdir()
@@ -196,15 +196,15 @@ def test_files_that_nodes_do_not_get_are_named(job, tmp_path, monkeypatch):
         name.write_text("{}\n")
     overrides = ["data.train=r*.jsonl", "model.name_or_path=jobs/demo/model"]
     rows = workload_of(load_job("jobs/demo/sft.yaml", overrides)).paths
-    preflight.check_paths(rows, two, preflight.upload_files())
+    preflight.check_paths_on_cluster(rows, two, preflight.upload_files())
     Path(".rayignore").write_text("rows.jsonl\n")
     with pytest.raises(InputError, match=r"data\.train: 'rows.jsonl' would not be uploaded"):
-        preflight.check_paths(rows, two, preflight.upload_files())
+        preflight.check_paths_on_cluster(rows, two, preflight.upload_files())
     elsewhere = workload_of(load_job("jobs/demo/sft.yaml", [f"data.train={outside}"])).paths
     with pytest.raises(InputError, match=r"data\.train: .*outside\.jsonl' is on this machine's own disk"):
-        preflight.check_paths(elsewhere, two, {"jobs/demo/sft.yaml": 1})
+        preflight.check_paths_on_cluster(elsewhere, two, {"jobs/demo/sft.yaml": 1})
     # The only node may be this machine, so a local path is accepted.
-    preflight.check_paths([("data.train", str(outside))], a_cluster({"CPU": 4}), {})
+    preflight.check_paths_on_cluster([("data.train", str(outside))], a_cluster({"CPU": 4}), {})
 
 
 def test_a_too_large_upload_names_its_largest_files(tmp_path, monkeypatch):
@@ -249,11 +249,11 @@ def submit_shell(api, name, lines=3, pause=0.0, status=0, end="true"):
 def test_the_exit_status_is_the_status_of_the_job(cluster, capsys):
     api = submit.Api(cluster.address)
     submit_shell(api, "fails", status=2, end="echo error: key: wrong")
-    assert submit.follow(api, "fails") == 2
+    assert submit.follow_submission(api, "fails") == 2
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("line")]
     assert lines == ["line 0", "line 1", "line 2"]
     submit_shell(api, "died", status=2)  # as if a file of a library were missing
-    assert submit.follow(api, "died") == 1
+    assert submit.follow_submission(api, "died") == 1
     assert "died failed: " in capsys.readouterr().err
 
 
@@ -266,7 +266,7 @@ def test_a_lost_connection_loses_no_line_and_repeats_none(cluster, capsys, monke
 
     for seconds, change in ((3, proxy.cut), (5, proxy.mend)):
         threading.Timer(seconds, change).start()
-    assert submit.follow(api, "cut") == 0
+    assert submit.follow_submission(api, "cut") == 0
     shown = capsys.readouterr()
     assert "connection lost" in shown.err
     lines = [line for line in shown.out.splitlines() if line.startswith("line")]
@@ -295,15 +295,15 @@ class ClientWithoutLog:
 def test_a_job_whose_log_cannot_be_read_ends_with_its_state(capsys, monkeypatch):
     monkeypatch.setattr(submit, "SILENT_SECONDS", 0.5)
     monkeypatch.setattr(submit.time, "sleep", lambda _: None)
-    assert submit.follow(ClientWithoutLog("RUNNING", "RUNNING", "FAILED"), "job") == 1
+    assert submit.follow_submission(ClientWithoutLog("RUNNING", "RUNNING", "FAILED"), "job") == 1
     message = capsys.readouterr().err
     lost = "connection lost (RuntimeError: WebSocket connection closed); job is still running"
     assert message.count(lost) == 1
     assert "the end of the log is missing" in message and "job failed: its node died" in message
-    assert submit.follow(ClientWithoutLog(OSError("no route"), "SUCCEEDED"), "job") == 0
+    assert submit.follow_submission(ClientWithoutLog(OSError("no route"), "SUCCEEDED"), "job") == 0
     monkeypatch.setattr(submit, "SILENT_SECONDS", -1)
     with pytest.raises(OSError, match="no route"):  # creating Ray's client succeeds, but its requests fail
-        submit.follow(ClientWithoutLog(OSError("no route")), "job")
+        submit.follow_submission(ClientWithoutLog(OSError("no route")), "job")
 
 
 def test_leaving_a_job_and_ending_it(cluster, capsys, monkeypatch):
@@ -322,7 +322,7 @@ def test_leaving_a_job_and_ending_it(cluster, capsys, monkeypatch):
     with pytest.raises(InputError, match="'long' is running on this cluster"):
         submit.next_attempt(api, "long")
     assert submit.main(["stop", "long"]) == 0
-    assert submit.follow(api, "long") == 1
+    assert submit.follow_submission(api, "long") == 1
     assert "long stopped" in capsys.readouterr().err
     assert submit.next_attempt(api, "long") == "long.2"
     assert submit.main(["logs", "nobody"]) == 2
@@ -353,7 +353,7 @@ def test_jobs_get_an_installed_package_and_secrets_that_no_log_of_ray_has(
     command = shlex.join(["python", "-c", READ_SECRET])
     with submit.runtime_env({"HF_TOKEN": secret}) as environment:
         api.submit(submission_id="secret", entrypoint=command, runtime_env=environment)
-    assert submit.follow(api, "secret") == 0, capsys.readouterr().out
+    assert submit.follow_submission(api, "secret") == 0, capsys.readouterr().out
     shown = capsys.readouterr().out
     assert f"driver {secret[::-1]}" in shown and f"worker {secret[::-1]}" in shown
     [line] = [line for line in shown.splitlines() if line.startswith("package")]

@@ -90,14 +90,14 @@ def test_bfloat16_is_rounded_once(models, storage):
 
 
 def test_a_failed_merge_is_not_exported(models, storage, capsys, monkeypatch):
-    right = export.merge
+    right = export.merge_adapter
 
     def wrong(base, adapter, dtype):
         merged = right(base, adapter, dtype)
         merged.get_output_embeddings().weight.data *= 0.5
         return merged
 
-    monkeypatch.setattr(export, "merge", wrong)
+    monkeypatch.setattr(export, "merge_adapter", wrong)
     assert stage("export", storage, "wrong-merge", *POLICY, status=1) == {}
     assert "the exported policy differs from the adapter" in capsys.readouterr().err
     left = {path.name for path in (storage / "wrong-merge").iterdir()}
@@ -120,9 +120,9 @@ def test_a_probe_fits_into_a_short_context(models):
     settings = ["trainer.response_length=250", f"model.name_or_path={BASE}"]
     job = load_job(ROOT / "jobs/demo/export.yaml", settings, "export")
     host = ModelHost(work_of(job, tokenizer(), {"context_length": 256}))
-    rows, length = export.probes(host)
+    rows, length = export.encode_probes(host)
     assert length == 256 - max(map(len, rows))
-    assert export.probes(ModelHost(replace(host.work, base={"context_length": None})))[1] == 250
+    assert export.encode_probes(ModelHost(replace(host.work, base={"context_length": None})))[1] == 250
 
 
 # ------------------------------------------------------------------------------------------------- a push to the Hub

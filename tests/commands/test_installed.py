@@ -70,7 +70,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
 
 def complete(words):
     """Returns the completions that bash offers for a command line with an incomplete last word."""
-    script = completion.script(["sft", "score", "plan", "run"])
+    script = completion.completion_script(["sft", "score", "plan", "run"])
     line = " ".join(f"'{word}'" for word in words)
     ask = f"{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _rlhf; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     done = subprocess.run(["bash", "-c", ask], cwd=ROOT, capture_output=True, text=True)

@@ -124,7 +124,9 @@ def test_collect_selects_from_the_engines_completions(engine, storage, capfd):
     pairs = ["trainer.select=pairs", "scaling.num_workers=2"]
     result, lines = run("collect", storage, "pairs", rows, *settings, *pairs)
     expected = by_the_engine(engine, rows, 3, 1.0)
-    selected = [collect.selected(Collect(num_generations=3, select="pairs"), samples) for samples in expected]
+    selected = [
+        collect.select_samples(Collect(num_generations=3, select="pairs"), samples) for samples in expected
+    ]
     numbered = [(i, *pair) for i, pairs in enumerate(selected) for pair in pairs]
     assert [(line["number"], line["chosen"], line["rejected"]) for line in lines] == [
         (i, better["completion"], worse["completion"]) for i, better, worse in numbered
@@ -146,7 +148,7 @@ def test_collect_draws_prompts_and_takes_a_function_as_reward(models, storage):
     gold = "python:pipeline.demo:gold"
     settings = ["trainer.select=best", "trainer.num_generations=4", f"reward={gold}", *drawn]
     result, lines = run("collect", storage, "best", rows, *settings)
-    numbers = collect.choose(Collect(num_prompts=4, skip_prompts=4), 3, 11)
+    numbers = collect.choose_prompts(Collect(num_prompts=4, skip_prompts=4), 3, 11)
     found = {line["number"] for line in lines}
     assert [line["number"] for line in lines] == [n for n in numbers if n in found]
     assert result["rows"] == 4 and result["counts"]["rows"] == len(lines) > 0

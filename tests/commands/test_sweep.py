@@ -19,7 +19,7 @@ from pipeline.__main__ import main
 from pipeline.commands import sweep as command
 from pipeline.errors import InputError
 from pipeline.job.identity import identity_of
-from pipeline.run.resume import essence, owner_files
+from pipeline.run.resume import deciding_settings, owner_files
 from pipeline.settle.identity import tracking_of
 from pipeline.sweep import space
 
@@ -95,7 +95,7 @@ def test_a_folder_with_another_sweep_is_an_error(in_root, tmp_path):
 
     sweep = begun()
     content = {
-        "job": essence(identity_of(sweep.job)),
+        "job": deciding_settings(identity_of(sweep.job)),
         "metric": "eval_loss",
         "reports": {},
         "ended": True,
@@ -105,7 +105,7 @@ def test_a_folder_with_another_sweep_is_an_error(in_root, tmp_path):
     (tmp_path / "s/sweep.json").write_text(json.dumps(content))
 
     def recorded(sweep):
-        return command.recorded(sweep, owner_files(sweep.folder))
+        return command.read_recorded_sweep(sweep, owner_files(sweep.folder))
 
     more = begun("trainer.learning_rate=1e-3,2e-3")
     assert recorded(sweep)["ended"] and not recorded(more)["ended"], "the same job may get more trials"

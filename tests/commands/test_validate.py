@@ -37,7 +37,7 @@ def test_a_job_for_gpus_is_validated_without_gpus(tmp_path, embedded_ray, capsys
 
 def test_rows_are_read_without_ray(tmp_path, in_root, monkeypatch):
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    monkeypatch.setattr("pipeline.run.session.embedded", None)
+    monkeypatch.setattr("pipeline.run.session.embedded_ray", None)
     report = validate.run(load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}"], "sft"))
     assert report["splits"]["train"]["kept"] == 500
 

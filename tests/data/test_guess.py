@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pipeline.data import guess
-from pipeline.data.annotations import flat
+from pipeline.data.annotations import flatten_annotation
 from pipeline.data.formats import kind_of
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello."}]
@@ -21,7 +21,7 @@ def misfit(rows, stage, file):
 
 
 def reads(rows, columns, stage):
-    return guess.reads(rows, columns, kind_of(stage))
+    return guess.reads_most_rows(rows, columns, kind_of(stage))
 
 
 def rows(**columns):
@@ -133,7 +133,9 @@ def asked(**answers):
     given = {}
     for name, answer in answers.items():
         given |= {f"{name}.responses": answer, f"{name}.responses.status": ["submitted"] * len(answer)}
-    return [flat({"prompt": f"Say {i} now.", "response": "No idea.", **given}) for i in range(8)]
+    return [
+        flatten_annotation({"prompt": f"Say {i} now.", "response": "No idea.", **given}) for i in range(8)
+    ]
 
 
 @pytest.mark.parametrize("ratings", [[1, 2, 1], [2]])
@@ -152,7 +154,7 @@ def test_a_text_of_annotators_in_addition_to_the_completion_needs_a_setting():
     assert line.endswith("set data.columns='{prompt: COLUMN, completion: corrected}'")
     assert reads(made, {"completion": "corrected"}, "sft")
     written = [
-        flat(
+        flatten_annotation(
             {"prompt": "Say it.", "reply.responses": ["Like this."], "reply.responses.status": ["submitted"]}
         )
     ]
@@ -181,13 +183,13 @@ def test_two_texts_that_may_be_the_completion_need_a_setting():
     line = misfit(made, "sft", "a.jsonl")
     assert "`bot_answer` and `corrected_answer` may each be the completion to learn" in line
     given = {"prompt": "question", "completion": "corrected_answer"}
-    assert guess.beside(made, given, {*given.values()}, "data") == ""
+    assert guess.unread_label_note(made, given, {*given.values()}, "data") == ""
     assert guessed([{**row, "prompt": "a", "completion": "b"} for row in made], "sft") == {}
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_every_stage_that_the_rows_fit(name):
-    assert guess.fitting(SETS[name]) == FITS[name]
+    assert guess.fitting_stages(SETS[name]) == FITS[name]
 
 
 def test_the_error_is_one_line_and_ends_in_the_setting_to_use():
@@ -256,7 +258,7 @@ def test_several_texts_are_a_conversation_only_if_their_names_say_so():
 def test_pythons_text_of_a_list_fits_no_stage():
     """In an earlier version, a row whose value was the text of a Python list caused a traceback."""
     made = [{"messages": str(CHAT)} for _ in range(8)]
-    assert guess.fitting(made) == ""
+    assert guess.fitting_stages(made) == ""
     said = misfit(made, "sft", "chats.csv")
     assert said.startswith("chats.csv:1: `messages`: found") and said.endswith("to_json or to_parquet")
 
@@ -278,4 +280,4 @@ def test_rankings_of_argilla_need_a_transform():
     ranks = [{"value": "reply_1", "rank": 1}, {"value": "reply_2", "rank": 2}]
     record = {"reply_1": "a b", "reply_2": "b c", "order.responses": [ranks], "order.responses.status": ["submitted"]}  # fmt: skip
     said = "`order` is a ranking in Argilla's format; convert the ranking to chosen and rejected with data.transform"
-    assert misfit([flat(record)], "rm", "a.jsonl").endswith(said)
+    assert misfit([flatten_annotation(record)], "rm", "a.jsonl").endswith(said)

@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeline.commands.chat import Writer
 from pipeline.data.report import Report
-from pipeline.data.tasks import sample
-from pipeline.data.values import RowError, show
-from pipeline.errors import InputError, visible
+from pipeline.data.tasks import decode_sample
+from pipeline.data.values import RowError, show_json
+from pipeline.errors import InputError, escape_controls
 from pipeline.models.tokenizer import eos_ids
 from pipeline.run.summary import sample_table
 
@@ -29,10 +29,10 @@ def commands(text: str) -> list[str]:
 
 
 def test_control_characters_are_shown_escaped(capsys):
-    assert visible(EVIL) == str(InputError(EVIL)) == SHOWN and not commands(SHOWN)
-    assert visible("é 東京 🦙 👨‍👩‍👧 \t\n") == "é 東京 🦙 👨‍👩‍👧 \t\n"  # no control characters
-    assert visible("a\nb\tc", lines=False) == r"a\nb\tc"
-    error = RowError("null", f"x{EVIL}\n", show(EVIL), "a text", file=f"{EVIL}\nerror: no", line=1)
+    assert escape_controls(EVIL) == str(InputError(EVIL)) == SHOWN and not commands(SHOWN)
+    assert escape_controls("é 東京 🦙 👨‍👩‍👧 \t\n") == "é 東京 🦙 👨‍👩‍👧 \t\n"  # no control characters
+    assert escape_controls("a\nb\tc", lines=False) == r"a\nb\tc"
+    error = RowError("null", f"x{EVIL}\n", show_json(EVIL), "a text", file=f"{EVIL}\nerror: no", line=1)
     assert not commands(str(error)) and "\n" not in str(error)
     report = Report("sft", 9, skipped=[f"a.jsonl:1: {EVIL}\n"], samples=[f"one {EVIL}\ntwo"])
     assert SHOWN in report.render() and not commands(report.render())
@@ -191,8 +191,8 @@ def test_every_stage_shows_a_completion_the_same_way():
     backend.decoder = decoders.Metaspace()
     tok = PreTrainedTokenizerFast(tokenizer_object=backend)
     labels = {"input_ids": [0, 1, 2, 1, 3], "labels": [-100, 1, -100, 1, 3]}
-    assert sample(tok, labels) == "a⟦ b⟧ c⟦ bü⟧"
-    assert sample(tok, {"prompt_ids": [0], "completion_ids": [1, 2]}) == "a⟦ b c⟧"
+    assert decode_sample(tok, labels) == "a⟦ b⟧ c⟦ bü⟧"
+    assert decode_sample(tok, {"prompt_ids": [0], "completion_ids": [1, 2]}) == "a⟦ b c⟧"
 
 
 def test_a_shared_prefix_that_cuts_a_character_is_shown_complete():
@@ -204,11 +204,13 @@ def test_a_shared_prefix_that_cuts_a_character_is_shown_complete():
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tok = PreTrainedTokenizerFast(tokenizer_object=backend)
     prompt, chosen, rejected = (list(text.encode()) for text in ("Farbe? ", "übel", "ölig"))
-    text = sample(tok, {"chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected}, len(prompt) + 1)
+    text = decode_sample(
+        tok, {"chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected}, len(prompt) + 1
+    )
     assert text == "Farbe? \n  chosen   ⟦übel⟧\n  rejected ⟦ölig⟧"
     apart = {"prompt_ids": prompt + chosen[:1], "chosen_ids": chosen[1:], "rejected_ids": rejected[1:]}
-    assert sample(tok, apart) == text
-    assert sample(tok, {**apart, "rejected_ids": None}) == "Farbe? ⟦übel⟧"
+    assert decode_sample(tok, apart) == text
+    assert decode_sample(tok, {**apart, "rejected_ids": None}) == "Farbe? ⟦übel⟧"
 
 
 def test_rare_labels_without_a_meaning_are_skipped_and_frequent_ones_are_an_error(tmp_path):

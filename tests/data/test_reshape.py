@@ -12,7 +12,7 @@ from toy_data import make, rows_of, tokenizer, write
 from pipeline.data.files import find_files
 from pipeline.data.formats import kind_of, parse_row
 from pipeline.data.labels import Rule, derive_rule
-from pipeline.data.preview import check_columns, check_columns_exist, source_kinds
+from pipeline.data.preview import check_column_names, check_columns_exist, source_kinds
 from pipeline.data.read import cache_key, options_of
 from pipeline.data.reshape import Preprocess
 from pipeline.data.values import Dropped, RowError
@@ -85,7 +85,7 @@ def test_a_path_into_null_is_null():
 )  # fmt: skip
 def test_meaningless_mappings_are_rejected(stage, mapped, expected):
     with pytest.raises(InputError, match=expected):
-        check_columns(mapped, kind_of(stage))
+        check_column_names(mapped, kind_of(stage))
 
 
 def test_a_missing_column():

@@ -26,7 +26,7 @@ from toy_models import BASE, make
 
 from pipeline.data.encode import Example
 from pipeline.data.formats import parse_row
-from pipeline.data.tasks import sample
+from pipeline.data.tasks import decode_sample
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
 from pipeline.job import load_job
@@ -36,7 +36,7 @@ from pipeline.models.tokenizer import load_tokenizer
 from pipeline.registry import lineage
 from pipeline.run.worker import Outcome, Worker
 from pipeline.settle.rows import check_row_format
-from pipeline.settle.settle import settle
+from pipeline.settle.settle import settle_job
 from pipeline.settle.work import Input
 
 ROW = {"prompt": "What is it?", "completion": "A cat."}
@@ -94,7 +94,7 @@ def test_later_stages_follow_the_lineage_on_text_rows(bare, tmp_path):
         rewards = ["reward=python:pipeline.demo:gold", "judge=null"]
         given = [f"model.name_or_path={bare}", f"policy={folder}", *rewards]
         job = load_job(ROOT / "jobs/demo/ppo.yaml", given, "ppo")
-        assert text_as_chat(settle(job).tokenizer, None) is chat
+        assert text_as_chat(settle_job(job).tokenizer, None) is chat
         policy = Input(folder, "adapter", folder, lineage.read(folder, folder))
         check_row_format(job.data, policy, "text")
         if rows == "text":
@@ -125,7 +125,7 @@ def test_a_template_in_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     shutil.copy(PLAIN, tmp_path / "mine.jinja")
     job = load_job(ROOT / "jobs/demo/sft.yaml", ["model.chat_template=~/mine.jinja"], "sft")
-    assert "Human" in settle(job).tokenizer.chat_template
+    assert "Human" in settle_job(job).tokenizer.chat_template
 
 
 # ---- which part is trained -------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def test_thoughts_reach_the_template_in_every_stage(key):
     pair = {"prompt": [USER], "chosen": [turn], "rejected": [{**turn, key: "Three."}]}
     for stage in ("rm", "dpo", "kto", "score"):
         tok, (example, *_) = encoded(stage, pair, template=THINKING, ends=ENDS)
-        shown = sample(tok, example.columns, example.prompt_tokens)
+        shown = decode_sample(tok, example.columns, example.prompt_tokens)
         assert "⟦<think>One <|im_end|> two.</think>yo<|im_end|>⟧" in shown
         assert stage == "kto" or "⟦<think>Three.</think>yo<|im_end|>⟧" in shown
     tok, (example,) = encoded("ppo", {"prompt": [USER, turn, USER]}, template=THINKING)

@@ -120,7 +120,7 @@ def test_every_key_of_trl_reaches_its_class(stage, in_root):
         trainer=section, data=job.data, spec=job.spec, places=SimpleNamespace(on_gpu=False)
     )
     worker = SimpleNamespace(work=work, scratch="scratch")
-    arguments = trl_trainer.arguments(worker, dict)
+    arguments = trl_trainer.make_arguments(worker, dict)
     assert section.items() <= arguments.items()
     decided = arguments.keys() - section.keys()
     assert decided <= REFUSED["trainer"].keys(), "a key that a job may give is overruled"

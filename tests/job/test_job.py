@@ -376,7 +376,7 @@ def test_keys_of_a_source_replace_keys_of_the_data_section(in_root):
 )
 def test_a_key_can_be_an_option(typed, overrides, monkeypatch):
     calls = []
-    monkeypatch.setattr(__main__, "dispatch", lambda *given: calls.append(given) or 0)
+    monkeypatch.setattr(__main__, "run_subcommand", lambda *given: calls.append(given) or 0)
     assert main(["dpo", *typed]) == 0 and calls == [("dpo", "job.yaml", overrides)]
 
 
@@ -401,7 +401,7 @@ def test_exit_statuses(capsys, monkeypatch):
                 raise error
             return 0
 
-        monkeypatch.setattr(__main__, "dispatch", run)
+        monkeypatch.setattr(__main__, "run_subcommand", run)
         return main(["sft", "x.yaml"]), capsys.readouterr().err
 
     assert outcome(None) == (0, "")

@@ -157,7 +157,7 @@ def test_a_pattern_that_backtracks_forever_does_not_stop_the_loading(key, copied
     check(folder)
     shared.add("x", folder=folder)
     adapted = {name for name, one in shared.base.named_modules() if "x" in getattr(one, "r", ())}
-    assert adapted == adapter_files.ranks(adapter_files.read_shapes(folder)).keys()
+    assert adapted == adapter_files.ranks_of_modules(adapter_files.read_shapes(folder)).keys()
     shared.remove("x")
 
 

@@ -115,7 +115,7 @@ def test_copies_of_base_weights_in_a_peft_file_must_equal_the_base(targets, save
         yield toy.base(), lambda: as_peft_model(base, tmp_path)
         continued = as_peft_model(toy.base(), tmp_path, trainable=True)
         yield continued, lambda: as_peft_model(continued, tmp_path, "ref")
-        yield toy.base(), lambda: export.merge(base, str(tmp_path), "float32")
+        yield toy.base(), lambda: export.merge_adapter(base, str(tmp_path), "float32")
 
     for base, read in readers():
         model = read() or base

@@ -17,13 +17,13 @@ from running import ROOT
 from settled import plan_of, work_of
 
 from pipeline.__main__ import main
-from pipeline.commands.plan import check_fit, named, of_rollout_workers
+from pipeline.commands.plan import check_fit, gpu_names, of_rollout_workers
 from pipeline.errors import Failure, InputError
 from pipeline.job import load_job
 from pipeline.models.adapters import SharedBase
 from pipeline.planning import plan, shape
 from pipeline.planning.rows import Rows, estimate_rows
-from pipeline.planning.shape import Shape, saved
+from pipeline.planning.shape import Shape, bytes_saved
 from pipeline.settle import placement
 from pipeline.settle.places import places_of
 from pipeline.system import prices
@@ -92,7 +92,7 @@ def test_activations_equal_those_of_the_real_model(bf16, settings, dtype, tmp_pa
     shared = SharedBase(model, autocast=torch.bfloat16 if bf16 else None)
     shared.add("policy", lora=asked.lora, trainable=True)
     whole, checkpointed = (shape.activations(6, 100, bf16, checkpointing=on) for on in (False, True))
-    counted = saved(shape.model, shape.lora, 5, 6, 100, bf16)
+    counted = bytes_saved(shape.model, shape.lora, 5, 6, 100, bf16)
     assert counted == saved_bytes(shared, 6, 100)
     assert whole - 600 * shape.forward(bf16) == pytest.approx(counted, rel=0.01)
     assert checkpointed < 0.5 * whole
@@ -127,7 +127,7 @@ def test_the_header_of_a_profile_names_the_peak_and_the_smallest_gpu(profile, st
     peak = plan_of(planned, {}).peak / plan.GIB
     header = (ROOT / path).read_text().partition("\nstage:")[0]
     assert f"`plan` estimates a peak of {peak:.0f} GiB on each GPU" in header
-    smallest = min(plan.GPUS[name].memory for name in named(places_of(planned, elsewhere=True)))
+    smallest = min(plan.GPUS[name].memory for name in gpu_names(places_of(planned, elsewhere=True)))
     stated = int(re.search(r"GPUs? of (\d+) GB", header)[1])
     assert peak < smallest and stated - 2 <= smallest < stated
 

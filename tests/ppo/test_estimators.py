@@ -26,12 +26,12 @@ def test_each_formula_equals_its_definition(name, more):
     tensors = {key: torch.randn(6, 5, generator=generator).double() for key in ("rewards", "values")}
     tensors = {key: tensor.where(mask, torch.nan) for key, tensor in tensors.items()}
     vectors = {key: torch.randn(6, generator=generator).double() for key in ("bootstrap", "greedy_scores")}
-    found = estimators.call(estimator.formula, args, {"mask": mask, **tensors, **vectors})
+    found = estimators.call_formula(estimator.formula, args, {"mask": mask, **tensors, **vectors})
     for start in range(0, 6, n):
         rows = range(start, start + n)
         lists = {key: [tensor[i, : counts[i]].tolist() for i in rows] for key, tensor in tensors.items()}
         lists |= {key: vector[start : start + n].tolist() for key, vector in vectors.items()}
-        for i, defined in zip(rows, estimators.call(estimator.definition, args, lists), strict=True):
+        for i, defined in zip(rows, estimators.call_formula(estimator.definition, args, lists), strict=True):
             assert found[i, : counts[i]].tolist() == pytest.approx(defined, abs=1e-5)
 
 

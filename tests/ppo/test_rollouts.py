@@ -15,7 +15,7 @@ from pipeline.errors import SelfCheckFailed
 from pipeline.job.rollout import RolloutConfig
 from pipeline.ppo import rollouts
 from pipeline.ppo.metrics import off_policy_metrics
-from pipeline.ppo.rollouts import digest
+from pipeline.ppo.rollouts import digest_tensors
 from pipeline.ppo.sampler import Roles, Sampler, split_into_chunks
 from pipeline.scoring.rewards import AdapterReward, FunctionReward
 
@@ -51,7 +51,7 @@ class Elsewhere:
 
     def make(self, chunk):
         self.sampler.shared.fill("policy", self.versions[chunk.version])
-        return self.sampler.sample_and_score(chunk, digest(self.sampler.shared.tensors_of("policy")))
+        return self.sampler.sample_and_score(chunk, digest_tensors(self.sampler.shared.tensors_of("policy")))
 
     def collect(self, chunk):
         found = [sampled for one, sampled in self.done if one.key == chunk.key]
@@ -214,7 +214,7 @@ class Stale(Elsewhere):
     def make(self, chunk):
         self.sampler.shared.fill("policy", first := self.versions[min(self.versions)])
         return self.sampler.sample_and_score(
-            chunk, digest(first if self.honest else self.versions[chunk.version])
+            chunk, digest_tensors(first if self.honest else self.versions[chunk.version])
         )
 
 

@@ -81,5 +81,7 @@ def test_outputs_are_compared_as_closely_as_the_precision_of_the_training_allows
 
 
 def test_probes_contain_no_data_and_no_pad_token():
-    rows = probes.sequences(50, pad=7)
-    assert rows == probes.sequences(50, pad=7) and all(0 <= i < 50 and i != 7 for row in rows for i in row)
+    rows = probes.probe_sequences(50, pad=7)
+    assert rows == probes.probe_sequences(50, pad=7) and all(
+        0 <= i < 50 and i != 7 for row in rows for i in row
+    )

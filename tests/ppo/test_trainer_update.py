@@ -324,7 +324,7 @@ def test_a_copied_critic_predicts_the_reward_and_keeps_its_values(normalize):
     truncated = toy.in_some_rows(~episodes.ended)
     torch.testing.assert_close(episodes.bootstrap[truncated], episodes.scores[truncated].float())
     assert (episodes.bootstrap[~truncated] == 0).all()
-    states = forward.states(shared, "critic", episodes)
+    states = forward.action_states(shared, "critic", episodes)
 
     def values():
         return trainer.moments.raw(trainer.values(episodes, states)[0])

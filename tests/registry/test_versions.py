@@ -21,7 +21,7 @@ from pipeline.errors import InputError
 from pipeline.registry import lineage
 from pipeline.registry.lineage import folder_digests
 from pipeline.registry.store import call_persistently
-from pipeline.run.launch import publish
+from pipeline.run.launch import publish_adapter
 from pipeline.settle.identity import gate_of, tracking_of
 from pipeline.settle.work import Input
 from pipeline.system import storage
@@ -94,7 +94,7 @@ def test_the_alias_stays_if_nothing_was_learned(start, job, tmp_path, capsys):
         result = {"metrics": metrics, "adapter": str(tmp_path / name)}
         with registry.mlflow_run(tracking_of(job), {}, new_run=True) as run_id:
             lineage.write(str(tmp_path / name), LINEAGE)
-            version = publish(work, result | {"mlflow_run_id": run_id})
+            version = publish_adapter(work, result | {"mlflow_run_id": run_id})
         assert version.alias == alias
         said = capsys.readouterr().out
         assert ("nothing was learned: after training the adapter equals" in said) == (alias is None)

@@ -259,7 +259,7 @@ SESSION = """
 import sys
 import ray  # before the session, as a notebook may have done
 from pipeline.run import session
-with session.embedded(num_cpus=1, logging_level="warning"):
+with session.embedded_ray(num_cpus=1, logging_level="warning"):
     print(ray.get_runtime_context().gcs_address, flush=True)
     sys.stdin.read()
 """
@@ -338,9 +338,9 @@ def test_a_ray_that_does_not_start_is_one_message():
         from pipeline.run import session
         from pipeline.system import process
         def run(*_):
-            with session.embedded(num_cpus=1, object_store_memory=10**15):
+            with session.embedded_ray(num_cpus=1, object_store_memory=10**15):
                 pass
-        __main__.dispatch = run
+        __main__.run_subcommand = run
         sys.exit(process.run_main(lambda: __main__.main(["sft", "job.yaml"])))
     """
     done = program(textwrap.dedent(text))
@@ -360,6 +360,6 @@ def test_a_temporary_folder_of_another_user_is_named_before_ray_starts(tmp_path,
         mine.mkdir()
         os.chown(mine, 12345, 12345)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    begun = session.session(placement.ROWS, "runs", "")
+    begun = session.ray_session(placement.ROWS, "runs", "")
     with pytest.raises(InputError, match=r"belongs to another user.*export TMPDIR"), begun:
         pass

@@ -103,11 +103,11 @@ def found(storage, form, answer):
         given = Definition(MODEL, form, f"{server.address}/v1", criteria=criteria)
         judge = JudgeReward(given, str(storage), "run", reward_timeout_s=0.2)
         try:
-            made = pairs.compared([judge], rows(), 0, Tokenizer(), {0, 1})
+            made = pairs.score_both_sides([judge], rows(), 0, Tokenizer(), {0, 1})
         except (Failure, InputError) as error:
             return [str(error)]
         assert server.paid.total() == len(server.paid) == (120 if form == "rank" else len(server.paid))
-        return pairs.metrics_of(made)[1]["faults"]
+        return pairs.pair_metrics(made)[1]["faults"]
 
 
 @pytest.mark.parametrize("name", BROKEN)

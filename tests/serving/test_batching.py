@@ -172,7 +172,9 @@ def test_canceling_a_row_keeps_the_others(shared, batcher):
 
 def test_an_error_goes_to_its_rows_and_the_next_rows_are_decoded(batcher, monkeypatch):
     client, writer = Client(), batcher()
-    monkeypatch.setattr(decoders, "draw", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+    monkeypatch.setattr(
+        decoders, "draw_tokens", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory"))
+    )
     writer.submit([client.row("lost", [5, 6])])
     client.wait(1)
     assert [str(error) for error in client.delivered["lost"]] == ["out of memory"]

@@ -14,7 +14,7 @@ from running import ROOT, stage
 from toy_models import BASE, tokenizer
 
 from pipeline import registry
-from pipeline.commands.export import expectations
+from pipeline.commands.export import expected_outputs
 from pipeline.errors import InputError
 from pipeline.job import load_job
 from pipeline.registry import lineage
@@ -54,7 +54,7 @@ def test_what_was_pushed_says_the_same_when_loaded_back(
     )
     commit = hub.repos["owner/mine"]["branches"]["main"]
     assert there.work.versions == {name: f"hf://owner/mine@{commit}"}
-    assert expectations(there, name) == expectations(here, name)
+    assert expected_outputs(there, name) == expected_outputs(here, name)
     assert there.tokenizer.chat_template == here.tokenizer.chat_template
 
 
@@ -155,7 +155,7 @@ def test_a_base_on_the_hub_is_pinned_for_all_workers(hub, storage, in_root, mode
     assert made.work.base["digest"] == f"commit:{old}"
     facts = {"base": {"name_or_path": "org/base", "digest": "commit:" + "a" * 40}}
     with pytest.raises(InputError, match=f"set model.revision={'a' * 40}"):
-        lineage.check_base(facts, made.work.base, "policy", "org/mine")
+        lineage.check_same_base(facts, made.work.base, "policy", "org/mine")
 
 
 @pytest.mark.slow

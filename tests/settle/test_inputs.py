@@ -22,7 +22,7 @@ from pipeline.models.base import base_identity
 from pipeline.registry import lineage
 from pipeline.settle.inputs import check_reward_model, check_sampler, pin_inputs
 from pipeline.settle.rows import check_labels
-from pipeline.settle.settle import settle
+from pipeline.settle.settle import settle_job
 
 SINGLE = "model.safetensors"
 
@@ -81,7 +81,7 @@ def test_settings_of_an_adapter_that_is_not_made(policy, overrides, warned, tmp_
         policy = str(tmp_path / "adapter")
         toy_models.make(policy, seed=0, head=False)
     job = load_job("jobs/demo/dpo.yaml", [f"policy={policy}", *overrides], "dpo")
-    settle(job)
+    settle_job(job)
     out = capsys.readouterr().out
     assert ("warning: lora.r, lora.lora_alpha changes nothing" in out) == warned
 
@@ -103,7 +103,7 @@ def test_an_adapter_of_peft_names_the_folder_of_its_base(tmp_path, in_root):
     ):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base}))
         with pytest.raises(InputError, match=says) if says else nullcontext():
-            settle(job)
+            settle_job(job)
 
 
 ON_EMBEDDINGS, RANKS = {"r": 2, "target_modules": ["embed_tokens"]}, {"r": 2, "rank_pattern": {"q_proj": 1}}
@@ -132,7 +132,7 @@ def test_an_adapter_that_the_stage_would_lose_or_cannot_run_is_refused(
     lineage.write(str(tmp_path), lineage.describe("ppo", base, toy_models.tokenizer(), {}, {}))
     job = load_job(f"jobs/demo/{stage}.yaml", [f"policy={tmp_path}", *more], stage)
     with pytest.raises(InputError, match=says) if says else nullcontext():
-        settle(job)
+        settle_job(job)
 
 
 def test_a_quantized_base_is_not_sharded(tmp_path, in_root):
@@ -140,7 +140,7 @@ def test_a_quantized_base_is_not_sharded(tmp_path, in_root):
     change(base, "config.json", quantization_config={"quant_method": "fp8"})
     job = load_job("jobs/demo/sft.yaml", [f"model.name_or_path={base}", "model.fsdp=true"], "sft")
     with pytest.raises(InputError, match=r"model\.fsdp: .* has quantized weights.*set model\.fsdp=false"):
-        settle(job)
+        settle_job(job)
 
 
 def test_a_version_that_a_run_began_with_is_not_resolved_again(migrated, tmp_path, in_root):

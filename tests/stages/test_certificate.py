@@ -50,7 +50,7 @@ def test_reward_bench_2_is_that_of_numpy():
     rows = [scored(row, subset=name) for row, name in zip(four, names, strict=True)]
     rows += [scored(row, correct=4, subset="Ties", id=f"tied:{i}") for i, row in enumerate(tied)]
     rows += [scored(row, subset="Ties", id=f"ref:{i}") for i, row in enumerate(ref)]
-    metrics, tables = benchmarks.metrics_of(rows)
+    metrics, tables = benchmarks.benchmark_metrics(rows)
 
     top = four == four.max(axis=1, keepdims=True)
     credit = np.where(top[:, 0], 1 / top.sum(axis=1), 0)
@@ -75,7 +75,7 @@ def test_rm_bench_is_that_of_numpy():
         scored(row, correct=3, benchmark="rm_bench", subset=domain)
         for row, domain in zip(scores, domains, strict=True)
     ]
-    metrics, _ = benchmarks.metrics_of(rows)
+    metrics, _ = benchmarks.benchmark_metrics(rows)
     matrix = (scores[:, :3, None] > scores[:, None, 3:]).mean(0)
     upper = np.triu(np.ones((3, 3), bool), 1)
     assert metrics["eval_rm_bench_hard"] == pytest.approx(matrix[upper].mean(), abs=1e-6)
@@ -167,7 +167,7 @@ def probed(pairs, rule, folder):
 
     rows = Dataset.from_list([row(*pair) for pair in pairs])
     reward = SimpleNamespace(name="rule", weight=1.0, checked=checked)
-    metrics, tables = probes.measure(evaluator(folder, Words()), [reward], rows, {0})
+    metrics, tables = probes.measure_probes(evaluator(folder, Words()), [reward], rows, {0})
     return metrics, {name: one["verdict"] for name, one in tables.items()}
 
 

@@ -99,7 +99,7 @@ def test_log_probs_are_those_of_the_sampler_and_greedy_ones_the_models_own(tempe
     shared = toy_ppo.shared_base(spread=0.1)
     how = Sampling(8, tuple(toy_ppo.EOS), min_new_tokens=fewest, temperature=temperature)
     completion = SlotDecoder(shared, 1, 0).generate("policy", [[5, 6, 7]], [0], how)[0]
-    [found] = evaluation.logprobs(shared, "policy", [([5, 6, 7], completion.tokens)], 1, how)
+    [found] = evaluation.completion_logprobs(shared, "policy", [([5, 6, 7], completion.tokens)], 1, how)
     logits = (
         shared.logits(shared.hidden("policy", torch.tensor([[5, 6, 7, *completion.tokens]])))[0, 2:-1] / like
     )
@@ -131,7 +131,7 @@ def test_metrics_of_pairs():
         {"scores": (1.0, 2.0), "lengths": (2, 4), "judge": 1.0, "subset": "b"},
         {"scores": (4.0, 1.0), "lengths": (8, 2), "judge": 2.0, "subset": "b"},
     ]
-    metrics, tables = pairs.metrics_of(some)
+    metrics, tables = pairs.pair_metrics(some)
     assert metrics["eval_rm_accuracy"] == 2 / 3 and metrics["eval_rm_margin"] == 1.0
     assert (
         metrics["eval_rm_accuracy_chosen_shorter"] == 0.0 and metrics["eval_rm_accuracy_chosen_longer"] == 1.0
@@ -406,7 +406,7 @@ def test_a_completion_that_was_truncated_has_not_ended(tmp_path):
             for last in (end, 4)
         ]
     )
-    pairs.measure(evaluator(tmp_path), [Reward()], None, rows, {end})
+    pairs.measure_pairs(evaluator(tmp_path), [Reward()], None, rows, {end})
     assert seen == [[True, True, False, True]]
     first, second = seeds[0][::2]
     assert seeds == [[first, first, second, second]] and first != second  # one seed per pair

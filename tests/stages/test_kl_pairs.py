@@ -7,7 +7,7 @@ from pipeline.stages.kl_pairs import (
     PairedBatchSampler,
     PairedCollator,
     PairedEvaluationSampler,
-    mismatched,
+    mismatched_rows,
 )
 
 
@@ -44,7 +44,7 @@ def test_each_row_gets_the_completion_of_another_row_in_its_step(size, world):
 )
 def test_a_repeated_row_does_not_get_its_own_completion(rows, before):
     rows, before = torch.tensor(rows), None if before is None else torch.tensor(before)
-    assert not (mismatched(rows, before) == rows).any()
+    assert not (mismatched_rows(rows, before) == rows).any()
 
 
 @pytest.mark.parametrize("world", [1, 3])

@@ -36,7 +36,7 @@ def before_the_first_step(monkeypatch, folder, look, *settings, inputs):
         look(trainer)
         raise Stop
 
-    monkeypatch.setattr(trl_trainer, "train", run)
+    monkeypatch.setattr(trl_trainer, "train_trl", run)
     with pytest.raises(Stop):
         alone.train("dpo", folder, *settings, inputs=inputs)
 

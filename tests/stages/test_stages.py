@@ -13,7 +13,7 @@ from pipeline.job import load_job
 from pipeline.job.identity import identity_of
 from pipeline.run import launch as run
 from pipeline.run.resume import find_earlier
-from pipeline.settle.identity import named
+from pipeline.settle.identity import with_run_name
 
 STEPS = 6
 TRL_QUICK = [
@@ -153,8 +153,8 @@ def test_a_finished_run_can_be_moved(runs, storage):
     job = load_job(
         ROOT / "jobs/demo/evaluate.yaml", [f"run.storage_path={moved.parent}", "run.name=toy-evaluate"]
     )
-    earlier = find_earlier(identity_of(named(job)))
-    assert run.finished(earlier)["folder"] == str(moved) != runs["evaluate"]["folder"]
+    earlier = find_earlier(identity_of(with_run_name(job)))
+    assert run.finished_result(earlier)["folder"] == str(moved) != runs["evaluate"]["folder"]
 
 
 @pytest.mark.parametrize("name", ["sft", "rm", "dpo", "kto"])

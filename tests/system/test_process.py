@@ -84,7 +84,7 @@ def test_a_full_disk_is_named_without_a_traceback(tmp_path, monkeypatch, capsys)
 
 
 def test_a_sys_exit_inside_a_run_is_a_failure(monkeypatch, capsys):
-    monkeypatch.setattr("pipeline.__main__.dispatch", lambda *_: sys.exit(0))
+    monkeypatch.setattr("pipeline.__main__.run_subcommand", lambda *_: sys.exit(0))
     assert main(["sft", "job.yaml"]) == 1
     assert re.match(r"failed: .*test_process\.py:\d+ called sys\.exit\(0\)", capsys.readouterr().err)
 
@@ -115,7 +115,7 @@ def test_user_code_cannot_end_a_run_with_the_status_of_success(tmp_path):
     assert child.exitcode == 0 and os.spawnlp(os.P_WAIT, "true", "true") == 0
     samples = Samples([[1]], [[1]], [True], [{{"prompt": ""}}], SimpleNamespace(decode=lambda *_, **__: ""))
     for name in {list(ENDS)}:
-        __main__.dispatch = lambda *_: FunctionReward(getattr(ends, "of" + name)).checked(samples)
+        __main__.run_subcommand = lambda *_: FunctionReward(getattr(ends, "of" + name)).checked(samples)
         assert __main__.main(["sft", "job.yaml"]) == 1
     return 7
     """
@@ -150,7 +150,7 @@ def test_the_message_about_a_signal_has_the_common_name_of_the_runs(monkeypatch,
         stop.add_note("run.name=1")
         raise stop
 
-    monkeypatch.setattr("pipeline.__main__.dispatch", interrupted)
+    monkeypatch.setattr("pipeline.__main__.run_subcommand", interrupted)
     assert main(["run", "jobs/demo"]) == 130
     assert "the same command with run.name=1 continues" in capsys.readouterr().err
 

@@ -23,7 +23,7 @@ from pipeline.writing.rows import Sampling
 from tools.chaos.runs import until
 
 pytest.importorskip("vllm", reason="needs the extra `vllm`")
-from pipeline.writing.vllm import VllmDecoder, accepted_rank, largest_rank, start_llm
+from pipeline.writing.vllm import VllmDecoder, accepted_rank, largest_lora_rank, start_llm
 
 pytestmark = pytest.mark.slow
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
@@ -41,7 +41,7 @@ def shared():
 @pytest.fixture(scope="module")
 def decoder(shared, tmp_path_factory):
     options = dict(max_loras=1, max_logprobs=1, logprobs_mode="processed_logprobs", dtype="float32")
-    rank = largest_rank(shared, ["policy"])
+    rank = largest_lora_rank(shared, ["policy"])
     llm = start_llm(BASE, shared.device, 64, rank, **options)
     decoder = VllmDecoder(llm, rank, shared=shared, folder=tmp_path_factory.mktemp("vllm"))
     yield decoder
@@ -155,4 +155,4 @@ def test_an_adapter_with_a_setting_that_vllm_ignores_is_rejected():
     shared = shared_base()
     shared.add("policy", lora={**toy.LORA, "use_dora": True}, trainable=True)
     with pytest.raises(InputError, match=r"rollout\.engine: vLLM ignores use_dora"):
-        largest_rank(shared, ["policy"])
+        largest_lora_rank(shared, ["policy"])

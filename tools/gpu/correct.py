@@ -16,7 +16,7 @@ from pipeline.models.precision import linear_fp32, mm_fp32
 from pipeline.ppo import losses
 from pipeline.ppo.episodes import Totals, collate
 from pipeline.ppo.selfcheck import rollout as checks
-from pipeline.ppo.selfcheck.definitions import precision_in_use
+from pipeline.ppo.selfcheck.definitions import precision_of_base
 from pipeline.ppo.selfcheck.roles import gradient_of
 from pipeline.writing.decoder import SlotDecoder
 from pipeline.writing.rows import Completion, Sampling
@@ -63,7 +63,7 @@ def _saved(shared: SharedBase, role: str, folder: str) -> str:
     def output(ids: list[int]) -> float:
         return shared.score(role, ids) if role == "reward" else shared.mean_logprob(role, ids)
 
-    probes.write_probes(at, shared.vocab_size, models.PAD, output, precision_in_use(shared))
+    probes.write_probes(at, shared.vocab_size, models.PAD, output, precision_of_base(shared))
     return at
 
 

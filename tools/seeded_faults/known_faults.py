@@ -318,11 +318,11 @@ def own_completions(original, self):
 ADD_POLICY, SWITCH, ADD = (roles, "add_policy"), (SharedBase, "_switch"), (SharedBase, "add")
 INIT, VALUES = (PPOTrainer, "__init__"), (PPOTrainer, "values")
 COLLATES = [(rollouts, "collate"), (sampler, "collate")]
-FROM_ARGS, DRAW, PACKED = (Sampling, "from_args"), (decoder, "draw"), (forward, "packed")
+FROM_ARGS, DRAW, PACKED = (Sampling, "from_args"), (decoder, "draw_tokens"), (forward, "pack_together")
 COLLATE, TOKEN_REWARDS = (rewards, "collate_ids"), (losses, "token_rewards")
 GAE, WHITEN = (functional, "gae"), (losses, "whiten")
 FIT, WRITE = (encode.Encoder, "_fit_labels"), (tasks.PartWriter, "add")
-RUN, LOAD_TOKENIZER = (trl_trainer, "train"), (alone, "load_tokenizer")
+RUN, LOAD_TOKENIZER = (trl_trainer, "train_trl"), (alone, "load_tokenizer")
 
 COPY = "KL to the reference is 0.*copy of the reference"
 OF_FILE = "reward equals the adapter in its file"
@@ -397,12 +397,12 @@ FAULTS = [
           lambda call, self, role, ids, starts, mask, temperature=1.0, barred=(), steps=0, *rest:
               call(self, role, ids, starts, mask, temperature, (), 0, *rest), "trainer.min_new_tokens=8"),
     # faults in log-probs, values and scores
-    Fault("log-probs are those of the next token", "ppo", "log-probs are those of the model's own forward", (forward, "states"),
+    Fault("log-probs are those of the next token", "ppo", "log-probs are those of the model's own forward", (forward, "action_states"),
           logprobs_are_late, quick=True),
     Fault("values are those after the action", "ppo", BEFORE, VALUES, values_are_late, quick=True),
     Fault("values of a head are those after the action", "ppo", BEFORE, VALUES, values_are_late, "trainer.critic=head"),
     Fault("the critic reads the bare base", "ppo", BEFORE, VALUES,
-          lambda call, self, part, states=None: call(self, part, forward.states(self.shared, None, part)),
+          lambda call, self, part, states=None: call(self, part, forward.action_states(self.shared, None, part)),
           "trainer.critic=head"),
     Fault("completions in one row see each other", "ppo", AGREE, PACKED, rows_see_each_other, SHARED, quick=True),
     Fault("positions continue from one completion to the next", "ppo", AGREE, PACKED, positions_go_on, SHARED),
@@ -494,6 +494,6 @@ FAULTS = [
           of_batches(lambda batch: batch.update(label=~batch["label"])), quick=True),
     Fault("kto's KL term is over the rows' own completions", "kto", "paired with their own completion",
           (kl_pairs.PairedBatchSampler, "__iter__"), own_completions, quick=True),
-    Fault("kto's KL term uses other prompts", "kto", "other tokens than those of their pair", (kl_pairs, "paired"),
+    Fault("kto's KL term uses other prompts", "kto", "other tokens than those of their pair", (kl_pairs, "pair_rows"),
           lambda call, row, other: {**other, **call(other, row)}),
 ]  # fmt: skip

@@ -61,12 +61,12 @@ class Learner(Protocol):
     def accumulate(self, episodes: Episodes, rows: list[int], totals: Totals) -> dict[str, Tensor]: ...
 
 
-def tolerance(shared: SharedBase) -> float:
+def logprob_tolerance(shared: SharedBase) -> float:
     """Returns the largest root mean square difference of log-probs, in nats, that rounding explains."""
-    return 1e-3 if precision_in_use(shared) == "fp32" else LOW_PRECISION
+    return 1e-3 if precision_of_base(shared) == "fp32" else LOW_PRECISION
 
 
-def precision_in_use(shared: SharedBase) -> str:
+def precision_of_base(shared: SharedBase) -> str:
     """Returns the precision in which the base computes: fp32, half or quantized."""
     return precision_of(shared.base, shared.autocast is not None)
 
@@ -156,7 +156,7 @@ def _advantages(
             "bootstrap": [row.bootstrap * (args.bootstrap_truncated and not row.ended) for row in group],
             "greedy_scores": [row.greedy_scores for row in group],
         }
-        advantages += [np.array(row) for row in estimators.call(definition, args, known)]
+        advantages += [np.array(row) for row in estimators.call_formula(definition, args, known)]
     if args.whitens_advantages:
         advantages = _whitened(advantages, [bool(row.learn.any()) for row in rows])
     if args.teacher_coef:

@@ -22,9 +22,9 @@ from pipeline.ppo.selfcheck.definitions import (
     LOW_PRECISION,
     MAX_ACTIONS,
     Learner,
-    precision_in_use,
+    logprob_tolerance,
+    precision_of_base,
     root_mean_square,
-    tolerance,
 )
 
 ROUNDING = 1e-3  # relative difference of fp32 gradients that rounding explains
@@ -37,7 +37,7 @@ def check_roles(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
         *(same_as_file(trainer, role, folder) for role, folder in folders.items()),
         *(behaves_as_trained(trainer, role, folder) for role, folder in folders.items() if role != "critic"),
         sampler_follows(trainer, episodes),
-        *gradients(trainer, episodes),
+        *check_gradients(trainer, episodes),
     ]
 
 
@@ -65,11 +65,11 @@ def behaves_as_trained(trainer: Learner, role: str, folder: str) -> CheckResult:
         return CheckResult(
             name, f"{folder} has no {probes.FILE}: this pipeline did not train the adapter", None
         )
-    then, now = stored[0][2], precision_in_use(shared)
+    then, now = stored[0][2], precision_of_base(shared)
     if then is None or ("quantized" in {then, now} and then != now):
         found = f"not checked: the adapter was trained at precision {then or 'unknown'}, but this run's base is {now}"
         return CheckResult(name, found, None)
-    limit = LOW_PRECISION if then == "half" else tolerance(shared)
+    limit = LOW_PRECISION if then == "half" else logprob_tolerance(shared)
     largest = 0.0
     for ids, output, _ in stored:
         if role in rewards:
@@ -94,7 +94,7 @@ def sampler_follows(trainer: Learner, episodes: Episodes) -> CheckResult:
     generator = torch.Generator().manual_seed(0)
     row = episodes.take([0])
     old, _ = sampler.logprobs("policy", row)
-    moved, limit = 0.0, 5 * tolerance(shared)
+    moved, limit = 0.0, 5 * logprob_tolerance(shared)
     for scale in (0.01, 0.03, 0.1, 0.3, 1.0):  # the noise grows until outputs change measurably
         for parameter, start in zip(parameters, before, strict=True):
             noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
@@ -116,10 +116,10 @@ def sampler_follows(trainer: Learner, episodes: Episodes) -> CheckResult:
     found = (
         f"after a change of the policy by {moved:.2g} nats, sampler and trainer differ by {apart:.2g} nats"
     )
-    return CheckResult(name, found, apart <= 3 * tolerance(shared) if moved > limit else None)
+    return CheckResult(name, found, apart <= 3 * logprob_tolerance(shared) if moved > limit else None)
 
 
-def gradients(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
+def check_gradients(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
     """Checks which parameters get gradients from one completion. Checks gradient checkpointing if it is enabled.
 
     A layer that checkpointing recomputes in the backward must use the adapter of the forward.
@@ -152,7 +152,7 @@ def gradients(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
         return [reach, CheckResult(names[1], "off (gradient_checkpointing: false)", None)]
     apart = {r: float((again[r] - plain[r]).norm() / plain[r].norm().clamp(min=1e-30)) for r in plain}
     differ = ", ".join(f"{role} {value:.2g}" for role, value in apart.items())
-    limit = max(ROUNDING, tolerance(shared))
+    limit = max(ROUNDING, logprob_tolerance(shared))
     holds = all(value <= limit for value in apart.values())
     return [reach, CheckResult(names[1], f"relative difference: {differ}", holds)]
 

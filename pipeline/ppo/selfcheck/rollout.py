@@ -28,9 +28,9 @@ from pipeline.ppo.selfcheck.definitions import (
     MAX_ACTIONS,
     Learner,
     advantages_by_definition,
+    logprob_tolerance,
     losses_pull_the_right_way,
     root_mean_square,
-    tolerance,
 )
 from pipeline.scoring.rewards import AdapterReward
 
@@ -47,7 +47,7 @@ def check_first_rollout(trainer: Learner, episodes: Episodes) -> list[CheckResul
         reference_is_policy(trainer, episodes),
         sampler_agrees(trainer, episodes),
         ends_inside(trainer, episodes),
-        only_adapters_learn(trainer),
+        only_roles_learn(trainer),
         each_episode_once(trainer, episodes),
         prompts_as_templated(trainer, episodes),
         stops_on_every_eos(trainer),
@@ -67,7 +67,7 @@ def first_ratio(shared: SharedBase, rms: float) -> CheckResult:
     Args:
         rms: root mean square of the log-ratio, over all workers.
     """
-    found, holds = f"log-ratios are {rms:.2g} on average", rms <= tolerance(shared)
+    found, holds = f"log-ratios are {rms:.2g} on average", rms <= logprob_tolerance(shared)
     if not holds:
         found += ". Old and new log-probs differ before any step: check for dropout, or another temperature, mask or adapter"
     return CheckResult("the first ratio is 1", found, holds)
@@ -79,7 +79,7 @@ def reference_is_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
     if not trainer.args.check_reference:
         return CheckResult(name, "skipped (check_reference: false)", None)
     rms = root_mean_square(episodes.old_logprobs - episodes.ref_logprobs, episodes.mask)
-    found, holds = f"log-probs differ by {rms:.2g} nats", rms <= tolerance(trainer.shared)
+    found, holds = f"log-probs differ by {rms:.2g} nats", rms <= logprob_tolerance(trainer.shared)
     if not holds:
         found += ". The policy must start as a copy of the reference (the sft adapter); "
         found += "set check_reference=false if the policy starts differently"
@@ -89,7 +89,7 @@ def reference_is_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
 def sampler_agrees(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that sampler and trainer compute the same log-probs, and so use the same temperature, mask and adapter."""
     rms = root_mean_square(episodes.sampler_logprobs - episodes.old_logprobs, episodes.mask)
-    holds = rms <= 3 * tolerance(trainer.shared)  # a different engine may use different kernels
+    holds = rms <= 3 * logprob_tolerance(trainer.shared)  # a different engine may use different kernels
     return CheckResult("sampler and trainer agree on log-probs", f"log-probs differ by {rms:.2g} nats", holds)
 
 
@@ -129,7 +129,7 @@ def sampled_by_its_version(
         logprobs, _ = trainer.sampler.logprobs("policy", part)
     difference = float((logprobs - part.sampler_logprobs)[part.mask].square().mean().sqrt())
     found = f"log-probs of version {chunk.version} differ by {difference:.2g} nats"
-    holds = difference <= 3 * tolerance(trainer.shared)
+    holds = difference <= 3 * logprob_tolerance(trainer.shared)
     if not holds:
         found += f" on chunk {chunk.key}: the rollout worker sampled from "
         found += "other parameters than its own (a cache of another version)"
@@ -153,7 +153,7 @@ def ends_inside(trainer: Learner, episodes: Episodes) -> CheckResult:
     return CheckResult("the end token is inside the mask, as the last action", found, bool(holds.all()))
 
 
-def only_adapters_learn(trainer: Learner) -> CheckResult:
+def only_roles_learn(trainer: Learner) -> CheckResult:
     """Checks that exactly the learning roles are trainable, in fp32 and in the optimizer, and that dropout is off."""
     shared = trainer.shared
     learning = {id(p) for role in trainer.roles for p in shared.parameters_of(role)}
@@ -298,7 +298,7 @@ def logprobs_of_the_model(trainer: Learner, episodes: Episodes) -> CheckResult:
         difference = (ours[row, : len(plain)] - plain).square().mean().sqrt() if len(plain) else 0.0
         differences[role or "base"] = float(difference)
     found = "; ".join(f"{role} differs by {value:.2g} nats" for role, value in differences.items())
-    holds = all(value <= tolerance(trainer.shared) for value in differences.values())
+    holds = all(value <= logprob_tolerance(trainer.shared) for value in differences.values())
     if not holds:
         found += ". Padding, position, temperature, minimum length or adapter differ from a plain forward"
     return CheckResult("log-probs are those of the model's own forward", found, holds)
@@ -397,7 +397,7 @@ def values_before_actions(trainer: Learner, episodes: Episodes) -> CheckResult:
         head.data.zero_()
     found = f"values differ by up to {largest:.2g} from the head's output on the tokens before the action"
     spread = float(episodes.values[episodes.mask].std()) if int(episodes.mask.sum()) > 1 else 0.0
-    return CheckResult(name, found, largest <= tolerance(shared) * max(1.0, spread))
+    return CheckResult(name, found, largest <= logprob_tolerance(shared) * max(1.0, spread))
 
 
 @torch.no_grad()
@@ -423,4 +423,4 @@ def scores_at_the_end(trainer: Learner, episodes: Episodes) -> CheckResult:
             total -= args.missing_eos_penalty or 0.0
         largest = max(largest, abs(total - float(episodes.scores[row])))
     found = f"scores differ by up to {largest:.2g} from the head's output on the completion alone"
-    return CheckResult(name, found, largest <= tolerance(shared) * max(1.0, unit))
+    return CheckResult(name, found, largest <= logprob_tolerance(shared) * max(1.0, unit))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from pipeline.errors import Failure, InputError, in_brief, short, visible
+from pipeline.errors import Failure, InputError, escape_controls, in_brief, shorten
 from pipeline.job.judge import Definition
 from pipeline.scoring.judges.forms import TOP_LOGPROBS, Unusable
 from pipeline.scoring.judges.store import COUNTS, Store
@@ -39,7 +39,7 @@ class JudgeRequest:
     check: Callable[[dict[str, Any]], Any]
 
 
-class Client:
+class JudgeClient:
     """Gets answers from the store, or else from the endpoint.
 
     Args:
@@ -240,7 +240,7 @@ class Client:
     def _quoted(self, text: str) -> str:
         """Returns an endpoint's answer on one line, shortened, and without the API key and other secrets."""
         text = without_secrets(text.replace(self.key, "***") if self.key else text)
-        return visible(" ".join(text.split())[:QUOTED], lines=False)
+        return escape_controls(" ".join(text.split())[:QUOTED], lines=False)
 
     def _read(
         self, request: JudgeRequest, content: bytes
@@ -290,7 +290,7 @@ class Client:
             self.error = self.error or InputError(
                 f"{self.name}: {found}; write `model: {model}` into the judge's file"
             )
-        return f"{found}, expected {short(definition.model)}"
+        return f"{found}, expected {shorten(definition.model)}"
 
 
 def _length(messages: Sequence[dict[str, str]]) -> int:

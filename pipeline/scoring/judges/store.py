@@ -23,7 +23,7 @@ POLL_S = 0.02  # time between two attempts to lock a question
 COUNTS = ("judged", "from_store", "failed", "waited")  # names of the counts of a client's calls
 
 
-def folder(storage_path: str, definition: Definition) -> str:
+def answers_folder(storage_path: str, definition: Definition) -> str:
     """Returns the folder with a judge's answers, which all runs of a storage path share."""
     return storage.join(storage_path, "judges", definition.digest[:16])
 
