@@ -1,4 +1,4 @@
-"""Starts and ends the cluster that a cluster file describes. Checks the file and the cloud account before it calls `ray`.
+"""Starts and ends the cluster that a cluster file describes. Checks the file and the cloud account before `ray` runs.
 
     python -m pipeline.cloud.clusterfile up|status|dashboard|down cluster.yaml
 

@@ -1,4 +1,4 @@
-"""Makes training rows from a policy's completions: samples several for each prompt, scores them, and selects the best.
+"""Makes training rows from a policy's completions: samples several completions per prompt, and selects by score.
 
     make collect    or    python -m pipeline collect jobs/demo/collect.yaml [section.key=value ...]
 

@@ -1,4 +1,4 @@
-"""Writes jobs for your own rows: finds out which stages can read which files, and adapts the jobs of a profile to them.
+"""Writes jobs for your own rows: finds the stages that can read each file, and adapts a profile's jobs to these files.
 
     rlhf init my --name velo --model Qwen/Qwen2.5-0.5B-Instruct        or   python -m pipeline init ...
 
