@@ -1,6 +1,6 @@
 """Benchmarks of reward models from files: RewardBench 2, RM-Bench, and your own best-of-k rows.
 
-A row of data.benchmarks has one prompt and several completions, with the correct completions first (data.formats.parse_benchmark).
+A row of data.benchmarks has one prompt and several completions, with the correct completions first (formats.parse_benchmark).
 The reward model scores each completion alone. The benchmark's rule then compares the scores of a row.
 """
 
