@@ -43,7 +43,7 @@ WORDS = {
     "runs": ("RUN", "a run's folder, its name under runs/, or its MLflow id", "RUN", "more runs"),
 }
 
-# Subcommands that run on this machine even if RAY_ADDRESS is set. They load models from the cluster's registry.
+# Subcommands that run on this machine even if RAY_ADDRESS is set. These subcommands use models that the cluster has trained.
 HERE = ("chat", "export")
 
 EXAMPLES = """\

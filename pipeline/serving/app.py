@@ -229,7 +229,7 @@ class Server:
             try:
                 measured = list(self.metrics.registry.collect())
                 await self._ask_recorder("add_report", self.name, measured, answers)
-            except (Refused, asyncio.CancelledError):  # CancelledError if the client disconnects
+            except (Refused, asyncio.CancelledError):  # the client's disconnection raises CancelledError
                 self.answers = (answers + self.answers)[-MAX_UNSENT_ANSWERS:]
                 raise
 
