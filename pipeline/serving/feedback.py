@@ -79,20 +79,20 @@ class FeedbackStore:
         # Ages are computed from this start time, so that no conversation is deleted if the system clock jumps.
         self.epoch = time.time() - time.monotonic()
         try:
-            with contextlib.ExitStack() as opened:
+            with contextlib.ExitStack() as stack:
                 self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
                 what = f"another server to release {folder}"
-                opened.enter_context(storage.locked(f"{folder}/.lock", what, LOCK_S))
+                stack.enter_context(storage.locked(f"{folder}/.lock", what, LOCK_S))
                 self.bytes = sum(remove_incomplete_line(self.folder / f"{name}.jsonl") for name in FILES)
-                database = self.folder / "conversations.db"
-                database.touch()
-                database.chmod(0o600)  # private, because the database contains prompts and completions
-                self.database = sqlite3.connect(database, check_same_thread=False)
-                opened.callback(self.database.close)
+                path = self.folder / "conversations.db"
+                path.touch()
+                path.chmod(0o600)  # private, because the database contains prompts and completions
+                self.database = sqlite3.connect(path, check_same_thread=False)
+                stack.callback(self.database.close)
                 self.database.executescript(TABLES)
                 total = self.database.execute(f"SELECT TOTAL({BYTES}) FROM answers")
                 [self.conversation_bytes] = total.fetchone()
-                self.opened = opened.pop_all()
+                self.stack = stack.pop_all()
         except sqlite3.Error as error:
             why = f"{folder}/conversations.db: {error}; move conversations.db* elsewhere (feedback on earlier answers then gets 404)"
             raise InputError(why, key=KEY) from error
@@ -102,7 +102,7 @@ class FeedbackStore:
 
     def close(self) -> None:
         """Closes the database, and unlocks the folder."""
-        self.opened.close()
+        self.stack.close()
 
     def remember(self, answers: list[dict[str, Any]]) -> None:
         """Stores answers, so that they can get feedback. Deletes answers that are too old or exceed half of max_bytes."""
@@ -126,10 +126,10 @@ class FeedbackStore:
         except (sqlite3.Error, OSError) as error:
             raise Refused(507, f"feedback cannot be written ({error})") from error
 
-    def _delete(self, which: str, value: float) -> int:
+    def _delete(self, condition: str, value: float) -> int:
         """Deletes answers and their entries in the table feedback. Returns the number of deleted bytes."""
-        deleted = self.database.execute(f"DELETE FROM answers WHERE {which} RETURNING {BYTES}", (value,))
-        return sum(length for (length,) in deleted)
+        rows = self.database.execute(f"DELETE FROM answers WHERE {condition} RETURNING {BYTES}", (value,))
+        return sum(length for (length,) in rows)
 
     def add(self, request: dict[str, Any]) -> dict[str, Any]:
         """Writes one label, comparison or edit as a row. Sending the same feedback again changes nothing.
@@ -139,10 +139,10 @@ class FeedbackStore:
                 already has different feedback of this kind; 507 if the folder is full.
         """
         feedback = Feedback.model_validate(request)
-        found = self.database.execute("SELECT answer FROM answers WHERE id = ?", (feedback.id,)).fetchone()
-        if found is None:
+        record = self.database.execute("SELECT answer FROM answers WHERE id = ?", (feedback.id,)).fetchone()
+        if record is None:
             raise Refused(404, "this server has no answer with this id", "id")
-        answer = json.loads(found[0])
+        answer = json.loads(record[0])
         for key in ("choice", "chosen", "rejected"):
             choice = getattr(feedback, key)
             if choice is not None and choice >= answer["choices"]:
@@ -154,17 +154,17 @@ class FeedbackStore:
                 :16
             ]  # only a digest, because the row contains the full text
         name = feedback.id if feedback.kind == "comparisons" else f"{feedback.id}/{feedback.choice}"
-        earlier = self.database.execute(
+        previous = self.database.execute(
             "SELECT content FROM feedback WHERE answer = ? AND name = ? AND kind = ?",
             (feedback.id, name, feedback.kind),
         ).fetchone()
-        if earlier is not None and json.loads(earlier[0]) != content:
+        if previous is not None and json.loads(previous[0]) != content:
             raise Refused(409, "the answer already has different feedback, which was not changed", "id")
-        if earlier is None:
+        if previous is None:
             row = self._row(answer, feedback)
             self._check_row(feedback.kind, row)
-            facts = {"version": answer["version"], "seed": answer["seed"], "time": time.time()}
-            row |= facts | {"id": name}
+            details = {"version": answer["version"], "seed": answer["seed"], "time": time.time()}
+            row |= details | {"id": name}
             with self._transaction():  # rolled back if the row cannot be written
                 values = (feedback.id, name, feedback.kind, json.dumps(content))
                 self.database.execute("INSERT INTO feedback VALUES (?, ?, ?, ?)", values)
@@ -210,13 +210,13 @@ class FeedbackStore:
         if self.bytes + len(line) > self.max_bytes // 2:
             raise Refused(507, "the feedback folder is full (serve.max_feedback_bytes)")
         file = os.open(self.folder / f"{name}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        before = os.fstat(file).st_size
+        size = os.fstat(file).st_size
         try:
             if os.write(file, line) < len(line):
                 raise OSError("only a part of the row was written")
             os.fsync(file)
         except OSError:
-            os.ftruncate(file, before)
+            os.ftruncate(file, size)
             raise
         finally:
             os.close(file)
