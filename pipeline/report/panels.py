@@ -29,7 +29,7 @@ class Panel:
     @property
     def unit(self) -> str:
         """Returns the unit of the vertical axis."""
-        return next(one.unit for one in METRICS if fnmatch.fnmatch(one.name, next(iter(self.lines))))
+        return next(metric.unit for metric in METRICS if fnmatch.fnmatch(metric.name, next(iter(self.lines))))
 
     @property
     def held_out(self) -> set[str]:

@@ -81,8 +81,8 @@ class FeedbackStore:
         try:
             with contextlib.ExitStack() as stack:
                 self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                what = f"another server to release {folder}"
-                stack.enter_context(storage.locked(f"{folder}/.lock", what, LOCK_S))
+                event = f"another server to release {folder}"
+                stack.enter_context(storage.locked(f"{folder}/.lock", event, LOCK_S))
                 self.bytes = sum(remove_incomplete_line(self.folder / f"{name}.jsonl") for name in FILES)
                 path = self.folder / "conversations.db"
                 path.touch()
