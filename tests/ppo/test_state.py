@@ -25,7 +25,7 @@ def threads(request):
     ("critic", "dtype", "threads"),
     [
         ("adapter", "float32", 1),
-        ("head", "float32", 2),
+        pytest.param("head", "float32", 2, marks=pytest.mark.slow),  # tests/run/test_resume.py kills a job with a head
         pytest.param("head", "bfloat16", 2, marks=pytest.mark.slow),  # slow on CPUs without bf16 instructions
     ],
     indirect=["threads"],
