@@ -79,10 +79,10 @@ def test_the_committed_notebook_was_executed_in_order(name):
 
 
 def test_the_committed_runs_learned_something():
-    first, second = map(read, NOTEBOOKS)
-    before, after = re.search(r"held-out accuracy +([\d.]+) +-> +([\d.]+)", printed(first)).groups()
+    rm, ppo = map(read, NOTEBOOKS)
+    before, after = re.search(r"held-out accuracy +([\d.]+) +-> +([\d.]+)", printed(rm)).groups()
     assert float(before) < 0.6 and float(after) > 0.95
-    rows = re.findall(r"^ +[\d.]+ +\S+ -> \S+ +\S+ -> \S+ +\S+% +(\S+) +\S+$", printed(second), re.MULTILINE)
+    rows = re.findall(r"^ +[\d.]+ +\S+ -> \S+ +\S+ -> \S+ +\S+% +(\S+) +\S+$", printed(ppo), re.MULTILINE)
     kl = [float(value) for value in rows]
     assert len(kl) == 3 and kl == sorted(kl, reverse=True), "a higher KL coefficient leads to less KL"
 

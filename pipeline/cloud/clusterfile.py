@@ -107,12 +107,12 @@ def check_cluster_file(file: Path) -> dict[str, Any]:
             raise InputError(f"{file}: file_mounts: {remote}: there is no {local}{hint}")
     for name, kind in (config.get("available_node_types") or {}).items():
         if config["provider"]["type"] == "aws" and not kind["node_config"].get("SecurityGroupIds"):
-            why = "missing, so Ray would open port 22 to the world; use the security group of jobs/cloud/aws.yaml"
-            raise InputError(why, key=f"{file}: {name}.node_config.SecurityGroupIds")
+            problem = "missing, so Ray would open port 22 to the world; use the security group of jobs/cloud/aws.yaml"
+            raise InputError(problem, key=f"{file}: {name}.node_config.SecurityGroupIds")
     idle = [name for name, kind in worker_types(config).items() if kind.min_workers]
     if idle and _idle_hours(config):
-        why = "an idle head shuts itself down (HEAD_IDLE_HOURS), but these workers would keep running"
-        raise InputError(f"{why}; set 0, or remove HEAD_IDLE_HOURS", key=f"{file}: {idle[0]}.min_workers")
+        problem = "an idle head shuts itself down (HEAD_IDLE_HOURS), but these workers would keep running"
+        raise InputError(f"{problem}; set 0, or remove HEAD_IDLE_HOURS", key=f"{file}: {idle[0]}.min_workers")
     return config
 
 

@@ -82,21 +82,21 @@ def query_cluster(get: Callable[[str], Any], address: str) -> Cluster:
 
 def check_storage(path: str, tracking_uri: str | None, cluster: Cluster) -> None:
     """Raises InputError if the nodes cannot all use the same storage path and the same MLflow server."""
-    why = ""
+    problem = ""
     if not storage.is_remote(path) and not os.path.isabs(path):
-        why = "is inside the job's copy of this folder on the head, which Ray deletes with the job"
+        problem = "is inside the job's copy of this folder on the head, which Ray deletes with the job"
     elif not storage.is_remote(path) and cluster.several and _on_local_disk(path):
-        why = "is on this machine's own disk, but the cluster has or may get several nodes"
-    if why:
+        problem = "is on this machine's own disk, but the cluster has or may get several nodes"
+    if problem:
         advice = "use a folder that every node mounts, or a bucket: run.storage_path=s3://BUCKET/runs"
-        raise InputError(f"{path!r} {why}; {advice}", key="run.storage_path")
+        raise InputError(f"{path!r} {problem}; {advice}", key="run.storage_path")
     uri = uri_of(tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or cluster.tracking_uri, path)
     own = uri.startswith("sqlite:") or urlsplit(uri).hostname in ("localhost", "127.0.0.1", "0.0.0.0", "::1")
     if cluster.several and own:
-        why = f"{uri} is a different file or server on each node, but the cluster may have several nodes"
+        problem = f"{uri} is a different file or server on each node, but the cluster may have several nodes"
         server = cluster.tracking_uri or "http://HEAD:5000"
         raise InputError(
-            f"{why}; set a server that all nodes can reach, such as {server}", "mlflow.tracking_uri"
+            f"{problem}; set a server that all nodes can reach, such as {server}", "mlflow.tracking_uri"
         )
 
 
@@ -214,11 +214,11 @@ def check_paths_on_cluster(paths: Iterable[tuple[str, str]], cluster: Cluster, f
             continue
         if os.path.isabs(path) and os.path.relpath(path).startswith(".."):
             if _on_local_disk(path):
-                why = f"{path!r} is on this machine's own disk, which the nodes do not have"
-                raise InputError(f"{why}; move it below {os.getcwd()}, or into a bucket", key=key)
+                problem = f"{path!r} is on this machine's own disk, which the nodes do not have"
+                raise InputError(f"{problem}; move it below {os.getcwd()}, or into a bucket", key=key)
             continue  # nodes may mount a folder at this path
         matches = [path, *glob.glob(path, recursive=True), *glob.glob(f"{path}/**", recursive=True)]
         names = [os.path.relpath(match) for match in matches if os.path.isfile(match)]
         if missing := [name for name in names if name not in files]:
-            why = f"{missing[0]!r} would not be uploaded, because .rayignore or .gitignore excludes it"
-            raise InputError(f"{why}; change that ignore file, or put the file into a bucket", key=key)
+            problem = f"{missing[0]!r} would not be uploaded, because .rayignore or .gitignore excludes it"
+            raise InputError(f"{problem}; change that ignore file, or put the file into a bucket", key=key)

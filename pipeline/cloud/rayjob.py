@@ -48,11 +48,11 @@ def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
     Raises InputError if pods would not share the storage, or if an environment variable is missing or contradicts a job.
     """
     jobs = load_jobs(paths, overrides)
-    first, claims = jobs[0], claims_of(jobs)
+    first_job, claims = jobs[0], claims_of(jobs)
     warn_of_paths(jobs)
     schedule, queue = os.environ.get("SCHEDULE"), os.environ.get("QUEUE")
-    kind = "RayService" if first.port is not None else "RayCronJob" if schedule else "RayJob"
-    name = profile_of(first.source) if Path(paths[0]).is_dir() else run_name(first)
+    kind = "RayService" if first_job.port is not None else "RayCronJob" if schedule else "RayJob"
+    name = profile_of(first_job.source) if Path(paths[0]).is_dir() else run_name(first_job)
     name = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
     name = re.sub("^(?![a-z])", "rlhf-", name)  # Kubernetes requires that a name begins with a letter
     cluster = {"rayVersion": version("ray"), **copy.deepcopy(TEMPLATE["cluster"])}
@@ -62,13 +62,13 @@ def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
     cluster |= TEMPLATE["autoscaler"] if grows else {}
     metadata: dict[str, Any] = {"name": name[: MAX_NAME_LENGTH[kind]].rstrip("-")}
     if queue and (grows or schedule):
-        why = "Kueue does not accept clusters with a variable number of workers, and KubeRay does not queue scheduled jobs"
-        raise InputError(f"{why}; set scaling.num_workers to one number, or unset SCHEDULE", key="QUEUE")
+        problem = "Kueue does not accept clusters with a variable number of workers, and KubeRay does not queue scheduled jobs"
+        raise InputError(f"{problem}; set scaling.num_workers to one number, or unset SCHEDULE", key="QUEUE")
     if queue:
         metadata["labels"] = {"kueue.x-k8s.io/queue-name": queue}
     spec: dict[str, Any]
     if kind == "RayService":
-        spec = {"serveConfigV2": serve_config(first, overrides), "rayClusterConfig": cluster}
+        spec = {"serveConfigV2": serve_config(first_job, overrides), "rayClusterConfig": cluster}
     else:
         spec = copy.deepcopy(TEMPLATE["job"])
         spec["entrypoint"] = entrypoint(paths, jobs, overrides)
@@ -102,11 +102,11 @@ def load_jobs(paths: list[str], overrides: list[str]) -> list[Workload]:
         raise InputError(f"{shlex.join(paths)}: these jobs do not fit into one manifest; {advice}")
     for job in jobs:
         if schedule and job.name:
-            why = f"found {job.name}, so the second scheduled job would find a finished run"
-            raise InputError(f"{why}; remove run.name, or unset SCHEDULE", key="run.name")
+            problem = f"found {job.name}, so the second scheduled job would find a finished run"
+            raise InputError(f"{problem}; remove run.name, or unset SCHEDULE", key="run.name")
         if job.port not in (None, SERVICE_PORT):
-            why = f"found {job.port}, but KubeRay checks and opens only port {SERVICE_PORT}"
-            raise InputError(f"{why}; set serve.port={SERVICE_PORT}", key="serve.port")
+            problem = f"found {job.port}, but KubeRay checks and opens only port {SERVICE_PORT}"
+            raise InputError(f"{problem}; set serve.port={SERVICE_PORT}", key="serve.port")
         if not storage.is_remote(job.storage_path) and not os.path.isabs(job.storage_path):
             advice = f"use s3://BUCKET/runs, or /mnt/runs for the claim {CLAIM}"
             raise InputError(
@@ -120,9 +120,9 @@ def warn_of_paths(jobs: list[Workload]) -> None:
     roots = ("jobs", "pipeline", jobs[0].storage_path, MODELS)  # the Dockerfile copies `jobs` and `pipeline`
     for key, path in dict.fromkeys(entry for job in jobs for entry in job.paths):
         if not any(Path(os.path.normpath(path)).is_relative_to(folder) for folder in roots):
-            why = "is neither in the image, which contains only jobs/ of this folder, nor below run.storage_path"
+            problem = "is neither in the image, which contains only jobs/ of this folder, nor below run.storage_path"
             advice = "move the file into jobs/ and run make image again, or put the file into a bucket"
-            print(f"warning: {key}: {path!r} {why}; {advice}", file=sys.stderr)
+            print(f"warning: {key}: {path!r} {problem}; {advice}", file=sys.stderr)
 
 
 def profile_of(job_file: str) -> str:
@@ -202,9 +202,9 @@ def pod_group(workers: Group, strategies: set[str], claims: dict[str, str]) -> d
     requests |= {"nvidia.com/gpu": str(gpus * per_pod)} if gpus else {}
     labels, nodes = pod_labels(bundle, section), node_selector(section)
     if placement.GPU_LABEL in labels and not nodes:
-        why = f"missing; Ray does not check the label {labels[placement.GPU_LABEL]}; select the nodes that have this GPU"
+        problem = f"missing; Ray does not check the label {labels[placement.GPU_LABEL]}; select the nodes that have this GPU"
         example = "cloud.google.com/gke-accelerator=nvidia-h100-80gb"
-        raise InputError(f"{why}, e.g. {example}", key=NODE_SELECTORS[section])
+        raise InputError(f"{problem}, e.g. {example}", key=NODE_SELECTORS[section])
     return {
         "groupName": "workers" if section == "scaling" else "rollout-workers",
         "replicas": workers.fewest // per_pod,
@@ -263,8 +263,8 @@ def make_pod(
     spec, (main,) = pod["spec"], pod["spec"]["containers"]
     image = os.environ.get("IMAGE", "")
     if not image or "OWNER" in image:
-        why = f"found {image!r}, expected an image that you pushed; run make image REGISTRY=..."
-        raise InputError(why, key="IMAGE")
+        problem = f"found {image!r}, expected an image that you pushed; run make image REGISTRY=..."
+        raise InputError(problem, key="IMAGE")
     spec["serviceAccountName"] = ACCOUNTS[container]
     main |= {"name": container, "image": image}
     main["resources"] = {"requests": resources, "limits": dict(resources)}

@@ -201,8 +201,8 @@ class Api:
         try:
             info = parse_cluster_info(address.rstrip("/"), headers=headers)
         except Exception as error:  # a vendor's module may parse the address and raise any exception
-            why = f"{address!r} is not an address that Ray can parse ({in_brief(error)})"
-            raise InputError(why, key="RAY_ADDRESS") from error
+            problem = f"{address!r} is not an address that Ray can parse ({in_brief(error)})"
+            raise InputError(problem, key="RAY_ADDRESS") from error
         self.address = info.address
         self.access: dict[str, Any] = {"headers": info.headers or {}, "cookies": info.cookies}
 
@@ -243,8 +243,8 @@ class Api:
         """Returns Ray's JobDetails of all submissions to the cluster, oldest first."""
         with self.first_contact():
             self.get("/api/version")
-            listed = [job for job in self.client().list_jobs() if job.submission_id]
-            return sorted(listed, key=lambda job: job.start_time or 0)
+            submissions = [job for job in self.client().list_jobs() if job.submission_id]
+            return sorted(submissions, key=lambda job: job.start_time or 0)
 
     def submit(self, **job: Any) -> None:
         """Uploads and submits a job. Retries for a minute, because a head that has just started cannot run jobs yet."""

@@ -134,18 +134,18 @@ def curve_drawer(panel: Panel, runs: dict[str, History], axis: str, best: int | 
     drawable = {name: lines for name, history in runs.items() if (lines := panel.select(history))}
     if not drawable or (len(runs) > 1 and panel.kind != "lines"):
         return None
-    shown = next(iter(drawable.values()))
+    curves = next(iter(drawable.values()))
     if len(drawable) > 1:
         # If several runs share a panel, each run gets one line: its eval metric if it has one, or else its first metric.
         main_label = next((name for name in (HELD_OUT, "highest so far") if name in panel.lines.values()), "")
-        shown = {run: lines.get(main_label) or next(iter(lines.values())) for run, lines in drawable.items()}
-    held_out = [points for label, points in shown.items() if label in panel.held_out]
+        curves = {run: lines.get(main_label) or next(iter(lines.values())) for run, lines in drawable.items()}
+    held_out = [points for label, points in curves.items() if label in panel.held_out]
     marks = [(step, value) for points in held_out for step, value in points if step == best]
 
     def draw(axes: Any) -> None:
         _frame(axes, panel, axis)
         _mark(axes, marks)
-        {"lines": _lines, "stack": _stack, "band": _band}[panel.kind](axes, panel, shown)
+        {"lines": _lines, "stack": _stack, "band": _band}[panel.kind](axes, panel, curves)
 
     return draw
 

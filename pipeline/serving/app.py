@@ -354,8 +354,8 @@ class Server:
         for prompt in request.prompts:
             ids = self.encoder.ids([(prompt, None)])[0] if isinstance(prompt, str) else prompt
             if not ids or max(ids) >= vocabulary:
-                why = f"prompt: found {str(prompt)[:80]!r}; expected token ids below {vocabulary}"
-                raise Refused(400, why, "prompt")
+                problem = f"prompt: found {str(prompt)[:80]!r}; expected token ids below {vocabulary}"
+                raise Refused(400, problem, "prompt")
             if len(ids) > limit:
                 raise Refused(400, f"prompt: {len(ids)} tokens; expected at most {limit}", "prompt", TOO_LONG)
             prompts.append(ids)
@@ -368,8 +368,8 @@ class Server:
         try:
             record = parse_row(row, self.encoder.kind)
             if unused := [name for name in self.encoder.unread(record) if name.startswith("chat_")]:
-                why = f"{unused[0]}: the chat template does not use this variable"
-                raise Refused(400, why, "chat_template_kwargs")
+                problem = f"{unused[0]}: the chat template does not use this variable"
+                raise Refused(400, problem, "chat_template_kwargs")
             [[outcome]] = self.encoder.encode([record])
         except RowError as error:
             outcome = error
@@ -377,8 +377,10 @@ class Server:
             return outcome.columns["input_ids"]
         field = outcome.field.replace("prompt", "messages", 1) or "messages"
         overlong = outcome.kind == "overlong"
-        why = f"{'messages:' if overlong else f'{field}: found'} {outcome.found}; expected {outcome.expected}"
-        raise Refused(400, why, "messages", TOO_LONG if overlong else None)
+        problem = (
+            f"{'messages:' if overlong else f'{field}: found'} {outcome.found}; expected {outcome.expected}"
+        )
+        raise Refused(400, problem, "messages", TOO_LONG if overlong else None)
 
     @app.post("/score")
     @endpoint

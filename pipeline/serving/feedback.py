@@ -94,11 +94,11 @@ class FeedbackStore:
                 [self.conversation_bytes] = total.fetchone()
                 self.stack = stack.pop_all()
         except sqlite3.Error as error:
-            why = f"{folder}/conversations.db: {error}; move conversations.db* elsewhere (feedback on earlier answers then gets 404)"
-            raise InputError(why, key=KEY) from error
+            problem = f"{folder}/conversations.db: {error}; move conversations.db* elsewhere (feedback on earlier answers then gets 404)"
+            raise InputError(problem, key=KEY) from error
         except OSError as error:  # TimeoutError means that another server uses the folder
-            why = f"{folder} cannot be used ({error}); set another folder: {KEY}=FOLDER"
-            raise InputError(why, key=KEY) from error
+            problem = f"{folder} cannot be used ({error}); set another folder: {KEY}=FOLDER"
+            raise InputError(problem, key=KEY) from error
 
     def close(self) -> None:
         """Closes the database, and unlocks the folder."""
@@ -146,8 +146,8 @@ class FeedbackStore:
         for key in ("choice", "chosen", "rejected"):
             choice = getattr(feedback, key)
             if choice is not None and choice >= answer["choices"]:
-                why = f"{key}: found {choice}, but the answer has {answer['choices']} choices"
-                raise Refused(400, why, key)
+                problem = f"{key}: found {choice}, but the answer has {answer['choices']} choices"
+                raise Refused(400, problem, key)
         content = {"kind": feedback.kind, **feedback.model_dump(exclude_none=True, exclude={"id"})}
         if feedback.edit is not None:
             # only a digest, because the row contains the full text
@@ -176,8 +176,8 @@ class FeedbackStore:
         preferred = feedback.chosen if kind == "comparisons" else choice if feedback.label else None
         if preferred in answer["truncated"]:
             key = FILES[kind][1]
-            why = f"{key}: choice {preferred} was truncated and would teach the policy to stop too early"
-            raise Refused(400, f"{why}; send an edit with the complete text", key)
+            problem = f"{key}: choice {preferred} was truncated and would teach the policy to stop too early"
+            raise Refused(400, f"{problem}; send an edit with the complete text", key)
         prompt = {"prompt": answer["messages"]}
         if variables := answer["chat_template_kwargs"]:
             prompt["chat_template_kwargs"] = variables
@@ -198,10 +198,10 @@ class FeedbackStore:
             outcome = error
         if isinstance(outcome, RowError):
             field = f"`{outcome.field}` is " if outcome.field else "found "
-            why = (
+            problem = (
                 f"{key}: no stage can train on this row: {field}{outcome.found}; expected {outcome.expected}"
             )
-            raise Refused(400, why, key)
+            raise Refused(400, problem, key)
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
         """Appends one line and flushes it to disk before returning. Raises Refused if the folder is full."""

@@ -54,8 +54,10 @@ def private(parent: str, name: str, variable: str) -> str:
         if status.st_mode & 0o077:
             os.chmod(folder, 0o700)
     except OSError as error:
-        why = f"cannot use {folder} ({error.strerror}); export {variable}=FOLDER with a folder that you own"
-        raise InputError(why, variable) from error
+        problem = (
+            f"cannot use {folder} ({error.strerror}); export {variable}=FOLDER with a folder that you own"
+        )
+        raise InputError(problem, variable) from error
     return folder
 
 
@@ -312,8 +314,8 @@ def require_writable(path: str, key: str = "run.storage_path", example: str = ".
         remove(probe)
     except Exception as error:  # pyarrow and each cloud's client raise their own types of exceptions
         advice = f"set a folder or bucket that this user may write to, such as {key}={example}"
-        why = without_credentials(f"{path!r} cannot be written ({error})")
-        raise InputError(f"{key}: {why}; {advice}") from error
+        problem = without_credentials(f"{path!r} cannot be written ({error})")
+        raise InputError(f"{key}: {problem}; {advice}") from error
 
 
 def probe_in(folder: str) -> str:

@@ -155,16 +155,16 @@ class Screen(Output):
         elif self.level == NORMAL and text:
             self._rewrite(text)
 
-    def _progress(self, left: str, text: str, more: str) -> None:
+    def _progress(self, seconds_left: str, text: str, suffix: str) -> None:
         if self.level != NORMAL or not self.log:
             return
-        if seconds := float(left or 0):
+        if seconds := float(seconds_left or 0):
             text += f"  {duration(seconds)} left"
             if self.following:
                 text += f", {duration(seconds + self.following)} for all stages"
-        if more:
-            text += f"  {more}"
-        if left:
+        if suffix:
+            text += f"  {suffix}"
+        if seconds_left:
             self.progress = text
         if not self._rewrite(text) and time.monotonic() - self.last >= INTERVAL_S:
             self.progress = ""
