@@ -85,7 +85,7 @@ def test_the_environment_variables_are_still_read():
 
 
 def test_a_workers_error_is_still_found_inside_what_ray_train_wraps_around_it():
-    """`causes` in pipeline/errors.py reads `worker_failures` and `_base_exc`.
+    """`causes_of` in pipeline/errors.py reads `worker_failures` and `_base_exc`.
 
     If Ray renamed an attribute, wrong input would end with status 1.
     """
@@ -102,7 +102,7 @@ def test_a_workers_error_is_still_found_inside_what_ray_train_wraps_around_it():
 
 
 def test_the_autoscalers_events_are_still_marked_in_its_log(monkeypatch):
-    """`show` in pipeline/system/console.py uses Ray's filter_autoscaler_events."""
+    """`show_ray_lines` in pipeline/system/console.py uses Ray's filter_autoscaler_events."""
     from ray._private.worker import filter_autoscaler_events
 
     monkeypatch.setattr("ray.autoscaler.v2.utils.is_autoscaler_v2", lambda: False)

@@ -1,6 +1,6 @@
 """Defines the Ray Serve application: replicas of `Server`, which implement OpenAI's API, and one `Recorder`.
 
-    handle = serve.run(application(work, digests), name="serve")
+    handle = serve.run(make_application(work, digests), name="serve")
 
 A request is parsed, decoded and answered by a single replica, which batches it with other requests. The recorder stores the
 feedback and the metrics of all replicas.

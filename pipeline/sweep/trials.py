@@ -1,6 +1,6 @@
 """Runs the trials of a sweep on Ray Tune, as many in parallel as the resources allow.
 
-    with watching(sweep, rungs, keep):                  # prints what the trials report, and calls keep(state) after each change
+    with watch_trials(sweep, rungs, keep):              # prints what the trials report, and calls keep(state) after each change
         run_trials(sweep, handle, places)               # returns when every trial has ended
 
 Tune starts a driver for each trial, and restarts a driver that dies. A trial resumes from its own folder. If the sweep's driver

@@ -1,8 +1,8 @@
 """Finds the files of models and adapters in a local folder, or on the Hub (`org/name` or `org/name@REVISION`), without torch.
 
 config = base_config("org/base")       # from a folder or a Hub repository; fetched once per machine
-reference = pin("org/name@v1")         # hf://org/name@<commit>
-folder = fetch(reference)              # an adapter's folder in the Hub's cache
+reference = pin_hub("org/name@v1")     # hf://org/name@<commit>
+folder = fetch_adapter(reference)      # an adapter's folder in the Hub's cache
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Decides which lines a command shows on the terminal, and which go to the log of its run.
 
-say("registered rlhf-sft v1")          is shown; with -q only if it is part of the result
-live("train  16/48 steps", left=6.0)   rewrites one line; if stdout is no terminal, prints a line every INTERVAL_S
-print("loading the model")             is a detail: if the run has a log, it goes only there, unless -v is set
-print("warning: ...")                  is shown, except with -q
+say("registered rlhf-sft v1")            is shown; with -q only if it is part of the result
+show_progress("train  16/48", left=6.0)  rewrites one line; if stdout is no terminal, prints a line every INTERVAL_S
+print("loading the model")               is a detail: if the run has a log, it goes only there, unless -v is set
+print("warning: ...")                    is shown, except with -q
 
 `say` and `show_progress` put a marker character in front of each line, because the driver gets the lines of Ray workers as plain
 text. A process that is not a command (a notebook, a test) shows all lines except live ones.
