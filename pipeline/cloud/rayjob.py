@@ -58,10 +58,10 @@ def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
     cluster = {"rayVersion": version("ray"), **copy.deepcopy(TEMPLATE["cluster"])}
     cluster["headGroupSpec"]["template"] = make_pod("ray-head", {"cpu": "4", "memory": "16Gi"}, claims)
     cluster["workerGroupSpecs"] = worker_groups([job.places for job in jobs], claims)
-    grows = any(group["replicas"] < group["maxReplicas"] for group in cluster["workerGroupSpecs"])
-    cluster |= TEMPLATE["autoscaler"] if grows else {}
+    elastic = any(group["replicas"] < group["maxReplicas"] for group in cluster["workerGroupSpecs"])
+    cluster |= TEMPLATE["autoscaler"] if elastic else {}
     metadata: dict[str, Any] = {"name": name[: MAX_NAME_LENGTH[kind]].rstrip("-")}
-    if queue and (grows or schedule):
+    if queue and (elastic or schedule):
         problem = "Kueue does not accept clusters with a variable number of workers, and KubeRay does not queue scheduled jobs"
         raise InputError(f"{problem}; set scaling.num_workers to one number, or unset SCHEDULE", key="QUEUE")
     if queue:

@@ -51,14 +51,14 @@ class Text:
         self.tokenizer, self.stops = tokenizer, stops
         self.stream = DecodeStream(skip_special_tokens=True)
         self.ids: list[int] = []
-        self.written = ""  # the text of all tokens so far
+        self.decoded = ""  # the text of all tokens so far
         self.shown = 0  # number of characters that were sent to the client
         self.stopped = False
 
     def add(self, token: int) -> str:
         """Adds a token. Returns the text that can be sent to the client now, or ""."""
         self.ids.append(token)
-        self.written += self.stream.step(self.tokenizer.backend_tokenizer, token) or ""
+        self.decoded += self.stream.step(self.tokenizer.backend_tokenizer, token) or ""
         return self._show(held_back=max(map(len, self.stops), default=1) - 1)
 
     def close(self) -> str:
@@ -67,21 +67,21 @@ class Text:
             return ""
         decoded = self.tokenizer.decode(self.ids, skip_special_tokens=True)
         # Some tokenizers change earlier text when a token is added. Text that was sent to the client cannot change.
-        if decoded.startswith(self.written[: self.shown]):
-            self.written = decoded
+        if decoded.startswith(self.decoded[: self.shown]):
+            self.decoded = decoded
         return self._show(held_back=0)
 
     @property
     def text(self) -> str:
-        return self.written[: self.shown]
+        return self.decoded[: self.shown]
 
     def _show(self, held_back: int) -> str:
         """Returns new text up to the first stop text. If there is no stop text, holds back the last `held_back` characters."""
-        positions = [position for stop in self.stops if (position := self.written.find(stop)) >= 0]
-        end = min(positions) if positions else len(self.written) - held_back
+        positions = [position for stop in self.stops if (position := self.decoded.find(stop)) >= 0]
+        end = min(positions) if positions else len(self.decoded) - held_back
         self.stopped = bool(positions)
         start, self.shown = self.shown, max(self.shown, end)
-        return self.written[start : self.shown]
+        return self.decoded[start : self.shown]
 
 
 class Answer:

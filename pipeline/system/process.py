@@ -96,13 +96,13 @@ def listen(handler: Callable[..., Any] = _on_signal) -> None:
             signal.signal(number, handler)
 
 
-def _deliver_again(swallowed: Any) -> None:
+def _deliver_again(unraisable: Any) -> None:
     """Sends a signal again if its exception was raised in a __del__ or a weakref callback, where Python ignores exceptions."""
-    if issubclass(swallowed.exc_type, KeyboardInterrupt | SystemExit):
+    if issubclass(unraisable.exc_type, KeyboardInterrupt | SystemExit):
         resume()
         threading.Timer(0.1, os.kill, (os.getpid(), received or signal.SIGINT)).start()
     else:
-        sys.__unraisablehook__(swallowed)
+        sys.__unraisablehook__(unraisable)
 
 
 @contextlib.contextmanager
