@@ -78,8 +78,10 @@ help-all: ## list all commands
 	@echo 'PROFILE=demo|own|llama3-8b|llama3-8b-qlora|llama3-70b-qlora|llama3-70b: use'
 	@echo '  the jobs in jobs/PROFILE. JOB=file.yaml: use this job instead.'
 	@echo '  ARGS="key=value ...": set keys of the job.'
+	@echo '  SWEEP="key=value,value ...": for sweep, the values to try.'
 	@echo 'Example: make sft PROFILE=own ARGS="trainer.learning_rate=1e-4"'
-	@echo 'Set RAY_ADDRESS=http://HEAD:8265 to submit the stages to that Ray cluster.'
+	@echo 'Set RAY_ADDRESS=http://HEAD:8265 to submit the stages to that Ray cluster, and'
+	@echo '  FORWARD="NAME ..." to send environment variables there.'
 	@echo 'make ends with status 2 after any failure; for rlhf, see docs/runs.md.'
 
 ##@ Start here
