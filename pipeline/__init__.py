@@ -2,5 +2,5 @@
 
 import os
 
-# Must run before any `import ray`. Without this line, a call outside a session would start Ray with an open dashboard.
+# Set before any `import ray`. Otherwise, Ray's API would start Ray by itself outside a session, with an open dashboard.
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")

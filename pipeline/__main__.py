@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.commands import COMMANDS, SUMMARIES
-from pipeline.errors import Failure, InputError, causes, in_brief
+from pipeline.errors import Failure, InputError, causes_of, in_brief
 from pipeline.job import RESUMABLE, STAGES, command_line
-from pipeline.job.schema import nearest
+from pipeline.job.schema import suggest_known_key
 from pipeline.system import process, terminal
 from pipeline.system.credentials import take_forwarded, without_secrets
 
-VALUE = "replaces that value of the job, also written --section.key value; a sweep varies key=a,b,c"
+VALUE = "replaces a key's value, also written --section.key value; a sweep runs all values of key=a,b,c"
 KEY_VALUE = ("section.key=value", VALUE)
 # {Command.takes: (name and description of the first argument, name and description of the others)}
 WORDS = {
@@ -39,11 +39,11 @@ WORDS = {
         "--name NAME --model MODEL --profile PROFILE data.columns=COLUMNS reward=REWARD",
         "name and base of the jobs; the profile whose jobs are copied (default: own); the columns of your rows; the reward of ppo",
     ),
-    "key": ("KEY", "section.key, or a section", "KEY", "more of them"),
-    "runs": ("RUN", "a run's folder, its name under runs/, or its MLflow id", "RUN", "more of them"),
+    "key": ("KEY", "section.key, or a section", "KEY", "more keys or sections"),
+    "runs": ("RUN", "a run's folder, its name under runs/, or its MLflow id", "RUN", "more runs"),
 }
 
-# Subcommands that run on this machine even if RAY_ADDRESS is set, with models that the cluster has trained.
+# Subcommands that run on this machine even if RAY_ADDRESS is set. They load models from the cluster's registry.
 HERE = ("chat", "export")
 
 EXAMPLES = """\
@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, summary in SUMMARIES.items():
         sub = verbs.add_parser(verb, help=summary, description=summary, **how)
-        log = "also show what goes to runs/NAME/log.txt"
+        log = "also print the lines of runs/NAME/log.txt"
         sub.add_argument("-v", "--verbose", action="store_true", help=log)
         sub.add_argument("-q", "--quiet", action="store_true", help="only show errors and the result")
         takes = COMMANDS[verb].takes if verb in COMMANDS else "job"
@@ -83,13 +83,13 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def plain(arguments: list[str]) -> list[str]:
+def normalize_arguments(arguments: list[str]) -> list[str]:
     """Returns the arguments with `--section.key value` rewritten to `section.key=value`. Applies -v and -q.
 
     Raises InputError if the subcommand is unknown, or if a value is missing.
     """
     if arguments and not arguments[0].startswith("-") and arguments[0] not in SUMMARIES:
-        raise InputError(f"unknown subcommand {arguments[0]!r}; {nearest(arguments[0], SUMMARIES)}")
+        raise InputError(f"unknown subcommand {arguments[0]!r}; {suggest_known_key(arguments[0], SUMMARIES)}")
     words, options, rest = [], [], iter(arguments)
     for word in rest:
         if word in terminal.FLAGS:
@@ -106,7 +106,7 @@ def plain(arguments: list[str]) -> list[str]:
     return words + options
 
 
-def dispatch(verb: str, path: str, overrides: list[str]) -> int:
+def run_subcommand(verb: str, path: str, overrides: list[str]) -> int:
     """Checks the job, then runs it here or on a cluster. Returns the exit status.
 
     Checks the job first, because importing libraries and starting Ray takes seconds.
@@ -155,59 +155,59 @@ def main(arguments: list[str] | None = None) -> int:
         parser().print_help(sys.stderr)
         return 2
     try:
-        options = parser().parse_args(plain(arguments))
+        options = parser().parse_args(normalize_arguments(arguments))
     except InputError as error:
-        return ended("error", str(error), 2)
+        return print_end("error", str(error), 2)
     try:
-        return dispatch(options.verb, options.job, options.overrides)
+        return run_subcommand(options.verb, options.job, options.overrides)
     except KeyboardInterrupt as stop:
-        return stopped("interrupted", options.verb, 130, stop)
+        return print_stop("interrupted", options.verb, 130, stop)
     except SystemExit as error:
-        # While Ray starts, Ray's handler of SIGTERM calls sys.exit(15).
+        # Until Ray has started, Ray's own SIGTERM handler calls sys.exit(15).
         if number := process.received or (signal.SIGTERM if error.code == signal.SIGTERM else None):
-            return stopped(f"terminated by {number.name}", options.verb, 128 + number, error)
+            return print_stop(f"terminated by {number.name}", options.verb, 128 + number, error)
         at = traceback.extract_tb(error.__traceback__)[-1]
         why = f"{at.filename}:{at.lineno} called sys.exit({error.code!r}), which no run may do"
-        return ended("failed", why, 1)
+        return print_end("failed", why, 1)
     except Exception as error:
         if wrong := input_error(error):
-            ended("error", str(wrong), 2)
+            print_end("error", str(wrong), 2)
             if wrong.change:
                 again = command_line(options.verb, options.job, [*options.overrides, wrong.change])
                 print(f"run: {without_secrets(again)}", file=sys.stderr)
             return 2
         if failure := input_error(error, Failure):
-            return ended("failed", str(failure), 1)
+            return print_end("failed", str(failure), 1)
         no_room = (errno.ENOSPC, errno.EDQUOT)
-        if full := [one for one in causes(error) if getattr(one, "errno", None) in no_room]:
-            why = f"{in_brief(full[0])}; make room on that disk, then run the same command again"
-            return ended("failed", why, 1)
+        if full := [one for one in causes_of(error) if getattr(one, "errno", None) in no_room]:
+            why = f"{in_brief(full[0])}; free disk space, then run the same command again"
+            return print_end("failed", why, 1)
         print(without_secrets(traceback.format_exc()), end="", file=sys.stderr)
         return 1
 
 
 def input_error(error: BaseException, kind: Any = InputError) -> Any:
-    """Returns the InputError (or error of another `kind`) among the causes of an error, or None.
+    """Returns the InputError, or error of class `kind`, among the causes of an error, or None.
 
     Ray wraps a worker's error in a RayTaskError, which may be an instance of InputError with a traceback as its text.
     """
-    for one in causes(error):
+    for one in causes_of(error):
         if isinstance(one, kind) and not isinstance(getattr(one, "cause", None), kind):
             return one
     return None
 
 
-def ended(how: str, why: str, status: int) -> int:
-    """Prints how a command ended. Returns `status`."""
+def print_end(how: str, why: str, status: int) -> int:
+    """Prints why a command ended. Returns `status`."""
     print(f"{how}: {without_secrets(why)}", file=sys.stderr)
     return status
 
 
-def stopped(how: str, verb: str, status: int, stop: BaseException) -> int:
-    """Prints which signal ended the run, and how to continue it. Returns `status`."""
+def print_stop(how: str, verb: str, status: int, stop: BaseException) -> int:
+    """Prints which signal ended the run, and how to continue the run. Returns `status`."""
     own_names = verb == "sweep"
     resumable = verb in ("run", "demo", "sweep", *RESUMABLE)
-    # The error's last note is run.name=NAME, from the open run or from `run` for all its stages.
+    # The error's last note is `run.name=NAME`. The open run adds this note, or `run` adds one for all stages.
     name = ["the same run.name", *getattr(stop, "__notes__", [])][0 if own_names else -1]
     advice = f"; the same command with {name} continues from the last checkpoint, if there is one"
     with process.signals_ignored():

@@ -72,7 +72,7 @@ def gold(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[st
     """Scores each completion from 0 to 1. A completion gets 0 if it is wrong, rude or truncated.
 
     The score is 1.0 for a full sentence with a polite phrase, 0.5 for a full sentence, and 0.25 for only the answer. A completion
-    is right if it names `answer`, and no other place except those in the question. A completion counts as truncated unless it
+    is right if it names `answer`, and otherwise only places that the question names. A completion counts as truncated unless it
     ends with a full stop or an exclamation mark.
     """
     return [
@@ -89,12 +89,12 @@ def _gold(prompt: str, completion: str, answer: str) -> float:
     finished = completion.endswith((".", "!"))
     if not (right and civil and finished):
         return 0.0
-    if not asked & named:  # a full sentence would repeat the name in the question
+    if not asked & named:  # not a full sentence, because the name in the question is not repeated
         return 0.25
     return 1.0 if any(phrase in completion for phrase in OPENERS + CLOSERS) else 0.5
 
 
-def verdicts(row: dict[str, Any]) -> list[dict[str, str]]:
+def judge_examples(row: dict[str, Any]) -> list[dict[str, str]]:
     """Turns a preference pair into two examples that train an LLM judge.
 
     Each example has the question of jobs/demo/judges/right.yaml as its prompt, and the right verdict as its completion.
@@ -106,7 +106,7 @@ def verdicts(row: dict[str, Any]) -> list[dict[str, str]]:
 # --------------------------------------------------------------------------------------------------- questions
 
 
-class Question(NamedTuple):
+class DemoQuestion(NamedTuple):
     text: str
     kind: str
     fact: Fact
@@ -116,10 +116,10 @@ class Question(NamedTuple):
         return getattr(self.fact, self.kind)
 
 
-def questions(held_out: bool | None = None) -> list[Question]:
-    """Returns all questions, only questions about held-out countries (True), or only questions about other countries (False)."""
+def demo_questions(held_out: bool | None = None) -> list[DemoQuestion]:
+    """Returns questions about held-out countries (True), about training countries (False), or all questions (None)."""
     return [
-        Question(text.format(**fact._asdict()), kind, fact)
+        DemoQuestion(text.format(**fact._asdict()), kind, fact)
         for fact in FACTS
         if held_out in (None, fact.country in HELD_OUT)
         for kind, texts in QUESTIONS.items()

@@ -13,7 +13,7 @@ UNSEEN = re.compile(
 )
 
 
-def visible(text: str, lines: bool = True) -> str:
+def escape_controls(text: str, lines: bool = True) -> str:
     """Escapes the characters that a terminal would interpret in a text from rows, files or models.
 
     Args:
@@ -36,11 +36,11 @@ class InputError(Exception):
     """
 
     def __init__(self, message: str, key: str = "", where: str = "", change: str = ""):
-        super().__init__(message, key, where, change)  # exceptions are pickled by their args
+        super().__init__(message, key, where, change)  # pickle stores an exception's `args`
         self.message, self.key, self.where, self.change = message, key, where, change
 
     def __str__(self) -> str:
-        return visible(": ".join(filter(None, (self.where, self.key, self.message))))
+        return escape_controls(": ".join(filter(None, (self.where, self.key, self.message))))
 
 
 class Failure(Exception):
@@ -85,7 +85,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def about(key: str) -> Iterator[None]:
+def blame_key(key: str) -> Iterator[None]:
     """Adds a job key to each InputError from this `with` block, unless the error has a key other than model.name_or_path."""
     try:
         yield
@@ -100,7 +100,7 @@ def in_brief(error: BaseException, limit: int = 250) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"[:limit]
 
 
-def causes(error: BaseException | None) -> Iterator[BaseException]:
+def causes_of(error: BaseException | None) -> Iterator[BaseException]:
     """Yields an error and all errors that it wraps, outermost first, including errors that Ray wrapped.
 
     RayTaskError has `cause`. Errors of Ray Train have `controller_failure` or `worker_failures`, which have `_base_exc` (ray
@@ -119,20 +119,20 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         queue += getattr(current, "worker_failures", {}).values()
 
 
-def summary(error: BaseException) -> str:
-    """Returns type and message, on one line, of the outermost InputError or Failure in the chain, or of the innermost cause."""
-    chain = list(causes(error))
+def error_summary(error: BaseException) -> str:
+    """Returns one line with the type and message of the outermost InputError or Failure, or else of the innermost cause."""
+    chain = list(causes_of(error))
     last = next((one for one in chain if isinstance(one, (InputError, Failure))), chain[-1])
     message = str(last).strip().splitlines()
     return f"{type(last).__name__}: {message[0] if message else 'no message'}"[:1000]
 
 
-def show(value: Any) -> str:
+def show_value(value: Any) -> str:
     """Returns a value as text for a message: shortened, on one line, with quotes around text."""
     text = repr(value) if not isinstance(value, bool) else str(value).lower()
-    return short("null" if value is None else text)
+    return shorten("null" if value is None else text)
 
 
-def short(text: str) -> str:
+def shorten(text: str) -> str:
     """Returns a text for a message, truncated if it is long."""
-    return visible(text if len(text) <= 80 else text[:77] + "...", lines=False)
+    return escape_controls(text if len(text) <= 80 else text[:77] + "...", lines=False)

@@ -19,7 +19,7 @@ FUNCTION = re.compile(r"python:(?P<name>[A-Za-z_][\w.]*):(?P<function>[A-Za-z_]\
 
 @dataclass(frozen=True)
 class InputURI:
-    """A parsed reference. `name` is a registered model, a module or a judge. For other references, all fields are empty."""
+    """A parsed reference. `name` is a registered model, a module or a judge. All fields are empty for folders and the Hub."""
 
     name: str = ""
     alias: str | None = None

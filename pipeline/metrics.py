@@ -17,7 +17,7 @@ PAIRS, PROMPTS = "share of pairs", "share of prompts"
 BY_REWARD, BY_JUDGE = (PROMPTS, True, "rows reward"), (PROMPTS, True, "rows judge")
 ON_PAIRS = (PAIRS, True, "pairs")
 COMPLETIONS, TOKENS = "share of completions", "share of tokens"
-# Metrics of speed and size. These metrics say nothing about the model.
+# Metrics of speed and size. These metrics do not measure the model's quality.
 SPEED = re.compile(r"runtime|per_second|num_tokens|_time$")
 
 
@@ -27,9 +27,9 @@ class Metric:
 
     name: str  # name with its prefix; * stands for a reward, a judge or a value of the rows
     stages: str
-    at: str  # curve: logged at steps. result: also in result.json. initial, eval: on held-out rows, in both.
+    at: str  # curve: logged at steps. result: also in result.json. initial, eval: on held-out rows, also in both.
     label: str = ""  # label in summaries and reports
-    line: str = ""  # short label in the lines of training steps; if empty, not shown there
+    line: str = ""  # short label in progress lines; a metric without `line` is not printed there
     unit: str = ""
     greater_is_better: bool | None = None  # None: unknown
     needs: str = "rows"  # what a job needs to measure it; see Job.metrics
@@ -37,7 +37,7 @@ class Metric:
 
     @property
     def before(self) -> str:
-        """Returns the name of the same metric before training if a summary compares both, or else ""."""
+        """Returns the name of this metric before training, or "" if a summary does not compare the two values."""
         return self.name.replace("eval_", "initial_") if self.compared and self.at == "eval" else ""
 
     @property
@@ -46,13 +46,13 @@ class Metric:
 
     @property
     def unit_shown(self) -> str:
-        """Returns the unit to show after a value, or "" for shares, losses and scores."""
+        """Returns the unit that is printed after a value, or "" for shares, losses and scores."""
         return self.unit if self.unit.startswith(("nats", "tokens")) else ""
 
 
-# In the order in which a line of training steps shows metrics, the most important first
+# Sorted by importance, the most important metric first. Progress lines print metrics in this order.
 TABLE = (
-    # What TRL's stages learn
+    # Metrics of the stages that TRL trains
     Metric("loss", TRL, "curve", "", "loss", "loss"),
     Metric("loss", TRL, BOTH, "held-out loss", "held-out loss", "loss", False),
     Metric("accuracy", "rm", ALL, "held-out accuracy", "accuracy", PAIRS, True),
@@ -74,7 +74,7 @@ TABLE = (
     Metric("entropy", "sft dpo kto", ALL, unit="nats per token"),
     Metric("aux_loss", "sft dpo kto", ALL, unit="loss", greater_is_better=False),
     Metric("num_tokens", TRL, ALL, unit="tokens"),
-    # What ppo does in an update
+    # Metrics of a ppo update
     Metric("objective/scores", "ppo", "result", line="score", unit="score"),
     Metric("objective/kl", "ppo", "result", line="kl", unit=NATS),
     Metric("objective/teacher_kl", "ppo", "result", line="kl to teacher", unit=NATS, needs="teacher"),
@@ -159,18 +159,18 @@ METRICS = [
 
 
 def find_metric(name: str, stage: str | None = None) -> Metric | None:
-    """Returns the metric with this name, or None. Without a stage, the metric may belong to any stage."""
+    """Returns the metric with this name, or None. If `stage` is None, the metric may belong to any stage."""
     known = (one for one in METRICS if stage is None or stage in one.stages.split())
     return next((one for one in known if fnmatchcase(name, one.name)), None)
 
 
 def line_of(stage: str, measured: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Returns (label, value) of each metric that a line of training steps shows, the most important first."""
+    """Returns (label, value) of each metric in a progress line, the most important metric first."""
     own = [one for one in METRICS if stage in one.stages.split()]
     return [(one.line, measured[one.name]) for one in own if one.line and one.name in measured]
 
 
 def greater_is_better(name: str, given: bool | None) -> bool:
-    """Returns `given` if it is set, or else whether the table says that larger values are better. The default is True."""
+    """Returns `given` unless it is None. Otherwise, returns the table's entry, or True if the table has no entry."""
     found = find_metric(name)
     return given if given is not None else not found or found.greater_is_better is not False

@@ -5,10 +5,10 @@ JOB = "job.json"
 # run/launch.py writes the result last. report/, sweep/, `run` and a later start of the same run read it.
 RESULT = "result.json"
 FAILED = "failed.json"  # run/launch.py writes why a run failed, for report/
-EVALUATION = "evaluation.json"  # stages/evaluate.py writes its tables, for itself and for report/
+EVALUATION = "evaluation.json"  # stages/evaluate.py writes tables, for report/ and for a resumed evaluation
 LOG = "log.txt"  # system/terminal.py writes every line of all attempts, for the user
 REPORT = "report.html"  # report/ writes the page, for the user and for MLflow
-PARTS = "parts"  # run/parts.py writes finished parts of inference, to resume from them
+PARTS = "parts"  # run/parts.py writes the results of finished chunks of inference, to resume from them
 DAMAGED = "damaged"  # run/checkpoints.py moves damaged checkpoints into this folder, for the user
 SWEEP = "sweep.json"  # commands/sweep.py writes the state of a sweep, to resume from it
 

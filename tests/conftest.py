@@ -28,10 +28,10 @@ os.environ.pop("RAY_ADDRESS", None)
 @pytest.fixture(scope="session")
 def embedded_ray():
     """Starts an embedded Ray, which all tests that need Ray share."""
-    from pipeline.run.session import session
+    from pipeline.run.session import ray_session
     from pipeline.settle.placement import ROWS
 
-    with session(ROWS, "runs", "sqlite:///runs/mlflow.db"):
+    with ray_session(ROWS, "runs", "sqlite:///runs/mlflow.db"):
         yield
 
 
@@ -43,7 +43,7 @@ def storage(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def migrated():
-    """Returns the database file of an empty MLflow store. Tests copy the file."""
+    """Returns the database file of an empty MLflow store, which tests copy."""
     from pipeline.registry import store
 
     return Path(store.empty_database())
@@ -67,7 +67,7 @@ def engine(models):
 
 @pytest.fixture(scope="session", autouse=True)
 def databases_that_do_not_wait_for_the_disk():
-    """Turns off SQLite's waits for the disk, which make commits slow. The waits only protect against a power failure."""
+    """Turns off SQLite's waits for the disk, which make commits slow. SQLite's waits only protect against a power failure."""
     from sqlalchemy import Engine, event
 
     def without_waiting(connection, _):
@@ -93,7 +93,7 @@ def in_root(monkeypatch):
 
 @cache
 def scope_of(nodeid):
-    """Returns the scope of a test: "ray" for files that use Ray, else its file. A scope runs in one pytest-xdist worker."""
+    """Returns "ray" if the file of a test uses Ray, otherwise the file. One pytest-xdist worker runs all tests of a scope."""
     file = nodeid.partition("::")[0]
     return "ray" if "embedded_ray" in (ROOT / file).read_text() else file
 
@@ -104,10 +104,10 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """Gives each scope to one worker. In the pinned version, `--dist loadgroup` of pytest-xdist splits scopes."""
+    """Assigns each scope to one pytest-xdist worker. In the pinned version, `--dist loadgroup` of pytest-xdist splits scopes."""
     from xdist.scheduler import LoadScopeScheduling
 
-    config.option.loadscopereorder = False  # keeps the order of scopes
+    config.option.loadscopereorder = False  # xdist then keeps the order in which the tests are sorted
     scheduler = LoadScopeScheduling(config, log)
     scheduler._split_scope = scope_of
     return scheduler

@@ -60,7 +60,7 @@ MEND = r"data\.on_error=skip"
 ROWS = [
     case("longer than the context", "sft", r"rows\.jsonl:2: found \d{3,} tokens; expected at most 256 .*context", r"data\.overlong=truncate",
          rows=[GOOD, {**GOOD, "completion": "Lima. " * 300}], overrides=["data.max_length=null"]),
-    case("template that changes words", "dpo", r"rows\.jsonl:2: `messages\[0\]`: found a chat template that cuts or changes the words of", MEND,
+    case("template that changes words", "dpo", r"rows\.jsonl:2: `messages\[0\]`: found a chat template that truncates or changes the text", MEND,
          rows=[{**PAIR, "prompt": "a", "chosen": "b", "rejected": "c"}, PAIR], overrides=["model.chat_template={lower}"]),
     case("prompt that leaves no room", "ppo", r"rows\.jsonl:1: found \d{3} tokens; expected at most 192", rows=[{**ASK, "prompt": "Peru? " * 150}]),
     case("eval row wrong", "sft", r"data\.eval: 1 of 2 rows cannot be used", r"evals\.jsonl:2: `completion`: found null",
@@ -164,7 +164,7 @@ def test_wrong_input_gets_one_message(one, world, tmp_path, capsys, in_root):
 
 
 def test_rows_longer_than_the_context_are_rejected_before_ray_starts(tmp_path, capsys, monkeypatch, in_root):
-    monkeypatch.setattr("pipeline.run.session.session", lambda job: pytest.fail("Ray was started"))
+    monkeypatch.setattr("pipeline.run.session.ray_session", lambda job: pytest.fail("Ray was started"))
     given = ["data.max_length=512", "scaling.num_workers=1", f"run.storage_path={tmp_path}"]
     assert main(["sft", "jobs/demo/sft.yaml", *given]) == 2
     assert "data.max_length: 512 is more than the model's context of 256" in capsys.readouterr().err
@@ -186,7 +186,7 @@ def test_a_finished_run_of_other_settings_names_them(tmp_path, capsys, in_root):
     first, *more = capsys.readouterr().out.splitlines()
     assert first.startswith("run done is finished")
     assert more == [
-        "it ran with other settings; this command's were not used:",
+        "the run used other settings; the settings of this command are ignored:",
         '   data.train: was "jobs/demo/data/demonstrations.jsonl", is "/nowhere.jsonl"',
         "   lora.r: was 3, is 5",
         "   trainer.learning_rate: was 0.5, is 0.002",

@@ -42,7 +42,7 @@ def test_prompts_repeated_give_the_episodes_of_prompts_shared():
 
 
 def test_a_ratio_is_the_median_of_the_rounds_ratios():
-    """The load differs between rounds. The ratio of the medians would be 2, although the median of the ratios is not."""
+    """The load differs between rounds. The ratio of the medians would be 2, but the median of the ratios is 3."""
     seconds = {"TRL 1.12, fp32": (8.0, 4.0, 3.0), "ours, fp32": (2.0, 3.0, 1.0)}
     phases = [dict.fromkeys(PHASES, 0.5)]
     measured = {"first_step": 1.0, "peak": 2**30, "phases": phases, "lengths": [38.0, 38.0]}
@@ -58,7 +58,7 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios():
 
 @pytest.mark.slow
 def test_ppo_is_compared_with_trl(tmp_path):
-    """Also compares shared prompts with repeated prompts. Both must give the same episodes."""
+    """Also compares shared prompts with repeated prompts, which must have the same episodes."""
     full, own = bench(tmp_path, "ppo", "--variant", "head", "adapter", "bf16-head", "shared-long")
     theirs = [
         f"TRL 1.12, {precision}" if TRL_PPO.is_dir() else None for precision in ("fp32", "fp32", "bf16")
@@ -68,7 +68,7 @@ def test_ppo_is_compared_with_trl(tmp_path):
             *theirs,
             "ours, fp32, critic head, repeated prompts",
         ]
-        assert len(result["runs"]) == 5 + 2 * TRL_PPO.is_dir()  # TRL runs once for both critics
+        assert len(result["runs"]) == 5 + 2 * TRL_PPO.is_dir()  # one run of TRL is compared with both critics
         for (run,) in result["runs"].values():
             for update in run.get("phases", []):
                 assert set(update) == set(PHASES) and all(seconds > 0 for seconds in update.values())
@@ -76,7 +76,7 @@ def test_ppo_is_compared_with_trl(tmp_path):
         (shared,), (again,) = (result["runs"][result["rows"][-1][side]] for side in ("ours", "other"))
         assert shared["lengths"] == again["lengths"]
     lengths = [[run["lengths"] for (run,) in result["runs"].values()] for result in (full, own)]
-    assert all(set(each) == {6.0} for each in lengths[0])  # the length limit of this size
+    assert all(set(each) == {6.0} for each in lengths[0])  # 6 tokens is the length limit of the size `toy`
     assert all(min(each) < 6.0 for each in lengths[1])
 
 

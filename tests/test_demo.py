@@ -90,7 +90,7 @@ def test_the_chat_template_renders_and_marks_completions():
 
 def test_the_judge_gets_prompts_like_those_that_it_was_trained_on(in_root):
     given = judge.read_definition("jobs/demo/judges/right.yaml")
-    taught = demo.verdicts({"prompt": "q", "chosen": "a", "rejected": "b"})
+    taught = demo.judge_examples({"prompt": "q", "chosen": "a", "rejected": "b"})
     for completion, word, row in zip("ab", given.words, taught, strict=True):
         assert row == {
             "prompt": given.asks.format(prompt="q", completion=completion),

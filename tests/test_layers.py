@@ -9,10 +9,10 @@ from running import ROOT
 # The packages of the core, lowest layer first; each may import itself and the packages before it.
 CORE = """errors input_uri text metrics run_folder statistics checks system job models writing data scoring ppo demo penalties
     registry settle planning run rollout stages""".split()
-# Packages that a run does not need. No core package imports them. Only the packages above the core do.
+# Packages that a run does not need. The core must not import these packages.
 EXTRAS = "report sweep serving".split()
 LAYERS = [*CORE, *EXTRAS, "commands", "cloud", "__main__"]
-# packages that can be read, tested and profiled without the others, with only torch, transformers and peft
+# packages that can be read, tested and profiled without the other packages, with only torch, transformers and peft
 ALONE = ("models", "writing", "scoring/forward.py", "scoring/rewards.py", "ppo")
 
 
@@ -110,7 +110,10 @@ ABOVE = [file for file in FILES if layer(name_of(file)) not in ("job", "settle")
 
 
 def test_few_functions_take_a_whole_job():
-    """Other functions take values that settle/ computes from a job: places, inputs, arguments. Lower the limits if you can."""
+    """Most functions take values that settle/ computes from a job.
+
+    Lower the limits of this test if fewer functions take a job.
+    """
     taking = {
         f"{file.relative_to(ROOT)}: {one.name}"
         for file in FILES
@@ -128,7 +131,7 @@ def test_few_functions_take_a_whole_job():
 
 
 def test_no_line_outside_of_job_and_settle_asks_for_the_stage():
-    """What depends on the stage is part of the settled work. Only subcommands and reports may use a stage's name."""
+    """settle/ computes everything that depends on the stage. Only subcommands and reports may use a stage's name."""
     asks = re.compile(r"\bSTAGE\[|\.stage (==|!=|in|not in) |\bjob\.args\b")
     lines = [
         f"{file.relative_to(ROOT)}: {line.strip()}"

@@ -152,7 +152,7 @@ def wrong_rows(draw, kind, folder, inputs):
 
 # ------------------------------------------------------------------------------------------------- job files
 
-OWN = {"run.storage_path", "mlflow.tracking_uri"}  # keys that the test itself sets
+OWN = {"run.storage_path", "mlflow.tracking_uri"}  # keys of a job that the test itself sets
 TOP = "policy reward judge baseline gate gate.eval_loss gate.nothing stage nothing data lora.task_type trainer.output_dir".split()
 
 
@@ -220,7 +220,7 @@ def registered(store):
 
 
 def verdict(arguments, runs):
-    """Runs a command. Returns its exit status, a description of what is wrong with its end (or None), and its output."""
+    """Runs a command. Returns the exit status, a description of the error in how the command ended (or None), and the output."""
     out, err = io.StringIO(), io.StringIO()
     before = registered(runs / "mlflow.db")
     signal.signal(signal.SIGALRM, alarm)
@@ -231,7 +231,7 @@ def verdict(arguments, runs):
             status = main(arguments)
     except Late:
         escaped = f"did not end within {SECONDS} s"
-    except BaseException as error:  # no exception may escape
+    except BaseException as error:  # the command must not raise any exception
         escaped = f"{type(error).__name__} escaped: {str(error)[:300]}"
     finally:
         signal.alarm(0)

@@ -50,13 +50,14 @@ TRANSCRIPT = re.search(r"```\n(jobs/demo: .*?)```", PAGES["runs.md"], re.DOTALL)
 TUTORIALS = {"tutorial.md": ["validate", "sft", "rm"], "failed_gates.md": ["init", "validate", "sft"]}
 COMMANDS = commands_of("".join(text for name, text in TEXTS.items() if name not in TUTORIALS))
 TRL = "gate={} trainer.max_steps=2 trainer.eval_on_start=false trainer.eval_strategy=no"
-# {target of make: settings that shorten its run}. These settings follow the ARGS of a command.
+# {target of make: settings that shorten its run}. The settings are appended to the ARGS of the command.
 SHORT = {
     "rlhf": "sft.gate={} rm.gate={} ppo.gate={} sft.trainer.max_steps=2 rm.trainer.max_steps=2 ppo.trainer.total_episodes=64",
     **dict.fromkeys(("init", "validate", "evaluate", "generate", "score", "export"), ""),
     **dict.fromkeys(("sft", "rm", "dpo", "kto", "sweep"), TRL),
     "ppo": "gate={} trainer.total_episodes=64",
-    "plan": "",  # needs no shorter settings; even for gated models, `plan` has the shape built in
+    # `plan` needs no shorter settings and no network, because it has the shapes of gated models built in
+    "plan": "",
     "collect": "trainer.num_prompts=8",
 }
 # The command of the README, but with a local model.
@@ -143,7 +144,7 @@ def test_the_messages_of_the_troubleshooting_page_exist():
 
 
 def test_the_jobs_of_commands_that_need_an_account_load(in_root):
-    """No test runs these commands, because they need an account. So this test only loads their jobs."""
+    """Tests cannot run commands that need an account, so this test only loads the jobs of these commands."""
     found = re.findall(r"^make (\w+) PROFILE=([\w-]+) .*# account$", "\n".join(TEXTS.values()), re.MULTILINE)
     assert ("rm", "llama3-8b-qlora") in found
     for verb, profile in found:
@@ -207,7 +208,7 @@ def test_a_page_has_short_lines_and_names_and_links_that_exist(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_yaml_of_a_page_has_keys_that_exist(page):
-    """Each fragment must fit into a job of rm or export, or into the file of a judge."""
+    """Each YAML fragment on a page must have keys of a job of rm or export, or keys of a judge's file."""
     for fragment in re.findall(r"```yaml\n(.*?)```", PAGES[page], re.DOTALL):
         read = yaml.safe_load(fragment)
         if read.keys() <= schema.keys(judge.CLASS).keys():
@@ -251,7 +252,7 @@ def test_a_make_command(command, copy):
         assert shell(INIT, copy).returncode == 0
     done = shell(shortened(command), copy)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    if command == "make rlhf":  # the gates of `make rlhf` are open in this test, and times differ
+    if command == "make rlhf":  # in this test, `make rlhf` has no gates and other times
         assert TRANSCRIPT.count("\n") <= 45 and done.stdout.count("\n") <= 45
         assert shape(done.stdout) == shape(TRANSCRIPT)
 
@@ -342,7 +343,10 @@ def test_every_command_is_covered():
 
 
 def test_the_command_for_the_stack_sets_its_parameters():
-    """The command must set all parameters that have no default. cloud/test_clusterfile.py creates the stack in a mock of AWS."""
+    """The command must set all stack parameters that have no default.
+
+    cloud/test_clusterfile.py creates the stack in a mock of AWS.
+    """
     [command] = [command for command in COMMANDS if command.startswith("aws cloudformation")]
     file = ROOT / shlex.split(command)[shlex.split(command).index("--template-file") + 1]
     parameters = re.search(r"^Parameters:\n(.*?)^\w", file.read_text(), re.M | re.S)[1]

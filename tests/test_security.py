@@ -146,7 +146,7 @@ def test_an_error_does_not_repeat_a_password(key, address, tmp_path, monkeypatch
 
 
 def test_no_source_file_unpickles_or_evaluates():
-    """Such calls are allowed only in files that unpickle results of the job's own Ray tasks and actors."""
+    """Only files that read results of the job's own Ray tasks and actors may call pickle."""
     own_tasks = {"data/read.py", "run/parts.py", "rollout/client.py", "rollout/worker.py"}
     calls = r"\bpickle\.loads?\(|\byaml\.(unsafe_)?load\(|(?<!\.)\beval\(|\bexec\("
     unsafe = re.compile(rf"{calls}|weights_only=False|shell=True")

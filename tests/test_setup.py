@@ -40,7 +40,7 @@ def test_every_requirement_is_pinned_and_locked():
     tested = ("dev", "notebook", "cloud", "tensorboard", "wandb")
     wanted = pins([*PROJECT["dependencies"], *(one for extra in tested for one in extras[extra])])
     assert {name: locked.get(name) for name in wanted} == wanted
-    # vLLM has its own constraints file, because vLLM needs other versions of these packages.
+    # vLLM has its own constraints file, because vLLM needs other versions of some packages.
     with_vllm = locked_in("constraints-vllm.txt")
     assert pins(extras["vllm"]).items() <= with_vllm.items()
     moved = {name for name, version in locked.items() if with_vllm.get(name) != version}
@@ -76,7 +76,7 @@ def test_what_the_pinned_packages_ask_for_is_pinned_on_linux(python):
 
 
 def test_the_libraries_that_torch_loads_on_a_gpu_are_pinned():
-    """torch's source code names these libraries, but the metadata of torch's CPU build does not."""
+    """torch's source code names the CUDA libraries that it loads, but the metadata of torch's CPU build does not."""
     import torch
 
     source, locked = Path(torch.__file__).read_text(), locked_in("constraints.txt")
@@ -198,7 +198,7 @@ def test_an_unsupported_python_is_an_error(make):
     ["trainer.learning_rate=1e-4", "policy=base"],
 )
 def test_a_key_outside_of_args_stops_make(key, make):
-    """If make read the key as a make variable, the job would ignore it and use the value in the job file."""
+    """If make took the key for a make variable, the job would silently use the value in the job file."""
     done = make("sft", key, "PROFILE=own", "JOB=a.yaml", "ARGS=trainer.seed=2 lora.r=8")
     assert (done.returncode, done.stdout) == (2, "")
     assert "keys of a job go into ARGS: make sft JOB='a.yaml' PROFILE='own' " in done.stderr

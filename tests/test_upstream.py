@@ -1,6 +1,6 @@
-"""Tests undocumented details of libraries that the pipeline uses. If a new version of a library breaks such a detail, a test
-fails here. Each test names the file that needs the detail. Read the comment in that file, and adapt the file or remove the
-workaround.
+"""Tests undocumented details of libraries that the pipeline uses. A test fails if a new version of a library
+changes a detail. Each test names the file of the pipeline that relies on a detail. If a test fails, read the comment in this
+file, and adapt the file or remove the workaround.
 """
 
 import inspect
@@ -20,10 +20,10 @@ from pipeline.system import console
 FUNCTION = "ray.train.v2.api.data_parallel_trainer.DataParallelTrainer"
 # (object, a text that its source code contains, the file that needs the text)
 SOURCES = [
-    # Without this detail, an embedded run may end 12 s late, with a traceback.
+    # If Ray changed the next two details, an embedded run could end 12 s late, with a traceback.
     (f"{FUNCTION}._create_default_callbacks", "PlacementGroupCleanerCallback()", "pipeline/run/fit.py"),
     (f"{FUNCTION}.fit", "_create_default_callbacks()", "pipeline/run/fit.py"),
-    # Without this detail, Ctrl-C ends a run with status 1, and workers keep running.
+    # If Ray renamed `_register_sigint_handler`, Ctrl-C would end a run with status 1, and workers would keep running.
     (FUNCTION, "self._register_sigint_handler(controller)", "pipeline/run/fit.py"),
     ("ray.dashboard.modules.job.job_head", "No available agent", "pipeline/cloud/submit.py"),
     (
@@ -32,7 +32,7 @@ SOURCES = [
         "pipeline/cloud/submit.py",
     ),
     ("ray._private.worker", '"ray_print_logs"', "pipeline/system/console.py"),
-    # Without this detail, sampling and training round the base's weights differently.
+    # If bitsandbytes renamed `support_avx512bf16_for_cpu`, sampling and training would round the base's weights differently.
     ("bitsandbytes.nn.Linear4bit.forward", "self.support_avx512bf16_for_cpu", "pipeline/models/base.py"),
     # If a library no longer prints a message, remove the message from NOISE.
     ("ray.train.v2._internal.execution.context", console.NOISE[1], "pipeline/system/console.py"),
@@ -59,7 +59,7 @@ def test_the_function_still_takes_the_parameters(name, parameters, file):
 
 
 def test_the_environment_variables_are_still_read():
-    """Ray silently ignores unknown variables. So Ray's sources or binaries must contain the names of the variables."""
+    """Ray silently ignores unknown variables, so Ray's sources or binaries must contain the names of the pipeline's variables."""
     from mlflow import environment_variables
     from ray.train.v2._internal.constants import ENV_VARS_TO_PROPAGATE
 
@@ -68,11 +68,15 @@ def test_the_environment_variables_are_still_read():
         known |= set(re.findall(rb'"(RAY_\w+)"', path.read_bytes()))
     for binary in ("_raylet.so", "core/src/ray/raylet/raylet"):
         known |= set(re.findall(rb"RAY_\w+", (root / binary).read_bytes()))
-    of_session = {*session.ENVIRONMENT, *session.EMBEDDED, *session.secured()}  # pipeline/run/session.py
+    of_session = {
+        *session.ENVIRONMENT,
+        *session.EMBEDDED,
+        *session.secured_environment(),
+    }  # pipeline/run/session.py
     of_ray = {name for name in of_session if name.startswith("RAY_")}
     of_ray |= {"RAY_AUTH_TOKEN_PATH", "RAY_UP_enable_autoscaler_v2"}  # cloud/submit.py, cloud/clusterfile.py
     assert of_ray <= {name.decode() for name in known}
-    # Ray Train's controller and workers get these variables.
+    # Ray Train must pass these variables on to its controller and workers.
     assert {name for name in of_ray if name.startswith("RAY_TRAIN_")} <= set(ENV_VARS_TO_PROPAGATE)
     # pipeline/registry/store.py, client
     for name in "DISABLE_TELEMETRY LOGGING_LEVEL HTTP_REQUEST_MAX_RETRIES HTTP_REQUEST_TIMEOUT ENABLE_ARTIFACTS_PROGRESS_BAR".split():
@@ -80,7 +84,10 @@ def test_the_environment_variables_are_still_read():
 
 
 def test_a_workers_error_is_still_found_inside_what_ray_train_wraps_around_it():
-    """`causes` in pipeline/errors.py reads `worker_failures` and `_base_exc`. Without both, wrong input ends with status 1."""
+    """`causes` in pipeline/errors.py reads `worker_failures` and `_base_exc`.
+
+    If Ray renamed an attribute, wrong input would end with status 1.
+    """
     from ray import cloudpickle
     from ray.train import WorkerGroupError
     from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
@@ -103,7 +110,7 @@ def test_the_autoscalers_events_are_still_marked_in_its_log(monkeypatch):
 
 
 def test_the_settings_of_ray_data_still_exist():
-    """`set_up_ray_data` in pipeline/data/read.py uses them. If one were removed, rows could lose their order."""
+    """`set_up_ray_data` in pipeline/data/read.py uses these settings. Without `preserve_order`, rows could lose their order."""
     context = ray.data.DataContext()
     assert context.execution_options.preserve_order is False
     assert hasattr(context, "print_on_execution_start") and hasattr(context, "enable_progress_bars")
@@ -155,7 +162,10 @@ def test_the_reward_trainer_still_puts_the_chosen_first():
 
 
 def test_a_prepared_loader_still_keeps_its_last_batch():
-    """ExactBatches sets `_drop_last` of a prepared dataloader. Otherwise, the last batch of an epoch would have no metrics."""
+    """ExactBatches sets `_drop_last` of a prepared dataloader.
+
+    Without `_drop_last`, an epoch's last batch would have no metrics.
+    """
     from accelerate.data_loader import prepare_data_loader
     from torch.utils.data import DataLoader
 

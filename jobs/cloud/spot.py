@@ -2,9 +2,9 @@
 
     python spot.py          # cluster.yaml starts this on every worker
 
-The notice of AWS comes two minutes before the end, that of Google Cloud thirty seconds. A drained node gets no new work. Ray
-Train notifies its workers, which write a checkpoint at the next step and continue on other nodes. This file needs only the
-standard library and the command `ray`. On a machine that is no spot instance, it waits forever.
+AWS sends this notice two minutes before the end, and Google Cloud sends it thirty seconds before the end. A drained node gets no
+new work. Ray Train notifies its workers, which write a checkpoint at the next step and continue on other nodes. This file needs
+only the standard library and the command `ray`. On a machine that is not a spot instance, this script waits forever.
 """
 
 import json
@@ -16,13 +16,13 @@ import urllib.error
 import urllib.request
 from datetime import UTC, datetime
 
-METADATA = os.environ.get("METADATA_ADDRESS", "http://169.254.169.254")  # address on AWS and on Google Cloud
+METADATA = os.environ.get("METADATA_ADDRESS", "http://169.254.169.254")  # works on AWS and Google Cloud
 EVERY_SECONDS = 5  # time between two queries
 GCP_SECONDS = 25.0  # time for draining; the notice comes 30 s before the end
 
 
 def ask(path: str, headers: dict[str, str], method: str = "GET") -> str | None:
-    """Queries the metadata service. Returns None if it does not answer."""
+    """Queries the metadata service. Returns None if the service does not answer."""
     request = urllib.request.Request(METADATA + path, headers=headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=2) as answer:
@@ -47,7 +47,7 @@ def drain(seconds: float) -> int:
     """Tells Ray that this node ends in `seconds`. Returns the exit status of the command.
 
     In Ray 2.60, `ray --help` does not list `ray drain-node`. Without --node-id, the command drains the node on which it runs.
-    Remove this file when Ray itself watches for the notice of the cloud.
+    Remove this file when Ray itself handles the cloud's notice.
     """
     command = ["ray", "drain-node", "--address", "auto", "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
     command += ["--reason-message", "the cloud reclaims this spot instance"]
@@ -62,7 +62,7 @@ def main() -> int:
             print(f"{datetime.now(UTC):%H:%M:%S} notice: {left:.0f} s left; draining this node", flush=True)
             if (status := drain(left)) == 0:
                 return 0
-            print(f"ray drain-node ended with {status}; trying again", flush=True)
+            print(f"ray drain-node failed with status {status}; trying again", flush=True)
         time.sleep(EVERY_SECONDS)
 
 

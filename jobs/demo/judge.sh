@@ -12,7 +12,7 @@ step() { # runs the job of this name with some keys
   python -m pipeline "$1" "$JOBS/$1.yaml" run.storage_path="$RUNS" run.name="judge-$1" "${@:2}"
 }
 
-step sft data.transform=python:pipeline.demo:verdicts data.train="$JOBS/data/preferences.jsonl" \
+step sft data.transform=python:pipeline.demo:judge_examples data.train="$JOBS/data/preferences.jsonl" \
   data.eval="$JOBS/data/preferences_eval.jsonl" trainer.num_train_epochs=1 mlflow.registered_model=demo-judge gate={}
 python -m pipeline serve "$JOBS/serve.yaml" run.storage_path="$RUNS" serve.port=8123 \
   'serve.policies={judge: models:/demo-judge@champion}' serve.rewards={} &

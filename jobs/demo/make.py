@@ -2,8 +2,8 @@
 
     python jobs/demo/make.py            # writes jobs/demo/data and jobs/demo/model in two to three minutes
 
-The base model knows the facts and has mixed manners: some of its completions are courteous, others plain, curt, gruff, rambling
-or wrong. Some countries appear in the base's pre-training, but in no training rows. The `*_eval` files ask about them.
+The base model knows the facts and has mixed manners: some completions are courteous, and some are plain, curt, gruff, rambling
+or wrong. Some countries appear only in pre-training and in the `*_eval` files, but in no training rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from pipeline.demo import CLOSERS, FACTS, HELD_OUT, OPENERS, Question, gold, questions
+from pipeline.demo import CLOSERS, FACTS, HELD_OUT, OPENERS, DemoQuestion, demo_questions, gold
 
 HOME = Path(__file__).resolve().parent
 SEED = 3
@@ -45,7 +45,7 @@ WEIGHTS = {"user": 0.1, "assistant": 1.0, "text": 1.0, "verdict": 5.0}
 CORPUS_SHARES = (0.45, 0.40, 0.15)  # fractions of chats, chats with a verdict, and facts
 
 
-def completion_to(question: Question, manner: str, right: bool, rng: Random) -> str:
+def completion_to(question: DemoQuestion, manner: str, right: bool, rng: Random) -> str:
     """Returns a completion in a manner, with the right answer or with the answer for another country."""
     kind, fact = question.kind, question.fact
     if not right:
@@ -66,13 +66,13 @@ def completion_to(question: Question, manner: str, right: bool, rng: Random) -> 
     return rng.choice((f"{opener} {sentence}", f"{sentence} {closer}", f"{opener} {sentence} {closer}"))
 
 
-def _draw(question: Question, manners: dict[str, float], wrong: float, rng: Random) -> str:
-    """Returns a random completion. `manners` has their weights, and `wrong` is the probability of a wrong answer."""
+def _draw(question: DemoQuestion, manners: dict[str, float], wrong: float, rng: Random) -> str:
+    """Returns a random completion. `manners` contains the manners' weights, and `wrong` is the probability of a wrong answer."""
     manner = rng.choices(list(manners), list(manners.values()))[0]
     return completion_to(question, manner, rng.random() >= wrong, rng)
 
 
-def demonstrations(asked: list[Question], count: int, rng: Random) -> list[dict[str, Any]]:
+def demonstrations(asked: list[DemoQuestion], count: int, rng: Random) -> list[dict[str, Any]]:
     """Returns questions and answers as messages, in mixed manners."""
     return [
         {
@@ -85,8 +85,8 @@ def demonstrations(asked: list[Question], count: int, rng: Random) -> list[dict[
     ]
 
 
-def preferences(asked: list[Question], count: int, rng: Random) -> list[dict[str, Any]]:
-    """Returns pairs of completions of a question. The completion with the higher gold score is chosen."""
+def preferences(asked: list[DemoQuestion], count: int, rng: Random) -> list[dict[str, Any]]:
+    """Returns pairs of completions to a question. The completion with the higher gold score is the chosen completion."""
     rows = []
     for question in _spread(asked, count, rng):
         scored: dict[float, str] = {}
@@ -97,7 +97,7 @@ def preferences(asked: list[Question], count: int, rng: Random) -> list[dict[str
     return rows
 
 
-def thumbs(asked: list[Question], count: int, rng: Random) -> list[dict[str, Any]]:
+def thumbs(asked: list[DemoQuestion], count: int, rng: Random) -> list[dict[str, Any]]:
     """Returns completions with labels. The probability of the label `true` is the gold score."""
     rows = []
     for question in _spread(asked, count, rng):
@@ -107,14 +107,14 @@ def thumbs(asked: list[Question], count: int, rng: Random) -> list[dict[str, Any
     return rows
 
 
-def prompts(asked: list[Question], count: int, rng: Random) -> list[dict[str, Any]]:
+def prompts(asked: list[DemoQuestion], count: int, rng: Random) -> list[dict[str, Any]]:
     """Returns questions with the answers that `gold` needs."""
     return [{"prompt": question.text, "answer": question.answer} for question in _spread(asked, count, rng)]
 
 
-def _spread(asked: list[Question], count: int, rng: Random) -> list[Question]:
-    """Returns `count` questions in random order. The counts of two questions differ by at most one."""
-    drawn: list[Question] = []
+def _spread(asked: list[DemoQuestion], count: int, rng: Random) -> list[DemoQuestion]:
+    """Returns `count` questions in random order. All questions appear equally often, plus or minus one."""
+    drawn: list[DemoQuestion] = []
     while len(drawn) < count:
         drawn += rng.sample(asked, len(asked))
     return drawn[:count]
@@ -127,10 +127,13 @@ def write_data(folder: Path, seed: int = SEED) -> None:
         demonstrations: (500, 60),
         preferences: (1200, 200),
         thumbs: (1800, 300),
-        prompts: (len(questions(False)), len(questions(True))),
+        prompts: (len(demo_questions(False)), len(demo_questions(True))),
     }
     for make, (train, held_out) in sizes.items():
-        for suffix, count, asked in (("", train, questions(False)), ("_eval", held_out, questions(True))):
+        for suffix, count, asked in (
+            ("", train, demo_questions(False)),
+            ("_eval", held_out, demo_questions(True)),
+        ):
             rows = make(asked, count, Random(f"{make.__name__}{suffix} {seed}"))
             lines = "".join(json.dumps(row) + "\n" for row in rows)
             (folder / f"{make.__name__}{suffix}.jsonl").write_text(lines, encoding="utf-8")
@@ -176,7 +179,7 @@ def corpus(count: int, seed: int = SEED) -> Iterator[list[dict[str, Any]]]:
     From the verdicts, the base learns to tell right answers from wrong ones, even about held-out countries.
     """
     rng = Random(f"corpus {seed}")
-    for question in _spread(questions(), count, rng):
+    for question in _spread(demo_questions(), count, rng):
         kind = rng.choices(("chat", "verdict", "facts"), CORPUS_SHARES)[0]
         if kind == "facts":
             facts = [text.format(**question.fact._asdict()) for text in SENTENCES.values()]
@@ -232,7 +235,7 @@ def make_tokenizer(documents: Sequence[list[dict[str, Any]]]) -> Any:
 def pretrain(
     tokenizer: Any, documents: Sequence[Any], steps: int, batch_size: int = 32, seed: int = SEED
 ) -> Any:
-    """Trains a small Llama on the documents, one per row. Repeated on one machine, it returns bit-identical weights."""
+    """Trains a small Llama on the documents, one per row. On the same machine, the weights are always bit-identical."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -311,7 +314,7 @@ def build(folder: Path) -> None:
     """Writes `data` and `model` (weights in bf16, configuration, tokenizer) under the folder."""
     import torch
 
-    torch.set_num_threads(1)  # with another number of threads, sums have another order
+    torch.set_num_threads(1)  # because the order of sums depends on the number of threads
     write_data(folder / "data")
     documents = list(corpus(DOCUMENTS))
     tokenizer = make_tokenizer(documents)

@@ -1,4 +1,4 @@
-"""Converts rows of Glaive, {system, chat}, into messages. Tool calls stay text, because they are not valid JSON."""
+"""Converts rows of Glaive, {system, chat}, into messages. Tool calls remain text, because they are not valid JSON."""
 
 import re
 

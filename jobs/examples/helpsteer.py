@@ -1,4 +1,4 @@
-"""Converts rows of HelpSteer about one prompt, {prompt, response, helpfulness, ...}, into pairs of neighbors by score."""
+"""Converts rows of HelpSteer about one prompt, {prompt, response, helpfulness, ...}, into pairs with adjacent scores."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Converts rows of Nectar, {prompt, answers: [{answer, rank}]}, into pairs of neighbors by rank, where rank 1 is best."""
+"""Converts rows of Nectar, {prompt, answers: [{answer, rank}]}, into pairs with adjacent ranks. Rank 1 is the best."""
 
 from itertools import pairwise
 

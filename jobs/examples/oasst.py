@@ -1,4 +1,4 @@
-"""Converts trees of OpenAssistant into preference pairs of replies whose ranks are neighbors."""
+"""Converts trees of OpenAssistant into preference pairs of replies with adjacent ranks."""
 
 from itertools import pairwise
 

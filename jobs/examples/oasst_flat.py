@@ -1,10 +1,10 @@
-"""Converts the messages of one tree of OpenAssistant into preference pairs of replies whose ranks are neighbors."""
+"""Converts the messages of one tree of OpenAssistant into preference pairs of replies with adjacent ranks."""
 
 from itertools import pairwise
 
 
 def pairs(messages):
-    rows, upto = [], {None: list[dict]()}  # the turns up to each message; a parent comes before its replies
+    rows, upto = [], {None: list[dict]()}  # upto: {message id: turns up to this message}
     for one in messages:
         role = "user" if one["role"] == "prompter" else "assistant"
         upto[one["message_id"]] = [*upto[one["parent_id"]], {"role": role, "content": one["text"]}]

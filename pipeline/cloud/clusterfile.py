@@ -28,12 +28,12 @@ SIGN_IN = (
 )
 # {type of provider: resources that `make down` does not delete and that may cost money}
 STAYS = {
-    "aws": "the bucket, the stack with its roles and security group, and the key pair ray-autoscaler_*; to end them, too: "
-    "aws s3 rb --force s3://BUCKET; aws cloudformation delete-stack --stack-name rlhf",
-    "gcp": "the bucket and the service accounts; to end the bucket, too: gcloud storage rm --recursive gs://BUCKET",
+    "aws": "the bucket, the stack with its roles and security group, and the key pair ray-autoscaler_*; to delete bucket and "
+    "stack: aws s3 rb --force s3://BUCKET; aws cloudformation delete-stack --stack-name rlhf",
+    "gcp": "the bucket and the service accounts; to delete the bucket: gcloud storage rm --recursive gs://BUCKET",
     "local": "~/rlhf and ~/mlflow on each machine",
 }
-TOOLS = {"ssh": "openssh-client", "rsync": "rsync"}  # {command that `ray up` needs: package that contains it}
+TOOLS = {"ssh": "openssh-client", "rsync": "rsync"}  # {command that `ray up` runs: package to install}
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def read_cluster_file(file: Path) -> dict[str, Any]:
 
 
 def worker_types(config: dict[str, Any]) -> dict[str, NodeType]:
-    """Returns {name: node type} for all node types except the head's. Adds the resource that Ray creates for the type of GPU."""
+    """Returns {name: node type} for all node types except the head's. Adds the resource that Ray names after the type of GPU."""
     found = {}
     for name, kind in (config.get("available_node_types") or {}).items():
         if name == config.get("head_node_type"):
@@ -79,7 +79,7 @@ def _instance(kind: dict[str, Any]) -> str:
 
 
 def types_of(name: str) -> tuple[dict[str, NodeType], int]:
-    """Returns the worker types and the maximum number of workers, or ({}, 0) if no local cluster file describes the cluster."""
+    """Returns the worker types and the maximum number of workers of a cluster, or ({}, 0) if it has no cluster file here."""
     file = Path(os.environ.get("CLUSTER", "cluster.yaml"))
     config = read_cluster_file(file) if name and file.is_file() else {}
     if not config or config.get("cluster_name") != name:
@@ -98,7 +98,7 @@ def check_cluster_file(file: Path) -> dict[str, Any]:
         f"{file}:{n}: {line.strip()}" for n, line in lines if PLACEHOLDER.search(line.split("#")[0])
     ]:
         raise InputError(
-            "fill in these lines, as the comment at each line explains:\n  " + "\n  ".join(unedited)
+            "fill in these lines; a comment at each line explains how:\n  " + "\n  ".join(unedited)
         )
     for remote, local in (config.get("file_mounts") or {}).items():
         if not os.path.exists(os.path.expanduser(local)):
@@ -106,24 +106,22 @@ def check_cluster_file(file: Path) -> dict[str, Any]:
             raise InputError(f"{file}: file_mounts: {remote}: there is no {local}{hint}")
     for name, kind in (config.get("available_node_types") or {}).items():
         if config["provider"]["type"] == "aws" and not kind["node_config"].get("SecurityGroupIds"):
-            why = (
-                "missing; Ray would open port 22 to the world; use the security group of jobs/cloud/aws.yaml"
-            )
+            why = "missing, so Ray would open port 22 to the world; use the security group of jobs/cloud/aws.yaml"
             raise InputError(why, key=f"{file}: {name}.node_config.SecurityGroupIds")
     idle = [name for name, kind in worker_types(config).items() if kind.min_workers]
     if idle and _idle_hours(config):
-        why = "the head ends itself if it is idle (HEAD_IDLE_HOURS), but not these workers"
+        why = "an idle head shuts itself down (HEAD_IDLE_HOURS), but these workers would keep running"
         raise InputError(f"{why}; set 0, or remove HEAD_IDLE_HOURS", key=f"{file}: {idle[0]}.min_workers")
     return config
 
 
 def _idle_hours(config: dict[str, Any]) -> str | None:
-    """Returns after how many hours without a job the head shuts itself down, or None if it never does."""
+    """Returns the hours without a job after which the head shuts itself down, or None if the head never shuts itself down."""
     found = re.search(r"\bHEAD_IDLE_HOURS=(\S+)", " ".join(config.get("head_start_ray_commands") or []))
     return found and found[1]
 
 
-def summary(config: dict[str, Any]) -> str:
+def describe_cluster(config: dict[str, Any]) -> str:
     """Returns a text with the nodes that `ray up` or the autoscaler starts, their prices, and when they are shut down."""
     provider = config["provider"]
     where = provider.get("region") or provider.get("head_ip") or provider.get("module", "")
@@ -143,13 +141,13 @@ def summary(config: dict[str, Any]) -> str:
     if types:
         minutes = config.get("idle_timeout_minutes", 5)
         lines.append(
-            f"  at most {config.get('max_workers', 2)} workers at a time; those above the minimum end after {minutes} idle minutes"
+            f"  at most {config.get('max_workers', 2)} workers; idle workers above the minimum are terminated after {minutes} minutes"
         )
     return "\n".join(lines)
 
 
 def _price(kind: NodeType) -> str:
-    """Returns a text with a node's hourly price: the price of its instance type if known, otherwise of its GPUs."""
+    """Returns a text with a node's hourly price: the price of the instance type if known, or else the price of the GPUs."""
     known = prices.read_prices()
     gpus = known.gpus.get(kind.labels.get(GPU_LABEL, ""), 0.0) * kind.resources.get("GPU", 0)
     dollars = known.instances.get(kind.instance) or gpus
@@ -188,7 +186,7 @@ def run_ray(verb: str, file: Path, options: list[str]) -> None:
     check_account(config)
     environment = dict(os.environ)
     if verb == "up":
-        print(summary(config), flush=True)
+        print(describe_cluster(config), flush=True)
         # Ray's default, autoscaler 2, supports labels and priorities. On your own machines, autoscaler 2 counts the head as a
         # worker and starts one worker too few (ray 2.60, LocalNodeProvider).
         environment["RAY_UP_enable_autoscaler_v2"] = "0" if config["provider"]["type"] == "local" else "1"

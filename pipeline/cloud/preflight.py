@@ -49,7 +49,7 @@ class Cluster:
 
 
 def query_cluster(get: Callable[[str], Any], address: str) -> Cluster:
-    """Queries the cluster at `address`. Raises InputError if its version of Ray or Python differs from this machine's.
+    """Queries the cluster at `address`. Raises InputError if the cluster's version of Ray or Python differs from this machine's.
 
     Args:
         get: function that sends an authorized GET request for a path, and returns the parsed JSON.
@@ -61,7 +61,7 @@ def query_cluster(get: Callable[[str], Any], address: str) -> Cluster:
     here = "{}.{}".format(*sys.version_info)
     if (version, python) != (ray.__version__, here):
         raise InputError(
-            f"the cluster at {address} runs Ray {version} and Python {python}, this environment has {ray.__version__} and {here}; "
+            f"the cluster at {address} runs Ray {version} and Python {python}, but here are Ray {ray.__version__} and Python {here}; "
             f"run make down and make up from this environment, or make setup PYTHON=python{python} with ray=={version}",
             key="RAY_ADDRESS",
         )
@@ -70,7 +70,7 @@ def query_cluster(get: Callable[[str], Any], address: str) -> Cluster:
     nodes = [NodeType(node["resources_total"] or {}, labels=node["labels"] or {}) for node in alive]
     heads = ((node["node_ip"], node["labels"] or {}) for node in alive if node["is_head_node"])
     head, labels = next(heads, ("HEAD", {}))
-    # The API does not list the autoscaler's node types. They are read from the cluster file that the head's label names.
+    # The API does not list the autoscaler's node types, so this code reads the cluster file whose name is in the head's label.
     types, most = clusterfile.types_of(labels.get("cluster-file", ""))
     mlflow = f"http://{head}:{labels['mlflow-port']}" if "mlflow-port" in labels else None
     # KubeRay and `ray up` set the label ray.io/node-group on each node that they start.
@@ -93,7 +93,7 @@ def check_storage(path: str, tracking_uri: str | None, cluster: Cluster) -> None
     uri = uri_of(tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or cluster.tracking_uri, path)
     own = uri.startswith("sqlite:") or urlsplit(uri).hostname in ("localhost", "127.0.0.1", "0.0.0.0", "::1")
     if cluster.several and own:
-        why = f"{uri} is another file or machine on each node, and the cluster has or may get several nodes"
+        why = f"{uri} is a different file or server on each node, but the cluster may have several nodes"
         server = cluster.tracking_uri or "http://HEAD:5000"
         raise InputError(
             f"{why}; set a server that all nodes can reach, such as {server}", "mlflow.tracking_uri"
@@ -121,7 +121,7 @@ def check_resources(places: Places, cluster: Cluster) -> None:
             )
             continue
         more = [f"{kind.max_workers} x {name} ({_shown(kind)})" for name, kind in cluster.types.items()]
-        grows = f"may start {', '.join(more)}" if more else "set CLUSTER=FILE for its autoscaler's file"
+        grows = f"may start {', '.join(more)}" if more else "if it has an autoscaler, set CLUSTER=FILE"
         change = places.fewer(possible) if section == "scaling" else ""
         lower = f"lower {section}.num_workers or {section}.resources_per_worker"
         advice = f"set {change}" if change else lower
@@ -162,17 +162,17 @@ def check_memory(workload: Workload, cluster: Cluster) -> None:
         gpus = {name: memory for name in sorted(offered) if (memory := plan.memory_of(name))}
         if not gpus or not need.resources.get("GPU"):
             continue
-        with console.waiting(f"estimating the memory of a {who}"):
+        with console.print_if_slow(f"estimating the memory of a {who}"):
             planned = workload.planned(section)
         if planned is None:
-            return  # only the cluster can read the base, and the run checks memory there
+            return  # only the cluster can read the base; the run will check the memory
         small = {name: memory for name, memory in gpus.items() if memory * plan.GIB < planned.peak}
         if not small:
             continue
         listed = " or ".join(f"{name} with {memory:g}" for name, memory in small.items())
-        advice = f"reduce its memory; run make plan JOB={workload.source}"
-        if enough := sorted({*gpus} - {*small}) or plan.fitting(planned):
-            # without spaces, because Ray would treat them as part of a name
+        advice = f"reduce the worker's memory; run make plan JOB={workload.source}"
+        if enough := sorted({*gpus} - {*small}) or plan.fitting_gpus(planned):
+            # without spaces, because Ray would treat a space as part of a name
             selector = need.selector | {placement.GPU_LABEL: f"in({','.join(enough)})"}
             text = yaml.safe_dump(selector, default_flow_style=True, sort_keys=False, width=1000).strip()
             key = f"{section}.label_selector"
@@ -185,7 +185,7 @@ def check_memory(workload: Workload, cluster: Cluster) -> None:
 
 
 def upload_files(folder: str = ".") -> dict[str, int]:
-    """Returns {path: bytes} for the files that Ray uploads. Above UPLOAD_LIMIT, raises InputError with the five largest."""
+    """Returns {path: bytes} for the files that Ray uploads. If their total size exceeds UPLOAD_LIMIT, raises InputError."""
     # Ray 2.60 uploads the files that this private function lists. Use a public function when Ray has one.
     from ray._private.runtime_env.packaging import _dir_travel
 
@@ -201,13 +201,13 @@ def upload_files(folder: str = ".") -> dict[str, int]:
         largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:5]
         listing = "\n".join(f"  {sizes[name] / 2**20:8.1f} MiB  {name}" for name in largest)
         raise InputError(
-            f"the working directory {root} is {total / 2**20:.0f} MiB, and an upload may have {UPLOAD_LIMIT / 2**20:.0f}; add files "
-            f"that a job does not need to .rayignore, or put data into a bucket. The largest:\n{listing}"
+            f"the working directory {root} is {total / 2**20:.0f} MiB, but the limit for uploads is {UPLOAD_LIMIT / 2**20:.0f} "
+            f"MiB; add files that a job does not need to .rayignore, or put data into a bucket. The largest files:\n{listing}"
         )
     return sizes
 
 
-def check_paths(paths: Iterable[tuple[str, str]], cluster: Cluster, files: dict[str, int]) -> None:
+def check_paths_on_cluster(paths: Iterable[tuple[str, str]], cluster: Cluster, files: dict[str, int]) -> None:
     """Raises InputError if a path of the job exists only on this machine and is not part of the upload."""
     for key, path in paths:
         if not cluster.several and os.path.isabs(path):  # the cluster's only node may be this machine
@@ -216,9 +216,9 @@ def check_paths(paths: Iterable[tuple[str, str]], cluster: Cluster, files: dict[
             if _on_local_disk(path):
                 why = f"{path!r} is on this machine's own disk, which the nodes do not have"
                 raise InputError(f"{why}; move it below {os.getcwd()}, or into a bucket", key=key)
-            continue  # the path may be a folder that the nodes mount
+            continue  # nodes may mount a folder at this path
         found = [path, *glob.glob(path, recursive=True), *glob.glob(f"{path}/**", recursive=True)]
         names = [os.path.relpath(one) for one in found if os.path.isfile(one)]
         if missing := [name for name in names if name not in files]:
-            why = f"{missing[0]!r} would not be uploaded, because .rayignore or .gitignore names it"
+            why = f"{missing[0]!r} would not be uploaded, because .rayignore or .gitignore excludes it"
             raise InputError(f"{why}; change that ignore file, or put the file into a bucket", key=key)

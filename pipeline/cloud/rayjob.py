@@ -1,4 +1,4 @@
-"""Generates a KubeRay RayJob from a folder of jobs or from job files. KubeRay starts a cluster, runs the jobs, and deletes it.
+"""Generates a KubeRay RayJob from job files. KubeRay starts a cluster, runs the jobs, and deletes the cluster.
 
     python -m pipeline.cloud.rayjob jobs/velo run.storage_path=/mnt/runs mlflow.tracking_uri=http://mlflow:5000 > velo.yaml
 
@@ -47,7 +47,7 @@ def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
 
     Raises InputError if pods would not share the storage, or if an environment variable is missing or contradicts a job.
     """
-    jobs = load(paths, overrides)
+    jobs = load_jobs(paths, overrides)
     first, claims = jobs[0], claims_of(jobs)
     warn_of_paths(jobs)
     schedule, queue = os.environ.get("SCHEDULE"), os.environ.get("QUEUE")
@@ -56,13 +56,13 @@ def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
     name = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
     name = re.sub("^(?![a-z])", "rlhf-", name)  # Kubernetes requires that a name begins with a letter
     cluster = {"rayVersion": version("ray"), **copy.deepcopy(TEMPLATE["cluster"])}
-    cluster["headGroupSpec"]["template"] = pod("ray-head", {"cpu": "4", "memory": "16Gi"}, claims)
+    cluster["headGroupSpec"]["template"] = make_pod("ray-head", {"cpu": "4", "memory": "16Gi"}, claims)
     cluster["workerGroupSpecs"] = worker_groups([one.places for one in jobs], claims)
     grows = any(group["replicas"] < group["maxReplicas"] for group in cluster["workerGroupSpecs"])
     cluster |= TEMPLATE["autoscaler"] if grows else {}
     metadata: dict[str, Any] = {"name": name[: MAX_NAME_LENGTH[kind]].rstrip("-")}
     if queue and (grows or schedule):
-        why = "Kueue accepts no cluster that grows, and KubeRay puts no scheduled job into a queue"
+        why = "Kueue does not accept clusters with a variable number of workers, and KubeRay does not queue scheduled jobs"
         raise InputError(f"{why}; set scaling.num_workers to one number, or unset SCHEDULE", key="QUEUE")
     if queue:
         metadata["labels"] = {"kueue.x-k8s.io/queue-name": queue}
@@ -72,34 +72,36 @@ def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
     else:
         spec = copy.deepcopy(TEMPLATE["job"])
         spec["entrypoint"] = entrypoint(paths, jobs, overrides)
-        submitter = pod("ray-job-submitter", {"cpu": "500m", "memory": "1Gi"}, {})
+        submitter = make_pod("ray-job-submitter", {"cpu": "500m", "memory": "1Gi"}, {})
         spec["submitterPodTemplate"]["spec"] |= submitter["spec"]
         spec |= {
             "suspend": bool(queue),
             "rayClusterSpec": cluster,
-        }  # Kueue later resumes it
+        }  # Kueue resumes the suspended job later
     if kind == "RayCronJob":
         spec = {"schedule": schedule, "jobTemplate": spec}
     return {"apiVersion": "ray.io/v1", "kind": kind, "metadata": metadata, "spec": spec}
 
 
-def load(paths: list[str], overrides: list[str]) -> list[Workload]:
+def load_jobs(paths: list[str], overrides: list[str]) -> list[Workload]:
     """Loads the jobs of a folder or of job files.
 
     Raises InputError if one manifest cannot run all jobs, if serve.port is not 8000, or if pods would not share the storage.
     """
     whole = Path(paths[0]).is_dir()
     read = (
-        [*rlhf.load(paths[0], overrides).values()] if whole else [load_job(one, overrides) for one in paths]
+        [*rlhf.load_profile(paths[0], overrides).values()]
+        if whole
+        else [load_job(one, overrides) for one in paths]
     )
     jobs = [workload_of(job) for job in read]
     serves, schedule = any(job.port is not None for job in jobs), os.environ.get("SCHEDULE")
     if ((serves or whole) and len(paths) > 1) or (serves and schedule):
         advice = "use one folder, one serve.yaml without SCHEDULE, or job files of other stages"
-        raise InputError(f"{shlex.join(paths)}: these make no single manifest; {advice}")
+        raise InputError(f"{shlex.join(paths)}: these jobs do not fit into one manifest; {advice}")
     for job in jobs:
         if schedule and job.name:
-            why = f"found {job.name}, which the second job of the schedule would find finished, and train nothing"
+            why = f"found {job.name}, so the second scheduled job would find a finished run"
             raise InputError(f"{why}; remove run.name, or unset SCHEDULE", key="run.name")
         if job.port not in (None, SERVICE_PORT):
             why = f"found {job.port}, but KubeRay checks and opens only port {SERVICE_PORT}"
@@ -117,8 +119,8 @@ def warn_of_paths(jobs: list[Workload]) -> None:
     there = ("jobs", "pipeline", jobs[0].storage_path, MODELS)  # the Dockerfile copies `jobs` and `pipeline`
     for key, path in dict.fromkeys(one for job in jobs for one in job.paths):
         if not any(Path(os.path.normpath(path)).is_relative_to(folder) for folder in there):
-            why = "is neither in the image, which has jobs/ of this folder, nor below run.storage_path"
-            advice = "move it into jobs/ and run make image again, or put it into a bucket"
+            why = "is neither in the image, which contains only jobs/ of this folder, nor below run.storage_path"
+            advice = "move the file into jobs/ and run make image again, or put the file into a bucket"
             print(f"warning: {key}: {path!r} {why}; {advice}", file=sys.stderr)
 
 
@@ -127,12 +129,12 @@ def profile_of(job_file: str) -> str:
 
 
 def run_name(job: Workload) -> str:
-    """Returns the run's name. Because of this name, KubeRay's next attempt, or `kubectl replace --force`, resumes the run."""
+    """Returns a fixed run name, so that KubeRay's next attempt, or `kubectl replace --force`, resumes the run."""
     return job.name or f"{profile_of(job.source)}-{job.stage}"
 
 
 def entrypoint(paths: list[str], jobs: list[Workload], overrides: list[str]) -> str:
-    """Returns the command of the driver: `run` for a folder, or one command per job file, which run one after another.
+    """Returns the driver's command: `run` for a folder of jobs, or else the commands of all job files, joined by `&&`.
 
     Unless the job has a schedule, the command sets run.name for each run, so that a retry resumes the run.
     """
@@ -169,13 +171,13 @@ def worker_groups(jobs: list[Places], claims: dict[str, str]) -> list[dict[str, 
     made: list[dict[str, Any]] = []
     for equal in found.values():
         largest = max((workers for workers, _ in equal), key=lambda one: (one.most, one.fewest))
-        one = group(largest, {strategy for _, strategy in equal}, claims)
+        one = pod_group(largest, {strategy for _, strategy in equal}, claims)
         again = sum(other["groupName"].startswith(one["groupName"]) for other in made)
         made.append(one | {"groupName": f"{one['groupName']}-{again + 1}" if again else one["groupName"]})
     return made
 
 
-def group(workers: Group, strategies: set[str], claims: dict[str, str]) -> dict[str, Any]:
+def pod_group(workers: Group, strategies: set[str], claims: dict[str, str]) -> dict[str, Any]:
     """Returns a pod group for workers. The pods get labels that satisfy the workers' label_selector.
 
     If the number of training workers is fixed, several workers share a pod, so that they exchange gradients within one node.
@@ -192,14 +194,14 @@ def group(workers: Group, strategies: set[str], claims: dict[str, str]) -> dict[
         shared = count
         if gpus and count > fitting:
             raise InputError(
-                f"found {fitting * gpus}, but {count} workers have to share one node", "NODE_GPUS"
+                f"found {fitting * gpus}, but all {count} workers must run on one node", "NODE_GPUS"
             )
     cpus = 8 if gpus else math.ceil(each.resources.get("CPU", 1))
     requests = {"cpu": str(cpus * shared), "memory": f"{(64 if gpus else 8) * shared}Gi"}
     requests |= {"nvidia.com/gpu": str(gpus * shared)} if gpus else {}
-    labels, nodes = labels_of(each, section), node_selector(section)
+    labels, nodes = pod_labels(each, section), node_selector(section)
     if placement.GPU_LABEL in labels and not nodes:
-        why = f"missing; Ray trusts the label {labels[placement.GPU_LABEL]}, so select the nodes that have this GPU"
+        why = f"missing; Ray does not check the label {labels[placement.GPU_LABEL]}; select the nodes that have this GPU"
         example = "cloud.google.com/gke-accelerator=nvidia-h100-80gb"
         raise InputError(f"{why}, e.g. {example}", key=NODE_SELECTORS[section])
     return {
@@ -210,7 +212,7 @@ def group(workers: Group, strategies: set[str], claims: dict[str, str]) -> dict[
         # GPU pods declare no CPUs to Ray, so that tasks without GPUs do not make the autoscaler start a GPU pod.
         "rayStartParams": {"num-cpus": "0"} if gpus else {},
         **({"labels": labels} if labels else {}),
-        "template": pod("ray-worker", requests, claims, nodes),
+        "template": make_pod("ray-worker", requests, claims, nodes),
     }
 
 
@@ -223,16 +225,16 @@ def node_selector(section: str) -> dict[str, str]:
         raise InputError(f"found {text!r}, expected NAME=VALUE,...", key=NODE_SELECTORS[section]) from error
 
 
-def labels_of(each: Bundle, section: str) -> dict[str, str]:
+def pod_labels(each: Bundle, section: str) -> dict[str, str]:
     """Returns the labels that a pod needs so that Ray can place the workers in it."""
     labels = {}
     for key, value in each.selector.items():
-        if placement.matches({key: value}, {}):  # it only excludes values, so the pod needs no label
+        if placement.matches_labels({key: value}, {}):  # a selector that only excludes values needs no label
             continue
         names = re.sub(r"^in\((.*)\)$", r"\1", value).split(",")
         if key == placement.GPU_LABEL and os.environ.get("GPU"):
             names = [os.environ["GPU"]]
-        fitting = [name for name in names if placement.matches({key: value}, {key: name})]
+        fitting = [name for name in names if placement.matches_labels({key: value}, {key: name})]
         what = "GPU" if key == placement.GPU_LABEL else key
         if not fitting or (what == "GPU" and len(fitting) > 1):
             raise InputError(
@@ -249,7 +251,7 @@ def claims_of(jobs: list[Workload]) -> dict[str, str]:
     return claims | ({"rlhf-models": MODELS} if any(job.downloads for job in jobs) else {})
 
 
-def pod(
+def make_pod(
     container: str,
     resources: dict[str, str],
     claims: dict[str, str],
@@ -283,7 +285,7 @@ def main(arguments: list[str]) -> int:
     try:
         paths = [one for one in arguments if "=" not in one]
         if not paths:
-            raise InputError("expected a folder of jobs or job files, as jobs/velo run.storage_path=...")
+            raise InputError("expected a folder of jobs or job files, such as jobs/velo run.storage_path=...")
         made = manifest(paths, [one for one in arguments if "=" in one])
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -291,7 +293,7 @@ def main(arguments: list[str]) -> int:
     variables = [f"{name}={os.environ[name]}" for name in VARIABLES if os.environ.get(name)]
     command = shlex.join([*variables, "python", "-m", "pipeline.cloud.rayjob", *arguments])
     print(f"# Made by: {command}")
-    print("# What it is and what it needs: docs/clusters.md. Apply it: kubectl apply -f THIS_FILE")
+    print("# docs/clusters.md explains this file. To apply it: kubectl apply -f THIS_FILE")
     print(yaml.safe_dump(made, sort_keys=False, width=120), end="")
     return 0
 

@@ -34,13 +34,13 @@ from pipeline.system.credentials import FORWARDED_MODULE, without_credentials
 # Stages whose run.name becomes the name of the submission
 RUNS = tuple(name for name, spec in STAGE_SPECS.items() if spec.runs_in != "here")
 VERBS = (*RUNS, "sweep", "validate", "run")
-# Environment variables that are forwarded to a job if they are set here. AWS_* is not forwarded, because nodes have a role.
+# Environment variables of this machine that are forwarded to a job. AWS_* is not forwarded, because nodes have a role.
 FORWARDED = """HF_TOKEN HF_ENDPOINT HF_HUB_OFFLINE MLFLOW_TRACKING_URI MLFLOW_TRACKING_USERNAME MLFLOW_TRACKING_PASSWORD
     MLFLOW_TRACKING_TOKEN MLFLOW_TRACKING_INSECURE_TLS WANDB_API_KEY WANDB_BASE_URL WANDB_ENTITY WANDB_MODE
     RLHF_SERVE_TOKENS""".split()
-# Ray's loggers that print each ignore file three times
+# Ray's loggers that are silenced because they print the name of each ignore file three times
 CHATTY = ("ray._private.runtime_env", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")
-SILENT_SECONDS = 600  # time without a response after which this process stops following a job
+SILENT_SECONDS = 600  # time without a response after which this process stops showing a job's log
 
 
 def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
@@ -54,7 +54,7 @@ def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
     files = preflight.upload_files()
     for one in workloads:
         preflight.check_storage(one.storage_path, one.tracking_uri, cluster)
-        preflight.check_paths(one.paths, cluster, files)
+        preflight.check_paths_on_cluster(one.paths, cluster, files)
         preflight.check_resources(one.places, cluster)
         preflight.check_memory(one, cluster)
     submission = next_attempt(api, name)
@@ -77,7 +77,7 @@ def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
             if "already exists" in str(error):  # another process has just submitted a job with this name
                 next_attempt(api, name)
             raise
-    return follow(api, submission)
+    return follow_submission(api, submission)
 
 
 @contextlib.contextmanager
@@ -106,20 +106,20 @@ def check_registry(command: str, references: Iterable[str], tracking_uri: str | 
     if named or not any(InputURI.parse(reference).is_registered for reference in references):
         return
     raise InputError(
-        f"found {os.environ['RAY_ADDRESS']}, but this command runs on this machine, whose registry has no models of the cluster. "
-        "Leave `make ui` running in another terminal and run MLFLOW_TRACKING_URI=http://127.0.0.1:5000 "
+        f"found {os.environ['RAY_ADDRESS']}, but this command runs on this machine, whose registry does not contain the cluster's "
+        "models. Run `make ui` in a second terminal, and then run MLFLOW_TRACKING_URI=http://127.0.0.1:5000 "
         f"MLFLOW_TRACKING_USERNAME=admin MLFLOW_TRACKING_PASSWORD=$(cat ~/.ray/auth_token) {command}; "
-        "for models of this machine, unset RAY_ADDRESS",
+        "to use models of this machine, unset RAY_ADDRESS",
         key="RAY_ADDRESS",
     )
 
 
 def load_workloads(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Workload]]:
-    """Returns (name of the submission, its jobs). The jobs are checked like jobs that run on this machine."""
+    """Returns (name of the submission, jobs). Checks the jobs as if they ran on this machine."""
     if verb == "run":
         from pipeline.commands import run as rlhf
 
-        jobs = [*rlhf.load(path, overrides).values()]
+        jobs = [*rlhf.load_profile(path, overrides).values()]
     elif verb == "sweep":
         from pipeline.sweep import space
 
@@ -133,16 +133,16 @@ def load_workloads(verb: str, path: str, overrides: list[str]) -> tuple[str, lis
 
 
 def judge_key_variables(files: Iterable[str]) -> set[str]:
-    """Returns the names of the environment variables that hold the API keys of judges."""
+    """Returns the names of the environment variables that contain the judges' API keys."""
     return {variable for file in files if (variable := judge.read_definition(file).api_key_variable)}
 
 
 def forwarded_variables(also: Iterable[str] = ()) -> dict[str, str]:
-    """Returns {name: value} of the environment variables to forward, from FORWARDED, `also` and $FORWARD, if set here."""
+    """Returns {name: value} for those environment variables in FORWARDED, `also` and $FORWARD that are set."""
     known = {*FORWARDED, *also}
     names = {*known, *os.environ.get("FORWARD", "").replace(",", " ").split()}
     if unset := sorted(name for name in names - known if not os.environ.get(name)):
-        raise InputError(f"FORWARD: {', '.join(unset)} is not set here; export it, or remove it from FORWARD")
+        raise InputError(f"FORWARD: {', '.join(unset)} is not set; export it, or remove it from FORWARD")
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
@@ -153,8 +153,8 @@ def next_attempt(api: "Api", name: str) -> str:
     """
     earlier = [job for job in api.jobs() if (job.metadata or {}).get("run") == name]
     if running := [job for job in earlier if not job.status.is_terminal()]:
-        state = f"{running[0].status.value.lower()} on this cluster already ({running[0].submission_id})"
-        advice = f"to follow it, run make logs NAME={name}; to end it, run make stop NAME={name}; or set another run.name"
+        state = f"{running[0].status.value.lower()} on this cluster ({running[0].submission_id})"
+        advice = f"to see its log, run make logs NAME={name}; to stop it, run make stop NAME={name}; or set a different run.name"
         raise InputError(f"{name!r} is {state}; {advice}", key="run.name")
     return f"{name}.{len(earlier) + 1}" if earlier else name
 
@@ -176,14 +176,14 @@ def check_address(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
     except (OSError, ValueError, OverflowError) as error:
         raise InputError(
-            f"nothing answers at {address!r} ({in_brief(error)}); expected http://HEAD:8265 to submit jobs to a cluster, or auto or "
-            "HOST:6379 on a node of the cluster",
+            f"no process answers at {address!r} ({in_brief(error)}); expected http://HEAD:8265 to submit jobs to a cluster, or "
+            "auto or HOST:6379 on a node of the cluster",
             key="RAY_ADDRESS",
         ) from error
 
 
-def token() -> str | None:
-    """Returns the cluster's token from the variable or file from which Ray also reads it, or None."""
+def read_token() -> str | None:
+    """Returns the cluster's token from the variable or file that Ray reads, or None."""
     if value := os.environ.get("RAY_AUTH_TOKEN"):
         return value.strip()
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
@@ -196,12 +196,12 @@ class Api:
     def __init__(self, address: str):
         from ray.dashboard.modules.dashboard_sdk import parse_cluster_info
 
-        secret = token()
+        secret = read_token()
         headers = {"Authorization": f"Bearer {secret}"} if secret else {}
         try:
             info = parse_cluster_info(address.rstrip("/"), headers=headers)
-        except Exception as error:  # any type, because a vendor's module may parse the address
-            why = f"{address!r} is unknown to Ray ({in_brief(error)})"
+        except Exception as error:  # a vendor's module may parse the address and raise any exception
+            why = f"{address!r} is not an address that Ray can parse ({in_brief(error)})"
             raise InputError(why, key="RAY_ADDRESS") from error
         self.address = info.address
         self.access: dict[str, Any] = {"headers": info.headers or {}, "cookies": info.cookies}
@@ -213,7 +213,7 @@ class Api:
             yield
         except InputError:
             raise
-        except Exception as error:  # any type, because another program may listen at this port
+        except Exception as error:  # a different program may listen at this port and cause any exception
             message = (
                 f"no dashboard of a Ray cluster answers at {self.address!r} ({in_brief(error)}); expected http://HEAD:8265 of a "
                 "running cluster (make status) with an open tunnel (make dashboard)"
@@ -228,7 +228,7 @@ class Api:
         answer = requests.get(self.address + path, timeout=seconds, **self.access)
         if answer.status_code in (401, 403):
             advice = "copy ~/.ray/auth_token from the head to the same path on this machine, or export RAY_AUTH_TOKEN"
-            raise InputError(f"the cluster at {self.address} has another token; {advice}", key="RAY_ADDRESS")
+            raise InputError(f"the cluster at {self.address} rejects the token; {advice}", key="RAY_ADDRESS")
         answer.raise_for_status()
         return answer.json()
 
@@ -262,17 +262,17 @@ class Api:
 # ---------------------------------------------------------------------------------------------------- following
 
 
-def follow(api: Api, submission: str) -> int:
-    """Shows the log of a submission until the job ends. Returns the job's exit status. After Ctrl-C, the job continues.
+def follow_submission(api: Api, submission: str) -> int:
+    """Shows the log of a submission until the job ends. Returns the job's exit status. Ctrl-C does not stop the job.
 
-    If the connection is lost, reconnects and shows the log from where it stopped. The exit status is correct even if a part of
+    If the connection is lost, reconnects and shows the rest of the log. The exit status is correct even if a part of
     the log is missing.
     """
     import aiohttp
 
     errors = (OSError, RuntimeError, aiohttp.ClientError)
-    shown, named = 0, False  # number of printed characters; whether the log has a line with `error: `
-    silent_since, problem = None, ""  # time of the first failed request; why reading the log failed
+    shown, named = 0, False  # number of printed characters, and whether the log has a line with `error: `
+    silent_since, problem = None, ""  # time of the first failed request, and why reading the log failed
 
     async def tail(client: Any) -> None:
         nonlocal shown, named, problem
@@ -287,7 +287,7 @@ def follow(api: Api, submission: str) -> int:
     def report(error: Exception) -> None:
         nonlocal problem
         if not problem:
-            print(f"\nthe connection was lost ({in_brief(error)}); {submission} continues", file=sys.stderr)
+            print(f"\nconnection lost ({in_brief(error)}); {submission} is still running", file=sys.stderr)
         problem = in_brief(error)
 
     try:
@@ -312,8 +312,8 @@ def follow(api: Api, submission: str) -> int:
                     raise
             time.sleep(1)
     except KeyboardInterrupt:
-        advice = f"To follow it, run make logs NAME={submission}; to end it, run make stop NAME={submission}"
-        print(f"\n{submission} continues without this terminal. {advice}", file=sys.stderr)
+        advice = f"For its log, run make logs NAME={submission}; to stop it, run make stop NAME={submission}"
+        print(f"\n{submission} is still running. {advice}", file=sys.stderr)
         return 130
     if problem:
         print(f"the end of the log is missing ({problem}); run make logs NAME={submission}", file=sys.stderr)
@@ -322,7 +322,7 @@ def follow(api: Api, submission: str) -> int:
         return 0
     # A library may also end the process with status 2, but then the log has no error message of the pipeline.
     if status == "FAILED" and (code == 1 or (code == 2 and named)):
-        return int(code)  # the job's log has the reason
+        return int(code)  # the job's log already contains the error message
     print(f"{submission} {status.lower()}: {details.message}", file=sys.stderr)
     return 1
 
@@ -351,7 +351,7 @@ def main(arguments: list[str]) -> int:
             newest = ", ".join(known[0] for known in names[-10:]) or "none"
             raise InputError(f"NAME: no job {name!r} on {api.address}; the newest jobs are {newest}")
         if verb == "logs":
-            return follow(api, matching[-1])
+            return follow_submission(api, matching[-1])
         was_running = api.client().stop_job(matching[-1])
         print(f"{matching[-1]} {'is being stopped' if was_running else 'has ended already'}")
         return 0

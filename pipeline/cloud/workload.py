@@ -17,7 +17,7 @@ from pipeline.system import storage
 
 @dataclass(frozen=True)
 class Workload:
-    """What a job needs from a cluster."""
+    """The resources, files and services that a job needs from a cluster."""
 
     stage: str
     source: str  # the job file
@@ -29,7 +29,7 @@ class Workload:
     paths: list[tuple[str, str]]  # (key, local path) of the files that the job names, and of the job file
     judges: list[str]  # files that define the job's judges
     downloads: bool  # whether the base is downloaded from the Hub
-    planned: Callable[[str], plan.Plan | None]  # {section: memory plan of one worker}, as a function
+    planned: Callable[[str], plan.Plan | None]  # function from a section to the memory plan of one worker
 
 
 def workload_of(job: Job) -> Workload:

@@ -1,10 +1,10 @@
-"""Talks with a policy in the terminal: prints completions while they are sampled, each with its reward.
+"""Chats with a policy in the terminal. Prints completions while they are sampled, each with its reward.
 
     make chat    or    python -m pipeline chat jobs/demo/generate.yaml [policy=models:/NAME/3] [trainer.temperature=0]
 
-`chat` takes a job of `generate`, but does not read the job's rows. `chat` formats typed text with the chat template that the
-policy was trained with. /reset starts a new conversation, /system TEXT sets the system prompt, and /quit ends the program. Lines
-may also come from a pipe.
+`chat` uses a job file of `generate`, but does not read the job's rows. `chat` formats typed text with the chat template that the
+policy was trained with. /reset starts a new conversation, /system TEXT sets the system prompt, and /quit ends the program. `chat`
+also reads lines from a pipe.
 """
 
 import io
@@ -15,14 +15,14 @@ from typing import Any
 from pipeline.data.encode import Encoder, Example
 from pipeline.data.formats import Record, kind_of
 from pipeline.data.values import RowError
-from pipeline.errors import InputError, visible
+from pipeline.errors import InputError, escape_controls
 from pipeline.job import Job
 from pipeline.models.template import text_as_chat
 from pipeline.run.model_host import ModelHost, load_model_host
 from pipeline.settle.inputs import missing_parameter
 from pipeline.system import process
 
-HELP = "/reset forgets the conversation, /system TEXT sets or removes the system prompt, /quit ends"
+HELP = "/reset starts a new conversation, /system TEXT sets or removes the system prompt, /quit exits"
 
 
 def run(job: Job) -> None:
@@ -30,20 +30,20 @@ def run(job: Job) -> None:
     for key, source in job.functions.items():
         if wanted := missing_parameter(source, {"messages"}):
             raise InputError(
-                f"{source} asks for `{wanted}`, which a conversation does not have; set {key}=null, or name a reward "
+                f"{source} needs `{wanted}`, which a conversation does not have; set {key}=null, or use a reward "
                 "model, e.g. models:/rlhf-rm@champion",
                 key=key,
             )
     named = [f"{key.removesuffix('.0')} {value}" for key, value in host.work.versions.items()]
-    print(f"{job.model.name_or_path}: {', '.join(named) or 'the bare base'}\n{HELP}", flush=True)
+    print(f"{job.model.name_or_path}: {', '.join(named) or 'no adapter'}\n{HELP}", flush=True)
     if not text_as_chat(host.tokenizer, job.data.apply_chat_template):
         print(
-            "(Your messages go through the chat template. In training and in `generate`, prompts of plain text do not: "
-            "a policy that was trained on such prompts may answer differently here.)",
+            "(`chat` applies the chat template to your messages. Training and `generate` do not apply it to plain text, "
+            "so a policy that was trained on plain text may answer differently here.)",
             flush=True,
         )
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # bytes that are not UTF-8 must not end the conversation
+        sys.stdin.reconfigure(errors="replace")  # invalid UTF-8 must not end the conversation
     Chat(host).talk(sys.stdin)
 
 
@@ -69,7 +69,7 @@ class Chat:
         self.completions = 0  # number of completions so far, the seed of the next completion
 
     def talk(self, lines: Any) -> None:
-        """Answers lines until /quit or the last line."""
+        """Reads lines, and prints a completion for each line, until /quit or the last line."""
         for line in _typed(lines):
             command, _, text = line.strip().partition(" ")
             if command == "/quit":
@@ -80,12 +80,12 @@ class Chat:
                     self.system = [{"role": "system", "content": text.strip()}] if text.strip() else []
                 print("   (a new conversation)", flush=True)
             elif command.startswith("/"):
-                print(f"   (no command {visible(command)}: {HELP})", flush=True)
+                print(f"   (no command {escape_controls(command)}: {HELP})", flush=True)
             elif command:
                 self.answer(line.strip())
 
     def answer(self, text: str) -> None:
-        """Prints the completion to `text` while it is sampled, and its reward. Adds both messages to the conversation."""
+        """Samples a completion to `text`, and prints it with its reward. Adds the text and the completion to the conversation."""
         from pipeline.scoring.rewards import Samples, weighted_scores
         from pipeline.writing.rows import Row
 
@@ -121,22 +121,22 @@ class Chat:
     def prompt(self) -> list[int] | None:
         """Returns the token ids of the conversation, or None if the text cannot be encoded.
 
-        Drops the oldest messages if the conversation no longer fits into the context.
+        Removes the oldest messages if the conversation no longer fits into the model's context.
         """
-        for start in range(0, len(self.turns), 2):  # drops one question and its answer at a time
+        for start in range(0, len(self.turns), 2):  # removes the oldest question and its answer
             [[outcome]] = self.encoder.encode([Record([*self.system, *self.turns[start:]])])
             if isinstance(outcome, Example):
                 if start:
-                    print(f"   (the model's context is full: the oldest {start} messages are forgotten)")
+                    print(f"   (the model's context is full; the oldest {start} messages were removed)")
                 self.turns = self.turns[start:]
                 return outcome.columns["input_ids"]
             assert isinstance(outcome, RowError)
             if outcome.kind != "overlong":
-                why = f"invalid message: found {visible(outcome.found)}; expected {visible(outcome.expected)}"
+                why = f"invalid message: found {escape_controls(outcome.found)}; expected {escape_controls(outcome.expected)}"
                 break
             why = (
                 f"too long: {outcome.found}, but {self.room} fit next to a completion of "
-                f"trainer.response_length={self.sampling.max_new_tokens}; shorten it, or lower this key"
+                f"trainer.response_length={self.sampling.max_new_tokens}; shorten your message, or lower this key"
             )
         print(f"   ({why})", flush=True)
         return None
@@ -150,10 +150,10 @@ class Writer:
         self.shown = ""
 
     def show(self, tokens: list[int], last: bool = False) -> None:
-        """Prints the new text. If `last` is true, also prints an incomplete character."""
+        """Prints the text that was not printed yet. If `last` is true, also prints an incomplete character."""
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         if last or (not text.endswith("\ufffd") and text.startswith(self.shown)):
-            print(visible(text[len(self.shown) :]), end="", flush=True)
+            print(escape_controls(text[len(self.shown) :]), end="", flush=True)
             self.shown = text
 
 

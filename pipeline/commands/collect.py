@@ -2,10 +2,10 @@
 
     make collect    or    python -m pipeline collect jobs/demo/collect.yaml [section.key=value ...]
 
-`trainer.select` chooses the rows: `best` writes the best completion, for sft (rejection sampling). `best_worst` writes a pair of
-the best and the worst completion, and `pairs` all pairs with different scores, for dpo, rm and kto. `labels` writes each
-completion with a label, good or bad, for kto. Each row has its scores, the `version` of the policy that wrote it, the
-`reward_version` that scored it, and the seed. The same run.name continues a killed run.
+`trainer.select` chooses the rows: `best` writes the best completion, for sft (rejection sampling). For dpo, rm and kto,
+`best_worst` writes a pair of the best and the worst completion, and `pairs` writes all pairs whose scores differ. `labels` writes
+each completion with a label, good or bad, for kto. Each row has its scores, the `version` of the policy that wrote it, the
+`reward_version` that scored it, and the seed. To resume a killed run, set the same run.name.
 """
 
 import functools
@@ -16,8 +16,8 @@ from operator import itemgetter
 from random import Random
 from typing import Any
 
-from pipeline.commands.generate import sampler
-from pipeline.data.messages import repeats_prompt, unpacked
+from pipeline.commands.generate import make_sampler
+from pipeline.data.messages import repeats_prompt, unpack_messages
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
 from pipeline.job import Collect, Job
@@ -27,7 +27,7 @@ from pipeline.run.parts import Answer, Record, RowRecipe, launch_rows
 # Columns that are removed from a prompt's row. Training would read these columns in addition to, or instead of, the completions.
 REPLACED = """messages conversations system completion chosen rejected pos_answers neg_answers label kto_tag margin score
     score_chosen score_rejected version reward_version seed""".split()
-Sample = dict[str, Any]  # has the keys completion, score, completion_tokens and ended
+Sample = dict[str, Any]  # a dict with the keys completion, score, completion_tokens and ended
 SCORE = itemgetter("score")
 
 
@@ -37,35 +37,38 @@ def run(job: Job) -> dict[str, Any]:
         "rows.jsonl",
         load,
         measure=functools.partial(measure, args),
-        lines=functools.partial(rows_of, args),
-        count=functools.partial(count, args),
-        choose=functools.partial(choose, args, job.data.seed),
+        lines=functools.partial(training_rows, args),
+        count=functools.partial(count_samples, args),
+        choose=functools.partial(choose_prompts, args, job.data.seed),
     )
     result = launch_rows(job, recipe)
     if not result["counts"]["rows"]:
-        print(f"warning: no prompt gave a row: {why_none(args, result['counts'])}", flush=True)
+        print(f"warning: no rows were written: {why_none(args, result['counts'])}", flush=True)
     return result
 
 
 def load(host: ModelHost) -> Answer:
-    sample = sampler(host, host.args.num_generations)
-    came_from = origin(host.work.versions) | {"seed": host.args.seed}
+    sample = make_sampler(host, host.args.num_generations)
+    came_from = versions_of_sampling(host.work.versions) | {"seed": host.args.seed}
 
     def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
-        return [{"row": cleaned(row) | came_from, "samples": made} for row, made in sample(rows, first)]
+        return [
+            {"row": without_replaced_columns(row) | came_from, "samples": made}
+            for row, made in sample(rows, first)
+        ]
 
     return answer
 
 
-def origin(inputs: Mapping[str, str]) -> dict[str, Any]:
+def versions_of_sampling(inputs: Mapping[str, str]) -> dict[str, Any]:
     """Returns {"version": policy's version, "reward_version": reward's version, or a list of versions for several rewards}."""
     rewards = [source for name, source in sorted(inputs.items()) if name.startswith("reward.")]
     scored_by = rewards[0] if len(rewards) == 1 else rewards
     return {"version": inputs.get("policy", "base"), "reward_version": scored_by}
 
 
-def cleaned(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a prompt's row without the columns in REPLACED. Keeps the prompt's completion as `reference_completion`."""
+def without_replaced_columns(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a prompt's row without the columns in REPLACED. Renames the column `completion` to `reference_completion`."""
     kept = {name: value for name, value in row.items() if name not in REPLACED}
     return ({"reference_completion": row["completion"]} if "completion" in row else {}) | kept
 
@@ -73,10 +76,10 @@ def cleaned(row: dict[str, Any]) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------- which prompts
 
 
-def choose(args: Collect, seed: int, count: int) -> list[int] | range:
+def choose_prompts(args: Collect, seed: int, count: int) -> list[int] | range:
     """Chooses which of `count` prompts to use. Returns their numbers.
 
-    Runs with the same seed use different prompts until all prompts are used, if each run skips the prompts of earlier runs.
+    If each run skips the prompts of earlier runs with the same seed, no prompt is used twice before all prompts are used.
 
     Raises InputError if the job wants more than `count` prompts.
     """
@@ -84,13 +87,15 @@ def choose(args: Collect, seed: int, count: int) -> list[int] | range:
         return range(count)
     if args.num_prompts > count:
         raise InputError(
-            f"found {args.num_prompts:,}, but data.train has {count:,} prompts; expected at most that, or null for all",
+            f"found {args.num_prompts:,}, but data.train has {count:,} prompts; expected at most {count:,}, or null for all",
             key="trainer.num_prompts",
         )
-    return list(itertools.islice(drawn(seed, count), args.skip_prompts, args.skip_prompts + args.num_prompts))
+    return list(
+        itertools.islice(random_order(seed, count), args.skip_prompts, args.skip_prompts + args.num_prompts)
+    )
 
 
-def drawn(seed: int, count: int) -> Iterator[int]:
+def random_order(seed: int, count: int) -> Iterator[int]:
     """Yields the numbers from 0 to `count` - 1 in random order, then again in a different random order, and so on forever."""
     for epoch in itertools.count():
         order = list(range(count))
@@ -101,14 +106,19 @@ def drawn(seed: int, count: int) -> Iterator[int]:
 # --------------------------------------------------------------------------------------------------- which rows
 
 
-def rows_of(args: Collect, record: Record) -> list[dict[str, Any]]:
+def training_rows(args: Collect, record: Record) -> list[dict[str, Any]]:
     """Returns the training rows that are made from a prompt and its samples."""
-    row, chosen = record["row"], selected(args, record["samples"])
+    row, chosen = record["row"], select_samples(args, record["samples"])
     if args.select == "best":
         return [{**row, "completion": best["completion"], "score": best["score"]} for (best,) in chosen]
     if args.select == "labels":
         return [
-            {**row, "completion": one["completion"], "score": one["score"], "label": is_good(args, one)}
+            {
+                **row,
+                "completion": one["completion"],
+                "score": one["score"],
+                "label": is_good_sample(args, one),
+            }
             for (one,) in chosen
         ]
     return [
@@ -123,13 +133,13 @@ def rows_of(args: Collect, record: Record) -> list[dict[str, Any]]:
     ]
 
 
-def selected(args: Collect, samples: list[Sample]) -> list[tuple[Sample, ...]]:
-    """Returns the best sample, every sample, or pairs of a better and a worse sample, by `select`.
+def select_samples(args: Collect, samples: list[Sample]) -> list[tuple[Sample, ...]]:
+    """Returns the best sample, all samples, or pairs of a better and a worse sample, depending on `select`.
 
     Leaves out a pair if the judge's preference depends on the order in which the judge sees the two samples. A truncated
     completion is never the better sample, because it would teach the policy to stop in the middle of a sentence.
     """
-    left = distinct(samples)
+    left = distinct_samples(samples)
     finished = [one for one in left if one["ended"]]
     if args.select == "best":
         return [(max(finished, key=SCORE),)] if finished else []
@@ -139,26 +149,26 @@ def selected(args: Collect, samples: list[Sample]) -> list[tuple[Sample, ...]]:
         (better, worse)
         for better, worse in itertools.product(finished, left)
         if better["score"] > worse["score"] and better["score"] - worse["score"] >= args.min_margin
-        if not flips(better, worse)
+        if not depends_on_order(better, worse)
     ]
     if args.select == "best_worst":
         return [max(pairs, key=lambda pair: (SCORE(pair[0]), -SCORE(pair[1])))] if pairs else []
     return pairs
 
 
-def flips(one: Sample, other: Sample) -> bool:
+def depends_on_order(one: Sample, other: Sample) -> bool:
     """Returns True if the order in which a judge sees two samples decides which sample the judge prefers."""
     differences = [a - b for a, b in zip(one.get("orders", ()), other.get("orders", ()), strict=True)]
     return min(differences, default=0.0) < 0 < max(differences, default=0.0)
 
 
-def is_good(args: Collect, one: Sample) -> bool:
-    """Returns True if a sample gets the label good. A truncated completion is never good."""
+def is_good_sample(args: Collect, one: Sample) -> bool:
+    """Returns True if a sample should be labeled good. A truncated completion is never labeled good."""
     return one["ended"] and one["score"] > args.good_above
 
 
-def distinct(samples: list[Sample]) -> list[Sample]:
-    """Returns the samples without empty texts, duplicates, and texts that would be read as a conversation."""
+def distinct_samples(samples: list[Sample]) -> list[Sample]:
+    """Returns the samples without empty completions, duplicates, and completions that look like a conversation."""
     first: dict[str, Sample] = {}
     for one in samples:
         first.setdefault(one["completion"].strip(), one)
@@ -166,9 +176,9 @@ def distinct(samples: list[Sample]) -> list[Sample]:
 
 
 def is_dialogue(completion: str) -> bool:
-    """Returns True if the data loader would read this completion as a conversation, or reject it as the text of one."""
+    """Returns True if the data loader would parse this completion as a conversation, or reject it."""
     try:
-        return repeats_prompt(completion) or unpacked("completion", completion) is not completion
+        return repeats_prompt(completion) or unpack_messages("completion", completion) is not completion
     except RowError:
         return True
 
@@ -176,14 +186,14 @@ def is_dialogue(completion: str) -> bool:
 # ------------------------------------------------------------------------------------------------------ metrics
 
 
-def count(args: Collect, record: Record) -> dict[str, int]:
-    """Counts a prompt's samples and pairs, and the reasons why some of them become no training rows.
+def count_samples(args: Collect, record: Record) -> dict[str, int]:
+    """Counts a prompt's samples and pairs, and the reasons for which samples and pairs are left out of the training rows.
 
     `ties` are pairs of different completions with equal scores. `close` are pairs whose scores differ by less than min_margin.
     `flips` are pairs whose preferred completion depends on the order in which a judge sees the two completions.
     """
     samples = record["samples"]
-    rows, texts = len(selected(args, samples)), [one["completion"].strip() for one in samples]
+    rows, texts = len(select_samples(args, samples)), [one["completion"].strip() for one in samples]
     counts = {
         "prompts_with_rows": int(rows > 0),
         "rows": rows,
@@ -194,13 +204,13 @@ def count(args: Collect, record: Record) -> dict[str, int]:
         "duplicates": len(list(filter(None, texts))) - len({*texts} - {""}),
     }
     if args.select == "labels":
-        return counts | {"good": sum(is_good(args, one) for (one,) in selected(args, samples))}
+        return counts | {"good": sum(is_good_sample(args, one) for (one,) in select_samples(args, samples))}
     if args.select == "best":
         return counts
-    pairs = list(itertools.combinations(distinct(samples), 2))
+    pairs = list(itertools.combinations(distinct_samples(samples), 2))
     margins = [abs(SCORE(one) - SCORE(other)) for one, other in pairs]
     if any("orders" in one for one in samples):
-        counts["flips"] = sum(itertools.starmap(flips, pairs))
+        counts["flips"] = sum(itertools.starmap(depends_on_order, pairs))
     return counts | {
         "ties": margins.count(0),
         "close": sum(0 < margin < args.min_margin for margin in margins),
@@ -208,9 +218,9 @@ def count(args: Collect, record: Record) -> dict[str, int]:
 
 
 def measure(args: Collect, record: Record) -> dict[str, float]:
-    """Returns the metrics of a prompt: scores, completion length, shares of kinds of samples, and the margin of its pairs."""
+    """Returns a prompt's metrics: scores, completion length, shares of truncated and duplicate samples, and the pairs' margin."""
     samples = record["samples"]
-    scores, counts, number = [*map(SCORE, samples)], count(args, record), len(samples)
+    scores, counts, number = [*map(SCORE, samples)], count_samples(args, record), len(samples)
     metrics = {
         "score": sum(scores) / number,
         "score_best": max(scores),
@@ -218,12 +228,12 @@ def measure(args: Collect, record: Record) -> dict[str, float]:
         "completion_tokens": sum(one["completion_tokens"] for one in samples) / number,
         "share_truncated": counts["truncated"] / number,
         "share_duplicates": counts["duplicates"] / number,
-        "share_tied": float(max(scores) == min(scores)),  # equal scores form no pair
+        "share_tied": float(max(scores) == min(scores)),  # samples with equal scores form no pair
         "share_with_rows": float(counts["rows"] > 0),
     }
-    if "flips" in counts and (compared := math.comb(len(distinct(samples)), 2)):
+    if "flips" in counts and (compared := math.comb(len(distinct_samples(samples)), 2)):
         metrics["order_agreement"] = 1 - counts["flips"] / compared
-    if args.select in ("best_worst", "pairs") and (pairs := selected(args, samples)):
+    if args.select in ("best_worst", "pairs") and (pairs := select_samples(args, samples)):
         metrics["margin"] = sum(SCORE(better) - SCORE(worse) for better, worse in pairs) / len(pairs)
     return metrics
 
@@ -232,18 +242,18 @@ def why_none(args: Collect, counts: Mapping[str, int]) -> str:
     """Returns a message with the most frequent reason why there are no rows, and the key to change."""
     if counts["truncated"] == counts["completions"]:
         return (
-            f"none of {counts['completions']} completions ended within trainer.response_length={args.response_length}; raise it if "
-            "rows are longer. If not, the policy has not learned to end: train sft on rows that end, and look at its eos_accuracy"
+            f"none of {counts['completions']} completions ended within trainer.response_length={args.response_length}; raise this "
+            "key if your rows are longer. Otherwise, train sft on rows with an end token until its eos_accuracy is high"
         )
     completions = f"of {counts['completions']} completions"
     reasons = {
         "truncated": f"{completions} were truncated; use a larger trainer.response_length",
         "duplicates": f"{completions} repeat another completion; use a higher trainer.temperature",
-        "dialogues": f"{completions} are whole dialogues; use model.chat_template=plain or another policy",
+        "dialogues": f"{completions} look like conversations; use model.chat_template=plain or another policy",
         "empty": f"{completions} are empty; use trainer.min_new_tokens=1",
         "ties": "pairs have equal scores; use a higher trainer.num_generations, or another reward",
-        "flips": "pairs change the preferred completion if the judge sees the other order; use another judge",
-        "close": f"pairs differ by less than trainer.min_margin={args.min_margin:g}; lower it",
+        "flips": "pairs get a different preference if the judge sees them in reverse order; use a different judge",
+        "close": f"pairs differ by less than trainer.min_margin={args.min_margin:g}; lower this key",
     }
     name = max(reasons, key=lambda name: counts.get(name, 0))
     return f"{counts.get(name)} {reasons[name]}"

@@ -29,10 +29,10 @@ complete -o filenames -F _rlhf rlhf
 
 
 def run(path: str, overrides: list[str]) -> None:
-    print(script(list(SUMMARIES)), end="")
+    print(completion_script(list(SUMMARIES)), end="")
 
 
-def script(verbs: list[str]) -> str:
+def completion_script(verbs: list[str]) -> str:
     """Returns the completion script for some subcommands."""
     cases = []
     for verb in verbs:
@@ -45,7 +45,7 @@ def script(verbs: list[str]) -> str:
 
 
 def stages_of(verb: str) -> list[str]:
-    """Returns the stages whose jobs a subcommand takes."""
+    """Returns the stages whose jobs a subcommand accepts."""
     if verb in STAGE_SPECS:
         return [verb]
     command = COMMANDS[verb]

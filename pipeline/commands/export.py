@@ -6,9 +6,9 @@
 trainer.hub_model_id and trainer.push_to_hub=true push the folder to the Hub (commands/hub.py).
 
 Only `export` merges adapters. The base is loaded with its original weights, never in NF4. Each merged weight is computed in
-float32 and rounded once to model.dtype. A folder has safetensors, tokenizer, chat template, generation config and a model card.
-The folder appears only after plain transformers has loaded the model, and its outputs equal the adapter's. In float32, the greedy
-text must be the same, and scores may differ by 1e-5. In other dtypes, the outputs may differ by rounding.
+float32 and rounded once to model.dtype. The exported folder contains safetensors, tokenizer, chat template, generation config and
+a model card. `export` fails if transformers cannot load the merged model, or if the model's outputs differ from the adapter's. In
+float32, greedy completions must be identical, and scores may differ by 1e-5. Other dtypes allow for rounding errors.
 """
 
 import gc
@@ -25,13 +25,13 @@ from pipeline.job import Job, lora
 from pipeline.job.identity import identity_of
 from pipeline.job.job import Export
 from pipeline.models import adapter_files, transformers4
-from pipeline.run.launch import finished, open_run, write_result
+from pipeline.run.launch import finished_result, open_run, write_result
 from pipeline.run.model_host import ModelHost
 from pipeline.run.resume import find_earlier
-from pipeline.settle.identity import named
+from pipeline.settle.identity import with_run_name
 from pipeline.settle.work import Work
 from pipeline.system import console, storage
-from pipeline.system.hub import ADAPTER, announcement, base_config
+from pipeline.system.hub import ADAPTER, base_config, loading_message
 
 # Prompts on which a merged model is compared with its adapter
 PROBES = (
@@ -49,41 +49,41 @@ TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (0.1, 0.1), "float16": (0.02, 
 def run(job: Job) -> dict[str, Any]:
     if storage.is_remote(job.run.storage_path):
         raise InputError(
-            f"{job.run.storage_path!r} is a bucket, and transformers writes to folders; export to one, e.g. "
-            "run.storage_path=./exports, and copy it",
+            f"{job.run.storage_path!r} is a bucket, but transformers writes only to local folders; set, e.g., "
+            "run.storage_path=./exports, and copy the folder to the bucket",
             key="run.storage_path",
         )
     args = Export(**job.trainer)
     hub.check_push(args)
-    job = named(job)
+    job = with_run_name(job)
     earlier = find_earlier(identity_of(job))
-    if not (result := finished(earlier)):
+    if not (result := finished_result(earlier)):
         with open_run(job, earlier) as (work, _, report):
             result = write_result(work, report, {"exported": write_all(work)})
     if not args.hub_model_id:
         return result
-    return hub.push(args, "policy" if job.policy else "reward", job.model.name_or_path, result)
+    return hub.push_to_hub(args, "policy" if job.policy else "reward", job.model.name_or_path, result)
 
 
 def write_all(work: Work) -> dict[str, Any]:
-    """Exports the policy and the reward of a job in this process. Returns the entry of result.json."""
+    """Exports the policy and the reward of a job in this process. Returns the value of `exported` in result.json."""
     if work.args.merge:
-        print(announcement(work.model.name_or_path, work.model.revision), flush=True)
+        print(loading_message(work.model.name_or_path, work.model.revision), flush=True)
     console.silence_libraries()
     host = ModelHost(work)
     exported = {}
     for name in ("policy", "reward.0"):
         kind = name.removesuffix(".0")
         folder = storage.join(work.folder, kind)
-        for left in (folder, f"{folder}.partial"):  # left by an interrupted attempt at this export
+        for left in (folder, f"{folder}.partial"):  # folders that an interrupted export left
             shutil.rmtree(left, ignore_errors=True)
         if name in work.inputs:
-            exported[kind] = {"folder": folder, **write(host, name, folder)}
+            exported[kind] = {"folder": folder, **write_export(host, name, folder)}
     return exported
 
 
-def write(host: ModelHost, name: str, folder: str) -> dict[str, float]:
-    """Writes one adapter to `folder`, merged into its base or as an adapter. The folder appears only when it is complete.
+def write_export(host: ModelHost, name: str, folder: str) -> dict[str, float]:
+    """Writes one adapter to `folder`, merged into its base or as an adapter. Creates `folder` only when all files are complete.
 
     Returns the differences between the merged model and the adapter. Raises Failure if a difference is too large.
     """
@@ -91,15 +91,15 @@ def write(host: ModelHost, name: str, folder: str) -> dict[str, float]:
     try:
         transformers4.save_tokenizer(host.tokenizer, partial)
         if host.args.merge:
-            expected = expectations(host, name)
+            expected = expected_outputs(host, name)
             save_merged(host, name, partial)
             gc.collect()  # frees the merged model before it is loaded again
-            differences = compare(host, name, partial, expected)
+            differences = compare_outputs(host, name, partial, expected)
         else:
             for file in ADAPTER:
                 if os.path.isfile(source := os.path.join(host.input(name), file)):
                     shutil.copyfile(source, os.path.join(partial, file))
-        Path(partial, "README.md").write_text(hub.card(host, name, differences), encoding="utf-8")
+        Path(partial, "README.md").write_text(hub.model_card(host, name, differences), encoding="utf-8")
         os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -117,8 +117,10 @@ def vllm_command(base: str, folder: str, name: str) -> str:
     """
     adapter = adapter_files.read_settings(folder)
     if ignored := lora.ignored_by_vllm(adapter):
-        return f"vLLM would ignore its {ignored}; merge it instead (trainer.merge=true)"
-    rank = max(8, 1 << (adapter_files.largest_rank(folder) - 1).bit_length())  # a power of two, at least 8
+        return f"vLLM would ignore the adapter's {ignored}; merge the adapter instead (trainer.merge=true)"
+    rank = max(
+        8, 1 << (adapter_files.largest_rank_in_folder(folder) - 1).bit_length()
+    )  # a power of two, at least 8
     words = ["vllm", "serve", base, "--tokenizer", folder, "--enable-lora", "--max-lora-rank", str(rank)]
     words += ["--lora-modules", f"{name}={folder}"]
     if name == "reward":
@@ -137,7 +139,7 @@ def save_merged(host: ModelHost, name: str, folder: str) -> None:
 
     model, tokenizer = replace(host.work.model, load_in_4bit=False), host.tokenizer
     base = load_base(model, tokenizer if name != "policy" else None, host.device)
-    merged = merge(base, host.input(name), model.dtype)
+    merged = merge_adapter(base, host.input(name), model.dtype)
     merged.config.pad_token_id = merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     if merged.can_generate():
         merged.generation_config = GenerationConfig(
@@ -150,7 +152,7 @@ def save_merged(host: ModelHost, name: str, folder: str) -> None:
     transformers4.add_old_names(folder, base_config(model.name_or_path, model.revision))
 
 
-def merge(base: Any, adapter: str, dtype: str) -> Any:
+def merge_adapter(base: Any, adapter: str, dtype: str) -> Any:
     """Merges an adapter into the weights of its base. Returns the model in `dtype`, with the head of a reward adapter."""
     import torch
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -162,7 +164,7 @@ def merge(base: Any, adapter: str, dtype: str) -> Any:
         if isinstance(layer, BaseTunerLayer):
             weight = layer.get_base_layer().weight
             stored = weight.dtype
-            weight.data = weight.data.float()  # otherwise peft would round the change of the weights
+            weight.data = weight.data.float()  # otherwise peft would round the adapter's weight update
             layer.merge(safe_merge=True)
             weight.data = weight.data.to(stored)
     return model.unload().to(getattr(torch, dtype))
@@ -171,8 +173,8 @@ def merge(base: Any, adapter: str, dtype: str) -> Any:
 # ------------------------------------------------------------------------------------------- the comparison
 
 
-def probes(host: ModelHost) -> tuple[list[list[int]], int]:
-    """Returns the token ids of PROBES in the chat template, and the maximum number of tokens of a completion."""
+def encode_probes(host: ModelHost) -> tuple[list[list[int]], int]:
+    """Returns the token ids of PROBES with the chat template applied, and the maximum number of tokens of a completion."""
     encode = host.tokenizer.apply_chat_template
     turns = ([{"role": "user", "content": text}] for text in PROBES)
     rows = [[*encode(one, add_generation_prompt=True, return_dict=False)] for one in turns]
@@ -180,7 +182,7 @@ def probes(host: ModelHost) -> tuple[list[list[int]], int]:
     return rows, min(most, context - max(map(len, rows))) if context else most
 
 
-def expectations(host: ModelHost, name: str) -> list[Any]:
+def expected_outputs(host: ModelHost, name: str) -> list[Any]:
     """Returns the output of the adapter on its frozen base for each probe: a greedy completion, or a score."""
     from pipeline.run import roles
     from pipeline.writing.decoder import SlotDecoder
@@ -189,7 +191,7 @@ def expectations(host: ModelHost, name: str) -> list[Any]:
     work = replace(host.work, model=replace(host.work.model, load_in_4bit=False))
     shared = roles.shared_base(ModelHost(work))
     shared.add("exported", folder=host.input(name), head=name != "policy")
-    rows, length = probes(host)
+    rows, length = encode_probes(host)
     if name != "policy":
         return [shared.score("exported", row) for row in rows]
     ends = tuple(shared.ends(host.tokenizer))
@@ -197,7 +199,7 @@ def expectations(host: ModelHost, name: str) -> list[Any]:
     return decoder.generate("exported", rows, range(len(rows)), Sampling(length, ends, temperature=0.0))
 
 
-def compare(host: ModelHost, name: str, folder: str, expected: list[Any]) -> dict[str, float]:
+def compare_outputs(host: ModelHost, name: str, folder: str, expected: list[Any]) -> dict[str, float]:
     """Loads the exported folder with plain transformers, and compares its outputs with the adapter's.
 
     Returns the differences, or raises Failure if they are too large.
@@ -216,7 +218,7 @@ def compare(host: ModelHost, name: str, folder: str, expected: list[Any]) -> dic
         row = torch.tensor([ids], device=model.device)
         return {"input_ids": row, "attention_mask": torch.ones_like(row)}
 
-    rows, length = probes(host)
+    rows, length = encode_probes(host)
     score_limit, text_limit = TOLERANCE[dtype]
     with torch.no_grad():
         if name != "policy":

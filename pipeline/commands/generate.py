@@ -2,9 +2,9 @@
 
     make generate    or    python -m pipeline generate jobs/demo/generate.yaml data.train=prompts.jsonl [section.key=value ...]
 
-A line is the prompt's row with `completion`, `completion_tokens`, `ended` (false if truncated at trainer.response_length) and,
-if the job has a reward, `reward`. An earlier `completion` in the row becomes `reference_completion`. The same run.name
-continues a killed run.
+Each line is the prompt's row with `completion`, `completion_tokens`, `ended` (false if truncated at trainer.response_length) and,
+if the job has a reward, `reward`. If the row already has a `completion`, this column is renamed to `reference_completion`. To
+resume a killed run, set the same run.name.
 """
 
 import json
@@ -24,7 +24,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def load(host: ModelHost) -> Answer:
-    sample = sampler(host, 1)
+    sample = make_sampler(host, 1)
 
     def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
         records = []
@@ -39,12 +39,12 @@ def load(host: ModelHost) -> Answer:
     return answer
 
 
-def sampler(host: ModelHost, several: int) -> Callable[..., list[tuple[Record, list[Record]]]]:
-    """Loads policy and rewards. Returns a function that samples and scores `several` completions for each prompt.
+def make_sampler(host: ModelHost, several: int) -> Callable[..., list[tuple[Record, list[Record]]]]:
+    """Loads policy and rewards. Returns a function that samples and scores `several` completions per prompt.
 
-    The function takes token rows and the number of the first row. Seeds depend on the row numbers. The function returns each row
-    with its samples. A sample has completion, completion_tokens, ended, and a score if the job has rewards. If a judge compared
-    the samples, `orders` has the scores for each order in which the judge saw them.
+    The function's arguments are tokenized rows and the number of the first row. Sampling seeds depend on the row numbers. The
+    function returns each row with its samples. A sample contains completion, completion_tokens, ended, and a score if the job has
+    rewards. If a judge compared the samples, `orders` contains the scores for each order in which the judge saw the samples.
     """
     from pipeline.run import roles
     from pipeline.scoring.rewards import Samples, weighted_scores
@@ -53,7 +53,7 @@ def sampler(host: ModelHost, several: int) -> Callable[..., list[tuple[Record, l
     shared = roles.shared_base(host)
     role = roles.add_frozen(host, shared, "policy", "policy")
     rewards = roles.add_rewards(host, shared)
-    decoder = roles.decoder(host, shared, [role])
+    decoder = roles.make_decoder(host, shared, [role])
     how = Sampling.from_args(host.args, host.tokenizer, shared)
 
     def sample(rows: list[dict[str, Any]], first: int) -> list[tuple[Record, list[Record]]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline import registry
-from pipeline.data.counts import count, most_frequent
+from pipeline.data.counts import most_frequent, with_unit
 from pipeline.data.files import NAME as DATA_SET
 from pipeline.errors import Failure, InputError, in_brief
 from pipeline.input_uri import InputURI
@@ -29,7 +29,7 @@ from pipeline.system import deadline, hub, storage
 from pipeline.system.credentials import without_credentials
 
 CARD = Path(__file__).with_name("card.jinja")
-TAG = "rlhf-pipeline"  # tag in the model card of each export, by which a push recognizes the repository of an earlier one
+TAG = "rlhf-pipeline"  # tag in the model card of each export; a push recognizes an earlier export's repository by this tag
 # Names of the files that an export writes in addition to the model card. A push deletes only files with these names.
 WRITTEN = re.compile(r"[^/]+\.(safetensors|json|jinja)|tokenizer\.model|merges\.txt|vocab\.txt")
 ADVICE = "make a token with write access at https://huggingface.co/settings/tokens; export HF_TOKEN=..."
@@ -37,8 +37,8 @@ ADVICE = "make a token with write access at https://huggingface.co/settings/toke
 # ---------------------------------------------------------------------------------------------------- the card
 
 
-class Ancestor(NamedTuple):
-    """A model or a function that an exported model descends from."""
+class AncestorOfExport(NamedTuple):
+    """A model or a reward function that was used to train an exported model."""
 
     reference: str
     lineage: dict[str, Any]  # the adapter's lineage.json
@@ -46,7 +46,7 @@ class Ancestor(NamedTuple):
     role: str = ""  # what the descendant used this ancestor for: policy, reward, ...
 
 
-def card(host: ModelHost, name: str, differences: dict[str, float] | None = None) -> str:
+def model_card(host: ModelHost, name: str, differences: dict[str, float] | None = None) -> str:
     """Returns the README.md for the input `name` (`policy` or `reward.0`) of an export job.
 
     Args:
@@ -58,7 +58,7 @@ def card(host: ModelHost, name: str, differences: dict[str, float] | None = None
     uri, reference = host.work.uri, host.work.versions[name]
     tags = registry.read_version(reference, uri)["tags"] if InputURI.parse(reference).version else {}
     metrics = {key: value for key, value in sorted(tags.items()) if key.startswith("eval_")}
-    repo, made_from = host.args.hub_model_id, list(ancestors(reference, uri))
+    repo, made_from = host.args.hub_model_id, list(ancestors_of_version(reference, uri))
     parameters = [registry.read_parameters(one.reference, uri) for one in made_from]
     rows = [value for found in parameters for key, value in found.items() if key.startswith("data.train")]
     datasets = dict.fromkeys(found["repo"] for value in rows if (found := DATA_SET.fullmatch(value)))
@@ -95,7 +95,7 @@ def card(host: ModelHost, name: str, differences: dict[str, float] | None = None
         ancestors=made_from,
         metrics=metrics,
         differences=differences,
-        count=count,
+        count=with_unit,
         most_frequent=most_frequent,
         oldest=transformers4.oldest_version(hub.base_config(path, model.revision)),
         ends=eos_ids(host.tokenizer),
@@ -119,15 +119,17 @@ def _license(base: str, revision: str | None) -> dict[str, Any]:
     return {key: str(data.get(key)) for key in keys if data.get(key)}
 
 
-def ancestors(reference: str, uri: str, depth: int = 0, role: str = "") -> Iterator[Ancestor]:
-    """Yields a model version, then each of its parents, followed by that parent's own parents."""
+def ancestors_of_version(
+    reference: str, uri: str, depth: int = 0, role: str = ""
+) -> Iterator[AncestorOfExport]:
+    """Yields a model version and all its ancestors, depth first."""
     facts: dict[str, Any] = {}
     if InputURI.parse(reference).is_model:
         folder = registry.fetch(reference, uri)
         facts = lineage.read(folder, reference) if lineage.is_adapter(folder) else {}
-    yield Ancestor(reference, facts, depth, role)
+    yield AncestorOfExport(reference, facts, depth, role)
     for name, parent in facts.get("parents", {}).items():
-        yield from ancestors(parent, uri, depth + 1, name.removesuffix(".0"))
+        yield from ancestors_of_version(parent, uri, depth + 1, name.removesuffix(".0"))
 
 
 # ---------------------------------------------------------------------------------------------------- the push
@@ -140,10 +142,10 @@ def _api() -> Any:
 
 
 def check_push(args: Export) -> None:
-    """Checks the token and the repository before `export` merges, if the job pushes. Changes nothing on the Hub.
+    """Checks the Hub token and the repository if the job sets push_to_hub. Changes nothing on the Hub.
 
     Raises InputError if the token is missing or wrong, if the Hub does not answer, if the repository has files that no export
-    wrote, or if it is public and the job wants a private one.
+    wrote, or if the repository is public but hub_private_repo is true.
     """
     if not args.push_to_hub:
         return
@@ -153,7 +155,7 @@ def check_push(args: Export) -> None:
         deadline.call_with_deadline(_check_repository, args)
     except InputError:
         raise
-    except Exception as error:  # the HTTP client raises its own types
+    except Exception as error:  # the HTTP client raises its own exception types
         raise InputError(_explained(args, error), "trainer.push_to_hub") from error
 
 
@@ -184,8 +186,8 @@ def _check_repository(args: Export) -> None:
         )
 
 
-def push(args: Export, kind: str, base: str, result: dict[str, Any]) -> dict[str, Any]:
-    """Pushes the exported folder if trainer.push_to_hub is true. Returns the result, with the commit.
+def push_to_hub(args: Export, kind: str, base: str, result: dict[str, Any]) -> dict[str, Any]:
+    """Pushes the exported folder if trainer.push_to_hub is true. Returns the result of the export, with the commit id.
 
     Args:
         kind: policy or reward.
@@ -196,14 +198,14 @@ def push(args: Export, kind: str, base: str, result: dict[str, Any]) -> dict[str
     repo = args.hub_model_id
     if kind not in result["exported"]:
         raise InputError(
-            f"{result['name']!r} exported no {kind}; set run.overwrite=true or another run.name",
+            f"{result['name']!r} did not export the {kind}; set run.overwrite=true or another run.name",
             key="run.name",
         )
     folder = result["exported"][kind]["folder"]
     if "base_model:" not in Path(folder, "README.md").read_text(encoding="utf-8") and not args.merge:
-        print(f"warning: the base is a folder, {base}: others cannot load an adapter on it", flush=True)
+        print(f"warning: the base is a local folder, {base}; other users cannot load the adapter", flush=True)
     if not args.push_to_hub:
-        print(f"nothing was sent; trainer.push_to_hub=true pushes {folder} to {repo}", flush=True)
+        print(f"nothing was uploaded; set trainer.push_to_hub=true to push {folder} to {repo}", flush=True)
         return result
     print(f"pushing {folder} to {repo}", flush=True)
     api = _api()
@@ -212,11 +214,11 @@ def push(args: Export, kind: str, base: str, result: dict[str, Any]) -> dict[str
         commit = api.upload_folder(
             repo_id=repo,
             folder_path=folder,
-            # Otherwise transformers would load the adapter of an earlier push onto merged weights.
+            # If an earlier push's adapter stayed next to merged weights, transformers would load both.
             delete_patterns=[*filter(WRITTEN.fullmatch, api.list_repo_files(repo))],
             commit_message=f"{'Merged model' if args.merge else 'Adapter'} from {result['name']}",
         )
-    except Exception as error:  # the HTTP client and the uploader raise their own types
+    except Exception as error:  # the HTTP client and the uploader raise their own exception types
         again = f"the same command with run.name={result['name']} continues without merging again"
         raise Failure(f"{_explained(args, error)}; {again}") from error
     print(f"   {commit}", flush=True)

@@ -29,11 +29,11 @@ from pipeline.data.encode import Encoder, Example
 from pipeline.data.files import HELD_OUT, files_of, find_files, is_held_out
 from pipeline.data.files import NAME as DATA_SET
 from pipeline.data.formats import Kind, Record, kind_of
-from pipeline.data.labels import listed
+from pipeline.data.labels import as_list
 from pipeline.data.reshape import Preprocess
 from pipeline.data.tasks import held_out, parse_or_error
-from pipeline.data.values import RowError, some
-from pipeline.errors import InputError, show
+from pipeline.data.values import RowError, some_keys
+from pipeline.errors import InputError, show_value
 from pipeline.job import Data, Job, load_job
 from pipeline.job.job import OF_ROWS
 from pipeline.models.base import context_length
@@ -43,7 +43,7 @@ from pipeline.system.hub import base_config
 
 # {kind of rows: a stage that reads such rows}. The first stage in this table that can read a file decides the file's kind.
 READER = {"pairs": "rm", "labels": "kto", "demonstrations": "sft", "prompts": "ppo"}
-# {stage: kinds of rows that it can train on}. A stage gets all files of one kind, the first of these kinds that has files.
+# {stage: kinds of rows that the stage can train on}. A stage trains on all files of the first kind for which there are files.
 TAKES = {
     "sft": ("demonstrations", "labels", "pairs"),
     "rm": ("pairs",),
@@ -51,10 +51,10 @@ TAKES = {
     "kto": ("labels", "pairs"),
     "ppo": ("prompts", "demonstrations", "pairs", "labels"),
 }
-# {job: stage}, for jobs that train nothing. The job reads the same rows as the stage.
+# {job: stage}, for jobs that train nothing. Each such job reads the same rows as its stage.
 ROWS_OF = {**dict.fromkeys(("evaluate", "collect", "generate", "serve"), "ppo"), "score": "rm"}
 EVAL_PROMPTS = 200  # largest number of prompts in a file that init writes
-# {example in jobs/examples: columns that identify its rows}, for examples with a transform or with thresholds
+# {example in jobs/examples: columns that identify the example's rows}, for examples with a transform or with thresholds
 EXAMPLES = {
     "rm/oasst": "message_tree_id prompt tree_state",
     "rm/oasst_flat": "message_tree_id parent_id role text",
@@ -69,7 +69,7 @@ EXAMPLES = {
 
 
 @dataclass(frozen=True)
-class Source:
+class RowSource:
     """A file, or several files with rows of one format."""
 
     path: str  # path as written in a job
@@ -107,7 +107,7 @@ def run(path: str, options: list[str]) -> None:
     Raises InputError if no stage can read any file, if an option is wrong, or if there is no job to write.
     """
     request = parse_options(path, options)
-    sources = [source_of(item, for_eval, request.own) for item, for_eval in parts(path)]
+    sources = [source_of(item, for_eval, request.own) for item, for_eval in splits_of(path)]
     check_readable(request, sources)
     shipped.copy_profile(request.profile)
     if any("transform" in keys for source in sources for keys in source.stages.values()):
@@ -117,32 +117,32 @@ def run(path: str, options: list[str]) -> None:
     jobs = jobs_with_lengths(request, sources)
     print_written(request, sources, jobs)
     add_prompts(request, sources, jobs)
-    write(request, jobs)
+    write_jobs(request, jobs)
     if "dpo" in jobs and "collect" in jobs and "collect" not in request.kept:
         write_rounds(request.folder, jobs["dpo"])
     print_next(request.folder, jobs)
 
 
 def parse_options(path: str, options: list[str]) -> Request:
-    """Parses the command line. Raises InputError if an option is wrong, or if the profile exists and was not named."""
+    """Parses the command line. Raises InputError if an option is wrong, or if the profile exists and --name is not set."""
     of_rows = [option for option in options if option.partition("=")[0] in {f"data.{key}" for key in OF_ROWS}]
     given = dict(option.partition("=")[::2] for option in options if option not in of_rows)
     typed_name, model, reward = (given.pop(key, None) for key in ("name", "model", "reward"))
-    profiles = [one for one in shipped.profiles() if one != "demo"]
+    profiles = [one for one in shipped.shipped_profiles() if one != "demo"]
     if (profile := given.pop("profile", "own")) not in profiles:
         raise InputError(f"there is no profile {profile!r}; expected one of {', '.join(profiles)}")
     if given:
         known = f"--name, --model, --profile, reward=REWARD, {', '.join(f'data.{key}' for key in OF_ROWS)}"
         found = f"unknown option {next(iter(given))!r}; expected {known}"
         raise InputError(f"{found}; set other keys in the jobs that init writes")
-    # Loads a job with these values, because loading raises the same errors as a run.
+    # Loads a job with the user's options, because this raises the same errors as a run with these options.
     data = load_job(shipped.JOBS / "own/sft.yaml", of_rows, "sft").data
     if reward:
         load_job(shipped.JOBS / "own/ppo.yaml", [f"reward={reward}"], "ppo")
     own = {key: value for key in OF_ROWS if (value := getattr(data, key)) is not None}
-    name = typed_name or name_of(path)
+    name = typed_name or profile_name(path)
     if not re.fullmatch(r"[\w-]{1,64}", name):
-        raise InputError(f"name: found {show(name)}, expected at most 64 letters, digits, `_` and `-`")
+        raise InputError(f"name: found {show_value(name)}, expected at most 64 letters, digits, `_` and `-`")
     if name in shipped.FOLDERS:
         raise InputError(f"the project comes with a profile {name}; choose another name: --name NAME")
     folder = Path("jobs") / name
@@ -150,57 +150,55 @@ def parse_options(path: str, options: list[str]) -> Request:
     if folder.exists() and not (kept and typed_name):
         raise InputError(f"{folder} exists; add jobs to it with --name {name}, or choose another name")
     if (Path(path) / "config.json").exists():
-        raise InputError(f"{path} is the folder of a model; expected files of rows")
+        raise InputError(f"{path} is the folder of a model; expected data files")
     return Request(path, name, profile, model, reward, own, kept)
 
 
-def name_of(path: str) -> str:
+def profile_name(path: str) -> str:
     """Derives a name for the profile from a path or URI."""
     on_hub = DATA_SET.fullmatch(path)
     last = (on_hub["repo"] if on_hub else path.rstrip("/")).rpartition("/")[2]
     return re.sub(r"[^\w-]+", "_", last.partition(".")[0]).strip("_") or "data"
 
 
-def check_readable(request: Request, sources: list[Source]) -> None:
+def check_readable(request: Request, sources: list[RowSource]) -> None:
     """Raises InputError if no new job can use the rows, or if no stage can read the columns that the user set."""
     path, rows = sources[0].path, sources[0].rows
     columns = [keys.get("columns") for source in sources for keys in source.stages.values()]
     if request.own.get("columns") not in (None, *columns):
-        found = (
-            f"no stage can read {request.path} with this mapping; its columns are {', '.join(some(rows[0]))}"
-        )
+        found = f"no stage can read {request.path} with these columns; the first file has the columns {', '.join(some_keys(rows[0]))}"
         raise InputError(found, key="data.columns")
-    if not any(chosen(sources, stage) for stage in TAKES):
+    if not any(sources_for(sources, stage) for stage in TAKES):
         kind = kind_of("sft")
-        if preview.fits(rows[0], kind) and isinstance(wrong := parse_or_error(rows[0], kind), RowError):
+        if preview.fits_kind(rows[0], kind) and isinstance(wrong := parse_or_error(rows[0], kind), RowError):
             raise InputError(f"{path}: {wrong.field}: found {wrong.found}; expected {wrong.expected}")
         raise InputError(guess.explain_misfit(rows, kind, path))
     new = jobs_for(request, sources).keys() - request.kept.keys()
     if not new:
         raise InputError(
-            f"{request.folder} has a job for each stage that can train on these rows; set data.train there"
+            f"{request.folder} already has a job for each stage that can train on these rows; set data.train in these jobs"
         )
     if request.reward and "ppo" not in new:
-        raise InputError("only ppo takes it, and these rows make no new ppo job", key="reward")
+        raise InputError("only ppo uses a reward, and there is no new ppo job for these rows", key="reward")
 
 
-def write(request: Request, jobs: dict[str, str]) -> None:
-    """Writes the jobs that did not exist before."""
+def write_jobs(request: Request, jobs: dict[str, str]) -> None:
+    """Writes the job files that do not exist yet."""
     for job, text in jobs.items():
         if job not in request.kept:
             (request.folder / f"{job}.yaml").write_text(text, encoding="utf-8")
 
 
-def jobs_with_lengths(request: Request, sources: list[Source]) -> dict[str, str]:
-    """Writes and returns the jobs, with lengths that fit the rows. Leaves out stages that can read none of their rows."""
+def jobs_with_lengths(request: Request, sources: list[RowSource]) -> dict[str, str]:
+    """Writes and returns the jobs, with lengths that fit the rows. Leaves out stages that cannot read any of their rows."""
     unclear = {
         stage for source in sources for stage, keys in source.stages.items() if keys.get("label", 0) is None
     }
     while True:
         jobs = jobs_for(request, sources)
-        write(request, jobs)
+        write_jobs(request, jobs)
         unreadable = set_lengths(request.folder, jobs) - request.kept.keys() - unclear
-        write(request, jobs)
+        write_jobs(request, jobs)
         if not unreadable:
             return jobs
         for job in jobs.keys() - request.kept.keys():
@@ -214,15 +212,15 @@ def jobs_with_lengths(request: Request, sources: list[Source]) -> dict[str, str]
             raise InputError(f"no stage can train on {request.path}; the warnings above say why")
 
 
-def print_written(request: Request, sources: list[Source], jobs: dict[str, str]) -> None:
+def print_written(request: Request, sources: list[RowSource], jobs: dict[str, str]) -> None:
     """Prints the jobs that were written, and which stages read each file."""
     new = [job for job in jobs if job not in request.kept]
     print(f"wrote {request.folder}: {', '.join(new)}")
     if request.kept:
         print(f"  not changed: {', '.join(request.kept)}")
     for source in sources:
-        readers = [stage for stage in TAKES if stage in new and source in chosen(sources, stage)]
-        how = ", ".join(readers) or f"no stage; its columns are {', '.join(some(source.rows[0]))}"
+        readers = [stage for stage in TAKES if stage in new and source in sources_for(sources, stage)]
+        how = ", ".join(readers) or f"no stage; the file's columns are {', '.join(some_keys(source.rows[0]))}"
         if columns := next((source.stages[stage].get("columns") for stage in readers), None):
             how += f"; columns {columns}"
         print(f"  {source.path}: {source.kind or 'skipped'}, read by {how}")
@@ -234,7 +232,7 @@ def print_next(folder: Path, jobs: dict[str, str]) -> None:
         for key in re.findall(r"^ *(\w+): null .*# set ", text, re.M):
             print(f"  set `{key}` in {folder}/{job}.yaml; a comment there explains its values")
     command = "rlhf {} {}" if Path(sys.argv[0]).name == "rlhf" else "python -m pipeline {} {}"
-    if "MAKELEVEL" in os.environ:  # called by `make init`; the virtual environment may not be activated
+    if "MAKELEVEL" in os.environ:  # `make init` works without an activated virtual environment
         command = "make {} JOB={}"
     ready = [job for job in jobs if job in TAKES and not re.search(r"^reward: null", jobs[job], re.M)]
     trained = [job for job in ready if job not in ("dpo", "kto") or "ppo" not in ready]
@@ -250,7 +248,7 @@ def print_next(folder: Path, jobs: dict[str, str]) -> None:
 # ---- files -------------------------------------------------------------------------------------------------------
 
 
-def parts(path: str) -> Iterator[tuple[str, bool]]:
+def splits_of(path: str) -> Iterator[tuple[str, bool]]:
     """Yields (path, whether it is for evaluation) for each split of a dataset or file of a folder.
 
     Files whose names differ only in numbers (`train-00000-of-00002.parquet`) become one glob.
@@ -281,24 +279,24 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
         print(f"  {name}: not read ({why})")
 
 
-def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> Source:
-    """Finds the stages that can read the first rows of a path. Uses the columns that the user set, or else guessed columns."""
+def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> RowSource:
+    """Finds the stages that can read the first rows of a path. Guesses the columns if the user did not set them."""
     heads, made = [], Preprocess(transform=own.get("transform"), group_by=own.get("group_by"))
     as_typed, kinds = kind_of("sft").with_preprocess(made), {stage: kind_of(stage) for stage in TAKES}
     for file in find_files(path, "data.train")[: preview.FILES]:
         head, errors = preview.first_rows(file, as_typed)
         heads.append(head)
         if not head:
-            raise InputError(str(errors[0]) if errors else f"{file.path}: it has no rows")
+            raise InputError(str(errors[0]) if errors else f"{file.path}: the file has no rows")
         if errors:
             total = len(errors) + len(head)
             print(f"warning: {len(errors):,} of the first {total:,} rows cannot be read; {errors[0]}")
     rows = heads[0]
     if stages := keys_of_example(rows[0]):
-        return Source(path, rows, stages, for_eval)
+        return RowSource(path, rows, stages, for_eval)
     named_prompts = {"prompt", "prompts"} & {*re.split(r"[^a-z]+", os.path.basename(path).lower())}
-    if not own.get("columns") and (problem := guess.doubt(rows)):
-        print(f"warning: {path}: not for sft and kto: {problem}")
+    if not own.get("columns") and (problem := guess.unclear_label_note(rows)):
+        print(f"warning: {path}: sft and kto will not use this file: {problem}")
     for stage in ("ppo",) if named_prompts else TAKES:
         asked = [keys["columns"] for keys in stages.values() if "prompt" in keys.get("columns", ())]
         prompts = [{"prompt": columns["prompt"]} for columns in asked]
@@ -306,20 +304,22 @@ def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> Source:
         fit = (
             one
             for one in guesses
-            if one is not None and all(guess.reads(head, one, kinds[stage]) for head in heads)
+            if one is not None and all(guess.reads_most_rows(head, one, kinds[stage]) for head in heads)
         )
-        if (found := next((one for one in fit if not contradicts(one, own.get("columns"))), None)) is None:
+        if (
+            found := next((one for one in fit if not contradicts_user(one, own.get("columns"))), None)
+        ) is None:
             continue
         labeled = stage != "ppo" and ("label" in found or "label" in rows[0])
         typed = {key: own[key] for key in own if key != "columns" and (key != "label" or labeled)}
         stages[stage] = ({"columns": found} if found else {}) | typed
         if "label" not in own and not guess.is_clear(found, rows):
             stages[stage]["label"] = None
-    return Source(path, rows, stages, for_eval)
+    return RowSource(path, rows, stages, for_eval)
 
 
 def keys_of_example(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns {stage: keys of `data`} from an example in jobs/examples whose rows have this format, or {} if there is none."""
+    """Returns {stage: keys of `data`} from the example in jobs/examples that has rows like `row`, or {} if no example matches."""
     stages: dict[str, dict[str, Any]] = {}
     for example, columns in EXAMPLES.items():
         if {*columns.split()} <= row.keys():
@@ -331,25 +331,27 @@ def keys_of_example(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def columns_for(stage: str, columns: dict[str, str] | None) -> dict[str, str] | None:
-    """Returns the columns that the user set, without fields that only other stages read."""
+    """Returns the columns that the user set, except for fields that this stage does not read."""
     fields = {one: preview.known_fields(kind_of(one)) for one in TAKES}
     others = {*itertools.chain(*fields.values())} - {*fields[stage]}
     return columns and {field: column for field, column in columns.items() if field not in others}
 
 
-def contradicts(guessed: dict[str, Any], typed: dict[str, Any] | None) -> bool:
-    """Returns True if the guess uses a column for a different field than the user does."""
-    fields = {one: field for field, column in (typed or {}).items() for one in listed(column)}
-    return any(fields.get(one, field) != field for field, column in guessed.items() for one in listed(column))
+def contradicts_user(guessed: dict[str, Any], typed: dict[str, Any] | None) -> bool:
+    """Returns True if the guess and the user assign a column to different fields."""
+    fields = {one: field for field, column in (typed or {}).items() for one in as_list(column)}
+    return any(
+        fields.get(one, field) != field for field, column in guessed.items() for one in as_list(column)
+    )
 
 
 # ---- jobs --------------------------------------------------------------------------------------------------------
 
 
-def jobs_for(request: Request, sources: list[Source]) -> dict[str, str]:
-    """Returns {job: text} of all jobs that can use the rows, with the profile's lengths, and of all jobs that exist already."""
+def jobs_for(request: Request, sources: list[RowSource]) -> dict[str, str]:
+    """Returns {job: text} for existing jobs and for new jobs that can use the rows. New jobs have the profile's lengths."""
     name, kept = request.name, request.kept
-    rows = {stage: chosen(sources, stage) for stage in TAKES}
+    rows = {stage: sources_for(sources, stage) for stage in TAKES}
     there = {stage for stage in TAKES if rows[stage] or stage in kept}
     reward = f"models:/{name}-rm@champion" if "rm" in there else None
     of_ppo = request.reward or reward
@@ -386,7 +388,7 @@ def jobs_for(request: Request, sources: list[Source]) -> dict[str, str]:
         text = file.read_text(encoding="utf-8")
         for pattern in ("rlhf-{}", "PROFILE={}", "jobs/{}/"):
             text = text.replace(pattern.format(request.profile), pattern.removeprefix("rlhf-").format(name))
-        text = re.sub(r" *\(needs [^)]*first\)", "", text)  # the new profile may lack such a stage
+        text = re.sub(r" *\(needs [^)]*first\)", "", text)  # the new profile may lack the required stage
         base = {f"model.{key}": value for key, value in model.items()}
         for key, value in {**base, **values.get(job, {})}.items():
             text = with_key(text, key, value)
@@ -412,8 +414,8 @@ def with_device(text: str) -> str:
     return text
 
 
-def chosen(sources: list[Source], stage: str) -> list[Source]:
-    """Returns the sources that a stage trains on, according to the table TAKES."""
+def sources_for(sources: list[RowSource], stage: str) -> list[RowSource]:
+    """Returns the sources that a stage trains on. The table TAKES decides which sources these are."""
     for kind in TAKES[stage]:
         found = [source for source in sources if source.kind == kind and stage in source.stages]
         if any(not source.for_eval for source in found):
@@ -421,8 +423,8 @@ def chosen(sources: list[Source], stage: str) -> list[Source]:
     return []
 
 
-def with_rows(text: str, job: str, sources: list[Source], stage: str) -> str:
-    """Sets these sources as the rows of a job, with the keys of `stage`. Returns the job's text."""
+def with_rows(text: str, job: str, sources: list[RowSource], stage: str) -> str:
+    """Sets the paths of `sources` in a job, with the keys of `data` that `stage` needs. Returns the job's text."""
     keys = [source.stages[stage] for source in sources]
     same = keys[0] if all(one == keys[0] for one in keys) else None
 
@@ -440,7 +442,9 @@ def with_rows(text: str, job: str, sources: list[Source], stage: str) -> str:
     if job in TAKES:
         text = with_key(text, "data.eval_fraction", 0 if held_out else 0.1, "of the training rows, by prompt")
     for key, value in (same or {}).items():
-        meaning = f"set what its values mean: {guess.meaning(keys[0]['columns'])}" if value is None else ""
+        meaning = (
+            f"set the label's meaning: {guess.label_template(keys[0]['columns'])}" if value is None else ""
+        )
         text = with_key(text, f"data.{key}", value, meaning)
     return text
 
@@ -471,13 +475,13 @@ def with_key(text: str, key: str, value: Any, comment: str = "") -> str:
 def set_lengths(folder: Path, jobs: dict[str, str]) -> set[str]:
     """Sets lengths in `jobs`, rounded up to multiples of 64 tokens, so that 99 % of the first rows fit.
 
-    Returns the stages that can read none of their rows.
+    Returns the stages that cannot read any of their rows.
 
-    If rows have messages and the base has no chat template, all jobs get the built-in chat template. Plain text then also becomes
-    messages, so that policy and reward model see the same format. If the tokenizer or the rows of a stage cannot be read, keeps
-    the profile's lengths. No length exceeds the model's context.
+    If rows have messages and the base has no chat template, all jobs get the built-in chat template. The template is then also
+    applied to plain text, so that policy and reward model see the same format. If the tokenizer or a stage's rows cannot be read,
+    keeps the profile's lengths. No length exceeds the model's context.
     """
-    loaded = {stage: load(folder, stage) for stage in TAKES if stage in jobs}
+    loaded = {stage: load_profile_job(folder, stage) for stage in TAKES if stage in jobs}
     first = next(iter(loaded.values()))
     base, given = first.model, (first.model.name_or_path, first.model.revision)
     try:
@@ -501,7 +505,7 @@ def set_lengths(folder: Path, jobs: dict[str, str]) -> set[str]:
     unreadable = set[str]()
     for stage, found in records.items():
         try:
-            sizes[stage] = longest(stage, loaded[stage].data, tokenizer, found, context)
+            sizes[stage] = typical_lengths(stage, loaded[stage].data, tokenizer, found, context)
         except InputError as error:
             print(f"warning: {stage}: {error}")
             unreadable.add(stage)
@@ -532,20 +536,20 @@ def with_lengths(name: str, text: str, sizes: dict[str, tuple[int, int]], contex
     wanted, fits = job["data"].get("max_length") or context, "as in the profile"
     if stage in sizes:
         prompt, completion = sizes[stage]
-        if name in ("generate", "evaluate"):  # these jobs may also read the prompts of sft's conversations
+        if name in ("generate", "evaluate"):  # their prompts may come from sft's conversations
             prompt = max(prompt, sizes.get("sft", (0,))[0])
         wanted, fits = -(-(prompt + completion) // 64) * 64, "99 % of the first rows fit"
     if wanted > context:
-        wanted, fits = context, "the model's context; longer rows exist"
+        wanted, fits = context, "the model's context length; some rows are longer"
     return with_key(text, "data.max_length", wanted, f"tokens; {fits}")
 
 
-def load(folder: Path, stage: str) -> Job:
-    """Loads the job of a stage. A ppo job may not have its reward yet."""
+def load_profile_job(folder: Path, stage: str) -> Job:
+    """Loads the job of a stage. Accepts a ppo job whose reward is not set yet."""
     return load_job(folder / f"{stage}.yaml", ["reward=models:/any/1"] if stage == "ppo" else [], stage)
 
 
-def longest(
+def typical_lengths(
     stage: str, data: Data, tokenizer: Any, records: list[tuple[Kind, Record]], context: int
 ) -> tuple[int, int]:
     """Returns the number of tokens that 99 % of the prompts fit into, and the number that 99 % of the completions fit into."""
@@ -559,9 +563,9 @@ def longest(
             errors += [outcome] if isinstance(outcome, RowError) else []
     if not examples:
         why = f": {errors[0].expected}" if errors else ""
-        raise InputError(f"none of the first rows of {show(data.train)} can be read{why}")
+        raise InputError(f"none of the first rows of {show_value(data.train)} can be read{why}")
     if (total := len(examples) + len(errors)) < 20 * len(errors):
-        print(f"warning: {stage} leaves out {len(errors)} of the first {total} rows: {errors[0].expected}")
+        print(f"warning: {stage} skips {len(errors)} of the first {total} rows: {errors[0].expected}")
     at = int(0.99 * (len(examples) - 1))
     return (
         sorted(example.prompt_tokens for example in examples)[at],
@@ -585,7 +589,7 @@ def first_records(stage: str, data: Data) -> Iterator[tuple[Kind, Record]]:
 
 
 def without_label(kind: Kind) -> Kind:
-    """Uses `first` as `chosen` if the rule for data.label is unknown. Prompts and lengths do not depend on the label."""
+    """Reads `first` as `chosen` if the meaning of data.label is unknown. This does not affect prompts and lengths."""
     one, columns = kind.preprocess, dict(kind.preprocess.columns)
     if one.rule is not None or not {"first", "second", "label"} <= columns.keys():
         return kind
@@ -594,28 +598,28 @@ def without_label(kind: Kind) -> Kind:
     return kind_of(kind.stage).with_preprocess(replace(one, columns=columns))
 
 
-def add_prompts(request: Request, sources: list[Source], jobs: dict[str, str]) -> None:
+def add_prompts(request: Request, sources: list[RowSource], jobs: dict[str, str]) -> None:
     """Writes files of prompts for generate and evaluate if the user has no such files. Sets the new files in `jobs`."""
     new, folder = jobs.keys() - request.kept.keys(), request.folder
-    if "generate" in new and not chosen(sources, "ppo"):  # the rows are conversations that end with an answer
-        learner = load(folder, next(stage for stage in ("sft", "dpo", "kto") if stage in jobs))
+    if "generate" in new and not sources_for(sources, "ppo"):  # all conversations end with an answer
+        learner = load_profile_job(folder, next(stage for stage in ("sft", "dpo", "kto") if stage in jobs))
         prompts = [{"prompt": record.prompt} for _, record in first_records(learner.stage, learner.data)]
         jobs["generate"] = with_prompts(jobs["generate"], "train", folder / "prompts.jsonl", prompts)
-    if "evaluate" in new and not any(source.for_eval for source in chosen(sources, "ppo")):
-        ppo, path = load(folder, "ppo"), folder / "eval_prompts.jsonl"
+    if "evaluate" in new and not any(source.for_eval for source in sources_for(sources, "ppo")):
+        ppo, path = load_profile_job(folder, "ppo"), folder / "eval_prompts.jsonl"
         by_content = {record.prompt_content(): record.row for _, record in first_records("ppo", ppo.data)}
         away = [json.loads(row) for content, row in by_content.items() if held_out(content, ppo.data)]
         for row in away:
-            row.pop("system", None)  # the prompt already has the system prompt
+            row.pop("system", None)  # the prompt already contains the system prompt
         jobs["evaluate"] = with_prompts(jobs["evaluate"], "eval", path, away)
-        print(f"  {path}: {len(away)} prompt{'s' * (len(away) != 1)} that ppo holds out, for evaluate")
+        print(f"  {path}: {len(away)} prompt{'s' * (len(away) != 1)} from ppo's eval split, for evaluate")
 
 
 def write_rounds(folder: Path, dpo: str) -> None:
     """Writes iterate.sh, a script that repeats collect, dpo and evaluate, for the jobs of `folder`.
 
     Args:
-        dpo: text of the dpo job. The rows that `collect` writes do not have the columns that this job may set.
+        dpo: text of the dpo job. This job may set columns that the rows of `collect` do not have.
     """
     text = (shipped.JOBS / "demo/iterate.sh").read_text(encoding="utf-8")
     text = text.replace("jobs/demo/", f"{folder}/").replace("`make sft rm`", "the runs that collect needs")
@@ -627,7 +631,7 @@ def write_rounds(folder: Path, dpo: str) -> None:
 
 
 def with_prompts(text: str, key: str, path: Path, rows: list[dict[str, Any]]) -> str:
-    """Writes a file of prompts. Returns the text of a job that reads this file, without the column keys of the user's files."""
+    """Writes a file of prompts. Returns the text of a job that reads this file, without the user's data.columns."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows[:EVAL_PROMPTS]]
     path.write_text("".join(lines), encoding="utf-8")
     text = with_key(text, f"data.{key}", str(path))

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from pipeline import registry
-from pipeline.errors import Failure, InputError, about, summary
+from pipeline.errors import Failure, InputError, blame_key, error_summary
 from pipeline.input_uri import InputURI
 from pipeline.job import Job
 from pipeline.models import adapter_files
@@ -40,7 +40,7 @@ EPOCH_ROWS = 10_000  # assumed number of rows in an epoch, if the data cannot be
 
 def run(job: Job) -> dict[str, Any]:
     if job.spec.runs_in == "here":
-        raise InputError(f"found {job.stage}, which has no workers; plan is for jobs that do", key="stage")
+        raise InputError(f"found {job.stage}; expected a stage with workers", key="stage")
     gpus = [] if placement.on_cluster() or not job.scaling.get("use_gpu") else list_local_gpus()
     work = sections_of(job, places_of(job, elsewhere=not gpus))
     places = work.places
@@ -50,20 +50,20 @@ def run(job: Job) -> dict[str, Any]:
     planned = plan.make_plan(work, loras)
     print(f"\n== plan  {job.source}  {job.model.name_or_path}\n")
     size = f"{planned.shape.parameters / 1e9:.3g} B parameters, frozen; {planned.trainable / 1e6:.3g} M learn"
-    print(f"   {size}. Memory of one worker, rows at their longest:")
+    print(f"   {size}. Memory of one worker, for rows of the maximum length:")
     for item in planned.items:
         when = "" if item.phase == "always" else f"  ({item.phase})"
         print(f"   {item.size / GIB:>8.2f} GiB  {item.what}{when}")
-    print(f"   {planned.peak / GIB:>8.2f} GiB  peak, including what the allocator loses")
+    print(f"   {planned.peak / GIB:>8.2f} GiB  peak, including the allocator's fragmentation")
     if job.spec.learns:
         print(
-            f"   {planned.checkpoint / 1e9:>8.3f} GB   a checkpoint on disk; run.num_to_keep of them are kept"
+            f"   {planned.checkpoint / 1e9:>8.3f} GB   per checkpoint on disk; run.num_to_keep checkpoints are retained"
         )
     if unread := planned.shape.unread:
-        notes.append(f"the base's shape is built in, since its config.json cannot be read: {unread}")
+        notes.append(f"using a built-in shape, because the base's config.json cannot be read: {unread}")
     notes += [f"this machine has {name}, {size / GIB:.0f} GiB" for name, size in gpus]
     print("".join(f"   note: {note}\n" for note in notes))
-    memory = on_gpus(planned, named(places)) if places.on_gpu else on_this_machine(planned, places)
+    memory = on_gpus(planned, gpu_names(places)) if places.on_gpu else on_this_machine(planned, places)
     check_fit(planned, places, loras, min((size for _, size in gpus), default=memory), len(gpus) or None)
     if places.rollout:
         print(of_rollout_workers(places.rollout, plan.make_plan(work, loras, learns=False)))
@@ -77,7 +77,7 @@ def check_fit(
     memory: float,
     gpus: int | None = None,
 ) -> None:
-    """Raises Failure, with the keys to change, if the workers need more memory or more GPUs than there are.
+    """Raises Failure, with the keys to change, if the workers need more memory or more GPUs than are available.
 
     Args:
         memory: bytes that a worker has.
@@ -86,14 +86,14 @@ def check_fit(
     lacks, changes = [], list[str]()
     each = places.workers.each.resources.get("GPU", 0)
     if gpus is not None and (needed := places.workers.fewest * each) > gpus:
-        lacks.append(f"the workers need {needed:g} GPUs, and this machine has {gpus}")
+        lacks.append(f"the workers need {needed:g} GPUs, but this machine has {gpus}")
         if not (change := places.fewer(gpus / each)):
             raise Failure(f"{lacks[0]}; lower scaling.resources_per_worker")
         changes, count = [change], int(change.split("=")[1])
         workers = places.workers._replace(fewest=count, most=count)
         planned = plan.make_plan(replace(planned.work, places=replace(places, workers=workers)), loras)
     if planned.peak > memory:
-        lacks.append(f"a worker needs {planned.peak / GIB:.1f} GiB and has {memory / GIB:.1f}")
+        lacks.append(f"a worker needs {planned.peak / GIB:.1f} GiB, but has {memory / GIB:.1f}")
         smaller, planned = plan.fit_into(planned.work, memory, loras)
         changes += smaller
     if not lacks:
@@ -101,30 +101,30 @@ def check_fit(
     if changes:
         lacks.append(f"with {' '.join(changes)} a worker needs {planned.peak / GIB:.1f} GiB")
     if planned.peak > memory:
-        larger = ", ".join(plan.fitting(planned)) if planned.device == "cuda" else "a larger machine"
+        larger = ", ".join(plan.fitting_gpus(planned)) if planned.device == "cuda" else "a larger machine"
         lacks.append(f"use {larger or 'larger GPUs'}, a smaller model, or a shorter data.max_length")
     raise Failure("; ".join(lacks))
 
 
-def named(places: Places) -> list[str]:
+def gpu_names(places: Places) -> list[str]:
     """Returns the names of the GPUs that the workers may get. Raises InputError if the table of `plan` has none of these GPUs."""
     wanted = places.scaling.get("accelerator_type")
     names = plan.gpus_called(wanted) if wanted else list(GPUS)
     for bundle in places.bundles:
-        names = allowed(bundle.selector, names)
+        names = gpus_with_label(bundle.selector, names)
     if not names:
         key = "accelerator_type" if wanted else "label_selector"
         if wanted and plan.gpus_called(wanted):
-            excluded = f"which scaling.label_selector={places.scaling['label_selector']} excludes; change that, or set it to {{}}"
+            excluded = f"which scaling.label_selector={places.scaling['label_selector']} excludes; change it, or set it to {{}}"
             raise InputError(f"found {wanted!r}, {excluded}", key=f"scaling.{key}")
         raise InputError(f"found {places.scaling[key]!r}; plan knows {', '.join(GPUS)}", key=f"scaling.{key}")
     return names
 
 
-def allowed(selector: Mapping[str, str], names: Iterable[str]) -> list[str]:
+def gpus_with_label(selector: Mapping[str, str], names: Iterable[str]) -> list[str]:
     """Returns the GPUs in `names` that a label selector allows."""
     only = {key: value for key, value in selector.items() if key == placement.GPU_LABEL}
-    return [name for name in names if placement.matches(only, {placement.GPU_LABEL: name})]
+    return [name for name in names if placement.matches_labels(only, {placement.GPU_LABEL: name})]
 
 
 def folders_of_adapters(
@@ -137,10 +137,10 @@ def folders_of_adapters(
         uri: the MLflow store.
         pin: returns the inputs with versions instead of aliases.
     """
-    guess = "adapters are assumed to be as large as `lora` makes them"
+    guess = "the sizes of all adapters are estimated from the section `lora`"
     registered = any(InputURI.parse(name).is_registered for name in named.values())
     if registered and (file := registry.file_of_uri(uri)) and not os.path.exists(file):
-        return {}, [f"nothing is registered yet; {guess}"]
+        return {}, [f"no model is registered yet; {guess}"]
     try:
         if registered:
             registry.check_reachable(uri)
@@ -148,12 +148,14 @@ def folders_of_adapters(
         models = {name: at for name, at in inputs.items() if InputURI.parse(at).is_model}
         folders = {name: registry.fetch(at, uri) for name, at in models.items()}
     except Exception as error:  # MLflow's store and the network raise errors of any type
-        return {}, [f"{guess} ({error if isinstance(error, InputError) else f'{uri}: {summary(error)}'})"]
+        return {}, [
+            f"{guess} ({error if isinstance(error, InputError) else f'{uri}: {error_summary(error)}'})"
+        ]
     return {name: at for name, at in folders.items() if lineage.is_adapter(at)}, []
 
 
 def check_shapes(work: Sections, folders: dict[str, str]) -> None:
-    """Checks that the adapters and the section `lora` fit the base. A run makes the same check, but with weights."""
+    """Checks that the adapters and the section `lora` fit the base. A run repeats this check with the adapters' weights."""
     from pipeline.models.base import check_base
     from pipeline.models.compatibility import check_lora
     from pipeline.settle.inputs import makes_adapter
@@ -161,11 +163,11 @@ def check_shapes(work: Sections, folders: dict[str, str]) -> None:
 
     _, unread = config_of(work.model)
     if unread:
-        return  # without config.json, only the built-in shape is known
+        return  # without config.json, the modules of the base are unknown
     weights = bool(weight_files(local(work.model.name_or_path)))
     base = check_base(work.model, weights=weights)
     for name, folder in folders.items():
-        with about(work.keys[name]):
+        with blame_key(work.keys[name]):
             scores = name == "judge" or name.startswith("reward")
             adapter_files.check_adapter_fits_base(base, folder, scores, reference=folder)
     if makes_adapter(work.spec, work.args, folders):
@@ -191,13 +193,13 @@ def on_gpus(planned: Plan, names: list[str]) -> float:
 
     Returns the memory of the largest GPU in bytes.
     """
-    fitting, workers = plan.fitting(planned), planned.work.places.workers.most
+    fitting, workers = plan.fitting_gpus(planned), planned.work.places.workers.most
     if not planned.work.spec.learns:
         print(
-            f"   It fits on {', '.join(name for name in names if name in fitting) or 'none of the GPUs that plan knows'}."
+            f"   The job fits on {', '.join(name for name in names if name in fitting) or 'none of the GPUs that plan knows'}."
         )
         return GIB * max(GPUS[name].memory for name in names)
-    rows, how = rows_of(planned)
+    rows, how = rows_per_epoch(planned)
     completions = f"; completions of {planned.tokens[1]:,} tokens, the longest" if planned.tokens[1] else ""
     print(f"   data: {how}{completions}\n")
     lines = []
@@ -211,7 +213,7 @@ def on_gpus(planned: Plan, names: list[str]) -> float:
             )
         lines.append((name, f"{GPUS[name].memory:.0f}", fits, needs))
     print(table(("GPU", "GiB", "fits", f"the run on {workers}: about"), lines, "<><<"))
-    gathered = "; gathering the base's shards is not counted" * planned.in_shards
+    gathered = "; the time to gather the base's shards is not included" * planned.in_shards
     print(
         f"   Assumed: {plan.UTILIZATION:.0%} of the datasheet's speed, and list prices of "
         f"{prices.read_prices().date}{gathered}"
@@ -219,10 +221,10 @@ def on_gpus(planned: Plan, names: list[str]) -> float:
     return GIB * max(GPUS[name].memory for name in names)
 
 
-def rows_of(planned: Plan) -> tuple[Rows, str]:
+def rows_per_epoch(planned: Plan) -> tuple[Rows, str]:
     """Returns the number and lengths of the rows in an epoch, and a text that says whether these were read or assumed."""
     work = planned.work
-    with console.waiting("reading some of the rows"):
+    with console.print_if_slow("reading some of the rows"):
         rows, how = estimate_rows(
             work, room_for_prompts(work.writes, work.data.max_length, planned.shape.context)
         )
@@ -230,26 +232,26 @@ def rows_of(planned: Plan) -> tuple[Rows, str]:
         return rows, how
     longest, given = planned.tokens[0], work.trainer
     sets_length = given.get("total_episodes") or (given.get("max_steps") or 0) > 0
-    epoch = "" if sets_length else f"{EPOCH_ROWS:,} rows an epoch and "
+    epoch = "" if sets_length else f"{EPOCH_ROWS:,} rows per epoch and "
     return Rows(EPOCH_ROWS, longest), f"{epoch}full-length rows of {longest:,} tokens assumed ({how})"
 
 
 def of_rollout_workers(group: Group, planned: Plan) -> str:
-    """Returns a text about the memory of a rollout worker, the GPUs that have this memory, and the cost of all workers.
+    """Returns a text with the memory that a rollout worker needs, the GPUs with enough memory, and the cost of all workers.
 
     Raises Failure if a rollout worker fits on no GPU that rollout.label_selector allows.
     """
     count, need = group.most, f"A rollout worker needs {planned.peak / GIB:.1f} GiB"
     if planned.device == "cpu":
-        return f"   {need} of the memory of its node."
-    allows = allowed(group.each.selector, GPUS)
-    fits = [name for name in allows if name in plan.fitting(planned)]
+        return f"   {need} of its node's memory."
+    allows = gpus_with_label(group.each.selector, GPUS)
+    fits = [name for name in allows if name in plan.fitting_gpus(planned)]
     if not fits:
-        larger = ", ".join(plan.fitting(planned))
+        larger = ", ".join(plan.fitting_gpus(planned))
         raise Failure(
             f"rollout.label_selector: a{need[1:]}, more than {', '.join(allows) or 'any GPU in the table of `plan`'} has; "
-            f"lower trainer.local_rollout_forward_batch_size{f', or allow larger ones: {larger}' if larger else ''}"
+            f"lower trainer.local_rollout_forward_batch_size{f', or allow larger GPUs: {larger}' if larger else ''}"
         )
     gpus = count * group.each.resources["GPU"]
     dollars = gpus * min(prices.read_prices().gpus[name] for name in fits)
-    return f"   {need} and fits on {', '.join(fits)}.\n   All {count}: from ${dollars:.2f} an hour on demand."
+    return f"   {need} and fits on {', '.join(fits)}.\n   {count} rollout workers cost at least ${dollars:.2f} an hour on demand."

@@ -3,19 +3,21 @@
     make report RUN=runs/ppo-...   or   python -m pipeline report RUN [RUN ...]
 
 RUN is a run's folder, its name under runs/, or its MLflow id. The report about one run is written into the run's folder. The
-report about several runs is written into `report` in the last run's folder. It draws runs of the same stage in the same plots.
+report about several runs is written into `report` in the last run's folder. Runs of the same stage are drawn in the same plots.
 """
 
 from pipeline import report
-from pipeline.errors import InputError, summary
+from pipeline.errors import InputError, error_summary
 from pipeline.system import storage
 
 
 def run(first: str, others: list[str]) -> str:
-    """Writes the report on these runs. Prints and returns the report's path."""
+    """Writes a report about runs. Prints and returns the report's path."""
     references = [first, *others] if first else others
     if not references:
-        raise InputError(f"name a run: make report RUN=runs/NAME; the newest are {report.newest()}")
+        raise InputError(
+            f"no run given; use make report RUN=runs/NAME. The newest runs: {report.newest_runs()}"
+        )
     try:
         runs = [report.read_run(one) for one in references]
         alone = runs[0].folder if len(runs) == 1 else None
@@ -24,8 +26,8 @@ def run(first: str, others: list[str]) -> str:
         raise
     except Exception as error:
         raise InputError(
-            f"{' '.join(references)}: no report can be drawn ({summary(error)}); its result.json, job.json or "
-            "MLflow run has changed since the run, or its folder cannot be read or written"
+            f"{' '.join(references)}: cannot draw a report ({error_summary(error)}). The run's result.json, job.json or "
+            "MLflow run was changed after the run, or the run's folder cannot be read or written"
         ) from error
     for one in runs:
         if one.note:

@@ -2,8 +2,8 @@
 
     make rlhf    or    python -m pipeline run jobs/demo [section.key=value ...] [STAGE.section.key=value ...]
 
-An override applies to every stage, unless it begins with a stage's name: then it applies only to that stage. `run.name=X` names
-the runs sft-X, rm-X, ppo-X and evaluate-X. By default, X is the time. The same name continues these runs.
+An override applies to all stages. If an override begins with a stage's name, it applies only to that stage. `run.name=X` names
+the runs sft-X, rm-X, ppo-X and evaluate-X. By default, X is the current time. To resume these runs, set the same name.
 """
 
 import gc
@@ -17,12 +17,12 @@ from pipeline import report
 from pipeline.errors import Failure, InputError
 from pipeline.job import STAGES, Job, command_line, load_job
 from pipeline.job.libraries import check_with_libraries
-from pipeline.job.stages import headline
+from pipeline.job.stages import headline_metrics
 from pipeline.registry import file_of_uri
 from pipeline.run.launch import launch
 from pipeline.run.prepare import heading
-from pipeline.run.session import session
-from pipeline.run.summary import change, sample_table
+from pipeline.run.session import ray_session
+from pipeline.run.summary import metric_change, sample_table
 from pipeline.run_folder import RESULT
 from pipeline.settle import placement
 from pipeline.settle.identity import new_name, tracking_of
@@ -32,15 +32,15 @@ from pipeline.stages import evaluate, ppo, rm, sft
 from pipeline.system import storage, terminal
 
 SHOWN_SAMPLES = 2
-# Seconds that each stage of jobs/demo takes on two cores. The estimate uses these until the storage path has a run of the stage.
+# Seconds that each stage of jobs/demo takes on two cores. Used as an estimate until a run of the stage has finished.
 DEMO_SECONDS = {"sft": 8.0, "rm": 16.0, "ppo": 19.0, "evaluate": 1.0}
 ORDER = {"sft": sft.RECIPE, "rm": rm.RECIPE, "ppo": ppo.RECIPE, "evaluate": evaluate.RECIPE}
 
 
 def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
-    """Runs the stages of a folder of jobs in their order. Each stage registers the model that the next stage starts from."""
+    """Runs the stages of a folder of jobs in order. Each stage registers the model that the next stage starts from."""
     started, name = time.monotonic(), common_name(overrides) or new_name()
-    jobs = load(folder, overrides, name)
+    jobs = load_profile(folder, overrides, name)
     for job in jobs.values():  # finds missing files before the first stage starts, not an hour later
         check_paths(job)
     for job in jobs.values():  # runs after check_paths, because it imports Ray
@@ -54,11 +54,11 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     for job in jobs.values():
         check_with_libraries(job)
-    # All stages use one session.
+    # All stages use one Ray session.
     on_ray = [job for job in jobs.values() if not job.in_process]
     first = next(iter(on_ray), jobs["sft"])
     place = (places_of(first), first.run.storage_path, tracking_of(first).uri)
-    with session(*place):
+    with ray_session(*place):
         for number, (stage, recipe) in enumerate(ORDER.items(), 1):
             heading.set(f"[{number}/{len(ORDER)}]")
             terminal.screen.following = seconds_after(stage, expected, results)
@@ -72,18 +72,18 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
             gc.collect()  # frees the models of a stage in this process
             if result.get("registered_model") and not result["alias"]:
                 raise Failure(
-                    f"{stage}: {result['registered_model']} v{result['version']} was registered, but its gate {result['gate']}; "
-                    f"the next stage would not find it. Look at {result['checkpoint']}, or change the gate: "
+                    f"{stage}: {result['registered_model']} v{result['version']} was registered, but the gate {result['gate']}; "
+                    f"the next stage would not find this version. See {result['checkpoint']}, or change the gate: "
                     f"{stage}.gate.METRIC=..."
                 )
     folders = [result["folder"] for result in results]
     home = storage.join(folders[-1], "report")
     page = report.of_several(folders, home) if jobs["evaluate"].run.report else None
-    terminal.say(closing(results, folder, time.monotonic() - started, page), result=True)
+    terminal.say(end_of_profile(results, folder, time.monotonic() - started, page), result=True)
     return results
 
 
-def load(folder: str, overrides: list[str], name: str | None = None) -> dict[str, Job]:
+def load_profile(folder: str, overrides: list[str], name: str | None = None) -> dict[str, Job]:
     """Returns {stage: job}. If a job does not set run.name, its run gets the name STAGE-`name`."""
     jobs, name = {}, common_name(overrides) or name
     for stage in ORDER:
@@ -94,7 +94,7 @@ def load(folder: str, overrides: list[str], name: str | None = None) -> dict[str
         jobs[stage] = job
     folders = [job.folder for job in jobs.values() if job.run.name]
     if twice := next((one for one in folders if folders.count(one) > 1), None):
-        why = f"{twice} would be the folder of several runs"
+        why = f"{twice} would be the run folder of several stages"
         raise InputError(f"{why}; set run.name=NAME, which names the runs STAGE-NAME", key="run.name")
     return jobs
 
@@ -102,7 +102,7 @@ def load(folder: str, overrides: list[str], name: str | None = None) -> dict[str
 def expected_seconds(stage: str, job_file: str, storage_path: str) -> float:
     """Returns the seconds that the newest finished run of a job file took.
 
-    Without such a run, returns the seconds of the demo's stage, or 0 if the job file is not from the demo.
+    If no run has finished, returns the seconds of the demo's stage, or 0 if the job file is not from the demo.
     """
     for name in sorted(storage.folders(storage_path), reverse=True):
         file = storage.join(storage_path, name, RESULT)
@@ -117,7 +117,7 @@ def seconds_after(stage: str, expected: dict[str, float], results: list[dict[str
     """Returns the seconds that the stages after `stage` will take, or 0 if a stage's time is unknown.
 
     Args:
-        expected: {stage: seconds}. These are scaled by the actual speed of the stages that have ended.
+        expected: {stage: seconds}. The expected seconds are scaled by the measured speed of the stages that have ended.
         results: results of the stages that have ended.
     """
     if not all(expected.values()):
@@ -129,7 +129,7 @@ def seconds_after(stage: str, expected: dict[str, float], results: list[dict[str
 
 
 def common_name(overrides: list[str]) -> str | None:
-    """Returns X if the overrides have `run.name=X`, or None."""
+    """Returns X if `run.name=X` is among the overrides, or else None."""
     names = [override.partition("=")[2] for override in overrides if override.startswith("run.name=")]
     return names[-1] if names else None
 
@@ -148,26 +148,26 @@ def overrides_of(stage: str, overrides: list[str]) -> list[str]:
     return mine
 
 
-def closing(results: list[dict[str, Any]], folder: str, seconds: float, page: str | None) -> str:
+def end_of_profile(results: list[dict[str, Any]], folder: str, seconds: float, page: str | None) -> str:
     """Returns the text that `run` prints at the end: samples, the first metric of the last two stages, and commands to run next.
 
     Args:
         folder: folder of the job files.
-        page: path of the report on all stages, or None if it could not be drawn.
+        page: path of the report about all stages, or None if the report could not be drawn.
     """
     verdict = []
     for result in results[-2:]:
         metrics = result["metrics"]
-        shown = headline(result["stage"], metrics)[:1]
-        verdict += [f"{result['stage']}: {one.label} {change(metrics, one)}" for one in shown]
+        shown = headline_metrics(result["stage"], metrics)[:1]
+        verdict += [f"{result['stage']}: {one.label} {metric_change(metrics, one)}" for one in shown]
     last = results[-1]
     store, home = last.get("tracking_uri", ""), last["folder"].rpartition("/")[0]
     local = file_of_uri(store) == os.path.abspath("runs/mlflow.db") if store else home == "runs"
     jobs = Path(folder)
     look = [
-        (page and storage.relative(page), "report on all stages"),
+        (page and storage.relative(page), "report about all stages"),
         ("make ui" if local else store, "curves in MLflow" + (": http://127.0.0.1:5000" if local else "")),
-        (str(jobs / "ppo.yaml"), "settings of ppo, explained"),
+        (str(jobs / "ppo.yaml"), "explains the settings of ppo"),
         (command_line("ppo", str(jobs / "ppo.yaml"), ["trainer.kl_coef=0.1"]), "ppo with another KL penalty"),
     ]
     samples = last.get("samples", [])[:SHOWN_SAMPLES]

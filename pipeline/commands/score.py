@@ -2,8 +2,8 @@
 
     make score    or    python -m pipeline score jobs/demo/score.yaml data.train=rows.jsonl [section.key=value ...]
 
-`score` reads every format of preferences and demonstrations. A line of scores.jsonl is the row with its `score`. A pair has
-`score_chosen`, `score_rejected` and `score_margin` instead. The same run.name continues a killed run.
+`score` reads every format of preferences and demonstrations. Each line of scores.jsonl is a row with its `score`, or, for a pair,
+with `score_chosen`, `score_rejected` and `score_margin`. To resume a killed run, set the same run.name.
 """
 
 import json
@@ -20,15 +20,17 @@ def run(job: Job) -> dict[str, Any]:
 
 def load(host: ModelHost) -> Answer:
     from pipeline.run import roles
-    from pipeline.stages.pairs import named, scores_of
+    from pipeline.stages.pairs import score_columns, score_rows
 
     shared = roles.shared_base(host)
     rewards = roles.add_rewards(host, shared)
     ends = set(shared.ends(host.tokenizer))
 
     def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
-        scored = scores_of(rewards, rows, first, host.tokenizer, ends)
-        return [json.loads(row["row"]) | named(scores) for row, scores in zip(rows, scored, strict=True)]
+        scored = score_rows(rewards, rows, first, host.tokenizer, ends)
+        return [
+            json.loads(row["row"]) | score_columns(scores) for row, scores in zip(rows, scored, strict=True)
+        ]
 
     return answer
 

@@ -23,10 +23,10 @@ from typing import Any
 from pipeline.errors import Failure, InputError
 from pipeline.job import Job, Serve, load_job
 from pipeline.run.model_host import load_model_host
-from pipeline.run.session import session
+from pipeline.run.session import ray_session
 from pipeline.serving import LOOPBACK, REQUEST_S
 from pipeline.settle import placement
-from pipeline.settle.identity import named
+from pipeline.settle.identity import with_run_name
 from pipeline.settle.work import Work
 from pipeline.system import console, storage
 
@@ -36,8 +36,8 @@ MIN_TOKEN_LENGTH = 16  # characters
 
 def run(job: Job) -> None:
     token_digests(job.serve.host)  # raises an error about a missing token before models are downloaded
-    with serving(load_model_host(named(job)).work, job.run.name or "serve") as work:
-        print(announcement(work), flush=True)
+    with serve_models(load_model_host(with_run_name(job)).work, job.run.name or "serve") as work:
+        print(describe_server(work), flush=True)
         try:
             while True:
                 time.sleep(1)
@@ -46,26 +46,26 @@ def run(job: Job) -> None:
 
 
 @contextlib.contextmanager
-def serving(work: Work, name: str = "serve") -> Iterator[Work]:
-    """Serves the models of a job during the block. Yields the Work, with the server's port.
+def serve_models(work: Work, name: str = "serve") -> Iterator[Work]:
+    """Serves the models of a job during the `with` block. Yields `work` with the server's port.
 
-    Raises InputError if the port is taken, and Failure if a replica cannot be placed or does not start.
+    Raises InputError if the port is in use, and Failure if a replica cannot be placed or does not start.
     """
     from ray import serve
 
     from pipeline.serving import feedback, proxy
-    from pipeline.serving.app import application
+    from pipeline.serving.app import make_application
 
     section = with_port(work.serve)
     work = replace(work, serve=section)
-    # On a cluster, the folder is on the head node, so it cannot be checked here.
+    # On a cluster, the feedback folder is on the head node, so this machine cannot check the folder.
     if section.log_prompts and not os.environ.get("RAY_ADDRESS"):
         folder = feedback.feedback_folder(section, work.identity.storage_path)
         feedback.FeedbackStore(folder, max_bytes=section.max_feedback_bytes, encoders={}).close()
-    with session(work.places, work.identity.storage_path, work.uri):
+    with ray_session(work.places, work.identity.storage_path, work.uri):
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         placement.wait_for_one(work.places)
-        # Ray Serve's limit is longer than serve.timeout_s, whose error has a better message.
+        # Ray Serve's timeout is longer than serve.timeout_s, so that requests fail with our error message.
         limits = {"request_timeout_s": section.timeout_s + 5, "keep_alive_timeout_s": REQUEST_S}
         serve.start(
             http_options={"host": section.host, "port": section.port, **limits},
@@ -73,13 +73,13 @@ def serving(work: Work, name: str = "serve") -> Iterator[Work]:
             controller_options={"runtime_env": {"env_vars": proxy.ENVIRONMENT}},
         )
         try:
-            with console.waiting("loading the models"):
-                serve.run(application(work, token_digests(section.host)), name=name, route_prefix="/")
+            with console.print_if_slow("loading the models"):
+                serve.run(make_application(work, token_digests(section.host)), name=name, route_prefix="/")
         except RuntimeError as error:
             deployments = serve.status().applications[name].deployments.values()
             message = next((one.message for one in deployments if one.message.strip()), str(error))
             why = message.strip().splitlines()[-1].strip()  # the last line of the replica's traceback
-            raise Failure(f"the application does not start: {why}") from error
+            raise Failure(f"the application did not start: {why}") from error
         else:
             yield work
         finally:
@@ -87,14 +87,14 @@ def serving(work: Work, name: str = "serve") -> Iterator[Work]:
                 serve.shutdown()
 
 
-def announcement(work: Work) -> str:
+def describe_server(work: Work) -> str:
     """Returns the text that `serve` prints at the start: the address, the served versions, and an example request."""
-    from pipeline.serving.models import pinned
+    from pipeline.serving.models import pinned_versions
 
     serve = work.serve
     host = f"[{serve.host}]" if ":" in serve.host else serve.host
     url = f"http://{host}:{serve.port}"
-    lines = [f"   {key.partition('.')[2]:<28}{version}" for key, version in pinned(work).items()]
+    lines = [f"   {key.partition('.')[2]:<28}{version}" for key, version in pinned_versions(work).items()]
     header = f' -H "Authorization: Bearer ${TOKENS}"' if os.environ.get(TOKENS) else ""
     if serve.policies:
         body = f'{{"model": "{next(iter(serve.policies))}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
@@ -103,7 +103,7 @@ def announcement(work: Work) -> str:
         example = (
             f"""curl -s {url}/score{header} -d '{{"prompt": "Who is there?", "completion": "A friend."}}'"""
         )
-    return "\n".join([f"\nserving at {url}", *lines, f"   {example}", "Ctrl-C ends it"])
+    return "\n".join([f"\nserving at {url}", *lines, f"   {example}", "Ctrl-C stops the server"])
 
 
 def token_digests(host: str) -> list[str]:
@@ -114,7 +114,7 @@ def token_digests(host: str) -> list[str]:
     tokens = os.environ.get(TOKENS, "").replace(",", " ").split()
     if not tokens and host not in LOOPBACK:
         raise InputError(
-            f"found {host}, which other machines can reach, and no tokens; run export {TOKENS}=$(openssl rand -hex 32), "
+            f"found {host}, which other machines can reach, but no tokens; run export {TOKENS}=$(openssl rand -hex 32), "
             "or use serve.host=127.0.0.1",
             key="serve.host",
         )
@@ -127,7 +127,7 @@ def token_digests(host: str) -> list[str]:
 
 
 def with_port(serve: Serve) -> Serve:
-    """Returns the section `serve`, with a free port in place of port 0. Raises InputError if the port is taken."""
+    """Returns the section `serve`, with a free port in place of port 0. Raises InputError if the port is in use."""
     serve = with_absolute_folder(serve)
     if os.environ.get("RAY_ADDRESS"):  # the server's port is on the head node, not on this machine
         return serve
@@ -154,15 +154,15 @@ def build(args: dict[str, Any]) -> Any:
     """Builds the application for `serve deploy` and KubeRay's RayService: import_path pipeline.commands.serve:build.
 
     Args:
-        args: `job`, a job file, and `overrides`, a list of section.key=value.
+        args: a dict with `job`, the path of a job file, and `overrides`, a list of section.key=value.
     """
     import ray
 
-    from pipeline.serving.app import application
+    from pipeline.serving.app import make_application
 
     # Ray Serve calls this function in a task, often on a head node without GPUs. The replicas run on other nodes.
     if ray.is_initialized():
         os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
-    job = named(load_job(args["job"], args.get("overrides") or [], "serve"))
+    job = with_run_name(load_job(args["job"], args.get("overrides") or [], "serve"))
     work = load_model_host(replace(job, serve=with_absolute_folder(job.serve))).work
-    return application(work, token_digests(work.serve.host))
+    return make_application(work, token_digests(work.serve.host))

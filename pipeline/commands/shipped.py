@@ -1,4 +1,4 @@
-"""Copies job files of the project to the current folder. pipeline/jobs is a link to jobs/ in a clone, and a copy in a wheel."""
+"""Copies the project's job files to the current folder. pipeline/jobs links to jobs/ in a clone; a wheel contains a copy."""
 
 import shutil
 from pathlib import Path
@@ -7,11 +7,11 @@ import pipeline
 from pipeline.errors import InputError
 
 JOBS = Path(pipeline.__file__).parent / "jobs"  # has a folder for each profile: demo, own, llama3-8b, ...
-# The folders of JOBS in a wheel. In a clone, JOBS also has the profiles of the user.
+# Folders under JOBS in a wheel. In a clone, JOBS also contains the user's profiles.
 FOLDERS = "cloud demo examples llama3-70b llama3-70b-qlora llama3-8b llama3-8b-qlora own".split()
 
 
-def profiles() -> list[str]:
+def shipped_profiles() -> list[str]:
     """Returns the names of the profiles, which are the folders with an evaluate.yaml."""
     return sorted(file.parent.name for file in JOBS.glob("*/evaluate.yaml"))
 
@@ -33,6 +33,6 @@ def copy_profile(profile: str) -> Path:
 
 
 def write_schema(folder: Path) -> None:
-    """Copies schema.json into `folder`, the parent of the job files' folder. The first line of each job file names this copy."""
+    """Copies schema.json into `folder`, the parent of the job files' folder. The first line of each job file links to it."""
     if not (file := folder / "schema.json").exists():
         shutil.copyfile(JOBS / "schema.json", file)

@@ -21,7 +21,7 @@ from pipeline.job.identity import identity_of
 from pipeline.job.libraries import check_with_libraries
 from pipeline.run import launch as runs
 from pipeline.run import resume
-from pipeline.run.prepare import prepared
+from pipeline.run.prepare import prepared_run
 from pipeline.settle.identity import gate_of, tracking_of
 from pipeline.settle.inputs import by_version, check_paths
 from pipeline.settle.work import SweepHandle, Work
@@ -34,40 +34,40 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
     """Runs a sweep. Returns the content of sweep.json. Checks the jobs of all trials before the first trial starts."""
     sweep = space.read_sweep(path, arguments)
     seen = resume.check_folder(sweep.folder, "a sweep", "sweep")
-    left = recorded(sweep, seen)
+    left = read_recorded_sweep(sweep, seen)
     if left.get("ended") and not [row for row in left["trials"] if row["state"] == "failed"]:
-        print(f"sweep {sweep.job.run.name} has ended ({sweep.folder}); run.overwrite=true starts it over")
-        print(closing(sweep, left), flush=True)
+        print(f"sweep {sweep.job.run.name} has ended ({sweep.folder}); set run.overwrite=true to start over")
+        print(end_of_sweep(sweep, left), flush=True)
         return left
     check_paths(sweep.job)
     sweep = with_one_store(sweep)
     print(f"\n== sweep  {sweep.job.stage}  {sweep.job.run.name}  {sweep.job.source}", flush=True)
     tracking = tracking_of(sweep.job)
-    with console.waiting("opening MLflow"):
+    with console.print_if_slow("opening MLflow"):
         registry.check_store(tracking)
     first = sweep.trials[0].job
     for trial in sweep.trials:
         check_with_libraries(trial.job)
-    with prepared(first, left.get("inputs", {})) as (work, _, report):
+    with prepared_run(first, left.get("inputs", {})) as (work, _, report):
         print(report.render(samples=False), flush=True)
         sweep = with_versions(sweep, work.versions)
-        with resume.owned(sweep.folder, seen, sweep.job.run.overwrite) as lease, output_in_log(sweep):
+        with resume.owned_folder(sweep.folder, seen, sweep.job.run.overwrite) as lease, output_in_log(sweep):
             summary = run_all(
                 sweep, left, replace(work, identity=tracking.identity, tracking=tracking, lease=lease)
             )
-    print(closing(sweep, summary), flush=True)
+    print(end_of_sweep(sweep, summary), flush=True)
     return summary
 
 
-def recorded(sweep: Sweep, seen: dict[str, str]) -> dict[str, Any]:
-    """Returns the sweep.json that an earlier driver wrote, or {}. Raises InputError if it belongs to a different sweep."""
+def read_recorded_sweep(sweep: Sweep, seen: dict[str, str]) -> dict[str, Any]:
+    """Returns the sweep.json that an earlier driver wrote, or {}. Raises InputError if the file belongs to a different sweep."""
     job = sweep.job
     keys = ("job", "metric", "trials", "reports")
     if job.run.overwrite or not (left := resume.read_left(sweep.folder, seen, run_folder.SWEEP, *keys)):
         return {}
-    if left["job"] != resume.essence(identity_of(job)) or left["metric"] != sweep.metric:
+    if left["job"] != resume.deciding_settings(identity_of(job)) or left["metric"] != sweep.metric:
         raise InputError(
-            f"{job.run.name!r} is a sweep of another job; choose another name, or set run.overwrite=true",
+            f"{job.run.name!r} is a sweep of a different job; choose another name, or set run.overwrite=true",
             key="run.name",
         )
     names = {trial.name for trial in sweep.trials}
@@ -75,7 +75,7 @@ def recorded(sweep: Sweep, seen: dict[str, str]) -> dict[str, Any]:
 
 
 def with_one_store(sweep: Sweep) -> Sweep:
-    """Returns the sweep, with the sweep's MLflow store set in every trial."""
+    """Returns the sweep. Every trial's job gets the sweep's MLflow store."""
     uri = tracking_of(sweep.job).uri
     return replace(
         sweep,
@@ -87,7 +87,7 @@ def with_one_store(sweep: Sweep) -> Sweep:
 
 
 def with_versions(sweep: Sweep, inputs: dict[str, str]) -> Sweep:
-    """Returns the sweep, with model versions in place of aliases in every trial. Aliases may move during the sweep."""
+    """Returns the sweep, with model versions in place of aliases in every trial, because aliases may move during the sweep."""
     shared = {name: version for name, version in inputs.items() if name.partition(".")[0] not in sweep.keys}
     return replace(sweep, trials=[replace(one, job=by_version(one.job, shared)) for one in sweep.trials])
 
@@ -115,7 +115,7 @@ def run_all(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
         "stage": sweep.job.stage,
         "name": sweep.job.run.name,
         "folder": sweep.folder,
-        "job": resume.essence(work.identity),
+        "job": resume.deciding_settings(work.identity),
         "inputs": work.versions,
         "metric": sweep.metric,
         "greater_is_better": sweep.greater,
@@ -124,7 +124,7 @@ def run_all(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
     path = storage.join(sweep.folder, run_folder.SWEEP)
 
     def keep(state: dict[str, Any], died: dict[str, str] | None = None, **more: Any) -> dict[str, Any]:
-        rows = table.rows(sweep, state, died or {})
+        rows = table.trial_rows(sweep, state, died or {})
         summary = {**begun, "ended": False, "trials": rows, "reports": state["reports"], **more}
         storage.write_json(path, summary)
         return summary
@@ -133,19 +133,19 @@ def run_all(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
     with registry.mlflow_run(work.tracking, work.digests, new_run=not left) as run_id:
         begun["mlflow_run_id"] = run_id
         keep(ray.get(rungs.state.remote()))
-        with trials_ended(sweep), trials.watching(sweep, rungs, keep):
+        with trials_ended(sweep), trials.watch_trials(sweep, rungs, keep):
             died = trials.run_trials(sweep, SweepHandle(rungs, run_id, work.lease), work.places)
         state = ray.get(rungs.state.remote())
         work.lease.require()
         rows = keep(state, died)["trials"]
-        if (best := table.best(sweep, rows)) is None:
-            print(table.text(sweep, rows), flush=True)
+        if (best := table.best_row(sweep, rows)) is None:
+            print(table.table_text(sweep, rows), flush=True)
             raise Failure(
-                f"no trial finished; {sweep.folder} has what each one left, and the same command tries again"
+                f"no trial finished; {sweep.folder} contains the trials' folders; run the same command again to retry"
             )
         # Registers the best trial, and adds the version to the trial's result.json.
         result = storage.read_json(file := storage.join(best["folder"], run_folder.RESULT))
-        version = runs.described(runs.publish(replace(work, gate=gate_of(sweep.job)), result))
+        version = runs.version_entries(runs.publish_adapter(replace(work, gate=gate_of(sweep.job)), result))
         storage.write_json(file, result | version)
         values = [f"{key}={value}" for key, value in best["values"].items()]
         typed = [one for one in sweep.arguments if not one.startswith(("run.name=", "run.overwrite="))]
@@ -156,7 +156,7 @@ def run_all(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def trials_ended(sweep: Sweep) -> Iterator[None]:
-    """Sets the status of the trials' MLflow runs to KILLED if the sweep is interrupted during the block."""
+    """Sets the status of the trials' MLflow runs to KILLED if the sweep is interrupted during the `with` block."""
     try:
         yield
     except BaseException:
@@ -180,18 +180,18 @@ def output_in_log(sweep: Sweep) -> Iterator[None]:
             console.attach_ray_printer(JOBS)
 
 
-def closing(sweep: Sweep, summary: dict[str, Any]) -> str:
+def end_of_sweep(sweep: Sweep, summary: dict[str, Any]) -> str:
     """Returns the summary that a sweep prints at its end."""
     best = next(row for row in summary["trials"] if row["trial"] == summary["best"])
     values = " ".join(f"{key}={value}" for key, value in best["values"].items())
     version = summary["registered"]
-    lines = ["", table.text(sweep, summary["trials"])]
+    lines = ["", table.table_text(sweep, summary["trials"])]
     lines.append(f"   best: {values}  ({sweep.metric} {best['figure']:.4g})")
     if version["version"]:
         alias = f" @{version['alias']}" if version["alias"] else ""
         lines.append(
             f"   registered {version['registered_model']} v{version['version']}{alias}  (gate {version['gate']})"
         )
-    lines.append(f"   to train it again: {summary['command']}")
-    lines.append(f"   {sweep.folder}/{run_folder.SWEEP}, a folder for each trial")
+    lines.append(f"   to repeat the best trial: {summary['command']}")
+    lines.append(f"   {sweep.folder}/{run_folder.SWEEP}; each trial has a folder")
     return "\n".join(lines)

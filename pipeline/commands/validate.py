@@ -2,7 +2,7 @@
 
     python -m pipeline validate jobs/demo/sft.yaml [section.key=value ...]
 
-A later run reads the tokenized rows from the cache. `validate` does not need the GPUs, the packages and the models of the run.
+A later run reads the tokenized rows from the cache. `validate` does not need the GPUs, packages and models that the run needs.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from pipeline.job.rules import find_warnings
 from pipeline.job.stages import INPUTS
 from pipeline.run.prepare import print_header, read_only
 from pipeline.settle import placement
-from pipeline.settle.identity import named
+from pipeline.settle.identity import with_run_name
 from pipeline.settle.inputs import check_paths, pin_inputs
 from pipeline.settle.places import places_of
 from pipeline.system import storage
@@ -22,9 +22,9 @@ from pipeline.system import storage
 
 def run(job: Job) -> dict[str, Any]:
     if job.spec.rows is None:
-        raise InputError(f"`{job.stage}` reads no rows: there is nothing to validate", key="stage")
-    # Removes run.name. Otherwise an existing run with this name would be an error.
-    job = named(replace(job, run=replace(job.run, name=None)))
+        raise InputError(f"`{job.stage}` reads no rows, so there is nothing to validate", key="stage")
+    # Removes run.name, because an existing run with this name would raise an error.
+    job = with_run_name(replace(job, run=replace(job.run, name=None)))
     storage.require_writable(job.run.storage_path)
     check_paths(job)
     print_header(f"validate  {job.stage}  {job.source}")
@@ -33,7 +33,7 @@ def run(job: Job) -> dict[str, Any]:
     try:
         placement.check_fits(places_of(job))
     except InputError as error:
-        print(f"note: the run itself cannot start here: {error}", flush=True)
+        print(f"note: the run cannot start on this machine: {error}", flush=True)
     # Removes models that do not exist yet from the job.
     none: dict[str, Any] = dict.fromkeys(INPUTS)
     for name in INPUTS:
@@ -41,8 +41,8 @@ def run(job: Job) -> dict[str, Any]:
             pin_inputs(replace(job, **{**none, name: getattr(job, name)}))
         except InputError as error:
             if name in job.functions:
-                raise  # no earlier stage will create a missing Python function
-            print(f"note: {error}; the rows are read without it, with the template of the base", flush=True)
+                raise  # unlike a model, a missing Python function is not created by an earlier stage
+            print(f"note: {error}; using the base's chat template instead of this model's", flush=True)
             job = replace(job, **{name: None})  # type: ignore[arg-type]
     report = read_only(job)
     print(report.render(), flush=True)

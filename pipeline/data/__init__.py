@@ -1,6 +1,6 @@
-"""Reads the rows of a job, checks them, and tokenizes them once. The results are Arrow tables.
+"""Reads and checks the rows of a job, and tokenizes them once into Arrow tables.
 
-A row passes through the files in this order:
+The modules process the rows in this order:
 
     files, chunks            the files of a job are cut into chunks, one for each task
     text_rows, table_rows    a chunk of JSON Lines, a JSON array, CSV, Parquet or Arrow becomes decoded, numbered rows
@@ -10,6 +10,6 @@ A row passes through the files in this order:
     template, encode         a Record becomes text, then token ids
     tasks, counts            a task writes one Arrow file of token rows, and counts them
     report                   the counts of all tasks become a report, or an error
-    read                     the driver starts the tasks, or takes their files from the cache
+    read                     the driver starts the tasks, or loads the token rows from the cache
     mixture                  weighted sources become the rows of an epoch
 """

@@ -1,29 +1,29 @@
-"""Converts the records of annotation tools to rows, which have the fields of a record and a column for each question.
+"""Converts records of annotation tools to rows with one column for each field and each question.
 
     Argilla, to_datasets   {"reply_1": TEXT, "better.responses": ["reply_1"], "better.responses.status": ["submitted"]}
     Argilla, to_json       {"fields": {"reply_1": TEXT}, "responses": {"better": [{"value": "reply_1"}]}}
     Label Studio, JSON     {"data": {"reply_1": TEXT},
                             "annotations": [{"result": [{"from_name": "better", "type": TYPE, "value": {KEY: ["A"]}}]}]}
 
-A question's column contains its only answer, or a list with the answers of several annotators.
+The column of a question contains the answer, or a list of answers if several annotators answered.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-# type of a result in Label Studio -> key of the answer in the result's `value`
+# {type of a Label Studio result: key of the answer in the result's `value`}
 ANSWERS = dict(pairwise="selected", choices="choices", rating="rating", textarea="text", number="number")
 
 
 class Answered(dict[str, Any]):
-    """A row whose columns `questions` contain the answers of annotators."""
+    """A row from an annotation tool. `questions` has the names of the columns with answers."""
 
     questions: frozenset[str] = frozenset()
 
 
-def flat(row: Any, labels: Iterable[str] = ()) -> Any:
-    """Converts a tool's record to a row, and returns other rows unchanged. A column in `labels` without an answer is null."""
+def flatten_annotation(row: Any, labels: Iterable[str] = ()) -> Any:
+    """Converts a record of an annotation tool to a row. Returns other rows unchanged. Unanswered columns in `labels` are null."""
     answers, known = defaultdict[str, list[Any]](list), row if isinstance(row, dict) else {}
     fields, others = dict[str, Any](), set[str]()
     if isinstance(known.get("data"), dict) and isinstance(known.get("annotations"), list):

@@ -1,4 +1,4 @@
-"""Counts the rows that a task reads and drops. `totals` sums the counts over all tasks, a split, or a source."""
+"""Counts the rows that a task reads and drops. `sum_counts` sums the counts over all tasks, a split, or a source."""
 
 import hashlib
 from collections import Counter, defaultdict
@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.data.chunks import Chunk
+from pipeline.data.chunks import FileChunk
 from pipeline.data.values import Dropped, Reason, RowError
 
-FIRST = 10  # number of reasons for bad rows that a message lists
-# {how rows are compared: number of 64-bit hashes per row}. `rows` hashes the bytes of a row. `records` uses Record.digests.
+FIRST = 10  # maximum number of error reasons that a message lists
+# {kind of row comparison: number of 64-bit hashes per row}. `rows` hashes the bytes of a row. `records` uses Record.digests.
 WIDTH = {"rows": 1, "records": 2}
 
 
@@ -41,25 +41,25 @@ class RowsDigest:
 class Counts:
     """The counts of one chunk. The size of this object does not grow with the chunk."""
 
-    chunk: Chunk
+    chunk: FileChunk
     # (split, label, detail) -> rows or tokens, such as ("train", "dropped", "overlong") -> 3
     tally: Counter[tuple[str, str, Any]] = field(default_factory=Counter)
     # split -> (file, rows)
     parts: dict[str, tuple[str, int]] = field(default_factory=dict)
-    # reason -> the first row dropped for this reason
+    # {reason: first error with this reason}
     errors: dict[Reason, RowError] = field(default_factory=dict)
-    # the error that stopped the task before the end of the chunk, or None
+    # the error after which the task could not read the rest of the chunk, or None
     unread: RowError | None = None
     samples: list[str] = field(default_factory=list)
     digest: RowsDigest = field(default_factory=RowsDigest)  # digest of the chunk's rows
-    # key of WIDTH -> hashes by which rows are compared
+    # {key of WIDTH: hashes of the rows, which are equal for equal rows}
     keys: dict[str, bytearray] = field(default_factory=lambda: {name: bytearray() for name in WIDTH})
 
     def add(self, split: str, label: str, detail: Any = "", number: int = 1) -> None:
         self.tally[split, label, detail] += number
 
     def leave_out(self, split: str, number: int, why: RowError | Dropped) -> None:
-        """Counts a row that was dropped because it has an error or, for example, is too long."""
+        """Counts a dropped row, for example a row that has an error or is too long."""
         error = why if isinstance(why, RowError) else why.error
         self.add(split, "dropped", why.kind if isinstance(why, RowError) else why.reason)
         if error is None:
@@ -73,10 +73,10 @@ class Counts:
         self.add(split, "reasons", error.reason())
 
 
-def totals(
+def sum_counts(
     counts: Iterable[Counts], split: str | None = None, source: int | None = None
 ) -> dict[str, Counter]:
-    """Returns {label: {detail: number}}, summed over the counts of all splits and sources, or of one split or source."""
+    """Returns {label: {detail: number}}: sums over all splits and sources, or over one split or one source."""
     total: dict[str, Counter] = defaultdict(Counter)
     for one in counts:
         if source in (None, one.chunk.source):
@@ -87,13 +87,13 @@ def totals(
 
 
 def of_split(name: str, counts: Iterable[Counts]) -> list[Counts]:
-    """Returns the counts of the chunks whose files belong to `train` or `eval`."""
+    """Returns the counts of all chunks of the split `name`."""
     return [one for one in counts if one.chunk.split == name]
 
 
 def first_errors(counts: Iterable[Counts]) -> list[tuple[RowError, int]]:
-    """For each of the most frequent reasons, returns (the first row dropped for it, number of rows dropped for it)."""
-    rows, first = totals(counts)["reasons"], dict[Reason, RowError]()
+    """Returns (first error, number of dropped rows) for each of the most frequent error reasons."""
+    rows, first = sum_counts(counts)["reasons"], dict[Reason, RowError]()
     for one in counts:
         for reason, error in one.errors.items():
             first.setdefault(reason, error)
@@ -104,24 +104,24 @@ def first_errors(counts: Iterable[Counts]) -> list[tuple[RowError, int]]:
 # ---- comparing rows -----------------------------------------------------------------------------------------------------
 
 
-def compared(name: str, counts: Iterable[Counts], split: str) -> Any:
-    """Returns the hashes by which the rows of a split are compared, as an array [rows, WIDTH]."""
+def hashes_of_rows(name: str, counts: Iterable[Counts], split: str) -> Any:
+    """Returns an array [rows, WIDTH] with the hashes of the rows of a split. Equal rows have equal hashes."""
     import numpy as np
 
     whole = b"".join(one.keys[name] for one in of_split(split, counts))
     return np.frombuffer(whole, dtype=np.uint64).reshape(-1, WIDTH[name])
 
 
-def duplicates(counts: Sequence[Counts]) -> int:
-    """Returns the number of rows equal to an earlier row of their split."""
+def count_duplicates(counts: Sequence[Counts]) -> int:
+    """Returns the number of rows that equal an earlier row of the same split."""
     import numpy as np
 
-    splits = [compared("rows", counts, split) for split in ("train", "eval")]
+    splits = [hashes_of_rows("rows", counts, split) for split in ("train", "eval")]
     return sum(len(rows) - len(np.unique(rows)) for rows in splits)
 
 
-def overlap(counts: Sequence[Counts]) -> tuple[int, int] | None:
-    """Counts eval rows whose prompt also occurs in `train`, and eval rows whose prompt and completions both occur there.
+def count_overlap(counts: Sequence[Counts]) -> tuple[int, int] | None:
+    """Counts eval rows whose prompt also occurs in `train`, and eval rows whose prompt and completions both occur in `train`.
 
     Returns None if there are no eval rows.
     """
@@ -129,7 +129,7 @@ def overlap(counts: Sequence[Counts]) -> tuple[int, int] | None:
 
     if not of_split("eval", counts):
         return None
-    train, evaluated = (compared("records", counts, split) for split in ("train", "eval"))
+    train, evaluated = (hashes_of_rows("records", counts, split) for split in ("train", "eval"))
     prompts, rows = (int(np.isin(evaluated[:, side], train[:, side]).sum()) for side in (0, 1))
     return prompts, rows
 
@@ -137,13 +137,13 @@ def overlap(counts: Sequence[Counts]) -> tuple[int, int] | None:
 # ---- texts for numbers ------------------------------------------------------------------------------------------------
 
 
-def count(number: int, what: str = "row") -> str:
+def with_unit(number: int, what: str = "row") -> str:
     """Returns a number and its unit, such as `1 row` and `2,000 rows`."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def most_frequent(counts: Mapping[str, int], most: int) -> dict[str, int]:
-    """Returns the `most` largest counts, the largest first, and as `others` the sum of all other counts."""
+    """Returns the `most` largest counts in descending order, and the sum of all smaller counts as `others`."""
     named = [item for item in counts.items() if item[0] != "others"]
     kept = dict(sorted(named, key=lambda item: (-item[1], item[0]))[:most])
     others = sum(counts.values()) - sum(kept.values())
@@ -152,6 +152,6 @@ def most_frequent(counts: Mapping[str, int], most: int) -> dict[str, int]:
 
 def versions_in_words(versions: Mapping[str, int], kept: int) -> str:
     """Describes which model versions generated `kept` rows: `300 rows from models:/demo-ppo/3, 12 without a version`."""
-    named = [f"{count(rows)} from {version}" for version, rows in most_frequent(versions, 8).items()]
+    named = [f"{with_unit(rows)} from {version}" for version, rows in most_frequent(versions, 8).items()]
     rest = kept - sum(versions.values())
     return ", ".join([*named, *([f"{rest:,} without a version"] if rest else [])])

@@ -1,10 +1,10 @@
-"""Converts records to token ids, and applies the chat template and the maximum length. Does not import torch.
+"""Converts records to token ids, and applies the chat template and the maximum length. This module does not import torch.
 
 A completion is tokenized together with its prompt, because the model reads them together. The completion begins after the longest
 common prefix of the prompt's tokens and the tokens of prompt plus completion. A token that spans the border between prompt and
-completion belongs to the completion, as in TRL. A demonstration may have several completions. template.py finds them in the
-rendered text, and character offsets map them to tokens. Special tokens in a row's text are encoded as plain text
-(models/control_tokens.py). Rows are rejected if a completion has no tokens, or if both completions of a pair have the same
+completion belongs to the completion, as in TRL. A demonstration may have several completions. template.py finds these completions
+in the rendered text, and character offsets map their characters to tokens. Special tokens in a row's text are encoded as plain
+text (models/control_tokens.py). Rows are rejected if a completion has no tokens, or if both completions of a pair have the same
 tokens.
 """
 
@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.data.formats import Kind, Record
-from pipeline.data.messages import SIDES, THOUGHTS, Text, Turns, as_turns, shared_length, thoughts
-from pipeline.data.template import ChatTemplate, Span, holds, without_tokens
-from pipeline.data.values import Dropped, RowError, show
+from pipeline.data.messages import SIDES, THOUGHTS, Text, Turns, as_turns, shared_length, thoughts_of_turn
+from pipeline.data.template import ChatTemplate, Span, contains_after, without_tokens
+from pipeline.data.values import Dropped, RowError, show_json
 from pipeline.models.control_tokens import ControlTokens, Escaping, texts_of
 
 FEW = 8  # a text with more distinct tokens than this is assumed not to be blank
@@ -27,7 +27,7 @@ Rendered = tuple[str, Escaping | None]  # a text, and how its special tokens are
 
 @dataclass
 class Example:
-    """A token row: its columns, and the lengths that the report counts."""
+    """A token row, with its columns and with token counts for the report."""
 
     columns: dict[str, Any]
     prompt_tokens: int
@@ -46,7 +46,7 @@ class Encoder:
         max_length: maximum tokens of a row.
         overlong: error | drop | truncate.
         apply_template: whether a plain-text prompt becomes a user message.
-        ends: all ids that end a completion. A completion that ends with none of them gets `tokenizer.eos_token_id`.
+        ends: all ids that end a completion. `tokenizer.eos_token_id` is appended to a completion without such an id.
         parse_special_tokens: whether special tokens in the text of a row are encoded as special tokens, not as plain text.
     """
 
@@ -74,7 +74,7 @@ class Encoder:
         self.backend.no_padding()
 
     def encode(self, records: Sequence[Record]) -> list[list[Outcome]]:
-        """Returns a list for each record, which has one example for each pair of completions, or the record's error."""
+        """Returns one list per record, with an example for each pair of completions, or with the error of the record."""
         marks_tokens = "labels" in self.kind.columns
         rendered: list[Any] = []
         for record in records:
@@ -104,7 +104,7 @@ class Encoder:
         return list(dict.fromkeys(name for text in texts for name in self.control.tokens_in(text)))
 
     def unread(self, record: Record) -> tuple[str, ...]:
-        """Returns the columns that the model does not see: no code reads them, or the chat template omits them."""
+        """Returns the columns that the model does not see, because no code reads them or the chat template omits them."""
         chat = self.apply_template or not isinstance(record.prompt, str)
         variables = self.chat.variables if chat else ()
         hidden = ["tools"] if record.tools and "tools" not in variables else []
@@ -112,7 +112,7 @@ class Encoder:
         return (*record.unread, *hidden)
 
     def unlearned_end(self) -> tuple[str, str] | None:
-        """Returns (the text that the template writes after a completion, stop tokens), or None if the text has a stop token."""
+        """Returns (template text after a completion, stop tokens), or None if this template text has a stop token."""
         prompt = {"role": "user", "content": "Who is there?"}
         completion = {"role": "assistant", "content": "Hello."}
         try:
@@ -129,19 +129,19 @@ class Encoder:
     # ---- text -> ids -------------------------------------------------------------------------------------------
 
     def encodings(self, texts: list[Rendered], batch: Any) -> list[Any]:
-        """Encodes texts with `batch`, a method of the tokenizer's backend. Encodes texts with an escaping one by one."""
+        """Encodes texts with `batch`, a method of the tokenizer's backend. Texts that need escaping are encoded one by one."""
         encodings = iter(
             batch([text for text, escaping in texts if escaping is None], add_special_tokens=False)
         )
         return [next(encodings) if escaping is None else escaping.encode(text) for text, escaping in texts]
 
     def ids(self, texts: list[Rendered]) -> list[list[int]]:
-        """Returns the token ids of full texts, including the begin token."""
+        """Returns the token ids of full texts, including the BOS token."""
         encodings = self.encodings(texts, self.backend.encode_batch_fast)
         return [self.one_bos(encoding.ids) for encoding in encodings]
 
     def one_bos(self, ids: list[int]) -> list[int]:
-        """If the tokenizer adds a begin token to texts, returns the ids with exactly one begin token."""
+        """Removes repeated BOS tokens. Adds a missing BOS token if the tokenizer adds BOS tokens to texts."""
         if self.bos is None:
             return ids
         start = 0
@@ -152,7 +152,7 @@ class Encoder:
         return ids[start:] if start else ids
 
     def ended(self, ids: list[int]) -> list[int]:
-        """Makes the ids end with an end token: removes white space after an end token, or adds an end token."""
+        """Removes white space after the last end token, or appends the EOS token if the ids do not end with an end token."""
         for at in range(len(ids) - 1, max(len(ids) - 4, -1), -1):
             if ids[at] in self.ends:
                 if at + 1 == len(ids) or not self.tokenizer.decode(ids[at + 1 :]).strip():
@@ -168,7 +168,7 @@ class Encoder:
     # ---- prompts and completions ----------------------------------------------------------------------------------
 
     def _texts(self, record: Record) -> list[list[Rendered]]:
-        """For each pair, returns the text of the prompt, and the text of the prompt with each completion."""
+        """Returns, for each pair, the text of the prompt, and the text of the prompt followed by each completion."""
         texts = []
         for completions in record.pairs or [()]:
             prompt, completions, escaping = self.turns(record, completions)
@@ -183,7 +183,7 @@ class Encoder:
         return texts
 
     def _fit(self, record: Record, at: int, ids: list[list[int]]) -> Outcome:
-        """Returns the example for pair `at` of a record, given the ids of the prompt and of the prompt with each completion."""
+        """Returns the example for pair `at` of a record, from the ids of the prompt, with and without completions."""
         prompt, *sides = ids[0], *map(self.ended, ids[1:])
         border = min([len(prompt), *(min(shared_length(prompt, side), len(side) - 1) for side in sides)])
         prompt, sides = prompt[:border], [side[border:] for side in sides]
@@ -191,21 +191,21 @@ class Encoder:
             if self.blank(side):
                 return without_tokens("completion", name if len(sides) > 1 else "")
         if len(sides) > 1 and sides[0] == sides[1]:
-            found = "the same tokens on both sides after chat template and tokenizer"
-            return RowError("equal_pair", "chosen", found, "completions that differ in what the model reads")
+            found = "the same tokens in both completions, after chat template and tokenizer"
+            return RowError("equal_pair", "chosen", found, "completions with different tokens")
         if not prompt or (not sides and self.control.as_text and self.blank(prompt)):
             return without_tokens("prompt")
         length = len(prompt) + max(map(len, sides), default=0)
         if length > self.max_length:
             chat = self.apply_template or not isinstance(record.prompt, str)
-            # Cutting off the start of a chat would remove the system prompt and the header of a turn.
+            # Truncating a chat on the left would remove the system prompt and the header of a turn.
             if self.overlong != "truncate" or (chat and not sides):
                 return self.over_length(length)
             if not sides:
-                # Cut off the start of a prompt, because the question is at its end.
+                # Truncate the prompt on the left, because the question is at the end of the prompt.
                 begin = prompt[:1] if prompt[0] == self.bos else []
                 prompt = begin + prompt[length - self.max_length + len(begin) :]
-            elif "row" in self.kind.columns and len(prompt) >= self.max_length:  # scoring drops no row
+            elif "row" in self.kind.columns and len(prompt) >= self.max_length:  # scoring must not drop rows
                 kept = self.max_length - 1
                 prompt, sides = prompt[:kept], [prompt[kept:] + side for side in sides]
             if sides and len(prompt) >= self.max_length:
@@ -225,7 +225,7 @@ class Encoder:
     def _distinct(self, outcomes: list[Outcome]) -> list[Outcome]:
         """Replaces two consecutive examples that differ only in their label with one Dropped.
 
-        Truncation has made the completions of such a pair equal."""
+        Truncation can make the completions of a pair equal."""
         kept: list[Outcome] = []
         for one in outcomes:
             before = kept[-1] if kept else None
@@ -251,7 +251,7 @@ class Encoder:
         turns = [*prompt, *completion]
         chat = self.chat.of_row(record.tools, record.template_kwargs)
         whole, spans = chat.spans(turns, 0 if record.all_turns else len(prompt), record.untrained)  # type: ignore[arg-type]
-        if not holds(whole, prompt[-1]["content"].strip()):
+        if not contains_after(whole, prompt[-1]["content"].strip()):
             # Raises RowError if the template drops or changes the last turn of the prompt.
             chat.render_prompt(prompt)
         self._note_unseen(record, chat, turns, whole, False)
@@ -259,14 +259,16 @@ class Encoder:
 
     @staticmethod
     def _note_unseen(record: Record, chat: ChatTemplate, turns: Turns, text: str, asks: bool) -> None:
-        """Adds to `record.unread` what the chat template omits: the thoughts of earlier turns (as in Qwen3) or other keys.
+        """Adds thoughts of earlier turns (as in Qwen3) and other keys to `record.unread` if the chat template omits them.
 
         Args:
             text: the turns, as the template renders them.
             asks: whether the text ends with a generation prompt.
         """
         unseen = (
-            [] if all(holds(text, thoughts(turn)) for turn in turns) else ["thoughts before the last turn"]
+            []
+            if all(contains_after(text, thoughts_of_turn(turn)) for turn in turns)
+            else ["thoughts before the last turn"]
         )
         keys = {key for turn in turns for key in turn} - {"role", "content", "tool_calls", *THOUGHTS}
         for key in sorted(keys):  # the template may use the key's name for another purpose
@@ -276,7 +278,7 @@ class Encoder:
         record.unread = tuple(dict.fromkeys([*record.unread, *unseen]))
 
     def _labelled(self, encoding: Any, text: Rendered, spans: list[Span], trains_end: bool) -> Outcome:
-        """Returns the example of a text. `labels` has the ids of trained tokens, and -100 for other tokens."""
+        """Returns the example of a rendered text. `labels` has the ids of trained tokens, and -100 for all other tokens."""
         ids, offsets = encoding.ids, encoding.offsets
         starts, trained = [start for start, _ in offsets], [False] * len(ids)
         for begin, stop in spans:  # a token that spans the border is not trained
@@ -299,7 +301,7 @@ class Encoder:
             at = trained.index(True, at)
             stop = trained.index(False, at) if False in trained[at:] else len(ids)
             if ids[stop - 1] not in self.ends and stop < len(ids) and ids[stop] in self.ends:
-                # A span ends before the end token, at the end of a generation block or of the completion's text.
+                # Some templates write the end token after the trained span, for example after the generation block.
                 trained[stop] = True
                 stop += 1
             last = stop - 1
@@ -328,7 +330,7 @@ class Encoder:
     def turns(
         self, record: Record, completions: tuple[Text, ...]
     ) -> tuple[Text, tuple[Text, ...], Escaping | None]:
-        """Returns prompt and completions (messages, if the template applies), and how their special tokens are escaped.
+        """Returns prompt and completions, as messages if the template applies, and the escaping of their special tokens.
 
         Raises RowError if tools or tool calls contain a special token.
         """
@@ -340,15 +342,15 @@ class Encoder:
         objects = [value for turn in turns for value in turn.values() if not isinstance(value, str)]
         if self.control.as_text and any(objects := [record.tools, record.template_kwargs, *objects]):
             for name in self.control.tokens_in(json.dumps(objects, ensure_ascii=False)):
-                expected = "tools and calls without it, or data.parse_special_tokens=true"
-                raise RowError("special_tokens", "tools", show(name), expected)
+                expected = "tools and tool calls without special tokens, or data.parse_special_tokens=true"
+                raise RowError("special_tokens", "tools", show_json(name), expected)
         escaping = self.control.escaping(contents(prompt, *completions))
         if escaping is None:
             return prompt, completions, None
         return escaped(prompt, escaping), tuple(escaped(one, escaping) for one in completions), escaping
 
     def over_length(self, length: int) -> RowError | Dropped:
-        """Returns a RowError or Dropped, as data.overlong says, for a row that is too long."""
+        """Returns a RowError or Dropped for a row that is too long, depending on data.overlong."""
         expected = f"at most {self.max_length} tokens (data.max_length or the context)"
         error = RowError("overlong", "", f"{length} tokens", expected)
         return error if self.overlong == "error" else Dropped("overlong", error)

@@ -1,4 +1,4 @@
-"""Finds the files of rows that a job names: paths, globs, folders, URIs, and splits of Hub datasets.
+"""Finds the data files of a job: paths, globs, folders, URIs, and splits of Hub datasets.
 
     path/to/folder, path/to/folder/test               written by save_to_disk, with or without splits
     path/to/folder/test, path/to/folder:config/test   a clone or snapshot of a Hub dataset, whose README lists its files
@@ -6,7 +6,7 @@
 
 If data.train names no split, the split is `train`. The datasets library reads the README and finds the files. No code of a
 dataset is run. Rows are read directly from the Hub, at the current commit of the revision, without downloading the files. With
-HF_HUB_OFFLINE=1, a dataset is read from this machine's cache (`hf download`).
+HF_HUB_OFFLINE=1, a dataset is read from the local cache, which `hf download` fills.
 """
 
 import difflib
@@ -26,16 +26,16 @@ NAME = re.compile(
     r"hf://datasets/(?P<repo>[^/@:]+(/[^/@:]+)?)(@(?P<revision>refs/(convert|pr)/[^/:]+|[^/:]+))?"
     r"(:(?P<config>[^/]+))?(/(?P<split>.*))?"
 )
-FORMATS = ("json", "csv", "parquet", "arrow")  # modules of datasets.packaged_modules
+FORMATS = ("json", "csv", "parquet", "arrow")  # supported modules of datasets.packaged_modules
 SUFFIXES = (
     ".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz",
     ".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet", ".pq", ".arrow",
 )  # fmt: skip
-# A file or folder whose name has a word of HELD_OUT contains rows for evaluation. "set" may follow the word, as in `testset`.
-# The datasets library recognizes all of these words except the last three.
+# If the name of a file or folder has a word in HELD_OUT, the rows are for evaluation. "set" may follow the word, as in `testset`.
+# The datasets library recognizes all words in HELD_OUT except the last three.
 HELD_OUT = "test testing validation valid val eval evaluation dev holdout heldout validate".split()
-BY_NAME = "left out by its name"  # reason why a file of a folder is not read
-# names of files without rows, about which no warning is printed
+BY_NAME = "excluded by its file name"  # reason why a file of a folder is not read
+# pattern for names of files without rows, which cause no warning
 ASIDE = re.compile(r"(?i)(readme|license)[^/]*|dataset_infos?\.json|dataset_dict\.json|state\.json")
 
 
@@ -48,32 +48,32 @@ class File:
     source: int = 0  # index of the source in data.train, data.eval or data.pairs
 
 
-Paths = tuple[list[str], str]  # files of a dataset's split, and its commit on the Hub
+Paths = tuple[list[str], str]  # (files of a dataset's split, commit of the dataset on the Hub)
 
 
 def find_files(spec: Any, key: str, aside: dict[str, str] | None = None) -> list[File]:
-    """Returns the files of the sources that a job names. Error messages name the setting `key`.
+    """Returns the files of a job's sources. Error messages contain the setting `key`.
 
-    Adds files of folders that are not read to `aside`, as {path: reason}. If the key is `data`, adds only files without rows.
+    Adds the unread files of folders to `aside`, as {path: reason}. If the key is `data`, adds only files that contain no rows.
     """
     files: list[File] = []
     for index, source in enumerate(sources_of(spec)):
-        reach(source.location, key)
-        with readable(source.location, key):
-            found = matching(source.location, key, {} if aside is None else aside)
+        check_reachable(source.location, key)
+        with readable_files(source.location, key):
+            found = matching_files(source.location, key, {} if aside is None else aside)
         files += [replace(file, source=index) for file in found]
     return files
 
 
-def reach(item: str, key: str) -> None:
+def check_reachable(item: str, key: str) -> None:
     """Raises InputError if the bucket of a path cannot be reached."""
     if not item.startswith(HUB):
-        with readable(item, key):
+        with readable_files(item, key):
             storage.reach(item)
 
 
-def matching(item: str, key: str, aside: dict[str, str]) -> list[File]:
-    """Returns the files of a path, glob, folder or URI. Adds unread files to `aside`. Raises InputError if there are none."""
+def matching_files(item: str, key: str, aside: dict[str, str]) -> list[File]:
+    """Returns the files of a path, glob, folder or URI. Adds unread files to `aside`. Raises InputError if no file is found."""
     if found := files_of(item, key):
         files = []
         for path in found[0]:
@@ -90,12 +90,12 @@ def matching(item: str, key: str, aside: dict[str, str]) -> list[File]:
         problem = f"the folder {item!r} has no data file; expected files named *{', *'.join(SUFFIXES)}"
         aside |= {as_file(item, one).path: why for one, why in others.items()}
         if held := [as_file(item, one).path for one, why in others.items() if why == BY_NAME]:
-            what = f"the names of all files in {item!r} say that they are for evaluation"
-            problem = f"{what}; name those to train on: {', '.join(held)}"
+            what = f"the names of all files in {item!r} mark them as evaluation data"
+            problem = f"{what}; list the training files: {', '.join(held)}"
     elif any(char in inner for char in "*?["):
-        infos = below(fs, inner, pattern=True)
+        infos = files_below(fs, inner, pattern=True)
         problem = (
-            f"the pattern {item!r} matches no file (looked in {os.getcwd()}); expected one that finds files of rows, such as "
+            f"the pattern {item!r} matches no file (looked in {os.getcwd()}); expected a pattern for data files, such as "
             "jobs/demo/data/pref*.jsonl"
         )
     else:
@@ -105,19 +105,19 @@ def matching(item: str, key: str, aside: dict[str, str]) -> list[File]:
         hint = f"; did you mean {os.path.join(os.path.dirname(item), close[0])!r}?" if close else ""
         problem = f"there is no file {item!r}{hint}; expected a path, a glob, a folder, or s3:// gs:// hf://"
         if info.type.name == "Unknown":  # rows are read several times, but a pipe can be read only once
-            problem = f"{item!r} is a pipe or a device; write its rows to a file, and name this file"
+            problem = f"{item!r} is a pipe or a device; write the rows to a file, and use this file"
     if not infos:
         raise InputError(problem, key=key)
     return [as_file(item, one) for one in infos]
 
 
 def in_folder(fs: Any, inner: str, key: str) -> tuple[list[Any], dict[Any, str]]:
-    """Returns the files of a folder that the setting `key` reads, and {other file: reason why it is not read}.
+    """Returns the files of a folder to read for the setting `key`, and {unread file: reason}.
 
-    data.train reads files for training. data.eval reads the files for evaluation, or all files if none is for evaluation. `data`
-    reads all files.
+    data.train skips files for evaluation. data.eval reads only files for evaluation if the folder has any. `data` reads all
+    files.
     """
-    found = [one for one in below(fs, inner) if not ASIDE.fullmatch(one.base_name)]
+    found = [one for one in files_below(fs, inner) if not ASIDE.fullmatch(one.base_name)]
     rows = [one for one in found if one.path.lower().endswith(SUFFIXES)]
     held = [one for one in rows if is_held_out(os.path.relpath(one.path, inner))]
     read = rows
@@ -125,7 +125,7 @@ def in_folder(fs: Any, inner: str, key: str) -> tuple[list[Any], dict[Any, str]]
         read = [one for one in rows if one not in held]
     elif key != "data":
         read = held or rows
-    return read, {one: BY_NAME if one in rows else "no format of rows" for one in found if one not in read}
+    return read, {one: BY_NAME if one in rows else "not a data file" for one in found if one not in read}
 
 
 def is_held_out(name: str) -> bool:
@@ -134,7 +134,7 @@ def is_held_out(name: str) -> bool:
     return any(word.removesuffix("set") in HELD_OUT for word in re.split(r"[^a-z]+", joined))
 
 
-def below(fs: Any, inner: str, pattern: bool = False) -> list[Any]:
+def files_below(fs: Any, inner: str, pattern: bool = False) -> list[Any]:
     """Returns the files that match a pattern, or all files below a folder, except hidden ones, in the order of their paths."""
     from fsspec.implementations.arrow import ArrowFSWrapper
 
@@ -161,10 +161,10 @@ def open_bytes(path: str) -> Any:
         fs, inner = storage.filesystem(path)
         return fs.open_input_file(inner)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_file(path, error) from error
 
 
-def unreadable(path: str, error: OSError) -> InputError:
+def unreadable_file(path: str, error: OSError) -> InputError:
     return InputError(f"data: {path} cannot be read: {error}")
 
 
@@ -172,7 +172,7 @@ def unreadable(path: str, error: OSError) -> InputError:
 
 
 @contextmanager
-def readable(item: str, key: str) -> Iterator[None]:
+def readable_files(item: str, key: str) -> Iterator[None]:
     """Turns errors of pyarrow, the datasets library and clients of cloud storage into InputError."""
     try:
         yield
@@ -181,7 +181,7 @@ def readable(item: str, key: str) -> Iterator[None]:
     except Exception as error:  # each library raises its own types of exceptions
         raise InputError(
             f"{item!r} cannot be read ({in_brief(error, 300)}); expected a path, a glob, a folder, or s3:// gs:// hf:// with "
-            "the credentials for it in the environment",
+            "credentials in the environment",
             key=key,
         ) from error
 
@@ -192,7 +192,7 @@ def files_of(item: str, key: str) -> Paths | None:
     Raises InputError if the dataset lacks the config or split, if its file format is unsupported, or if the Hub cannot be
     reached.
     """
-    with readable(item, key):
+    with readable_files(item, key):
         if item.startswith(HUB):
             return _on_hub(item, key)
         last = item.rstrip("/").rpartition("/")[2]
@@ -216,7 +216,8 @@ def _in_folder(
 ) -> Paths | None:
     """Returns the files of a dataset in a local folder, or None if the folder is not a dataset.
 
-    `named` is True if `item` has the syntax of a dataset. If it is False, a folder is a dataset only if a README says so.
+    `named` is True if `item` has the syntax of a dataset. If `named` is False, a folder is a dataset only if its README assigns
+    files to splits.
     """
     if (saved := None if config else _saved(folder, split, item, key)) or not (named or _has_card(folder)):
         return saved
@@ -268,7 +269,7 @@ def _split(splits: Sequence[str], split: str, item: str, key: str) -> str:
 def _declared(
     path: str, config: str, split: str, item: str, key: str, revision: str | None = None
 ) -> list[str]:
-    """Returns the files of a split. The datasets library finds them from a README, or by their names."""
+    """Returns the files of a split, which the datasets library finds from the README or by file name."""
     import datasets
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -277,15 +278,17 @@ def _declared(
     if format not in FORMATS:
         found = f"{item!r} has files in the format {format!r}"
         raise InputError(f"{found}; expected {', '.join(FORMATS)}", key=key)
-    # Settings in a README for the position of rows in a file, or for the names of columns.
+    # These settings in a README select rows inside a file or rename columns, which is not supported.
     if given := [name for name in ("field", "column_names", "names") if getattr(builder.config, name, None)]:
-        raise InputError(f"the README of {item!r} sets `{given[0]}`; name the files themselves", key=key)
+        raise InputError(
+            f"the README of {item!r} sets `{given[0]}`; use the paths of the files instead", key=key
+        )
     files = {str(name): list(paths) for name, paths in builder.config.data_files.items()}
     return files[_split(list(files), split, item, key)]
 
 
 def _on_hub(item: str, key: str) -> Paths | None:
-    """Returns the files of a dataset on the Hub or in the local cache, or None if `item` is another path."""
+    """Returns the files of a dataset on the Hub or in the local cache, or None if `item` is only a path on the Hub."""
     match = NAME.fullmatch(item)
     if match is None or any(sign in item for sign in "*?["):
         return None
@@ -301,14 +304,15 @@ def _on_hub(item: str, key: str) -> Paths | None:
                 return None
     if "/" in rest:
         raise InputError(
-            f"there is no file {item!r}; expected hf://datasets/NAME:config/split, or a path in it", key=key
+            f"there is no file {item!r}; expected hf://datasets/NAME:config/split, or a path in the dataset",
+            key=key,
         )
     source = repo if storage.is_remote(root) else root
     return _declared(source, config, rest, item, key, commit), commit
 
 
 def _snapshot(item: str, key: str, repo: str, revision: str) -> tuple[str, str]:
-    """Returns the URI of a dataset at the current commit of a revision, or its folder in the local cache, and the commit."""
+    """Returns (location, commit) of a dataset. The location is a URI with the commit, or a folder in the local cache."""
     from huggingface_hub import HfApi, is_offline_mode, snapshot_download
 
     version, download = revision or None, f"run `hf download --repo-type dataset {repo}`"
@@ -321,12 +325,12 @@ def _snapshot(item: str, key: str, repo: str, revision: str) -> tuple[str, str]:
     except Exception as error:  # the HTTP client raises its own types of exceptions
         problem = (
             f"{item!r} cannot be read from the Hub ({in_brief(error)}); expected hf://datasets/NAME:config/split, and HF_TOKEN in "
-            f"the environment for a private or gated dataset. Without a network here, {download} elsewhere, then set "
+            f"the environment for a private or gated dataset. Without network access, {download} on another machine, then set "
             "HF_HUB_OFFLINE=1"
         )
         if is_offline_mode():
             problem = (
-                f"{item!r} is not in the cache of this machine, and HF_HUB_OFFLINE is set; {download} with network, or leave "
-                "HF_HUB_OFFLINE out"
+                f"{item!r} is not in the local cache, and HF_HUB_OFFLINE is set; {download} with network access, or unset "
+                "HF_HUB_OFFLINE"
             )
         raise InputError(problem, key=key) from error

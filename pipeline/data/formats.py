@@ -1,7 +1,7 @@
-"""Defines the row formats: the fields of each format, and the function that parses a row. Does not use a tokenizer.
+"""Defines the row formats: the fields of each format, and the function that parses a row. This module does not use a tokenizer.
 
-KINDS lists all kinds of rows, each with its formats. job.stages.STAGE_SPECS says which kind each stage reads. The format
-of a row is the first format whose fields all exist in the row.
+KINDS lists all kinds of rows, and the formats of each kind. job.stages.STAGE_SPECS defines which kind each stage reads. A row has
+the first format of its kind whose fields all exist in the row.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
-from pipeline.data.labels import LABEL_FIELDS, is_good, is_unrated, majority
+from pipeline.data.labels import LABEL_FIELDS, is_good_label, is_unrated, majority_label
 from pipeline.data.messages import (
     ABOUT_TOOLS,
     THOUGHTS,
@@ -21,53 +21,54 @@ from pipeline.data.messages import (
     as_turns,
     check_last,
     check_prompt,
+    comparable_text,
     completion_text,
-    instruction,
+    instruction_prompt,
     list_in,
-    messages,
-    plain,
+    parse_messages,
     prompt_text,
     repeats_prompt,
     split_transcripts,
     template_kwargs,
     tool_schemas,
-    unpacked,
+    turn_text,
+    unpack_messages,
     without_unread,
-    words,
 )
-from pipeline.data.reshape import NOTHING, UNORDERED, NoteLabel, Preprocess, formats_with, renamed
+from pipeline.data.reshape import NOTHING, UNORDERED, NoteLabel, Preprocess, formats_with, rename_columns
 from pipeline.data.values import (
     Dropped,
     RowError,
     as_json,
     check_values,
-    decoded,
     fields_of,
-    nearest,
-    show,
+    parse_json,
+    show_json,
+    suggest_key,
     too_deep,
 )
 from pipeline.input_uri import InputURI
-from pipeline.job.stages import rows_of
+from pipeline.job.stages import row_kind_of
 
 
 @dataclass
 class Record:
-    """The result of parsing a row.
+    """A parsed row.
 
-    `pairs` has the completions: one 1-tuple for a demonstration, (chosen, rejected) for each preference pair, and nothing for a
-    lone prompt. Completions are text if `prompt` is text. Otherwise, they are messages that begin with an assistant turn.
+    `pairs` has the completions: one 1-tuple for a demonstration, or (chosen, rejected) for each preference pair. `pairs` is empty
+    for a prompt without completions. Completions are text if `prompt` is text, or else messages that begin with an assistant
+    turn.
     """
 
     prompt: Text
     pairs: list[tuple[Text, ...]] = field(default_factory=list)
-    all_turns: bool = False  # whether assistant turns inside `prompt` are also trained
-    # indices of untrained turns in the conversation of prompt and completion
+    all_turns: bool = False  # whether the model also trains on assistant turns inside `prompt`
+    # indices of turns without loss, in the conversation of prompt and completion
     untrained: frozenset[int] = frozenset()
     margin: float | None = None
     # for rated completions: whether each completion in `pairs` is desirable
     labels: tuple[bool, ...] = ()
-    # the model version that generated the row, models:/NAME/NUMBER, or None if the row does not say
+    # the model version that generated the row, models:/NAME/NUMBER, or None if unknown
     version: str | None = None
     judges: tuple[str, ...] = ()  # judges (judge:FILE@DIGEST) that scored the row, from its `reward_version`
     tools: list[dict[str, Any]] | None = None  # JSON schemas of the functions that a completion may call
@@ -83,22 +84,24 @@ class Record:
         return any(not str(side)[:1].isspace() for pair in self.pairs for side in pair)
 
     def prompt_content(self) -> str:
-        """Returns a key by which eval rows are chosen. It is the same for a text and for a message with the same content."""
+        """Returns a key for choosing eval rows, which is the same for a text and for a message with the same content."""
         turns = as_turns(self.prompt)
         if len(turns) == 1:
-            return words(turns[0]).strip()
-        return json.dumps([[turn["role"], words(turn)] for turn in turns], ensure_ascii=False)
+            return turn_text(turns[0]).strip()
+        return json.dumps([[turn["role"], turn_text(turn)] for turn in turns], ensure_ascii=False)
 
     def digests(self) -> bytes:
-        """Returns two 8-byte hashes, of the prompt and of prompt with completions.
+        """Returns two 8-byte hashes: one of the prompt, and one of the prompt with its completions.
 
         Text and messages with the same content have the same hashes."""
         prompt = self.prompt_content()
-        completions = json.dumps([[plain(side) for side in pair] for pair in self.pairs], ensure_ascii=False)
-        return digest(prompt).to_bytes(8) + digest(f"{prompt}\0{completions}").to_bytes(8)
+        completions = json.dumps(
+            [[comparable_text(side) for side in pair] for pair in self.pairs], ensure_ascii=False
+        )
+        return hash_text(prompt).to_bytes(8) + hash_text(f"{prompt}\0{completions}").to_bytes(8)
 
 
-def digest(text: str) -> int:
+def hash_text(text: str) -> int:
     """Returns the first 64 bits of the BLAKE2 hash of a text."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
@@ -106,8 +109,8 @@ def digest(text: str) -> int:
 Row = dict[str, Any]
 Ids = list[int]
 Parser = Callable[..., Record]  # (row, each field of the format) -> Record; raises RowError
-Formats = dict[str, Parser]  # fields of a format, joined with "+" -> its parser
-KindParser = Callable[[Row, Parser, tuple[str, ...]], Record]  # (row, parser of its format, its fields)
+Formats = dict[str, Parser]  # {fields of a format, joined with "+": parser}
+KindParser = Callable[[Row, Parser, tuple[str, ...]], Record]  # (row, parser of its format, fields) -> Record
 
 
 @cache
@@ -118,7 +121,7 @@ def field_names(format: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of rows: how they are parsed from JSON, and which token columns they become."""
+    """A kind of rows, with the parser of its rows and the columns of its token table."""
 
     formats: Formats
     parse: KindParser
@@ -126,14 +129,14 @@ class Kind:
     # learned: the policy is trained on the completions of the rows. scored: a reward model scores the completions of the rows.
     # written: the rows have only prompts, and the policy generates completions.
     completions: Literal["learned", "scored", "written"]
-    further: frozenset[str] = frozenset()  # optional fields that the kind also reads
-    # keys of messages that the chat template reads, other than messages.READ
+    further: frozenset[str] = frozenset()  # optional fields of the kind
+    # message keys that the chat template reads in addition to messages.READ
     message_keys: frozenset[str] = frozenset({*THOUGHTS, *ABOUT_TOOLS})
-    stage: str = ""  # the stage that error messages name
-    preprocess: Preprocess = NOTHING  # the job's changes to a raw row
+    stage: str = ""  # name of the stage in error messages
+    preprocess: Preprocess = NOTHING  # the job's preprocessing of raw rows
 
     def with_preprocess(self, preprocess: Preprocess) -> "Kind":
-        """Returns a kind with the job's changes, and only with formats that have all fields in data.columns."""
+        """Returns this kind with the job's preprocessing, and with only the formats that have all fields in data.columns."""
         return replace(self, formats=formats_with(preprocess.columns, self.formats), preprocess=preprocess)
 
     @property
@@ -156,7 +159,7 @@ class Kind:
         return self.completions != "written" and "rejected" in self.format_fields
 
     def rows(self, row: Any, note_label: NoteLabel | None = None) -> Iterator[Any]:
-        """Applies the job's changes to a decoded row. Yields rows, a RowError or Dropped."""
+        """Applies the job's preprocessing to a decoded row. Yields rows, RowError or Dropped."""
         for made in self.preprocess.transformed(row):
             try:
                 yield self._changed(made, note_label) if isinstance(made, dict) else made
@@ -166,12 +169,12 @@ class Kind:
     def _changed(self, row: Row, note_label: NoteLabel | None) -> Row | Dropped:
         """Returns a row after applying data.columns and data.label, or Dropped."""
         columns = self.preprocess.columns
-        row = renamed(row, columns, self.needed) if columns else row
+        row = rename_columns(row, columns, self.needed) if columns else row
         made = self.preprocess.apply_label(row, self.has_pairs, note_label)
         if isinstance(made, Dropped):
             return made
         read = self.further.union(field_names(format_of(made, self) or ""))
-        labels = {name: majority(made[name]) for name in LABEL_FIELDS & read & made.keys()}
+        labels = {name: majority_label(made[name]) for name in LABEL_FIELDS & read & made.keys()}
         return Dropped("unlabeled") if any(map(is_unrated, labels.values())) else {**made, **labels}
 
     def example(self, record: Record, at: int, prompt: Ids, sides: list[Ids]) -> dict[str, Any]:
@@ -193,58 +196,63 @@ class Kind:
 # ---- demonstrations: a prompt and the completion to train ------------------------------------------------------------
 
 
-def conversation(row: Row, key: str) -> Record:
-    """Parses a list of messages that ends with the completion. All assistant turns are trained."""
-    turns = messages(row[key], key, system=row.get("system"))
+def parse_conversation(row: Row, key: str) -> Record:
+    """Parses a list of messages that ends with the completion. The model trains on all assistant turns."""
+    turns = parse_messages(row[key], key, system=row.get("system"))
     check_last(turns, key)
     check_prompt(turns[:-1], key)
-    return Record(turns[:-1], [(turns[-1:],)], all_turns=True, untrained=untrained(row[key], turns, key))
+    return Record(
+        turns[:-1], [(turns[-1:],)], all_turns=True, untrained=untrained_turns(row[key], turns, key)
+    )
 
 
-def demonstration(row: Row, prompt_key: str, key: str) -> Record:
-    """Parses a prompt and its completion, each of which is a text or messages."""
+def parse_demonstration(row: Row, prompt_key: str, key: str) -> Record:
+    """Parses a prompt and a completion, each of which may be a text or messages."""
     prompt = prompt_in(row, prompt_key)
     completion, value = completion_text(row[key], key, prompt), row[key]
     excluded = frozenset[int]()
     if isinstance(value, list | dict):
         items = value if isinstance(value, list) else [value]
-        excluded = untrained(items, messages(items, key), key)
+        excluded = untrained_turns(items, parse_messages(items, key), key)
         if excluded and isinstance(prompt, str):
-            raise RowError("wrong_type", key, "weights with a text prompt", "a prompt of messages")
+            raise RowError("wrong_type", key, "message weights with a text prompt", "a prompt of messages")
     return Record(prompt, [(completion,)], untrained=frozenset(len(prompt) + index for index in excluded))
 
 
 def prompt_in(row: Row, key: str) -> Text:
-    """Returns the prompt in a field, with the row's `system` prompt, if any."""
-    return instruction(row) if key == "instruction" else prompt_text(row[key], key, row.get("system"))
+    """Returns the prompt from a field. If the row has a `system` prompt, the returned prompt includes it."""
+    return instruction_prompt(row) if key == "instruction" else prompt_text(row[key], key, row.get("system"))
 
 
-def untrained(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[int]:
-    """Returns the indices of assistant turns that a row excludes from training, with `weight: 0` or `train: false`.
+def untrained_turns(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[int]:
+    """Returns the indices of assistant turns with `weight: 0` or `train: false`, which are excluded from training.
 
-    Raises RowError if no assistant turn is left to train.
+    Raises RowError if all assistant turns are excluded.
     """
-    added = len(turns) - len(items)  # 1 if a system prompt from a separate field was added
-    off = (i for i, item in enumerate(items) if any(is_good(item.get(name)) is False for name in WEIGHTS))
+    added = len(turns) - len(items)  # 1 if a system prompt from another field was added, else 0
+    off = (
+        i for i, item in enumerate(items) if any(is_good_label(item.get(name)) is False for name in WEIGHTS)
+    )
     excluded = {index + added for index in off}
     assistant = {index for index, turn in enumerate(turns) if turn["role"] == "assistant"}
     if excluded and assistant <= excluded:
-        raise RowError("weight", key, "no assistant turn to train", "one without `weight: 0`")
+        raise RowError("weight", key, "no assistant turn to train", "an assistant turn without `weight: 0`")
     return frozenset(excluded & assistant)
 
 
 DEMONSTRATIONS: Formats = {
-    **dict.fromkeys(("messages", "conversations"), conversation),
-    **dict.fromkeys(("prompt+completion", "prompt+answer", "instruction+output"), demonstration),
+    **dict.fromkeys(("messages", "conversations"), parse_conversation),
+    **dict.fromkeys(("prompt+completion", "prompt+answer", "instruction+output"), parse_demonstration),
 }
 
 
 def parse_imitated(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
-    """Parses a demonstration, unless its label means bad. A label that means neither good nor bad is an unread column."""
-    labels = {name: is_good(row[name]) for name in sorted(LABEL_FIELDS & row.keys())}
+    """Parses a demonstration, or raises RowError if its label means bad. A column is unread if its label means neither good nor
+    bad."""
+    labels = {name: is_good_label(row[name]) for name in sorted(LABEL_FIELDS & row.keys())}
     if bad := [name for name, good in labels.items() if good is False]:
-        found = f"{show(row[bad[0]])}: a completion that is not to be imitated"
-        expected = "good completions only; data.on_error=skip trains on those alone; kto learns from both"
+        found = f"{show_json(row[bad[0]])}: a completion with a bad label"
+        expected = "only good completions; data.on_error=skip skips bad ones; kto also learns from bad ones"
         raise RowError("label", bad[0], found, expected)
     record = parser(row, *keys)
     record.unread = tuple(name for name, good in labels.items() if good is None)
@@ -259,7 +267,7 @@ LARGEST_MARGIN = 100.0
 
 
 def answer_lists(row: Row, prompt_key: str, *sides: str) -> Record:
-    """Parses one pair for each index of `pos_answers` and `neg_answers`."""
+    """Parses a row with lists `pos_answers` and `neg_answers` into one pair for each index."""
     prompt = prompt_in(row, prompt_key)
     good, bad = (
         [completion_text(one, f"{side}[{i}]", prompt) for i, one in enumerate(as_list(row[side], side))]
@@ -269,54 +277,54 @@ def answer_lists(row: Row, prompt_key: str, *sides: str) -> Record:
         found = f"{len(good)} pos_answers and {len(bad)} neg_answers"
         raise RowError("unequal_answers", "neg_answers", found, "one pair for each index")
     pairs = enumerate(zip(good, bad, strict=True))
-    return Record(prompt, [distinct(pair, f"pos_answers[{index}]") for index, pair in pairs])
+    return Record(prompt, [require_distinct(pair, f"pos_answers[{index}]") for index, pair in pairs])
 
 
-def pair(row: Row, prompt_key: str, *sides: str) -> Record:
-    """Parses a prompt and two completions. The completions may repeat the prompt."""
+def parse_pair(row: Row, prompt_key: str, *sides: str) -> Record:
+    """Parses a prompt and two completions. Each completion may repeat the prompt."""
     if any(repeats_prompt(row[side]) for side in sides):  # as in UltraFeedback
         empty = isinstance(row[prompt_key], str) and not row[prompt_key].strip()  # contradicts nothing
         prompt, completions = split_transcripts(row, row.get("system") if empty else None)
-        prompt = prompt if empty else agreed(prompt, prompt_in(row, prompt_key), prompt_key)
+        prompt = prompt if empty else agreed_prompt(prompt, prompt_in(row, prompt_key), prompt_key)
     else:
         prompt = prompt_in(row, prompt_key)
         completions = tuple(completion_text(row[side], side, prompt) for side in sides)
-    return Record(prompt, [distinct(completions, "chosen")])
+    return Record(prompt, [require_distinct(completions, "chosen")])
 
 
-def transcripts(row: Row, *sides: str) -> Record:
+def parse_transcripts(row: Row, *sides: str) -> Record:
     """Parses two conversations with the same prompt."""
     prompt, completions = split_transcripts(row, row.get("system"))
-    return Record(prompt, [distinct(completions, "chosen")])
+    return Record(prompt, [require_distinct(completions, "chosen")])
 
 
-def distinct(pair: tuple[Text, ...], key: str) -> tuple[Text, ...]:
-    """Returns the pair (chosen, rejected). Raises RowError if both completions have the same text."""
-    if plain(pair[0]) == plain(pair[1]):
-        found = f"the same text on both sides: {show(plain(pair[0]))}"
+def require_distinct(pair: tuple[Text, ...], key: str) -> tuple[Text, ...]:
+    """Returns the pair (chosen, rejected), or raises RowError if both completions have the same text."""
+    if comparable_text(pair[0]) == comparable_text(pair[1]):
+        found = f"the same text in both completions: {show_json(comparable_text(pair[0]))}"
         raise RowError("equal_pair", key, found, "two different completions")
     return pair
 
 
 def margin_in(row: Row) -> float | None:
-    """Returns the row's margin, or None if it has none. Raises RowError if TRL could not train with the margin."""
-    margin = decoded(row.get("margin"))  # in CSV files, numbers and missing values are text
+    """Returns the margin of a row, or None if the row has no margin. Raises RowError if the margin is invalid for TRL."""
+    margin = parse_json(row.get("margin"))  # CSV files store numbers and missing values as text
     if margin in (None, ""):
         return None
     if isinstance(margin, bool) or not isinstance(margin, int | float):
-        raise RowError("wrong_type", "margin", show(margin), "a number")
+        raise RowError("wrong_type", "margin", show_json(margin), "a number")
     if not 0 <= margin <= LARGEST_MARGIN:
         expected = f"a number from 0 to {LARGEST_MARGIN:g}; if it is negative, swap `chosen` and `rejected`"
-        raise RowError("margin", "margin", show(margin), expected)
+        raise RowError("margin", "margin", show_json(margin), expected)
     return margin
 
 
-def agreed(repeated: Text, given: Text, key: str) -> Text:
-    """Returns the prompt of a row that has one in the field `key` (`given`) and one in both completions (`repeated`).
+def agreed_prompt(repeated: Text, given: Text, key: str) -> Text:
+    """Returns the prompt of a row with a prompt in the field `key` (`given`) and a prompt in both completions (`repeated`).
 
-    If one of the two prompts is the end of the other, returns the longer one. The shorter one may be only the last question, or
-    lack the system prompt. If the given prompt is the first of several questions, returns the repeated prompt. Otherwise raises
-    RowError.
+    If one prompt ends with the other prompt, returns the longer prompt, because the shorter prompt may lack the system prompt or
+    earlier turns. If the given prompt is the first of several questions, returns the repeated prompt. Raises RowError if the
+    prompts differ in another way.
     """
 
     def stripped(turns: Turns) -> list[tuple[str, str]]:
@@ -328,27 +336,29 @@ def agreed(repeated: Text, given: Text, key: str) -> Text:
             return longer
     if isinstance(given, str) and stripped(both[0])[0] in stripped(both[1]):
         return repeated
-    ends = [show(turns[-1]["content"]) for turns in both]
+    ends = [show_json(turns[-1]["content"]) for turns in both]
     found = f"{ends[0]}, but `chosen` and `rejected` begin with {ends[1]}"
     expected = "completions that repeat this prompt, or completions without a prompt"
     raise RowError("prompts_differ", key, found, expected)
 
 
 def as_list(value: Any, key: str) -> list[Any]:
-    """Converts a value to a list. For a JSON text, returns the list in it. For any other text, returns a list with this text."""
+    """Converts a value to a list. A JSON text is parsed to a list. Any other text becomes the only element of a list."""
     found = list_in(value, key)
     check_values(found, key)
     if isinstance(found, str):
         return [found]
     if not isinstance(found, list) or not found:
-        raise RowError("wrong_type", key, show(found), "a text, or a list of at least one")
+        raise RowError("wrong_type", key, show_json(found), "a text, or a list that is not empty")
     return found
 
 
 PREFERENCES: Formats = {
     "prompt+pos_answers+neg_answers": answer_lists,
-    **{f"{key}+chosen+rejected": pair for key in ("prompt", "conversations", "messages", "instruction")},
-    "chosen+rejected": transcripts,
+    **{
+        f"{key}+chosen+rejected": parse_pair for key in ("prompt", "conversations", "messages", "instruction")
+    },
+    "chosen+rejected": parse_transcripts,
 }
 
 
@@ -367,20 +377,23 @@ def parse_rated(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
         record.labels = (True, False) * len(record.pairs)
         record.pairs = [(completion,) for pair in record.pairs for completion in pair]
         return record
-    label = is_good(row[name])
+    label = is_good_label(row[name])
     if label is None:
-        raise unclear(row[name], name)
+        raise unclear_label(row[name], name)
     record = parser(row, *keys[:-1])
     if record.untrained:
-        found, expected = "turns with weight 0 next to a label", f"`{name}` alone, which labels the last turn"
+        found, expected = (
+            "turns with weight 0 next to a label",
+            f"`{name}` alone, because the label applies only to the last turn",
+        )
         raise RowError("weight", "+".join(keys[:-1]), found, expected)
     record.all_turns, record.labels = False, (label,)
     return record
 
 
-def unclear(label: Any, name: str) -> RowError:
+def unclear_label(label: Any, name: str) -> RowError:
     expected = "true or false, 1 or 0, 1 or -1, or a word such as up or down; for ratings set data.label={good: 4, bad: 2}"
-    return RowError("unclear_label", name, show(label), expected)
+    return RowError("unclear_label", name, show_json(label), expected)
 
 
 # ---- completions to be scored ----------------------------------------------------------------------------------------
@@ -398,10 +411,11 @@ def parse_scored(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
 STYLED = 3  # a row of RM-Bench has 3 correct and 3 wrong completions: concise, detailed, markdown
 
 
-def benchmark(row: Row, prompt_key: str, *sides: str) -> Record:
+def parse_benchmark(row: Row, prompt_key: str, *sides: str) -> Record:
     """Parses a row of RewardBench 2 or RM-Bench, or a row with lists of correct and wrong completions.
 
-    Keeps the other columns. Adds `benchmark`, `subset`, the number of `correct` completions, and the number of `completions`.
+    Keeps the other columns of the row. Adds `benchmark`, `subset`, the number of `correct` completions, and the number of
+    `completions`.
     """
     good, bad = (
         [(f"{side}[{i}]", value) for i, value in enumerate(as_list(row[side], side))] for side in sides
@@ -410,40 +424,42 @@ def benchmark(row: Row, prompt_key: str, *sides: str) -> Record:
         name, subset = "rm_bench", row["domain"]
         if len(good) != STYLED or len(bad) != STYLED:
             found = f"{len(good)} correct and {len(bad)} wrong completions"
-            raise RowError("wrong_type", "chosen", found, f"{STYLED} of each: RM-Bench has three styles")
+            raise RowError(
+                "wrong_type", "chosen", found, f"{STYLED} of each, because RM-Bench has three styles"
+            )
     else:
         name = "reward_bench_2" if "num_correct" in row else "best_of_k"
         subset = row.get("subset", "all")
         if (number := row.get("num_correct", len(good))) != len(good):
-            found = f"{show(number)} and {len(good)} completions in chosen"
+            found = f"{show_json(number)} and {len(good)} completions in chosen"
             raise RowError("wrong_type", "num_correct", found, "the number of correct completions")
     completions, correct = good + bad, len(good)
     prompt = prompt_in(row, prompt_key)
     pairs: list[tuple[Text, ...]] = [(completion_text(value, key, prompt),) for key, value in completions]
     for (key, value), (text,) in zip(completions[correct:], pairs[correct:], strict=True):
-        if any(plain(text) == plain(good) for (good,) in pairs[:correct]):
-            found = f"a correct completion: {show(value)}"
+        if any(comparable_text(text) == comparable_text(good) for (good,) in pairs[:correct]):
+            found = f"a correct completion: {show_json(value)}"
             raise RowError("equal_pair", key, found, "a different completion")
     facts = {"benchmark": name, "subset": subset, "correct": correct, "completions": len(pairs)}
     others = {key: value for key, value in row.items() if key not in (prompt_key, *sides)}
     return Record(prompt, pairs, row=as_json({**others, "prompt": prompt, **facts}))
 
 
-BENCHMARKS: Formats = {"prompt+chosen+rejected": benchmark}
+BENCHMARKS: Formats = {"prompt+chosen+rejected": parse_benchmark}
 
 
 # ---- prompts, for which completions are generated ------------------------------------------------------------------
 
 
 def lone_prompt(row: Row, key: str) -> Record:
-    """Parses a prompt, and keeps the other columns unchanged."""
+    """Parses a row with a prompt. Keeps the other columns of the row unchanged."""
     prompt = prompt_in(row, key)
     others = {name: value for name, value in row.items() if name != key}
     return Record(prompt, row=as_json({"prompt": prompt, **others}))
 
 
 def shared_prompt(row: Row, *sides: str) -> Record:
-    """Returns the prompt that `chosen` and `rejected` share. Keeps all columns unchanged."""
+    """Parses the common prompt of `chosen` and `rejected`. Keeps all columns of the row unchanged."""
     prompt, _ = split_transcripts(row, row.get("system"))
     return Record(prompt, row=as_json({"prompt": prompt, **row}))
 
@@ -455,7 +471,7 @@ PROMPTS: Formats = {
 
 
 def parse_answered(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
-    """Parses a prompt. Also checks its `completion`, if any, because evaluation computes the completion's likelihood."""
+    """Parses a prompt. If the row has a `completion`, also checks it, because evaluation computes the completion's likelihood."""
     record = parser(row, *keys)
     if row.get("completion") not in (None, ""):
         completion_text(row["completion"], "completion", record.prompt)
@@ -491,15 +507,16 @@ KINDS = {
 
 
 def kind_of(stage: str) -> Kind:
-    """Returns the kind of rows that a stage reads. `stage` may also be `pairs` or `benchmarks`, for these keys of `data`."""
-    return replace(KINDS[rows_of(stage) or stage], stage=stage)
+    """Returns the kind of rows that a stage reads. `stage` may also be `pairs` or `benchmarks`, for data.pairs and
+    data.benchmarks."""
+    return replace(KINDS[row_kind_of(stage) or stage], stage=stage)
 
 
 # ---- row -> Record ---------------------------------------------------------------------------------------------------
 
 
 def parse_row(row: Any, kind: Kind) -> Record:
-    """Parses a decoded JSON row. Raises RowError without a file and line, which the caller adds."""
+    """Parses a decoded JSON row. Raises RowError without file and line. The caller adds file and line."""
     try:
         return _parse(row, kind)
     except RecursionError:
@@ -509,19 +526,19 @@ def parse_row(row: Any, kind: Kind) -> Record:
 def _parse(row: Any, kind: Kind) -> Record:
     one_of = f"one of {' | '.join(kind.formats)} (stage {kind.stage})"
     if not isinstance(row, dict):
-        raise RowError("not_object", "", show(row), f"a JSON object with {one_of}")
+        raise RowError("not_object", "", show_json(row), f"a JSON object with {one_of}")
     format = format_of(row, kind)
     if format is None:
         needs = map(field_names, kind.formats)
         closest = max(needs, key=lambda names: sum(name in row for name in names) / len(names))
         missing = next(name for name in closest if name not in row)
-        found = fields_of(row) + nearest(missing, [key for key in row if key not in kind.needed])
+        found = fields_of(row) + suggest_key(missing, [key for key in row if key not in kind.needed])
         raise RowError("missing_field", missing, found, one_of)
     fields, unread = {}, list[str]()
     for key in field_names(format):
         if row[key] is None:
             raise RowError("null", key, "null", "a value")
-        fields[key] = without_unread(unpacked(key, row[key]), key, kind.message_keys, unread)
+        fields[key] = without_unread(unpack_messages(key, row[key]), key, kind.message_keys, unread)
     read = {*fields, *kind.further, "system"} | ({"input", "history"} if "instruction" in fields else set())
     row = row | fields
     check_values({key: value if key in read else None for key, value in row.items()})
@@ -530,7 +547,7 @@ def _parse(row: Any, kind: Kind) -> Record:
     record = kind.parse(row, parser, field_names(format))
     record.margin = margin
     if "label" in record.unread and "label" in kind.preprocess.columns:
-        raise unclear(row["label"], "label")
+        raise unclear_label(row["label"], "label")
     record.tools = tool_schemas(row.get("tools"))
     record.template_kwargs = template_kwargs(row.get("chat_template_kwargs"))
     if isinstance(version := row.get("version"), str) and InputURI.parse(version).version:
@@ -541,7 +558,7 @@ def _parse(row: Any, kind: Kind) -> Record:
     also: dict[str, Any] = {"tools": record.tools, "chat_template_kwargs": record.template_kwargs}
     also |= {"version": record.version, "reward_version": list(record.judges)}
     check_values(also)
-    if "row" not in kind.columns:  # with this column, Python rewards read all columns of a row
+    if "row" not in kind.columns:  # if the token table has the column `row`, Python rewards read all columns
         read |= {key for key, value in also.items() if value}
         unread += [key for key in row if key not in read]
     record.unread += tuple(dict.fromkeys(unread))

@@ -1,7 +1,7 @@
-"""Guesses which columns of a file hold the fields that a stage needs, from the columns' names and values.
+"""Guesses which column contains each field that a stage needs, from the names and values of the columns.
 
-Error messages suggest a guess as the value of data.columns. A run never applies a guess. Only guesses with which most rows can be
-read are suggested.
+Error messages suggest a guess as the value of data.columns. A run never applies a guess. A guess is suggested only if it makes at
+least half of the rows readable.
 """
 
 import contextlib
@@ -34,24 +34,24 @@ from pipeline.data.labels import (
     are_labels,
     are_mostly_ratings,
     are_verdicts,
+    as_list,
+    as_numbers,
     choose_sides,
-    comparable,
     derive_rule,
-    filled,
     is_blank,
-    is_good,
+    is_good_label,
     is_unrated,
-    listed,
-    numbers,
+    normalize_label,
     unpacked_label,
+    without_blanks,
 )
 from pipeline.data.messages import ROLES, tool_schemas
 from pipeline.data.reshape import Preprocess, value_at
-from pipeline.data.values import Dropped, RowError, setting, some
-from pipeline.errors import InputError, visible
+from pipeline.data.values import Dropped, RowError, how_to_set, some_keys
+from pipeline.errors import InputError, escape_controls
 from pipeline.job.stages import STAGE_SPECS
 
-# names that datasets use for a field, the most likely first
+# {field: column names that datasets use for the field, most likely first}
 NAMES = {
     field: [field, *names.split()]
     for field, names in {
@@ -64,24 +64,25 @@ NAMES = {
         "messages": "conversations conversation dialogue dialog chat turns data",
     }.items()
 }
-CONTEXTS = ("context", "passage", "document")  # columns with a text to which a question refers
+CONTEXTS = ("context", "passage", "document")  # columns with the context of a question
 Rows = Sequence[dict[str, Any]]
-LOOKED = 50  # number of rows to read to test a guess
-# words by which the names of a pair's two columns differ
+LOOKED = 50  # number of rows on which a guess is tested
+# words that distinguish the names of the two columns of a pair
 PAIRED = (("1", "2"), ("0", "1"), ("a", "b"), ("first", "second"), ("left", "right"))
-STEM = r"[\W_]*(\d+|(?<![a-z])([a-z]|first|second|left|right)(?![a-z]))"  # where a pair's column names differ
+STEM = r"[\W_]*(\d+|(?<![a-z])([a-z]|first|second|left|right)(?![a-z]))"  # pattern for PAIRED and for numbers
 PREFERENCES = "label preference winner choice choose better preferred annotator vote judge verdict".split()
-# If a column's name has such a word, larger numbers are better. In columns of ranks or lengths, smaller ones may be better.
+# Larger numbers are better in columns with one of these words in the name. In columns of ranks or lengths, smaller numbers may be
+# better.
 SCORES = "score rating reward votes likes points winner".split()
 RATING_WORDS = {word.removesuffix("s") for word in (*NAMES["label"], *"grade quality score stars".split())}
 
 
 def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
-    """Returns the message for a file without a row in a format of the stage. `key` is the job's section for these rows."""
-    names = dict.fromkeys(name for row in rows[:LOOKED] for name in some(row))
-    found = visible(", ".join(names), lines=False)
+    """Returns the error message for a file whose rows match no format of the stage. `key` is the job's section for the rows."""
+    names = dict.fromkeys(name for row in rows[:LOOKED] for name in some_keys(row))
+    found = escape_controls(", ".join(names), lines=False)
     which = f"rows 1-{len(rows):,} match" if len(rows) > 1 else "row 1 matches"
-    head = f"{visible(file, lines=False)}: {which} no format of `{kind.stage}`; the columns are {found[:300] or 'none'}"
+    head = f"{escape_controls(file, lines=False)}: {which} no format of `{kind.stage}`; the columns are {found[:300] or 'none'}"
     if rows and format_of(rows[0], kind):
         try:
             parse_row(rows[0], kind)
@@ -89,12 +90,12 @@ def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
             return str(replace(error, file=file, line=1))
     for name in sorted(_questions(rows[:LOOKED])):
         if any("'rank':" in str(row.get(name)) for row in rows[:LOOKED]):
-            advice = "turn it into chosen and rejected with data.transform"
+            advice = "convert the ranking to chosen and rejected with data.transform"
             return f"{head}; `{name}` is a ranking in Argilla's format; {advice}"
     if _are_messages(_columns(rows[:LOOKED])):
-        advice = "combine them into conversations with data.group_by=COLUMN and data.transform"
+        advice = "combine the rows into conversations with data.group_by=COLUMN and data.transform"
         return f"{head}; each row is one message; {advice}"
-    if kind.parse in (parse_imitated, parse_rated) and (problem := doubt(rows)):
+    if kind.parse in (parse_imitated, parse_rated) and (problem := unclear_label_note(rows)):
         return f"{head}; {problem}"
     if guess := guess_columns(rows, kind):
         return f"{head}; set {as_setting(guess, rows, key)}"
@@ -102,22 +103,22 @@ def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
         inner = value[0] if isinstance(value, list) and value else None
         if isinstance(inner, dict) and not {"role", "from"} & inner.keys():
             return f"{head}; if the rows are in `{name}`, run jq -c '.{name}[]' FILE > NEW"
-    others = fitting(rows)
-    if others and not others.startswith("ppo with"):  # the text may contain both prompt and completion
-        return f"{head}; such rows fit {others}"
+    others = fitting_stages(rows)
+    if others and not others.startswith("ppo with"):  # one text column may contain both prompt and completion
+        return f"{head}; these rows can train {others}"
     needs = [*map(field_names, kind.formats)]
     known = next(names for names in needs if names[0] == "prompt" and "pos_answers" not in names)
     ways = [known, ("prompt", "first", "second", "label")][: 1 + ("chosen" in known)]
     blanks = ["{" + ", ".join(f"{name}: COLUMN" for name in names) + "}" for names in ways]
-    named = " or ".join(setting(f"{key}.columns", blank) for blank in blanks)
+    named = " or ".join(how_to_set(f"{key}.columns", blank) for blank in blanks)
     return (
-        f"{head}; expected one of {' | '.join(kind.formats)}: name the columns, {named}, or make such rows with "
+        f"{head}; expected one of {' | '.join(kind.formats)}; set {named}, or convert the rows with "
         f"{key}.transform=python:MODULE:FUNCTION"
     )
 
 
-def fitting(rows: Rows) -> str:
-    """Returns a text that says which stages can read the rows, and with which data.columns, or "" if none can."""
+def fitting_stages(rows: Rows) -> str:
+    """Returns a text with the stages that can read the rows and the data.columns to set, or "" if no stage can read them."""
     fits: dict[str, list[str]] = {}
     for stage, spec in STAGE_SPECS.items():
         if rows and spec.learns and (guess := guess_columns(rows, kind_of(stage))) is not None:
@@ -129,11 +130,11 @@ def fitting(rows: Rows) -> str:
 
 
 def as_setting(guess: dict[str, Any], rows: Rows, key: str = "data") -> str:
-    """Returns a text that says how to set data.columns, and also data.label if the meaning of the labels is unclear."""
-    shown = setting(f"{key}.columns", _flow(guess))
+    """Returns the setting of data.columns as text, and also of data.label if the meaning of the labels is unclear."""
+    shown = how_to_set(f"{key}.columns", _flow(guess))
     if is_clear(guess, rows):
         return shown
-    return f"{shown} and {setting(f'{key}.label', meaning(guess))} for what its values mean"
+    return f"{shown} and {how_to_set(f'{key}.label', label_template(guess))} with the values of the column"
 
 
 def _flow(mapping: Mapping[str, Any]) -> str:
@@ -148,31 +149,33 @@ def is_clear(guess: dict[str, Any], rows: Rows) -> bool:
     """Returns True if the meaning of the labels follows from their values, or if the guess has no labels."""
     if "label" not in guess and ("first" not in guess or "first_score" in guess):
         return True
-    labels = labels_of(guess, rows)
-    if "first" not in guess:  # under another name, the label may be about something else
-        return are_clear(labels) and bool(_called("label", listed(guess["label"])))
+    labels = labels_in_rows(guess, rows)
+    if "first" not in guess:  # a column without a typical label name may not rate completions
+        return are_clear(labels) and bool(_called("label", as_list(guess["label"])))
     with contextlib.suppress(InputError):
         return bool(derive_rule(labels, guess))
     return False
 
 
-def meaning(guess: dict[str, Any]) -> str:
-    """Returns a data.label that the user has to complete."""
+def label_template(guess: dict[str, Any]) -> str:
+    """Returns a template for data.label, with placeholders for the label values."""
     return "{first: VALUE, second: VALUE}" if "first" in guess else "{good: VALUE, bad: VALUE}"
 
 
 def guess_columns(rows: Rows, kind: Kind) -> dict[str, Any] | None:
-    """Returns {field: column} with which most rows can be read, {} if no mapping is needed, or None if no guess fits."""
+    """Returns a mapping {field: column} that makes most rows readable, {} if none is needed, or None if no guess fits."""
     rows = rows[:LOOKED]
     columns, rated, stage = _columns(rows), _ratings(rows), kind.stage
-    if stage in ("sft", "kto") and doubt(rows):
+    if stage in ("sft", "kto") and unclear_label_note(rows):
         return None
-    guess = next((guess for guess in _candidates(columns, rated, stage) if reads(rows, guess, kind)), None)
+    guess = next(
+        (guess for guess in _candidates(columns, rated, stage) if reads_most_rows(rows, guess, kind)), None
+    )
     if guess is None:
         return None
-    fields = _used(guess) | kind.format_fields  # `answer` is not a label
+    fields = _used(guess) | kind.format_fields  # a field such as `answer` cannot also be the label
     free = {name: values for name, values in columns.items() if name not in fields}
-    if stage == "sft":  # in sft, a label drops bad completions
+    if stage == "sft":  # sft uses labels only to drop bad completions
         labels = _labels(free, rated)
         if labels and labels[0] not in LABEL_FIELDS:
             guess |= {"label": _with_twins(labels[0], free)}
@@ -182,27 +185,27 @@ def guess_columns(rows: Rows, kind: Kind) -> dict[str, Any] | None:
     return guess
 
 
-def beside(rows: Rows, given: Mapping[str, Any], used: set[str], section: str) -> str:
-    """Returns a question to the user about an unread column that may say which completions are good, or "".
+def unread_label_note(rows: Rows, given: Mapping[str, Any], used: set[str], section: str) -> str:
+    """Returns a message about an unread column that may label completions as good or bad, or "".
 
     Args:
         given: the job's data.columns.
         used: the columns and fields that sft reads.
         section: the section of the job that describes the rows.
     """
-    if problem := doubt(rows, used):
+    if problem := unclear_label_note(rows, used):
         return problem
     columns = {name: one for name, one in _columns(rows[:LOOKED]).items() if name.split(".")[0] not in used}
     if not (labels := _labels(columns, _ratings(rows[:LOOKED]))):
         return ""
     named = as_setting({**given, "label": _with_twins(labels[0], columns)}, rows, section)
-    return f"`{labels[0]}` may say which completions are good; set {named}, or remove this column with {section}.transform"
+    return f"`{labels[0]}` may label completions as good or bad; set {named}, or remove this column with {section}.transform"
 
 
-def doubt(rows: Rows, used: Collection[str] = ()) -> str:
-    """Returns a question to the user if it is unclear which completions are good, or "".
+def unclear_label_note(rows: Rows, used: Collection[str] = ()) -> str:
+    """Returns a message if it is unclear which completions are good, or "".
 
-    This is unclear if the name of a column means that its rows are bad, such as thumbs_down, or if several columns may be the
+    It is unclear which completions are good if a column name such as thumbs_down marks bad rows, or if several columns may be the
     completion. Columns in `used` are ignored.
     """
     columns = {name: one for name, one in _columns(rows[:LOOKED]).items() if name not in used}
@@ -211,24 +214,24 @@ def doubt(rows: Rows, used: Collection[str] = ()) -> str:
         return ""
     for name, values in columns.items():
         bad = {*BAD} & {word.removesuffix("s") for word in re.findall(r"[a-z]{3,}", name.lower())}
-        if bad and are_mostly_ratings(filled(values)):
-            meanings = {is_good(one): one for one in reversed(filled(values))}
+        if bad and are_mostly_ratings(without_blanks(values)):
+            meanings = {is_good_label(one): one for one in reversed(without_blanks(values))}
             said = {"good": meanings.get(False, 0), "bad": meanings.get(True, 1)}
-            both = setting("data.columns", _flow({"label": name})), setting("data.label", _flow(said))
-            return f"`{name}` may mark the bad rows; set {' and '.join(both)}, or make one label with data.transform"
+            both = how_to_set("data.columns", _flow({"label": name})), how_to_set("data.label", _flow(said))
+            return f"`{name}` may mark bad rows; set {' and '.join(both)}, or create one label column with data.transform"
     written = sorted(asked.intersection(texts))
     several = [*dict.fromkeys([*written, *_called("completion", texts)])]
     if len(several) > 1 and (written or not (used or format_of(rows[0], kind_of("sft")))):
-        named = setting("data.columns", _flow({"prompt": "COLUMN", "completion": several[0]}))
+        named = how_to_set("data.columns", _flow({"prompt": "COLUMN", "completion": several[0]}))
         shown = " and ".join(f"`{name}`" for name in several)
-        return f"{shown} may each be the completion to learn; for the first, set {named}"
+        return f"{shown} may each be the completion to train on; for the first column, set {named}"
     return ""
 
 
-def reads(rows: Rows, guess: dict[str, Any], kind: Kind) -> bool:
+def reads_most_rows(rows: Rows, guess: dict[str, Any], kind: Kind) -> bool:
     """Returns True if at least half of the rows can be read with the columns of `guess`. Ties and unlabeled rows are ignored."""
     rows = rows[:LOOKED]
-    labels = tuple(map(comparable, labels_of(guess, rows)))  # this rule accepts any label
+    labels = tuple(map(normalize_label, labels_in_rows(guess, rows)))  # the rule below accepts any label
     rule = Rule(labels) if "first" in guess else Rule(good=labels if "label" in guess else ())
     kind = kind.with_preprocess(Preprocess(guess, rule))
     if not kind.formats:
@@ -243,13 +246,13 @@ def reads(rows: Rows, guess: dict[str, Any], kind: Kind) -> bool:
     return read > 0 and 2 * read >= len(rows) - dropped
 
 
-def labels_of(guess: Mapping[str, Any], rows: Rows) -> list[Any]:
-    """Returns the labels of rows, including labels in lists, but without blanks, nested lists and objects."""
+def labels_in_rows(guess: Mapping[str, Any], rows: Rows) -> list[Any]:
+    """Returns the labels of rows, and the elements of label lists. Skips blanks, nested lists and objects."""
     found = []
     for row in rows:
-        for name in listed(guess.get("label", "label")):
+        for name in as_list(guess.get("label", "label")):
             with contextlib.suppress(KeyError):
-                found += listed(unpacked_label(value_at(row, name)))
+                found += as_list(unpacked_label(value_at(row, name)))
     blank = is_blank if "first" in guess else is_unrated
     return [value for value in found if not blank(value) and not isinstance(value, list | dict)]
 
@@ -260,22 +263,22 @@ Values = list[Any]  # a column's values in the first rows, without nulls
 
 
 def _columns(rows: Rows) -> dict[str, Values]:
-    """Returns the values of each column, and of fields in columns of objects (`question.full_text`, `summaries.0.text`)."""
+    """Returns {column: values}. Fields inside objects count as columns, too (`question.full_text`, `summaries.0.text`)."""
     columns: dict[str, Values] = {}
     for row in rows:
-        for name in some(row):
+        for name in some_keys(row):
             value = row[name]
             objects = {name: value} if isinstance(value, dict) else {}
             if isinstance(value, list) and len(value) == 2 and all(isinstance(one, dict) for one in value):
                 objects = {f"{name}.{at}": one for at, one in enumerate(value)}
-            inner = {f"{path}.{key}": one[key] for path, one in objects.items() for key in some(one)}
+            inner = {f"{path}.{key}": one[key] for path, one in objects.items() for key in some_keys(one)}
             for path, one in {name: value, **inner}.items():
                 columns.setdefault(path, []).extend([one] if one is not None else [])
     return {name: values for name, values in columns.items() if values}
 
 
 def _is_tools(value: Any) -> bool:
-    with contextlib.suppress(RowError):  # the list in the JSON text does not contain messages
+    with contextlib.suppress(RowError):  # tool_schemas rejects lists in Python's notation
         return all("function" in tool for tool in tool_schemas(value) or [{}])
     return False
 
@@ -296,23 +299,31 @@ def _questions(rows: Rows) -> set[str]:
 
 
 def _ratings(rows: Rows) -> list[str]:
-    """Returns the columns whose values rate completions, such as emoji, and the columns with annotators' ratings."""
-    columns, asked = {name: filled(values) for name, values in _columns(rows).items()}, _questions(rows)
+    """Returns the columns whose words or emoji rate completions, and the columns with numeric ratings by annotators."""
+    columns, asked = (
+        {name: without_blanks(values) for name, values in _columns(rows).items()},
+        _questions(rows),
+    )
 
     def rates(name: str, values: Values) -> bool:
-        if name in asked and numbers(values):
+        if name in asked and as_numbers(values):
             return True
-        words = all(isinstance(comparable(one), str) for one in values)
-        return words and are_labels(values) and are_mostly_ratings(values) and False in map(is_good, values)
+        words = all(isinstance(normalize_label(one), str) for one in values)
+        return (
+            words
+            and are_labels(values)
+            and are_mostly_ratings(values)
+            and False in map(is_good_label, values)
+        )
 
     return [name for name, values in columns.items() if rates(name, values)]
 
 
 def _labels(free: Mapping[str, Values], rated: Sequence[str]) -> list[str]:
-    """Returns the columns that may say whether a demonstration is good, the most likely first."""
-    rows = {name: filled(values) for name, values in free.items()}
+    """Returns the columns that may label demonstrations as good or bad, in order of likelihood."""
+    rows = {name: without_blanks(values) for name, values in free.items()}
     labels = [name for name in _called("label", free) if not rows[name] or are_mostly_ratings(rows[name])]
-    scales = [name for name in free if numbers(rows[name]) and are_labels(free[name])]
+    scales = [name for name in free if as_numbers(rows[name]) and are_labels(free[name])]
     labels += sorted(filter(_rating_words, scales), key=lambda name: name.lower() not in NAMES["label"])
     return labels + [name for name in rated if name in free]
 
@@ -324,14 +335,14 @@ def _rating_words(name: str) -> set[str]:
 
 
 def _with_twins(name: str, columns: Mapping[str, Values]) -> str | list[str]:
-    """Returns a label's column, or the columns of all annotators, such as rating_anna and rating_ben, but not rating."""
+    """Returns the columns of all annotators, such as [rating_anna, rating_ben], or `name` if only one column has labels."""
     words = _rating_words(name)
 
     def is_twin(other: str) -> bool:
-        values = filled(columns[other])
-        few = len({str(comparable(value)) for value in values}) <= MAX_VALUES
+        values = without_blanks(columns[other])
+        few = len({str(normalize_label(value)) for value in values}) <= MAX_VALUES
         named = _rating_words(other) == words and other.lower().removesuffix("s") not in words
-        return named and few and bool(not values or numbers(values) or are_mostly_ratings(values))
+        return named and few and bool(not values or as_numbers(values) or are_mostly_ratings(values))
 
     twins = [*filter(is_twin, columns)]
     return twins if words and name in twins and len(twins) > 1 else name
@@ -341,7 +352,7 @@ def _with_twins(name: str, columns: Mapping[str, Values]) -> str | list[str]:
 
 
 def _candidates(columns: dict[str, Values], rated: list[str], stage: str) -> Iterator[dict[str, Any]]:
-    """Yields mappings to try, the most likely first."""
+    """Yields candidate mappings {field: column} in order of likelihood."""
 
     yield {}
     texts = _texts(columns)
@@ -367,7 +378,7 @@ def _candidates(columns: dict[str, Values], rated: list[str], stage: str) -> Ite
 
 
 def _prompts(texts: list[str]) -> Iterator[dict[str, str]]:
-    """Yields mappings for the prompt: a question with the text to which it refers, then the question alone."""
+    """Yields mappings for the prompt: first a question together with its context, then the question alone."""
     for name in _called("prompt", texts):
         yield from ({"instruction": name, "input": one} for one in CONTEXTS if one in texts and one != name)
         yield {"instruction" if name == "instruction" else "prompt": name}
@@ -382,10 +393,10 @@ def _are_messages(columns: Mapping[str, Values]) -> bool:
 
 
 def _demonstrations(columns: dict[str, Values], prompts: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
-    # A column of a pair, such as reply_1 and reply_2, may be the worse completion.
+    # Skip columns of pairs, such as reply_1 and reply_2, because they may contain the worse completion.
     stems = {name: re.sub(STEM, "", name.lower()) for name in columns}
     columns = {name: columns[name] for name in columns if [*stems.values()].count(stems[name]) == 1}
-    for name, (value, *_) in columns.items():  # a list of texts is a conversation only if its name says so
+    for name, (value, *_) in columns.items():  # lists of texts are conversations only under a typical name
         if name in NAMES["messages"] or not (isinstance(value, list) and value and isinstance(value[0], str)):
             yield {"messages": name}
     for name in dict.fromkeys([*_called("completion", _texts(columns)), *_called("completion", columns)]):
@@ -396,7 +407,7 @@ def _demonstrations(columns: dict[str, Values], prompts: list[dict[str, str]]) -
 
 
 def _pairs(columns: dict[str, Values], texts: list[str]) -> Iterator[dict[str, Any]]:
-    """Yields mappings for the two completions of a pair, if names, labels or scores say which one is better."""
+    """Yields mappings for the two completions of a pair, if names, labels or scores show which completion is better."""
     for chosen, rejected in itertools.product(_called("chosen", texts), _called("rejected", texts)):
         if chosen != rejected:
             yield {"chosen": chosen, "rejected": rejected}
@@ -408,7 +419,7 @@ def _pairs(columns: dict[str, Values], texts: list[str]) -> Iterator[dict[str, A
     votes = [name for name in labels if re.search(r"\d$", name)]
     spoken = [name for name, values in columns.items() if choose_sides(values)]
     labels += [name for name in spoken if name not in labels]
-    scores = [name for name in named(SCORES) if numbers(columns[name])]
+    scores = [name for name in named(SCORES) if as_numbers(columns[name])]
     for low, high in PAIRED:
         for first, second in _siblings(texts, low, high):
             for one, two in _siblings(scores, low, high):
@@ -418,8 +429,8 @@ def _pairs(columns: dict[str, Values], texts: list[str]) -> Iterator[dict[str, A
 
 
 def _siblings(names: list[str], low: str, high: str) -> Iterator[tuple[str, str]]:
-    """Yields the names of two columns that differ only in `low` and `high`, such as response_1 and response_2."""
-    before = r"(?<!\d)" if low.isdigit() else "(?<![a-zA-Z])"  # `data` does not end in the word `a`
+    """Yields pairs of column names that differ only in `low` and `high`, such as response_1 and response_2."""
+    before = r"(?<!\d)" if low.isdigit() else "(?<![a-zA-Z])"  # the last `a` of `data` is not a word
     for name in names:
         pattern = rf"(?i){before}{low}(?![a-z0-9])"
         other = re.sub(pattern, lambda match: high.upper() if match[0].isupper() else high, name)
@@ -428,7 +439,7 @@ def _siblings(names: list[str], low: str, high: str) -> Iterator[tuple[str, str]
 
 
 def _called(field: str, columns: Iterable[str]) -> list[str]:
-    """Returns the columns that may be a field, because of their name, a word in their name, or a similar spelling."""
+    """Returns the columns that may be a field, because their name equals, contains or resembles a known name of the field."""
     names = [name for name in columns if not name.startswith("system")]
     words = {name: re.split(r"[^a-z0-9]+", name.lower()) for name in names}
     exact = [alias for alias in NAMES[field] if alias in names]
@@ -444,4 +455,4 @@ def _unlike(guess: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _used(guess: Mapping[str, Any]) -> set[str]:
-    return {one for column in guess.values() for one in listed(column)}
+    return {one for column in guess.values() for one in as_list(column)}

@@ -1,9 +1,9 @@
-"""Decides what labels mean: whether a completion is good, or which of two completions is better.
+"""Interprets labels, which rate a completion as good or bad, or show which of two completions is better.
 
-data.label says what the values mean. Without data.label, a rule is derived from the labels of the first rows, if their
-meaning is clear. Clear labels are 1 and 2, numbers between them (1.5 is a tie), words such as a and b or model_a and model_b, and
-tie. Labels 0 and 1 are ambiguous, because 1 may be the number of the better completion, or mean that the first completion is
-better. Column names such as response_0, response_1 and better_response_id resolve this ambiguity.
+data.label defines the meaning of each label value. Without data.label, a rule is derived from the labels of the first rows, if
+these labels are unambiguous. Unambiguous labels are numbers from 1 to 2 (1.5 is a tie), `tie`, and words such as a and b, or
+model_a and model_b. Labels 0 and 1 are ambiguous, because 1 may be the number of the better completion, or mean that the first
+completion is better. Column names such as response_0, response_1 and better_response_id resolve this ambiguity.
 """
 
 import contextlib
@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.data.values import RowError, decoded, setting, show
+from pipeline.data.values import RowError, how_to_set, parse_json, show_json
 from pipeline.errors import InputError
 
-# Columns that say whether a completion is good, as in TRL's KTOTrainer and in LLaMA-Factory
+# Columns that label completions as good or bad in TRL's KTOTrainer and LLaMA-Factory
 LABEL_FIELDS = {"label", "kto_tag"}
 _BAD = (
     "bad dislike disliked down f fail failed false flagged harmful incorrect n negative no reject rejected thumbs_down toxic "
@@ -35,27 +35,27 @@ SIDE_WORDS = {
 }
 MEANINGS = ("first", "second", "tie", "good", "bad")
 UNRATED = ("nan", "n/a", "na", "#n/a", "<na>", "null", "none")
-MAX_VALUES = 12  # a column with more distinct values is not a label
-RARE = 0.05  # an unknown text in at most this fraction of the labels is an error of its row
-# If the name of a label's column has such a word, as in better_response_id, the label is the number of a completion.
+MAX_VALUES = 12  # maximum number of distinct values of a label column
+RARE = 0.05  # unknown texts are errors of single rows up to this fraction of the labels
+# A label is the number of a completion if its column has one of these words in the name, as in better_response_id.
 NUMBER_OF = re.compile(r"(?i)(?<![a-z])(id|idx|index|choice|better|best|winner)(?![a-z])")
 
 
 # ---- one value -------------------------------------------------------------------------------------------------------
 
 
-def listed(values: Any) -> list[Any]:
-    """Returns the elements of a list, no element for null, and any other value as the only element."""
+def as_list(values: Any) -> list[Any]:
+    """Converts a value to a list. Null becomes an empty list, and any other value becomes the only element."""
     return [*values] if isinstance(values, list | tuple) else [] if values is None else [values]
 
 
 def unpacked_label(label: Any) -> Any:
-    """Returns the list of labels in a JSON text, as in CSV files. Returns any other label unchanged."""
-    made = decoded(label) if isinstance(label, str) and label.lstrip().startswith("[") else label
+    """Parses a JSON list of labels, as in CSV files. Returns any other label unchanged."""
+    made = parse_json(label) if isinstance(label, str) and label.lstrip().startswith("[") else label
     return made if isinstance(made, list) else label
 
 
-def comparable(value: Any) -> Any:
+def normalize_label(value: Any) -> Any:
     """Normalizes a label for comparisons: numbers and numeric text become float, other text becomes lower case."""
     if isinstance(value, str):
         value = value.strip().lower()
@@ -66,7 +66,7 @@ def comparable(value: Any) -> Any:
 
 
 def is_blank(value: Any) -> bool:
-    """Returns True for null and blank text. In CSV, an empty cell is empty text."""
+    """Returns True for null and blank text. Empty cells of CSV files are empty text."""
     return value is None or (isinstance(value, str) and not value.strip())
 
 
@@ -75,7 +75,7 @@ def is_unrated(value: Any) -> bool:
     return is_blank(value) or (isinstance(value, str) and value.strip().lower() in UNRATED)
 
 
-def is_good(label: Any) -> bool | None:
+def is_good_label(label: Any) -> bool | None:
     """Returns whether a label means a good completion, or None if the label means something else, such as a topic."""
     value = label.strip().lower().replace(" ", "_") if isinstance(label, str) else label
     with contextlib.suppress(ValueError, TypeError):
@@ -86,74 +86,74 @@ def is_good(label: Any) -> bool | None:
 
 
 def side_of(value: Any) -> str | None:
-    """Returns `first`, `second` or `tie` if a text has this meaning, or None."""
+    """Returns whether a text means the `first` completion, the `second` completion or a `tie`, or else None."""
     word = re.sub(r"[^a-z0-9]", "", value) if isinstance(value, str) else ""
     return next((name for name, pattern in SIDE_WORDS.items() if pattern.fullmatch(word)), None)
 
 
-def majority(label: Any) -> Any:
+def majority_label(label: Any) -> Any:
     """Returns the majority of a list of labels: true, false, or null for no majority. Returns other labels unchanged."""
     given = unpacked_label(label)
-    votes = [is_good(one) for one in listed(given) if not is_unrated(one)]
+    votes = [is_good_label(one) for one in as_list(given) if not is_unrated(one)]
     if None in votes or not isinstance(given, list):
         return label
     more = sum(1 if good else -1 for good in votes)
     return more > 0 if more else None
 
 
-def score(value: Any, name: str) -> float | None:
-    """Returns a score in the field `name`, or None if it is blank. Raises RowError if the score is not a finite number."""
+def parse_score(value: Any, name: str) -> float | None:
+    """Returns a score in the field `name`, or None if the score is blank. Raises RowError if the score is not a finite number."""
     if is_blank(value):
         return None
-    number = comparable(value)
+    number = normalize_label(value)
     if not isinstance(number, float) or not math.isfinite(number):
-        raise RowError("wrong_type", name, show(value), "a finite number")
+        raise RowError("wrong_type", name, show_json(value), "a finite number")
     return number
 
 
 # ---- the values of a column ------------------------------------------------------------------------------------------
 
 
-def filled(values: Iterable[Any]) -> list[Any]:
-    """Returns the values, and the elements of values that are lists, without blanks."""
-    return [one for value in values for one in listed(value) if not is_unrated(one)]
+def without_blanks(values: Iterable[Any]) -> list[Any]:
+    """Returns the values without blanks. Lists are replaced by their elements."""
+    return [one for value in values for one in as_list(value) if not is_unrated(one)]
 
 
-def numbers(values: Iterable[Any]) -> list[float]:
+def as_numbers(values: Iterable[Any]) -> list[float]:
     """Returns the values as numbers, or [] if one of them is not a number."""
-    made = [*map(comparable, values)]
+    made = [*map(normalize_label, values)]
     return made if all(isinstance(number, float) for number in made) else []
 
 
 def are_clear(labels: Sequence[Any]) -> bool:
-    """Returns True if each label clearly means good or bad. Next to -1, a 0 is unclear, because it may mean unrated."""
-    return None not in map(is_good, labels) and not {0.0, -1.0} <= {*map(comparable, labels)}
+    """Returns True if each label clearly means good or bad. With the labels 0 and -1, 0 may mean unrated."""
+    return None not in map(is_good_label, labels) and not {0.0, -1.0} <= {*map(normalize_label, labels)}
 
 
 def are_mostly_ratings(labels: Sequence[Any]) -> bool:
     """Returns True if most labels mean good or bad, or if some words mean good and others mean bad."""
-    words = {is_good(one) for one in labels if isinstance(comparable(one), str)}
-    return {True, False} <= words or 2 * [*map(is_good, labels)].count(None) < len(labels)
+    words = {is_good_label(one) for one in labels if isinstance(normalize_label(one), str)}
+    return {True, False} <= words or 2 * [*map(is_good_label, labels)].count(None) < len(labels)
 
 
 def are_labels(values: Iterable[Any]) -> bool:
-    """Returns True if a column has few distinct values of at most two words. A list has the labels of several annotators."""
+    """Returns True if a column has few distinct values of at most two words. A list has one label per annotator."""
     values = [*values]
-    each = [one for value in values for one in listed(value)]
-    different = {str(comparable(value)) for value in each if not isinstance(value, list | dict)}
+    each = [one for value in values for one in as_list(value)]
+    different = {str(normalize_label(value)) for value in each if not isinstance(value, list | dict)}
     least = 2 if len(each) > 1 else 1  # several labels must not all be the same
     return least <= len(different) <= MAX_VALUES and all(len(value.split()) < 3 for value in different)
 
 
 def are_verdicts(values: Iterable[Any]) -> bool:
-    """Returns True for a few texts that are repeated, such as `A is better`. Completions are rarely repeated."""
+    """Returns True for a few repeated texts, such as `A is better`. Unlike verdicts, completions are rarely repeated."""
     texts = [str(value) for value in values if not is_blank(value)]
     return len(texts) >= 6 and 1 < len({*texts}) <= min(10, len(texts) / 3)
 
 
 def choose_sides(values: Iterable[Any]) -> bool:
     """Returns True if the values are words for the first and the second completion, and perhaps for a tie."""
-    sides = {side_of(comparable(one)) for value in values for one in listed(value) if not is_blank(one)}
+    sides = {side_of(normalize_label(one)) for value in values for one in as_list(value) if not is_blank(one)}
     return {"first", "second"} <= sides <= {"first", "second", "tie"}
 
 
@@ -162,19 +162,21 @@ def choose_sides(values: Iterable[Any]) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """Says what the values of a label mean: first, second or tie, or good or bad. `comparable` has normalized the values."""
+    """Maps label values, which `normalize_label` has normalized, to their meanings: first, second, tie, good or bad."""
 
     first: tuple[Any, ...] = ()
     second: tuple[Any, ...] = ()
     tie: tuple[Any, ...] = ()
     good: tuple[Any, ...] = ()
     bad: tuple[Any, ...] = ()
-    derived: bool = False  # derived from the first rows; then words of SIDE_WORDS are valid labels too
+    derived: bool = False  # whether the rule comes from the first rows, which makes all SIDE_WORDS valid
 
     @classmethod
     def from_job(cls, label: Mapping[str, Any]) -> "Rule":
         """Converts data.label, {meaning: value or values}, to a Rule."""
-        values: dict[str, Any] = {name: tuple(map(comparable, listed(some))) for name, some in label.items()}
+        values: dict[str, Any] = {
+            name: tuple(map(normalize_label, as_list(some))) for name, some in label.items()
+        }
         return cls(**values)
 
     def _values(self) -> list[tuple[Any, str]]:
@@ -186,7 +188,7 @@ class Rule:
 
     def meaning(self, value: Any) -> str:
         """Returns the meaning of a label. A rating between good and bad is a `tie`. Raises KeyError if the label is unknown."""
-        value = comparable(value)
+        value = normalize_label(value)
         for name in MEANINGS:
             if value in getattr(self, name) or (self.derived and side_of(value) == name):
                 return name
@@ -203,19 +205,19 @@ class Rule:
         raise KeyError(value)
 
     def vote(self, label: Any) -> str:
-        """Returns the most frequent meaning in a list of labels, or the meaning of one label, or `unlabeled` if all are blank.
+        """Returns the meaning of a label, the most frequent meaning in a list of labels, or `unlabeled` if all labels are blank.
 
         Raises RowError for a label without a known meaning.
         """
         votes: Counter[str] = Counter()
-        for value in listed(unpacked_label(label)):
+        for value in as_list(unpacked_label(label)):
             try:
                 blank = is_unrated(value) if self.good else is_blank(value)
                 votes.update([] if blank else [self.meaning(value)])
             except KeyError:
                 kind = "unclear_label" if self.derived else "unknown_label"
-                expected = f"{self}; data.label says what its values mean"
-                raise RowError(kind, "label", show(value), expected) from None
+                expected = f"{self}; data.label defines the label values"
+                raise RowError(kind, "label", show_json(value), expected) from None
         (most, number), *others = [*votes.most_common(), ("unlabeled", 0)]
         return most if all(number > other for _, other in others) else "tie"
 
@@ -223,12 +225,12 @@ class Rule:
 def derive_rule(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "data.label") -> Rule:
     """Derives the label rule from the labels of the first rows. `columns` is the job's data.columns.
 
-    Raises InputError with the data.label to set if the labels are ambiguous.
+    Raises InputError if the labels are ambiguous. The error message shows how to set data.label.
     """
-    single = itertools.chain.from_iterable(listed(unpacked_label(label)) for label in labels)
+    single = itertools.chain.from_iterable(as_list(unpacked_label(label)) for label in labels)
     found = [one for one in single if not isinstance(one, list | dict) and not is_blank(one)]
-    times = Counter(map(comparable, found))
-    # A rare text without a known meaning is ignored here. When its row is read, this text is an error.
+    times = Counter(map(normalize_label, found))
+    # Ignore rare texts without a known meaning. The tasks report such texts as errors of single rows.
     values = [
         value
         for value, rows in times.items()
@@ -236,7 +238,7 @@ def derive_rule(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "d
     ]
     scale = sorted(value for value in values if isinstance(value, float))
     words = {side_of(value) for value in values if not isinstance(value, float)}
-    # A 1 may mean the first or the second completion, and "right" may mean correct or the second one.
+    # The label 1 may mean the first or the second completion, and "right" may mean correct or the second completion.
     doubtful = any(isinstance(value, str) and re.search(r"\d|^(left|right)", value) for value in values)
     if scale and 1 <= scale[0] < 1.5 < scale[-1] <= 2 and words <= {"tie"}:
         return Rule((1.0,), (2.0,), derived=True)
@@ -244,28 +246,30 @@ def derive_rule(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "d
         return Rule((0.0,), (1.0,), derived=True)
     if not scale and words and None not in words and ({"first", "second"} <= words or not doubtful):
         return Rule(derived=True)
-    distinct = {comparable(one): one for one in found}
-    shown = ", ".join(show(one) for one in [*distinct.values()][:MAX_VALUES]) or "no label in the first rows"
+    distinct = {normalize_label(one): one for one in found}
+    shown = (
+        ", ".join(show_json(one) for one in [*distinct.values()][:MAX_VALUES]) or "no label in the first rows"
+    )
     ends = [f"{one:g}" for one in scale] if scale else sorted(map(str, distinct.values()))
     said = "{first: VALUE, second: VALUE, tie: VALUE}"
     when = "where a VALUE may be a list"
-    if len(ends) == len(distinct) > 1 and (scale or len(ends) == 2):  # three words have no known order
+    if len(ends) == len(distinct) > 1 and (scale or len(ends) == 2):  # the order of three words is unknown
         said = f"{{first: {ends[0]}, second: {ends[-1]}}}"
-        when = f"if {ends[0]} means that the first completion is better (and tie: VALUE for neither)"
-    column = ", ".join(listed(columns.get("label", "label")))
+        when = f"if {ends[0]} means that the first completion is better (add tie: VALUE for ties)"
+    column = ", ".join(as_list(columns.get("label", "label")))
     raise InputError(
-        f"found {shown} in the column {column!r}, whose meaning is ambiguous; set {setting(key, said)} {when}, or name "
+        f"found {shown} in the column {column!r}, whose meaning is ambiguous; set {how_to_set(key, said)} {when}, or use "
         f"another column: {key.removesuffix('label')}columns.label=COLUMN",
         key=key,
     )
 
 
 def _number_completions(columns: Mapping[str, Any]) -> bool:
-    """Returns True if the names of all columns suggest that the label is the number of a completion.
+    """Returns True if the column names suggest that the label is the number of a completion.
 
-    Examples are response_0, response_1 and better_response_id.
+    Examples of such column names are response_0, response_1 and better_response_id.
     """
     first, second = columns.get("first", ""), columns.get("second", "")
     zeros = re.finditer(r"(?<!\d)0(?!\d)", first)
     numbered = any(first[: at.start()] + "1" + first[at.end() :] == second for at in zeros)
-    return numbered and all(NUMBER_OF.search(one) for one in listed(columns.get("label", "label")))
+    return numbered and all(NUMBER_OF.search(one) for one in as_list(columns.get("label", "label")))

@@ -1,7 +1,7 @@
-"""Reads the contents of rows: texts, lists of messages, and transcripts, which are converted to messages.
+"""Parses the contents of rows: texts, lists of messages, and transcripts.
 
-A text of the form "\\n\\nHuman: ...\\n\\nAssistant: ..." is a transcript. A transcript becomes a list of messages, so that the
-chat template of the tokenizer applies. The functions raise RowError for values that they cannot read.
+A text of the form "\\n\\nHuman: ...\\n\\nAssistant: ..." is a transcript. A transcript is converted to a list of messages, so
+that the tokenizer can apply its chat template. The functions raise RowError for values that they cannot read.
 """
 
 import json
@@ -10,13 +10,13 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.data.values import RowError, decoded, fields_of, nearest, show
+from pipeline.data.values import RowError, fields_of, parse_json, show_json, suggest_key
 
-Message = dict[str, Any]  # has role, content, perhaps tool_calls, and other keys for the chat template
+Message = dict[str, Any]  # {role, content}, perhaps with tool_calls and other keys for the chat template
 Turns = list[Message]
 Text = str | Turns  # raw text, or messages for the chat template
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # a turn begins only at the start of a paragraph
-# role in lower case -> its name in chat templates
+# {role in lower case: name of the role in chat templates}
 ROLES = {
     name: role
     for role, names in {
@@ -29,31 +29,32 @@ ROLES = {
 }
 
 SIDES = ("chosen", "rejected")
-TEXT_PARTS = ("text", "input_text", "output_text")  # types of a part whose content is text
-# Keys for the thoughts of a reasoning model. The first of them is passed to templates as `reasoning_content` and `thinking`.
+TEXT_PARTS = ("text", "input_text", "output_text")  # types of message parts with text
+# Keys for the thoughts of a reasoning model. transformers passes the first key to templates as `reasoning_content` and
+# `thinking`.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # In all turns except the last one, templates keep only the text after the marker that ends the thoughts.
 END_OF_THOUGHTS = re.compile(r"</(?:think|thinking|thought|thoughts|reasoning)>|\[/THINK\]")
 UNSEEN = ("Zs", "Zl", "Zp", "Cc", "Cf")  # Unicode categories: white space, control and format characters
-WEIGHTS = ("weight", "train", "loss")  # keys of a message that say whether the message is trained
+WEIGHTS = ("weight", "train", "loss")  # message keys that can exclude a message from training
 ABOUT_TOOLS = ("tool_call_id", "name")
 READ = frozenset({"role", "content", "from", "value", "tool_calls", "function_call", *WEIGHTS})
 
 
-def plain(value: Text) -> str:
+def comparable_text(value: Text) -> str:
     """Returns a completion (text or messages) as one text, for comparisons."""
-    return value.strip() if isinstance(value, str) else "\n\n".join(words(turn).strip() for turn in value)
+    return value.strip() if isinstance(value, str) else "\n\n".join(turn_text(turn).strip() for turn in value)
 
 
-def words(turn: Message) -> str:
+def turn_text(turn: Message) -> str:
     """Returns the content of a turn, followed by JSON of its tool calls and other keys, such as thoughts."""
     others = {key: value for key, value in turn.items() if key not in (*READ, *ABOUT_TOOLS)}
     parts = [one for one in (turn.get("tool_calls"), others) if one]
     return turn["content"] + "".join(json.dumps(one, ensure_ascii=False) for one in parts)
 
 
-def thoughts(turn: Message) -> str:
-    """Returns the thoughts of a turn, or "" if it has none."""
+def thoughts_of_turn(turn: Message) -> str:
+    """Returns the thoughts of a turn, or "" if the turn has no thoughts."""
     return next((turn[key].strip() for key in THOUGHTS if isinstance(turn.get(key), str)), "")
 
 
@@ -64,7 +65,7 @@ def text_after_thoughts(content: str) -> str:
 
 
 def without_unread(value: Any, key: str, keys: frozenset[str], unread: list[str]) -> Any:
-    """Returns the messages in a value without the keys that neither this module nor the chat template (`keys`) reads.
+    """Removes message keys that neither this module nor the chat template reads. `keys` lists the keys of the template.
 
     Adds each removed key to `unread`, for example as `messages[].id`, unless its value is null or empty.
     """
@@ -77,31 +78,33 @@ def without_unread(value: Any, key: str, keys: frozenset[str], unread: list[str]
     return {name: one for name, one in value.items() if name not in gone}
 
 
-def text(value: Any, key: str) -> str:
+def require_text(value: Any, key: str) -> str:
     if value is None:
         raise RowError("null", key, "null", "a text")
     if not isinstance(value, str):
-        raise RowError("wrong_type", key, f"{type(value).__name__} {show(value)}", "a text")
+        raise RowError("wrong_type", key, f"{type(value).__name__} {show_json(value)}", "a text")
     return value
 
 
 def nonempty_text(value: Any, key: str, kind: str) -> str:
     """Returns a text. Raises RowError with the given `kind` if the text is empty."""
-    if not text(value, key).strip():
-        raise RowError(kind, key, show(value), "a text that is not empty")
+    if not require_text(value, key).strip():
+        raise RowError(kind, key, show_json(value), "non-empty text")
     return str(value)
 
 
-def messages(value: Any, key: str, system: Any = None) -> Turns:
-    """Converts [{role, content}] or [{from, value}] to [{role, content}]. Puts the row's `system` prompt, if any, first."""
+def parse_messages(value: Any, key: str, system: Any = None) -> Turns:
+    """Converts [{role, content}] or [{from, value}] to [{role, content}]. Prepends the `system` prompt of the row, if any."""
     if not isinstance(value, list):
-        raise RowError("wrong_type", key, show(value), "a list of messages {role, content} or {from, value}")
+        raise RowError(
+            "wrong_type", key, show_json(value), "a list of messages {role, content} or {from, value}"
+        )
     if not value:
         raise RowError("empty_prompt", key, "an empty list", "at least one message")
-    return with_system([message(item, f"{key}[{i}]") for i, item in enumerate(value)], system)
+    return with_system([parse_message(item, f"{key}[{i}]") for i, item in enumerate(value)], system)
 
 
-# Patterns for lists in Python's notation, which `to_csv` of pandas and datasets writes: lists of messages, and other lists
+# Patterns for lists in Python's notation, which `to_csv` of pandas and datasets writes
 _BEGIN = r"(?:array\()?[\[(\s]*"
 # dictionaries, or objects such as ChatCompletionMessage(content='yo', role='assistant')
 _DICTIONARY = r"\{\s*(?=')(?=.*'(?:role|from)'\s*:)(?=.*'(?:content|value)'\s*:)"
@@ -111,17 +114,17 @@ _LIST = rf"{_BEGIN}(?<=[\[(])\s*['\"{{].*[\])]\Z"
 
 
 def list_in(value: Any, key: str, of_messages: bool = False) -> Any:
-    """Returns the list in a JSON text, or the value itself.
+    """Parses a list in a JSON text. Returns any other value unchanged.
 
-    Raises RowError for a list in Python's notation. With `of_messages`, raises it only for a list of messages.
+    Raises RowError for a list in Python's notation. If `of_messages` is set, raises RowError only for a list of messages.
     """
     if not isinstance(value, str):
         return value
-    made = decoded(value) if (stripped := value.strip())[:1] in ("[", "{") else value
+    made = parse_json(value) if (stripped := value.strip())[:1] in ("[", "{") else value
     pattern = _MESSAGES if of_messages else f"{_MESSAGES}|{_LIST}"
     if made is value and re.match(pattern, stripped, re.DOTALL):
-        expected = "a list, or its JSON text; to_csv writes Python's text of it, so save the rows with to_json or to_parquet"
-        raise RowError("python_text", key, show(value), expected)
+        expected = "a list, or a list as JSON text; to_csv writes lists in Python's notation, so save the rows with to_json or to_parquet"
+        raise RowError("python_text", key, show_json(value), expected)
     return made if isinstance(made, list) else value
 
 
@@ -130,10 +133,10 @@ def is_printed_list(text: Any) -> bool:
     return isinstance(text, str) and bool(re.fullmatch(_LIST, text.strip(), re.DOTALL))
 
 
-def unpacked(field: str, value: Any) -> Any:
-    """Returns the messages in a JSON text, as in CSV files, or in an object with messages. Returns other values unchanged."""
+def unpack_messages(field: str, value: Any) -> Any:
+    """Parses messages in a JSON text, as in CSV files, and converts other forms of dialogues. Returns other values unchanged."""
     if field in ("messages", "conversations"):
-        return dialogue(list_in(value, field))
+        return dialogue_to_messages(list_in(value, field))
     items = list_in(value, field, of_messages=True)
     chat = isinstance(items, list) and all(
         isinstance(one, dict) and one.keys() & {"role", "from"} for one in items
@@ -141,7 +144,7 @@ def unpacked(field: str, value: Any) -> Any:
     return items if chat and items else value
 
 
-def dialogue(value: Any) -> Any:
+def dialogue_to_messages(value: Any) -> Any:
     """Converts a transcript, [{input, output}] or a list of alternating texts to messages. Returns other values unchanged."""
     if isinstance(value, str):
         return split_turns(value) if is_transcript(value) else value
@@ -157,23 +160,23 @@ def dialogue(value: Any) -> Any:
     return value
 
 
-def message(item: Any, key: str) -> Message:
+def parse_message(item: Any, key: str) -> Message:
     if not isinstance(item, dict):
-        raise RowError("wrong_type", key, show(item), "a message {role, content} or {from, value}")
+        raise RowError("wrong_type", key, show_json(item), "a message {role, content} or {from, value}")
     whose, what = ("from", "value") if "from" in item else ("role", "content")
     # function_call: OpenAI's earlier format, with one call per message
     called = next((name for name in ("tool_calls", "function_call") if item.get(name)), None)
     for name in (whose, what):
         if name not in item and not (name == "content" and called):
-            found = fields_of(item) + nearest(name, item)
+            found = fields_of(item) + suggest_key(name, item)
             raise RowError("missing_field", f"{key}.{name}", found, "{role, content}")
-    role = text(item[whose], f"{key}.{whose}")
+    role = require_text(item[whose], f"{key}.{whose}")
     if role.lower() not in ROLES:
-        raise RowError("wrong_role", f"{key}.{whose}", show(role), "one of " + ", ".join(ROLES))
+        raise RowError("wrong_role", f"{key}.{whose}", show_json(role), "one of " + ", ".join(ROLES))
     content = item.get(what)
     calls = tool_calls(item[called], f"{key}.{called}") if called else []
     if role.lower() in ("function_call", "tool_call"):  # in LLaMA-Factory's format, the content is the call
-        calls, content = tool_calls(decoded(content), f"{key}.{what}"), ""
+        calls, content = tool_calls(parse_json(content), f"{key}.{what}"), ""
     elif calls and content is None:
         content = ""
     if isinstance(content, list):
@@ -181,8 +184,8 @@ def message(item: Any, key: str) -> Message:
     given = [name for name in THOUGHTS if isinstance(item.get(name), str) and item[name].strip()]
     if len({item[name].strip() for name in given}) > 1:  # the template would render only one of these texts
         found = f"`{given[0]}` and `{given[1]}` that differ"
-        raise RowError("thoughts_differ", key, found, "the thoughts of a message in one key")
-    turn: Message = {"role": ROLES[role.lower()], "content": text(content, f"{key}.{what}")}
+        raise RowError("thoughts_differ", key, found, "all thoughts of a message in one key")
+    turn: Message = {"role": ROLES[role.lower()], "content": require_text(content, f"{key}.{what}")}
     if calls:
         turn["tool_calls"] = calls
     return turn | {name: one for name, one in item.items() if name not in READ and one not in (None, "")}
@@ -191,21 +194,21 @@ def message(item: Any, key: str) -> Message:
 def part_text(part: Any, key: str) -> str:
     """Returns the text of one part of a message's content: {type: text, text}, {type: text, value}, {text}, or a text."""
     if not isinstance(part, dict):
-        return text(part, key)
+        return require_text(part, key)
     if (kind := part.get("type") or "text") not in TEXT_PARTS:
         expected = "parts of type text, not images or audio; thoughts belong in `reasoning_content`"
-        raise RowError("wrong_type", key, f"a part of type {show(kind)}", expected)
+        raise RowError("wrong_type", key, f"a message part of type {show_json(kind)}", expected)
     for name in ("text", "value", "content"):
         if (value := part.get(name)) is not None:
             # as in OpenAI's threads: {text: {value, annotations}}
-            return text(value.get("value") if isinstance(value, dict) else value, f"{key}.{name}")
+            return require_text(value.get("value") if isinstance(value, dict) else value, f"{key}.{name}")
     raise RowError("missing_field", f"{key}.text", fields_of(part), "{type: text, text}")
 
 
 def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
     """Returns a prompt as text, or as messages if it is a list or a transcript. The last turn must not be an assistant turn."""
     if isinstance(value, list):
-        turns = messages(value, key)
+        turns = parse_messages(value, key)
     else:
         prompt = nonempty_text(value, key, "empty_prompt")
         if not is_transcript(prompt):
@@ -220,15 +223,19 @@ def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
     return with_system(turns, system)
 
 
-def instruction(row: dict[str, Any]) -> Turns:
+def instruction_prompt(row: dict[str, Any]) -> Turns:
     """Returns the prompt of a row with `instruction` and optionally `input`, `system` and `history`: [[question, answer]]."""
-    content = text(row["instruction"], "instruction")
-    if row.get("input") is not None and text(row["input"], "input").strip():
+    content = require_text(row["instruction"], "instruction")
+    if row.get("input") is not None and require_text(row["input"], "input").strip():
         content = f"{content}\n\n{row['input']}"
     earlier = list_in(row.get("history") or [], "history")
     if not isinstance(earlier, list) or any(not isinstance(one, list) or len(one) != 2 for one in earlier):
-        raise RowError("wrong_type", "history", show(earlier), "a list of [question, answer]")
-    earlier = messages(dialogue([said for pair in earlier for said in pair]), "history") if earlier else []
+        raise RowError("wrong_type", "history", show_json(earlier), "a list of [question, answer]")
+    earlier = (
+        parse_messages(dialogue_to_messages([said for pair in earlier for said in pair]), "history")
+        if earlier
+        else []
+    )
     turns = with_system([*earlier, *as_turns(content)], row.get("system"))
     check_prompt(turns, "instruction")
     return turns
@@ -239,7 +246,7 @@ def completion_text(value: Any, key: str, prompt: Text) -> Text:
     if isinstance(value, dict):
         value = [value]
     if isinstance(value, list):
-        turns = messages(value, key)
+        turns = parse_messages(value, key)
         if turns[0]["role"] != "assistant":
             found = f"a completion by `{turns[0]['role']}`"
             raise RowError("wrong_role", key, found, "a completion by `assistant`")
@@ -247,7 +254,7 @@ def completion_text(value: Any, key: str, prompt: Text) -> Text:
         further = [name for turn in turns for name in turn if name not in ("role", "content", *ABOUT_TOOLS)]
         if isinstance(prompt, str) and further:
             raise RowError("wrong_type", key, f"`{further[0]}` with a text prompt", "a prompt of messages")
-        return plain(turns) if isinstance(prompt, str) else turns
+        return comparable_text(turns) if isinstance(prompt, str) else turns
     completion = nonempty_text(value, key, "empty_completion")
     return completion if isinstance(prompt, str) else assistant_turn(completion)
 
@@ -259,11 +266,11 @@ def with_system(turns: Turns, system: Any) -> Turns:
     """
     if not system:
         return turns
-    first = {"role": "system", "content": text(system, "system")}
+    first = {"role": "system", "content": require_text(system, "system")}
     if turns[0]["role"] != "system":
         return [first, *turns]
     if turns[0]["content"].strip() != system.strip():
-        found = f"{show(system)}, but the first message says {show(turns[0]['content'])}"
+        found = f"{show_json(system)}, but the first message is {show_json(turns[0]['content'])}"
         raise RowError("prompts_differ", "system", found, "one system prompt")
     return turns
 
@@ -286,8 +293,8 @@ def check_last(turns: Turns, key: str) -> None:
     if not text_after_thoughts(last["content"]) and not last.get(
         "tool_calls"
     ):  # an empty completion would train the policy to end immediately
-        expected = "a turn that is not empty; before the last one, `weight: 0` excludes a turn from training"
-        raise RowError("empty_completion", key, show(last["content"]), expected)
+        expected = "a turn with content; `weight: 0` can exclude earlier turns from training"
+        raise RowError("empty_completion", key, show_json(last["content"]), expected)
 
 
 def check_prompt(turns: Turns, key: str) -> None:
@@ -328,7 +335,7 @@ def split_transcripts(row: dict[str, Any], system: Any = None) -> tuple[Text, tu
     """Splits two full conversations, `chosen` and `rejected`, into the prompt that they share and their completions."""
     both = row["chosen"], row["rejected"]
     if any(isinstance(side, list) for side in both):
-        sides = [messages(side, key) for side, key in zip(both, SIDES, strict=True)]
+        sides = [parse_messages(side, key) for side, key in zip(both, SIDES, strict=True)]
     else:
         texts = [nonempty_text(side, key, "empty_completion") for side, key in zip(both, SIDES, strict=True)]
         if not all(map(is_transcript, texts)):
@@ -341,8 +348,10 @@ def split_transcripts(row: dict[str, Any], system: Any = None) -> tuple[Text, tu
         check_last(turns, key)
     prompts = [turns[:-1] for turns in sides]
     if prompts[0] != prompts[1]:
-        found = f"another prompt than in `chosen` (from turn {shared_length(*prompts) + 1} on)"
-        expected = "the same turns on both sides up to the last completion"
+        found = (
+            f"a prompt that differs from the prompt in `chosen` (from turn {shared_length(*prompts) + 1} on)"
+        )
+        expected = "the same turns in `chosen` and `rejected` before the last completion"
         raise RowError("prompts_differ", "rejected", found, expected)
     check_prompt(prompts[0], "chosen")
     return with_system(prompts[0], system), (sides[0][-1:], sides[1][-1:])
@@ -356,7 +365,7 @@ def split_texts(chosen: str, rejected: str) -> tuple[str, tuple[str, str]]:
         at -= 1
     if not chosen[:at].strip():
         expected = "a shared prompt, or a `prompt` field"
-        raise RowError("empty_prompt", "chosen", "no text that both sides begin with", expected)
+        raise RowError("empty_prompt", "chosen", "no common text at the start of both completions", expected)
     return chosen[:at], (chosen[at:], rejected[at:])
 
 
@@ -376,10 +385,10 @@ def tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
         place = f"{key}[{index}]"
         function = item.get("function", item) if isinstance(item, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RowError("wrong_type", place, show(item), "{function: {name, arguments}}")
-        arguments = decoded(function.get("arguments") or {})
+            raise RowError("wrong_type", place, show_json(item), "{function: {name, arguments}}")
+        arguments = parse_json(function.get("arguments") or {})
         if not isinstance(arguments, dict):
-            raise RowError("wrong_type", f"{place}.arguments", show(arguments), "a JSON object")
+            raise RowError("wrong_type", f"{place}.arguments", show_json(arguments), "a JSON object")
         identity = {"id": item["id"]} if item.get("id") else {}
         function = {"name": function["name"], "arguments": arguments}
         calls.append({**identity, "type": "function", "function": function})
@@ -402,7 +411,7 @@ def tool_schemas(value: Any) -> list[dict[str, Any]] | None:
 
 def template_kwargs(value: Any) -> dict[str, Any]:
     """Returns the chat template's variables that a row sets, from an object or from its JSON text."""
-    value = decoded(value) or {}
+    value = parse_json(value) or {}
     if not isinstance(value, dict):
-        raise RowError("wrong_type", "chat_template_kwargs", show(value), "an object")
+        raise RowError("wrong_type", "chat_template_kwargs", show_json(value), "an object")
     return {name: one for name, one in value.items() if one is not None}

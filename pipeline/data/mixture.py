@@ -3,9 +3,10 @@
 The number of rows that an epoch draws from a source is proportional to the source's weight, up to rounding to whole rows.
 data.stopping_strategy has the same values as in datasets.interleave_datasets:
 
-- `first_exhausted`: an epoch ends when one source has no more rows. No row occurs twice. Some rows of other sources do not occur.
-- `all_exhausted`: an epoch ends when all rows of all sources have occurred. Rows of smaller sources occur several times.
-  Within a source, the numbers of occurrences differ by at most one.
+- `first_exhausted`: an epoch ends when one source has no more rows. No row is drawn twice. Some rows of the other sources are not
+  drawn.
+- `all_exhausted`: an epoch ends when all rows of all sources have been drawn. Rows of smaller sources are drawn several times.
+  The numbers of draws of two rows of a source differ by at most one.
 
 Different epochs omit or repeat different rows, so over several epochs all rows of a source are drawn equally often. The rows of
 an epoch depend only on the seed and the epoch, so they are the same for any number of workers and after a resume.
@@ -23,7 +24,7 @@ from pipeline.job.job import Source
 
 @dataclass(frozen=True)
 class Mixture:
-    """The weighted sources of a token table. The table has the rows of the first source, then of the second, and so on."""
+    """The weighted sources of a token table. The rows of the table are in the order of the sources."""
 
     sizes: tuple[int, ...]  # rows of each source
     draws: tuple[int, ...]  # rows that an epoch draws from each source
@@ -46,9 +47,10 @@ class Mixture:
 
 
 def mix_sources(sources: Sequence[Source], sizes: Sequence[int], strategy: str) -> Mixture | None:
-    """Returns the mixture of sources with these numbers of rows, or None if the sources have no weights.
+    """Returns the mixture of the sources, or None if the sources have no weights.
 
-    `strategy` is data.stopping_strategy. Raises InputError if an epoch would draw no row from a source.
+    `sizes` has the number of rows of each source. `strategy` is data.stopping_strategy. Raises InputError if an epoch would draw
+    no row from a source.
     """
     weights = [Fraction(str(source.weight)) for source in sources if source.weight is not None]
     if not weights:
@@ -63,6 +65,6 @@ def mix_sources(sources: Sequence[Source], sizes: Sequence[int], strategy: str) 
         draws[index] += 1
     for numbers in (sizes, draws):
         if empty := [one.path for one, number in zip(sources, numbers, strict=True) if not number]:
-            why = f"no row of {empty[0]} is in an epoch of {total:,} rows; remove it, or change the weights"
+            why = f"no row of {empty[0]} is in an epoch of {total:,} rows; remove this source, or change the weights"
             raise InputError(why, key="data.train")
     return Mixture(tuple(sizes), tuple(draws))

@@ -1,4 +1,4 @@
-"""Checks the first rows of a job's files: whether columns exist, what labels mean, and whether the stage can read the rows."""
+"""Checks in the first rows of each file whether columns exist, labels are unambiguous, and the stage can read the rows."""
 
 import contextlib
 import difflib
@@ -16,18 +16,18 @@ from pipeline.data.labels import (
     Rule,
     are_clear,
     are_mostly_ratings,
+    as_list,
     derive_rule,
-    is_good,
-    listed,
+    is_good_label,
 )
 from pipeline.data.messages import is_printed_list
-from pipeline.data.reshape import UNORDERED, Columns, Preprocess, formats_with, renamed, value_at
-from pipeline.data.values import RowError, setting, show, some
-from pipeline.errors import InputError, visible
+from pipeline.data.reshape import UNORDERED, Columns, Preprocess, formats_with, rename_columns, value_at
+from pipeline.data.values import RowError, how_to_set, show_json, some_keys
+from pipeline.errors import InputError, escape_controls
 from pipeline.job.job import Source, sources_of, sources_with_defaults
 from pipeline.system import functions
 
-FILES = 16  # maximum number of files of a source whose first rows are read
+FILES = 16  # maximum number of files to preview per source
 ROWS = 1000  # maximum number of rows to read from the start of each file
 TEXTS = ("prompt", "completion", "chosen", "rejected", "first", "second")  # fields whose value is one text
 
@@ -48,14 +48,14 @@ def source_kinds(stage: str, data: Any) -> dict[str, tuple[Kind, ...]]:
 
 
 def _source_kind(stage: str, source: Source, key: str, pairs: Any) -> Kind:
-    """Returns the kind of the rows of one source. `key` is the section of the job that sets its columns."""
+    """Returns the kind of the rows of one source. `key` is the section of the job that sets the source's columns."""
     columns, kind = source.columns or {}, kind_of(stage)
     if stage in ("evaluate", "pairs"):  # rows of data.eval and data.pairs have different formats
         other = kind_of("pairs" if stage == "evaluate" else "evaluate")
         others = {*known_fields(other)} - {*known_fields(kind)}
         others |= {"chosen", "rejected"} if stage == "evaluate" and pairs else set()
         columns = {field: column for field, column in columns.items() if field not in others}
-    check_columns(columns, kind, f"{key}.columns")
+    check_column_names(columns, kind, f"{key}.columns")
     if source.label and "good" in source.label and not kind.reads_label:
         wanted = "expected {first: VALUE, second: VALUE}"
         raise InputError(f"`{stage}` reads no ratings; {wanted}", key=f"{key}.label")
@@ -65,7 +65,7 @@ def _source_kind(stage: str, source: Source, key: str, pairs: Any) -> Kind:
 
 
 def known_fields(kind: Kind) -> list[str]:
-    """Returns the fields that rows of a kind may have: first the fields of its formats, then optional fields."""
+    """Returns the fields that rows of a kind may have: first the fields of all formats, then optional fields."""
     needs = [name for format in kind.formats for name in field_names(format)]
     pair = UNORDERED if kind.has_pairs else ()
     input_of = ("input", "history") if "instruction" in needs else ()
@@ -73,7 +73,7 @@ def known_fields(kind: Kind) -> list[str]:
     return [*dict.fromkeys([*needs, *pair, *sorted(kind.further), *input_of, *of_all])]
 
 
-def check_columns(columns: Columns, kind: Kind, key: str = "data.columns") -> None:
+def check_column_names(columns: Columns, kind: Kind, key: str = "data.columns") -> None:
     """Raises InputError for fields that the stage never reads or never reads together, and for a column mapped to two fields."""
     known, taken = known_fields(kind), dict[str, str]()
     for field, column in columns.items():
@@ -83,10 +83,10 @@ def check_columns(columns: Columns, kind: Kind, key: str = "data.columns") -> No
             raise InputError(f"`{kind.stage}` reads no field of this name; {hint}", key=f"{key}.{field}")
         if isinstance(column, list) and field != "label":
             raise InputError(f"found {len(column)} columns, expected one", key=f"{key}.{field}")
-        for one in listed(column):
+        for one in as_list(column):
             if one in taken:
                 found = f"found {one!r}, which is {key}.{taken[one]} already"
-                raise InputError(f"{found}; a column can be only one field", key=f"{key}.{field}")
+                raise InputError(f"{found}; map each column to only one field", key=f"{key}.{field}")
             taken[one] = field
     if not formats_with(columns, kind.formats):
         one_of = " | ".join(kind.formats)
@@ -106,11 +106,11 @@ def check_columns_exist(
         return False
 
     for field, column in columns.items():
-        for one in listed(column):
+        for one in as_list(column):
             if rows and not any(has(row, one) for row in rows):
-                names = dict.fromkeys(name for row in rows for name in some(row))
-                shown = visible(", ".join([*names][:30]), lines=False)
-                found = f"{file}: rows 1-{len(rows):,} have no column {one!r}; their columns are {shown}"
+                names = dict.fromkeys(name for row in rows for name in some_keys(row))
+                shown = escape_controls(", ".join([*names][:30]), lines=False)
+                found = f"{file}: rows 1-{len(rows):,} have no column {one!r}; the columns are {shown}"
                 raise InputError(found, key=f"{key}.{field}")
 
 
@@ -128,7 +128,7 @@ class Head:
 def resolve_labels(
     kinds: Mapping[str, Sequence[Kind]], files: Mapping[str, Sequence[File]]
 ) -> dict[str, tuple[Kind, ...]]:
-    """Returns the kinds of the sources. If the job sets no label rule, the rule is derived from the first rows.
+    """Returns the kinds of the sources, with label rules from the job or derived from the first rows.
 
     Raises InputError if a file lacks a column, if labels are ambiguous, or if the rows of a file fit another stage.
     """
@@ -138,14 +138,14 @@ def resolve_labels(
             section = f"data.{name}.{index}" if len(sources) > 1 else "data"
             for file in [file for file in files.get(name, ()) if file.source == index][:FILES]:
                 heads.append(Head(name, section, file.path, kind, first_rows(file, kind)[0]))
-    labels: dict[str, list[Any]] = {}  # preprocessing -> labels of all sources that use it
+    labels: dict[str, list[Any]] = {}  # {preprocessing: labels of all sources with this preprocessing}
     for head in heads:
         columns = head.kind.preprocess.columns
         check_columns_exist(columns, head.rows, head.path, f"{head.section}.columns")
         found = labels.setdefault(repr(head.kind.preprocess), [])
         for row in head.rows:
-            with contextlib.suppress(RowError):  # the task that reads this row reports the error
-                row = renamed(row, columns, ())
+            with contextlib.suppress(RowError):  # the task that reads this row later reports the error
+                row = rename_columns(row, columns, ())
                 if {"first", "second", "label"} <= row.keys() and "first_score" not in row:
                     found.append(row["label"])
         check_ratings(head)
@@ -164,7 +164,7 @@ def resolve_labels(
         kind = kind.with_preprocess(
             replace(kind.preprocess, transform=None)
         )  # head.rows are already the results of data.transform
-        if head.rows and not any(fits(row, kind) for row in head.rows):
+        if head.rows and not any(fits_kind(row, kind) for row in head.rows):
             problem = guess.explain_misfit(head.rows, kind_of(kind.stage), head.path, head.section)
             raise InputError(problem, key=f"data.{head.split}")
         check_unread_label(head)
@@ -176,16 +176,20 @@ def check_ratings(head: Head) -> None:
     """Raises InputError if data.label is not set although labels are 0 and -1, or some labels mean neither good nor bad."""
     columns = head.kind.preprocess.columns
     pair = {"first", "chosen"} & {*columns, *itertools.chain(*head.rows[:1])}
-    found = guess.labels_of(columns, head.rows)
+    found = guess.labels_in_rows(columns, head.rows)
     if pair or not head.kind.reads_label or head.kind.preprocess.rule is not None:
         return
     if are_mostly_ratings(found) and not are_clear(found):
-        other = next((show(one) for one in found if is_good(one) is None), "")
-        why = f"{other}, which means neither good nor bad" if other else "0 and -1, and one may mean unrated"
+        other = next((show_json(one) for one in found if is_good_label(one) is None), "")
+        why = (
+            f"{other}, which means neither good nor bad"
+            if other
+            else "0 and -1, one of which may mean unrated"
+        )
         values = "{good: VALUE, bad: VALUE}" if other else "{good: 1, bad: -1}"
         key = f"{head.section}.label"
         column = columns.get("label", "label")
-        problem = f"{head.path}: the column {column!r} has {why}; set {setting(key, values)}"
+        problem = f"{head.path}: the column {column!r} has {why}; set {how_to_set(key, values)}"
         raise InputError(problem, key=key)
 
 
@@ -194,20 +198,23 @@ def check_unread_label(head: Head) -> None:
     columns = head.kind.preprocess.columns
     if head.kind.parse is not parse_imitated or "label" in columns:
         return
-    if are_mostly_ratings(guess.labels_of({"label": [*LABEL_FIELDS]}, head.rows)):
+    if are_mostly_ratings(guess.labels_in_rows({"label": [*LABEL_FIELDS]}, head.rows)):
         return
-    used = {*itertools.chain(*map(listed, columns.values())), *known_fields(head.kind)}
-    if problem := guess.beside(head.rows, columns, used, head.section):
+    used = {*itertools.chain(*map(as_list, columns.values())), *known_fields(head.kind)}
+    if problem := guess.unread_label_note(head.rows, columns, used, head.section):
         raise InputError(f"{head.path}: {problem}", key=f"{head.section}.columns")
 
 
 def check_printed_lists(head: Head) -> None:
-    """Raises InputError if all cells of a CSV column are lists in Python's notation. A single such cell may be text."""
+    """Raises InputError if all cells of a CSV column are lists in Python's notation. A single cell with a list may be ordinary
+    text."""
     for field in TEXTS if re.search(r"\.[ct]sv(\.gz)?$", head.path.lower()) else ():
         column = head.kind.preprocess.columns.get(field, field)
         cells = [row.get(column) for row in head.rows] if isinstance(column, str) else []
         if len(cells) > 1 and all(map(is_printed_list, cells)):
-            found = f"{head.path}: each {column!r} is the text of a list, such as {show(cells[0])}"
+            found = (
+                f"{head.path}: each {column!r} is a list in Python's notation, such as {show_json(cells[0])}"
+            )
             raise InputError(f"{found}; save the rows with to_json or to_parquet", key=f"data.{head.split}")
 
 
@@ -220,10 +227,10 @@ def first_rows(file: File, kind: Kind) -> tuple[list[dict[str, Any]], list[RowEr
             errors.append(replace(decoded, line=number))
         else:
             rows += [row for row in kind.preprocess.transformed(decoded) if isinstance(row, dict)]
-    chunks.locate(errors, chunk)
+    chunks.locate_errors(errors, chunk)
     return rows, errors
 
 
-def fits(row: dict[str, Any], kind: Kind) -> bool:
-    """Returns True if a row has one of the kind's formats, or if an error prevents finding its format."""
+def fits_kind(row: dict[str, Any], kind: Kind) -> bool:
+    """Returns True if a row matches a format of the kind, or if an error prevents the check."""
     return any(not isinstance(made, dict) or format_of(made, kind) is not None for made in kind.rows(row))

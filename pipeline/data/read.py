@@ -1,6 +1,6 @@
 """Reads, validates and tokenizes a job's rows once, and writes them to Arrow files ("parts") in a cache folder.
 
-Each chunk of a file has a task, which reads its rows one after another and writes a part: an Arrow file of token rows (tasks.py).
+For each chunk of a file, a task reads the rows one after another and writes a part, an Arrow file of token rows (tasks.py).
 The driver receives only counts, so its memory does not grow with the data. The driver makes the report from the counts
 (report.py), rejects unusable data, and loads the parts as tables. Later runs with the same files, tokenizer, template and
 options reuse the parts.
@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.data.chunks import Chunk, plan_chunks
-from pipeline.data.counts import Counts, RowsDigest, of_split, totals
+from pipeline.data.chunks import FileChunk, plan_chunks
+from pipeline.data.counts import Counts, RowsDigest, of_split, sum_counts
 from pipeline.data.files import File, find_files
 from pipeline.data.formats import kind_of
 from pipeline.data.mixture import Mixture, mix_sources
@@ -31,8 +31,8 @@ from pipeline.errors import InputError
 from pipeline.job.job import sources_of
 from pipeline.system import storage
 
-VERSION = 17  # version of the parts; increase it if the same rows result in other tokens or reports
-SMALL = 64 << 20  # up to this many bytes, files are tokenized without Ray, which takes seconds to start
+VERSION = 17  # version of the parts; increase it if the same rows now produce different tokens or reports
+SMALL = 64 << 20  # maximum bytes of files to tokenize without Ray, which takes seconds to start
 
 
 @dataclass
@@ -42,9 +42,9 @@ class Prepared:
     train: Any
     eval: Any
     report: Report
-    digests: dict[str, str]  # split -> SHA-256 digest of its rows
-    fingerprints: dict[str, str]  # split -> name of the token table; the same name on all workers
-    mixture: Mixture | None = None  # sources of `train`, or None if they have no weights
+    digests: dict[str, str]  # {split: SHA-256 digest of the rows}
+    fingerprints: dict[str, str]  # {split: fingerprint of the token table, the same on all workers}
+    mixture: Mixture | None = None  # mixture of the sources of `train`, or None without weights
 
 
 def prepare_rows(
@@ -59,12 +59,12 @@ def prepare_rows(
     """Returns the job's train and eval rows as token tables.
 
     Args:
-        stage: the job's stage, or `pairs` or `benchmarks` for the rows of these keys.
+        stage: the job's stage, or `pairs` for data.pairs, or `benchmarks` for data.benchmarks.
         data: the job's `data` section.
         context_length: maximum tokens of the model's context, or None if unknown.
         packing: whether to pack the rows. Only demonstrations can be packed.
-        ray_for_rows: for a job that runs in this process, a function that starts Ray to tokenize files above SMALL bytes. The
-            result has pyarrow tables. None for a job on Ray, for which the result has Ray Data datasets.
+        ray_for_rows: a function that starts Ray to tokenize files above SMALL bytes, for a job in this process, which gets
+            pyarrow tables. None for a job on Ray, which gets Ray Data datasets.
 
     Raises InputError if files are missing, if the rows are unusable, or if no row is left.
     """
@@ -72,7 +72,9 @@ def prepare_rows(
     aside = dict[str, str]()
     files, options = plan_reading(stage, data, tokenizer, context_length, packing, aside)
     if not files:
-        raise InputError(f"stage {stage} needs rows; name a file: data.train=rows.jsonl", key="data.train")
+        raise InputError(
+            f"stage {stage} needs rows; set data.train, e.g. data.train=rows.jsonl", key="data.train"
+        )
     key = cache_key(files, tokenizer, options)
     folder = storage.join(storage.absolute(cache_root), key[:32])
     manifest = read_manifest(folder)
@@ -98,7 +100,10 @@ def prepare_rows(
     here = ray_for_rows is not None
     if not here:
         set_up_ray_data()
-    sets = {name: load(folder, parts, manifest["columns"], here) for name, parts in manifest["parts"].items()}
+    sets = {
+        name: load_parts(folder, parts, manifest["columns"], here)
+        for name, parts in manifest["parts"].items()
+    }
     mixture = describe_sources(report, data, files)
     read = {file.path for some in files.values() for file in some}
     report.not_read = {path: why for path, why in aside.items() if path not in read}
@@ -121,9 +126,9 @@ def plan_reading(
     packing: bool = False,
     aside: Any = None,
 ) -> tuple[dict[str, list[File]], Options]:
-    """Returns the files of each split, and the options for their rows, derived from the first rows. Does not use Ray.
+    """Returns the files of each split and the options for tasks, with label rules from the first rows, without using Ray.
 
-    Adds the files of folders that a split does not read to `aside`, as {path: reason}.
+    Adds the unread files of folders to `aside`, as {path: reason}.
     Raises InputError if files or columns are missing, rows fit another stage, or keys contradict the model.
     """
     options = options_of(stage, data, tokenizer, context_length, packing)
@@ -133,7 +138,7 @@ def plan_reading(
 
 
 def describe_sources(report: Report, data: Any, files: dict[str, list[File]]) -> Mixture | None:
-    """Adds the settings of each source and its rows per epoch to the report. Returns the mixture of data.train."""
+    """Adds settings and rows per epoch of each source to the report. Returns the mixture of data.train."""
     for name, counts in report.sources.items():
         origin = "eval" if "eval" in files and name == "eval" else "train"
         sources = sources_of(getattr(data, origin))
@@ -160,7 +165,7 @@ def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None
     kind, max_length = kind_of(stage), data.max_length or context_length
     if not max_length:
         raise InputError(
-            "the model's configuration states no context; set data.max_length=1024", key="data.max_length"
+            "the model's configuration has no context length; set data.max_length=1024", key="data.max_length"
         )
     return Options(
         kind,
@@ -179,9 +184,9 @@ def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None
 
 
 def manifest_of(counts: list[Counts], tokenizer: Any, options: Options) -> dict[str, Any]:
-    """Returns the parts, columns, digests and report, from the counts of all chunks in the order of the chunks."""
+    """Returns the manifest: parts, columns, digests and report. `counts` must be in the order of the chunks."""
     report = report_of(counts, tokenizer, options)
-    margins = totals(counts)["margins"]
+    margins = sum_counts(counts)["margins"]
     return {
         "parts": {name: [one.parts[name] for one in counts if name in one.parts] for name in report.splits},
         "columns": [name for name in columns_of(options) if name != "margin" or margins],
@@ -191,7 +196,7 @@ def manifest_of(counts: list[Counts], tokenizer: Any, options: Options) -> dict[
 
 
 def content_digest(name: str, counts: list[Counts], options: Options) -> str:
-    """Returns a digest of a split's rows in their order. If data.eval_fraction is set, includes it and the seed."""
+    """Returns a digest of a split's rows in their order. The digest includes data.eval_fraction, if set, and the seed."""
     whole = RowsDigest()
     for one in of_split("train" if options.eval_fraction else name, counts):
         whole.extend(one.digest)
@@ -199,7 +204,7 @@ def content_digest(name: str, counts: list[Counts], options: Options) -> str:
     return hashlib.sha256(f"{whole.count}:{whole.value}:{held}".encode()).hexdigest()
 
 
-def repeated_rows(hashes: list[bytes], chunks: list[Chunk]) -> dict[int, Any]:
+def repeated_rows(hashes: list[bytes], chunks: list[FileChunk]) -> dict[int, Any]:
     """Returns {index of a chunk: positions of rows that equal an earlier row of the split}, from 8-byte hashes of all rows."""
     import numpy as np
 
@@ -216,8 +221,8 @@ def repeated_rows(hashes: list[bytes], chunks: list[Chunk]) -> dict[int, Any]:
     return repeated
 
 
-def run_tasks(work: Callable[[Chunk, int], Any], chunks: list[Chunk], on_ray: bool) -> list[Any]:
-    """Runs work(chunk, number) for all chunks, in Ray Data tasks or in this process. Returns the results in the chunks' order."""
+def run_tasks(work: Callable[[FileChunk, int], Any], chunks: list[FileChunk], on_ray: bool) -> list[Any]:
+    """Runs work(chunk, number) for all chunks, in Ray Data tasks or in this process. Returns the results in chunk order."""
     if not on_ray:
         return [work(chunk, index) for index, chunk in enumerate(chunks)]
     import ray
@@ -247,10 +252,10 @@ def set_up_ray_data() -> None:
 
 
 def cache_key(files: dict[str, list[File]], tokenizer: Any, options: Options) -> str:
-    """Returns a digest of everything on which the parts depend.
+    """Returns the cache key, a digest of all inputs that determine the parts.
 
-    For a file, these are its path, size and modification time, but not its content, because reading all files would take too
-    long. Therefore, a copy of a file is tokenized again.
+    The key depends on the path, size and modification time of each file, but not on the content, because reading all files would
+    take too long. Therefore, a copy of a file is tokenized again.
     """
     from pipeline.models.tokenizer import template_digest, tokenizer_digest
 
@@ -264,7 +269,7 @@ def cache_key(files: dict[str, list[File]], tokenizer: Any, options: Options) ->
 
 
 def read_manifest(folder: str) -> dict[str, Any] | None:
-    """Returns the manifest of a complete cache folder, or None if it is unfinished, damaged or incomplete."""
+    """Returns the manifest of a complete cache folder, or None if the folder is unfinished, damaged or incomplete."""
     try:
         manifest: dict[str, Any] = storage.read_json(storage.join(folder, "manifest.json"))
         for name, _ in itertools.chain.from_iterable(manifest["parts"].values()):
@@ -274,7 +279,7 @@ def read_manifest(folder: str) -> dict[str, Any] | None:
     return manifest
 
 
-def load(folder: str, parts: list[list[Any]], columns: list[str], in_process: bool) -> Any:
+def load_parts(folder: str, parts: list[list[Any]], columns: list[str], in_process: bool) -> Any:
     """Returns the rows in the order of the parts: one Arrow table, or a materialized ray.data.Dataset of Arrow blocks."""
     names = [storage.join(folder, name) for name, _ in parts]
     if in_process:
@@ -298,7 +303,7 @@ def _read_part(batch: dict[str, Any], names: list[str], columns: list[str]) -> I
 
 
 def _opened(path: str) -> Any:
-    """Returns a reader of a part. A local file is memory-mapped, so its rows are read only when they are used."""
+    """Returns a reader of a part. A local file is memory-mapped, so rows are loaded on demand."""
     import pyarrow as pa
 
     fs, inner = storage.filesystem(path)
@@ -308,7 +313,7 @@ def _opened(path: str) -> Any:
 def to_hf(shard: Any, fingerprint: str) -> Any:
     """Converts an Arrow table or a Ray Data dataset to a datasets.Dataset that shares its memory.
 
-    `fingerprint` identifies the table. Without it, the datasets library would copy the full table to hash it.
+    `fingerprint` identifies the table. Without `fingerprint`, the datasets library would copy and hash the full table.
     """
     import datasets
     import pyarrow as pa

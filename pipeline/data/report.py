@@ -8,49 +8,49 @@ from dataclasses import asdict, dataclass, field
 from operator import itemgetter
 from typing import Any
 
-from pipeline.data.chunks import locate
+from pipeline.data.chunks import locate_errors
 from pipeline.data.counts import (
     Counts,
-    count,
-    duplicates,
+    count_duplicates,
+    count_overlap,
     first_errors,
     of_split,
-    overlap,
-    totals,
+    sum_counts,
     versions_in_words,
+    with_unit,
 )
 from pipeline.data.formats import kind_of
 from pipeline.data.labels import RARE
 from pipeline.data.messages import THOUGHTS
 from pipeline.data.tasks import SAMPLES, Options, encoder_of
-from pipeline.data.values import RowError, show
-from pipeline.errors import InputError, visible
+from pipeline.data.values import RowError, show_json
+from pipeline.errors import InputError, escape_controls
 from pipeline.models.template import is_plain, text_as_chat
 
 PERCENTILES = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "max": 1.0}
-# kind of error -> its description in the report. Other kinds are described by their names.
+# {kind of error: description in the report}. The report shows the names of all other kinds.
 ERROR_NAMES = {
     "not_json": "not JSON",
     "not_utf8": "not UTF-8",
     "not_csv": "not CSV",
     "overlong": "too long",
-    "label": "labelled as bad",
-    "ragged": "with another number of values than the header",
+    "label": "labeled as bad",
+    "ragged": "with a different number of values than the header",
     "missing_field": "wrong or missing field",
     "equal_pair": "chosen equal to rejected",
-    "python_text": "neither a list nor its JSON",
+    "python_text": "with a list in Python's notation",
     "template": "rejected by the chat template",
     "transform": "failed in data.transform",
-    "left_out": "left out by data.transform",
+    "left_out": "dropped by data.transform",
     "duplicate": "equal to an earlier row",
     "tie": "tie, or without a clear label",
     "unlabeled": "without a label",
-    "unknown_label": "label that data.label does not know",
+    "unknown_label": "with a label that is not in data.label",
 }
 MAX_FILES = 8  # maximum number of unread files that the report names
-MANY = 0.05  # if a larger fraction of the rows is dropped, the headline gives the reasons
+MANY = 0.05  # fraction of dropped rows above which the headline shows the most frequent reason
 MAX_LABELS = 8  # maximum number of label values that the report lists
-# {split: name of its rows in the headline}
+# {split: name of the rows in the headline}
 ROWS_OF = {
     "train": "training rows",
     "eval": "eval rows",
@@ -61,7 +61,7 @@ ROWS_OF = {
 
 @dataclass
 class Split:
-    """Counts the rows of `train` or `eval`, or of one of its sources.
+    """Counts the rows of the split `train` or `eval`, or of one source of the split.
 
     `read` is the number of rows in files, `kept` the number of token rows. A row with several answers becomes several token rows.
     """
@@ -72,18 +72,18 @@ class Split:
     truncated: int = 0
     rows: int = 0  # rows of the token table; a packed row contains several kept rows
     desirable: int | None = None  # kept rows with a good label, or None if the rows have no labels
-    dropped: dict[str, int] = field(default_factory=dict)  # reason -> rows
-    versions: dict[str, int] = field(default_factory=dict)  # models:/NAME/NUMBER that generated rows -> rows
-    judges: dict[str, int] = field(default_factory=dict)  # judge:FILE@DIGEST that scored rows -> rows
-    # column of labels -> {"VALUE = MEANING": rows}, such as {"winner": {"a = first": 268, "tie": 51}}
+    dropped: dict[str, int] = field(default_factory=dict)  # {reason: rows}
+    versions: dict[str, int] = field(default_factory=dict)  # {version (models:/NAME/NUMBER): generated rows}
+    judges: dict[str, int] = field(default_factory=dict)  # {judge (judge:FILE@DIGEST): scored rows}
+    # {column of labels: {"VALUE = MEANING": rows}}, such as {"winner": {"a = first": 268, "tie": 51}}
     label_values: dict[str, dict[str, int]] = field(default_factory=dict)
     prompt_tokens: dict[str, int] = field(default_factory=dict)  # percentiles: p5, p50, p95 and max
     completion_tokens: dict[str, int] = field(default_factory=dict)
     text_rows: int = 0  # rows whose prompt is plain text
     chat_rows: int = 0  # rows whose prompt is a list of messages
-    unread: dict[str, int] = field(default_factory=dict)  # column that the model does not see -> rows
+    unread: dict[str, int] = field(default_factory=dict)  # {column that the model does not see: rows}
     ended: int = 0  # rows whose trained tokens include an end token
-    # only for a source: its number and its settings in the job
+    # only for a source: index and settings of the source in the job
     source: int = 0
     path: str = ""
     revision: str = ""  # the commit of a dataset on the Hub
@@ -99,17 +99,17 @@ class Report:
     stage: str
     max_length: int
     splits: dict[str, Split] = field(default_factory=dict)
-    # split -> its sources, in the order of the job
+    # {split: sources in the order of the job}
     sources: dict[str, list[Split]] = field(default_factory=dict)
     duplicates: int = 0  # rows equal to an earlier row of the same split
-    skipped: list[str] = field(default_factory=list)  # file:line of the first dropped rows
+    skipped: list[str] = field(default_factory=list)  # location (file:line) of the first dropped rows
     samples: list[str] = field(default_factory=list)
     packed: int | None = None  # number of packed training rows, or None
     # (eval rows whose prompt is also in train, eval rows whose prompt and completions are in train), or None without eval
     overlap: tuple[int, int] | None = None
     text_as_chat: bool = True  # whether the chat template is applied to prompts of plain text
     notes: list[str] = field(default_factory=list)  # warnings about the dataset
-    not_read: dict[str, str] = field(default_factory=dict)  # file of a folder -> why it is not read
+    not_read: dict[str, str] = field(default_factory=dict)  # {unread file of a folder: reason}
     reused: bool = False
     seconds: float = 0.0
 
@@ -122,7 +122,7 @@ class Report:
         return "both" if all(rows.values()) else next((name for name in rows if rows[name]), None)
 
     def labels(self) -> tuple[int, int]:
-        """Returns the numbers of desirable and undesirable rows in an epoch. For weighted sources, they are averages."""
+        """Returns the numbers of desirable and undesirable rows in an epoch. For weighted sources, the numbers are averages."""
         desirable = drawn = 0.0
         for one in self.sources["train"]:
             share = 1 if one.drawn is None else one.drawn / max(1, one.rows)
@@ -142,24 +142,30 @@ class Report:
     def render(self, samples: bool = True) -> str:
         did = "loaded from the cache" if self.reused else "read and tokenized"
         lines = [
-            f"data for stage {self.stage}: at most {self.max_length} tokens a row, {did} in {self.seconds:.1f} s"
+            f"data for stage {self.stage}: at most {self.max_length} tokens per row, {did} in {self.seconds:.1f} s"
         ]
         for name, split in self.splits.items():
-            lines += ["", name, *(line(*entry) for entry in self._entries(name, split))]
+            lines += ["", name, *(report_line(*entry) for entry in self._entries(name, split))]
         if self.packed is not None:
-            lines.append(line("packed", f"{count(self.packed)} of up to {self.max_length} tokens"))
+            lines.append(report_line("packed", f"{with_unit(self.packed)} of up to {self.max_length} tokens"))
         if self.duplicates:
-            repeats = f"{count(self.duplicates)} equal to an earlier row (data.deduplicate=true removes them)"
+            repeats = (
+                f"{with_unit(self.duplicates)} equal to an earlier row (data.deduplicate=true removes them)"
+            )
             lines += ["", f"duplicates    {repeats}"]
-        lines += [line("warning", note) for note in (*self.notes, *self._not_read())]
+        lines += [report_line("warning", note) for note in (*self.notes, *self._not_read())]
         if self.skipped:
-            lines += ["", "first rows left out:", *(f"  {visible(row, lines=False)}" for row in self.skipped)]
+            lines += [
+                "",
+                "first dropped rows:",
+                *(f"  {escape_controls(row, lines=False)}" for row in self.skipped),
+            ]
         if self.samples and samples:
             marked = {"learned": "trained tokens", "scored": "completions"}
             between = marked.get(kind_of(self.stage).completions)
             lines += ["", f"samples{f', the {between} between ⟦ and ⟧' if between else ''}:"]
             for index, sample in enumerate(self.samples, 1):
-                lines += [f"--- {index} " + "-" * 66, visible(sample)]
+                lines += [f"--- {index} " + "-" * 66, escape_controls(sample)]
         return "\n".join(lines)
 
     def headline(self) -> str:
@@ -170,9 +176,9 @@ class Report:
             why = [f"{split.truncated:,} truncated"] if split.truncated else []
             if split.read - split.kept > MANY * split.read and split.dropped:
                 kind, rows = max(split.dropped.items(), key=itemgetter(1))
-                why = [f"{rows:,} {name_of(kind)}", *why]
+                why = [f"{rows:,} {error_kind_name(kind)}", *why]
             parts.append(f"{kept} {ROWS_OF[name]}" + (f" ({', '.join(why)})" if why else ""))
-        parts += [count(self.duplicates, "duplicate")] if self.duplicates else []
+        parts += [with_unit(self.duplicates, "duplicate")] if self.duplicates else []
         columns = [f"not read: {text}" for text in map(unread_columns, self.splits.values()) if text]
         return "; ".join([", ".join(parts), *columns[:1], *self._not_read()])
 
@@ -184,8 +190,8 @@ class Report:
 
     def _entries(self, name: str, split: Split) -> Iterator[tuple[str, str]]:
         """Yields (title, text) for each line of a split's table."""
-        yield "read", count(split.read)
-        yield "kept", f"{split.kept:,} ({count(split.tokens, 'token')})"
+        yield "read", with_unit(split.read)
+        yield "kept", f"{split.kept:,} ({with_unit(split.tokens, 'token')})"
         if split.desirable is not None:
             yield "labels", f"{split.desirable:,} desirable, {split.kept - split.desirable:,} undesirable"
         for column, values in split.label_values.items():
@@ -198,16 +204,16 @@ class Report:
         if split.versions:
             yield "versions", versions_in_words(split.versions, split.kept)
         if split.judges:
-            yield "judges", ", ".join(f"{count(rows)} by {one}" for one, rows in split.judges.items())
+            yield "judges", ", ".join(f"{with_unit(rows)} by {one}" for one, rows in split.judges.items())
         if split.text_rows:
-            plain = f"{count(split.text_rows)} of plain text"
-            does = " (model.chat_template=plain or data.apply_chat_template=true does)"
+            plain = f"{with_unit(split.text_rows)} of plain text"
+            does = " (to apply one, set model.chat_template=plain or data.apply_chat_template=true)"
             applied = ("the", "") if self.text_as_chat else ("no", does)
             yield "template", f"{applied[0]} chat template is applied to {plain}{applied[1]}"
         if split.unread:
             yield "not read", unread_columns(split)
         for why, rows in sorted(split.dropped.items()):
-            yield "dropped", f"{rows:,} {name_of(why)}"
+            yield "dropped", f"{rows:,} {error_kind_name(why)}"
         if split.truncated:
             yield "truncated", f"{split.truncated:,}"
         for part in ("prompt", "completion"):
@@ -224,8 +230,8 @@ class Report:
                     f" through {one.transform}" if one.transform else "",
                     f" with columns {json.dumps(one.columns, ensure_ascii=False)}" if one.columns else "",
                     f": read {one.read:,}, kept {one.kept:,}, dropped {sum(one.dropped.values()):,}",
-                    f" ({count(one.tokens, 'token')})",
-                    "" if one.drawn is None else f", {drawn:,} of {one.rows:,} drawn an epoch",
+                    f" ({with_unit(one.tokens, 'token')})",
+                    "" if one.drawn is None else f", {drawn:,} of {one.rows:,} drawn per epoch",
                     f", {drawn / max(1, sum(epoch)):.2%} of the rows",
                     f"; {versions_in_words(one.versions, one.kept)}" if one.versions else "",
                 ))  # fmt: skip
@@ -236,64 +242,64 @@ class Report:
         for column, hidden in split.unread.items():
             if column == "tools" or column.rpartition(".")[2] in THOUGHTS:
                 yield (
-                    f"the model does not see the `{column}` of {count(hidden)}, because the chat template does not write them; "
-                    "for a template that does, set model.chat_template=FILE"
+                    f"the model does not see the `{column}` of {with_unit(hidden)}, because the chat template omits this key; "
+                    "for a template with this key, set model.chat_template=FILE"
                 )
         if completions == "learned" and name == "train" and split.kept and not split.ended:
-            why = "all of them are truncated (data.max_length)"
+            why = "all completions are truncated (data.max_length)"
             if split.truncated < split.kept:
                 why = "the chat template omits such a token (model.chat_template)"
-            what = "no completion to train on contains a token that ends generation"
-            yield f"{what}, so the model does not learn to stop: {why}"
+            what = "no training completion contains a token that ends generation"
+            yield f"{what}, so the model does not learn to stop, because {why}"
         prompts, same = self.overlap if name == "eval" and self.overlap else (0, 0)
         if prompts:
             same_too = f" ({same:,} with the same completion)" if completions != "written" else ""
-            rows = f"{count(prompts)} of data.eval with a prompt that is also in data.train{same_too}"
-            yield f"{rows}: metrics on them measure memorization, not generalization"
+            rows = f"{with_unit(prompts)} of data.eval with a prompt that is also in data.train{same_too}"
+            yield f"{rows}; metrics on these rows measure memorization, not generalization"
 
 
 def unread_columns(split: Split) -> str:
     """Returns a text about the columns that the model does not see, or ""."""
     names = sorted(split.unread, key=lambda column: -split.unread[column])
     more = f" and {len(names) - 8:,} more" if len(names) > 8 else ""
-    some = {name: f" ({count(rows)})" for name, rows in split.unread.items() if rows < split.kept}
+    some = {name: f" ({with_unit(rows)})" for name, rows in split.unread.items() if rows < split.kept}
     shown = ", ".join(column[:60] + some.get(column, "") for column in names[:8])
     return f"column{'s' * (len(names) > 1)} {shown}{more}" if names else ""
 
 
-def line(title: str, text: str) -> str:
-    return f"  {title:<{11 if len(title) < 12 else 17}} {visible(text, lines=False)}"
+def report_line(title: str, text: str) -> str:
+    return f"  {title:<{11 if len(title) < 12 else 17}} {escape_controls(text, lines=False)}"
 
 
 # ---- counts -> report ------------------------------------------------------------------------------------------------
 
 
 def report_of(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Report:
-    """Makes the report from the counts of all chunks, in the order of the chunks."""
+    """Creates the report from the counts of all chunks, which must be in the order of the chunks."""
     report = Report(options.kind.stage, options.max_length, text_as_chat=options.apply_template)
     for name in ("train", "eval"):
         if with_split := [one for one in counts if any(split == name for split, *_ in one.tally)]:
             report.splits[name] = split_of(name, with_split)
             sources = sorted({one.chunk.source for one in with_split})
             report.sources[name] = [split_of(name, with_split, source) for source in sources]
-    report.skipped = [named(*one) for one in first_errors(counts)]
+    report.skipped = [error_with_count(*one) for one in first_errors(counts)]
     by_source: dict[int, list[str]] = {}
     for one in counts:
         by_source.setdefault(one.chunk.source, []).extend(one.samples)
     in_turn = itertools.chain.from_iterable(itertools.zip_longest(*by_source.values()))
     report.samples = [text for text in in_turn if text is not None][:SAMPLES]
-    report.duplicates, report.overlap = duplicates(counts), overlap(counts)
+    report.duplicates, report.overlap = count_duplicates(counts), count_overlap(counts)
     report.packed = report.splits["train"].rows if options.packing and "train" in report.splits else None
-    report.notes = list(notes(counts, tokenizer, options))
+    report.notes = list(row_warnings(counts, tokenizer, options))
     return report
 
 
 def split_of(name: str, counts: Sequence[Counts], source: int | None = None) -> Split:
     """Returns the counts of `train` or `eval` over all tasks, or over the tasks of one source."""
-    split, total = Split(source=source or 0), totals(counts, name, source)
+    split, total = Split(source=source or 0), sum_counts(counts, name, source)
     for label, default in vars(split).items():
         if label in ("prompt_tokens", "completion_tokens"):
-            setattr(split, label, percentiles(total[label]))
+            setattr(split, label, length_percentiles(total[label]))
         elif label in total:
             by_detail = isinstance(default, dict)
             setattr(split, label, dict(total[label].most_common()) if by_detail else total[label].total())
@@ -302,8 +308,8 @@ def split_of(name: str, counts: Sequence[Counts], source: int | None = None) -> 
     return split
 
 
-def percentiles(histogram: Counter[int]) -> dict[str, int]:
-    """Returns the lengths that 5, 50, 95 and 100 percent of the rows do not exceed, from {length: rows}."""
+def length_percentiles(histogram: Counter[int]) -> dict[str, int]:
+    """Returns the percentiles 5, 50, 95 and 100 of row lengths, from a histogram {length: rows}."""
     import numpy as np
 
     lengths = sorted(histogram)
@@ -315,38 +321,40 @@ def percentiles(histogram: Counter[int]) -> dict[str, int]:
     }
 
 
-def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Iterator[str]:
+def row_warnings(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Iterator[str]:
     """Yields warnings about the rows of all splits."""
-    completions, total = options.kind.completions, totals(counts)
+    completions, total = options.kind.completions, sum_counts(counts)
     yield from (str(one.unread) for one in counts if one.unread)
     if completions == "learned" and total["margins"]:
-        yield f"{options.kind.stage} does not use the column `margin`: only rm does"
+        yield f"{options.kind.stage} ignores the column `margin`, which only rm uses"
     if special := total["special_tokens"]:
         way, other, value = "ordinary text", "control tokens", "true"
         if options.apply_template:
-            other += "; rows that hold the chat template's markup also need data.apply_chat_template=false"
+            other += "; rows that contain the chat template's markup also need data.apply_chat_template=false"
         if options.parse_special_tokens:
             way, other, value = "control tokens", "ordinary text", "false"
         names = ", ".join(f"{token} in {rows:,}" for token, rows in special.most_common(5))
         yield (
-            f"{count(total['special_rows'].total())} with special tokens in the text ({names}): they are encoded as {way} "
+            f"{with_unit(total['special_rows'].total())} with special tokens in the text ({names}), which are encoded as {way} "
             f"(data.parse_special_tokens={value} encodes them as {other})"
         )
     if joined := total["joined"].total():
-        what = f"{count(joined)} of plain text without white space between prompt and completion"
-        yield f"{what}: model.chat_template=plain puts them into a dialogue"
+        what = f"{with_unit(joined)} of plain text without white space between prompt and completion"
+        yield f"{what}; to separate both, set model.chat_template=plain, which renders a dialogue"
     messages = total["chat_rows"].total()
     if messages and is_plain(tokenizer) and not text_as_chat(tokenizer, None):
-        what = f"the base has no chat template, so {count(messages)} of messages use the built-in one"
+        what = (
+            f"the base has no chat template, so {with_unit(messages)} of messages use the built-in template"
+        )
         yield f"{what}; set model.chat_template=plain in every stage, or a Jinja file"
     has_template = completions != "scored" and (options.apply_template or messages)
     if has_template and (unlearned := encoder_of(tokenizer, options).unlearned_end()):
         end, stops = unlearned
         learned = completions == "learned"
-        added = f": {tokenizer.eos_token} is added, but only at the end of a row" if learned else ""
+        added = f" ({tokenizer.eos_token} is added only at the end of a row)" if learned else ""
         yield (
-            f"the chat template ends a completion with {show(end)}, generation stops on {stops}{added}; set "
-            "model.chat_template=plain, or make the template's end the eos_token in the base's tokenizer_config.json"
+            f"the chat template ends a completion with {show_json(end)}, but generation stops on {stops}{added}; set "
+            "model.chat_template=plain, or set the template's end as eos_token in the base's tokenizer_config.json"
         )
 
 
@@ -354,42 +362,42 @@ def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Iterato
 
 
 def check_rows_are_usable(counts: Sequence[Counts], options: Options) -> None:
-    """Raises InputError if rows are bad, unless data.on_error skips bad rows, or if a dataset has no usable rows.
+    """Raises InputError if a split has no usable rows, or if it has bad rows and data.on_error does not skip them.
 
     A file without rows counts as one bad row.
     """
     read = Counter[str]()
     for one in counts:
-        read[one.chunk.path] += totals([one])["read"].total()
+        read[one.chunk.path] += sum_counts([one])["read"].total()
     for one in counts:
         if one.chunk.start == 0 and not read[one.chunk.path]:
             empty = RowError("empty_file", "", "no rows", "at least one row")
             one.leave_out(one.chunk.split, 1, empty)
-            locate([empty], one.chunk)
+            locate_errors([empty], one.chunk)
     for name in dict.fromkeys(one.chunk.split for one in counts):
         part, key = of_split(name, counts), f"data.{name}"
-        total = totals(part)
+        total = sum_counts(part)
         if total["bad"] and (options.on_error == "raise" or unclear_labels(total)):
-            raise InputError(complaint(part), key=key)
-        read_files = {one.chunk.path for one in part if totals([one])["kept"]}
+            raise InputError(describe_bad_rows(part), key=key)
+        read_files = {one.chunk.path for one in part if sum_counts([one])["kept"]}
         for one in part:
             if one.unread and one.chunk.path not in read_files:
-                why = f"no row of this file can be read; repair it, or remove it from {key}"
+                why = f"no row of this file can be read; repair the file, or remove it from {key}"
                 raise InputError(f"{one.unread}; {why}", key=key)
         if not total["kept"]:
             advice = "".join(f"; first: {error}" for error, _ in first_errors(part)[:1])
             if "overlong" in total["dropped"]:
-                advice += "; a larger data.max_length keeps long rows, and data.overlong=truncate all but chat prompts"
+                advice += "; to keep long rows, raise data.max_length, or set data.overlong=truncate (not for chat prompts)"
             elif "prompt_too_long" in total["dropped"]:
                 tokens = f"the {options.max_length} tokens of data.max_length"
-                advice += f"; their prompts alone fill {tokens}: raise it"
-            why = in_words(total["dropped"]) or "the files are empty"
-            raise InputError(f"no row is left of {total['read'].total()} read ({why}){advice}", key=key)
-    kept = {name: totals(counts, name)["kept"].total() for name in ("train", "eval")}
+                advice += f"; the prompts alone fill {tokens}; raise this limit"
+            why = error_kinds_in_words(total["dropped"]) or "the files are empty"
+            raise InputError(f"none of {total['read'].total()} rows is usable ({why}){advice}", key=key)
+    kept = {name: sum_counts(counts, name)["kept"].total() for name in ("train", "eval")}
     if options.eval_fraction and not all(kept.values()):
         raise InputError(
-            f"{options.eval_fraction} of {sum(kept.values())} rows, by prompt, leaves none for "
-            f"`{'eval' if kept['train'] else 'train'}`; set another share, or name held-out rows: data.eval=eval.jsonl",
+            f"a split of {options.eval_fraction} of {sum(kept.values())} rows, by prompt, leaves no rows for "
+            f"`{'eval' if kept['train'] else 'train'}`; set another share, or use held-out rows: data.eval=eval.jsonl",
             key="data.eval_fraction",
         )
 
@@ -399,34 +407,34 @@ def unclear_labels(total: Mapping[str, Counter[str]]) -> bool:
     return total["bad"]["unclear_label"] > RARE * total["read"].total()
 
 
-def complaint(counts: Sequence[Counts]) -> str:
+def describe_bad_rows(counts: Sequence[Counts]) -> str:
     """Returns the message for a dataset with bad rows: the number of rows per kind of error, the first rows, and what to do."""
-    total = totals(counts)
+    total = sum_counts(counts)
     kinds, read = total["bad"], total["read"].total()
     bad = kinds.total() - kinds["empty_file"]
-    what = f"{bad:,} of {count(read)} cannot be used" if bad else "nothing to read"
+    what = f"{bad:,} of {with_unit(read)} cannot be used" if bad else "nothing to read"
     first = [(error, rows) for error, rows in first_errors(counts) if error.kind in kinds]
-    lines = [f"  {named(*one)}" for one in first]
+    lines = [f"  {error_with_count(*one)}" for one in first]
     if left := kinds.total() - sum(rows for _, rows in first):
         lines.append(f"  and {left:,} more")
-    advice = "fix them, or set data.on_error=skip to leave them out"
+    advice = "fix these rows, or set data.on_error=skip to skip them"
     if unclear_labels(total):
-        advice = "set data.label to what the labels mean"
+        advice = "set data.label to the meanings of the labels"
     if "overlong" in kinds:
-        advice += "; data.overlong=truncate (or drop) for long rows"
-    return "\n".join([f"{what} ({in_words(kinds)}):", *lines, advice + "; nothing was trained"])
+        advice += "; for long rows, set data.overlong=truncate (or drop)"
+    return "\n".join([f"{what} ({error_kinds_in_words(kinds)}):", *lines, advice + "; nothing was trained"])
 
 
-def in_words(kinds: Counter[str]) -> str:
-    return ", ".join(f"{rows:,} {name_of(kind)}" for kind, rows in kinds.most_common())
+def error_kinds_in_words(kinds: Counter[str]) -> str:
+    return ", ".join(f"{rows:,} {error_kind_name(kind)}" for kind, rows in kinds.most_common())
 
 
-def name_of(kind: str) -> str:
+def error_kind_name(kind: str) -> str:
     """Describes the kind of a RowError in a few words."""
     return ERROR_NAMES.get(kind, kind.replace("_", " "))
 
 
-def named(error: RowError, rows: int) -> str:
-    """Returns a text about the error of a row, and about how many other rows have the same error."""
+def error_with_count(error: RowError, rows: int) -> str:
+    """Returns the error of a row as text, with the number of other rows that have the same error."""
     more = f" (and {rows - 1:,} more with the same problem)" if rows > 1 else ""
     return f"{error}{more}"

@@ -3,7 +3,7 @@
 A transform is called once per row, in any process and any order, so its result must depend only on the row. After data.columns,
 a row may have these fields:
 
-    first + second + label                        the label says which one is chosen and which one rejected
+    first + second + label                        the label determines the chosen and the rejected completion
     first + second + first_score + second_score   the completion with the higher score is chosen
     label                                         data.label converts a rating to true or false
 """
@@ -17,26 +17,26 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from pipeline.data.annotations import flat
-from pipeline.data.labels import Rule, comparable, is_blank, listed, score, unpacked_label
-from pipeline.data.values import Dropped, RowError, decoded, fields_of, nearest, row_json, show
+from pipeline.data.annotations import flatten_annotation
+from pipeline.data.labels import Rule, as_list, is_blank, normalize_label, parse_score, unpacked_label
+from pipeline.data.values import Dropped, RowError, fields_of, parse_json, row_json, show_json, suggest_key
 from pipeline.errors import in_brief
 from pipeline.system.functions import import_function
 
-EXPECTED = "a row (dict), a list of rows, or None to leave it out"  # what data.transform may return
-function = cache(import_function)  # the function of `python:module:function`
+EXPECTED = "a row (dict), a list of rows, or None to drop the row"  # expected result of data.transform
+function = cache(import_function)  # imports a function `python:module:function` once
 
 
 # ---- data.columns ----------------------------------------------------------------------------------------------------
 
 
 Columns = Mapping[str, str | list[str]]
-# fields of a row that has two completions, neither of which is named chosen or rejected
+# fields of a row whose label or scores determine which of two completions is chosen
 UNORDERED = ("first", "second", "label", "first_score", "second_score")
 
 
 def formats_with(columns: Columns, formats: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the formats that have all mapped fields. Otherwise, other columns could select a format without these fields."""
+    """Returns the formats that have all mapped fields, so that unmapped columns cannot select another format."""
     sides = {"first": "chosen", "second": "rejected"}
     fields = [field for field in columns if field != "label" or "first" not in columns]
     known = {field for format in formats for field in format.split("+")}
@@ -44,20 +44,20 @@ def formats_with(columns: Columns, formats: Mapping[str, Any]) -> dict[str, Any]
     return {format: parser for format, parser in formats.items() if mapped <= {*format.split("+")}}
 
 
-def renamed(row: dict[str, Any], columns: Columns, needed: Iterable[str]) -> dict[str, Any]:
-    """Returns the row with the columns renamed to their fields in `columns`.
+def rename_columns(row: dict[str, Any], columns: Columns, needed: Iterable[str]) -> dict[str, Any]:
+    """Renames the columns of a row to the fields in `columns`.
 
     Raises RowError if the row lacks the column of a `needed` field, or if an unmapped column has the name of a mapped field.
     """
     fields: dict[str, Any] = {}
-    sources = [one for column in columns.values() for one in listed(column)]
+    sources = [one for column in columns.values() for one in as_list(column)]
     for field, column in columns.items():
         try:
-            values = [value_at(row, one) for one in listed(column)]
+            values = [value_at(row, one) for one in as_list(column)]
         except KeyError as error:
             if field in needed or (field in row and field not in sources):
-                found, column = fields_of(row) + nearest(error.args[0], row), str(error.args[0])
-                expected = f"the column that data.columns.{field} names"
+                found, column = fields_of(row) + suggest_key(error.args[0], row), str(error.args[0])
+                expected = f"the column in data.columns.{field}"
                 raise RowError("missing_field", column, found, expected) from None
             continue
         fields[field] = values if isinstance(column, list) else values[0]
@@ -66,12 +66,13 @@ def renamed(row: dict[str, Any], columns: Columns, needed: Iterable[str]) -> dic
 
 
 def value_at(row: dict[str, Any], path: str) -> Any:
-    """Returns the value of a column, or at a path into the column. Returns None for a path into null. Raises KeyError(path)."""
+    """Returns the value of a column, or of a path inside a column. Returns None if the path leads into null. Raises
+    KeyError(path)."""
     if path in row:
         return row[path]
     value: Any = row
     for part in path.split("."):
-        value = decoded(value)  # in CSV files, lists and objects are JSON text
+        value = parse_json(value)  # in CSV files, lists and objects are JSON text
         if value is None:
             return None
         if isinstance(value, dict) and part in value:
@@ -90,7 +91,7 @@ NoteLabel = Callable[[str, str], None]  # (column of a label, "VALUE = MEANING")
 
 @dataclass(frozen=True)
 class Preprocess:
-    """How a job changes each row. All fields are part of the cache key."""
+    """A job's preprocessing of each row. All fields of this class are part of the cache key."""
 
     columns: Columns = dataclasses.field(default_factory=dict)
     rule: Rule | None = None  # None if the rows have no labels, or if the rule has not been derived yet
@@ -101,7 +102,7 @@ class Preprocess:
     def transformed(self, row: Any) -> Iterator[Any]:
         """Yields the results of data.transform for a row, or for a group's list of rows: rows, RowError or Dropped."""
         if self.transform is None or isinstance(row, RowError):
-            yield flat(row, listed(self.columns.get("label")))
+            yield flatten_annotation(row, as_list(self.columns.get("label")))
             return
         try:
             made = function(self.transform)(row)
@@ -116,9 +117,9 @@ class Preprocess:
             return
         for one in made:
             try:
-                found = f"{type(one).__name__} {show(one)}"
+                found = f"{type(one).__name__} {show_json(one)}"
                 if isinstance(one, dict):
-                    yield json.loads(row_json(one))  # makes keys text, and tuples lists
+                    yield json.loads(row_json(one))  # converts keys to text, and tuples to lists
                     continue
             except (TypeError, ValueError, RecursionError) as error:
                 found = f"a row that is not JSON ({in_brief(error, 100)})"
@@ -138,7 +139,7 @@ class Preprocess:
         elif has_pairs and {"first", "second"} <= row.keys():
             read = {"first_score", "second_score"}
             if read <= row.keys():
-                one, two = (score(row[name], name) for name in sorted(read))
+                one, two = (parse_score(row[name], name) for name in sorted(read))
                 meaning = "unlabeled"
                 if one is not None and two is not None:
                     meaning = "tie" if one == two else "first" if one > two else "second"
@@ -157,12 +158,12 @@ class Preprocess:
         return Dropped(meaning) if meaning in ("tie", "unlabeled") else made
 
     def _note(self, label: Any, meaning: str, note_label: NoteLabel) -> None:
-        """Passes the meaning of a label to `note_label`. Also passes whether its annotators agree, if there are several."""
-        label, column = unpacked_label(label), ", ".join(listed(self.columns.get("label", "label")))
+        """Passes the meaning of a label to `note_label`, and, for several annotators, whether they agree."""
+        label, column = unpacked_label(label), ", ".join(as_list(self.columns.get("label", "label")))
         word = "neither" if self.rule and self.rule.good and meaning == "tie" else meaning
         value = word if isinstance(label, list) else str(label).strip()[:40]
         note_label(column, word if value.lower() == word else f"{value} = {word}")
-        votes = [comparable(one) for one in listed(label) if not is_blank(one)]
+        votes = [normalize_label(one) for one in as_list(label) if not is_blank(one)]
         if len(votes) > 1:
             agreed = "unanimous" if votes.count(votes[0]) == len(votes) else "not unanimous"
             note_label(f"{column}, {len(votes)} annotators", agreed)

@@ -1,8 +1,8 @@
 """Reads the rows of Parquet and Arrow files, a few at a time, and converts their values to JSON values.
 
-A null field of a struct is removed, because these files store a missing field as null. NaN, which pandas writes for a missing
-value, becomes null. Dates, bytes and decimals keep their Python types. messages.text rejects such values if the stage reads their
-column. Code in a file is never run.
+Null fields of structs are removed, because Parquet and Arrow store missing fields as null. NaN, which pandas writes for a missing
+value, becomes null. Dates, bytes and decimals keep their Python types. messages.require_text rejects dates, bytes and decimals if
+the stage reads the column. Code in a file is never run.
 """
 
 import contextlib
@@ -12,21 +12,21 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from pipeline.data.files import unreadable
+from pipeline.data.files import unreadable_file
 from pipeline.data.text_rows import Row, repeated_column
-from pipeline.data.values import RowError, decoded
+from pipeline.data.values import RowError, parse_json
 from pipeline.errors import in_brief
 from pipeline.system import storage
 
-ROWS = 256  # rows read at a time
+ROWS = 256  # maximum number of rows to read at a time
 BYTES = 4 << 20  # maximum bytes of a batch of rows; a row may contain an image
 BUFFER = 1 << 20  # bytes buffered per column; without a buffer, pyarrow would read the full row group
 
-Piece = tuple[int, int, int]  # (start, stop, bytes) of rows [start, stop); stop is -1 for all rows to the end
+Piece = tuple[int, int, int]  # (first row, row after the last row or -1 for the end of the file, bytes)
 
 
-def pieces(path: str, format: str, size: int, chunk_bytes: int) -> list[Piece]:
-    """Splits a file of `size` bytes into pieces for tasks. A damaged file may be one piece.
+def split_table_file(path: str, format: str, size: int, chunk_bytes: int) -> list[Piece]:
+    """Splits a file of `size` bytes into pieces for tasks. A damaged file may become a single piece.
 
     A piece consists of full Parquet row groups or Arrow record batches. All pieces except the last have at least `chunk_bytes`.
     """
@@ -65,10 +65,10 @@ def table_rows(path: str, format: str, start: int, stop: int) -> Iterator[Row]:
                 at += size
     except _damage() as error:
         if isinstance(error, OSError) and (error.errno is not None or type(error) is not OSError):
-            raise unreadable(path, error) from error  # the disk or the network failed
+            raise unreadable_file(path, error) from error  # the disk or the network failed
         what = {"parquet": "a Parquet file", "arrow": "an Arrow file"}[format]
-        found = f"{what} that ends or is damaged here ({in_brief(error)})"
-        lost = f"{stop - start - number:,} rows" if stop >= 0 else "all that follows"
+        found = f"{what} that is truncated or damaged here ({in_brief(error)})"
+        lost = f"{stop - start - number:,} rows" if stop >= 0 else "all later rows"
         yield number + 1, RowError("damaged", "", found, f"{what} that is complete", rest=lost), b""
 
 
@@ -89,7 +89,7 @@ def _opened(path: str) -> Any:
 
 
 def _groups(file: Any, format: str) -> Iterator[tuple[int, int, Callable[[], Iterator[Any]]]]:
-    """Yields (rows, bytes, function that reads them in batches) for each row group of Parquet or record batch of Arrow."""
+    """Yields (rows, bytes, function that reads the rows in batches) for each Parquet row group or Arrow record batch."""
     import pyarrow.parquet as pq
 
     def at_a_time(rows: int, size: int) -> int:
@@ -139,7 +139,10 @@ def _rows(batch: Any) -> Iterator[Any]:
     texts = [name for name, type in columns if isinstance(type, pa.JsonType)]
     try:
         for row in batch.to_pylist(maps_as_pydicts="lossy"):
-            yield {name: decoded(value) if name in texts else tidy(value) for name, value in row.items()}
+            yield {
+                name: parse_json(value) if name in texts else without_nulls(value)
+                for name, value in row.items()
+            }
     except (
         ValueError,
         OverflowError,
@@ -153,16 +156,16 @@ def _rows(batch: Any) -> Iterator[Any]:
                 column.to_pylist(maps_as_pydicts="lossy")
             except (ValueError, OverflowError):
                 kind = "not_utf8" if isinstance(error, UnicodeDecodeError) else "wrong_type"
-                yield RowError(kind, name, in_brief(error), "a value that Python can hold")
+                yield RowError(kind, name, in_brief(error), "a value that Python can represent")
                 return
 
 
-def tidy(value: Any) -> Any:
-    """Returns a value without the null fields of structs, and with null for NaN."""
+def without_nulls(value: Any) -> Any:
+    """Removes null fields of structs from a value, and replaces NaN with null."""
     if isinstance(value, dict):
-        return {str(key): tidy(item) for key, item in value.items() if item is not None}
+        return {str(key): without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [tidy(item) for item in value]
+        return [without_nulls(item) for item in value]
     return None if isinstance(value, float) and value != value else value
 
 

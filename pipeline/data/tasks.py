@@ -13,24 +13,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.data.chunks import Chunk, chunk_rows, locate
+from pipeline.data.chunks import FileChunk, chunk_rows, locate_errors
 from pipeline.data.counts import Counts
 from pipeline.data.encode import Encoder, Example
-from pipeline.data.formats import Kind, Record, digest, parse_row
+from pipeline.data.formats import Kind, Record, hash_text, parse_row
 from pipeline.data.values import Dropped, RowError
 from pipeline.system import storage
 
 BATCH = 256  # maximum rows that are tokenized together
-BATCH_BYTES = 16 << 20  # maximum bytes of a batch of rows; a row may be a book
+BATCH_BYTES = 16 << 20  # maximum bytes of a batch of rows, because single rows may be large
 SAMPLES = 3  # number of token rows that the report shows
-Read = Record | RowError | Dropped  # a row before it is tokenized
+Read = Record | RowError | Dropped  # result of parsing a row
 
 
 @dataclass(frozen=True)
 class Options:
     """The settings of a task. All fields are part of the cache key."""
 
-    kind: Kind  # the kind of all rows, before the job's columns and label rule are applied
+    kind: Kind  # the kind of all rows, without the job's preprocessing
     max_length: int
     overlong: str
     on_error: str
@@ -40,7 +40,7 @@ class Options:
     seed: int
     packing: bool
     parse_special_tokens: bool = False
-    # split -> the kind of rows in each source
+    # {split: kind of the rows in each source}
     kinds: Mapping[str, Sequence[Kind]] = field(default_factory=dict)
     deduplicate: bool = False
 
@@ -57,7 +57,7 @@ class Options:
 
 
 def run_chunks(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:
-    """Runs the work on the chunks whose numbers are in `batch`, for Ray Data. `shared` references data for all tasks."""
+    """Processes the chunks with the numbers in `batch`, for Ray Data. `shared` is an object reference to data for all tasks."""
     chunks, work = _fetched(shared)
     for index in map(int, batch["id"]):
         yield {"index": [index], "result": [pickle.dumps(work(chunks[index], index))]}
@@ -65,13 +65,13 @@ def run_chunks(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:
 
 @functools.lru_cache(maxsize=2)
 def _fetched(reference: Any) -> Any:
-    """Returns data that the driver has sent. Each worker process unpickles it only once."""
+    """Returns data from Ray's object store. Each worker process unpickles the data only once."""
     import ray
 
     return ray.get(reference)
 
 
-def hash_rows(chunk: Chunk, index: int) -> bytes:
+def hash_rows(chunk: FileChunk, index: int) -> bytes:
     """Returns an 8-byte hash of each row of a chunk."""
     return b"".join(row_hash(raw) for _, _, raw in chunk_rows(chunk))
 
@@ -81,7 +81,7 @@ def row_hash(raw: bytes) -> bytes:
 
 
 def tokenize_chunk(
-    chunk: Chunk,
+    chunk: FileChunk,
     index: int,
     tokenizer: Any,
     options: Options,
@@ -93,7 +93,7 @@ def tokenize_chunk(
     `repeated` has the positions of rows that data.deduplicate drops, as {number of a chunk: positions}.
     """
     left_out = set((repeated or {}).get(index, ()))
-    task = Task(chunk, index, encoder_of(tokenizer, options, chunk), options, folder)
+    task = ReadTask(chunk, index, encoder_of(tokenizer, options, chunk), options, folder)
     counts, kind = task.counts, task.encoder.kind
     batch: list[tuple[int, Read]] = []
     size = 0
@@ -116,13 +116,13 @@ def tokenize_chunk(
     for name, writer in task.writers.items():
         counts.parts[name] = writer.close()
         counts.add(name, "rows", number=counts.parts[name][1])
-    # To find the line of an error, the lines before the chunk must be counted. Do this once, at the end, for all errors.
+    # Line numbers of errors require a count of the lines before the chunk, which is made once for all errors.
     if named := {id(error): error for error in (*counts.errors.values(), counts.unread) if error}:
-        locate([*named.values()], chunk)
+        locate_errors([*named.values()], chunk)
     return counts
 
 
-def encoder_of(tokenizer: Any, options: Options, chunk: Chunk | None = None) -> Encoder:
+def encoder_of(tokenizer: Any, options: Options, chunk: FileChunk | None = None) -> Encoder:
     return Encoder(
         tokenizer,
         options.kind_in(chunk.split, chunk.source) if chunk else options.kind,
@@ -142,10 +142,10 @@ def parse_or_error(row: Any, kind: Kind) -> Record | RowError:
         return error
 
 
-class Task:
+class ReadTask:
     """Writes the parts of one chunk, and counts its rows."""
 
-    def __init__(self, chunk: Chunk, index: int, encoder: Encoder, options: Options, folder: str):
+    def __init__(self, chunk: FileChunk, index: int, encoder: Encoder, options: Options, folder: str):
         self.chunk, self.index, self.encoder = chunk, index, encoder
         self.options, self.folder = options, folder
         self.counts = Counts(chunk)
@@ -154,7 +154,7 @@ class Task:
         self.placed = 0, chunk.split  # number and split of the previous row
 
     def flush(self, batch: list[tuple[int, Read]]) -> None:
-        """Tokenizes a batch of (number, row), writes it and counts it."""
+        """Tokenizes, writes and counts the rows of a batch of (number, row)."""
         records = [record for _, record in batch if isinstance(record, Record)]
         outcomes = iter(self.encoder.encode(records))
         for number, record in batch:
@@ -210,13 +210,15 @@ class Task:
         for judge in record.judges:
             counts.add(name, "judges", judge)
         if name == "train" and len(counts.samples) < SAMPLES:
-            counts.samples.append(sample(self.encoder.tokenizer, example.columns, example.prompt_tokens))
+            counts.samples.append(
+                decode_sample(self.encoder.tokenizer, example.columns, example.prompt_tokens)
+            )
         if name not in self.writers:
             self.writers[name] = PartWriter(self.folder, f"{self.index:06d}-{name}", self.options)
         self.writers[name].add(example.columns)
 
     def split_of(self, number: int, record: Record) -> str:
-        """Returns the split of a row. If data.transform makes several rows from one row, they all get the first row's split."""
+        """Returns the split of a row. If data.transform returns several rows, all have the split of the first row."""
         if number != self.placed[0]:
             away = held_out(record.prompt_content(), self.options)
             self.placed = number, "eval" if away else self.chunk.split
@@ -224,15 +226,15 @@ class Task:
 
 
 def held_out(prompt: str, options: Any) -> bool:
-    """Returns True if a row belongs to the eval split: if a hash of seed and prompt is below data.eval_fraction."""
-    return digest(f"{options.seed}:{prompt}") < options.eval_fraction * 2**64
+    """Returns True if a row belongs to the eval split, because a hash of seed and prompt is below data.eval_fraction."""
+    return hash_text(f"{options.seed}:{prompt}") < options.eval_fraction * 2**64
 
 
 # ---- Arrow files of token rows ---------------------------------------------------------------------------------------
 
 
 GROUP_TOKENS = 1 << 18  # tokens per record batch
-PACK_ROWS = 4096  # rows packed together, to limit memory. TRL's function would take 6 s to import
+PACK_ROWS = 4096  # maximum rows that are packed together; importing TRL's packing would take 6 s
 
 
 class PartWriter:
@@ -245,7 +247,7 @@ class PartWriter:
         self.rows: list[dict[str, Any]] = []
         self.tokens = self.count = 0
         fs, inner = storage.filesystem(storage.join(folder, self.name))
-        self.schema = schema(options)
+        self.schema = arrow_schema(options)
         self.stream = fs.open_output_stream(inner)
         self.writer = pa.ipc.new_file(self.stream, self.schema)  # uncompressed, for memory-mapping
 
@@ -258,7 +260,7 @@ class PartWriter:
     def write(self) -> None:
         import pyarrow as pa
 
-        rows = pack(self.rows, self.options.max_length) if self.options.packing else self.rows
+        rows = pack_rows(self.rows, self.options.max_length) if self.options.packing else self.rows
         self.writer.write_table(pa.Table.from_pylist(rows, schema=self.schema))
         self.count += len(rows)
         self.rows, self.tokens = [], 0
@@ -277,16 +279,16 @@ def columns_of(options: Options) -> tuple[str, ...]:
     return (*options.kind.columns, "seq_lengths") if options.packing else options.kind.columns
 
 
-def schema(options: Options) -> Any:
+def arrow_schema(options: Options) -> Any:
     import pyarrow as pa
 
-    types = {"label": pa.bool_(), "margin": pa.float32(), "row": pa.string()}  # the others have token ids
+    types = {"label": pa.bool_(), "margin": pa.float32(), "row": pa.string()}  # other columns have token ids
     return pa.schema([(name, types.get(name, pa.list_(pa.int32()))) for name in columns_of(options)])
 
 
-def pack(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+def pack_rows(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
     """Packs rows into bins of at most `size` tokens (best-fit decreasing). `seq_lengths` has the lengths of the rows in a bin."""
-    free = defaultdict[int, list[list[dict[str, Any]]]](list)  # number of free tokens -> bins
+    free = defaultdict[int, list[list[dict[str, Any]]]](list)  # {number of free tokens: bins}
     bins: list[list[dict[str, Any]]] = []
     for row in sorted(rows, key=lambda row: -len(row["input_ids"])):
         need = len(row["input_ids"])
@@ -310,8 +312,8 @@ def pack(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
 # ---- a token row as text --------------------------------------------------------------------------------------------
 
 
-def sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limit: int = 1200) -> str:
-    """Decodes a token row. Puts its trained tokens, or both completions of a pair, between ⟦ and ⟧.
+def decode_sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limit: int = 1200) -> str:
+    """Decodes a token row. Trained tokens, or both completions of a pair, are shown between ⟦ and ⟧.
 
     `prompt_tokens` is the length of the prompt that both completions of a pair share.
     """
@@ -330,21 +332,21 @@ def sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limi
             so_far = decode(ids) if stop == len(ids) else begun(ids[:stop])
             piece, shown = so_far[shown:], max(shown, len(so_far))
             text += f"⟦{piece}⟧" if trained else piece
-        return clip(text, limit)
+        return clip_text(text, limit)
     if "input_ids" in columns:
-        return clip(decode(columns["input_ids"]), limit)
+        return clip_text(decode(columns["input_ids"]), limit)
     names = ("completion_ids", "chosen_ids", "rejected_ids")
     sides = [columns[name] for name in names if columns.get(name) is not None]
     before = columns.get("prompt_ids", [])
     head = begun((before + sides[0])[: len(before) or prompt_tokens])
     texts = [decode(before + side)[len(head) :] for side in sides]
     if len(texts) == 1:
-        return clip(f"{head}⟦{texts[0]}⟧", limit)
-    head, chosen, rejected = (clip(text, limit // 3) for text in (head, *texts))
+        return clip_text(f"{head}⟦{texts[0]}⟧", limit)
+    head, chosen, rejected = (clip_text(text, limit // 3) for text in (head, *texts))
     return f"{head}\n  chosen   ⟦{chosen}⟧\n  rejected ⟦{rejected}⟧"
 
 
-def clip(text: str, limit: int) -> str:
+def clip_text(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     half = limit // 2

@@ -1,19 +1,19 @@
 """Renders messages with a chat template, and finds the completions in the rendered text.
 
-Completion i is the text between `messages[:i]` with a generation prompt and `messages[:i+1]`, or the template's own
+Completion i is the text that `messages[:i+1]` adds to `messages[:i]` with a generation prompt, or the template's own
 `{% generation %}` block. Some templates render earlier completions differently from the last one. For example, Qwen3's template
-removes the thoughts of earlier completions. With such a template, the completion is the part of the text that changes when the
-message's content changes. A row is rejected if the template drops a completion, changes its words, or does not render the last
-completion directly after the generation prompt.
+removes the thoughts of earlier completions. If a template changes earlier completions, the completion is the part of the text
+that changes with the content of the message. A row is rejected if the template drops a completion, changes its words, or does not
+render the last completion directly after the generation prompt.
 """
 
 import copy
 from collections.abc import Collection
 from typing import Any
 
-from pipeline.data.messages import THOUGHTS, Turns, check_last, text_after_thoughts, thoughts
-from pipeline.data.values import RowError, show
-from pipeline.errors import visible
+from pipeline.data.messages import THOUGHTS, Turns, check_last, text_after_thoughts, thoughts_of_turn
+from pipeline.data.values import RowError, show_json
+from pipeline.errors import escape_controls
 from pipeline.models.template import DATE, GENERATION
 
 BEGUN = 200  # maximum characters of a completion that may already be in the generation prompt
@@ -44,7 +44,7 @@ class ChatTemplate:
         return other
 
     def render(self, turns: Turns, generation_prompt: bool) -> str:
-        """Renders messages. Raises RowError if the template rejects them."""
+        """Renders messages, or raises RowError if the template rejects the messages."""
         try:
             return self.tokenizer.apply_chat_template(  # type: ignore[no-any-return]
                 turns,
@@ -55,12 +55,12 @@ class ChatTemplate:
             )
         except Exception as error:  # a template is a program, which may raise any error
             roles = ", ".join(dict.fromkeys(turn["role"] for turn in turns))
-            reason = visible(f"{type(error).__name__}: {error}", lines=False)[:300]
+            reason = escape_controls(f"{type(error).__name__}: {error}", lines=False)[:300]
             expected = f"what the chat template accepts: {reason}"
             raise RowError("template", "messages", f"roles {roles}", expected) from None
 
     def whole(self, prompt: Turns, completion: Turns) -> tuple[str, str]:
-        """Returns (text of the prompt, text of prompt and completion). The second text begins with the first text."""
+        """Returns the text of the prompt, and the text of prompt and completion, which begins with the text of the prompt."""
         turns = [*prompt, *completion]
         head, whole = self.render_prompt(prompt), self.render(turns, False)
         if not whole.startswith(head):
@@ -75,30 +75,33 @@ class ChatTemplate:
         return head
 
     def check_rendered(self, turns: Turns, text: str, start: int = 0) -> None:
-        """Raises RowError unless `text` contains the words, thoughts and tool calls of the last turn, from `start` on."""
+        """Raises RowError if `text` lacks a tool call, a system prompt, or, after `start`, the thoughts or content of the last
+        turn."""
         for index, turn in enumerate(turns):
             for call in turn.get("tool_calls", ()):
                 if "tool_calls" not in self.message_keys or call["function"]["name"] not in text:
-                    template = f"does not write the call of {show(call['function']['name'])}"
-                    raise unusable(index, template, "one that writes tool calls")
+                    template = f"does not write the tool call of {show_json(call['function']['name'])}"
+                    raise unusable_message(index, template, "a template that writes tool calls")
         systems = [index for index, turn in enumerate(turns) if turn["role"] == "system"]
-        if left_out := [i for i in systems[1:] if not holds(text, turns[i]["content"].strip())]:
-            raise unusable(left_out[0], "leaves out this system prompt", "one system prompt")
+        if left_out := [i for i in systems[1:] if not contains_after(text, turns[i]["content"].strip())]:
+            raise unusable_message(left_out[0], "omits this system prompt", "one system prompt")
         content, role = turns[-1]["content"].strip(), turns[-1]["role"]
         reads = role == "assistant" and "thinking" in self.message_keys
-        if reads and not holds(text, thoughts(turns[-1]), start):
-            template = "leaves out the thoughts of this turn, or does not write them in the completion"
-            raise unusable(len(turns) - 1, template, "one that writes them there")
-        if holds(text, content, start):
+        if reads and not contains_after(text, thoughts_of_turn(turns[-1]), start):
+            template = "omits the thoughts of this turn, or writes them outside the completion"
+            raise unusable_message(
+                len(turns) - 1, template, "a template that writes thoughts in the completion"
+            )
+        if contains_after(text, content, start):
             return
         other = [*turns[:-1], {**turns[-1], "content": f"not {content} at all"}]
         if self.render(other, role != "assistant") == text:
             raise without_tokens("completion" if role == "assistant" else "prompt")
-        if role in ("user", "assistant"):  # templates may reformat the messages of tools
-            raise distorted(len(turns) - 1, content)
+        if role in ("user", "assistant"):  # templates may reformat tool messages
+            raise distorted_message(len(turns) - 1, content)
 
     def spans(self, turns: Turns, first: int, untrained: Collection[int] = ()) -> tuple[str, list[Span]]:
-        """Renders a conversation. Returns the text, and the spans of trained assistant turns from message `first` on."""
+        """Renders a conversation. Returns the text, and the spans of trained assistant turns, starting at message `first`."""
         whole = self.render(turns, False)  # raises RowError if the template rejects the turns
         completions = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= first]
         trained = [i for i in completions if i not in untrained]
@@ -109,14 +112,14 @@ class ChatTemplate:
             spans = [span for i, span in zip(completions, spans, strict=True) if i not in untrained]
         elif not spans or len(trained) < len(completions):
             spans = [self._span(whole, turns, i) for i in trained]
-        one_each = len(spans) == len(trained)  # if False, the template's spans are not the completions
+        one_each = len(spans) == len(trained)  # if False, the template's spans do not match the completions
         for at, i in enumerate(trained):
             content, text = turns[i]["content"].strip(), whole[slice(*spans[at])] if one_each else whole
             # The template may drop the thoughts of earlier completions.
             if i + 1 < len(turns) and not any(
-                holds(text, one) for one in (content, text_after_thoughts(content))
+                contains_after(text, one) for one in (content, text_after_thoughts(content))
             ):
-                raise distorted(i, content)
+                raise distorted_message(i, content)
         last = one_each and trained[-1] + 1 == len(turns)
         self.check_rendered(turns, whole, spans[-1][0] if last else 0)
         return whole, spans
@@ -146,7 +149,7 @@ class ChatTemplate:
         ):  # the template of gpt-oss drops the thoughts before a final answer
             so_far = self.render([*turns[:i], turn], False)
             if whole.startswith(so_far):
-                # The text that the template writes before the content is also trained.
+                # The span includes the text that the template writes before the content.
                 return len(head) if follows else self._changing(whole, turns, i)[0], len(so_far)
         begin, stop = self._changing(whole, turns, i)
         return min(begin, len(head)) if follows else begin, stop
@@ -164,7 +167,7 @@ class ChatTemplate:
         ):
             template = "renders other turns differently if the text of this turn changes"
             expected = "a template with {% generation %} around the completions, or another template"
-            raise unusable(i, template, expected)
+            raise unusable_message(i, template, expected)
         return len(prefix), stop
 
 
@@ -181,7 +184,7 @@ def names_in(template: str) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(node.name for node in tree.find_all(nodes.Name)), frozenset(keys)
 
 
-def holds(text: str, content: str, start: int = 0) -> bool:
+def contains_after(text: str, content: str, start: int = 0) -> bool:
     """Returns True if `text` contains `content` (ignoring white space), and this content ends after `start`.
 
     The content may begin before `start`, because some generation prompts end with the "<think>" of the completion.
@@ -197,23 +200,23 @@ def holds(text: str, content: str, start: int = 0) -> bool:
 # ---- what is wrong with a row and its template -----------------------------------------------------------------
 
 
-def unusable(index: int, template: str, expected: str) -> RowError:
+def unusable_message(index: int, template: str, expected: str) -> RowError:
     """Returns the error for message `index`, which the chat template cannot render."""
     found, expected = f"a chat template that {template}", f"{expected} (model.chat_template)"
     return RowError("template", f"messages[{index}]", found, expected)
 
 
 def not_behind_prompt(index: int, head: str) -> RowError:
-    template = f"ends a prompt with {show(head[-30:])}, but writes this completion without it"
-    return unusable(index, template, "a completion that begins with it, or another template")
+    template = f"ends a prompt with {show_json(head[-30:])}, but omits this text before the completion"
+    return unusable_message(index, template, "a completion that begins with this text, or another template")
 
 
-def distorted(index: int, content: str) -> RowError:
-    template = f"cuts or changes the words of {show(content)}"
-    return unusable(index, template, "one that writes them unchanged")
+def distorted_message(index: int, content: str) -> RowError:
+    template = f"truncates or changes the text {show_json(content)}"
+    return unusable_message(index, template, "a template that writes the text unchanged")
 
 
 def without_tokens(part: str, name: str = "") -> RowError:
-    """Returns the error for a `prompt` or `completion`, in the field `name`, that has no tokens."""
-    found, expected = f"no token of a {part} after the chat template", f"a {part} that the template renders"
-    return RowError(f"empty_{part}", name, found, f"{expected} and the tokenizer knows")
+    """Returns the error for a `prompt` or `completion` without tokens in the field `name`."""
+    found, expected = f"no tokens in a {part} after the chat template", f"a {part} that the template renders"
+    return RowError(f"empty_{part}", name, found, f"{expected} and the tokenizer can encode")

@@ -1,6 +1,6 @@
 """Reads the rows of JSON Lines, JSON array, CSV and TSV files, which may be gzipped, one row at a time.
 
-For an unreadable row, yields a RowError instead of the row.
+The readers yield a RowError in place of an unreadable row.
 
 The module does not use ijson, because version 3.6.0 was no faster. In addition, ijson stops at a NaN or an integer over 64 bits
 without naming the row, replaces lone surrogates (half of a UTF-16 pair), and does not return a row's bytes, which identify
@@ -19,21 +19,21 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeline.data.files import open_bytes
-from pipeline.data.values import RowError, fields_of, read_json, read_value, show, too_deep
+from pipeline.data.values import RowError, fields_of, read_json, read_value, show_json, too_deep
 
 BLOCK = 1 << 20  # bytes to read at a time
 ROW = 64 << 20  # maximum characters of a CSV field
-# what separates the elements of an array: white space, perhaps a bracket or comma, and white space
+# separator of array elements: white space, perhaps a bracket or comma, and white space
 NEXT = re.compile(r"[ \t\r\n]*([\[,\]]?)[ \t\r\n]*")
 DELIMITERS = {"csv": ",;\t|", "tsv": "\t|"}  # delimiters of each format, the most likely first
-REST = "all that follows"
+REST = "all later rows"
 
-Row = tuple[int, Any, bytes]  # (number from 1, the decoded row or a RowError, its bytes)
+Row = tuple[int, Any, bytes]  # (number from 1, decoded row or RowError, bytes of the row)
 
 
 def text_rows(path: str, format: str, zipped: bool, start: int, stop: int) -> Iterator[Row]:
     """Yields the rows of a file in the format lines, array, csv or tsv. [start, stop) is a byte range of uncompressed lines."""
-    number = int(format in DELIMITERS)  # the header is a line, but is not a row
+    number = int(format in DELIMITERS)  # the header is line 1, but is not a row
     with open_bytes(path) as raw:
         stream: Any = gzip.GzipFile(fileobj=raw) if zipped else io.BufferedReader(raw, BLOCK)
         if format in DELIMITERS:
@@ -44,24 +44,24 @@ def text_rows(path: str, format: str, zipped: bool, start: int, stop: int) -> It
             for number, row, data in rows:
                 yield number, row, data
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            found = f"a gzip file that ends too early ({error})"
-            wrong = RowError("truncated_gzip", "", found, "a complete .gz file of rows", rest=REST)
+            found = f"a truncated gzip file ({error})"
+            wrong = RowError("truncated_gzip", "", found, "a complete .gz file", rest=REST)
             yield number + 1, wrong, b""
 
 
 def json_rows(stream: Any, start: int, stop: int) -> Iterator[Row]:
-    """Yields the decoded rows of JSON Lines. Empty lines are skipped, but counted."""
+    """Yields the decoded rows of JSON Lines. Empty lines are skipped, but count in the row numbers."""
     at, number = start, 0
-    if start:  # the task of the previous range reads the line that crosses its end
+    if start:  # a line that crosses `start` belongs to the previous range
         stream.seek(start - 1)
         at += len(stream.readline(stop - start + 1)) - 1
     while (at < stop or stop < 0) and (line := stream.readline()):
         at, number = at + len(line), number + 1
         if line := line.removeprefix(codecs.BOM_UTF8).strip():
-            yield number, decode(line), line
+            yield number, decode_line(line), line
 
 
-def decode(line: bytes) -> Any:
+def decode_line(line: bytes) -> Any:
     """Decodes the row in a line. Returns a RowError if the line is invalid."""
     try:
         return read_json(line.decode())
@@ -69,7 +69,7 @@ def decode(line: bytes) -> Any:
         found = f"byte 0x{line[error.start]:02x} at position {error.start + 1} of the line"
         return RowError("not_utf8", "", found, "UTF-8 text")
     except json.JSONDecodeError as error:
-        found = f"{show(error.doc[:40])} ({error.msg.removesuffix(' at')} at column {error.colno})"
+        found = f"{show_json(error.doc[:40])} ({error.msg.removesuffix(' at')} at column {error.colno})"
         return RowError("not_json", "", found, "one JSON object on each line, or one JSON array in the file")
     except RecursionError:
         return too_deep()
@@ -82,14 +82,14 @@ def array_rows(stream: Any) -> Iterator[Row]:
     """Yields the elements of a JSON array, up to the first invalid element."""
     number = 0
     try:
-        for number, (value, raw) in enumerate(elements(stream), 1):
+        for number, (value, raw) in enumerate(array_elements(stream), 1):
             yield number, value, raw
         return
     except UnicodeDecodeError as caught:
         error = RowError("not_utf8", "", f"byte 0x{caught.object[caught.start]:02x}", "UTF-8 text")
     except json.JSONDecodeError as caught:
         place = caught.doc[caught.pos :][:40]
-        found = f"{show(place) if place else 'the end of the file'} ({caught.msg.removesuffix(' at')})"
+        found = f"{show_json(place) if place else 'the end of the file'} ({caught.msg.removesuffix(' at')})"
         error = RowError("not_json", "", found, "one JSON array of objects, with a comma between them")
     except RecursionError:
         error = too_deep()
@@ -97,8 +97,8 @@ def array_rows(stream: Any) -> Iterator[Row]:
     yield number + 1, error, b""
 
 
-def elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
-    """Yields (value, its bytes) for each element. Raises JSONDecodeError, UnicodeDecodeError and RecursionError."""
+def array_elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
+    """Yields (value, bytes of the value) for each element. Raises JSONDecodeError, UnicodeDecodeError and RecursionError."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     text, at, block, final = "", 0, BLOCK, False
     due = "["  # the bracket or comma before the next element
@@ -107,17 +107,17 @@ def elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
         sign, begin = match[1], match.end()  # type: ignore[union-attr, index]
         if sign == "]" or (due == sign == "[" and text[begin : begin + 1] == "]"):
             extra = text[begin + (sign == "[") :].strip()
-            while not extra and (data := stream.read(BLOCK)):  # gzip checks its checksum at the end
+            while not extra and (data := stream.read(BLOCK)):  # gzip verifies the checksum at the end
                 extra = data.decode("utf-8", "replace").strip()
             if extra:
                 raise json.JSONDecodeError("text after the closing bracket", extra, 0)
             return
         if sign != due and begin < len(text):
-            raise json.JSONDecodeError("no comma before it", text, begin)
+            raise json.JSONDecodeError("missing comma before it", text, begin)
         try:
             value, end = read_value(text, begin)
         except json.JSONDecodeError as error:
-            # If the error is far from the end of the text, the text is invalid. Near the end, the element may only be truncated.
+            # An error far from the end of the buffer means invalid JSON. An error near the end may mean an incomplete element.
             if final or (error.pos < len(text) - 4096 and not error.msg.startswith("Unterminated")):
                 raise
             data = stream.read1(block)
@@ -134,9 +134,9 @@ def elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
 def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
     """Yields the rows below the header as {column: text}, each with the number of its first line.
 
-    Blank lines are skipped, but counted. If the header is unusable, yields only a RowError.
+    Blank lines are skipped, but count in the line numbers. If the header is unusable, yields only a RowError.
     """
-    csv.field_size_limit(ROW)  # applies to the whole process; the default is 128 KiB
+    csv.field_size_limit(ROW)  # this limit applies to the whole process; the default is 128 KiB
     head = stream.peek(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip(b"\r\n").partition(b"\n")[0]
     text = head.decode(errors="replace")
     # Column names may contain `|`, so `|` is a delimiter only if the header has no other delimiter.
@@ -157,8 +157,8 @@ def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
         except csv.Error as error:
             unclosed = "unexpected end" in str(error)
             found = "a quote that is not closed" if unclosed else str(error)
-            expected = 'values with a delimiter, a quote or a line end in "...", and a quote in these as ""'
-            rest = "the lines from here on" if unclosed else ""
+            expected = '"..." around values with a delimiter, quote or line end, and "" for a quote'
+            rest = "all later lines" if unclosed else ""
             wrong = RowError("not_csv", "", found, expected, rest=rest)
         except UnicodeEncodeError as error:  # the row has a byte that is not UTF-8, kept by `surrogateescape`
             expected = "UTF-8 text: run iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
@@ -171,7 +171,7 @@ def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
                 wrong = repeated_column(names)
             elif len(fields) != len(names):
                 columns = fields_of(names).replace("fields", "columns")
-                expected = f"{len(names)}, as the header has {columns}"
+                expected = f"{len(names)}, because the header has {columns}"
                 wrong = RowError("ragged", "", f"{len(fields)} values", expected)
         if wrong:
             yield number, wrong, b""
@@ -185,5 +185,5 @@ def repeated_column(names: list[str]) -> RowError | None:
     if len(names) == len(set(names)):
         return None
     twice = next(name for name in names if names.count(name) > 1)
-    found = f"two columns with the name {show(twice)}"
-    return RowError("repeated_key", "", found, "each name once in the header")
+    found = f"two columns with the name {show_json(twice)}"
+    return RowError("repeated_key", "", found, "unique column names in the header")

@@ -1,4 +1,4 @@
-"""Decodes JSON, rejects values that no row may have, and formats values for error messages."""
+"""Decodes JSON, rejects invalid values of rows, and formats values for error messages."""
 
 import datetime
 import decimal
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field
 from typing import Any, Literal
 
-from pipeline.errors import visible
+from pipeline.errors import escape_controls
 
 Reason = tuple[str, str, str]  # (kind, field without indices, expected)
 
@@ -21,8 +21,8 @@ Reason = tuple[str, str, str]  # (kind, field without indices, expected)
 class RowError(Exception):
     """Describes what is wrong with a row.
 
-    `kind` names the error in the report. `field` is a path (`messages[0].role`), or "" if the error is not in one field. `line`
-    counts from 1, in `unit`: lines of a file, elements of a JSON array, or rows of a table.
+    `kind` is the name of the error in the report. `field` is a path (`messages[0].role`), or "" if the error is not in one field.
+    `line` is the number, from 1, of a line of a file, an element of a JSON array, or a row of a table, depending on `unit`.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class RowError(Exception):
     file: str = ""
     line: int = 0
     unit: Literal["line", "element", "row"] = "line"
-    # what part of the file cannot be read because of the error, or "" if reading continues after the row
+    # part of the file that cannot be read because of the error, or "" if reading continues with the next row
     rest: str = ""
 
     def reason(self) -> Reason:
@@ -40,11 +40,11 @@ class RowError(Exception):
         return self.kind, re.sub(r"\d+", "*", self.field), self.expected
 
     def where(self) -> str:
-        file = visible(self.file, lines=False)
+        file = escape_controls(self.file, lines=False)
         return f"{file}: element {self.line}" if self.unit == "element" else f"{file}:{self.line}"
 
     def __str__(self) -> str:
-        name = f"`{visible(self.field, lines=False)}`: " if self.field else ""
+        name = f"`{escape_controls(self.field, lines=False)}`: " if self.field else ""
         rest = f"; not read: {self.rest}" if self.rest else ""
         return f"{self.where()}: {name}found {self.found}; expected {self.expected}{rest}"
 
@@ -70,7 +70,7 @@ def check_values(value: Any, name: str = "") -> None:
             raise RowError("not_utf8", name, "half a surrogate pair (\\ud8..)", "Unicode text") from None
     elif isinstance(value, float | int):
         if not abs(value) <= sys.float_info.max:
-            raise RowError("not_finite", name, show(value), "a finite number")
+            raise RowError("not_finite", name, show_json(value), "a finite number")
     elif isinstance(value, list):
         for index, item in enumerate(value):
             check_values(item, f"{name}[{index}]")
@@ -80,14 +80,15 @@ def check_values(value: Any, name: str = "") -> None:
             check_values(item, f"{name}.{key[:60]}" if name else key[:60])
 
 
-# An integer of 400 or more digits becomes an infinite float, which check_values rejects. (int() raises above 4,300 digits.)
+# An integer of 400 or more digits becomes an infinite float, which check_values rejects. int() raises ValueError above 4,300
+# digits.
 _JSON = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 400 else float(digits))
 read_json = _JSON.decode  # f(text) -> value; raises JSONDecodeError or RecursionError
-read_value = _JSON.raw_decode  # (text, begin) -> (value, end); raises the same errors
+read_value = _JSON.raw_decode  # (text, begin) -> (value, end); raises JSONDecodeError or RecursionError
 
 
-def decoded(value: Any) -> Any:
-    """Returns the value of a JSON text. Returns any other value unchanged."""
+def parse_json(value: Any) -> Any:
+    """Parses a JSON text. Returns any other value unchanged."""
     if isinstance(value, str):
         try:
             return read_json(value)
@@ -97,7 +98,7 @@ def decoded(value: Any) -> Any:
 
 
 def row_json(row: dict[str, Any]) -> str:
-    """Returns a row as JSON, in which dates, decimals and bytes are text. Raises TypeError for other objects."""
+    """Returns a row as JSON, in which dates, decimals and bytes are text. Raises TypeError for objects of other types."""
 
     def as_text(value: Any) -> str:
         if isinstance(
@@ -118,29 +119,29 @@ def as_json(row: dict[str, Any]) -> str:
 
 
 def too_deep() -> RowError:
-    return RowError("nested", "", "hundreds of lists and objects inside each other", "a flatter row")
+    return RowError("nested", "", "hundreds of nested lists and objects", "a flatter row")
 
 
 # ---- texts of errors -------------------------------------------------------------------------------------------
 
 
-def some(keys: Iterable[str]) -> list[str]:
-    """Returns the short keys among the first 50, for a message."""
+def some_keys(keys: Iterable[str]) -> list[str]:
+    """Returns the keys with at most 60 characters among the first 50 keys, for a message."""
     return [key for key in itertools.islice(keys, 50) if len(key) <= 60]
 
 
 def fields_of(keys: Iterable[str]) -> str:
     """Returns the names of a row's first fields, for a message."""
-    return "fields " + visible(", ".join(some(keys)[:8]), lines=False) if keys else "no fields"
+    return "fields " + escape_controls(", ".join(some_keys(keys)[:8]), lines=False) if keys else "no fields"
 
 
-def nearest(name: str, keys: Iterable[str]) -> str:
+def suggest_key(name: str, keys: Iterable[str]) -> str:
     """Returns a question that suggests a key similar to `name`, or "" if no key is similar."""
-    close = difflib.get_close_matches(name, some(keys), 1)
-    return f" (is `{visible(close[0], lines=False)}` meant to be `{name}`?)" if close else ""
+    close = difflib.get_close_matches(name, some_keys(keys), 1)
+    return f" (is `{escape_controls(close[0], lines=False)}` meant to be `{name}`?)" if close else ""
 
 
-def setting(key: str, value: str) -> str:
+def how_to_set(key: str, value: str) -> str:
     """Returns a text that sets a key to `value`: a command-line override or, for an entry of a list, a line for the job file."""
     section, _, name = key.rpartition(".")
     if section != "data":
@@ -149,9 +150,9 @@ def setting(key: str, value: str) -> str:
     return f"{key}={quote}{value}{quote}"
 
 
-def show(value: Any) -> str:
+def show_json(value: Any) -> str:
     """Returns a value for an error message, as JSON of at most 60 characters with escaped control characters."""
-    shown = visible(
+    shown = escape_controls(
         json.dumps(value[:60] if isinstance(value, str) else value, ensure_ascii=False, default=str)
     )
     return shown if len(shown) <= 60 else shown[:57] + "..."

@@ -2,8 +2,8 @@
 
     job = load_job("jobs/demo/sft.yaml", ["trainer.learning_rate=1e-4"], stage="sft")
 
-The sections `lora`, `trainer` and `scaling` are dicts. Their keys are those of a library's config class, and are checked against
-this class. Relative paths are relative to the working directory.
+The sections `lora`, `trainer` and `scaling` are dicts, whose keys are checked against the config class of a library. Relative
+paths are relative to the working directory.
 """
 
 import shlex
@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import InputError, about, show
+from pipeline.errors import InputError, blame_key, show_value
 from pipeline.job import schema
 from pipeline.job.gates import OPERATORS, parse_gate
 from pipeline.job.job import Collect, Data, Job, MLflow, Model, Run, Serve
@@ -25,7 +25,7 @@ STAGES = tuple(name for name in JOBS if STAGE_SPECS[name].runs_in == "train")
 RESUMABLE = tuple(
     name for name in JOBS if STAGE_SPECS[name].runs_in in ("train", "data")
 )  # stages whose runs can be resumed
-# {section: its type}, in the order in which sections are checked
+# {section: type}, in the order of the checks
 SECTIONS: dict[str, Any] = {
     "model": Model, "lora": dict, "data": Data, "trainer": dict, "scaling": dict, "rollout": dict, "serve": Serve, "run": Run, "mlflow": MLflow,
 }  # fmt: skip
@@ -35,7 +35,7 @@ def make_target(stage: str, job_file: str) -> str:
     """Returns the make command that runs a stage with the profile of a job file."""
     folder = Path(job_file).parent
     profile = folder.name if folder.parent.name == "jobs" and folder.name != "demo" else ""
-    profile = "own" if profile == "examples" else profile  # jobs/examples extend jobs/own
+    profile = "own" if profile == "examples" else profile  # the jobs in jobs/examples extend jobs/own
     return f"make {stage}" + (f" PROFILE={profile}" if profile else "")
 
 
@@ -54,20 +54,20 @@ def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | 
 
     Args:
         overrides: `section.key=value` texts, as on the command line.
-        stage: the stage that the command line names. The file must have the same stage. None accepts any stage.
+        stage: the stage from the command line, which must be the stage of the file. None accepts any stage.
     """
     _check_file(Path(path), stage or "sft")
     return job_of(read_tree(path, overrides or []), stage, str(path))
 
 
 def _check_file(path: Path, stage: str) -> None:
-    """Raises InputError if a path is not a file. The message suggests job files."""
+    """Raises InputError, which suggests job files, if a path is not a file."""
     if path.exists() and not path.is_dir():
         return
     key, equals, value = str(path).partition("=")
     if equals:
-        ours = f"{schema.meant(key, stage) or key}={value}"
-        raise InputError(f"{path}: no job file; name one before the keys: jobs/own/{stage}.yaml {ours}")
+        ours = f"{schema.meant_key(key, stage) or key}={value}"
+        raise InputError(f"{path}: no job file; put a job file before the keys: jobs/own/{stage}.yaml {ours}")
     profile = next((one for one in (path, "jobs" / path, path.parent) if any(one.glob("*.yaml"))), None)
     if profile is None:
         found = sorted(file.parent.name for file in Path("jobs").glob("*/generate.yaml"))
@@ -80,11 +80,11 @@ def job_of(tree: Tree, stage: str | None, path: str) -> Job:
     """Checks a parsed job file and returns its job. Raises InputError for the first mistake."""
     found = tree.data.get("stage")
     if found not in JOBS:
-        raise tree.error("stage", f"found {show(found)}, expected one of {', '.join(JOBS)}")
+        raise tree.error("stage", f"found {show_value(found)}, expected one of {', '.join(JOBS)}")
     if stage not in (None, found):
         meant = Path(path).with_name(f"{stage}.yaml")
         use = f"use {meant}" if meant.exists() else f"use python -m pipeline {found} {path}"
-        raise tree.error("stage", f"this is a job for `{found}`, not `{stage}`: {use}")
+        raise tree.error("stage", f"this is a job for `{found}`, not `{stage}`; {use}")
     _check_top(tree, found)
     sections = {section: kind(**_section(tree, section)) for section, kind in SECTIONS.items()}
     sections["model"] = split_revision(tree, sections["model"])
@@ -96,7 +96,7 @@ def job_of(tree: Tree, stage: str | None, path: str) -> Job:
         overridden=tuple(key for key, place in tree.where.items() if place == "command line"),
         **{name: tree.data[name] for name in STAGE_SPECS[found].inputs if name in tree.data},
     )
-    # If a job has no held-out rows, turns off evaluations that the job file sets, but not those that the command line sets.
+    # Without held-out rows, evaluations from the job file are turned off, but evaluations from the command line are errors.
     quiet = {key: off for key, off in job.without_evaluations.items() if key in job.trainer}
     quiet = {key: off for key, off in quiet.items() if f"trainer.{key}" not in job.overridden}
     job = replace(job, trainer=job.trainer | quiet)
@@ -107,10 +107,10 @@ def job_of(tree: Tree, stage: str | None, path: str) -> Job:
 
 def split_revision(tree: Tree, model: Model) -> Model:
     """Splits `name_or_path: org/name@v1` into `name_or_path: org/name` and `revision: v1`."""
-    with about("model.name_or_path"):
-        name, revision = hub.split(model.name_or_path)
+    with blame_key("model.name_or_path"):
+        name, revision = hub.split_revision(model.name_or_path)
     if revision and model.revision not in (None, revision):
-        found = f"found {show(model.revision)}, but model.name_or_path names {show(revision)}; keep one"
+        found = f"found {show_value(model.revision)}, but model.name_or_path names {show_value(revision)}; keep one"
         raise tree.error("model.revision", found)
     return replace(model, name_or_path=name, revision=revision or model.revision)
 
@@ -120,13 +120,13 @@ def _check_top(tree: Tree, stage: str) -> None:
     known = schema.keys(schema.class_of("job", stage))
     for key, value in tree.data.items():
         if key not in known:
-            meant = schema.meant(key, stage)
-            hint = f"did you mean {meant}?" if meant else schema.nearest(key, known)
+            meant = schema.meant_key(key, stage)
+            hint = f"did you mean {meant}?" if meant else schema.suggest_known_key(key, known)
             raise tree.error(key, f"unknown section; {hint}")
         if key in INPUTS:
             if key not in STAGE_SPECS[stage].inputs:
                 raise tree.error(key, f"`{stage}` takes no {key}; remove it")
-            if problem := schema.problem(value, known[key]):
+            if problem := schema.find_mismatch(value, known[key]):
                 raise tree.error(key, problem)
     for name, needed in STAGE_SPECS[stage].inputs.items():
         if needed and not tree.data.get(name):
@@ -143,7 +143,7 @@ def _section(tree: Tree, section: str) -> dict[str, Any]:
         """Returns advice about an unknown key, such as a similar key or the same key in another section."""
         if f"{section}.{key}" == "trainer.max_steps" and stage == "ppo":
             return "the length of a ppo run is trainer.total_episodes = updates * trainer.batch_size"
-        meant = schema.meant(f"{section}.{key}", stage)
+        meant = schema.meant_key(f"{section}.{key}", stage)
         return f"did you mean {meant}?" if meant else f"`rlhf help {section}` lists the keys"
 
-    return schema.checked(tree, section, known, hint)
+    return schema.check_section(tree, section, known, hint)

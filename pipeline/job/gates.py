@@ -1,4 +1,4 @@
-"""Determines which metrics a job can measure, and which of them can compare evaluations. Parses the conditions of gates.
+"""Determines which metrics a job can measure, and which metrics can compare evaluations. Parses the conditions of gates.
 
 gate: {eval_accuracy: ">= 0.95", eval_loss: "<= champion"}
 """
@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
-from pipeline.errors import short, show
+from pipeline.errors import shorten, show_value
 from pipeline.job.stages import STAGE_SPECS
 from pipeline.metrics import METRICS, SPEED, Metric, find_metric
 
@@ -26,34 +26,34 @@ HELD_OUT_ROWS = "held-out rows (data.eval or data.eval_fraction)"
 LOSS = """beta loss_type loss_weights label_smoothing label_smoothing_factor center_rewards_coefficient desirable_weight
     undesirable_weight f_divergence_type f_alpha_divergence_coef discopop_tau ld_alpha use_weighting rpo_alpha reference_free
     router_aux_loss_coef""".split()
-# Keys of `trainer` that affect the completions of an evaluation, their scores, or their KL.
+# Keys of `trainer` that affect the completions of an evaluation, or the scores or the KL of these completions.
 SAMPLING = "response_length min_new_tokens temperature missing_eos_penalty reward_clip kl_estimator".split()
 
 
 def parse_gate(rule: Any) -> tuple[str, float | None]:
-    """Returns (">=", 0.95) for `">= 0.95"`, and ("<=", None) for `"<= champion"`. Raises ValueError if it is invalid.
+    """Returns (">=", 0.95) for `">= 0.95"`, and ("<=", None) for `"<= champion"`. Raises ValueError if the rule is invalid.
 
-    `champion` stands for the same metric of the champion, the version that mlflow.alias names.
+    `champion` means the value of the metric for the champion, the version with the alias mlflow.alias.
     """
     pattern = r"\s*(>=|<=|>|<)\s*(champion|[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*"
     match = re.fullmatch(pattern, rule) if isinstance(rule, str) else None
     threshold = None if match is None or match[2] == "champion" else float(match[2])
     if match is None or not math.isfinite(threshold or 0.0):
         says = 'expected a comparison in quotes, with >= <= > or <: ">= 0.95" or ">= champion"'
-        raise ValueError(f"found {show(rule)}, {says}")
+        raise ValueError(f"found {show_value(rule)}, {says}")
     return match[1], threshold
 
 
 @dataclass(frozen=True)
 class Measurable:
-    """Knows which metrics a job can measure."""
+    """The metrics that a job can measure."""
 
     stage: str
-    absent: Mapping[str, str]  # {word in Metric.needs: description}, for what the job lacks
+    absent: Mapping[str, str]  # {word in Metric.needs that the job does not meet: description}
     rewards: int = 0  # number of rewards in the job
 
     def lacking(self, metric: Metric) -> str:
-        """Returns a description of what the job lacks to measure a metric, or "" if it lacks nothing."""
+        """Returns a description of what the job lacks to measure a metric, or "" if the job can measure the metric."""
         needs = [need for need in metric.needs.split() if metric.at != "result" or need != "rows"]
         needs += ["start"] * (metric.at == "initial" and STAGE_SPECS[self.stage].trl)
         return next((self.absent[need] for need in needs if need in self.absent), "")
@@ -70,12 +70,12 @@ class Measurable:
 
     @property
     def compared(self) -> dict[str, str]:
-        """Returns the part of `lacks` with metrics that can compare two evaluations of a model."""
+        """Returns the entries of `lacks` for metrics that can compare two evaluations of a model."""
         return {k: v for k, v in self.lacks.items() if k.startswith("eval_") and not SPEED.search(k)}
 
     @property
     def default(self) -> str:
-        """Returns the metric that compares evaluations by default: eval_loss, in ppo eval_judge (eval_reward without a judge).
+        """Returns the default metric for comparing evaluations: eval_loss, or for ppo eval_judge (eval_reward without a judge).
 
         The loss is the default because it also distinguishes models with equal accuracies. For ppo, a judge is preferred,
         because PPO maximizes the reward.
@@ -85,7 +85,7 @@ class Measurable:
         return "eval_reward" if "judge" in self.absent else "eval_judge"
 
     def is_open(self, metric: str) -> bool:
-        """Returns True if the job measures the metric, but only the run knows its name, which has e.g. a value from the rows."""
+        """Returns True if the job measures a metric whose full name is known only in the run, e.g. with a value from the rows."""
         found = find_metric(metric, self.stage)
         return bool(
             found and "*" in found.name and found.name.startswith("eval_") and not self.lacking(found)
@@ -95,17 +95,17 @@ class Measurable:
         """Returns an error message about a metric that is not in `known`."""
         near = get_close_matches(metric, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(list(known)[:40])}"
-        return f"`{self.stage}` has no such metric ({short(metric)}); {hint}"
+        return f"`{self.stage}` has no such metric ({shorten(metric)}); {hint}"
 
     def why_not_compared(self, metric: str | None, greater_is_better: bool | None) -> str | None:
-        """Returns why run.metric_for_best_model cannot compare evaluations, or None if it can. If it is not set, returns None."""
+        """Returns why run.metric_for_best_model cannot compare evaluations, or None if the metric is suitable or not set."""
         known = self.compared
         if metric is None:
             return None
         if metric not in known:
             return self.unknown(metric, [name for name, lacking in known.items() if not lacking])
         if known[metric]:
-            return f"{metric} needs {known[metric]}, and there is none"
+            return f"{metric} needs {known[metric]}, which the job does not have"
         if greater_is_better is None and (one := find_metric(metric)) and one.greater_is_better is None:
             return f"is a larger {metric} better? Set run.greater_is_better=true or false"
         return None

@@ -13,7 +13,7 @@ from pipeline.system import storage
 
 @dataclass(frozen=True)
 class Identity:
-    """Identifies a run, and holds the settings of its job."""
+    """The identity of a run, and the settings of the run's job."""
 
     stage: str
     name: str
@@ -29,7 +29,7 @@ class Identity:
 
     @property
     def folder(self) -> str:
-        """Returns the run's folder, which holds checkpoints, result.json and the report."""
+        """Returns the run's folder, which contains checkpoints, result.json and the report."""
         return storage.join(self.storage_path, self.name)
 
 

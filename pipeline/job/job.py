@@ -1,4 +1,4 @@
-"""Defines a job and its sections as dataclasses. Annotations and docstrings give the type, range and meaning of each key.
+"""Defines a job and its sections as dataclasses. Annotations and docstrings define the type, range and meaning of each key.
 
 schema.json is generated from the annotations, and from the docstrings below the fields.
 """
@@ -40,7 +40,7 @@ class Model:
     attn_implementation: str | None = None
     """The attention implementation of transformers. By default, transformers chooses (sdpa)."""
     chat_template: str | None = None
-    """A Jinja file, or "plain". By default the tokenizer's template, or "plain" if it has none."""
+    """A Jinja file, or "plain". The default is the template of the tokenizer, or "plain" if the tokenizer has none."""
     trust_remote_code: bool = False
     """Runs the Python code that comes with a model on the Hub."""
     allow_pickle: bool = False
@@ -53,12 +53,13 @@ OF_ROWS = ("columns", "label", "transform", "group_by")  # keys of `data` that a
 
 @dataclass(frozen=True)
 class Source:
-    """A source of rows: an entry of the list that a key in SPLITS has. An entry is a path, or a mapping with these keys."""
+    """A source of rows: an entry of the list in data.train or another key in SPLITS. An entry is a path, or a mapping with the
+    keys of this class."""
 
     path: str
     """A file, a glob, a folder, or an s3://, gs:// or hf:// address."""
     weight: Annotated[float, Gt(0), Le(10**9)] | None = None
-    """Share of an epoch, relative to the weights of the other sources."""
+    """Share of this source in an epoch, relative to the weights of the other sources."""
     revision: str | None = None
     """Commit, tag or branch of a dataset on the Hub. The dataset's path may also end with @REVISION."""
     columns: dict[str, str | list[str]] | None = None
@@ -85,46 +86,45 @@ class Data:
     """A file, a glob, a folder, or an s3://, gs:// or hf:// address, or a list of them. An entry of a list
     may also be {path: ..., weight: ..., columns: ...}."""
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
-    """If sources have weights, an epoch ends when one source is used up, or when all are."""
+    """End of an epoch with weighted sources: when one source is exhausted, or when all sources are exhausted."""
     eval: str | list[str | dict[str, Any]] | None = None
-    """Held-out rows, in the same forms as `train`."""
+    """Held-out rows for evaluation, in the same notation as `train`."""
     pairs: str | list[str | dict[str, Any]] | None = None
     """Held-out preference pairs on which `evaluate` measures the reward model."""
     benchmarks: str | list[str | dict[str, Any]] | None = None
     """Benchmarks for `evaluate`: RewardBench 2, RM-Bench, or rows with lists of `chosen` and `rejected`."""
     transform: str | None = None
-    """A Python function of a row, python:module:function. The function returns a row, several rows, or None, and runs before
-    `columns`."""
+    """A Python function of a row, python:module:function. The function returns a row, several rows, or None to drop the row. The
+    function runs before `columns` applies."""
     group_by: str | None = None
-    """A column. Consecutive rows with the same value in this column go to `transform` together, as a list."""
+    """A column. `transform` receives consecutive rows with the same value in this column as a list."""
     columns: dict[str, str | list[str]] | None = None
-    """{field: column}: the column of each field that the stage reads. A path such as a.0.b names a part of a
-    column. Fields are prompt, completion, label; chosen, rejected; first, second, and label or first_score,
-    second_score; messages, conversations; instruction, input, output; system, tools, context."""
+    """{field: column}: the column of each field that the stage reads. A path such as a.0.b selects a value inside a column.
+    Fields are prompt, completion, label; chosen, rejected; first, second, and label or first_score, second_score; messages,
+    conversations; instruction, input, output; system, tools, context."""
     label: dict[str, Any] | None = None
-    """{first: 1, second: 2, tie: 0}: which values of the column `label` prefer the completion `first`, and
-    which `second`."""
+    """{first: 1, second: 2, tie: 0}: the values of the column `label` that prefer the completion `first`, prefer `second`, or
+    mean a tie."""
     eval_fraction: Fraction = 0.0
     """Share of the prompts of `train` to hold out."""
     max_length: Annotated[int, Ge(2), Le(2**20)] | None = None
-    """Maximum number of tokens of a row. By default the model's context."""
+    """Maximum number of tokens of a row. The default is the context length of the model."""
     on_error: Literal["raise", "skip"] = "raise"
-    """Whether a bad row stops the run, or is counted and left out."""
+    """Whether a bad row stops the run, or is counted and skipped."""
     deduplicate: bool = False
-    """Leaves out rows that are equal, byte by byte, to an earlier row of the same split (`train` or `eval`)."""
+    """Drops rows that are byte-for-byte equal to an earlier row of the same split (`train` or `eval`)."""
     overlong: Literal["error", "drop", "truncate"] = "error"
     """What happens to rows with more than `max_length` tokens."""
     apply_chat_template: bool | None = None
-    """Applies the chat template to rows of plain text. By default true, unless the template is the fallback
-    "plain"."""
+    """Applies the chat template to rows of plain text. The default is true, unless the template is the fallback "plain"."""
     parse_special_tokens: bool = False
-    """Reads "<|eot_id|>" in the text of a row as that token, not as its characters."""
+    """Encodes special tokens in the text of a row, such as "<|eot_id|>", as special tokens, not as plain text."""
     batch_size: Rows | None = None
     """Rows per optimizer step over all workers."""
     cache_dir: str | None = None
-    """Folder of the tokenized rows. By default <run.storage_path>/data."""
+    """Folder of the tokenized rows. The default is <run.storage_path>/data."""
     seed: Seed = 0
-    """Seed of `eval_fraction`, and of the order in which `collect` takes prompts."""
+    """Seed of the `eval_fraction` split, and of the order of prompts in `collect`."""
     subset: str | None = None
     """A column of `pairs`. The accuracy is also reported for each value in this column."""
 
@@ -132,7 +132,7 @@ class Data:
 @dataclass(frozen=True)
 class Run:
     name: str | None = None
-    """By default, each run gets a new name. A run with the name of an earlier run continues that run."""
+    """Name of the run. By default, each run gets a new name. A run with the name of an earlier run resumes the earlier run."""
     storage_path: str = "runs"
     """The folder or bucket that contains the folders of runs."""
     max_failures: Annotated[int, Ge(-1), Le(10**6)] = 0
@@ -142,29 +142,27 @@ class Run:
     num_to_keep: Annotated[int, Ge(1), Le(1000)] = 2
     """Number of checkpoints to keep."""
     load_best_model_at_end: bool = False
-    """Evaluates, gates and registers the adapter of the best evaluation, not of the last step."""
+    """Uses the adapter of the best evaluation, not of the last step, for the final evaluation, the gate and the registry."""
     metric_for_best_model: str | None = None
-    """The held-out metric that compares evaluations. By default eval_loss; for ppo, eval_judge or without a
-    judge eval_reward."""
+    """The eval metric that selects the best evaluation. The default is eval_loss. For ppo, the default is eval_judge, or
+    eval_reward if the job has no judge."""
     greater_is_better: bool | None = None
-    """Whether a larger value of metric_for_best_model is better. By default false for a loss, a perplexity, a KL and
+    """Whether a larger value of metric_for_best_model is better. The default is false for a loss, a perplexity, a KL and
     eval_repetition, and true for accuracies, margins, rewards and judges."""
     early_stopping_patience: Annotated[int, Ge(1), Le(10**6)] | None = None
-    """Training stops after this many evaluations in a row without a better one. By default never."""
+    """Training stops after this many consecutive evaluations without improvement. By default, training never stops early."""
     stop_if: dict[str, str] = field(default_factory=dict)
-    """Training stops at an evaluation whose metric meets a condition: {eval_kl: "> 20"}. The run counts as
-    finished."""
+    """Training stops at an evaluation whose metric meets a condition: {eval_kl: "> 20"}. A stopped run counts as finished."""
     overwrite: bool = False
-    """Starts over although a run of this name exists."""
+    """Starts from scratch even if a run with this name exists."""
     report: bool = True
-    """Draws report.html at the end, for the run's folder and for MLflow."""
+    """Writes report.html to the run's folder and to MLflow when the run ends."""
 
 
 @dataclass(frozen=True)
 class MLflow:
     tracking_uri: str | None = None
-    """Address of the MLflow server. By default $MLFLOW_TRACKING_URI, else the file
-    <run.storage_path>/mlflow.db."""
+    """Address of the MLflow server. The default is $MLFLOW_TRACKING_URI, or else the file <run.storage_path>/mlflow.db."""
     experiment: str = "rlhf"
     """The MLflow experiment of the run."""
     registered_model: str | None = None
@@ -172,44 +170,44 @@ class MLflow:
     alias: str = "champion"
     """The alias that moves to the new version if the gate passes."""
     report_to: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
-    """Other trackers that get the same metrics. Each needs the extra with the same name."""
+    """Trackers that receive the metrics in addition to MLflow. Each tracker needs the extra with the same name."""
 
 
 @dataclass(frozen=True)
 class Serve:
-    """The `serve` section: the models and their ids, access, and limits."""
+    """The `serve` section: models, model ids, access and limits."""
 
     policies: dict[str, str] = field(default_factory=dict)
-    """{model id in requests: policy}. A policy is a version, a folder, a hub id, base, or models:/NAME@ALIAS
-    (follows the alias)."""
+    """{model id in requests: policy}. A policy is a model version, a folder, a Hub id, base, or models:/NAME@ALIAS, which follows
+    the alias."""
     rewards: dict[str, str] = field(default_factory=dict)
-    """{model id in requests to /score: reward}, which may also be python:MODULE:FUNCTION."""
+    """{model id in requests to /score: reward}. A reward may also be python:MODULE:FUNCTION."""
     host: str = "127.0.0.1"
-    """The address to listen on. Any address but this machine's (127.0.0.1) needs tokens in RLHF_SERVE_TOKENS."""
+    """The address to listen on. All addresses except 127.0.0.1 need tokens in RLHF_SERVE_TOKENS."""
     port: Annotated[int, Ge(0), Le(65_535)] = 8000
     """The port to listen on. 0 means any free port."""
     max_queue: Annotated[int, Ge(1), Le(10**6)] = 256
-    """Completions that may wait for a place in a replica's batch. A request beyond this limit gets HTTP status 429."""
+    """Maximum number of completions that wait for a slot in a replica's batch. A request beyond this limit gets HTTP status
+    429."""
     max_n: Annotated[int, Ge(1), Le(128)] = 16
-    """Maximum number of completions of one request (its `n`)."""
+    """Maximum number of completions per request (`n`)."""
     max_body_bytes: Annotated[int, Ge(2**10), Le(2**30)] = 1048576
     """Maximum bytes of a request. A larger request gets HTTP status 413."""
     timeout_s: Seconds = 300.0
-    """Seconds for a complete answer, including the wait for a place in the batch. A request that takes longer gets HTTP status
+    """Seconds for a complete answer, including the wait for a slot in the batch. A request that takes longer gets HTTP status
     504."""
     cache_tokens: Annotated[int, Ge(16), Le(10**12)] | None = None
-    """Number of tokens in the KV cache. By default as many as fit into half of a GPU's free memory, or a quarter
-    of a CPU's."""
+    """Number of tokens in the KV cache. By default, the cache uses half of the free memory of a GPU, or a quarter of the free
+    memory of a CPU."""
     alias_poll_interval_s: Seconds = 5.0
     """Seconds between two checks for aliases that have moved."""
     log_prompts: bool = False
-    """Keeps conversations, so that feedback on them becomes training rows. By default, only metrics are
-    kept."""
+    """Stores conversations, so that feedback on conversations becomes training rows. By default, only metrics are stored."""
     feedback_path: str | None = None
-    """A local folder for conversations and feedback. By default <run.storage_path>/feedback."""
+    """A local folder for conversations and feedback. The default is <run.storage_path>/feedback."""
     max_feedback_bytes: Annotated[int, Ge(4096), Le(10**12)] = 1073741824
-    """Maximum bytes of the feedback folder: half for rows, beyond which feedback gets HTTP status 507, and half for
-    conversations."""
+    """Maximum bytes of the feedback folder, half for rows and half for conversations. If the half for rows is full, feedback gets
+    HTTP status 507."""
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -218,7 +216,7 @@ class Serve:
         return policies | {f"rewards.{key}": name for key, name in self.rewards.items()}
 
     def without(self, inputs: Container[str]) -> Serve:
-        """Returns the section without the inputs in `names`."""
+        """Returns the section without the given inputs."""
         policies = {key: name for key, name in self.policies.items() if f"policies.{key}" not in inputs}
         rewards = {key: name for key, name in self.rewards.items() if f"rewards.{key}" not in inputs}
         return replace(self, policies=policies, rewards=rewards)
@@ -229,12 +227,12 @@ class Forward:
     """The `trainer` section of `score`. In this class and its subclasses, keys have the same names as in PPOConfig."""
 
     local_rollout_forward_batch_size: Rows = 64
-    """Rows per forward."""
+    """Rows per forward pass."""
     bf16: bool = False
     """Computes matrix products in bfloat16 (autocast). On a CPU, the base is bfloat16, too."""
     reward_timeout_s: Patience = 600.0
-    """Seconds to wait for a reward that is an async function, before the run ends. The same command with the run's run.name
-    continues the run. -1 means no limit."""
+    """Seconds to wait for a reward that is an async function, before the run ends. The same command with the same run.name
+    resumes the run. -1 means no limit."""
 
     @property
     def rows_per_forward(self) -> int:
@@ -247,13 +245,13 @@ class Inference(Forward):
     """The `trainer` section of `generate` and `serve`. Requests to `serve` may override these keys."""
 
     response_length: Rows = 256
-    """Maximum new tokens of a completion, the end-of-sequence token included."""
+    """Maximum new tokens of a completion, including the end-of-sequence token."""
     min_new_tokens: Annotated[int, Ge(0)] = 0
     """Minimum new tokens of a completion."""
     temperature: Literal[0] | Annotated[float, Ge(0.01)] = 1.0
     """Divides the logits. 0 means greedy decoding."""
     seed: Seed = 42
-    """Seed of sampling, combined with a row's number."""
+    """Seed of sampling, which is combined with the number of the row."""
 
 
 @dataclass(frozen=True)
@@ -261,10 +259,10 @@ class Evaluate(Inference):
     """The `trainer` section of `evaluate`."""
 
     probes: bool = False
-    """Edits the completions of data.pairs, and measures how much that changes the reward."""
+    """Edits the completions of data.pairs, and measures how much the edits change the reward."""
     best_of_n: Literal[0] | Annotated[int, Ge(2), Le(1024)] = 0
-    """Number of completions of each prompt of data.eval for the best-of-n curve. The reward chooses the best
-    one. 0 means no curve."""
+    """Number of completions per prompt of data.eval for the best-of-n curve. The reward chooses the best completion. 0 means no
+    curve."""
 
 
 @dataclass(frozen=True)
@@ -272,19 +270,19 @@ class Collect(Inference):
     """The `trainer` section of `collect`."""
 
     num_generations: Annotated[int, Ge(1), Le(1024)] = 4
-    """Number of completions of each prompt."""
+    """Number of completions per prompt."""
     select: Literal["best", "best_worst", "pairs", "labels"] = "best_worst"
-    """Rows to write: the best completion (for sft), the best against the worst, or every pair (for dpo, rm
-    and kto), or every completion with a label (for kto)."""
+    """Rows to write. best: the best completion (for sft). best_worst: a pair of the best and the worst completion (for dpo, rm
+    and kto). pairs: every pair. labels: every completion with a label (for kto)."""
     good_above: float = 0.5
-    """With select=labels, completions with a higher score are good. A judge's scores are from 0 to 1."""
+    """With select=labels, completions with a score above this value are good. A judge's scores are from 0 to 1."""
     min_margin: Annotated[float, Ge(0)] = 0.0
     """Smallest difference between the scores of a pair. Equal scores never make a pair."""
     num_prompts: Count | None = None
-    """Number of prompts to draw from data.train without replacement, in an order by data.seed. By default all
-    prompts, in the file's order."""
+    """Number of prompts to draw from data.train without replacement, in the random order of data.seed. By default, all prompts
+    are used in the order of the file."""
     skip_prompts: Steps = 0
-    """Number of prompts to skip in the order of data.seed. After the last prompt, a new order is drawn."""
+    """Number of prompts to skip in the random order of data.seed. After the last prompt, a new order is drawn."""
 
     @property
     def rows_per_forward(self) -> int:
@@ -296,15 +294,15 @@ class Export:
     """The `trainer` section of `export`. Keys about the Hub have the same names as in transformers.TrainingArguments."""
 
     merge: bool = True
-    """Merges the adapter into the base. false writes the adapter as it is, with its tokenizer and card."""
+    """Merges the adapter into the base. false exports the adapter unmerged, with tokenizer and model card."""
     response_length: Rows = 256
     """Maximum new tokens of the completions that compare the merged model with the adapter."""
     bf16: bool = False
-    """Computes in bfloat16 (autocast) for the adapter that the merged model is compared with."""
+    """Computes in bfloat16 (autocast) when the adapter is compared with the merged model."""
     hub_model_id: str | None = None
     """OWNER/NAME on the Hub, for the model card and the upload."""
     push_to_hub: bool = False
-    """Uploads what was exported to hub_model_id."""
+    """Uploads the exported files to hub_model_id."""
     hub_private_repo: bool = True
     """Whether a repository that the upload creates is private."""
 
@@ -324,25 +322,24 @@ class Job:
     gate: dict[str, str] = field(default_factory=dict)
     """{metric: condition}, for example {eval_accuracy: ">= 0.95"}."""
     policy: str | list[str] | None = None
-    """models:/NAME@ALIAS, a folder, an adapter on the Hub (NAME or NAME@REVISION), or `base`: no adapter. From a list, the job
+    """models:/NAME@ALIAS, a folder, an adapter on the Hub (NAME or NAME@REVISION), or `base` for no adapter. From a list, the job
     uses the first policy that exists."""
     reference: str | None = None
-    """For dpo: the frozen adapter that training stays close to. By default the policy that training starts
-    from."""
+    """For dpo: the frozen adapter that training stays close to. The default is the policy that training starts from."""
     reward: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
-    """A name, {judge: FILE}, or a list of names, {reward: NAME, weight: NUMBER} and {judge: FILE, weight:
-    NUMBER}."""
+    """A reward model, a Python function, or {judge: FILE}. An entry of a list of rewards may also be {reward: NAME, weight:
+    NUMBER} or {judge: FILE, weight: NUMBER}."""
     baseline: str | None = None
     """For evaluate: the policy that `policy` is compared with, in the same notation as `policy`."""
     teacher: str | None = None
-    """For ppo: the adapter, or `base`, that rates every token that the policy writes
-    (trainer.teacher_coef)."""
+    """For ppo: the adapter, or `base`, that rates every token that the policy samples (trainer.teacher_coef)."""
     judge: str | dict[str, Any] | None = None
-    """A Python function, a second reward model, or {judge: FILE}. The judge's scores are reported, and never trained on."""
+    """A Python function, a second reward model, or {judge: FILE}. The judge's scores are reported, but never used for
+    training."""
     source: str = ""
     """The job file."""
     overridden: tuple[str, ...] = ()
-    """Keys that the command line set; no part of the resolved job."""
+    """Keys that the command line sets. This field is not part of the resolved job."""
 
     @property
     def spec(self) -> StageSpec:
@@ -351,7 +348,7 @@ class Job:
 
     @property
     def folder(self) -> str:
-        """Returns the run's folder, which holds checkpoints, result.json and the report."""
+        """Returns the run's folder, which contains checkpoints, result.json and the report."""
         return storage.join(self.run.storage_path, str(self.run.name))
 
     @property
@@ -370,7 +367,7 @@ class Job:
 
     @property
     def evaluates(self) -> bool:
-        """Returns True if the job evaluates during training. This needs held-out rows and a schedule."""
+        """Returns True if the job evaluates during training. Evaluations need held-out rows and a schedule."""
         scheduled = self.trainer.get("eval_steps")
         if self.spec.trl:
             scheduled = self.trainer.get("eval_strategy", "no") != "no"
@@ -385,7 +382,7 @@ class Job:
 
     @property
     def measurable(self) -> Measurable:
-        """Returns a Measurable object, which knows which metrics the job can measure."""
+        """Returns the metrics that the job can measure."""
         data, trainer, rollout = self.data, self.trainer, self.rollout_config
         needs = {
             "rows": (self.held_out, HELD_OUT_ROWS if self.spec.learns else "prompts to answer (data.eval)"),
@@ -422,13 +419,13 @@ class Job:
 
     @property
     def workers(self) -> tuple[int, int]:
-        """Returns the minimum and maximum number of workers. They are equal unless the job is elastic."""
+        """Returns the minimum and maximum number of workers. Both are equal unless scaling.num_workers is elastic."""
         count = self.scaling.get("num_workers", 1) or 1
         return (count[0], count[1]) if isinstance(count, list) else (count, count)
 
     @property
     def in_process(self) -> bool:
-        """Returns True if the job runs in the process of the command. Examples: exports, and jobs with scaling.num_workers: 0.
+        """Returns True if the job runs in the command's process, as exports and jobs with scaling.num_workers: 0 do.
 
         On a cluster, or with rollout workers, scaling.num_workers=0 means one worker.
         """
@@ -442,20 +439,20 @@ class Job:
         """Returns (reference, weight) for each reward."""
         items = self.reward if isinstance(self.reward, list) else [self.reward] if self.reward else []
         return [
-            (name_of(item), float(item.get("weight", 1.0)) if isinstance(item, dict) else 1.0)
+            (reference_of(item), float(item.get("weight", 1.0)) if isinstance(item, dict) else 1.0)
             for item in items
         ]
 
     @property
     def policies(self) -> list[str]:
-        """Returns the references under `policy`. The job uses the first policy that exists."""
+        """Returns the policies of the job as references. The job uses the first policy that exists."""
         return self.policy if isinstance(self.policy, list) else [self.policy] if self.policy else []
 
     @property
     def inputs(self) -> dict[str, str]:
         """Returns {policy, baseline, judge, reward.0, ...: reference} for all models, judges and Python rewards in the job."""
         given = {"policy": next(iter(self.policies), None)}
-        given |= {key: name_of(getattr(self, key)) for key in INPUTS if key not in ("policy", "reward")}
+        given |= {key: reference_of(getattr(self, key)) for key in INPUTS if key not in ("policy", "reward")}
         given |= {f"reward.{index}": name for index, (name, _) in enumerate(self.rewards)}
         return {key: name for key, name in given.items() if name} | self.serve.inputs
 
@@ -473,7 +470,7 @@ class Job:
 
     @property
     def bf16(self) -> bool:
-        """Returns True if matrix products are in bfloat16. This is the default with TRL's trainers (trl.SFTConfig.bf16)."""
+        """Returns True if matrix products are in bfloat16. TRL's trainers use bfloat16 by default (trl.SFTConfig.bf16)."""
         given = self.trainer.get("bf16")
         return bool(self.spec.trl and not self.trainer.get("fp16") if given is None else given)
 
@@ -495,8 +492,8 @@ class Job:
         return {key: value for key, value in asdict(self).items() if key != "overridden"}
 
 
-def name_of(item: Any) -> Any:
-    """Returns the name or URI of a reward or judge as text. For `{judge: FILE}`, this is judge:FILE (pipeline/input_uri.py)."""
+def reference_of(item: Any) -> Any:
+    """Returns the name or URI of a reward or judge as text. `{judge: FILE}` becomes judge:FILE (pipeline/input_uri.py)."""
     if not isinstance(item, dict):
         return item
     return f"judge:{item['judge']}" if "judge" in item else item.get("reward")
@@ -509,7 +506,7 @@ def sources_of(spec: str | list[str | dict[str, Any]] | None) -> list[Source]:
 
 
 def sources_with_defaults(data: Data, name: str) -> list[Source]:
-    """Returns the sources of a split. If a source does not set a key in OF_ROWS, the key has its value in the section `data`."""
+    """Returns the sources of a split. The section `data` provides the keys in OF_ROWS that a source does not set."""
     shared = {key: getattr(data, key) for key in OF_ROWS}
     return [
         replace(source, **{key: value for key, value in shared.items() if getattr(source, key) is None})
@@ -518,7 +515,7 @@ def sources_with_defaults(data: Data, name: str) -> list[Source]:
 
 
 def transforms_of(data: Data) -> dict[str, str]:
-    """Returns {key of the job: python:module:function} for all functions that transform rows. Lists each function once."""
+    """Returns {key of the job: python:module:function} for all functions that transform rows. Each function is listed once."""
     found = {"data.transform": data.transform}
     for name in SPLITS:
         for index, source in enumerate(sources_of(getattr(data, name))):

@@ -1,5 +1,5 @@
-"""Reads the file of an LLM judge, which a job names as `{judge: FILE}`. The file defines the model, the question, and how an
-answer becomes a score between 0 and 1.
+"""Reads the file of an LLM judge, which a job sets as `{judge: FILE}`. The file defines the model, the question, and the
+conversion of answers to scores between 0 and 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le
 
-from pipeline.errors import InputError, show
+from pipeline.errors import InputError, show_value
 from pipeline.job import schema
 from pipeline.job.ranges import Rows, Seconds, Weight
 from pipeline.job.yaml_tree import Tree, read_tree
@@ -73,59 +73,58 @@ LIMITS = """concurrency requests_per_minute tokens_per_minute timeout_s api_key_
 
 @dataclass(frozen=True)
 class Definition:
-    """The keys of a judge's file."""
+    """The keys in the file of an LLM judge."""
 
     model: str
     """The model id that the endpoint returns in its answers."""
     form: Literal["score", "yes", "rank", "rubric"]
-    """What an answer is. score: a line `Score: NUMBER`. yes: the probability that it begins with Yes, not
-    No. rank: a line `Ranking: B > A`, for all completions of a prompt in one request. rubric: a line `NAME:
-    CHOICE` for each criterion."""
+    """Form of the answers. score: a line `Score: NUMBER`. yes: the probability that the answer begins with Yes, not No. rank: a
+    line `Ranking: B > A`, for all completions of a prompt in one request. rubric: a line `NAME: CHOICE` for each criterion."""
     endpoint: str = "http://127.0.0.1:8000/v1"
-    """Address of a server with OpenAI's chat completions, for example our `serve`."""
+    """Address of a server with OpenAI's chat completions API, for example of `serve`."""
     api_key_variable: str | None = None
-    """Environment variable with the endpoint's key. By default requests have no key."""
+    """Environment variable with the API key of the endpoint. By default, requests have no API key."""
     system: str | None = None
     """A system message before the question."""
     prompt: str | None = None
     """The question, with {prompt}, {completion} ({completions} for rank), {criteria}, {words}, and columns of
-    the rows, such as {answer}. By default each form has a text."""
+    the rows, such as {answer}. By default, each form has a built-in question."""
     words: list[str] = field(default_factory=lambda: ["Yes", "No"])
-    """For `form: yes`: how a good answer begins, and how a bad one does."""
+    """For `form: yes`: the first word of an answer about a good completion, and about a bad completion."""
     low: float = 1.0
-    """For `form: score`: the number that means 0."""
+    """For `form: score`: the worst number, which becomes the score 0."""
     high: float = 10.0
-    """For `form: score`: the number that means 1."""
+    """For `form: score`: the best number, which becomes the score 1."""
     criteria: list[dict[str, Any]] | None = None
     """For `form: rubric`: a list of {name: ..., text: ..., choices: [worst, ..., best]}. Each criterion may have a weight."""
     orders: Literal["drawn", "both"] = "drawn"
-    """For `form: rank`, also when `collect` labels pairs: one random order of the completions, or also its
-    reverse."""
+    """Order of the completions for `form: rank`, also when `collect` labels pairs. drawn: one random order. both: a random order,
+    and the same order reversed."""
     draws: Annotated[int, Ge(1), Le(64)] = 1
-    """Number of answers to each question. The score is their mean."""
+    """Number of answers to each question. The score is the mean over the answers."""
     body: dict[str, Any] = field(default_factory=dict)
     """Fields that are merged into each request. null removes a field. Use `body` for endpoints that expect other
     fields than `temperature` and `max_tokens`."""
     temperature: Annotated[float, Ge(0), Le(100)] = 0.0
-    """Temperature of the judge's answers. Above 0, each answer has a seed."""
+    """Temperature of the judge's answers. With a temperature above 0, each request has a seed."""
     max_tokens: Rows = 512
-    """Maximum number of tokens in an answer. `form: yes` needs only one."""
+    """Maximum number of tokens in an answer. `form: yes` needs only one token."""
     concurrency: Annotated[int, Ge(1), Le(4096)] = 16
-    """Maximum number of requests that one process has under way at the same time."""
+    """Maximum number of concurrent requests of one process."""
     requests_per_minute: Annotated[float, Gt(0), Le(10**9)] | None = None
-    """Maximum number of requests of one process in a minute. By default no limit."""
+    """Maximum number of requests per minute and process. By default, there is no limit."""
     tokens_per_minute: Annotated[float, Gt(0), Le(10**12)] | None = None
-    """Maximum number of tokens of one process in a minute, including answers. By default no limit."""
+    """Maximum number of tokens per minute and process, including answers. By default, there is no limit."""
     timeout_s: Seconds = 120.0
     """Seconds to wait for an answer before the request is repeated."""
     dollars_per_million_input: Weight = 0.0
-    """Price in dollars of a million tokens that are sent."""
+    """Price of a million input tokens in dollars."""
     dollars_per_million_output: Weight = 0.0
-    """Price in dollars of a million tokens of answers."""
+    """Price of a million output tokens in dollars."""
     most_calls: Annotated[int, Ge(1), Le(10**12)] | None = None
-    """Maximum number of answers that a run may pay for, before the run ends. By default no limit."""
+    """Maximum number of paid answers in a run. At this limit, the run ends. By default, there is no limit."""
     most_dollars: Annotated[float, Gt(0), Le(10**9)] | None = None
-    """Maximum number of dollars that a run may pay, before the run ends. By default no limit."""
+    """Maximum cost of a run in dollars. At this limit, the run ends. By default, there is no limit."""
 
     @property
     def asks(self) -> str:
@@ -140,7 +139,7 @@ class Definition:
 
     @cached_property
     def digest(self) -> str:
-        """Returns a digest of the keys that affect the scores. These are all keys except LIMITS."""
+        """Returns a digest of the keys that affect the scores: all keys except LIMITS."""
         content = {key: value for key, value in asdict(self).items() if key not in LIMITS}
         content["prompt"] = self.asks
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -157,17 +156,17 @@ class Definition:
         return (sent * prices[0] + answered * prices[1]) / 1e6
 
 
-def plain(text: str) -> str:
+def normalize_answer(text: str) -> str:
     """Normalizes a text for comparisons. Removes Markdown, quotes, and dots at the ends of lines, and ignores case."""
-    # NFKC turns full-width characters and non-breaking spaces into the usual ones
+    # NFKC converts full-width characters and non-breaking spaces to ordinary characters
     lines = MARKS.sub("", unicodedata.normalize("NFKC", text)).casefold().splitlines()
     return "\n".join(" ".join(line.split()).rstrip(". ") for line in lines)
 
 
 def read_definition(path: str) -> Definition:
-    """Reads and checks a judge's file. Raises InputError, with the line, if the file is invalid."""
+    """Reads and checks a judge's file. Raises InputError with the line if the file is invalid."""
     tree = read_tree(path, [])
-    for key, problem in schema.wrong(tree.data, schema.keys(CLASS)):
+    for key, problem in schema.wrong_keys(tree.data, schema.keys(CLASS)):
         raise tree.error(key, problem)
     found = Definition(**tree.data)
     for key, problem in _problems(found):
@@ -177,18 +176,18 @@ def read_definition(path: str) -> Definition:
 
 
 def _problems(given: Definition) -> list[tuple[str, str]]:
-    """Returns (key, problem) for values that are invalid, or invalid together with other values."""
+    """Returns (key, problem) for values that are invalid, alone or in combination with the values of other keys."""
     problems = []
     parts = urlsplit(given.endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         expected = "expected http:// or https://, for example http://127.0.0.1:8000/v1"
-        problems.append(("endpoint", f"found {show(given.endpoint)}, {expected}"))
+        problems.append(("endpoint", f"found {show_value(given.endpoint)}, {expected}"))
     elif parts.scheme == "http" and given.api_key_variable and not _is_loopback(parts.hostname):
         problems.append(("endpoint", "found http:// with a key, which others could read; use https://"))
-    words = sorted(map(plain, given.words))
+    words = sorted(map(normalize_answer, given.words))
     if len(words) != 2 or words[1].startswith(words[0]):
-        expected = "two different words, of which none begins with the other"
-        problems.append(("words", f"found {show(given.words)}, expected {expected}"))
+        expected = "two different words, neither of which begins with the other"
+        problems.append(("words", f"found {show_value(given.words)}, expected {expected}"))
     if given.low == given.high:
         problems.append(("high", f"found {given.high:g}, which is also `low`; expected another number"))
     shown = {*PLACEHOLDER.findall(given.asks)}
@@ -200,9 +199,9 @@ def _problems(given: Definition) -> list[tuple[str, str]]:
     if given.form == "rubric" and "criteria" not in shown:
         problems.append(("prompt", "lacks {criteria}, which `form: rubric` needs; add it"))
     if (given.form == "rubric") != bool(given.criteria):
-        problems.append(("criteria", "`form: rubric` needs criteria, and no other form has any"))
+        problems.append(("criteria", "`form: rubric` needs criteria, and other forms must not have criteria"))
     if given.draws > 1 and (given.temperature == 0 or given.form == "yes"):
-        problem = "but all answers are equal without a temperature, or with `form: yes`; use 1"
+        problem = "but all answers are equal with temperature 0, and with `form: yes`; use 1"
         problems.append(("draws", f"found {given.draws}, {problem}"))
     return problems
 
@@ -221,18 +220,20 @@ def _check_criteria(tree: Tree, given: Definition) -> None:
         name, choices, weight = one.get("name"), one.get("choices"), one.get("weight", 1)
         texts = [str(choice) for choice in choices] if isinstance(choices, list) else []
         has_keys = isinstance(one.get("text"), str) and not set(one) - {"name", "text", "choices", "weight"}
-        has_name = isinstance(name, str) and "\n" not in name and plain(name) not in {"", *names}
-        differ = len({*map(plain, texts)} - {""}) == len(texts) > 1 and not re.search("[,\n]", "".join(texts))
-        also = "; case, Markdown, quotes and a last dot make no difference"
+        has_name = isinstance(name, str) and "\n" not in name and normalize_answer(name) not in {"", *names}
+        differ = len({*map(normalize_answer, texts)} - {""}) == len(texts) > 1 and not re.search(
+            "[,\n]", "".join(texts)
+        )
+        also = "; case, Markdown, quotes and a final dot are ignored"
         for is_right, expected in (
             (has_keys, "{name: NAME, text: TEXT, choices: [WORST, ..., BEST]}, and perhaps a weight"),
-            (has_name, f"a name of its own, on one line{also}"),
+            (has_name, f"a unique name on one line{also}"),
             (differ, f"two or more different choices, on one line and without commas{also}"),
             (type(weight) in (int, float) and 0 < weight < math.inf, "a weight above 0"),
         ):
             if not is_right:
-                raise tree.error("criteria", f"{index}: found {show(one)}, expected {expected}")
-        names.add(plain(str(name)))
+                raise tree.error("criteria", f"{index}: found {show_value(one)}, expected {expected}")
+        names.add(normalize_answer(str(name)))
 
 
 def at_version(source: str) -> tuple[str, str]:
@@ -242,7 +243,7 @@ def at_version(source: str) -> tuple[str, str]:
 
 
 def pin_judge(source: str) -> str:
-    """Returns `judge:FILE@DIGEST` for `judge:FILE`. The file must be valid."""
+    """Returns `judge:FILE@DIGEST` for `judge:FILE`. Raises InputError if the file is invalid."""
     path, _ = at_version(source)
     return f"judge:{path}@{read_definition(path).digest[:16]}"
 
@@ -253,7 +254,7 @@ def load_pinned(version: str) -> Definition:
     found = read_definition(path)
     if found.digest[:16] != digest:
         raise InputError(
-            f"{path} has changed since the run began (it was {digest}, and is {found.digest[:16]}); restore it, choose another "
+            f"{path} has changed since the run began (digest {digest}, now {found.digest[:16]}); restore the file, choose another "
             "run.name, or set run.overwrite=true"
         )
     return found

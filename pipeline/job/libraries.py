@@ -1,4 +1,4 @@
-"""Checks that TRL and peft accept the sections of a job. Builds their config objects from the sections before a worker starts.
+"""Checks that TRL and peft accept the sections of a job, by building config objects before a worker starts.
 
 Importing TRL and peft takes about 5 seconds.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from pipeline.errors import InputError, show, visible
+from pipeline.errors import InputError, escape_controls, show_value
 from pipeline.job.job import Job
 from pipeline.system import console
 
@@ -21,7 +21,7 @@ _checked_elsewhere = False
 
 
 def skip_library_checks() -> None:
-    """Makes `check_with_libraries` do nothing in this process. Called if the parent process has already checked all jobs."""
+    """Disables `check_with_libraries` in this process, because the parent process has already checked all jobs."""
     global _checked_elsewhere
     _checked_elsewhere = True
 
@@ -42,7 +42,8 @@ def check_with_libraries(job: Job) -> None:
 
 
 def import_libraries(trl: bool = True) -> None:
-    """Imports peft, and TRL if `trl` is true. Turns off garbage collection, which would take a quarter of the time."""
+    """Imports peft, and TRL if `trl` is true. Garbage collection is off during the imports, because it would take a quarter of
+    the time."""
     gc.disable()
     try:
         for module in ("peft", *(("trl.trainer.base_config", "transformers.trainer") if trl else ())):
@@ -55,13 +56,14 @@ def import_libraries(trl: bool = True) -> None:
 def find_rejection(
     section: str, owner: str, make: Callable[[dict[str, Any]], object], values: dict[str, Any]
 ) -> str | None:
-    """Returns why a library rejects a section, or None if it accepts the section. Names a key if removing that key is enough."""
+    """Returns why a library rejects a section, or None if it accepts the section. The reason starts with a key if the library
+    accepts the section without this key."""
     if (error := _error_of(make, values)) is None:
         return None
-    reason = f"{owner} says: {visible(' '.join(str(error).split())[:500])}"
+    reason = f"{owner} says: {escape_controls(' '.join(str(error).split())[:500])}"
     for key in values:
         if _error_of(make, {k: v for k, v in values.items() if k != key}) is None:
-            return f"{section}.{key}: found {show(values[key])}; {reason}"
+            return f"{section}.{key}: found {show_value(values[key])}; {reason}"
     return f"{section}: {reason}"
 
 

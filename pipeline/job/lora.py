@@ -1,4 +1,4 @@
-"""Determines which modules the section `lora` adapts, by the rules of peft, and which of its settings vLLM ignores."""
+"""Determines which modules the section `lora` adapts, by the rules of peft, and which settings of an adapter vLLM ignores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def adapts_lm_head(target_modules: Any) -> bool:
     """Returns True if peft's `target_modules` (a list of names, or a pattern) include lm_head."""
     try:
         return is_named(target_modules, "lm_head")
-    except re.error:  # models/compatibility.py reports the error
+    except re.error:  # models/compatibility.py reports the invalid pattern
         return False
 
 
@@ -21,18 +21,18 @@ def ignored_by_vllm(given: dict[str, Any]) -> str | None:
 
 def is_named(given: Any, module: str) -> bool:
     """Returns True if a module matches a list of names or a pattern."""
-    return any(matches(name, given, module) for name in listed(given))
+    return any(matches_module(name, given, module) for name in listed_modules(given))
 
 
-def listed(given: Any) -> list[Any]:
+def listed_modules(given: Any) -> list[Any]:
     return [given] if isinstance(given, (str, int)) else list(given or ())
 
 
-def matches(name: str, given: Any, module: str) -> bool:
+def matches_module(name: str, given: Any, module: str) -> bool:
     """Returns True if the entry `name` of a setting `given` includes a module, by peft's rules.
 
     An entry of a list matches the end of the module's name. Any other setting is a pattern.
     """
-    if isinstance(given, list):  # `module` may lack its start, as in the files of some bases
+    if isinstance(given, list):  # `module` may be only the end of a name, as in the files of some bases
         return f".{module}".endswith(f".{name}") or f".{name}".endswith(f".{module}")
     return bool(re.fullmatch(name if isinstance(given, str) else rf"(.*\.)?({name})", module))

@@ -4,10 +4,10 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from pipeline.errors import InputError, short
+from pipeline.errors import InputError, shorten
 
 Seed = Annotated[int, Ge(0), Le(2**32 - 1)]  # range of numpy's seeds
-Rows = Annotated[int, Ge(1), Le(2**20)]  # for batch sizes, and for numbers of tokens
+Rows = Annotated[int, Ge(1), Le(2**20)]  # range of batch sizes and token counts
 Count = Annotated[int, Ge(1), Le(10**9)]
 Steps = Annotated[int, Ge(0), Le(10**9)]
 Share = Annotated[float, Ge(0), Le(1)]
@@ -25,4 +25,4 @@ Patience = Literal[-1] | Annotated[float, Ge(0), Le(365 * 86_400)]  # seconds, o
 def require_value(settings: Any, key: str, allowed: bool, expected: str) -> None:
     """Raises InputError about the value of a key if `allowed` is false."""
     if not allowed:
-        raise InputError(f"found {short(repr(getattr(settings, key)))}, expected {expected}", key=key)
+        raise InputError(f"found {shorten(repr(getattr(settings, key)))}, expected {expected}", key=key)

@@ -19,7 +19,7 @@ VLLM_FIXED = set(
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Settings of sampling: the engine, the rollout workers, and how many updates old the policy may be."""
+    """Settings of sampling: the engine, the rollout workers, and the staleness of the policy."""
 
     engine: Literal["transformers", "vllm"] = "transformers"
     """The decoding engine. transformers: decodes on the frozen base that is already loaded. vllm (the extra `vllm`): faster for
@@ -28,41 +28,41 @@ class RolloutConfig:
     """Rollout workers: Ray actors that load the frozen base and every frozen role, sample completions and score them.
     0: the training workers sample."""
     staleness: Annotated[int, Ge(0), Le(64)] = 0
-    """How many updates old the policy is that samples. 0: sampling and learning take turns. 1 or more:
-    rollout workers sample while the trainer learns. The policy after update u - staleness samples the episodes of update u."""
+    """Age of the sampling policy in updates. 0: sampling and training alternate. 1 or more: rollout workers sample during
+    training. The policy after update u - staleness samples the episodes of update u."""
     use_gpu: bool | None = None
-    """Whether a rollout worker has its models on a GPU. By default the same as `scaling.use_gpu`."""
+    """Whether a rollout worker has its models on a GPU. The default is `scaling.use_gpu`."""
     resources_per_worker: dict[str, Annotated[float, Ge(0)]] | None = None
-    """Resources that each rollout worker requests from Ray. By default {CPU: 1}, or {GPU:
-    tensor_parallel_size} with `use_gpu`."""
+    """Resources that each rollout worker requests from Ray. The default is {CPU: 1}, or {GPU: tensor_parallel_size} with
+    `use_gpu`."""
     label_selector: dict[str, str] | None = None
-    """Labels of the nodes for rollout workers, as in Ray's label_selector: for example {market: spot}."""
+    """Labels of the nodes for rollout workers, as in Ray's label_selector, for example {market: spot}."""
     worker_wait_timeout_s: Patience = 600.0
-    """Seconds that the trainer waits if there is no rollout worker. After that, the trainer samples by itself, until a rollout
-    worker joins. -1 means no limit."""
+    """Seconds that the trainer waits if there is no rollout worker. Then the trainer samples by itself until a rollout worker
+    joins. -1 means no limit."""
     chunk_timeout_s: Annotated[float, Ge(1), Le(365 * 86_400)] = 3600.0
-    """Seconds that a chunk may take, its rewards included, before its rollout worker is replaced. Loading the models may take an
-    hour, or chunk_timeout_s if that is longer."""
+    """Maximum seconds for a chunk, including rewards, before the rollout worker of the chunk is replaced. Loading the models may
+    take an hour, or chunk_timeout_s if chunk_timeout_s is longer."""
     tensor_parallel_size: Annotated[int, Ge(1), Le(64)] = 1
-    """GPUs over which vLLM splits the base in each rollout worker."""
+    """Number of GPUs over which vLLM splits the base in each rollout worker."""
     gpu_memory_utilization: Annotated[float, Gt(0), Lt(1)] | None = None
-    """Fraction of the GPU's memory for vLLM's copy of the base and its KV cache. By default what both need, or less if less is
-    free."""
+    """Fraction of the GPU's memory for vLLM's copy of the base and its KV cache. By default, vLLM gets the fraction that both
+    need, but at most the free memory."""
     vllm_kwargs: dict[str, Any] | None = None
-    """Other arguments of vllm.LLM, for example {max_num_seqs: 128, enforce_eager: true}."""
+    """Additional arguments of vllm.LLM, for example {max_num_seqs: 128, enforce_eager: true}."""
     correction: Literal["none", "token", "sequence"] | None = None
-    """Off-policy correction: each advantage is multiplied by the probability ratio trainer / sampler, of its token or of its
-    completion, truncated at `correction_cap`. By default token for vllm, else none, because the correction made runs with
-    `staleness: 2` worse (docs/rollouts.md)."""
+    """Off-policy correction: each advantage is multiplied by the probability ratio trainer / sampler of the token or of the
+    completion, truncated at `correction_cap`. The default is token for vllm, and none for transformers, because the correction
+    made runs with `staleness: 2` worse (docs/rollouts.md)."""
     correction_cap: Annotated[float, Gt(1), Le(10**6)] = 3.0
     """Maximum of the probability ratio in `correction`."""
 
     def __post_init__(self) -> None:
         require = partial(require_value, self)
-        behind = "0 without rollout workers: no process samples ahead; set rollout.num_workers=1"
+        behind = "0 without rollout workers, because no process samples ahead; set rollout.num_workers=1"
         require("staleness", self.staleness == 0 or self.num_workers > 0, behind)
         overruled = sorted(VLLM_FIXED & (self.vllm_kwargs or {}).keys())
-        require("vllm_kwargs", not overruled, f"none of what the sampler sets itself: {overruled}")
+        require("vllm_kwargs", not overruled, f"no arguments that the sampler sets: {overruled}")
         split = self.engine == "vllm" and self.use_gpu is True and self.num_workers > 0
         one = "1 unless rollout workers (rollout.num_workers) decode with vLLM on GPUs (rollout.use_gpu=true)"
         require("tensor_parallel_size", self.tensor_parallel_size == 1 or split, one)

@@ -1,4 +1,4 @@
-"""Checks jobs for problems that the schema's types and ranges cannot express. Each problem has a key and says what to do instead.
+"""Checks jobs for problems that the schema's types and ranges cannot express. Each problem has a key and a message with the fix.
 
 Settings that are valid but often unintended cause warnings.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline import input_uri
-from pipeline.errors import InputError, short, show
+from pipeline.errors import InputError, shorten, show_value
 from pipeline.input_uri import InputURI
 from pipeline.job import schema
 from pipeline.job.gates import HELD_OUT_ROWS, Measurable, parse_gate
@@ -34,7 +34,7 @@ from pipeline.job.rollout import RolloutConfig
 
 Problems = Iterator[tuple[str, str]]  # (key of the job, description of the problem)
 
-# Files and folders in run.storage_path that are not runs, so that no run can have their names.
+# Names of files and folders in run.storage_path that are not runs. No run can have one of these names.
 RESERVED = ("artifacts", "data", "feedback", "judges", "mlflow.db", "report")
 MODEL_ID = r"[A-Za-z0-9][\w.-]{0,63}"  # pattern for model ids in requests to `serve`
 LABELS = ({"good", "bad"}, {"first", "second"}, {"first", "second", "tie"})  # allowed keys of data.label
@@ -59,13 +59,13 @@ EXCLUDES = [
     ("model.fsdp", "model.load_in_4bit", "FSDP cannot gather 4-bit weights"),
     ("model.fsdp", "lora.use_dora", "DoRA takes norms of unsharded weights"),
     ("data.eval_fraction", "data.eval", "held-out rows are a separate file, or a share of data.train"),
-    ("trainer.gradient_accumulation_steps", "data.batch_size", "each follows from the other"),
+    ("trainer.gradient_accumulation_steps", "data.batch_size", "each determines the other"),
     ("trainer.fp16", "trainer.bf16", "matrix products have one dtype"),
 ]
 
 
 def find_problems(job: Job) -> Problems:
-    """Yields the problems of a job. Only the first is used, because later rules assume that earlier ones found none."""
+    """Yields the problems of a job. Callers use only the first problem, because each rule assumes that earlier rules passed."""
     spec, data = job.spec, job.data
     for key, why in spec.unused.items():
         if job.changes(key):
@@ -102,13 +102,13 @@ def find_problems(job: Job) -> Problems:
     for key, needed in NEEDS.items():
         missing = [one for one in needed if not job.value(one)]
         if missing and job.changes(key):
-            yield key, f"needs {' and '.join(missing)}; set that too, or remove this key"
+            yield key, f"needs {' and '.join(missing)}; set the missing keys, or remove this key"
     for key, other, why in EXCLUDES:
         if job.value(key) and job.value(other):
-            yield key, f"set together with {other}, but {why}; keep one"
+            yield key, f"set together with {other}, but {why}; keep only one of the keys"
     for key, off in job.without_evaluations.items():
         if job.trainer.get(key, off) != off:
-            nothing = "there is nothing to evaluate on: set data.eval or data.eval_fraction"
+            nothing = "no rows to evaluate on; set data.eval or data.eval_fraction"
             yield f"trainer.{key}", f"{nothing}, or {key}={str(off).lower()}"
     yield from _source_problems(data, bool(spec.learns))
     yield from batch_problems(job, job.workers)
@@ -116,7 +116,7 @@ def find_problems(job: Job) -> Problems:
         for label, value in (job.value(f"{section}.label_selector") or {}).items():
             if " " in value:  # Ray 2.60 does not strip spaces from labels
                 fixed = value.replace(" ", "")
-                yield f"{section}.label_selector.{label}", f"found {show(value)}, expected {fixed}"
+                yield f"{section}.label_selector.{label}", f"found {show_value(value)}, expected {fixed}"
     yield from _mapping_problems(job.reward, job.judge)
     references = transforms_of(data) | {job.key_of(name): source for name, source in job.inputs.items()}
     references |= {f"policy.{index}": name for index, name in enumerate(job.policies)}
@@ -125,11 +125,11 @@ def find_problems(job: Job) -> Problems:
         yield from _best_problems(job.run, job.measurable, job.evaluates, spec.trl)
     # If the command line removes the held-out rows that the job file's gate needs, the run is allowed, but moves no alias.
     removed = {"data.eval", "data.eval_fraction"} & {*job.overridden}
-    needs_rows = {one for one in job.gate if not removed or f"gate.{short(one)}" in job.overridden}
+    needs_rows = {one for one in job.gate if not removed or f"gate.{shorten(one)}" in job.overridden}
     yield from _gate_problems(job.gate, job.measurable, needs_rows if spec.learns else set())
     tested = job.inputs.get("policy") or job.reward
     if job.gate and not spec.learns and not InputURI.parse(str(tested)).is_registered:
-        yield "gate", f"found one, but {show(tested)} is no registered version that could pass it; remove it"
+        yield "gate", f"found a gate, but {show_value(tested)} is not a registered version; remove the gate"
 
 
 # ---------------------------------------------------------------- rules of stages and sections
@@ -146,15 +146,15 @@ def _vllm_problems(fsdp: bool, lora: dict[str, Any]) -> Problems:
 def _trl_problems(
     trainer: dict[str, Any], lora: dict[str, Any], batch_size: int | None, workers: tuple[int, int]
 ) -> Problems:
-    """Yields keys that TRL would ignore. Yields data.batch_size if it is missing and the number of workers may change."""
+    """Yields keys that TRL would ignore, and a missing data.batch_size if the number of workers may change."""
     if adapts_lm_head(lora.get("target_modules")):
         yield "lora.target_modules", "found lm_head, to which TRL's trainers apply no adapter; remove it"
     for what in ("eval", "save", "logging"):
         if f"{what}_steps" in trainer and trainer.get(f"{what}_strategy") == "epoch":
             counts = f"which has an effect only with trainer.{what}_strategy=steps; the job sets epoch"
-            yield f"trainer.{what}_steps", f"found {show(trainer[f'{what}_steps'])}, {counts}"
+            yield f"trainer.{what}_steps", f"found {show_value(trainer[f'{what}_steps'])}, {counts}"
     if batch_size is None and workers[0] < workers[1]:
-        why = "with elastic scaling.num_workers it keeps the global batch fixed"
+        why = "with elastic scaling.num_workers, this key keeps the global batch size fixed"
         yield "data.batch_size", f"missing; {why}, for example 64"
 
 
@@ -163,7 +163,7 @@ def _ppo_problems(args: Any, reward: Any, teacher: str | None, workers: int) -> 
     alone = args.advantage_estimator == "none"
     if not reward and not alone:
         needs = "`ppo` needs it: reward: models:/NAME@ALIAS, or a folder, or python:MODULE:FUNCTION"
-        advice = "To learn from a teacher alone, set trainer.advantage_estimator=none"
+        advice = "To learn only from a teacher, set trainer.advantage_estimator=none"
         yield "reward", f"missing; {needs}. {advice}"
     if reward and alone:
         advice = "set reward=null, or another estimator"
@@ -171,7 +171,7 @@ def _ppo_problems(args: Any, reward: Any, teacher: str | None, workers: int) -> 
     if not teacher and (args.teacher_coef or alone):
         yield "teacher", "missing; the job learns from a teacher: models:/NAME@ALIAS, a folder, or base"
     if teacher and not args.teacher_coef:
-        found = f"found {show(args.teacher_coef)}, with which the teacher has no effect"
+        found = f"found {show_value(args.teacher_coef)}, with which the teacher has no effect"
         advice = "set the weight of its advantage, e.g. trainer.teacher_coef=1.0"
         yield "trainer.teacher_coef", f"{found}; {advice}"
     if args.batch_size // args.num_generations < workers:
@@ -182,10 +182,10 @@ def _ppo_problems(args: Any, reward: Any, teacher: str | None, workers: int) -> 
 def _evaluate_problems(data: Data, policy: Any) -> Problems:
     """Yields a problem if an evaluate job has prompts without a policy, or a policy without prompts."""
     if not data.eval and (policy or not (data.pairs or data.benchmarks)):
-        alone = "for a reward model alone, set data.pairs and policy=null"
+        alone = "to evaluate only a reward model, set data.pairs and policy=null"
         yield "data.eval", f"missing; `evaluate` needs prompts ({alone})"
     if data.eval and not policy:
-        needs = "`evaluate` needs it to answer data.eval: models:/NAME@ALIAS or `base`"
+        needs = "`evaluate` needs a policy to answer data.eval: models:/NAME@ALIAS or `base`"
         yield "policy", f"missing; {needs}; to evaluate only a reward model, set data.eval=null"
 
 
@@ -193,7 +193,7 @@ def _collect_problems(args: Collect, sets_good_above: bool) -> Problems:
     """Yields settings with which `collect` cannot make useful rows, and settings that have no effect."""
     if args.select in ("best_worst", "pairs") and args.num_generations < 2:
         expected = "2 or more, for example 4, or trainer.select=best"
-        yield "trainer.num_generations", f"found 1: a pair needs two completions; expected {expected}"
+        yield "trainer.num_generations", f"found 1, but a pair needs two completions; expected {expected}"
     if args.temperature == 0 and args.num_generations > 1:
         found = "found 0, so all completions of a prompt are the same"
         yield "trainer.temperature", f"{found}; expected a temperature above 0, for example 1.0"
@@ -206,18 +206,18 @@ def _collect_problems(args: Collect, sets_good_above: bool) -> Problems:
 def _name_problems(run: Run, mlflow: MLflow) -> Problems:
     """Yields problems with the names of the run, the registered model and the alias."""
     if run.name in RESERVED or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", run.name or "new"):
-        expected = "at most 200 letters, digits, `.`, `_` and `-`: it names a folder in run.storage_path"
+        expected = "at most 200 letters, digits, `.`, `_` and `-` for a new folder in run.storage_path"
         yield (
             "run.name",
-            f"found {show(run.name)}, expected {expected}, which has {', '.join(RESERVED)} already",
+            f"found {show_value(run.name)}, expected {expected}, which has {', '.join(RESERVED)} already",
         )
     if not re.fullmatch(input_uri.NAME, mlflow.registered_model or "none"):
         expected = "letters, digits, spaces and `. _ - + ( )`, for example rlhf-sft"
-        yield "mlflow.registered_model", f"found {show(mlflow.registered_model)}, expected {expected}"
+        yield "mlflow.registered_model", f"found {show_value(mlflow.registered_model)}, expected {expected}"
     if not re.fullmatch(r"(?!(?i:latest|v\d+)$)[\w-]{1,255}", mlflow.alias):
         expected = "letters, digits, `_` and `-`, for example champion"
         reserved = "`latest` and `v1` are reserved by MLflow"
-        yield "mlflow.alias", f"found {show(mlflow.alias)}, expected {expected}; {reserved}"
+        yield "mlflow.alias", f"found {show_value(mlflow.alias)}, expected {expected}; {reserved}"
 
 
 def _serve_problems(serve: Serve, storage_path: str, uses_vllm: bool) -> Problems:
@@ -228,29 +228,29 @@ def _serve_problems(serve: Serve, storage_path: str, uses_vllm: bool) -> Problem
     if wrong := [one for one in (*serve.policies, *serve.rewards) if not re.fullmatch(MODEL_ID, one)]:
         yield "serve.policies", f"found {wrong}, expected ids of letters, digits, `.`, `_` and `-`"
     if both := ", ".join(sorted(serve.policies.keys() & serve.rewards.keys())):
-        yield "serve.rewards", f"found {both}, which serve.policies also names; expected another id"
+        yield "serve.rewards", f"found {both}, which is also in serve.policies; expected another id"
     if "://" in (serve.feedback_path or storage_path):
-        why = "feedback goes into a folder of one node, not into a bucket"
+        why = "feedback is written to a local folder of one node, not to a bucket"
         yield "serve.feedback_path", f"{why}; set serve.feedback_path=FOLDER"
     if serve.cache_tokens is not None and uses_vllm:
-        why = "rollout.gpu_memory_utilization sets the size of its KV cache"
-        yield "serve.cache_tokens", f"found {serve.cache_tokens}; remove it: with rollout.engine=vllm, {why}"
+        why = "rollout.gpu_memory_utilization sets the size of the KV cache"
+        yield "serve.cache_tokens", f"found {serve.cache_tokens}; remove it, because with vllm {why}"
 
 
 def _export_problems(policies: list[str], reward: Any, repository: str | None) -> Problems:
     """Yields inputs of an export job that are not adapters, and a Hub repository that is invalid or would get two models."""
     if "base" in policies or not (policies or reward):
         needs = "`export` needs an adapter: policy=models:/rlhf-ppo@champion, its folder, or a reward"
-        yield "policy", f"found {show(policies[0] if policies else None)}; {needs}"
+        yield "policy", f"found {show_value(policies[0] if policies else None)}; {needs}"
     if isinstance(reward, (dict, list)) or InputURI.parse(reward).is_function:
         expected = "one reward adapter: models:/rlhf-rm@champion, or its folder"
-        yield "reward", f"found {show(reward)}, expected {expected}"
+        yield "reward", f"found {show_value(reward)}, expected {expected}"
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository or "owner/name"):
         expected = "OWNER/NAME: a user or an organization, and a name"
-        yield "trainer.hub_model_id", f"found {show(repository)}, expected {expected}"
+        yield "trainer.hub_model_id", f"found {show_value(repository)}, expected {expected}"
     if policies and reward and repository:
         advice = "set reward=null or policy=null"
-        yield "trainer.hub_model_id", f"{repository} is one repository, for one model; {advice}"
+        yield "trainer.hub_model_id", f"{repository} can contain only one model; {advice}"
 
 
 # ---------------------------------------------------------------- rows, batches, inputs
@@ -263,7 +263,7 @@ def _source_problems(data: Data, learns: bool) -> Problems:
     for name in SPLITS:
         spec = getattr(data, name)
         for index, item in enumerate(spec if isinstance(spec, list) else []):
-            for key, problem in schema.wrong(item, known) if isinstance(item, dict) else ():
+            for key, problem in schema.wrong_keys(item, known) if isinstance(item, dict) else ():
                 yield f"data.{name}.{index}.{key}", problem
     for name in SPLITS:
         sources = zip(sources_of(getattr(data, name)), sources_with_defaults(data, name), strict=True)
@@ -272,23 +272,23 @@ def _source_problems(data: Data, learns: bool) -> Problems:
             keys = {key: f"data.{name}.{index}.{key}" if key in own else f"data.{key}" for key in known}
             if full.label is not None and full.label.keys() not in LABELS:
                 forms = "{first: VALUE, second: VALUE} and perhaps tie: VALUE, or {good: VALUE, bad: VALUE} for ratings"
-                yield keys["label"], f"found {show(full.label)}, expected {forms}"
+                yield keys["label"], f"found {show_value(full.label)}, expected {forms}"
             if full.group_by and not full.transform:
-                found = f"found {show(full.group_by)}; only a transform can read several rows at once"
-                yield keys["group_by"], f"{found}: also set transform: python:MODULE:FUNCTION"
+                found = f"found {show_value(full.group_by)}; only a transform can read several rows at once"
+                yield keys["group_by"], f"{found}; also set transform: python:MODULE:FUNCTION"
             if source.revision and (not source.path.startswith(HUB) or "@" in source.path):
-                found = f"found {show(source.revision)} for {show(source.path)}"
-                expected = f"only a dataset on the hub ({HUB}NAME) has a revision; set it once"
+                found = f"found {show_value(source.revision)} for {show_value(source.path)}"
+                expected = f"only a dataset on the Hub ({HUB}NAME) has a revision; set the revision once"
                 yield keys["revision"], f"{found}; {expected}"
             if source.weight is not None and (name != "train" or not learns):
-                yield keys["weight"], "only rows that are trained on are mixed by weights; remove it"
+                yield keys["weight"], "weights apply only to training rows; remove it"
     weights = [source.weight for source in sources_of(data.train)]
     if not any(weights) and data.stopping_strategy != "first_exhausted":
-        nothing = "no source of data.train has a weight: there is nothing to draw from"
+        nothing = "no source of data.train has a weight; set weights, or remove this key"
         yield "data.stopping_strategy", nothing
     if any(weights) and None in weights:
         missing = f"{weights.count(None)} of {len(weights)} sources have no weight"
-        yield "data.train", f"{missing}; expected one for each, or for none"
+        yield "data.train", f"{missing}; expected a weight for each source, or for none"
 
 
 def batch_problems(job: Job, workers: tuple[int, int]) -> Problems:
@@ -316,14 +316,14 @@ def _mapping_problems(reward: Any, judge: Any) -> Problems:
     for item in several:
         if isinstance(item, dict) and not _names_input(item, ({"reward"}, {"judge"}), weighted=True):
             expected = "{reward: NAME, weight: NUMBER} or {judge: FILE, weight: NUMBER}"
-            yield f"reward.{several.index(item)}", f"found {show(item)}, expected {expected}"
+            yield f"reward.{several.index(item)}", f"found {show_value(item)}, expected {expected}"
     for key, item in {"reward": reward, "judge": judge}.items():
         if isinstance(item, dict) and not _names_input(item, ({"judge"},), weighted=False):
-            yield key, f"found {show(item)}, expected {{judge: FILE}}"
+            yield key, f"found {show_value(item)}, expected {{judge: FILE}}"
 
 
 def _names_input(item: dict[str, Any], kinds: tuple[Any, ...], weighted: bool) -> bool:
-    """Returns True if a mapping has the keys in one of `kinds` with texts as values. If `weighted`, it may also have a weight."""
+    """Returns True if a mapping has text values, the keys in one of `kinds`, and a weight only if `weighted` is true."""
     names = {key: value for key, value in item.items() if key != "weight"}
     has_weight = type(item.get("weight", 1)) in (int, float) if weighted else "weight" not in item
     return names.keys() in kinds and all(isinstance(name, str) for name in names.values()) and has_weight
@@ -342,12 +342,12 @@ def _reference_problems(names: Mapping[str, str]) -> Problems:
             expected = "python:MODULE:FUNCTION, for example python:pipeline.demo:gold"
         elif not adapter and name.endswith(".py"):
             module = name.removesuffix(".py").replace("/", ".")
-            expected = f"python:{module}:FUNCTION for a function of that file"
+            expected = f"python:{module}:FUNCTION for a function in this file"
         elif not adapter and InputURI.parse(f"python:{name}").is_function:
             expected = f"python:{name} for a Python function"
         else:
             continue
-        yield key, f"found {show(name)}, expected {expected}"
+        yield key, f"found {show_value(name)}, expected {expected}"
 
 
 # ---------------------------------------------------------------- evaluations and gates
@@ -359,23 +359,23 @@ def _best_problems(run: Run, measurable: Measurable, evaluates: bool, trl: bool)
             for key in ("load_best_model_at_end", "early_stopping_patience", "stop_if")
             if getattr(run, key)
         )
-        found = f"found {show(getattr(run, key))}, but there are no evaluations to compare"
+        found = f"found {show_value(getattr(run, key))}, but there are no evaluations to compare"
         wanted = "trainer.eval_strategy=epoch" if trl else "trainer.eval_steps=10"
         advice = f"set data.eval or data.eval_fraction, and {wanted}, or remove this key"
-        yield f"run.{key}", f"{found}: {advice}"
+        yield f"run.{key}", f"{found}; {advice}"
     if problem := measurable.why_not_compared(run.metric_for_best_model, run.greater_is_better):
         yield "run.metric_for_best_model", problem
     for metric, rule in run.stop_if.items():
-        key = f"run.stop_if.{short(metric)}"
+        key = f"run.stop_if.{shorten(metric)}"
         yield from _condition_problems(key, metric, rule, measurable, measurable.compared)
         if lacking := measurable.compared.get(metric):
-            yield key, f"{metric} needs {lacking}, and there is none"
+            yield key, f"{metric} needs {lacking}, which the job does not have"
 
 
 def _gate_problems(gate: dict[str, str], measurable: Measurable, needs_rows: set[str]) -> Problems:
-    """Yields invalid conditions of a gate. `needs_rows` has the metrics for which missing held-out rows are a problem."""
+    """Yields invalid conditions of a gate. `needs_rows` lists the metrics that require held-out rows."""
     for metric, rule in gate.items():
-        key = f"gate.{short(metric)}"
+        key = f"gate.{shorten(metric)}"
         yield from _condition_problems(key, metric, rule, measurable, measurable.lacks)
         if metric in needs_rows and measurable.lacks.get(metric) == HELD_OUT_ROWS:
             yield key, f"needs {HELD_OUT_ROWS}; set data.eval_fraction=0.1, or gate={{}}"
@@ -390,26 +390,26 @@ def _condition_problems(
         yield key, str(error)
         return
     if relative and not (key.startswith("gate.") and metric.startswith("eval_")):
-        only = "only a gate on held-out rows (eval_...) has a champion; set a number"
-        yield key, f"found {show(rule)}; {only}"
+        only = "only gates on eval_... metrics can use the champion; set a number"
+        yield key, f"found {show_value(rule)}; {only}"
     if metric not in known and not measurable.is_open(metric):
         yield key, measurable.unknown(metric, known)
 
 
 def find_warnings(job: Job) -> Iterator[str]:
-    """Yields warnings about settings that are valid but often unintended. They are printed before a run starts."""
+    """Yields warnings about settings that are valid but often unintended, to print before a run starts."""
     learns, trainer = job.spec.learns, job.trainer
     if learns and not job.held_out:
         yield (
-            "nothing is held out, so nothing measures how well the run learns; set data.eval to held-out rows, or "
-            "data.eval_fraction=0.1 to hold out a tenth"
+            "no rows are held out, so no metric measures generalization; set data.eval to held-out rows, or "
+            "data.eval_fraction=0.1 to hold out 10 % of the rows"
         )
     for metric in job.gate:
         if lacking := job.measurable.lacks.get(metric):
             needs = f"needs {lacking}, which this job does not have"
-            yield f"gate.{metric}: {needs}; the version will be kept without its alias"
+            yield f"gate.{metric}: {needs}; the version will be registered without the alias"
     if job.gate and learns and not job.mlflow.registered_model:
-        yield "gate: the job registers nothing (mlflow.registered_model is null): the gate moves no alias, and is only reported"
+        yield "gate: mlflow.registered_model is null, so the gate moves no alias, and its result is only reported"
     if job.in_process and job.run.max_failures:
         yield "run.max_failures: there is no worker to restart with scaling.num_workers=0; set scaling.num_workers=1"
     if job.stage == "ppo" and job.rollout_config.num_workers:
@@ -421,8 +421,8 @@ def find_warnings(job: Job) -> Iterator[str]:
         yield f"lora.lora_dropout changes nothing: {why}; set lora.lora_dropout=0{keep}"
     if "data.train" in job.overridden and "data.eval" not in job.overridden and job.data.eval:
         yield (
-            f"data.train comes from the command line, but data.eval is still the job file's {show(job.data.eval)}: the run "
-            "is evaluated on those rows. To hold out a tenth of your own, set data.eval=null data.eval_fraction=0.1"
+            f"data.train comes from the command line, but data.eval is still {show_value(job.data.eval)} from the job file, so the run "
+            "is evaluated on these rows. To hold out 10 % of data.train instead, set data.eval=null data.eval_fraction=0.1"
         )
 
 
@@ -435,5 +435,5 @@ def _idle_workers(args: Any, rollout: RolloutConfig, trainers: int) -> Iterator[
         rows = max(args.num_generations, args.batch_size * ahead // workers)
         yield (
             f"rollout.num_workers: {workers - chunks} of {workers} workers will be idle, because completions are sampled in "
-            f"chunks of {args.decoded(trainers)}; for smaller ones set trainer.local_rollout_forward_batch_size={rows}"
+            f"chunks of {args.decoded(trainers)}; for smaller chunks, set trainer.local_rollout_forward_batch_size={rows}"
         )

@@ -1,8 +1,8 @@
 """Provides the schema of job files, with the types, defaults, ranges and meanings of all keys.
 
 schema.json is generated from our dataclasses and from the config classes of TRL, peft and Ray, because importing these takes
-seconds. Validation, `rlhf help KEY`, and editors read schema.json. Regenerate it after you change a key or a pinned version:
-python -m pipeline.job.schema_of
+seconds. Validation, `rlhf help KEY`, and editors read schema.json. Regenerate schema.json after you change a key or a pinned
+version: python -m pipeline.job.schema_of
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import short, show
+from pipeline.errors import shorten, show_value
 from pipeline.job.stages import INPUTS, STAGE_SPECS
 from pipeline.job.yaml_tree import Tree
 
@@ -47,13 +47,13 @@ ELSEWHERE = {
 
 # ---------------------------------------------------------------- which keys there are
 @cache
-def document() -> dict[str, Any]:
+def schema_document() -> dict[str, Any]:
     return json.loads(FILE.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
 def keys(dotted: str) -> dict[str, dict[str, Any]]:
-    """Returns {key: its schema} for the fields of the dataclass `package.module.Class`."""
-    return document()["$defs"][dotted]["properties"]  # type: ignore[no-any-return]
+    """Returns {key: schema} for the fields of the dataclass `package.module.Class`."""
+    return schema_document()["$defs"][dotted]["properties"]  # type: ignore[no-any-return]
 
 
 def class_of(section: str, stage: str) -> str:
@@ -70,10 +70,10 @@ def keys_of(stage: str) -> dict[str, str]:
     return {f"{section}.{key}": key for section, items in known for key, one in items if "not" not in one}
 
 
-def meant(key: str, stage: str) -> str | None:
+def meant_key(key: str, stage: str) -> str | None:
     """Returns the key that the user probably meant by an unknown key, or None.
 
-    Looks for the name that another tool gives the key, for a similar name, and for the key in another section.
+    Compares the unknown key with key names of other tools, with similar names, and with keys in other sections.
     """
     section, _, name = key.rpartition(".")
     known = keys_of(stage)
@@ -88,19 +88,22 @@ def meant(key: str, stage: str) -> str | None:
 # ---------------------------------------------------------------- values
 @cache
 def _validator() -> Any:
-    """Returns the validator class. As in JSON Schema Draft 4, 7.0 is not an integer."""
+    """Returns the validator class. The number 7.0 is not an integer, as in JSON Schema Draft 4."""
     from jsonschema import Draft4Validator, Draft7Validator, validators
 
     return validators.extend(Draft7Validator, type_checker=Draft4Validator.TYPE_CHECKER)
 
 
-def problem(value: Any, schema: Mapping[str, Any]) -> str | None:
-    """Returns why a value does not match a schema, or None if it does."""
+def find_mismatch(value: Any, schema: Mapping[str, Any]) -> str | None:
+    """Returns why a value does not match a schema, or None if the value matches."""
     validator = _validator()(schema)
     if (error := next(validator.iter_errors(value), None)) is None:
         return None
-    part = "".join(f"{short(str(key))}: " for key in error.absolute_path)
-    found, wanted = error.instance, error.schema  # the part of the value that does not match, and its schema
+    part = "".join(f"{shorten(str(key))}: " for key in error.absolute_path)
+    found, wanted = (
+        error.instance,
+        error.schema,
+    )  # the mismatched part of the value, and the schema of this part
     near = difflib.get_close_matches(str(found), list(map(str, _choices(wanted))), n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     if isinstance(found, (int, float)):
@@ -109,64 +112,69 @@ def problem(value: Any, schema: Mapping[str, Any]) -> str | None:
             hint = "; put it in quotes"
         elif type(default) in (int, float) and default:
             hint = f", for example {default}"
-    return f"{part}found {show(found)}, expected {expected(wanted)}{hint}"
+    return f"{part}found {show_value(found)}, expected {expected_in_words(wanted)}{hint}"
 
 
-def checked(
+def check_section(
     tree: Tree, section: str, known: Mapping[str, dict[str, Any]], hint: Callable[[str], str] | None = None
 ) -> dict[str, Any]:
     """Returns the checked values of a section. If a key expects a list and has a single value, the value becomes a list."""
     values = tree.section(section)
     for key, value in values.items():
         single = key in known and isinstance(value, (str, int, float)) and not isinstance(value, bool)
-        if single and problem(value, known[key]) and not problem([value], known[key]):
+        if single and find_mismatch(value, known[key]) and not find_mismatch([value], known[key]):
             values[key] = [value]  # for example trainer.loss_type=ipo
-    for key, message in wrong(values, known, hint):
+    for key, message in wrong_keys(values, known, hint):
         raise tree.error(f"{section}.{key}", message)
     return values
 
 
-def wrong(
+def wrong_keys(
     values: Mapping[str, Any], known: Mapping[str, dict[str, Any]], hint: Callable[[str], str] | None = None
 ) -> Iterator[tuple[str, str]]:
     """Yields (key, problem) for unknown and missing keys, keys that a job cannot set, and invalid values.
 
     Args:
         known: {key: its schema}.
-        hint: function that returns advice about an unknown key. By default `nearest`.
+        hint: function that returns advice about an unknown key. The default is `suggest_known_key`.
     """
     for key in values:
         if "not" in known.get(key, ()):
             yield key, f"is set by the pipeline: {known[key]['description']}"
     for key, value in values.items():
         if key not in known:
-            yield key, f"unknown key; {hint(key) if hint else nearest(key, known)}"
-        elif found := problem(value, known[key]):
+            yield key, f"unknown key; {hint(key) if hint else suggest_known_key(key, known)}"
+        elif found := find_mismatch(value, known[key]):
             yield key, found
     for key, one in known.items():
         if one.get("needed") and key not in values:
-            yield key, f"missing, expected {expected(one)}"
+            yield key, f"missing, expected {expected_in_words(one)}"
 
 
-def nearest(key: str, known: Iterable[str]) -> str:
+def suggest_known_key(key: str, known: Iterable[str]) -> str:
     """Returns advice about an unknown key: a known key with a similar name, or a list of all known keys."""
     near = difflib.get_close_matches(key, known := list(known), 1, 0.7)
     return f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
 
 
-def expected(schema: Mapping[str, Any]) -> str:
+def expected_in_words(schema: Mapping[str, Any]) -> str:
     """Returns the type and range that a schema expects, in words."""
     if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(map(expected, schema["anyOf"])))
+        return " or ".join(dict.fromkeys(map(expected_in_words, schema["anyOf"])))
     if choices := schema.get("enum"):
-        words = ", ".join(show(one).strip("'") for one in choices[:12]) + ", ..." * (len(choices) > 12)
+        words = ", ".join(show_value(one).strip("'") for one in choices[:12]) + ", ..." * (len(choices) > 12)
         return f"one of {words}" if len(choices) > 1 else words
     if "type" not in schema:
         return "any value"
     name = NAMES["integer" if "multipleOf" in schema else schema["type"]]
     count = f" of {schema['minItems']}" if "minItems" in schema else ""
     inside = schema.get("items") or schema.get("additionalProperties")
-    return name + _range(schema) + count + (f" of {expected(inside)}" if isinstance(inside, dict) else "")
+    return (
+        name
+        + _range(schema)
+        + count
+        + (f" of {expected_in_words(inside)}" if isinstance(inside, dict) else "")
+    )
 
 
 def _range(schema: Mapping[str, Any]) -> str:
@@ -188,8 +196,8 @@ def _choices(schema: Mapping[str, Any]) -> Iterator[Any]:
         yield from _choices(part)
 
 
-def described(name: str) -> list[str]:
-    """Returns what `rlhf help KEY` prints about a key. If the text is the same for several stages, they share one entry."""
+def describe_key(name: str) -> list[str]:
+    """Returns what `rlhf help KEY` prints about a key. Stages with the same text share one entry."""
     section, _, key = name.partition(".")
     found: dict[str, list[str]] = {}
     for stage in STAGE_SPECS:
@@ -204,8 +212,8 @@ def described(name: str) -> list[str]:
 
 
 def _described(schema: Mapping[str, Any]) -> Iterator[str]:
-    yield f"  type     {expected(schema)}"
+    yield f"  type     {expected_in_words(schema)}"
     if not schema.get("needed"):
-        yield f"  default  {show(schema.get('default'))}"
+        yield f"  default  {show_value(schema.get('default'))}"
     if text := schema.get("description"):
         yield f"  {text}"

@@ -22,7 +22,7 @@ from transformers.trainer_utils import IntervalStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
 from pipeline.job.ranges import Count, Factor, Fraction, Norm, Rate, Rows, Seed, Share, Weight
-from pipeline.job.schema import FILE, SECTIONS, class_of, document
+from pipeline.job.schema import FILE, SECTIONS, class_of, schema_document
 from pipeline.job.stages import STAGE_SPECS
 
 JOB = class_of("job", "")
@@ -44,11 +44,11 @@ _MODEL = "the `model` section decides how base and tokenizer are loaded"
 REFUSED: dict[str, dict[str, str]] = {
     "trainer": _by_key(
         {
-            "checkpoints go to <run.storage_path>/<run.name>": "output_dir",
+            "checkpoints are saved to <run.storage_path>/<run.name>": "output_dir",
             "use run.name": "run_name",
-            "metrics go to MLflow, and to what mlflow.report_to names": """report_to project trackio_space_id trackio_bucket_id
+            "metrics are logged to MLflow, and to the trackers in mlflow.report_to": """report_to project trackio_space_id trackio_bucket_id
                 trackio_static_space_id""",
-            "the same command with the same run.name continues; run.overwrite=true starts over": "resume_from_checkpoint",
+            "the same command with the same run.name resumes the run; run.overwrite=true starts from scratch": "resume_from_checkpoint",
             "use run.num_to_keep": "save_total_limit",
             "use run.load_best_model_at_end=true, run.metric_for_best_model and run.greater_is_better": """load_best_model_at_end
                 metric_for_best_model greater_is_better""",
@@ -63,16 +63,16 @@ REFUSED: dict[str, dict[str, str]] = {
                 dataloader_drop_last accelerator_config""",
             "adapters train data-parallel over scaling.num_workers; model.fsdp shards the frozen base": """deepspeed fsdp
                 fsdp_config parallelism_config ddp_find_unused_parameters local_rank ddp_backend""",
-            "scaling.use_gpu decides this": "use_cpu",
-            "the stage decides this": """do_train do_eval do_predict batch_eval_metrics disable_tqdm enable_jit_checkpoint
+            "scaling.use_gpu sets the device": "use_cpu",
+            "the stage sets this key": """do_train do_eval do_predict batch_eval_metrics disable_tqdm enable_jit_checkpoint
                 save_only_model""",
-            "models go to the MLflow registry (mlflow.registered_model)": """push_to_hub hub_token hub_private_repo hub_model_id
+            "models are registered in MLflow (mlflow.registered_model)": """push_to_hub hub_token hub_private_repo hub_model_id
                 hub_strategy hub_always_push hub_revision""",
         }
     ),
     "lora": _by_key(
         {
-            "the base stays frozen and shared": """modules_to_save layer_replication trainable_token_indices loftq_config
+            "the base is frozen, and shared by all adapters": """modules_to_save layer_replication trainable_token_indices loftq_config
                 eva_config corda_config lora_ga_config""",
             "the stage sets this key": "task_type peft_type peft_version auto_mapping inference_mode",
             _MODEL: "base_model_name_or_path revision megatron_config megatron_core",
@@ -84,7 +84,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "scaling": _by_key({"workers train on CPUs or on NVIDIA GPUs": "trainer_resources use_tpu topology"}),
 }
 
-# Our types of the libraries' keys. They exclude values with which a run would fail late or learn nothing.
+# Types of the libraries' keys, which exclude values with which a run would fail late or learn nothing.
 Whole = Annotated[float, Ge(1), Le(10**9), MultipleOf(1)]
 Interval = Annotated[float, Gt(0), Lt(1)] | Whole  # a fraction of the run, or a number of steps
 
@@ -143,7 +143,7 @@ class DPOKeys(TrainerKeys):
         ]
     ]  # fmt: skip
     loss_weights: list[Weight] | None
-    label_smoothing: Annotated[float, Ge(0), Lt(0.5)]  # share of pairs with wrong labels
+    label_smoothing: Annotated[float, Ge(0), Lt(0.5)]  # assumed share of pairs with wrong labels
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
     f_alpha_divergence_coef: Fraction
     ld_alpha: Share | None
@@ -189,7 +189,7 @@ LIBRARIES: dict[str, tuple[str, type]] = {
 }
 
 
-def text() -> str:
+def schema_text() -> str:
     """Returns the content of schema.json. Each key has one line."""
     classes = dict.fromkeys(class_of(section, stage) for stage in STAGE_SPECS for section in SECTIONS)
     made = {dotted: of_class(dotted) for dotted in (*classes, *OTHERS)}
@@ -277,7 +277,7 @@ def _of_library(cls: type) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    FILE.write_text(text(), encoding="utf-8")
-    print(f"wrote {FILE}: {len(document()['$defs'])} classes")
-    if (page := FILE.parents[2] / "docs/reference.py").exists():  # docs/configuration.md shows the schema
+    FILE.write_text(schema_text(), encoding="utf-8")
+    print(f"wrote {FILE}: {len(schema_document()['$defs'])} classes")
+    if (page := FILE.parents[2] / "docs/reference.py").exists():  # generates docs/configuration.md
         runpy.run_path(str(page), run_name="__main__")

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pipeline import metrics
 
 OURS = "pipeline.job.job"
-# All inputs that a job can name. StageSpec.inputs lists the inputs of one stage.
+# All inputs that a job can have. StageSpec.inputs lists the inputs of one stage.
 INPUTS = ("policy", "reference", "baseline", "teacher", "reward", "judge")
-# {section or section.key that a stage does not use: reason}. Used for StageSpec.unused.
+# {section or section.key that a stage does not use: reason}, for StageSpec.unused.
 _NO_SERVER = {"serve": "only `serve` answers requests"}
-_NO_ROLLOUT = {"rollout": "only `ppo` samples completions to learn from"}
+_NO_ROLLOUT = {"rollout": "only `ppo` trains on sampled completions"}
 _LEARNS = _NO_SERVER | dict.fromkeys(
     ("data.pairs", "data.benchmarks"),
     "only `evaluate` reads this key; the held-out rows of this stage are data.eval",
@@ -26,14 +26,14 @@ _NOTHING_TRAINED = dict.fromkeys(
     mlflow.registered_model""".split(),
     "this stage trains nothing",
 )
-# Stages that generate completions but do not learn from them use only the keys of `rollout` about decoding.
+# Stages that generate completions without training on them use only the keys of `rollout` about decoding.
 _DECODES = dict.fromkeys(
     """rollout.num_workers rollout.staleness rollout.use_gpu rollout.resources_per_worker rollout.label_selector
     rollout.worker_wait_timeout_s rollout.chunk_timeout_s rollout.tensor_parallel_size rollout.correction
     rollout.correction_cap""".split(),
-    "only `ppo` learns from its samples; this stage uses only rollout.engine and the engine's settings",
+    "only `ppo` trains on its samples; this stage uses only rollout.engine and the engine's settings",
 )
-_NO_MLFLOW_RUN, _ACTORS = "this stage makes no MLflow run", "Ray places and restarts its actors one by one"
+_NO_MLFLOW_RUN, _ACTORS = "this stage creates no MLflow run", "Ray places and restarts actors one by one"
 _EVALUATES_NOTHING = "this stage evaluates nothing; all its rows are data.train"
 _ROW_BY_ROW = _NOTHING_TRAINED | {
     "model.fsdp": "each process of this stage holds the full base; only sft, rm, dpo, kto, ppo and evaluate shard it",
@@ -67,7 +67,7 @@ class StageSpec:
     further_forwards: int = 0
     fewest_rows: int = 1  # minimum number of rows in a micro-batch
     sequences: int = 1  # number of sequences in a training row; a pair has two
-    # Whether the stage generates completions. If so, the context needs space after the prompt.
+    # Whether the stage generates completions. Generation needs space in the context after the prompt.
     writes: bool = False
     # Whether the stage scores completions with rewards or a judge. Python rewards may also read columns of the rows.
     scores: bool = False
@@ -82,7 +82,7 @@ class StageSpec:
 
     @property
     def trl(self) -> bool:
-        """Returns True if the stage uses a trainer of TRL. Only workers import the config class of such a stage."""
+        """Returns True if the stage uses a trainer of TRL. Only workers import the config class of a TRL trainer."""
         return self.trainer.startswith("trl.")
 
     @property
@@ -136,7 +136,7 @@ STAGE_SPECS: dict[str, StageSpec] = {
         learns="policy",
         keeps_reference=True,
         fewest_rows=2,  # the KL term combines each prompt with another row's completion
-        further_forwards=2,  # of policy and reference, for the KL term
+        further_forwards=2,  # forward passes of policy and reference for the KL term
         unused={**_LEARNS, **_NO_ROLLOUT},
         title="Kahneman-Tversky optimization",
         headline=("eval_rewards/margins", "eval_loss", "eval_kl"),
@@ -161,7 +161,7 @@ STAGE_SPECS: dict[str, StageSpec] = {
         rows="answered_prompts",
         writes=True,
         scores=True,
-        unused={**_NO_SERVER, **_DECODES, **_NOTHING_TRAINED, "data.train": "no rows are trained on; name the prompts in data.eval"},
+        unused={**_NO_SERVER, **_DECODES, **_NOTHING_TRAINED, "data.train": "this stage trains on no rows; set data.eval to the prompts"},
         title="Evaluation",
         headline=(
             "eval_judge_win_rate", "eval_judge", "eval_win_rate", "eval_reward",
@@ -199,7 +199,7 @@ STAGE_SPECS: dict[str, StageSpec] = {
     ),
     "serve": StageSpec(
         f"{OURS}.Inference",
-        "serve policies and reward models on one base, as OpenAI's API",
+        "serve policies and reward models on one base, with OpenAI's API",
         writes=True,
         scores=True,
         runs_in="serve",
@@ -231,22 +231,22 @@ STAGE_SPECS: dict[str, StageSpec] = {
 TRAINED = tuple(name for name, spec in STAGE_SPECS.items() if spec.learns)
 
 
-def headline(stage: str, measured: Mapping[str, float]) -> list[metrics.Metric]:
+def headline_metrics(stage: str, measured: Mapping[str, float]) -> list[metrics.Metric]:
     """Returns the metrics in a stage's summary that are in `measured`."""
     found = (metrics.find_metric(name, stage) for name in STAGE_SPECS[stage].headline if name in measured)
     return [one for one in found if one]
 
 
-def rows_of(stage: str) -> str | None:
-    """Returns the kind of rows that a stage reads, or None if it reads no rows or is not a stage."""
+def row_kind_of(stage: str) -> str | None:
+    """Returns the kind of rows that a stage reads, or None if `stage` reads no rows or is not a stage."""
     return STAGE_SPECS[stage].rows if stage in STAGE_SPECS else None
 
 
 def title_of(stage: str) -> str:
-    """Returns the title of a stage, e.g. `Reward model` for `rm`. If a stage has no title, returns its name."""
+    """Returns the title of a stage, e.g. `Reward model` for `rm`. A stage without a title has its name as title."""
     return STAGE_SPECS[stage].title or stage
 
 
 def time_axis(stage: str) -> str:
-    """Returns what the steps of a stage's curves are. ppo logs its metrics once in each update."""
+    """Returns the unit of the steps in a stage's curves. ppo logs metrics once per update."""
     return "update" if STAGE_SPECS[stage].online else "step"

@@ -1,7 +1,7 @@
 """Reads a job file, the files that it extends, and overrides into a tree that records the line of each key.
 
 Values are read as in YAML 1.2, in which `1e-4` is a number, `eval_strategy: no` is the word "no", and `2026-11-20` is text. A
-file that contains a text like a secret is rejected, and the text is never printed.
+file with text that looks like a secret is rejected, and this text is never printed.
 """
 
 import math
@@ -13,13 +13,13 @@ from typing import Any
 
 import yaml
 
-from pipeline.errors import InputError, in_brief, short, show, visible
+from pipeline.errors import InputError, escape_controls, in_brief, shorten, show_value
 from pipeline.system.credentials import SECRET, has_credentials
 
-MAX_VALUES = 100_000  # maximum number of values in a job file, in which each alias counts with all its values
+MAX_VALUES = 100_000  # maximum values in a job file; an alias counts as all of its values
 NO_SECRETS = (
     "the value looks like a secret, which never belongs in a job file or on a command line; "
-    "put it into the environment (HF_TOKEN, AWS_*, MLFLOW_TRACKING_*), and replace it if others have seen it"
+    "set it as an environment variable (HF_TOKEN, AWS_*, MLFLOW_TRACKING_*), and revoke the secret if others have seen it"
 )
 
 
@@ -47,24 +47,24 @@ for _tag, _pattern, _first in (
 
 @dataclass
 class Tree:
-    """The sections of a job file. `where` is {dotted key: where it was set, e.g. `jobs/x.yaml:12` or `command line`}."""
+    """The sections of a job file. `where` is {dotted key: origin of the value, e.g. `jobs/x.yaml:12` or `command line`}."""
 
     source: str
     data: dict[str, Any] = field(default_factory=dict)
     where: dict[str, str] = field(default_factory=dict)
 
     def error(self, key: str, message: str) -> InputError:
-        """Returns an InputError about a key. It has the line of the key, or of its section if the key is not in the file."""
+        """Returns an InputError with the line of a key, or of the section if the key is not in the file."""
         section = key
         while section and section not in self.where:
             section = section.rpartition(".")[0]
         return InputError(message, key=key, where=self.where.get(section, self.source))
 
     def section(self, name: str) -> dict[str, Any]:
-        """Returns the keys and values of a section, or {} if it is missing. Raises InputError if the section is not a mapping."""
+        """Returns a section as a dict, or {} if the section is missing. Raises InputError if the section is not a mapping."""
         value = self.data.get(name)
         if value is not None and not isinstance(value, dict):
-            raise self.error(name, f"found {show(value)}, expected a mapping of keys to values")
+            raise self.error(name, f"found {show_value(value)}, expected a mapping of keys to values")
         return dict(value or {})
 
 
@@ -72,15 +72,15 @@ def read_tree(path: str | Path, overrides: list[str]) -> Tree:
     """Reads the job file at `path` and applies `section.key=value` overrides. Raises InputError with the file and line."""
     tree = _extended(_tree(Path(path)), Path(path).parent)
     for text in overrides:
-        override(tree, text)
+        apply_override(tree, text)
     _check_values(tree, tree.data)
     return tree
 
 
 def _tree(path: Path) -> Tree:
-    tree = Tree(visible(str(path), lines=False))
+    tree = Tree(escape_controls(str(path), lines=False))
     if path.exists() and not path.is_file():
-        raise InputError(f"{tree.source}: is a pipe, a device or a folder; name a job file")
+        raise InputError(f"{tree.source}: is a pipe, a device or a folder; use a job file")
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -89,24 +89,30 @@ def _tree(path: Path) -> Tree:
         raise InputError(f"{tree.source}: cannot be read as UTF-8 text ({in_brief(error)})") from None
     tree.data = _parse(text, tree.source, tree.where)
     if not isinstance(tree.data, dict):  # the message does not quote the file, which may contain a secret
-        raise InputError(f"{tree.source}: is no job; expected sections such as `stage: sft` and `model: ...`")
+        raise InputError(
+            f"{tree.source}: is no job file; expected sections such as `stage: sft` and `model: ...`"
+        )
     return tree
 
 
 def _extended(tree: Tree, folder: Path) -> Tree:
-    """Merges a job file with the file or the list of files that its `extends` names. Later files override earlier ones. The job
-    file itself overrides all of them.
+    """Merges a job file with the file or the list of files in its key `extends`. Later files override earlier files. The job file
+    overrides all files.
 
     Sections are merged key by key, one level deep. An empty section, such as `gate: {}`, removes the section's earlier keys.
     """
     names = tree.data.pop("extends", None) or []
     names = names if isinstance(names, list) else [names]
     if not all(isinstance(name, str) for name in names):
-        raise tree.error("extends", f"found {show(names)}, expected job files, for example ../own/rm.yaml")
+        raise tree.error(
+            "extends", f"found {show_value(names)}, expected job files, for example ../own/rm.yaml"
+        )
     below = Tree(tree.source)
     for name, one in [*((name, _tree(folder / name)) for name in names), ("", tree)]:
         if "extends" in one.data:
-            raise tree.error("extends", f"found {show(name)}, which extends a job itself: name that job")
+            raise tree.error(
+                "extends", f"found {show_value(name)}, which extends a job; extend that job instead"
+            )
         for section, value in one.data.items():
             before = below.data.get(section)
             if isinstance(before, dict) and isinstance(value, dict) and value:
@@ -141,8 +147,8 @@ def _parse(text: str, name: str, where: dict[str, str]) -> Any:
 def _record_lines(node: yaml.Node, key: str, name: str, where: dict[str, str], left: Iterator[int]) -> None:
     """Records the line of every key. Raises InputError for repeated keys, and for keys that are not text.
 
-    `left` yields an item for each value that the file may still have. The number of values is limited because nested aliases can
-    turn a few lines into billions of values.
+    `left` yields one item for each value that the file may still contain. The number of values is limited because nested aliases
+    can turn a few lines into billions of values.
     """
     if next(left, None) is None:
         raise InputError(
@@ -169,22 +175,22 @@ def _record_lines(node: yaml.Node, key: str, name: str, where: dict[str, str], l
         _record_lines(value, full, name, where, left)
 
 
-def override(tree: Tree, text: str) -> None:
+def apply_override(tree: Tree, text: str) -> None:
     """Applies an override `section.key=value`. The value is YAML, except in `gate`, because `>` starts a block in YAML."""
     key, equals, value = text.partition("=")
     if SECRET.search(text) or has_credentials(text):
         raise InputError(f"command line: {NO_SECRETS}")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.[^.\s]+)*", key):
         expected = "expected section.key=value, for example trainer.learning_rate=1e-4"
-        raise InputError(f"command line: {short(text)}: {expected}")
+        raise InputError(f"command line: {shorten(text)}: {expected}")
     if re.match(r"(\w+\.)?gate\.", key) and value not in ("", "null"):
         parsed: Any = value.strip("'\"")
     else:
         try:
             parsed = _parse(value, "command line", {}) if value.strip() else None
         except InputError as error:
-            quoted = f'{short(key)}="{short(value)}"'
-            raise InputError(f"{error} in {show(text)}; put the value in quotes: '{quoted}'") from None
+            quoted = f'{shorten(key)}="{shorten(value)}"'
+            raise InputError(f"{error} in {show_value(text)}; put the value in quotes: '{quoted}'") from None
     *sections, last = key.split(".")
     node = tree.data
     for part in sections:
@@ -192,7 +198,7 @@ def override(tree: Tree, text: str) -> None:
             node[part] = {}
         node = node[part]
         if not isinstance(node, dict):
-            raise InputError(f"command line: {short(key)}: {part} is {show(node)}, which has no keys")
+            raise InputError(f"command line: {shorten(key)}: {part} is {show_value(node)}, which has no keys")
     node[last] = parsed
     tree.where = {name: at for name, at in tree.where.items() if not name.startswith(f"{key}.")}
     tree.where[key] = "command line"

@@ -21,7 +21,7 @@ from pipeline.system.hub import HEAD_NAMES, SETTINGS, TENSORS, json_object
 PREFIX = "base_model.model."  # peft's prefix of every tensor name in an adapter file
 HEAD = f"{PREFIX}score.weight"  # name of the scalar head in the files that this pipeline writes
 FIX = "save the adapter again, or name another adapter"
-# Adapter settings with which peft changes weights of the base.
+# Keys of adapter_config.json with which peft changes weights of the base.
 CHANGES_BASE = (
     "bias",
     "modules_to_save",
@@ -32,8 +32,8 @@ CHANGES_BASE = (
 )
 # Prefixes of `init_lora_weights` (peft 0.21) with which peft changes the base. The adapter is valid only on the changed base.
 RELATIVE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-MATRIX_A = ("A.weight", "embedding_A")  # how the name of a matrix A ends, after `.lora_`
-MAX_ALPHA = 1e6  # maximum lora_alpha, as in a job
+MATRIX_A = ("A.weight", "embedding_A")  # suffixes of the name of a matrix A, after `.lora_`
+MAX_ALPHA = 1e6  # maximum lora_alpha, the same as in the job schema
 
 
 def is_head(key: str) -> bool:
@@ -66,11 +66,12 @@ def write_adapter(folder: str | Path, config: Any, tensors: dict[str, Any]) -> d
     content = save(contiguous, metadata={"format": "pt"})
     (folder / TENSORS).write_bytes(content)
     config = copy(config)
-    # When peft loads the adapter, the saved tensors replace the initial values, so the default initialization is enough.
+    # When peft loads the adapter, the saved tensors replace the initial values, so this function saves peft's default
+    # initialization.
     config.inference_mode, config.init_lora_weights = True, True
-    modules = ranks({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    modules = ranks_of_modules({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for pattern in ("rank_pattern", "alpha_pattern"):
-        # If several patterns match a module, peft applies the first one. However, peft sorts the patterns when it saves them.
+        # peft applies the first pattern that matches a module, but sorts the patterns when it saves them.
         given = getattr(config, pattern) or {}
         found = {module: get_pattern_key(given, module) for module in modules}
         setattr(config, pattern, {module: given[key] for module, key in found.items() if key in given})
@@ -111,30 +112,34 @@ def read_shapes(folder: str | Path) -> Shapes:
     path = Path(folder) / TENSORS
     if not os.path.lexists(path):
         raise InputError(
-            f"{path}: not there. Adapters are read from safetensors only (a pickled adapter_model.bin can run any code); "
+            f"{path}: no such file. Adapters are read from safetensors only (a pickled adapter_model.bin can run any code); "
             "save it again with safe_serialization=True"
         )
     return shapes_in(path, FIX)
 
 
-def ranks(found: Shapes) -> dict[str, int]:
+def ranks_of_modules(found: Shapes) -> dict[str, int]:
     """Returns {module: rank} for the LoRA matrices of an adapter."""
     parts = ((key.removeprefix(PREFIX).partition(".lora_"), shape) for key, shape in found.items())
     return {module: shape[0] for (module, _, part), shape in parts if part in MATRIX_A}
 
 
 def exact_settings(folder: str | Path) -> dict[str, Any]:
-    """Returns an adapter's settings for peft, with module names instead of patterns, and without initialization.
+    """Returns an adapter's settings for peft, with module names instead of patterns, and without initialization of the weights.
 
-    With the settings in the file, peft would match the patterns with `re`, which may never return. peft would also allocate
-    matrices of any rank that the file names.
+    peft itself would match the patterns with `re`, which may take forever. peft would also allocate matrices of any rank that the
+    file sets.
 
     Raises InputError if a rank differs from the shape of the tensors, or if an alpha is invalid.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    path, given, rank_of = Path(folder) / SETTINGS, read_settings(folder), ranks(read_shapes(folder))
+    path, given, rank_of = (
+        Path(folder) / SETTINGS,
+        read_settings(folder),
+        ranks_of_modules(read_shapes(folder)),
+    )
     if not rank_of:
         raise InputError(f"{Path(folder) / TENSORS}: contains no LoRA tensors; {FIX}")
     modules = pa.array(rank_of, pa.string())
@@ -144,7 +149,9 @@ def exact_settings(folder: str | Path) -> dict[str, Any]:
         exact[key] = given.get(key, 8)
         value_of = dict.fromkeys(rank_of, exact[key])
         try:
-            for name, value in reversed((given.get(pattern) or {}).items()):  # the first match applies
+            for name, value in reversed(
+                (given.get(pattern) or {}).items()
+            ):  # the first matching pattern applies
                 matches = pc.match_substring_regex(modules, rf"^(.*\.)?({name})$")  # RE2, linear time
                 value_of |= dict.fromkeys(modules.filter(matches).to_pylist(), value)
         except (AttributeError, ValueError) as error:
@@ -166,13 +173,13 @@ def exact_settings(folder: str | Path) -> dict[str, Any]:
     return exact
 
 
-def largest_rank(folder: str | Path) -> int:
+def largest_rank_in_folder(folder: str | Path) -> int:
     """Returns the largest rank of an adapter's matrices."""
-    return max(ranks(read_shapes(folder)).values())
+    return max(ranks_of_modules(read_shapes(folder)).values())
 
 
 def describe_adapter(folder: str | Path) -> dict[str, Any]:
-    """Returns an adapter's settings. The key `parameters` is the number of its parameters, including the head."""
+    """Returns an adapter's settings. The key `parameters` contains the adapter's number of parameters, including the head."""
     own = (shape for key, shape in read_shapes(folder).items() if not in_base(key))
     return read_settings(folder) | {"parameters": sum(map(math.prod, own))}
 
@@ -181,12 +188,12 @@ def check_adapter_fits_base(base: Base, folder: str | Path, scores: bool, refere
     """Raises InputError if an adapter's files are damaged, if it was trained on another base, or if it has the wrong head.
 
     Args:
-        scores: whether the adapter must have a scalar head. If False, the adapter must not have a head.
+        scores: whether the adapter must have a scalar head (True), or must not have a head (False).
         reference: the adapter's name in messages.
     """
     given, path, found = read_settings(folder), Path(folder) / TENSORS, read_shapes(folder)
     promises_head = given.get("task_type") == "SEQ_CLS"
-    if promises_head != scores:  # without a saved head, peft would add a random one
+    if promises_head != scores:  # without a saved head, peft would add a random head
         kind, stages, example = (
             "a reward adapter (it has a scalar head)",
             "`sft`, `dpo`, `kto` or `ppo`",
@@ -194,7 +201,7 @@ def check_adapter_fits_base(base: Base, folder: str | Path, scores: bool, refere
         )
         if scores:
             kind, stages, example = "an adapter without a scalar head, so it cannot score", "`rm`", "rm"
-        expected = f"expected one that {stages} trained, e.g. models:/rlhf-{example}@champion"
+        expected = f"expected an adapter that {stages} trained, e.g. models:/rlhf-{example}@champion"
         raise InputError(f"{reference} is {kind}; {expected}")
     if any(map(is_head, found)) != scores:
         lacks = "lacks the" if scores else "contains a"
@@ -224,8 +231,8 @@ def was_trained(folder: str | Path, start: str | Path | None) -> bool:
     """Returns whether training changed an adapter.
 
     Args:
-        start: the adapter's folder before training. None means that the adapter was new. The product B A of a new adapter
-            is 0 (https://arxiv.org/abs/2106.09685, section 4.1).
+        start: the adapter's folder before training, or None if the adapter was new. The product B A of a new adapter is 0
+            (https://arxiv.org/abs/2106.09685, section 4.1).
     """
     import torch
     from safetensors.torch import load_file
@@ -243,7 +250,7 @@ def _acts(name: str, tensor: Any, tensors: dict[str, Any]) -> bool:
     """Returns whether a tensor is a matrix A whose product B A is not 0 (up to rounding), or a nonzero bias.
 
     peft initializes the matrix B of a linear layer and the matrix A of an embedding with 0. With `init_lora_weights: orthogonal`,
-    neither matrix is 0, but their product B A is.
+    neither matrix is 0, but their product B A is 0.
     """
     module, _, part = name.partition(".lora_")
     if part not in MATRIX_A:

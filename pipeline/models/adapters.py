@@ -5,10 +5,11 @@ role is a LoRA adapter, and may have a scalar head in fp32. Some roles are only 
 Because all roles share one base, PPO's four models need little more memory than one model. `with shared.use(role)` activates a
 role within the block. Methods that run the model take a role as an argument and activate it themselves.
 
-The module avoids two traps of peft and of gradient checkpointing. First, peft's `set_adapter` turns off `requires_grad` of every
-other adapter. The policy would get no gradients once the critic has been active. `use` only switches the active adapter of peft's
-layers. Second, gradient checkpointing runs a layer's forward again during `backward`, with the adapter that is active at that
-time. The context of the checkpoint activates the role of the original forward again.
+This module works around two pitfalls, one in peft and one in gradient checkpointing. First, peft's `set_adapter` turns off
+`requires_grad` of every other adapter. With `set_adapter`, the policy would get no gradients after the critic had been active.
+`use` switches only the active adapter of peft's layers, and does not change `requires_grad`. Second, gradient checkpointing runs
+a layer's forward again during `backward`, with the adapter that is active at that time. `checkpoint_contexts` makes the second
+forward use the role of the first forward.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from pipeline.models import adapter_files
 from pipeline.models.adapter_files import HEAD, is_head
 from pipeline.models.base import freeze
 from pipeline.models.logprobs import per_action
-from pipeline.models.lora import FusedLinear, MixedBatch, fuse
-from pipeline.models.packing import Batch, alone, packed
+from pipeline.models.lora import FusedLinear, MixedBatch, fuse_lora_layers
+from pipeline.models.packing import Batch, pack_alone, pack_together
 from pipeline.models.precision import linear_fp32
 from pipeline.models.tokenizer import eos_ids
 from pipeline.system.hub import SETTINGS, TENSORS
@@ -110,7 +111,7 @@ class SharedBase(nn.Module):
         head: bool = False,
         trainable: bool = False,
     ) -> None:
-        """Adds a role from one of lora, folder, copy_of and head_on. If the method raises an error, no role is added.
+        """Adds a role, defined by lora, folder, copy_of or head_on. If the method raises an error, no role is added.
 
         A new adapter does not change the outputs until it is trained, because peft initializes the product B A with 0.
 
@@ -154,10 +155,10 @@ class SharedBase(nn.Module):
         config.lora_dropout = 0.0  # with dropout, PPO's first ratio would not be 1, nor its first KL 0
         config.modules_to_save, config.inference_mode = None, False
         self.configs[role], self._stored[role] = config, role
-        with unchanged(self.base):
+        with base_unchanged(self.base):
             inject_adapter_in_model(config, self.base, role)
-        fuse(self.base)
-        for handle in self._mixing:  # `use_each` will add hooks to all layers, including the new ones
+        fuse_lora_layers(self.base)
+        for handle in self._mixing:  # `use_each` adds hooks to all layers later, including the new layers
             handle.remove()
         self._mixing = []
         for parameter in self._adapter(role).values():
@@ -231,7 +232,7 @@ class SharedBase(nn.Module):
 
     @contextmanager
     def use_each(self, roles: Sequence[str | None]) -> Iterator[SharedBase]:
-        """Within the block, row i of a batch uses the adapter of `roles[i]`. The forwards must not need gradients.
+        """Within the block, row i of a batch uses the adapter of `roles[i]`. Forwards within the block must not need gradients.
 
         The base processes the full batch. Each adapter processes only the rows that use it.
         """
@@ -266,7 +267,7 @@ class SharedBase(nn.Module):
         return args, {**kwargs, **({"mixed": self._rows} if mixed else {"adapter_names": self._rows.names})}
 
     def remove(self, role: str) -> None:
-        """Removes a role that is not in use, and its adapter unless another role uses it."""
+        """Removes an inactive role. Removes the role's adapter too, unless another role uses the adapter."""
         if self.is_head(role):
             del self.heads[role]
         stored = self._stored.pop(role)
@@ -347,7 +348,7 @@ class SharedBase(nn.Module):
     # ------------------------------------------------------------------------------------------- computing
 
     def body(self, **inputs: Any) -> Any:
-        """Runs the transformer below the lm head with the active role. Takes the inputs of transformers' base model."""
+        """Runs the transformer below the lm head with the active role. Accepts the arguments of transformers' base model."""
         # transformers uses gradient checkpointing only in train mode, and then drops the KV cache. Train mode has no other
         # effect, because every dropout is 0.
         training = self.gradient_checkpointing and torch.is_grad_enabled()
@@ -362,7 +363,7 @@ class SharedBase(nn.Module):
             return self.body(input_ids=input_ids, use_cache=False).last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns (..., V) fp32 logits for hidden states (..., H) with the active role, in sampling and in training.
+        """Returns (..., V) fp32 logits for hidden states (..., H) with the active role.
 
         If the role has an adapter on the lm head, autocast may round the logits.
         """
@@ -409,12 +410,12 @@ class SharedBase(nn.Module):
         two = torch.full((2,), 2, device=self.device)
         with torch.no_grad():
             try:
-                together = self.states(None, packed(ids, two, two, 2, [[0, 1]]))
+                together = self.states(None, pack_together(ids, two, two, 2, [[0, 1]]))
             except torch.OutOfMemoryError:
                 raise
             except (TypeError, ValueError, RuntimeError):  # the base rejects the mask or the position ids
                 return False
-            apart = self.states(None, alone(ids, two, two, 2))
+            apart = self.states(None, pack_alone(ids, two, two, 2))
         rounding = 1e-5 if self.autocast is None and self.base.dtype == torch.float32 else 3e-2
         return bool(((together - apart).norm(dim=-1) <= rounding * apart.norm(dim=-1)).all())
 
@@ -436,8 +437,9 @@ class SharedBase(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Returns log-probs (B, R) of actions, and their entropies (B, R) or None, in fp32 nats. Values outside the mask are 0.
 
-        Action t of row b is the token `input_ids[b, starts[b] + t]`. Its log-prob comes from the logits one position earlier. The
-        lm head is applied only to positions of actions, in chunks, so no tensor of all logits (B, T, V) is allocated.
+        Action t of row b is the token `input_ids[b, starts[b] + t]`. The log-prob of an action comes from the logits one position
+        earlier. The lm head is applied only to positions of actions, in chunks, so no tensor of all logits (B, T, V) is
+        allocated.
 
         Args:
             role: the role, or None for the bare base.
@@ -450,7 +452,7 @@ class SharedBase(nn.Module):
             states: (B, R + 1, H) hidden states from `states`, or None to compute them.
         """
         if states is None:
-            states = self.states(role, alone(input_ids, starts, mask.bool().sum(-1), mask.shape[1]))
+            states = self.states(role, pack_alone(input_ids, starts, mask.bool().sum(-1), mask.shape[1]))
         rows, steps = mask.nonzero(as_tuple=True)
         of_actions = (states[rows, steps], input_ids[rows, starts[rows] + steps], steps < barred_steps)
         blank = torch.zeros(mask.shape, device=mask.device)
@@ -490,8 +492,8 @@ class SharedBase(nn.Module):
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         """Returns two contexts: one for a checkpointed forward, and one for its recomputation."""
-        # torch calls this method during the forward, so `self.role` is the role to restore in backward. Remove it when peft
-        # restores the active adapter itself (https://github.com/huggingface/peft/issues/2832).
+        # torch calls this method during the forward, so `self.role` is the role to restore in backward. Remove this method when
+        # peft restores the active adapter itself (https://github.com/huggingface/peft/issues/2832).
         return nullcontext(), self.use(self.role)
 
     def _precision(self) -> AbstractContextManager:
@@ -514,7 +516,7 @@ class SharedBase(nn.Module):
 
 
 def saved_config(folder: str | Path) -> LoraConfig:
-    """Returns the configuration with which to load an adapter: the file's configuration after adapter_files.exact_settings."""
+    """Returns the peft configuration of a saved adapter, with the values of adapter_files.exact_settings."""
     exact = adapter_files.exact_settings(folder)
     config = PeftConfig.from_pretrained(str(folder))
     vars(config).update(exact)
@@ -524,7 +526,7 @@ def saved_config(folder: str | Path) -> LoraConfig:
 def tensors_in(folder: str | Path, base: nn.Module) -> dict[str, Tensor]:
     """Returns the tensors of an adapter's file without the copies of base weights that peft may save.
 
-    Raises InputError if such a copy differs from the weight of `base`, which may be a PeftModel.
+    Raises InputError if a copy differs from the weight in `base`, which may be a PeftModel.
     """
     path = Path(folder) / TENSORS
     tensors = load_file(path)
@@ -553,7 +555,7 @@ def as_peft_model(base: Any, folder: str | Path, name: str = "default", trainabl
 
     Does not use peft's from_pretrained, which would overwrite weights of the base with the copies in the file.
     """
-    with errors_of_peft(str(Path(folder) / SETTINGS)), unchanged(base):
+    with errors_of_peft(str(Path(folder) / SETTINGS)), base_unchanged(base):
         tensors, config = tensors_in(folder, base), saved_config(folder)
         config.inference_mode = not trainable
         if isinstance(base, PeftModel):
@@ -565,7 +567,7 @@ def as_peft_model(base: Any, folder: str | Path, name: str = "default", trainabl
 
 
 @contextmanager
-def unchanged(base: nn.Module) -> Iterator[None]:
+def base_unchanged(base: nn.Module) -> Iterator[None]:
     """Raises SelfCheckFailed if the block, which adds an adapter, changes the weights of the base that all roles share.
 
     For each weight, compares the address, torch's version counter and 64 values. The values are compared because
@@ -577,7 +579,7 @@ def unchanged(base: nn.Module) -> Iterator[None]:
         for name, weight in base.named_parameters():
             if "lora_" not in name and "modules_to_save" not in name and weight.device.type != "meta":
                 local = weight.to_local() if isinstance(weight, DTensor) else weight
-                # The step is odd, so that the sample includes all columns.
+                # The stride is odd, so that the sample covers different columns of the matrix.
                 sample = local.detach().flatten()[:: local.numel() // 64 | 1]
                 found.append((local.data_ptr(), local._version, str(sample.tolist())))
         return found

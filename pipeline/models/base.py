@@ -26,11 +26,12 @@ WHOLE_FILE_BYTES = 1 << 30  # weight files of up to 1 GiB are hashed in full
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # in larger files, the header and 64 pieces of 64 KiB are hashed
 # Keys of config.json that the digest excludes.
 VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
-# Keys of config.json that name the number of positions.
+# Keys of config.json that contain the maximum number of positions.
 CONTEXT_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx", "max_sequence_length",
 )  # fmt: skip
-# Maximum distance, relative to their norm, of two rows of an lm head that are treated as equal. Trained rows differ by about 1.
+# Two rows of an lm head are treated as equal if their distance, relative to the norm of a row, is at most this value. The
+# relative distance of trained rows is about 1.
 MIN_DISTANCE = 0.01
 KEPT_OUT_OF_NF4 = ["lm_head", "embed_out", *HEAD_NAMES]  # layers that stay unquantized
 
@@ -68,7 +69,7 @@ def base_identity(name_or_path: str, revision: str | None = None) -> dict[str, A
 
 
 def context_length(config: dict[str, Any]) -> int | None:
-    """Returns the number of positions in config.json, or None if config.json names no limit."""
+    """Returns the number of positions in config.json, or None if config.json has no limit."""
     for part in (config, config.get("text_config") or {}):
         for key in CONTEXT_KEYS:
             if isinstance(part.get(key), int):
@@ -99,8 +100,8 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
     Args:
         model: the job's `model` section. `load_in_4bit` quantizes to NF4 with double quantization, on a CPU too.
         scorer_tokenizer: the tokenizer of a reward model, or None. With a tokenizer, loads an AutoModelForSequenceClassification
-            with one label and an untrained head in fp32. With None, loads an AutoModelForCausalLM.
-        device: the device on which the base is loaded and quantized. None means the CPU, on which quantizing 70B parameters
+            with one label and an untrained head in fp32. Without a tokenizer, loads an AutoModelForCausalLM.
+        device: the device on which the base is loaded and quantized, or None for the CPU, on which quantizing 70B parameters
             takes half an hour.
     """
     import torch
@@ -108,7 +109,7 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
     from pipeline.system.progress import Bar, loading_shown
 
     scorer = scorer_tokenizer is not None
-    config, auto = configured(model, scorer_tokenizer)
+    config, auto = base_configuration(model, scorer_tokenizer)
     dtype = getattr(torch, model.dtype)
     options: dict[str, Any] = {
         "config": config,
@@ -117,7 +118,7 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
         "use_safetensors": None if model.allow_pickle else True,
         "trust_remote_code": model.trust_remote_code,
         "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # mismatched weights are rejected below, by the check of `info`
+        "ignore_mismatched_sizes": True,  # the check of `info` below rejects mismatched weights
         "tqdm_class": Bar,
         "device_map": None if device is None else {"": device},
     }
@@ -126,7 +127,7 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
     if model.load_in_4bit:
         options["quantization_config"] = _nf4(dtype)
     where = source(model.name_or_path)
-    with without_load_report(), loading_shown(), unreadable(model):
+    with without_load_report(), loading_shown(), errors_of_files(model):
         loaded, info = auto.from_pretrained(where, **options)
     # If weights are missing, transformers only prints a warning and initializes these weights randomly.
     wrong = {f"{key} (another shape)" for key, *_ in info["mismatched_keys"]}
@@ -151,7 +152,7 @@ def check_base(model: Model, scorer: bool = False, weights: bool = True) -> Base
 
     Args:
         scorer: whether the base is a full reward model, which must have a scalar head.
-        weights: whether to read the weight files. If `weights` is False, only config.json is read.
+        weights: whether to read the weight files in addition to config.json.
     """
     config = base_config(model.name_or_path, model.revision)
     base = Base(model, config, check_weights(model) if weights else {})
@@ -165,7 +166,7 @@ def check_base(model: Model, scorer: bool = False, weights: bool = True) -> Base
     return base
 
 
-def configured(model: Model, scorer_tokenizer: Any) -> tuple[Any, Any]:
+def base_configuration(model: Model, scorer_tokenizer: Any) -> tuple[Any, Any]:
     """Returns the transformers configuration of a base, without dropout, and the Auto class that loads the base.
 
     Args:
@@ -173,7 +174,7 @@ def configured(model: Model, scorer_tokenizer: Any) -> tuple[Any, Any]:
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    with without_load_report(), unreadable(model):
+    with without_load_report(), errors_of_files(model):
         config = AutoConfig.from_pretrained(
             source(model.name_or_path), revision=model.revision, trust_remote_code=model.trust_remote_code
         )
@@ -190,7 +191,7 @@ def configured(model: Model, scorer_tokenizer: Any) -> tuple[Any, Any]:
 
 
 @contextmanager
-def unreadable(model: Model) -> Iterator[None]:
+def errors_of_files(model: Model) -> Iterator[None]:
     """Turns errors that transformers raises about a model's files or its attention into an InputError."""
     import torch
 
@@ -248,8 +249,9 @@ def _nf4(dtype: torch.dtype) -> Any:
 def _one_nf4_path(model: torch.nn.Module) -> None:
     """Prevents bitsandbytes 0.50 from repacking NF4 weights at the first inference on a CPU with avx512_bf16.
 
-    The packed weights round differently from the weights used in training, and bitsandbytes never unpacks them. The flag is
-    private. Remove this function when packed and unpacked weights round the same way (https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804).
+    Products with packed weights are rounded differently from products in training, and bitsandbytes never unpacks the weights.
+    The flag that this function sets is private. Remove this function when packed and unpacked weights give the same products
+    (https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804).
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -288,16 +290,16 @@ def check_ends(model: torch.nn.Module, tokenizer: Any, ends: set[int]) -> None:
         if others:
             token = tokenizer.convert_ids_to_tokens(end)
             raise InputError(
-                f"the lm head has the same row for {token!r}, the end of the training rows, as for {len(others)} other tokens. "
+                f"the lm head has the same row for {token!r}, which ends the training rows, as for {len(others)} other tokens. "
                 "So this token was never trained, and no completion would end, because the lm head stays frozen. Use a base whose "
-                "end token was trained (an instruct version), or end the rows with such a token (eos_token in "
+                "end token was trained (an instruct version), or end the rows with a trained token (eos_token in "
                 "tokenizer_config.json, or model.chat_template)",
                 KEY,
             )
 
 
 def score_head(model: torch.nn.Module) -> torch.nn.Module:
-    """Returns the scalar head of a sequence-classification model. Raises InputError if there is none."""
+    """Returns the scalar head of a sequence-classification model. Raises InputError if the model has no scalar head."""
     for name in HEAD_NAMES:
         if hasattr(model, name):
             return getattr(model, name)

@@ -1,7 +1,7 @@
 """Checks before a run starts that a `lora` section fits the weights of the base (without importing torch).
 
 The checks read only the headers of safetensors files, which takes milliseconds. When a worker loads the
-model, transformers, peft and `base.load_base` find the remaining contradictions.
+model, transformers, peft and `base.load_base` detect all other conflicts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import InputError, about, in_brief, show
+from pipeline.errors import InputError, blame_key, in_brief, show_value
 from pipeline.job import lora as lora_section
 from pipeline.system.hub import HEAD_NAMES, KEY, base_file, base_json, local
 
@@ -29,11 +29,11 @@ Shapes = dict[str, tuple[int, ...]]  # shapes of the tensors in files, by name
 
 @dataclass(frozen=True)
 class Base:
-    """Describes a base, from its files."""
+    """Describes a base by its config.json and the shapes of its tensors."""
 
     model: Model
     config: dict[str, Any]
-    shapes: Shapes  # empty if the weights are not local, or not safetensors
+    shapes: Shapes  # tensor shapes, or {} if the weights are not local, or not safetensors
 
     @property
     def plain_names(self) -> bool:
@@ -52,7 +52,7 @@ class Base:
 
     @property
     def tied(self) -> bool:
-        """Returns whether the lm head is tied to the embedding. If config.json lacks the key, True if there is no lm head."""
+        """Returns whether the lm head is tied to the embedding, by config.json or because the weight files have no lm head."""
         heads = [name for name in self.shapes if name.removesuffix(".weight").endswith(LM_HEADS)]
         return bool(self.config.get("tie_word_embeddings", self.shapes and not heads))
 
@@ -80,7 +80,7 @@ def check_weights(model: Model) -> Shapes:
 
     Raises InputError if a file is damaged or missing, or if the weights are pickles and `allow_pickle` is off.
     """
-    with about(KEY):
+    with blame_key(KEY):
         return {
             name: shape
             for file in safetensors_files(model, fetch=False)
@@ -92,10 +92,10 @@ def safetensors_files(model: Model, fetch: bool) -> list[Path]:
     """Returns the weight files of a base in the order in which transformers reads them, or [] if the weights are pickles.
 
     Args:
-        fetch: whether to download Hub weights that are split into several files. If False, returns [] for such weights.
+        fetch: whether to download Hub weights that are split into several files. If False, returns [] for split weights.
     """
     name, revision = model.name_or_path, model.revision
-    if single := base_file(name, SINGLE, revision):  # this file takes precedence over an index
+    if single := base_file(name, SINGLE, revision):  # transformers prefers a single file to an index
         return [single]
     index = base_json(name, INDEX, revision)
     if index is None and not model.allow_pickle:
@@ -124,9 +124,9 @@ def check_lora(base: Base, lora: dict[str, Any], scores: bool = False) -> None:
     endings = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
     for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern") if modules else ():
         given = lora.get(key)
-        for name in lora_section.listed(given):
+        for name in lora_section.listed_modules(given):
             try:
-                found = any(lora_section.matches(name, given, module) for module in modules)
+                found = any(lora_section.matches_module(name, given, module) for module in modules)
             except re.error as error:
                 raise InputError(f"{name!r} is no regular expression ({error})", f"lora.{key}") from error
             if not found and name != "all-linear":
@@ -137,24 +137,26 @@ def check_lora(base: Base, lora: dict[str, Any], scores: bool = False) -> None:
         adapted = [name for name in modules if not name.endswith((*LM_HEADS, *EMBEDDINGS, "wpe"))]
     else:
         adapted = [
-            name for name in modules or lora_section.listed(wanted) if lora_section.is_named(wanted, name)
+            name
+            for name in modules or lora_section.listed_modules(wanted)
+            if lora_section.is_named(wanted, name)
         ]
     adapted = [name for name in adapted if not lora_section.is_named(lora.get("exclude_modules"), name)]
     if not adapted and (modules or wanted == []):
-        why = f"found {show(wanted)}, so no module would be adapted; expected some of {endings or 'its modules'}"
+        why = f"found {show_value(wanted)}, so no module would be adapted; expected some of {endings or 'its modules'}"
         raise InputError(why, "lora.target_modules")
-    lists = "|".join(lora_section.listed(lora.get("layers_pattern"))) or "[^.]*"
+    lists = "|".join(lora_section.listed_modules(lora.get("layers_pattern"))) or "[^.]*"
     numbered = (re.search(rf"(?:^|\.)(?:{lists})\.(?P<index>\d+)\.", name) for name in adapted)
     layers = sorted({int(one["index"]) for one in numbered if one})
-    for index in lora_section.listed(lora.get("layers_to_transform")) if modules else ():
+    for index in lora_section.listed_modules(lora.get("layers_to_transform")) if modules else ():
         if index not in layers:
             has = f"layers {layers[0]} to {layers[-1]}" if layers else "no layers of that name"
-            raise InputError(f"found {index}, and these modules have {has}", "lora.layers_to_transform")
-    if problem := unmergeable(base, adapted, bool(lora.get("lora_bias")), scores):
+            raise InputError(f"found {index}, but these modules have {has}", "lora.layers_to_transform")
+    if problem := find_unmergeable(base, adapted, bool(lora.get("lora_bias")), scores):
         raise problem
 
 
-def unmergeable(base: Base, adapted: Iterable[str], bias: bool, scores: bool) -> InputError | None:
+def find_unmergeable(base: Base, adapted: Iterable[str], bias: bool, scores: bool) -> InputError | None:
     """Returns an error if an adapter on the modules `adapted` cannot be merged into its base, or None if it can be merged.
 
     Args:
@@ -165,11 +167,11 @@ def unmergeable(base: Base, adapted: Iterable[str], bias: bool, scores: bool) ->
         name = module.rpartition(".")[2]
         if base.tied and not scores and name in (*LM_HEADS, *EMBEDDINGS):
             twin = "embeddings" if name in LM_HEADS else "lm head"
-            fix = "merging the adapter would change both; train an adapter without this module"
+            fix = "merging the adapter would change both weights; train an adapter without this module"
             why = f"adapts {name}, which this base ties to its {twin}: {fix}"
             return InputError(why, "lora.target_modules")
         if bias and base.shape_of(module) and not base.shape_of(module, "bias"):
             fix = "train an adapter with lora.lora_bias=false"
-            why = f"adds a bias to {name}, which has none in this base and could not be merged; {fix}"
+            why = f"adds a bias to {name}, which has none in this base, so the adapter could not be merged; {fix}"
             return InputError(why, "lora.lora_bias")
     return None

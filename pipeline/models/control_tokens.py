@@ -1,6 +1,7 @@
 """Prevents special tokens in the content of a row from being encoded as special tokens.
 
-Only the chat template may write control tokens, such as the end of a turn. In content, their characters are plain text.
+Only the chat template may write control tokens, such as the end of a turn. In content, the characters of control tokens are plain
+text.
 
     control = ControlTokens(tokenizer)
     escaping = control.escaping([content])            # None if no content contains a control token
@@ -26,7 +27,7 @@ class ControlTokens:
     """Finds the control tokens of a tokenizer in a text, and escapes them.
 
     Args:
-        as_text: whether control tokens in content are encoded as plain text. If False, they are encoded as control tokens.
+        as_text: whether control tokens in content are encoded as plain text (True) or as control tokens (False).
     """
 
     def __init__(self, tokenizer: Any, as_text: bool = True):
@@ -78,16 +79,16 @@ class Escaping:
         return {key: self.escape(one) if isinstance(one, str) else one for key, one in message.items()}
 
     def encode(self, rendered: str, add_special_tokens: bool = False) -> Encoded:
-        """Encodes a text rendered from escaped contents. Offsets refer to `rendered`."""
+        """Encodes a text rendered from escaped contents. The returned offsets are positions in `rendered`."""
         backend = self.control.tokenizer.backend_tokenizer
         first, *others = rendered.split(self.mark)
         begin = backend.encode(first, add_special_tokens=add_special_tokens)
-        # The tokenizer may add a token at the end, such as BERT's [SEP]. This token must come after the last piece of the text.
+        # The tokenizer may add an end token, such as BERT's [SEP], which must come after the last piece of the text.
         stop = 1 + max((i for i, added in enumerate(begin.special_tokens_mask) if not added), default=-1)
         ids, offsets, start = begin.ids[:stop], begin.offsets[:stop], len(first)
         for piece in others:
-            # Some tokenizers add a space at the start of a text. With a line break first, they add no space to the piece itself.
-            # The token of the line break is dropped below.
+            # Some tokenizers add a space at the start of a text. After a line break, no tokenizer adds a space, so each piece is
+            # encoded after a line break. The loop drops the line break's token.
             encoding = backend.encode(f"\n{piece}", add_special_tokens=False)
             for token, (left, right) in zip(encoding.ids, encoding.offsets, strict=True):
                 if right > 1:

@@ -3,12 +3,12 @@
 Each forward and each backward of a sharded base gathers every layer from all ranks. If one rank ran fewer forwards, the
 other ranks would wait forever. A rank runs fewer forwards if its completions end earlier, if it has fewer micro-batches, or when
 rank 0 alone checks the saved adapter. Therefore, before each forward, the ranks all-reduce (MAX) a code of their next
-step: nothing, a forward with gradients (and its role), or a forward without gradients. A rank whose code is smaller joins with
-a forward of one token, until all codes are equal. Each rank calls `catch_up` before any other collective. `catch_up` returns when
+step: nothing, a forward with gradients (and its role), or a forward without gradients. A rank with a smaller code joins with
+forwards of one token until all codes are equal. Each rank calls `catch_up` before any other collective. `catch_up` returns when
 no rank has a forward left to run.
 
 A rank that joins a forward with gradients runs the matching backward immediately. Therefore a rank with more work, as in ppo,
-must run the backward of a forward before its next forward. TRL gives all ranks the same number of batches.
+must run the backward of a forward before its next forward. In TRL's stages, all ranks have the same number of batches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-NOTHING, WITHOUT_GRADIENTS = 0, 1 << 20  # codes; a forward with gradients has 1 + the index of its role
+# Codes of a rank's next step. A forward with gradients has the code 1 + the index of its role.
+NOTHING, WITHOUT_GRADIENTS = 0, 1 << 20
 
 
 class Lockstep:
@@ -33,13 +34,13 @@ class Lockstep:
 
     def __init__(self, body: nn.Module) -> None:
         self.body = body
-        # A SharedBase, with the same roles on all ranks. None means that the same adapter is always active.
+        # A SharedBase with the same roles on all ranks, or None if the same adapter is always active.
         self.shared: Any = None
         # The group communicates between CPUs, so that no rank waits for a GPU. The timeout is long, because a rank may have to
-        # wait for rollout workers. If a rank dies, the process that started the ranks detects this.
+        # wait for rollout workers. The process that started the ranks detects the death of a rank.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
         self.joining = False
-        body.register_forward_pre_hook(self._before, prepend=True)  # runs before FSDP gathers anything
+        body.register_forward_pre_hook(self._before, prepend=True)  # called before FSDP gathers a layer
 
     def _before(self, body: nn.Module, args: Any) -> None:
         if self.joining:
@@ -55,7 +56,7 @@ class Lockstep:
         return [None, *(self.shared.roles if self.shared else ())]
 
     def _agree(self, mine: int) -> int:
-        """Returns the largest code of any rank. Forwards without gradients have the largest code, so the ranks run them first.
+        """Returns the largest code over all ranks. Forwards without gradients have the largest code, so the ranks run them first.
 
         Raises:
             RuntimeError: on every rank, if two ranks are about to train different roles.
@@ -70,7 +71,7 @@ class Lockstep:
         return int(largest)
 
     def catch_up(self) -> None:
-        """Joins the other ranks' forwards until none is left. Every rank must call this method."""
+        """Joins the other ranks' forwards until no rank has a forward left to run. Every rank must call this method."""
         while wanted := self._agree(NOTHING):
             self._join(wanted)
 
@@ -89,7 +90,7 @@ class Lockstep:
             self.joining = False
 
 
-# The Lockstep of this process's base, which shards.py sets. None means that the base is not sharded.
+# The Lockstep of this process's base, or None if the base is not sharded. shards.py sets this variable.
 current: Lockstep | None = None
 
 

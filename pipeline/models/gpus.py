@@ -1,11 +1,12 @@
-"""Lists the GPUs of this machine, and has a table of their peak FLOP/s from datasheets."""
+"""Lists the GPUs of this machine, and looks up their peak FLOP/s in a table of datasheet values."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-# Peak TFLOP/s of dense bf16 matrix products, by a word in torch's device name. If a GPU has several versions, this is SXM's.
+# Peak TFLOP/s of dense bf16 matrix products, by a word in torch's device name. For a GPU with several versions, the value is for
+# the SXM version.
 PEAK_TFLOPS = {"L4": 121, "A10G": 70, "A100": 312, "L40S": 362, "H100": 989, "H200": 989}
 
 

@@ -51,7 +51,7 @@ def per_action(
     return torch.cat(chunks, dim=1)
 
 
-def bar(logits: Tensor, rows: Tensor, tokens: Sequence[int]) -> Tensor:
+def bar_tokens(logits: Tensor, rows: Tensor, tokens: Sequence[int]) -> Tensor:
     """Returns logits (N, V) in which `tokens` are -inf in the rows selected by `rows` (N,) bool."""
     barred = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
     barred[list(tokens)] = True
@@ -61,7 +61,7 @@ def bar(logits: Tensor, rows: Tensor, tokens: Sequence[int]) -> Tensor:
 class _RowWise(torch.autograd.Function):
     """Computes y (K, N) = run(x) for hidden states x (N, H). y[:, n] must depend only on x[n]. `run` trains no parameters.
 
-    Under these conditions, row n of the gradient of sum(y[k]) is the derivative of y[k, n]. The forward computes all K
+    If y[:, n] depends only on x[n], row n of the gradient of sum(y[k]) is the derivative of y[k, n]. The forward computes all K
     gradients while the chunk's logits are in memory. For backward, K tensors (N, H) are kept instead of the logits (N, V).
     """
 
@@ -91,10 +91,10 @@ def _from_logits(
 ) -> Tensor:
     """Returns (1, N) fp32 log-probs of `targets` for hidden states (N, H), or (2, N) with the entropies."""
     logits = shared.logits(hidden)
-    if temperature != 1.0:  # skipped if 1, because dividing reads and writes the largest tensor again
+    if temperature != 1.0:  # for 1, skips a division that would read and write the largest tensor
         logits = logits / temperature
     if barred:
-        logits = bar(logits, early, barred)
+        logits = bar_tokens(logits, early, barred)
     normalizer = logits.logsumexp(-1)
     logprobs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizer
     if not want_entropy:

@@ -1,13 +1,13 @@
 """Computes peft's LoRA layer as one fused operation, in forward and backward.
 
 With x (..., K), the frozen W (N, K), A (r, K), B (N, r) and the scaling s, a LoRA layer is y = x W' + s (x A') B'. peft
-runs a separate operation for the base's product, for A, for B, for the scaling and for the sum. The last three each write a
-tensor of the layer's full output width. The fused layer adds the adapter's part to the base's product in place (BLAS: C += s A
-B). Its results differ from peft's only in the order of additions and in rounding. Like peft, the fused layer stores x and x A'
-for backward.
+runs a separate operation for the base's product, for A, for B, for the scaling and for the sum. The operations for B, for the
+scaling and for the sum each write a tensor of the layer's full output width. The fused layer adds the adapter's product to the
+base's product in place (BLAS: C += s A B). The fused layer's results differ from peft's only in the order of additions and in
+rounding. Like peft, the fused layer stores x and x A' for backward.
 
 Under autocast, peft casts x to the adapter's fp32 and back. The fused layer casts A and B to autocast's dtype instead.
-Within `cast_once`, it does this only once. The parameters stay in fp32, and their gradients are not rounded.
+Within `cast_once`, the fused layer casts A and B only once. The parameters stay in fp32, and their gradients are not rounded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from pipeline.models.precision import mm_fp32
 
 
-def fuse(model: nn.Module) -> None:
+def fuse_lora_layers(model: nn.Module) -> None:
     """Turns the plain LoRA layers of a model into fused layers, in place. The parameters and their names do not change.
 
     Sets `__class__`, because peft 0.21 chooses the classes of its layers itself. peft's hook for other classes,
@@ -71,8 +71,9 @@ class MixedBatch(NamedTuple):
 class FusedLinear(Linear):
     """Replaces the forward of peft's `lora.Linear` while one plain adapter is active on a frozen base.
 
-    In all other cases, peft's own forward runs: for a trained base, a half-precision base without autocast, dropout, DoRA, merged
-    adapters, several active adapters. Quantized layers have other classes.
+    In all other cases, peft's own forward runs. Examples are a trained base, a half-precision base without autocast, dropout,
+    DoRA, merged adapters, and several active adapters. Quantized layers are not instances of this class, because peft has
+    separate classes for quantized layers.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -90,11 +91,11 @@ class FusedLinear(Linear):
         return y if base.bias is None else y + base.bias.to(y.dtype)
 
     def mixes(self, batch: MixedBatch) -> bool:
-        """Returns whether this layer can use `_mixed`."""
+        """Returns whether `_mixed` supports this layer with the adapters of the batch."""
         return not self.merged and all(self._plain(name) for name in batch.rows_of if name in self.lora_A)
 
     def _mixed(self, x: Tensor, batch: MixedBatch) -> Tensor:
-        """Returns the output (B, ..., N) for rows x (B, ..., K). Each row uses its own adapter, or none."""
+        """Returns the output (B, ..., N) for rows x (B, ..., K). Each row uses its own adapter, or no adapter."""
         y = self.get_base_layer()(x)
         for name, index in batch.rows_of.items():
             if name in self.lora_A:
@@ -147,7 +148,7 @@ class _Product(torch.autograd.Function):
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None, None]:
         rows, low, W, A, B = ctx.saved_tensors
-        # In the first layer, x needs no gradient. In a frozen role, A and B need none.
+        # In the first layer, x needs no gradient. In a frozen role, A and B need no gradients.
         for_x, _, for_A, for_B, _, _ = ctx.needs_input_grad
         flat = grad.reshape(-1, grad.shape[-1])
         low_grad = (flat @ _cast(B, ctx.dtype)).mul_(ctx.scale)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 # A forward with this many tokens keeps the hardware busy, so more padding costs more than a second forward (measured on a CPU).
-# On a GPU, launching the kernels of a layer takes about 1 ms. In this time, a layer of an 8B model processes about 1,000 tokens.
+# On a GPU, launching the kernels of a layer takes about 1 ms, in which a layer of an 8B model processes about 1,000 tokens.
 BUSY_TOKENS = {"cpu": 256, "cuda": 2048}
 
 
@@ -27,7 +27,7 @@ class Batch:
     # If a completion has fewer than R actions, its last index is repeated.
     at: Tensor
     position_ids: Tensor | None = None  # (P, T), or None if the positions of each row count from 0
-    # (P, T, T) bool, True for the tokens that each token attends to. None means all earlier tokens.
+    # (P, T, T) bool, True for the tokens that each token attends to, or None for all earlier tokens.
     allowed: Tensor | None = None
 
     def ends(self) -> Batch:
@@ -35,7 +35,7 @@ class Batch:
         return replace(self, at=self.at[:, -1:])
 
 
-def alone(input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int) -> Batch:
+def pack_alone(input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int) -> Batch:
     """Makes a batch in which each completion is a separate row.
 
     Args:
@@ -48,10 +48,10 @@ def alone(input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int) -> Ba
     return Batch(input_ids, (rows + starts - 1).unsqueeze(-1) + steps)
 
 
-def packed(
+def pack_together(
     input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int, packs: Sequence[Sequence[int]]
 ) -> Batch:
-    """Makes a batch in which the completions of each pack share one row. Has the arguments of `alone`, and `packs`.
+    """Makes a batch in which the completions of each pack share one row. Takes the arguments of `pack_alone`, and `packs`.
 
     Args:
         packs: for each row, the indices of its completions. All completions of a row have the same prompt.
@@ -91,16 +91,17 @@ def packs_that_pay(
     completions: int | None = None,
     tokens: int | None = None,
 ) -> list[list[int]]:
-    """Packs completions into one row while this saves computation. Returns the indices of each row's completions.
+    """Packs completions of one prompt into one row if packing saves computation. Returns the indices of each row's completions.
 
-    A row of T tokens costs about T * (12 W**2 + 2 T W) multiplications per layer. The first term is for the weights, the second
-    for attention. A packed row also computes the attention between its completions, although this attention is masked.
+    A row of T tokens costs about T * (12 W**2 + 2 T W) multiplications per layer. The products with weights cost 12 W**2 per
+    token, and attention costs 2 T W. A packed row also computes the attention between its completions, although this attention is
+    masked.
 
     Args:
         prompts: for each completion, the index of its prompt.
         starts, counts: for each completion, the tokens of its prompt and of the completion.
         width: W, the size of the hidden states.
-        completions, tokens: maximum completions and tokens of a pack, or None. A single completion may exceed these limits.
+        completions, tokens: maximum completions and tokens of a pack, or None for no limit. A single completion may be larger.
     """
 
     def cost(tokens: int) -> int:
@@ -133,12 +134,12 @@ def micro_batches(
 ) -> list[list[int]]:
     """Returns batches of rows of similar length, as indices into `lengths`, shortest rows first.
 
-    A batch with at least BUSY_TOKENS of the device ends before a row that would make more than 1/8 of the batch padding.
+    If a batch already has BUSY_TOKENS tokens, a row that would raise the batch's share of padding above 1/8 starts a new batch.
 
     Args:
         lengths: tokens of each row.
-        rows: maximum completions of a batch, or None.
-        tokens: maximum tokens of a batch, including padding, or None. A longer row is a batch by itself.
+        rows: maximum completions of a batch, or None for no limit.
+        tokens: maximum tokens of a batch, including padding, or None for no limit. A longer row is a separate batch.
         device: type of the device on which the batches run.
         completions: completions in each row, or None if each row has one completion.
     """

@@ -1,7 +1,7 @@
-"""Multiplies half-precision matrices with an fp32 result, and names the precision of a model's outputs.
+"""Multiplies half-precision matrices into an fp32 result, and determines the precision of a model's outputs.
 
-torch computes the product of two bf16 matrices in fp32, but rounds the result to bf16, which has 8 significant bits. A
-logit of 10 then has an error of up to 0.03, and so has its log-prob.
+torch computes the product of two bf16 matrices in fp32, but rounds the result to bf16, which has 8 significant bits. The rounding
+error of a logit of 10 is up to 0.03, and the token's log-prob has a similar error.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def precision_of(base: Any, autocast: bool) -> str:
 
 
 def mm_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """Returns the product (N, M) of `a` (N, K) and `b` (K, M), which have the same dtype: in fp32 if they are bf16 or fp16."""
+    """Returns the product (N, M) of `a` (N, K) and `b` (K, M), which have the same dtype. Half-precision products are in fp32."""
     if a.dtype not in HALF:
         return a @ b
     if a.device.type == "cuda":
         return torch.mm(a, b, out_dtype=torch.float32)
-    # torch supports `out_dtype` only on CUDA. The second product computes the rounding error of the first one. This error is
-    # small, so rounding the error itself hardly matters.
+    # torch supports `out_dtype` only on CUDA. On other devices, a second product computes the rounding error of the first
+    # product. The rounding error is small, so rounding it in turn hardly matters.
     rounded = a @ b
     return rounded.float().add_(rounded.addmm_(a, b, beta=-1))
 
@@ -37,7 +37,7 @@ def linear_fp32(x: Tensor, layer: nn.Linear, dtype: torch.dtype | None) -> Tenso
     """Returns the output (..., M) of a frozen layer for x (..., K), in fp32 or higher precision.
 
     Args:
-        dtype: dtype of the operands. None means the dtype of the layer's weight.
+        dtype: dtype of the operands, or None for the dtype of the layer's weight.
     """
     weight = layer.weight
     # On a CPU, making a half-precision copy of the weight would take as long as the product.

@@ -1,6 +1,6 @@
 """Stores a trained model's outputs for a few random sequences (probes) next to its adapter, to detect later changes.
 
-If an adapter has lost its head, or has another scaling, a renamed key or another base, it can load without an error but behave
+An adapter with a lost head, a changed scaling, a renamed key or a different base can load without an error, but behave
 differently. The outputs are the scores of a reward model, or the log-probs of a policy. The sequences are random token ids, so
 they reveal nothing about the data.
 """
@@ -17,7 +17,7 @@ FILE = "probes.json"
 LENGTHS = (4, 9, 17, 30)  # tokens of each probe
 
 
-def sequences(vocab_size: int, pad: int | None) -> list[list[int]]:
+def probe_sequences(vocab_size: int, pad: int | None) -> list[list[int]]:
     """Returns the probes' token ids, without pad tokens, because transformers treats a pad token as the end of a sequence."""
     rng = random.Random(0)
     ids = [i for i in range(vocab_size) if i != pad]
@@ -30,20 +30,20 @@ def write_probes(
     """Writes the probes with their outputs into the adapter's folder.
 
     Args:
-        output: returns the output for token ids: a reward model's score, or the mean log-prob in nats of the tokens after the
+        output: function of token ids that returns a reward model's score, or the mean log-prob in nats of the tokens after the
             first.
         precision: the precision in which `output` computes (precision.precision_of).
     """
     rows = [
         {"input_ids": ids, "output": output(ids), "precision": precision}
-        for ids in sequences(vocab_size, pad)
+        for ids in probe_sequences(vocab_size, pad)
     ]
     with open(os.path.join(folder, FILE), "w", encoding="utf-8") as file:
         json.dump(rows, file)
 
 
 def read_probes(folder: str) -> list[tuple[list[int], float, str | None]]:
-    """Returns (token ids, output, precision) of an adapter's probes, or [] if it has none.
+    """Returns (token ids, output, precision) of an adapter's probes, or [] if the adapter has no probes.
 
     Earlier versions of this pipeline did not store the precision. Raises InputError if the file is damaged.
     """

@@ -24,7 +24,14 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from pipeline.errors import InputError
 from pipeline.models import fsdp_sync
-from pipeline.models.base import check_finite, configured, fp32_head, freeze, score_head, unreadable
+from pipeline.models.base import (
+    base_configuration,
+    check_finite,
+    errors_of_files,
+    fp32_head,
+    freeze,
+    score_head,
+)
 from pipeline.models.compatibility import safetensors_files
 from pipeline.system.hub import HEAD_NAMES, base_file, source
 
@@ -40,11 +47,11 @@ def load_shards(
     """
     device = torch.device(device)
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    config, auto = configured(model, scorer_tokenizer)
+    config, auto = base_configuration(model, scorer_tokenizer)
     options: dict[str, Any] = {"dtype": getattr(torch, model.dtype)}
     if model.attn_implementation is not None:
         options["attn_implementation"] = model.attn_implementation
-    with torch.device("meta"), unreadable(model):
+    with torch.device("meta"), errors_of_files(model):
         base = auto.from_config(config, trust_remote_code=model.trust_remote_code, **options)
     base.requires_grad_(False)
     layers = getattr(base.base_model, "layers", None)
@@ -66,7 +73,9 @@ def load_shards(
     if scorer_tokenizer is not None:
         fp32_head(base)
     elif base_file(model.name_or_path, "generation_config.json", model.revision) is not None:
-        with unreadable(model):  # generation_config.json may name additional tokens that end a completion
+        with errors_of_files(
+            model
+        ):  # generation_config.json may name additional tokens that end a completion
             where = source(model.name_or_path)
             base.generation_config = GenerationConfig.from_pretrained(where, revision=model.revision)
     fsdp_sync.current = fsdp_sync.Lockstep(base.base_model)
@@ -96,8 +105,7 @@ def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
     """Reads this rank's rows of each parameter. safetensors memory-maps the files, so other ranks' rows are not read."""
     head, embedding, twins = base.get_output_embeddings(), base.get_input_embeddings(), dict[str, str]()
     if head is not None and base.config.get_text_config().tie_word_embeddings:
-        # For tied weights, the files contain one tensor. In memory, the two weights are separate tensors, because both are
-        # frozen.
+        # The files contain one tensor for two tied weights, which are separate tensors in memory, because both are frozen.
         pair = [name for name, p in base.named_parameters() if p is head.weight or p is embedding.weight]
         twins = dict(zip(pair, pair[::-1], strict=True))
     missing = []

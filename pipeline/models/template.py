@@ -16,9 +16,9 @@ from pipeline.errors import InputError, in_brief
 from pipeline.system.deadline import call_with_deadline
 
 PLAIN = Path(__file__).with_name("plain.jinja")
-# A fixed date. Otherwise, the templates of Llama 3.1 and later would write today's date into the prompt.
+# This fixed date replaces today's date, which the templates of Llama 3.1 and later would write into the prompt.
 DATE = "26 Jul 2024"
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks the completions in a template
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # tag that marks the completions in a template
 MAX_CHARACTERS = 1_000_000  # maximum characters of the text that a template renders for one of the PROBES
 BOS_LINE = "{{- bos_token }}\n"
 PROBES = [
@@ -30,11 +30,11 @@ PROBES = [
 def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
     """Sets the tokenizer's `chat_template`. Raises InputError if the template cannot be read or renders none of the PROBES.
 
-    Also sets the attribute `text_as_chat`, which says whether a plain-text prompt becomes a user message. `text_as_chat` is
+    Also sets the attribute `text_as_chat`, which specifies whether a plain-text prompt becomes a user message. `text_as_chat` is
     False if neither the tokenizer nor the job has a template.
 
     Args:
-        chat_template: a Jinja file, or "plain" (built in). None means the tokenizer's own template, or else "plain".
+        chat_template: a Jinja file, "plain" (built in), or None for the tokenizer's own template ("plain" if it has none).
         where: the base's name in messages.
     """
     plain, own = _plain(tokenizer), tokenizer.chat_template
@@ -61,7 +61,7 @@ def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
 
 
 def _plain(tokenizer: Any) -> str:
-    """Returns the built-in template. It writes a bos token only if the tokenizer also adds one to every text."""
+    """Returns the built-in template. The template writes a bos token only if the tokenizer also adds one to every text."""
     text = PLAIN.read_text(encoding="utf-8")
     first = tokenizer("a").input_ids[:1]
     if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]:
@@ -90,7 +90,7 @@ def text_as_chat(tokenizer: Any, apply_chat_template: bool | None) -> bool:
     """Returns whether a plain-text prompt becomes a user message in the chat template.
 
     Args:
-        apply_chat_template: the job's `data.apply_chat_template`. None means the tokenizer's attribute `text_as_chat`, which
+        apply_chat_template: the job's `data.apply_chat_template`, or None for the tokenizer's attribute `text_as_chat`, which
             set_template or the policy's lineage has set.
     """
     if apply_chat_template is not None:
@@ -99,7 +99,7 @@ def text_as_chat(tokenizer: Any, apply_chat_template: bool | None) -> bool:
 
 
 def _error(tokenizer: Any) -> Exception | None:
-    """Returns an error if the tokenizer's template can render none of the PROBES, or None.
+    """Returns an error if the tokenizer's template cannot render any of the PROBES, or None if it can.
 
     A template may reject some of the PROBES."""
     from jinja2 import TemplateError
@@ -133,7 +133,7 @@ def user_header_and_generation_prompt(tokenizer: Any) -> tuple[str, str]:
             )
             for asks in (False, True)
         )
-    except Exception:  # no template, or one that requires a system message
+    except Exception:  # no template, or a template that requires a system message
         return "", ""
     before = plain.partition("?")[0].removeprefix(tokenizer.bos_token or "").strip()
     return before, asking[len(plain) :].strip() if asking.startswith(plain) else ""

@@ -24,8 +24,8 @@ MIN_ENDED = 0.1  # a warning is printed if a smaller fraction of completions end
 LLAMA_PAD = "<|finetune_right_pad_id|>"
 RESERVED = re.compile(r"reserved|unused|placeholder|dummy|control_\d|extra_id|extra_\d", re.IGNORECASE)
 
-# Tokens of bytes that no UTF-8 text contains, in byte-level BPE and in SentencePiece's byte fallback. No text is encoded
-# to such a token. ÿ, the rarest character, is first, because other programs may mistake this character for the pad token.
+# Tokens of bytes that no UTF-8 text contains, in byte-level BPE and in SentencePiece's byte fallback. No text is encoded to these
+# byte tokens. ÿ, the rarest character, is first, because other programs may mistake this character for the pad token.
 NEVER_PRODUCED = tuple(
     spelling
     for byte in (0xFF, 0xFE, 0xFD, 0xFC, 0xFB, 0xFA, 0xF9, 0xF8, 0xF7, 0xF6, 0xF5, 0xC1, 0xC0)
@@ -49,7 +49,7 @@ def load_tokenizer(
     the pad token or end a completion.
 
     Args:
-        chat_template: a Jinja file, or "plain". None means the tokenizer's own template, or else "plain".
+        chat_template: a Jinja file, "plain", or None for the tokenizer's own template ("plain" if it has none).
     """
     config = base_config(name_or_path, revision)
     generation = base_json(name_or_path, "generation_config.json", revision) or {}
@@ -67,7 +67,7 @@ def load_tokenizer(
         tokenizer.eos_token = tokens[0]
     set_template(tokenizer, chat_template, name_or_path)
     _check_ids(tokenizer, rows, name_or_path)
-    tokenizer.generation_eos = _as_list(generation.get("eos_token_id"))  # further ids that end a completion
+    tokenizer.generation_eos = _as_list(generation.get("eos_token_id"))  # more ids that end a completion
     tokenizer.pad_token = _pad_token(tokenizer, set(eos_ids(tokenizer)), rows, name_or_path)
     tokenizer.padding_side = "right"
     return tokenizer
@@ -78,7 +78,8 @@ def _read(name_or_path: str, revision: str | None, trust_remote_code: bool) -> A
     settings = base_json(name_or_path, "tokenizer_config.json", revision) or {}
     options: dict[str, Any] = {"revision": revision}
     if settings.get("pad_token") in NEVER_PRODUCED:
-        # This pipeline has chosen this pad token. Loaded as a special token, it would match its character in any text.
+        # An earlier run of this pipeline chose this pad token. If it were loaded as a special token, every occurrence of its
+        # character in a text would be encoded as padding.
         options["pad_token"] = None
     plain = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
     try:
@@ -133,7 +134,7 @@ def _check_ids(tokenizer: Any, rows: int | None, where: str) -> None:
 
 
 def eos_ids(tokenizer: Any, generation_config: Any = None) -> list[int]:
-    """Returns the sorted ids of all tokens that end a completion: eos of the tokenizer and the generation config, end of turn.
+    """Returns the sorted ids of all tokens that end a completion: the EOS tokens and the tokens that end a turn.
 
     Args:
         generation_config: the model's configuration or its dict, whose eos ids are added to the tokenizer's `generation_eos`.
@@ -152,7 +153,7 @@ def warn_of_endless(ended: float, completions: str) -> None:
     """Prints a warning if less than the fraction MIN_ENDED of the completions ended with EOS."""
     if ended < MIN_ENDED:
         print(
-            f"warning: {ended:.0%} of {completions} ended by themselves, the others were truncated at trainer.response_length; "
+            f"warning: {ended:.0%} of {completions} ended with EOS, the other ones were truncated at trainer.response_length; "
             "raise this key, or train sft on rows that end, and check its eos_accuracy",
             flush=True,
         )
@@ -201,7 +202,7 @@ def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> 
 def tokenizer_digest(tokenizer: Any) -> str:
     """Returns a SHA-256 of the settings that determine token ids. Saving, loading and pickling do not change the digest."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    backend.pop("padding")  # the last call of the tokenizer sets padding and truncation
+    backend.pop("padding")  # each call of the tokenizer may change its padding and truncation
     backend.pop("truncation")
     specials = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
     return _digest(json.dumps([backend, specials], sort_keys=True))

@@ -1,6 +1,7 @@
 """Saves tokenizers and configs with the key names of both transformers 4 and 5, so that both versions load the same model.
 
-transformers 4 silently ignores most of the new names. For example, it would use the default RoPE base of 10000 for every model.
+transformers 4 silently ignores most key names of version 5. For example, without `rope_theta`, transformers 4 would use the
+default RoPE base of 10000 for every model.
 """
 
 import json
@@ -35,7 +36,7 @@ def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
 
 
 def add_old_names(folder: str | Path, base: dict[str, Any]) -> None:
-    """Adds the keys of transformers 4 to a folder's config.json, from the base's config.json (`base`) or from its own keys."""
+    """Adds the keys of transformers 4 to a folder's config.json, copied from `base` or converted from the new keys."""
     path = Path(folder, "config.json")
     config = json.loads(path.read_text(encoding="utf-8"))
     for new, own in ((config, base), (config.get("text_config") or {}, base.get("text_config") or {})):
@@ -46,14 +47,14 @@ def add_old_names(folder: str | Path, base: dict[str, Any]) -> None:
 
 
 def old_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config's rope_parameters with the key names of transformers 4. The parameters may differ by type of layer."""
+    """Returns a config's rope_parameters with the key names of transformers 4. Layer types may have different parameters."""
     rope = config.get("rope_parameters") or {}
     full, sliding = rope.get("full_attention", rope), rope.get("sliding_attention")
     if not full:
         return {}
     old = {key: full[key] for key in ("rope_theta", "partial_rotary_factor") if key in full}
     old["rope_scaling"] = None
-    if (kind := full.get("rope_type", "default")) == "longrope":  # Phi-3 rejects any other key
+    if (kind := full.get("rope_type", "default")) == "longrope":  # Phi-3's config rejects unknown keys
         old["rope_scaling"] = {"type": kind, **{key: full[key] for key in ("short_factor", "long_factor")}}
     elif kind != "default":
         old["rope_scaling"] = {key: full[key] for key in full if key not in (*old, "type")}

@@ -1,7 +1,7 @@
-"""Estimates what a job needs: an itemized list of one worker's memory, and the hours on a GPU.
+"""Estimates the memory of one worker of a job as an itemized list, and the hours of the job on a GPU.
 
-shape.py measures sizes on the job's model, so no formula depends on the architecture. For the tensors of TRL's losses, a
-factor was fitted to measured peaks. Tests compare the sum of all items with the peak memory of real runs.
+shape.py measures the sizes with the job's own model, so no formula depends on the architecture. For the tensors of TRL's losses,
+a factor was fitted to measured peaks. Tests compare the sum of all items with the peak memory of real runs.
 """
 
 import math
@@ -44,10 +44,10 @@ GPUS = {
         Gpu("H200", 139, PEAK_TFLOPS["H200"], 4800),
     )
 }
-# A run recomputes activations if it would otherwise need a larger fraction of the free memory. On a CPU, estimates are within
-# 15 % of measured peaks. Estimates have not been compared with a GPU.
+# A run recomputes activations if storing them would need more than this fraction of the free memory. On a CPU, estimates are
+# within 15 % of measured peaks. Estimates have not been compared with measurements on a GPU.
 MAX_FILL = 0.9
-# Assumed fraction of a GPU's peak FLOP/s and of its memory bandwidth. The plan prints this fraction.
+# Assumed fraction of a GPU's peak FLOP/s and of its memory bandwidth. The plan prints the assumed fraction.
 UTILIZATION = 0.35
 RUNTIME = {
     "cpu": 0.75 * GIB,
@@ -58,7 +58,7 @@ RUNTIME = {
 # would take 25 % longer.
 SLACK = {"cpu": 2.0, "cuda": 1.1}
 # Layers of a sharded base in memory at the same time: the current layer, the next layer, and the shards from which the next
-# layer is gathered. This number has not been measured on a GPU.
+# layer is gathered. The number of layers has not been measured on a GPU.
 GATHERED = 3
 # Tokens and vocabulary entries of a tile. TRL's losses for sft, dpo and kto compute the logits one tile at a time.
 LOGIT_TILE = (4096, 32768)
@@ -73,7 +73,7 @@ class Item:
 
     what: str
     size: float  # bytes
-    phase: str = "always"  # always, rollout, score or update
+    phase: str = "always"  # phase in which the memory is in use: always, rollout, score or update
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Plan:
     items: list[Item]
     device: str  # cpu, cuda
     asked: MemorySettings
-    tokens: tuple[int, int]  # maximum tokens of prompt and completion; in TRL's stages, of a row, and 0
+    tokens: tuple[int, int]  # maximum tokens of (prompt, completion), or (row, 0) in TRL's stages
     in_shards: bool  # whether each worker has only a shard of the base
 
     @property
@@ -119,7 +119,7 @@ class Plan:
 
 
 def memory_settings(work: Sections, context: int) -> MemorySettings:
-    """Returns the settings, for rows of the maximum length. `context` is the number of tokens in the model's context."""
+    """Returns the settings for rows of the maximum length. `context` is the number of tokens in the model's context."""
     spec, args, workers, longest = work.spec, work.args, work.places.workers.fewest, work.data.max_length
     if spec.trl:
         return MemorySettings(
@@ -144,7 +144,7 @@ def memory_settings(work: Sections, context: int) -> MemorySettings:
         decoded = min(args.decoded(workers), MAX_VLLM_ROWS)
     scored = args.max_tokens_per_micro_batch or FORWARD_TOKENS["cuda" if work.places.on_gpu else "cpu"]
     scored = max(width, min(scored, args.batch_size * width))
-    checkpointing = args.gradient_checkpointing is not False  # with None, the run decides later
+    checkpointing = args.gradient_checkpointing is not False  # if None, the run decides later
     rows = min(rows, args.batch_size)
     return MemorySettings(rows, width, work.bf16, checkpointing, 1, decoded, prompt, completion, scored)
 
@@ -176,7 +176,7 @@ def make_plan(work: Sections, loras: Loras | None = None, learns: bool = True) -
     room_for_prompts(work.writes, work.data.max_length, shape.context)
     asked, workers = memory_settings(work, shape.context), work.places.workers.fewest
     trainable = sum(size[role] for role in learning)
-    in_shards = learns and model.fsdp and workers > 1  # a rollout worker has the full base
+    in_shards = learns and model.fsdp and workers > 1  # rollout workers load the full base
     if in_shards:
         at_hand = shape.embedding + GATHERED * shape.layer
         items = [
@@ -203,7 +203,7 @@ def make_plan(work: Sections, loras: Loras | None = None, learns: bool = True) -
         items.append(Item(f"activations for backward: {tokens:,} tokens, {kind}", saved, "update"))
         items.append(Item("logits and their gradients", _logits(spec, shape, tokens, device), "update"))
     if spec.online and asked.bf16:
-        items.append(Item("the learning adapters in bfloat16", trainable / 2, "update"))
+        items.append(Item("copies of the trained adapters in bfloat16", trainable / 2, "update"))
     vllm = spec.online and rollout.engine == "vllm"
     if asked.rollout_rows and not (learning and vllm and rollout.num_workers):
         gpus = rollout.tensor_parallel_size if vllm and not learning else 1
@@ -246,7 +246,7 @@ def _rollout_items(shape: Shape, asked: MemorySettings, device: str, vllm: bool,
 
 
 def _roles(work: Sections) -> tuple[list[str], list[str]]:
-    """Returns the roles that have an adapter in memory, and those of these roles that are trained."""
+    """Returns the roles that have an adapter in memory, and the subset of these roles that is trained."""
     spec, named = work.spec, work.named
     if spec.learns is None:
         models = [name for name, at in named.items() if at != "base" and InputURI.parse(at).is_model]
@@ -271,7 +271,7 @@ def _moments(trainer: dict[str, Any]) -> float:
 
 
 def _has_reference(work: Sections) -> bool:
-    """Returns whether the reference is an adapter. Otherwise, it is the bare base, which needs no additional memory."""
+    """Returns whether the reference is an adapter. A reference without an adapter is the base, which needs no more memory."""
     start = work.named.get("reference") or work.named.get("policy")
     return work.spec.keeps_reference and start not in (None, "base")
 
@@ -292,16 +292,16 @@ def _logits(spec: StageSpec, shape: Shape, tokens: int, device: str) -> float:
 
 
 def gpus_called(label: str) -> list[str]:
-    """Returns the GPUs that Ray's accelerator type may mean, or [] if it is unknown. For example, "A100" may have 40 or 80 GB."""
+    """Returns the GPUs that match Ray's accelerator type, or [] if it is unknown. For example, an "A100" has 40 or 80 GB."""
     return [name for name in GPUS if label in (name, name.partition("-")[0])]
 
 
 def memory_of(label: str) -> float | None:
-    """Returns the GiB of a GPU of the accelerator type, or None if the type is unknown. Of two sizes, returns the smaller one."""
+    """Returns the GiB of a GPU of the accelerator type (the smallest if the type has several sizes), or None if it is unknown."""
     return min((GPUS[name].memory for name in gpus_called(label)), default=None)
 
 
-def fitting(plan: Plan) -> list[str]:
+def fitting_gpus(plan: Plan) -> list[str]:
     """Returns the GPUs on which the job fits, smallest first."""
     return [name for name, gpu in GPUS.items() if plan.peak <= gpu.memory * GIB]
 
@@ -329,9 +329,9 @@ def fit_into(work: Sections, memory: float, loras: Loras | None = None) -> tuple
 
 
 def _changes(work: Sections, loras: Loras | None = None) -> list[tuple[str, Any]]:
-    """Returns overrides that reduce the memory, least disruptive first. The last one, NF4, changes the result of the run."""
+    """Returns overrides that reduce the memory, least disruptive first. The last override, NF4, changes the result of the run."""
     asked, spec, workers = memory_settings(work, 1 << 20), work.spec, work.places.workers.fewest
-    # Only divisors of the current size, so that the batch remains divisible.
+    # Considers only divisors of the current size, so that the batch remains divisible.
     fewer = [n for n in range(asked.rows - 1, spec.fewest_rows - 1, -1) if asked.rows % n == 0]
     changes: list[tuple[str, Any]] = []
     now = work.args.planned_rows(workers) if spec.online else asked.rollout_rows
@@ -371,8 +371,8 @@ def _with(work: Sections, changes: dict[str, Any]) -> Sections:
 def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
     """Returns the estimated hours of a run on GPUs of one type, which reach the fraction UTILIZATION of their peak speed.
 
-    Completions are assumed to have their maximum length. A decoding step is assumed to take as long as reading the weights and
-    the KV cache, which is half full on average. The estimate does not include the time to gather a sharded base.
+    The estimate assumes that completions have their maximum length. A decoding step is assumed to take as long as reading the
+    weights and the KV cache, which is half full on average. The estimate does not include the time to gather a sharded base.
 
     Args:
         name: a key of GPUS.
@@ -408,10 +408,10 @@ def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
     return seconds / UTILIZATION / workers / 3600
 
 
-def recomputes(worker: Any) -> bool:
+def recomputes_activations(worker: Any) -> bool:
     """Returns whether the workers recompute activations: `trainer.gradient_checkpointing`, or the plan's decision if it is null.
 
-    All ranks return the same value. Rank 0 prints the plan's reason. Must be called before the base is loaded.
+    All ranks return the same value. Rank 0 prints the plan's reason. Call this function before the base is loaded.
     """
     import torch
 
@@ -426,7 +426,7 @@ def recomputes(worker: Any) -> bool:
     loras = {name.split(".")[0]: adapter_files.describe_adapter(worker.input(name)) for name in adapters}
     peak = make_plan(_with(work, {"trainer.gradient_checkpointing": False}), loras).peak
     memory = free_bytes(torch.device(worker.device))
-    why = f"keeping all needs {peak / GIB:.1f} GiB, and {memory / GIB:.1f} GiB are free"
+    why = f"storing all activations needs {peak / GIB:.1f} GiB, and {memory / GIB:.1f} GiB are free"
     needed, why = max(worker.gather((peak > MAX_FILL * memory, why)))  # True if any worker needs to recompute
     if worker.rank == 0:
         kept = "recomputed" if needed else "kept"

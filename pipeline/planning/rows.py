@@ -3,7 +3,7 @@
 import tempfile
 from dataclasses import dataclass, replace
 
-from pipeline.data.chunks import Chunk, plan_chunks
+from pipeline.data.chunks import FileChunk, plan_chunks
 from pipeline.data.mixture import mix_sources
 from pipeline.data.read import plan_reading
 from pipeline.data.report import split_of
@@ -21,10 +21,10 @@ MAX_UNSPLITTABLE = 32 << 20  # maximum bytes of a file that cannot be split (com
 
 @dataclass(frozen=True)
 class Rows:
-    """The number and the mean length of the training rows of an epoch."""
+    """The number and the mean length of the training rows in an epoch."""
 
     count: int
-    tokens: float  # mean tokens of a row; for a preference pair, of its prompt with the chosen completion
+    tokens: float  # mean tokens of a row; a preference pair counts its prompt and the chosen completion
 
 
 def estimate_rows(work: Sections, context: int | None) -> tuple[Rows | None, str]:
@@ -41,7 +41,7 @@ def estimate_rows(work: Sections, context: int | None) -> tuple[Rows | None, str
             model.name_or_path, model.revision, model.chat_template, model.trust_remote_code
         )
         files, options = plan_reading(work.identity.stage, replace(work.data, eval=None), tokenizer, context)
-        sources: list[list[Chunk]] = [[] for _ in sources_of(work.data.train)]
+        sources: list[list[FileChunk]] = [[] for _ in sources_of(work.data.train)]
         for file in files["train"]:
             for chunk in plan_chunks(file, "train", options.kind_in("train", file.source), CHUNK):
                 sources[chunk.source].append(chunk)
@@ -61,7 +61,7 @@ def estimate_rows(work: Sections, context: int | None) -> tuple[Rows | None, str
             sizes.append(round(part.kept / share) if share else 0)
             estimated |= share < 1
         if not sum(sizes):
-            return None, "none of its first rows can be used; `validate` shows why"
+            return None, "none of the first rows of data.train can be used; `validate` shows why"
         mixture = mix_sources(sources_of(work.data.train), sizes, work.data.stopping_strategy)
         drawn = mixture.draws if mixture else sizes
     except InputError as error:

@@ -1,7 +1,7 @@
 """Counts the parameters of a job's model and the bytes that a token needs, without loading weights.
 
 Builds the model with one layer and with two layers, runs both on fake tensors, and counts what autograd would save for the
-backward pass. The difference between the two is the size of a layer.
+backward pass. The difference between the two models is the size of a layer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NF4_BYTES = 0.516  # bytes per NF4 weight: half a byte, plus its share of the qu
 
 
 def config_of(model: Model) -> tuple[dict[str, Any], str | None]:
-    """Returns (the base's config.json, None). If the file cannot be read, returns (its values in SHAPES, the reason)."""
+    """Returns (the base's config.json, None), or (the base's values in SHAPES, the reason) if the file cannot be read."""
     try:
         return base_config(model.name_or_path, model.revision), None
     except InputError as error:
@@ -54,7 +54,7 @@ class Shape:
     Args:
         model: the `model` section, with the dtype of the frozen base.
         lora: the settings of a new adapter.
-        head: whether an adapter has a scalar head. Reward models have one, and so do critics that start from a reward model.
+        head: whether an adapter has a scalar head. Reward models have a head, and so do critics that start from a reward model.
     """
 
     def __init__(self, model: Model, lora: dict[str, Any], head: bool = False) -> None:
@@ -82,7 +82,7 @@ class Shape:
         quantized = whole["linear"] if model.load_in_4bit else 0
         self.weights = (self.parameters - quantized) * self.dtype_bytes + quantized * NF4_BYTES
         # Bytes that a decoding step reads and writes. For a matrix product, bitsandbytes writes and reads a copy of each NF4
-        # weight in the compute dtype (functional.dequantize_4bit). Only its kernel for a batch of one row makes no copy.
+        # weight in the compute dtype (functional.dequantize_4bit). Only the kernel for a batch of one row needs no copy.
         self.moved = self.weights + 2.0 * quantized * self.dtype_bytes
 
     def sharded(self, workers: int, lm_head: bool) -> float:
@@ -98,7 +98,7 @@ class Shape:
 
     def activations(self, rows: int, width: int, bf16: bool, checkpointing: bool) -> float:
         """Returns the bytes that a forward of one role saves for backward, plus the temporary tensors of one layer."""
-        one, two = (saved(self.model, self.lora, layers, rows, width, bf16) for layers in (1, 2))
+        one, two = (bytes_saved(self.model, self.lora, layers, rows, width, bf16) for layers in (1, 2))
         layer, rest = two - one, max(0.0, 2 * one - two)
         passing = rows * width * self.forward(bf16)
         if not checkpointing:
@@ -115,7 +115,7 @@ class Shape:
 
     @property
     def keeps_other_state(self) -> bool:
-        """Returns whether a layer has state other than keys and values. If so, the decoder reads all prompts in one forward."""
+        """Returns whether a layer has more state than keys and values, so that the decoder reads all prompts in one forward."""
         kinds = getattr(self.text, "layer_types", None) or ()
         return any(kind not in ("full_attention", "sliding_attention", "chunked_attention") for kind in kinds)
 
@@ -125,7 +125,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class _Model:
-    """The part of a job that determines the counts of parameters and bytes. Serves as the key of the cached counts."""
+    """The settings of a job that determine the counts of parameters and bytes. Serves as the key of the cached counts."""
 
     config: str  # config.json
     dtype: str
@@ -152,7 +152,7 @@ def _count(model: _Model, lora: str, layers: int) -> dict[str, int]:
 
 
 @cache
-def saved(model: _Model, lora: str, layers: int, rows: int, width: int, bf16: bool) -> float:
+def bytes_saved(model: _Model, lora: str, layers: int, rows: int, width: int, bf16: bool) -> float:
     """Returns the bytes of the tensors, except parameters, that autograd saves in a forward pass through `layers` layers."""
     from unittest.mock import patch
 

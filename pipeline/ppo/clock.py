@@ -15,9 +15,9 @@ from pipeline.errors import OutOfMemory, in_brief, is_out_of_memory
 class Phases:
     """Adds up the seconds of each phase, and records its peak memory: `with phases("rollout"): ...`.
 
-    On a GPU, memory is what torch allocated. On a CPU, memory is the process's resident set (Linux only, elsewhere 0). Each phase
-    resets the operating system's peak, so getrusage does not report the peak of the run. `memory/peak` does. An out-of-memory
-    error becomes an OutOfMemory with the phase's name.
+    On a GPU, memory is the memory that torch allocated. On a CPU, memory is the process's resident set (Linux only, elsewhere 0).
+    Each phase resets the operating system's peak, so getrusage does not report the peak of the whole run. The metric
+    `memory/peak` reports the peak of the whole run. If memory runs out, raises OutOfMemory with the phase's name.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class Phases:
                 raise
             raise OutOfMemory(name, in_brief(error)) from error
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # waits for this phase's kernels, which run asynchronously
+            torch.cuda.synchronize(self.device)  # waits until all kernels of the phase have run
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
         self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), peak_bytes(self.device))
 
@@ -68,6 +68,6 @@ def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif (clear := Path("/proc/self/clear_refs")).exists():
-        # If a container forbids the reset, the system reports the peak since the process started, which is an upper bound.
+        # If a container forbids resetting the peak, the peak since the process started is an upper bound.
         with suppress(PermissionError):
             clear.write_text("5")  # "reset the peak resident set size" (proc(5))

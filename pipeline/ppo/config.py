@@ -3,8 +3,8 @@
 job/schema.py checks types and ranges of fields when it reads a job. `PPOConfig` checks combinations of fields, and raises an
 InputError with the key.
 
-Fields have the names of TRL's last `PPOConfig` (1.12), or else of TRL 1.16's online trainers (GRPO, RLOO). An *episode* is one
-completion of one prompt. An *update* is one rollout and the optimizer steps on its episodes.
+Fields are named as in TRL's last `PPOConfig` (1.12), or as in the configurations of TRL 1.16's GRPO and RLOO trainers. An
+*episode* is one completion of one prompt. An *update* is one rollout and the optimizer steps on its episodes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from pipeline.errors import about
+from pipeline.errors import blame_key
 from pipeline.job.ranges import (
     Count,
     Factor,
@@ -34,9 +34,10 @@ from pipeline.job.ranges import (
 from pipeline.ppo import estimators
 from pipeline.ppo.estimators import Estimator
 
-# Number of completions decoded at once that a plan assumes if free memory decides the number. Also the default in evaluations.
+# Number of completions that a plan decodes at once, if the job does not set the number. Evaluations decode this many completions
+# at once by default.
 PLANNED_ROWS = 64
-CHUNK_COMPLETIONS = 256  # number of completions in a chunk if the job sets none
+CHUNK_COMPLETIONS = 256  # default number of completions in a chunk
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class PPOConfig:
 
     # ---- amount of training, batch sizes
     total_episodes: Annotated[int, Ge(1), Le(10**12)] | None = None
-    """Episodes of the run over all workers. By default `num_train_epochs` passes over the prompts."""
+    """Number of episodes in the run, over all workers. By default, the run makes `num_train_epochs` passes over the prompts."""
     num_train_epochs: Factor = 1.0
     """Passes over the prompts; fractions are allowed. Used only if `total_episodes` is None."""
     batch_size: Rows = 64
@@ -57,7 +58,8 @@ class PPOConfig:
     """Passes over the episodes of each update. [K in the PPO paper]"""
     num_mini_batches: Rows = 1
     """Minibatches, and so optimizer steps, per pass: 1 to `batch_size`. Prompts are shuffled before each pass, together with
-    their completions. Minibatches consist of complete groups if the numbers divide evenly."""
+    their completions. If `num_mini_batches` divides the number of prompts, all completions of a prompt are in the same
+    minibatch."""
     num_generations: Rows = 1
     """Completions per prompt. `rloo` and `grpo` compare them, and need at least 2. [G in GRPO, k in RLOO]"""
     per_device_train_batch_size: Rows = 16
@@ -66,9 +68,9 @@ class PPOConfig:
     """Tokens per forward and backward pass on one worker, padding included. By default `per_device_train_batch_size`
     episodes; in passes without gradients, 16384 tokens on a GPU and 4096 on a CPU."""
     local_rollout_forward_batch_size: Rows | None = None
-    """Completions of a chunk, which a worker decodes at once. An update is split into chunks. Chunks are sampled and scored one
-    by one, and rollout workers share them (`rollout.num_workers`). By default, a chunk has 256 completions, and a worker decodes
-    as many at once as fit into half of its free memory when the run starts."""
+    """Completions per chunk, all of which a worker decodes at once. An update is split into chunks, which are sampled and scored
+    one by one. Rollout workers share the chunks of an update (`rollout.num_workers`). By default, a chunk has 256 completions.
+    The worker then decodes as many completions at once as fit into half of its free memory when the run starts."""
 
     # ---- rollout. There is no top-k and no top-p, so the log-probs belong to the distribution that tokens are sampled from.
     response_length: Rows = 53
@@ -76,7 +78,7 @@ class PPOConfig:
     min_new_tokens: Annotated[int, Ge(0), Le(2**20)] = 0
     """Minimum length of a completion in tokens, 0 to `response_length` - 1. Before that length, end-of-sequence tokens have
     probability 0 in sampling and in all log-probs."""
-    temperature: Annotated[float, Ge(0.01), Le(100)] = 1.0  # vLLM raises smaller values to 0.01
+    temperature: Annotated[float, Ge(0.01), Le(100)] = 1.0  # vLLM raises lower temperatures to 0.01
     """Sampling temperature: divides the logits, in sampling and in all log-probs."""
 
     # ---- reward
@@ -84,8 +86,8 @@ class PPOConfig:
     """Normalize the scores of reward adapters with the mean and standard deviation stored with their versions. Scores of Python
     functions, judges and other models have no stored constants, and are not normalized."""
     reward_timeout_s: Patience = 600.0
-    """Seconds that an update waits for a judge or for a reward that is an async function. After this time, the run ends. The
-    same command with its run.name continues the run. -1: no limit."""
+    """Seconds that an update waits for a judge or for a reward that is an async function. After this time, the run ends. To
+    continue the run, repeat the command with the same run.name. -1: no limit."""
     reward_clip: Factor | None = None
     """Clip the weighted sum of the (normalized) scores to [-reward_clip, reward_clip]. By default no clipping."""
     missing_eos_penalty: Weight | None = None
@@ -95,15 +97,15 @@ class PPOConfig:
     mask_truncated_completions: bool = False
     """Exclude completions truncated at `response_length` from the loss (DAPO's overlong filtering)."""
     whiten_rewards: bool = False
-    """Scale token rewards to unit variance over the batch, keeping their mean."""
+    """Scale token rewards to unit variance over the batch, without changing their mean."""
 
     # ---- KL to the reference
     kl_coef: Weight = 0.05
-    """KL coefficient, reward per nat; the initial one if `kl_controller` is adaptive. [beta]"""
+    """KL coefficient, in reward per nat. With an adaptive `kl_controller`, this is the initial coefficient. [beta]"""
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
     """Estimator of the KL per token in the reward or the loss (functional.kl_estimate). Metrics always report k1."""
     kl_in: Literal["reward", "loss"] = "reward"
-    """Subtract the KL from each token's reward (PPO), or add the KL to the loss (GRPO), with k2 or k3 only."""
+    """reward: subtract the KL from each token's reward (PPO). loss: add the KL to the loss (GRPO), with k2 or k3 only."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
     """Keep `kl_coef` fixed, or adapt `kl_coef` to reach `kl_target`."""
     kl_target: Annotated[float, Ge(1e-6), Le(10**6)] = 6.0
@@ -113,8 +115,8 @@ class PPOConfig:
     sync_ref_model: bool = False
     """Mix the policy into the reference every `ref_model_sync_steps` updates."""
     ref_model_mixup_alpha: Share = 0.6
-    """Weight of the policy when it is mixed into the reference. A small weight, with a mix after every update, is the usual
-    exponential moving average. [alpha]"""
+    """Weight of the policy when it is mixed into the reference. With a small weight and a mix after every update, the reference
+    is an exponential moving average of the policy. [alpha]"""
     ref_model_sync_steps: Count = 512
     """Number of updates between two mixes of the policy into the reference."""
 
@@ -123,16 +125,16 @@ class PPOConfig:
     """gae, rloo, grpo, remax, reinforce_plus_plus, none, or your own as python:MODULE:FUNCTION (see ppo/estimators.py). gae uses
     a critic. rloo, grpo and remax subtract a baseline from a completion's reward: rloo the mean reward of the prompt's other
     completions, grpo the mean of all of them (and divides by their standard deviation), remax the score of the greedy
-    completion. reinforce_plus_plus has no baseline, and whitens the reward to go over the batch. none: the job has no reward,
+    completion. reinforce_plus_plus has no baseline, and whitens the rewards-to-go over the batch. none: the job has no reward,
     and learns from its `teacher` alone."""
     critic: Literal["adapter", "head"] = "adapter"
     """What predicts the values for gae. adapter: a separate role, which starts as a copy of the first reward adapter and its
     head, if there is one. head: a linear head on the policy's hidden states, which starts at 0 and needs no forward and
-    backward of its own. With `head`, the policy learns from both losses."""
+    backward of its own. With `head`, both the policy loss and the value loss train the policy's adapter."""
     gamma: Share = 1.0
     """Discount per token, for gae, remax and reinforce_plus_plus. [gamma]"""
     lam: Share = 0.95
-    """Weight of longer reward sums in gae: 1 relies on the rewards alone, 0 on the critic alone. [lambda]"""
+    """Trade-off of gae: 1 uses all later rewards, and 0 uses one reward and the critic's next value. [lambda]"""
     teacher_coef: Weight = 0.0
     """Weight of the job's `teacher`. After whitening, each token's advantage grows by this weight times
     log p_teacher - log p_policy. 0: no teacher."""
@@ -147,8 +149,8 @@ class PPOConfig:
     cliprange: Factor = 0.2
     """Clip range of the probability ratio: [1 - cliprange, 1 + cliprange]. [epsilon]"""
     cliprange_high: Factor | None = None
-    """Upper clip range: [1 - cliprange, 1 + cliprange_high]; above `cliprange`, unlikely tokens can gain more (DAPO's
-    clip-higher, 0.28). By default `cliprange`. [epsilon_high]"""
+    """Upper clip range: [1 - cliprange, 1 + cliprange_high]; a value above `cliprange` lets unlikely tokens gain more probability
+    (DAPO's clip-higher, 0.28). By default `cliprange`. [epsilon_high]"""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Which probability ratio is clipped. token: each token's ratio. sequence: the completion's ratio to the power 1 / length
     (GSPO), for rloo and grpo. The sequence ratio is much closer to 1, so GSPO sets `cliprange` to about 0.0003."""
@@ -158,36 +160,36 @@ class PPOConfig:
     sum, divided by the number of completions times `response_length` (Dr. GRPO). By default sequence for grpo, as in its
     paper, else token. The value loss is always a mean over tokens."""
     dual_clip: Annotated[float, Gt(1), Le(10**6)] | None = None
-    """Bound of dual clip, usually 3: for a negative advantage, the objective is at least this times the advantage.
-    By default no bound. [c, Ye et al.]"""
+    """Bound of dual clip, usually 3: for a negative advantage, the objective is at least this bound times the advantage. By
+    default no bound. [c, Ye et al.]"""
     entropy_coef: Weight = 0.0
-    """Coefficient of the entropy bonus: one nat of a token's entropy lowers the loss by this. [c2 in the PPO paper]"""
+    """Coefficient of the entropy bonus: each nat of a token's entropy lowers the loss by this amount. [c2 in the PPO paper]"""
     vf_coef: Weight = 0.1
     """Coefficient of the value loss. With `critic: adapter`, policy and critic share no parameters, and the coefficient only
     scales the critic's gradient before `max_grad_norm` and `adam_epsilon` apply. The step size of the critic is
     `critic_learning_rate`. With `critic: head`, the coefficient weighs the value loss against the policy loss. If coefficient and
-    rewards are large, the value loss moves the policy, and the KL grows without use. [c1 in the PPO paper]"""
+    rewards are large, the value loss moves the policy, and the KL grows without benefit. [c1 in the PPO paper]"""
     cliprange_value: Factor | None = 0.2
-    """How far values may move from the values of the rollout. The unit is the unit of the reward, or a standard deviation of the
-    returns with `normalize_values`. null: no clipping."""
+    """Clip range of the value loss: how far a value may be from its old value in the rollout, in units of the reward. With
+    `normalize_values`, the unit is a standard deviation of the returns. null: no clipping."""
     normalize_values: bool = False
     """Normalize the critic's targets by the running mean and standard deviation of the returns."""
     critic_warmup_steps: Steps = 0
     """Number of first updates that train the critic alone. The policy's learning rate schedule begins after these updates."""
     target_kl: Factor | None = None
-    """End an update before the optimizer step of a minibatch if its approximate KL to the old policy (k2, mean nats per
-    token) exceeds 1.5 times this. By default never."""
+    """End an update before the optimizer step of a minibatch if the minibatch's approximate KL to the old policy (k2, mean nats
+    per token) exceeds 1.5 times this value. By default, no update ends early."""
 
     # ---- optimizer (AdamW), schedule: one scheduler step for each update
     optim: Literal[
         "adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"
     ] = "adamw_torch"
-    """The kind of AdamW, with the names of transformers. fused: one kernel per step. 8bit: bitsandbytes stores each moment in
-    one byte if a parameter has 4096 numbers or more. paged: moments move to CPU memory if GPU memory is full."""
+    """The kind of AdamW, named as in transformers. fused: one kernel per step. 8bit: bitsandbytes stores each moment in one byte
+    if a parameter has 4096 numbers or more. paged: moments move to CPU memory if GPU memory is full."""
     learning_rate: Rate = 3e-6
     """Initial learning rate of policy and critic."""
     critic_learning_rate: Annotated[float, Ge(0), Le(100)] | None = None
-    """Initial learning rate of the critic: above 0 with `critic: head`. By default `learning_rate`."""
+    """Initial learning rate of the critic. Must be above 0 with `critic: head`. By default `learning_rate`."""
     adam_beta1: Fraction = 0.9
     """Decay rate of Adam's first moment. [beta1]"""
     adam_beta2: Fraction = 0.999
@@ -206,12 +208,12 @@ class PPOConfig:
         "constant_with_warmup",
         "inverse_sqrt",
     ] = "linear"
-    """Schedules of transformers.get_scheduler without further settings."""
+    """Schedule of transformers.get_scheduler. Only schedules without further settings are supported."""
     warmup_steps: Steps = 0
-    """Updates of linear warm-up: the n-th has n / (warmup_steps + 1) of the learning rate. The critic's warm-up begins with the
-    run. The policy's warm-up begins when the policy begins to learn (`critic_warmup_steps`)."""
+    """Number of updates of linear warm-up: the n-th update uses n / (warmup_steps + 1) of the learning rate. The critic's warm-up
+    begins with the run. The policy's warm-up begins when the policy begins to learn (`critic_warmup_steps`)."""
     max_grad_norm: Norm = 1.0
-    """Clip the L2 norms of the gradients of policy and critic, each separately, to this norm. With `critic: head`, the policy's
+    """Maximum L2 norm of the gradients, which are clipped separately for policy and critic. With `critic: head`, the policy's
     gradient comes from both losses. 0: no clipping."""
 
     # ---- precision, memory
@@ -224,7 +226,8 @@ class PPOConfig:
 
     # ---- run
     seed: Seed = 42
-    """Seed of prompt order, minibatches and sampling. Sampling depends on the number of the episode, not on batch or worker."""
+    """Seed of prompt order, minibatches and sampling. The random numbers of an episode depend on its number, not on batch or
+    worker."""
     logging_steps: Count = 1
     """Updates between two log entries."""
     save_steps: Steps = 0
@@ -232,7 +235,8 @@ class PPOConfig:
     eval_steps: Steps = 0
     """Updates between two evaluations on the eval prompts. 0: only before and after training."""
     check_reference: bool = True
-    """End the run if the KL to the reference is not 0 before the first update: the policy should start as the reference."""
+    """End the run if the KL to the reference is not 0 before the first update, because the policy should start as a copy of the
+    reference."""
 
     def __post_init__(self) -> None:
         require = partial(require_value, self)
@@ -240,12 +244,12 @@ class PPOConfig:
         known = name in estimators.ESTIMATORS or name.startswith("python:")
         names = f"{', '.join(estimators.ESTIMATORS)} or python:MODULE:FUNCTION"
         require("advantage_estimator", known, names)
-        with about("advantage_estimator"):
+        with blame_key("advantage_estimator"):
             groups, reads = self.estimator.compares_groups, self.estimator.reads
         unknown = sorted(reads - estimators.TENSORS - {field.name for field in fields(self)})
         parameters = (
             f"a function whose parameters are among {', '.join(sorted(estimators.TENSORS))} and the keys of trainer; "
-            f"it has {', '.join(unknown)}"
+            f"unknown: {', '.join(unknown)}"
         )
         require("advantage_estimator", not unknown, parameters)
 
@@ -254,11 +258,12 @@ class PPOConfig:
         require("batch_size", self.batch_size % self.num_generations == 0, together)
         most = f"at most batch_size ({self.batch_size})"
         require("num_mini_batches", self.num_mini_batches <= self.batch_size, most)
-        several = f"2 or more: {name} compares completions to one prompt"
+        several = f"2 or more, because {name} compares the completions to a prompt"
         require("num_generations", self.num_generations > 1 or not groups, several)
-        token = f"'token' with advantage_estimator {name}: its advantages differ from token to token"
+        token = f"'token' with advantage_estimator {name}, because its advantages differ from token to token"
         require("importance_sampling_level", self.importance_sampling_level == "token" or groups, token)
-        pulls = "'k2' or 'k3' with kl_in: loss, because the gradient of k1 is 0 on average and would not keep the policy close"
+        pulls = "'k2' or 'k3' with kl_in: loss, because the gradient of k1 is 0 on average, and would not keep the policy close "
+        pulls += "to the reference"
         require("kl_estimator", self.kl_in == "reward" or self.kl_estimator in ("k2", "k3"), pulls)
 
         truncated = ("missing_eos_penalty", "bootstrap_truncated", "mask_truncated_completions")
@@ -274,7 +279,7 @@ class PPOConfig:
             require(key, allowed, "above 0 if trainer.critic is head, because the value head starts at 0")
         for key in ("bootstrap_truncated", "normalize_values", "critic_warmup_steps"):
             allowed = self.uses_critic or not getattr(self, key)
-            require(key, allowed, "off without a critic (advantage_estimator: gae)")
+            require(key, allowed, "off if there is no critic (advantage_estimator: gae has one)")
 
     @property
     def estimator(self) -> Estimator:
@@ -282,12 +287,12 @@ class PPOConfig:
 
     @property
     def whitens_advantages(self) -> bool:
-        """Returns `whiten_advantages`, or the estimator's default if it is None."""
+        """Returns `whiten_advantages`, or the estimator's default if the key is None."""
         return self.estimator.whiten if self.whiten_advantages is None else self.whiten_advantages
 
     @property
     def aggregation(self) -> Literal["token", "sequence", "constant"]:
-        """Returns `loss_aggregation`, or the estimator's default if it is None."""
+        """Returns `loss_aggregation`, or the estimator's default if the key is None."""
         return self.loss_aggregation or self.estimator.loss_aggregation
 
     @property
@@ -303,7 +308,8 @@ class PPOConfig:
     def learns_in_one_forward(self) -> bool:
         """Returns True if the training forward's log-probs can also serve as old log-probs.
 
-        An update must be one optimizer step with all completions, and no advantage may depend on old log-probs.
+        Reusing the log-probs requires that an update is one optimizer step on all completions, and that no advantage depends on
+        old log-probs.
         """
         return (
             self.num_ppo_epochs == self.num_mini_batches == 1
@@ -323,17 +329,17 @@ class PPOConfig:
         return max(1, math.ceil(episodes / self.batch_size))
 
     def decoded(self, workers: int) -> int:
-        """Returns the number of completions that each of `workers` workers decodes at once if its memory allows."""
+        """Returns the number of completions that each of `workers` workers decodes at once if the worker's memory allows."""
         own = math.ceil(self.prompts_per_update / workers) * self.num_generations
         return min(self.local_rollout_forward_batch_size or CHUNK_COMPLETIONS, own)
 
     def planned_rows(self, workers: int) -> int:
-        """Returns how many completions a plan assumes to be decoded at once, at most PLANNED_ROWS if free memory decides."""
+        """Returns the number of completions that a plan decodes at once: at most PLANNED_ROWS if the job sets no number."""
         rows = self.decoded(workers)
         return min(rows, PLANNED_ROWS) if self.local_rollout_forward_batch_size is None else rows
 
     def evaluates(self, update: int, total: int) -> bool:
-        """Returns True if the trainer evaluates after this update, counted from 1. After the last update, the stage evaluates."""
+        """Returns True if the trainer evaluates after this update, counted from 1. The stage evaluates after the last update."""
         return self.eval_steps > 0 and update % self.eval_steps == 0 and update < total
 
     def logs(self, update: int, total: int) -> bool:

@@ -54,7 +54,7 @@ class Prompts:
     Args:
         rows: each has `input_ids` (token ids) and `row` (JSON text of the data row: `prompt` and other columns).
         draws: function from an epoch's number (from 0) to the indices of the epoch's prompts. All epochs have the same number of
-            prompts. None means that each epoch has every prompt once.
+            prompts. If None, every prompt occurs once per epoch.
     """
 
     rows: Sequence[dict[str, Any]]
@@ -80,7 +80,7 @@ def prompt_order(
 
     Args:
         n_prompts: number of prompts in an epoch.
-        draws: function from an epoch's number (from 0) to its prompts' indices. None means that each epoch has every prompt once.
+        draws: function from an epoch's number (from 0) to its prompts' indices. If None, every prompt occurs once per epoch.
     """
     order: list[int] = []
     while len(order) < count:
@@ -153,7 +153,7 @@ class Episodes(Sequences):
     rewards: Tensor  # (B, R) reward of each action: the KL penalty, plus the score on the last action
     advantages: Tensor  # (B, R)
     returns: Tensor  # (B, R)
-    learn: Tensor  # (B, R) bool, on at the actions that enter the loss
+    learn: Tensor  # (B, R) bool, True at the actions that enter the loss
 
     def gathered(self, batch_size: int) -> Episodes:
         """Returns the `batch_size` episodes of all workers, in the order of their indices. All workers get the same episodes."""

@@ -1,24 +1,24 @@
 """Defines the advantage estimators, each with a formula, a definition and defaults.
 
-To add an estimator, write a formula and a definition here, and one line in ESTIMATORS. A job can also use its own formula
-without a change here: `trainer.advantage_estimator: python:MODULE:FUNCTION`. The function may have a definition as its attribute
+To add an estimator, write a formula and a definition here, and one line in ESTIMATORS. A job can also use its own formula without
+a change to this file: `trainer.advantage_estimator: python:MODULE:FUNCTION`. The function may have a definition as its attribute
 `definition`.
 
-The parameters of a formula and a definition name their inputs:
+The parameter names of a formula or definition determine its inputs:
 
 * `rewards` (B, R): reward of each action, on the rows of this worker. The `num_generations` completions of a prompt are
-  adjacent rows, and all on one worker.
-* `mask` (B, R): bool, on at actions.
+  adjacent rows, and are all on one worker.
+* `mask` (B, R): bool, True at actions.
 * `values` (B, R) and `bootstrap` (B,): the critic's value before each action, and after the last action of a truncated
-  completion (0 if it ended). An estimator that names `values` or `bootstrap` needs a critic.
-* `greedy_scores` (B,): score of the greedy completion to each row's prompt. Greedy completions are sampled only for an
-  estimator that names this parameter.
-* any key of the job's `trainer` section. An estimator that names `num_generations` compares the completions to a prompt. Such an
-  estimator needs at least 2 completions to a prompt, and gets its rewards in float64.
+  completion (0 if it ended). An estimator with a parameter `values` or `bootstrap` needs a critic.
+* `greedy_scores` (B,): score of the greedy completion to each row's prompt. Greedy completions are sampled only for an estimator
+  with a parameter `greedy_scores`.
+* any key of the job's `trainer` section. An estimator with a parameter `num_generations` compares the completions to a prompt.
+  The job then needs at least 2 completions per prompt, and the estimator's `rewards` are float64.
 
-A formula takes and returns tensors. A definition computes the same numbers for one prompt's completions with plain loops, and
-shares no code with the formula. A definition takes lists of numbers per completion, without padding and mask. The self-check of
-the first rollout compares the results of formula and definition.
+The arguments and the result of a formula are tensors. A definition computes the same advantages as its formula, with plain loops
+over one prompt's completions, and shares no code with the formula. The arguments of a definition are lists of numbers per
+completion, without padding and mask. The self-check of the first rollout compares the results of formula and definition.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pipeline.system.functions import import_function
 if TYPE_CHECKING:
     from torch import Tensor
 
-Rows = list[list[float]]  # one number for each action, for each completion of one prompt
+Rows = list[list[float]]  # for each completion of a prompt, a list with a number per action
 
 # parameters of formulas that are not keys of `trainer`
 TENSORS = frozenset(("rewards", "mask", "values", "bootstrap", "greedy_scores"))
@@ -46,8 +46,8 @@ class Estimator:
     """Turns token rewards into advantages.
 
     Args:
-        formula: returns the advantages (B, R). Values off the mask are ignored.
-        definition: returns the advantages of one prompt's completions. If it is None, the self-check skips the advantages.
+        formula: returns the advantages (B, R). Advantages at masked positions are ignored.
+        definition: returns the advantages of one prompt's completions. Without a definition, the self-check skips the advantages.
         whiten: default of `whiten_advantages`.
         loss_aggregation: default of `loss_aggregation`.
     """
@@ -77,7 +77,7 @@ class Estimator:
         return "num_generations" in self.reads
 
 
-def call(function: Callable[..., Any], args: Any, known: Mapping[str, Any]) -> Any:
+def call_formula(function: Callable[..., Any], args: Any, known: Mapping[str, Any]) -> Any:
     """Calls a formula or definition with values for the parameters in its signature.
 
     Args:
@@ -112,14 +112,14 @@ def _reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 def _remax(rewards: Tensor, mask: Tensor, greedy_scores: Tensor, gamma: float) -> Tensor:
     """Returns the reward to go minus the greedy completion's score, discounted in the same way (Li et al. 2023, algorithm 1)."""
-    later = mask.flip(-1).cumsum(-1).flip(-1) - 1  # number of actions after each action
+    later = mask.flip(-1).cumsum(-1).flip(-1) - 1  # for each action, the number of later actions
     return _reward_to_go(rewards, mask, gamma) - greedy_scores.unsqueeze(-1) * gamma**later
 
 
 def _above_group_mean(rewards: Tensor, mask: Tensor, num_generations: int) -> tuple[Tensor, Tensor]:
-    """Returns each group's total rewards minus their mean, and the totals, both (prompts, num_generations).
+    """Returns (total rewards minus their group's mean, total rewards), each of shape (prompts, num_generations).
 
-    If the totals of a group are equal, the differences are exactly 0, although the mean may differ from them by rounding.
+    If all totals of a group are equal, the differences are exactly 0, even if rounding changes the mean.
     """
     group = rewards.double().where(mask, 0.0).sum(-1).view(-1, num_generations)
     tied = group.amax(-1, keepdim=True) == group.amin(-1, keepdim=True)
@@ -208,7 +208,7 @@ ESTIMATORS = {
 
 @cache
 def estimator_named(name: str) -> Estimator:
-    """Returns the estimator with a name in ESTIMATORS, or with the formula python:MODULE:FUNCTION.
+    """Returns the estimator for a name in ESTIMATORS, or for a formula python:MODULE:FUNCTION.
 
     Raises:
         InputError: if a Python function cannot be imported.

@@ -3,9 +3,10 @@
 Conventions of all functions:
 
 * Tensors are (batch, time). Time runs over the *actions* of a completion, and action t is its token t. The log-prob and the
-  value of action t are read one position earlier, in the state *before* the action. The caller has shifted log-probs and values.
+  value of action t are read one position earlier, in the state *before* the action. The caller must shift log-probs and values by
+  one position.
 * A mask is 1 (or True) on action tokens, including the end-of-sequence token, and 0 on padding. Masked positions may
-  contain NaN and inf. `torch.where` replaces them before any arithmetic, because 0 * NaN is NaN, also in a gradient.
+  contain NaN and inf. `torch.where` replaces masked values before any arithmetic, because 0 * NaN is NaN, also in a gradient.
   Results of functions are 0 at masked positions.
 * Logarithms are natural, so KL and entropy are in nats.
 
@@ -39,14 +40,14 @@ def whiten(
     eps: float = 1e-8,
     all_reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Returns `x` scaled to unit variance (unbiased, over the mask). The mean becomes 0, or is kept if `shift_mean=False`.
+    """Returns `x` scaled to unit variance (unbiased, over the mask). The mean becomes 0, or is unchanged if `shift_mean=False`.
 
     Mean and variance are computed in fp64 and in two passes. The fp64 mean of equal fp32 values is exact, so their deviations
     are exactly 0. With fewer than two values, the variance is taken as 1.
 
     Args:
         eps: added to the variance.
-        all_reduce: sums a small tensor over the workers, so that all of them use the same mean. None means one worker.
+        all_reduce: sums a small tensor over the workers, so that all of them use the same mean; not needed with one worker.
     """
     mask = mask.bool()
     reduce = all_reduce or (lambda t: t)
@@ -155,9 +156,9 @@ def policy_loss(
         weights: (batch, 1) weights of the rows in the loss, from `loss_weights`.
         actions: number of actions in the optimizer step over all workers, so that stats of micro-batches *add up* to a mean.
         cliprange: the ratio is clipped to [1 - cliprange, 1 + cliprange_high].
-        cliprange_high: None means `cliprange`. DAPO's clip-higher sets a larger value.
-        dual_clip: a number above 1. If the advantage A is negative, the loss is at most -dual_clip * A. None means no such limit.
-        importance_sampling_level: "sequence" (GSPO) gives every action of a row the same ratio: the completion's probability
+        cliprange_high: None means `cliprange`. DAPO's clip-higher sets a value larger than `cliprange`.
+        dual_clip: a number above 1. If the advantage A is negative, the loss is at most -dual_clip * A. None removes this limit.
+        importance_sampling_level: "sequence" (GSPO) assigns the same ratio to every action of a row: the completion's probability
             ratio of new and old policy, to the power 1 / length. The sequence ratio is exp of the mean of the row's log-ratios.
 
     `stats` are means over actions, without gradient: ratio; approxkl, the k2 estimate between new and old policy in nats; and
@@ -193,11 +194,11 @@ def off_policy_weights(
     level: Literal["token", "sequence"] = "token",
     cap: float = 3.0,
 ) -> Tensor:
-    """Returns the probability ratio trainer / sampler (batch, time) of each action, at most `cap`, and 0 off the mask.
+    """Returns the probability ratio trainer / sampler (batch, time) of each action, at most `cap`, and 0 at masked positions.
 
-    The ratios correct for a sampler with other weights, kernels or precision (decoupled PPO, Hilton et al. 2021; truncated
-    importance sampling, Ionides 2008). The caller multiplies advantages by these ratios: for w >= 0, w times the clipped
-    surrogate of A equals the clipped surrogate of w * A.
+    The ratios correct for a sampler whose weights, kernels or precision differ from the trainer's (decoupled PPO, Hilton et al.
+    2021; truncated importance sampling, Ionides 2008). The caller multiplies advantages by these ratios: for w >= 0, w times the
+    clipped surrogate of A equals the clipped surrogate of w * A.
 
     Args:
         level: "token" means each action's ratio, "sequence" the product of the ratios of all actions of its completion.
@@ -222,7 +223,7 @@ def value_loss(
 
     Args:
         actions: as in `policy_loss`.
-        cliprange_value: how far the new value in the clipped error may be from the old value. None means no clipping.
+        cliprange_value: how far the new value in the clipped error may be from the old value, or None for no clipping.
 
     `stats` has clipfrac, without gradient: the fraction of values whose clipped error is larger than the unclipped one.
     """
@@ -230,7 +231,7 @@ def value_loss(
     values, old_values, returns = (x.float().where(mask, 0.0) for x in (values, old_values, returns))
     unclipped = clipped = (values - returns).square()
     if cliprange_value is not None:
-        # Clamps the new value itself. Rounding in old + (new - old).clamp() would change values inside the range, too.
+        # Clamps the new value, because old + (new - old).clamp() would also round values inside the range.
         bounded = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
         clipped = (bounded - returns).square()
     with torch.no_grad():

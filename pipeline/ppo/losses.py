@@ -1,6 +1,6 @@
 """Computes token rewards, advantages, off-policy ratios and losses of an update as pure functions of its episodes.
 
-The trainer and the self-checks call the same functions. No function here runs a model.
+The trainer and the self-checks call the same functions. No function in this file runs a model.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ def fill_advantages(args: PPOConfig, config: RolloutConfig, episodes: Episodes, 
     scores = episodes.scores if estimator.compares_groups else episodes.scores.float()
     bootstrap = torch.zeros_like(episodes.bootstrap)
     if args.bootstrap_truncated:
-        # The critic's value replaces the score of a truncated completion, because their sum would reward it twice.
+        # The critic's value replaces the score of a truncated completion, because score and value together would reward the
+        # completion twice.
         scores, bootstrap = scores.where(episodes.ended, 0.0), episodes.bootstrap
     kl = kl_estimate(episodes.old_logprobs, episodes.ref_logprobs, args.kl_estimator)
     rewards = token_rewards(scores, kl, mask, kl_coef if args.kl_in == "reward" else 0.0)
     if args.whiten_rewards:
-        # Does not subtract the mean of the rewards: that would add a constant to every token, and so reward or punish length.
+        # The mean of the rewards is not subtracted, because a constant in each token's reward would reward or punish length.
         rewards = whiten(rewards, mask, shift_mean=False, all_reduce=all_reduce)
     episodes.rewards = rewards
     advantages = estimate_advantages(args, episodes, bootstrap)
@@ -63,9 +64,9 @@ def fill_advantages(args: PPOConfig, config: RolloutConfig, episodes: Episodes, 
 
 
 def estimate_advantages(args: PPOConfig, episodes: Episodes, bootstrap: Tensor) -> Tensor:
-    """Returns the estimator's advantages (B, R), not whitened, and 0 off the mask."""
+    """Returns the estimator's advantages (B, R), not whitened, and 0 at masked positions."""
     mask, known = episodes.mask, {**vars(episodes), "bootstrap": bootstrap}
-    advantages = estimators.call(args.estimator.formula, args, known)
+    advantages = estimators.call_formula(args.estimator.formula, args, known)
     if getattr(advantages, "shape", None) != mask.shape:
         found = getattr(advantages, "shape", type(advantages).__name__)
         raise Failure(
@@ -90,10 +91,10 @@ def policy_objective(
     `loss_aggregation` weighs the actions in all three terms. The statistics are means over actions.
 
     Args:
-        totals: counts over the complete optimizer step and all workers.
+        totals: numbers of actions and completions in the complete optimizer step, over all workers.
         logprobs: (B, R) log-probs of the policy, in nats.
-        entropy: (B, R), with gradient. If None, the loss has no entropy bonus, and the entropy statistic is estimated from the
-            sampled tokens.
+        entropy: (B, R), with gradient. If `entropy` is None, the loss has no entropy bonus, and the entropy statistic is
+            estimated from the sampled tokens.
     """
     weights = loss_weights(part.learn, args.aggregation, *totals, args.response_length)
     loss, stats = policy_loss(
@@ -134,7 +135,7 @@ def value_objective(
 
 
 class RunningMoments:
-    """Tracks mean and standard deviation of all returns so far (`normalize_values`). All workers have the same values."""
+    """Tracks mean and standard deviation of all returns so far (`normalize_values`). All workers have the same statistics."""
 
     def __init__(self) -> None:
         self.mean, self.std, self.count = 0.0, 1.0, 0.0
@@ -148,7 +149,7 @@ class RunningMoments:
         return (value - (self.mean if self.center is None else self.center)) / self.std
 
     def update(self, x: Tensor, mask: Tensor) -> None:
-        """Adds the values of `x` where `mask` is on, from all workers (parallel variance, Chan et al. 1979)."""
+        """Adds the values of `x` where `mask` is True, from all workers (parallel variance, Chan et al. 1979)."""
         added = x[mask.bool()].double()
         total, count = all_reduce(torch.stack([added.sum(), mask.sum().double()])).tolist()
         if count == 0:

@@ -62,19 +62,19 @@ def episode_metrics(
 def off_policy_metrics(episodes: Episodes, config: RolloutConfig, mask: Tensor) -> dict[str, float]:
     """Returns metrics of the distance between the sampler's and the trainer's policy, and of the off-policy correction.
 
-    `rollout/ratio_mean`, `rollout/ratio_max` and `rollout/ess` describe the probability ratios r of actions, or of completions
-    if the correction is per completion, before truncation. `rollout/ess`, the effective sample size of n ratios, is the
+    `rollout/ratio_mean`, `rollout/ratio_max` and `rollout/ess` describe the probability ratios r before truncation: one ratio per
+    action, or per completion if the correction is per completion. `rollout/ess`, the effective sample size of n ratios, is the
     fraction (sum r)^2 / (n sum r^2) (Kong 1992). `rollout/is_clipped_fraction` is the fraction of truncated ratios.
     `rollout/sampler_kl` is the mean of the sampler's log-prob minus the trainer's, in nats per action.
 
     Args:
-        mask: (B, R), on at the actions that enter the loss.
+        mask: (B, R), True at the actions that enter the loss.
     """
     level = config.corrects or "token"
     logprobs = (episodes.old_logprobs, episodes.sampler_logprobs, episodes.mask)
     plain = off_policy_weights(*logprobs, level, 1e6)
     weights = off_policy_weights(*logprobs, level, config.correction_cap)
-    each = mask if level == "token" else mask & (mask.cumsum(-1) == 1)  # a completion has only one ratio
+    each = mask if level == "token" else mask & (mask.cumsum(-1) == 1)  # all actions of a row share a ratio
     r = plain.where(each, 0.0).double()
     cut = ((plain != weights) & each).sum().double()
     drift = (episodes.sampler_logprobs - episodes.old_logprobs).where(mask, 0.0).double()
@@ -94,11 +94,11 @@ def off_policy_metrics(episodes: Episodes, config: RolloutConfig, mask: Tensor) 
 def seconds_at_peak(
     args: PPOConfig, tokens: float, parameters: float, adapter_rewards: int, sampled_here: bool, peak: float
 ) -> float:
-    """Returns the seconds that an update would take at a GPU's `peak`, in FLOP/s.
+    """Returns the seconds that an update would take on a GPU that always ran at its `peak` FLOP/s.
 
-    A forward takes 2 FLOPs per token and parameter. A backward through frozen weights also takes 2, because only activations
-    have gradients. The FLOPs of gradient checkpointing are not included. The result divided by the measured seconds is the model
-    FLOPs utilization (MFU, Chowdhery et al. 2022, section 4.1).
+    A forward takes 2 FLOPs per token and parameter. A backward through frozen weights also takes 2 FLOPs, because only
+    activations have gradients. The FLOPs of gradient checkpointing are not included. The result divided by the measured seconds
+    is the model FLOPs utilization (MFU, Chowdhery et al. 2022, section 4.1).
 
     Args:
         tokens: number of tokens of this worker's prompts and completions.
@@ -106,8 +106,8 @@ def seconds_at_peak(
         sampled_here: True if this worker samples and scores, False if a rollout worker does.
     """
     roles = 1 + args.has_critic_adapter
-    passes = (2 + adapter_rewards) * sampled_here  # sampling, the reference, the rewards
-    passes += roles * (not args.learns_in_one_forward)  # old log-probs and values
+    passes = (2 + adapter_rewards) * sampled_here  # forwards of sampling, reference and rewards
+    passes += roles * (not args.learns_in_one_forward)  # forwards for old log-probs and values
     passes += args.teacher_coef > 0
     passes += args.num_ppo_epochs * roles * 2  # forward and backward
     return 2 * parameters * tokens * passes / peak

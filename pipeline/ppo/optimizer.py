@@ -22,7 +22,7 @@ def optimizer_and_schedule(
     rates = {"policy": args.learning_rate, "critic": critic_rate}
     # The policy's schedule starts after the critic's warmup. The critic's schedule starts with the run.
     begins = {"policy": args.critic_warmup_steps, "critic": 0}
-    optimizer = adamw(args, [(shared.parameters_of(role), rates[role]) for role in roles])
+    optimizer = make_adamw(args, [(shared.parameters_of(role), rates[role]) for role in roles])
     factors = [learning_rate_factors(args, rates[role], begins[role], updates) for role in roles]
     return optimizer, LambdaLR(optimizer, factors)
 
@@ -49,8 +49,8 @@ def learning_rate_factors(
     return factor
 
 
-def adamw(args: PPOConfig, groups: Sequence[tuple[list[nn.Parameter], float]]) -> torch.optim.Optimizer:
-    """Returns the AdamW optimizer that `args.optim` names, for groups of parameters, each with its own learning rate."""
+def make_adamw(args: PPOConfig, groups: Sequence[tuple[list[nn.Parameter], float]]) -> torch.optim.Optimizer:
+    """Returns the AdamW optimizer of the kind `args.optim`, for groups of parameters, each with its own learning rate."""
     make: Any = torch.optim.AdamW
     options: dict[str, Any] = {"fused": True} if args.optim == "adamw_torch_fused" else {}
     if not args.optim.startswith("adamw_torch"):

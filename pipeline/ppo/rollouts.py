@@ -1,4 +1,4 @@
-"""Manages the rollouts of one trainer. Either the trainer's own process samples, or rollout workers do.
+"""Manages the rollouts of one trainer. Either the trainer's own process or rollout workers sample the completions.
 
 Rollout workers sample up to `staleness` updates ahead of the trainer. All episodes of update u are sampled from version
 max(0, u - staleness) of the policy, no matter which process samples them, and when. The result of a run therefore depends only on
@@ -49,11 +49,11 @@ class Versions:
 
     def _keep(self, version: int, tensors: dict[str, Tensor]) -> None:
         # Every rank uses the digest of rank 0, because adapters on different processors may differ by rounding.
-        self.held[version], self.digests[version] = tensors, gather(digest(tensors))[0]
+        self.held[version], self.digests[version] = tensors, gather(digest_tensors(tensors))[0]
 
     @contextmanager
     def use(self, version: int) -> Iterator[None]:
-        """Switches the policy to a version within the block, and restores it afterwards."""
+        """Within the block, the policy has the weights of `version`. Restores the policy's weights after the block."""
         now = self._copy()
         self.shared.fill("policy", self.held[version])
         try:
@@ -62,13 +62,13 @@ class Versions:
             self.shared.fill("policy", now)
 
     def save(self, folder: str | Path, newest: int) -> None:
-        """Writes the older versions that may still be requested. Does not write `newest`, the policy's current version."""
+        """Writes the older policy versions that may still be requested. Does not write `newest`, the policy's current version."""
         older = {v: held for v, held in self.held.items() if newest - self.staleness <= v < newest}
         if older:
             torch.save(older, Path(folder) / VERSIONS_FILE)
 
     def load(self, folder: str | Path) -> None:
-        """Reads the file that `save` wrote, if there is one."""
+        """Reads the file that `save` wrote, if the file exists."""
         self.held, self.digests = {}, {}
         path = Path(folder) / VERSIONS_FILE
         stored = torch.load(path, weights_only=True, map_location="cpu") if path.exists() else {}
@@ -76,7 +76,7 @@ class Versions:
             self._keep(version, tensors)
 
 
-def digest(tensors: Tensors) -> str:
+def digest_tensors(tensors: Tensors) -> str:
     """Returns a hash of the names and bits of tensors."""
     total = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
@@ -112,7 +112,7 @@ class Rollout:
 
 
 class Rollouts:
-    """Returns the sampled chunks of each update. Rollout workers may sample them ahead of the trainer.
+    """Returns the sampled chunks of each update. Rollout workers may sample chunks ahead of the trainer.
 
     Args:
         sampler: samples chunks in this process if no rollout worker does.
@@ -157,7 +157,7 @@ class Rollouts:
                 workers.request(self.requested[coming])
 
     def _sampled(self, chunk: Chunk, update: int) -> Sampled:
-        """Returns a chunk from the rollout workers, or samples it here if there are none."""
+        """Returns a chunk from the rollout workers, or samples the chunk in this process if there are no rollout workers."""
         if not self.workers or not self.versions:
             self._sync((update, update))
             return self.sampler.sample(chunk)

@@ -31,7 +31,7 @@ Key = tuple[int, int, int]  # update, rank, and number among the rank's chunks o
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some of one trainer's prompts in an update. One process samples all completions to these prompts."""
+    """A subset of one trainer's prompts in an update. One process samples all completions to these prompts."""
 
     update: int
     rank: int  # rank of the trainer that learns from the chunk
@@ -40,7 +40,7 @@ class Chunk:
     rows: list[int]  # indices of the chunk's completions in the rank's share
     prompt_ids: list[list[int]]  # token ids of each prompt
     data: list[str]  # JSON text of each prompt's data row
-    episodes: list[int]  # number of each completion in the run, which decides its seed; grouped by prompt
+    episodes: list[int]  # each completion's number in the run, which determines its seed; grouped by prompt
 
     @property
     def key(self) -> Key:
@@ -69,7 +69,7 @@ class Sampled:
 
 
 def split_into_chunks(lengths: Sequence[int], rows: int, generations: int) -> list[list[int]]:
-    """Splits prompts into chunks of similar lengths, as indices into `lengths` (tokens).
+    """Splits prompts into chunks, so that a chunk's prompts have similar lengths. Returns indices into `lengths` (tokens).
 
     Args:
         rows: maximum number of completions in a chunk. All completions to one prompt are in one chunk.
@@ -85,10 +85,11 @@ class Roles:
     """The models of a PPO run: roles on one frozen base, and rewards.
 
     Args:
-        shared: has the role `policy`. `shared` has `critic`, with a head, if the estimator reads values. If `shared` has no role
-            `reference`, the bare base is the reference.
+        shared: has the role `policy`. `shared` has the role `critic`, with a head, if the estimator reads values. If `shared` has
+            no role `reference`, the bare base is the reference.
         rewards: the weighted sum of their scores is a completion's score.
-        critic_reward: the reward whose adapter and head the critic starts from. If None, the critic's values start at 0.
+        critic_reward: the reward whose adapter and head the critic starts from. Without this reward, the critic's values start at
+            0.
         teacher: rates every token of the completions (`teacher_coef`).
     """
 
@@ -103,14 +104,14 @@ class Sampler:
 
     Args:
         tokenizer: decodes completions for Python rewards. Rows are padded with the tokenizer's pad token.
-        decoder: generates the completions. If None, the base itself generates.
+        decoder: generates the completions. Without a decoder, the base itself generates.
     """
 
     def __init__(self, roles: Roles, tokenizer: Any, args: PPOConfig, decoder: Decoder | None = None) -> None:
         self.shared, self.rewards = roles.shared, roles.rewards
         self.critic_reward, self.teacher = roles.critic_reward, roles.teacher
         self.tokenizer, self.args, shared = tokenizer, args, roles.shared
-        self.reference = "reference" if "reference" in shared.roles else None  # None means the bare base
+        self.reference = "reference" if "reference" in shared.roles else None  # None for the bare base
         self.sampling = Sampling.from_args(args, tokenizer, shared)
         self.pad = tokenizer.pad_token_id or 0
         self.decoder = decoder or SlotDecoder(shared, pad=self.pad)
@@ -120,7 +121,8 @@ class Sampler:
     def fit_to_memory(self, chunk: int, longest: int) -> None:
         """Sets from the free memory how many completions of a chunk are decoded at once, unless the job sets the number.
 
-        Every trainer calls this. All trainers use the smallest of their numbers, because rounding depends on this number.
+        Every trainer calls this method. All trainers use the smallest number of any trainer, because rounding depends on this
+        number.
 
         Args:
             longest: tokens of the longest prompt.
@@ -138,7 +140,7 @@ class Sampler:
             )
 
     def sample_and_score(self, chunk: Chunk, digest: str) -> Sampled:
-        """Samples and scores a chunk, and adds the reference's log-probs unless the reference follows the policy."""
+        """Samples and scores a chunk. Adds the reference's log-probs unless training updates the reference (`sync_ref_model`)."""
         sampled = self.sample(chunk, digest)
         self.score(chunk, sampled)
         if not self.args.sync_ref_model:
@@ -146,7 +148,7 @@ class Sampler:
         return sampled
 
     def sample(self, chunk: Chunk, digest: str = "") -> Sampled:
-        """Samples the chunk's completions, and greedy completions if the estimator reads them.
+        """Samples the chunk's completions, and also greedy completions if the estimator reads greedy scores.
 
         If the policy has changed, callers must call `decoder.changed` first.
         """
@@ -185,12 +187,12 @@ class Sampler:
 
     @torch.no_grad()
     def fill_logprobs(self, role: str | None, episodes: Episodes, logprobs: Tensor) -> None:
-        """Fills `logprobs` (B, R) with a role's log-probs of the episodes, with the code of the training forward."""
+        """Fills `logprobs` (B, R) with a role's log-probs of the episodes, computed by the code of the training forward."""
         for rows, part in self.parts_of(episodes):
             logprobs[rows, : part.mask.shape[1]] = self.logprobs(role, part)[0]
 
     def parts_of(self, episodes: Episodes) -> Iterator[tuple[list[int], Episodes]]:
-        """Yields the rows, and their episodes, of each micro-batch of a pass without gradients."""
+        """Yields (row indices, episodes) of each micro-batch of a forward pass without gradients."""
         return forward.parts_of(self.shared, episodes, tokens=self.args.max_tokens_per_micro_batch)
 
     def episodes(self, chunk: Chunk, sampled: Sampled) -> Episodes:
@@ -201,12 +203,12 @@ class Sampler:
     def logprobs(
         self, role: str | None, part: Episodes, entropy: bool = False, states: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns a role's log-probs (B, R) of the actions as sampled, and their entropies (B, R) if requested.
+        """Returns a role's log-probs (B, R) of the actions under the sampling settings, and entropies (B, R) if requested.
 
         Args:
-            role: None means the bare base.
-            states: the role's hidden states from `forward.states`. If None, this method computes the hidden states.
+            role: a role, or None for the bare base.
+            states: the role's hidden states from `forward.action_states`. If None, this method computes the hidden states.
         """
-        states = forward.states(self.shared, role, part) if states is None else states
+        states = forward.action_states(self.shared, role, part) if states is None else states
         sampling = (self.sampling.temperature, self.sampling.eos, self.sampling.min_new_tokens)
         return self.shared.logprobs(role, part.input_ids, part.starts, part.mask, *sampling, entropy, states)

@@ -1,7 +1,7 @@
 """Distills a teacher into the policy. The teacher is a frozen role that computes the log-probability of each sampled token.
 
 teacher_coef * (log p_teacher - log p_policy) is added to the advantage of each token. Without other rewards, the policy gradient
-estimates the gradient of the reverse KL from policy to teacher from the sampled tokens (on-policy distillation; Agarwal et al.
+on the sampled tokens estimates the gradient of the reverse KL, KL(policy || teacher) (on-policy distillation; Agarwal et al.
 2023, 2306.13649, eq. 4 with the reverse KL).
 """
 

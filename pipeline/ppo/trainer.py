@@ -2,12 +2,12 @@
 
 One update: prompts -> rollout -> scores -> old and reference log-probs, values -> token rewards -> advantages -> epochs x
 minibatches x micro-batches -> metrics. Policy, reference, critic and reward are adapters on one frozen base
-(models/adapters.py). These adapters run one after the other, each with its own forward and backward. A critic that is a head on
-the policy uses the policy's forward and backward.
+(models/adapters.py). The adapters run one after the other, each with its own forward and backward. A critic that is a head on the
+policy uses the policy's forward and backward.
 
 Workers (torch.distributed, if it is initialized) share the episodes of an update, without DDP. Losses are sums divided
 by the number of actions in the full optimizer step over all workers. One all-reduce per step therefore adds up the adapters'
-gradients, and the split of a step into micro-batches and over workers does not change the result.
+gradients. The split of a step into micro-batches and over workers does not change the result.
 """
 
 from __future__ import annotations
@@ -60,10 +60,12 @@ class PPOTrainer:
     """Trains the `policy` role (and `critic`) of the sampler's base on prompts.
 
     Args:
-        sampler: has the roles, the rewards and the settings. It samples and scores in this process if no rollout workers do.
-        rollout: how far sampling may run ahead, and the off-policy correction. None means `RolloutConfig()`.
-        rollout_workers: sample and score chunks for this trainer. If None, `sampler` samples and scores them.
-        folders: {role: folder with the adapter that the role must equal before training}. A self-check compares them.
+        sampler: has the roles, the rewards and the settings.
+        rollout: configures how far sampling may run ahead of training, and the off-policy correction. By default
+            `RolloutConfig()`.
+        rollout_workers: sample and score chunks for this trainer. Without rollout workers, `sampler` samples and scores the
+            chunks in this process.
+        folders: {role: folder with the adapter that the role must equal before training}. A self-check compares role and file.
     """
 
     def __init__(
@@ -81,8 +83,8 @@ class PPOTrainer:
         args = self.args
         if args.prompts_per_update < self.workers:
             raise ValueError(
-                f"batch_size: {args.batch_size} is {args.prompts_per_update} prompts an update for {self.workers} workers; "
-                "expected at least one prompt for each"
+                f"batch_size: {args.batch_size} makes {args.prompts_per_update} prompts per update for {self.workers} workers; "
+                "expected at least one prompt per worker"
             )
         self.roles = ["policy", "critic"] if args.uses_critic else ["policy"]  # roles that learn
         if not rollout_workers:
@@ -90,7 +92,7 @@ class PPOTrainer:
         self._prepare_roles()
         self.total = args.total_updates(prompts.per_epoch)
         self.optimizer, self.scheduler = optimizer_and_schedule(args, self.shared, self.roles, self.total)
-        self.update = 0  # number of completed updates; with the seed, it gives the position in the data
+        self.update = 0  # number of completed updates, which determines the position in the data
         self.kl_coef = args.kl_coef
         self.moments = RunningMoments()
         if sampler.critic_reward is not None:
@@ -104,7 +106,7 @@ class PPOTrainer:
         )
 
     def _prepare_roles(self) -> None:
-        """Sets precision, gradient checkpointing and trainable roles. Gives all workers the same adapters and packing."""
+        """Sets precision, gradient checkpointing and trainable roles. Makes adapters and packing equal on all workers."""
         shared = self.shared
         if self.args.bf16:
             shared.autocast = torch.bfloat16
@@ -115,7 +117,8 @@ class PPOTrainer:
         if self.workers > 1:
             can_pack = torch.tensor(float(shared.can_pack), device=self.device)
             shared.can_pack = bool(all_reduce(can_pack, dist.ReduceOp.MIN))
-            # New adapters are random, so all ranks get the adapters of rank 0. The reference may be a copy of a random policy.
+            # New adapters are random, so all ranks get the adapters of rank 0. The reference is broadcast, too, because it may be
+            # a copy of a random policy.
             for role in filter(None, [*self.roles, self.sampler.reference]):
                 for parameter in shared.parameters_of(role):
                     dist.broadcast(parameter.data, src=0)
@@ -126,7 +129,7 @@ class PPOTrainer:
         mean, std = (reward.mean, reward.std) if normal else (0.0, 1.0)
         slope = reward.weight / std
         self.shared.heads["critic"].weight.data *= slope
-        self.moments.center = -slope * mean  # stored here, because the head has no bias
+        self.moments.center = -slope * mean  # the offset is stored here, because the head has no bias
 
     @property
     def stored_roles(self) -> list[str]:
@@ -141,8 +144,8 @@ class PPOTrainer:
         """Runs the remaining updates. Returns the logged metrics.
 
         Args:
-            on_update: called after each update with its metrics, its number (from 1) and the total number of updates. If it
-                returns True, training ends.
+            on_update: called after each update with its metrics, its number (from 1) and the total number of updates. If
+                `on_update` returns True, training ends.
             evaluate: returns metrics of the policy on eval prompts. Every rank calls `evaluate` every `eval_steps` updates.
         """
         while self.update < self.total:
@@ -181,7 +184,7 @@ class PPOTrainer:
         if args.normalize_values:
             before = self.moments.std
             self.moments.update(episodes.returns, episodes.learn)
-            if self.moments.center is not None:  # keeps the critic's values unchanged (PopArt, 1602.07714)
+            if self.moments.center is not None:  # rescales the head to keep the values (PopArt, 1602.07714)
                 self.shared.heads["critic"].weight.data *= before / self.moments.std
         self.update += 1
         if args.sync_ref_model and self.update % args.ref_model_sync_steps == 0:
@@ -205,7 +208,7 @@ class PPOTrainer:
         costs |= {"train_samples_per_second": count / seconds, "train_tokens_per_second": tokens / seconds}
         if peak := peak_flops(self.device):
             adapters = sum(isinstance(reward, AdapterReward) for reward in self.sampler.rewards)
-            parameters = self.shared.base.num_parameters()  # an NF4 base reports the number before packing
+            parameters = self.shared.base.num_parameters()  # counts each 4-bit weight of an NF4 base
             here = not self.rollouts.workers
             ideal = seconds_at_peak(self.args, sum(episodes.lengths()), parameters, adapters, here, peak)
             costs["mfu"] = ideal / seconds
@@ -298,7 +301,7 @@ class PPOTrainer:
 
     @torch.no_grad()
     def logprobs_and_values(self, episodes: Episodes) -> None:
-        """Fills old log-probs, values and bootstrap with the code of the training forward.
+        """Computes old log-probs, values and bootstrap with the code of the training forward.
 
         Does nothing if the old log-probs come from the training forward itself.
         """
@@ -306,8 +309,8 @@ class PPOTrainer:
             return
         for rows, part in self.sampler.parts_of(episodes):
             width = part.mask.shape[1]
-            states = forward.states(self.shared, "policy", part)
-            # Does not use the sampler's log-probs: they differ by rounding, but the first ratio must be 1.
+            states = forward.action_states(self.shared, "policy", part)
+            # Does not use the sampler's log-probs, because they differ by rounding and the first ratio must be exactly 1.
             episodes.old_logprobs[rows, :width] = self.sampler.logprobs("policy", part, states=states)[0]
             if self.args.uses_critic:
                 values, last_value = self.values(part, None if self.args.has_critic_adapter else states)
@@ -328,9 +331,9 @@ class PPOTrainer:
         """Returns the critic's values (B, R) before each action, and (B,) after the last action.
 
         Args:
-            states: the critic's hidden states. If None, this method computes the hidden states.
+            states: the critic's hidden states. If `states` is None, this method computes the hidden states.
         """
-        states = forward.states(self.shared, "critic", part) if states is None else states
+        states = forward.action_states(self.shared, "critic", part) if states is None else states
         values = self.shared.head("critic", states)
         return values[:, :-1], values[:, -1]
 
@@ -342,10 +345,10 @@ class PPOTrainer:
         return self.roles if self.update >= self.args.critic_warmup_steps else ["critic"]
 
     def learn(self, episodes: Episodes) -> dict[str, float]:
-        """Runs epochs x minibatches, with one optimizer step each. Returns the means of the steps' statistics.
+        """Runs an optimizer step for each minibatch of each epoch. Returns the means of the steps' statistics.
 
-        `policy/first_ratio_error` is the root mean square of the log-ratio before the first step, in nats. If it is larger than
-        rounding errors are, old and new log-probs come from different policies.
+        `policy/first_ratio_error` is the root mean square of the log-ratio before the first step, in nats. If this error is
+        larger than rounding errors, old and new log-probs come from different policies.
         """
         args, steps = self.args, 0
         sums: dict[str, float] = {}
@@ -356,7 +359,7 @@ class PPOTrainer:
             rows = [row for row in minibatch.tolist() if actions[row]]
             totals = Totals.of(episodes.learn[rows])
             if not totals.actions:
-                continue  # without any action, Adam's momentum alone would still move the weights
+                continue  # without actions, Adam's momentum would still change the weights
             packs = self._packs(episodes, rows)
             share = deal(episodes.lengths(packs), self.workers)[self.rank]
             rows = [row for i in share for row in packs[i]]
@@ -364,7 +367,7 @@ class PPOTrainer:
             with cast_once():
                 summed = self.accumulate(episodes, rows, totals)
             stats = self.sync(summed)
-            # All workers have the same sum of squares, so all take the same branch below.
+            # The KL is equal on all workers, so all workers take the same branch below.
             approxkl = stats.get("policy/approxkl_avg", 0.0)
             if "policy" in self.learning and not first_ratio:
                 rms = first_ratio["policy/first_ratio_error"] = (2 * approxkl) ** 0.5
@@ -372,25 +375,26 @@ class PPOTrainer:
                     # Later updates only report the error, because one outlier should not end a long run.
                     raise_if_failed([checks.first_ratio(self.shared, rms)])
             if args.target_kl and approxkl > 1.5 * args.target_kl:
-                break  # skips this step and the remaining ones
+                break  # skips this optimizer step and the rest of the update
             stats |= self.optimizer_step()
             sums = {key: sums.get(key, 0.0) + value for key, value in stats.items()}
             steps += 1
         if self.reuses_training_forward and self.workers > 1:
-            old = all_reduce(episodes.old_logprobs)  # each row is on one worker, and is 0 on the others
+            old = all_reduce(episodes.old_logprobs)  # only one worker has a row's log-probs; all others add 0
             mine.old_logprobs = old[mine.indices, : mine.mask.shape[1]]
         counts = {"policy/steps": float(steps), "skipped_steps": float(self.skipped_steps)}
         return {key: value / max(steps, 1) for key, value in sums.items()} | first_ratio | counts
 
     def accumulate(self, episodes: Episodes, rows: list[int], totals: Totals) -> dict[str, Tensor]:
-        """Runs forward and backward of this worker's rows of a minibatch, in micro-batches. Returns their statistics.
+        """Runs forward and backward of this worker's rows of a minibatch, in micro-batches. Returns summed statistics.
 
         The backward of an adapter runs before the forward of the next adapter. Only one role's activations are therefore in
         memory, and a checkpointed layer is recomputed with the adapter of its forward. A critic that is a head on the policy
-        reads the policy's hidden states, and one backward trains both. While only the critic learns, only the head is trained.
+        reads the policy's hidden states, and one backward trains both. If only the critic learns, the backward trains only the
+        head.
 
         Args:
-            totals: counts over the complete minibatch and all workers.
+            totals: numbers of actions and completions in the complete minibatch, over all workers.
         """
         args, policy = self.args, "policy" in self.learning
         names = POLICY_STATS * policy + VALUE_STATS * args.uses_critic
@@ -401,7 +405,7 @@ class PPOTrainer:
             stats: tuple[Tensor, ...] = ()
             if policy or not args.has_critic_adapter:
                 with torch.set_grad_enabled(policy):
-                    states = forward.states(self.shared, "policy", part)
+                    states = forward.action_states(self.shared, "policy", part)
             if policy:
                 logprobs, entropy = self.sampler.logprobs("policy", part, args.entropy_coef > 0, states)
                 if self.reuses_training_forward:
@@ -411,7 +415,7 @@ class PPOTrainer:
             if args.has_critic_adapter:
                 if policy:
                     loss.backward()
-                loss, states = torch.zeros_like(loss), forward.states(self.shared, "critic", part)
+                loss, states = torch.zeros_like(loss), forward.action_states(self.shared, "critic", part)
             if args.uses_critic:
                 values, _ = self.values(part, states)
                 value_loss, value_stats = losses.value_objective(args, part, totals, values, self.moments)
@@ -493,7 +497,7 @@ class PPOTrainer:
     def restore(self, folder: str | Path) -> None:
         """Continues from a folder written by `save`. Every rank calls this method.
 
-        Random states are restored only for the same number of workers. Only rewards in evaluations draw from random states.
+        Random states are restored only for the same number of workers. Only rewards in evaluations use these random states.
         """
         folder = Path(folder)
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
@@ -505,7 +509,8 @@ class PPOTrainer:
         for key in STATE:
             setattr(self, key, state[key])
         vars(self.moments).update(state["returns"])
-        # Rounding depends on the number of rows decoded at once. So the number is restored, unless less memory is free.
+        # Rounding depends on the number of rows decoded at once. Therefore, the checkpoint's number is restored, unless fewer
+        # rows fit now.
         rows, now = state["decoding"]["rows"], self.sampler.rows
         same = state["decoding"]["workers"] == self.workers and not self.args.local_rollout_forward_batch_size
         if rows and now and same:

@@ -6,7 +6,7 @@ tokenizer, lineage.json), with tags that describe how it was trained. Before the
 files and compares them with the folder.
 """
 
-from pipeline.registry.champion import Champion, Gate, conditions, evaluate_gate, measured_on
+from pipeline.registry.champion import Champion, Gate, check_conditions, evaluate_gate, measured_on
 from pipeline.registry.curves import Curves, MLflowRun, check_trackers, open_curves
 from pipeline.registry.runs import (
     end_finished,
@@ -16,7 +16,7 @@ from pipeline.registry.runs import (
     mlflow_run,
     nested_under,
     read_curves,
-    read_run,
+    read_mlflow_run,
 )
 from pipeline.registry.store import (
     Tracking,

@@ -1,6 +1,6 @@
 """Checks a new model version against the job's gate, and compares it with the champion.
 
-The champion is the version that the job's alias names when the check runs.
+The champion is the version that the job's alias points to when the check runs.
 """
 
 import json
@@ -31,7 +31,7 @@ class Champion:
     """The champion's metrics. `metrics` is empty if there is no champion, or if its metrics cannot be compared with the run's."""
 
     metrics: dict[str, float] = field(default_factory=dict)
-    note: str = ""  # says that the run is worse, or why run and champion cannot be compared
+    note: str = ""  # message that the run is worse, or why it cannot be compared with the champion
 
 
 def champion_of(
@@ -46,10 +46,10 @@ def champion_of(
     """Returns the champion of a registered model, compared with a run that has the given metrics.
 
     Args:
-        own: number of the version that has these metrics, or None. If this version is the champion, nothing is compared.
+        own: number of the version that has these metrics, or None. If this version is the champion, returns an empty Champion.
         measured: tags that describe what the metrics depend on, such as eval rows, reward and tokenizer. The metrics are
             compared only if the champion has the same tags.
-        prefix: prefix of the champion's tags, `evaluate.` for tags that `evaluate` has set.
+        prefix: prefix of the champion's tags to compare, `evaluate.` for tags that `evaluate` has set.
     """
     models = mlflow.search_registered_models(search_filter("name", name))
     number = next((model.aliases.get(gate.alias) for model in models if model.name == name), None)
@@ -59,7 +59,7 @@ def champion_of(
     tags = mlflow.get_model_version(name, number).tags
     then, measured = _parts(tags, prefix), _parts(measured)
     if other := [key for key in {**measured, **then} if measured.get(key) != then.get(key)]:
-        return Champion(note=f"not compared with {which}: other {other[0]}")
+        return Champion(note=f"not compared with {which}: different {other[0]}")
     known = {key: float(tags.get(prefix + metric_key(key), "nan")) for key in metrics}
     known = {key: value for key, value in known.items() if not math.isnan(value)}
     metric = gate.metric
@@ -71,14 +71,14 @@ def champion_of(
 
 
 def measured_on(digests: dict[str, str], inputs: dict[str, str], gate: Gate) -> dict[str, str]:
-    """Returns tags with what metrics depend on: digests of rows and functions, versions of models, and settings."""
+    """Returns tags that record what metrics depend on: digests of rows and functions, versions of models, and settings."""
     data = {name: digest[:12] for name, digest in digests.items()}
     tags = {"data": data, "parents": inputs, "measured_with": gate.settings}
     return {key: json.dumps(value) for key, value in tags.items()}
 
 
 def _parts(tags: Mapping[str, str], prefix: str = "") -> dict[str, str]:
-    """Reads from a version's tags what its eval metrics depend on besides the version itself. Returns {name: value}."""
+    """Returns {name: value} for the tags of a version that its eval metrics depend on, such as digests, inputs and settings."""
     same = {name: tags[prefix + name] for name in ("tokenizer", "chat_template") if prefix + name in tags}
     data, inputs, settings = (
         json.loads(tags.get(prefix + key, "{}")) for key in ("data", "parents", "measured_with")
@@ -90,11 +90,11 @@ def _parts(tags: Mapping[str, str], prefix: str = "") -> dict[str, str]:
 
 
 def _rounded(value: float) -> float:
-    """Rounds a value to six digits, as tags do, so that a metric equals the tag that stores it."""
+    """Rounds a value to six digits, so that a metric equals its value in a version's tags, which have six digits."""
     return float(f"{value:.6g}")
 
 
-def conditions(
+def check_conditions(
     gate: dict[str, str], metrics: dict[str, float], champion: dict[str, float]
 ) -> Iterator[tuple[str, str, float | None, bool]]:
     """Yields (metric, condition, value, whether the condition is met). A missing metric and NaN do not meet a condition.
@@ -117,11 +117,11 @@ def evaluate_gate(
     """Returns whether all conditions are met, and a text with the reason."""
     failures = [
         f"{name} = {'missing' if value is None else f'{value:.4g}'}, required {condition}"
-        for name, condition, value, holds in conditions(gate, metrics, champion.metrics)
+        for name, condition, value, holds in check_conditions(gate, metrics, champion.metrics)
         if not holds
     ]
     if failures:
         return False, "failed: " + "; ".join(failures)
     alone = [key for key, rule in gate.items() if parse_gate(rule)[1] is None and key not in champion.metrics]
-    why = "the champion has none" if champion.metrics else champion.note or "no champion yet"
+    why = "the champion has no such metric" if champion.metrics else champion.note or "no champion yet"
     return True, f"passed; {', '.join(alone)}: {why}" if alone else "passed" if gate else "none set"

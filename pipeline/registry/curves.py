@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.errors import InputError, summary
+from pipeline.errors import InputError, error_summary
 from pipeline.registry.store import Tracking, client, metric_key
 from pipeline.system import storage
 
@@ -190,7 +190,7 @@ class Queue:
                 self.tracker.close(final)
         except Exception as error:  # a logging error must not end a long run
             if not self.failed:
-                why = f"{self.tracker.name} does not answer ({summary(error)})"
+                why = f"{self.tracker.name} does not answer ({error_summary(error)})"
                 print(f"warning: {why}; training continues, its metrics are sent later", flush=True)
             self.failed = True
             return False
@@ -253,7 +253,7 @@ class Curves:
             if queue.pending:
                 print(
                     f"warning: {len(queue.pending)} metric values were not recorded: {queue.tracker.name} was unreachable. "
-                    "The checkpoints hold the curve: if the run continues, the same command sends what is missing",
+                    "The checkpoints contain these values. If the run resumes, the same command sends the missing values",
                     flush=True,
                 )
 
@@ -290,6 +290,6 @@ def check_trackers(also: list[str]) -> None:
     server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     if not os.environ.get("WANDB_API_KEY") and get_netrc_auth(server) is None:
         raise InputError(
-            "found wandb, and no account: export WANDB_API_KEY=..., or WANDB_MODE=offline to upload later with `wandb sync`",
+            "found wandb, but no credentials: export WANDB_API_KEY=..., or WANDB_MODE=offline to upload later with `wandb sync`",
             key="mlflow.report_to",
         )

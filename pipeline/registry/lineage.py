@@ -71,8 +71,8 @@ def is_adapter(folder: str) -> bool:
     return os.path.lexists(os.path.join(folder, "adapter_config.json"))
 
 
-def check_base(lineage: dict[str, Any], base: dict[str, Any], key: str, reference: str) -> None:
-    """Raises InputError if an adapter was trained on another base. The message names both bases and their digests."""
+def check_same_base(lineage: dict[str, Any], base: dict[str, Any], key: str, reference: str) -> None:
+    """Raises InputError if an adapter was trained on another base. The error message names both bases."""
     trained_on = lineage.get("base") or base
     if trained_on["digest"] == base["digest"]:
         return
@@ -87,7 +87,7 @@ def check_base(lineage: dict[str, Any], base: dict[str, Any], key: str, referenc
 
 
 def check_base_name(folder: str, base: dict[str, Any], reference: str) -> None:
-    """Raises InputError if an adapter's config names another base. Used for adapters without lineage.json."""
+    """Raises InputError if an adapter's config names another base. This check is for adapters without lineage.json."""
     from pipeline.models.base import base_identity
 
     trained_on = str(adapter_files.read_settings(folder).get("base_model_name_or_path") or "")
@@ -95,7 +95,7 @@ def check_base_name(folder: str, base: dict[str, Any], reference: str) -> None:
     other, fix = False, ""
     if hub.is_reference(trained_on) and base["digest"].startswith("commit:"):
         other = trained_on.lower() != name.lower()
-        fix = f". If {name} holds the same weights, download it and name the folder"
+        fix = f". If {name} has the same weights, download it and set model.name_or_path to the folder"
     elif os.path.exists(os.path.join(trained_on, "config.json")) and base["digest"].startswith("sha256:"):
         other = base_identity(trained_on)["digest"] != base["digest"]
     if other:

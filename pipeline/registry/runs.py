@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import run_folder
-from pipeline.errors import InputError, LeaseLost, causes, summary
+from pipeline.errors import InputError, LeaseLost, causes_of, error_summary
 from pipeline.job.identity import Identity
 from pipeline.registry import store
 from pipeline.registry.store import Tracking
@@ -39,8 +39,8 @@ def mlflow_run(tracking: Tracking, digests: dict[str, str], new_run: bool = Fals
     not finished. At the end, sets the status to FINISHED, to FAILED after an error, or to KILLED after Ctrl-C or SIGTERM.
 
     Args:
-        new_run: whether to start a new MLflow run even if the run folder has an unfinished one. If the unfinished one still has
-            the status RUNNING because its driver was killed, its status becomes KILLED.
+        new_run: whether to start a new MLflow run even if the run folder has an unfinished one. If the unfinished run still has
+            the status RUNNING because its driver was killed, the status becomes KILLED.
     """
     run = tracking.identity
     mlflow = store.client(tracking.uri)
@@ -57,12 +57,12 @@ def mlflow_run(tracking: Tracking, digests: dict[str, str], new_run: bool = Fals
     try:
         yield run_id
     except BaseException as failure:
-        if any(isinstance(one, LeaseLost) for one in causes(failure)):
+        if any(isinstance(one, LeaseLost) for one in causes_of(failure)):
             raise  # the run continues in another process
         with process.signals_ignored():
             try:
                 mlflow.set_terminated(run_id, "FAILED" if isinstance(failure, Exception) else "KILLED")
-            except Exception as error:  # the user must see the error of the run, not this error
+            except Exception as error:  # an error of MLflow must not hide the error of the run
                 why = f"server unreachable ({type(error).__name__})"
                 print(f"warning: cannot mark MLflow run {run_id} as ended: {why}", flush=True)
         raise
@@ -77,7 +77,7 @@ def end_finished(uri: str, run_id: str) -> None:
 
 
 def end_interrupted(tracking: Tracking) -> None:
-    """Marks a run as KILLED if its driver was killed and left it as RUNNING."""
+    """Marks a run as KILLED if its driver was killed and left the status RUNNING."""
     mlflow = store.client(tracking.uri)
     newest = _newest(mlflow, [_experiment(mlflow, tracking)], storage.absolute(tracking.identity.folder))
     if newest and newest.info.status == "RUNNING":
@@ -113,7 +113,7 @@ def _experiment(mlflow: Any, tracking: Tracking) -> str:
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-        return mlflow.get_experiment_by_name(name).experiment_id  # another process has just created it
+        return mlflow.get_experiment_by_name(name).experiment_id  # another process has created it
 
 
 def _log_inputs(mlflow: Any, run_id: str, tracking: Tracking, digests: dict[str, str]) -> None:
@@ -161,7 +161,7 @@ def _newest(mlflow: Any, experiments: list[str], folder: str) -> Any:
 
 
 def read_curves(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
-    """Returns {metric: [(step, value)]} of a run, sorted by step. If a step was logged twice, returns its later value."""
+    """Returns {metric: [(step, value)]} of a run, sorted by step. If a step was logged twice, returns the later value."""
     mlflow = store.client(uri)
     curves = {}
     for name in mlflow.get_run(run_id).data.metrics:
@@ -170,15 +170,15 @@ def read_curves(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
     return curves
 
 
-def read_run(uri: str, run_id: str) -> dict[str, Any]:
-    """Reads name, stage, status, folder, job and result of a run from MLflow. If the job or the result is missing, it is {}."""
+def read_mlflow_run(uri: str, run_id: str) -> dict[str, Any]:
+    """Reads name, stage, status, folder, job and result of a run from MLflow. A missing job or result is {}."""
     try:
         store.check_reachable(uri)
         mlflow = store.client(uri)
         run = mlflow.get_run(run_id)
-        stage = run.data.tags["stage"]  # raises KeyError for a run of another program
+        stage = run.data.tags["stage"]  # raises KeyError if another program made the run
     except Exception as error:  # the database driver and the network raise many types of errors
-        why = f"no such run of a job in {uri} ({summary(error)}); name its folder, or its server with MLFLOW_TRACKING_URI"
+        why = f"cannot find this run in {uri} ({error_summary(error)}); name the run's folder, or set MLFLOW_TRACKING_URI to its server"
         raise InputError(f"{run_id}: {why}") from error
     logged = {file.path for file in mlflow.list_artifacts(run_id)}
 
@@ -196,7 +196,7 @@ def read_run(uri: str, run_id: str) -> dict[str, Any]:
 
 
 def log_files(uri: str, run_id: str, files: list[str], samples: list[dict[str, Any]]) -> None:
-    """Adds files to a run, and a table with one row per sample."""
+    """Adds files to an MLflow run, and a table with one row per sample."""
     mlflow = store.client(uri)
     for file in files:
         mlflow.log_artifact(run_id, file)

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from typing import Any
 from urllib.parse import quote, unquote
 
-from pipeline.errors import Failure, InputError, causes, summary
+from pipeline.errors import Failure, InputError, causes_of, error_summary
 from pipeline.job.identity import Identity
 from pipeline.system import deadline, storage, terminal
 from pipeline.system.credentials import has_credentials, user_and_password, without_credentials
@@ -72,7 +72,7 @@ def import_mlflow() -> None:
 
 
 def client(uri: str) -> Any:
-    """Returns an MlflowClient. If the server does not answer, its calls fail within seconds instead of minutes.
+    """Returns an MlflowClient. If the server does not answer, the client's calls fail within seconds instead of minutes.
 
     If MLFLOW_TRACKING_URI names the same server with credentials, the client uses them. Credentials of an HTTP server are
     passed in environment variables instead of the URI, because MLflow's error messages quote the URI.
@@ -95,7 +95,7 @@ def check_store(tracking: Tracking) -> None:
     """Raises InputError if the tracking server or SQLite file cannot be used. Creates the file if it is missing."""
     uri, name = tracking.uri, tracking.experiment
     file = file_of_uri(uri)
-    import_mlflow()  # before the time limit and the lock, because the import is slow
+    import_mlflow()  # imports MLflow before the time limit and the lock, because the import is slow
     try:
         if file is None:
             experiment = deadline.call_with_deadline(lambda: client(uri).get_experiment_by_name(name))
@@ -104,10 +104,10 @@ def check_store(tracking: Tracking) -> None:
                 experiment = client(uri).get_experiment_by_name(name)
     except Exception as error:  # the database driver raises many types of errors
         fix = "start the server, or" if file is None else "move that file away, name another store, or"
-        fix += " leave the key out to use a SQLite file in run.storage_path"
+        fix += " remove the key to use a SQLite file in run.storage_path"
         if file and "database schema" in str(error):
-            fix = "install the MLflow that wrote it, or copy the file and migrate it as MLflow says"
-        why = f"{uri!r} does not answer ({summary(error)}); {fix}"
+            fix = "install the MLflow version that wrote the file, or copy the file and run the migration that MLflow proposes"
+        why = f"{uri!r} does not answer ({error_summary(error)}); {fix}"
         raise InputError(why, key="mlflow.tracking_uri") from error
     if experiment and experiment.lifecycle_stage == "deleted":
         raise InputError(
@@ -122,13 +122,13 @@ def check_reachable(uri: str) -> None:
     if file := file_of_uri(uri):
         _try(file, "ro", "BEGIN")
     else:
-        import_mlflow()  # before the time limit, because the import is slow
+        import_mlflow()  # imports MLflow first, because the import is slow
         deadline.call_with_deadline(lambda: client(uri).get_experiment_by_name("Default"))
 
 
 @contextlib.contextmanager
 def _created(path: str) -> Iterator[None]:
-    """Creates the SQLite file if it is missing. Locks out other processes that set up the store in the `with` block."""
+    """Creates the SQLite file if it is missing. During the `with` block, no other process can set up the store."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     with storage.locked(f"{path}.lock", f"another process to set up {path}"):
         if not os.path.exists(path):
@@ -144,7 +144,7 @@ def _created(path: str) -> Iterator[None]:
 def empty_database() -> str:
     """Returns the path of an empty database with MLflow's tables. The file is cached per user and MLflow version."""
     path = storage.cache(f"mlflow-{version('mlflow')}.db")
-    if not _is_intact(path):  # missing, or damaged by a power failure
+    if not _is_intact(path):  # the file is missing, or a power failure has damaged it
         import_mlflow()
         from mlflow.store.db import utils
 
@@ -181,12 +181,12 @@ def _try(path: str, mode: str, begin: str) -> None:
 
 
 def call_persistently(uri: str, folder: str, call: Callable[[], Any]) -> Any:
-    """Returns the result of `call`. Retries it for up to WAIT_S while the server is unreachable or the SQLite file is locked.
+    """Returns the result of `call`. Retries for up to WAIT_S while the server is unreachable or the SQLite file is locked.
 
     Raises Failure if the SQLite file was deleted. MLflow may report no error, because it still has the deleted file open.
 
     Args:
-        folder: the run's folder. A message tells the user that the adapter is there.
+        folder: the run's folder. A message tells the user that the adapter is in this folder.
     """
     give_up, pause = time.monotonic() + WAIT_S, 1.0
     while True:
@@ -198,7 +198,7 @@ def call_persistently(uri: str, folder: str, call: Callable[[], Any]) -> Any:
         file = file_of_uri(uri)
         if file and not (os.path.exists(file) and os.path.getsize(file)):
             raise Failure(
-                f"{file} was deleted by another process. The same command makes a new file"
+                f"{file} was deleted by another process. Run the same command again to create a new file"
             ) from error
         if error is None:
             return found
@@ -206,7 +206,7 @@ def call_persistently(uri: str, folder: str, call: Callable[[], Any]) -> Any:
             raise error
         if pause == 1.0:
             terminal.say(
-                f"MLflow at {uri} does not answer ({summary(error)}); waiting up to {WAIT_S // 60} minutes to register. "
+                f"MLflow at {uri} does not answer ({error_summary(error)}); waiting up to {WAIT_S // 60} minutes to register. "
                 f"The adapter is safe in {folder}"
             )
         time.sleep(pause)
@@ -218,7 +218,7 @@ def _is_away(uri: str, error: Exception) -> bool:
     from mlflow.exceptions import MlflowException
     from requests import RequestException
 
-    for one in causes(error):
+    for one in causes_of(error):
         if file_of_uri(uri) and "database is locked" in str(one):
             return True
         if isinstance(one, MlflowException) and not file_of_uri(uri):

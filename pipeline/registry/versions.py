@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipeline.data.counts import count, most_frequent
-from pipeline.errors import InputError, summary
+from pipeline.data.counts import most_frequent, with_unit
+from pipeline.errors import InputError, error_summary
 from pipeline.input_uri import InputURI
 from pipeline.job import make_target
-from pipeline.job.stages import TRAINED, headline
+from pipeline.job.stages import TRAINED, headline_metrics
 from pipeline.metrics import SPEED, Metric
 from pipeline.registry.champion import Champion, Gate, champion_of, evaluate_gate, measured_on
 from pipeline.registry.lineage import folder_digests
@@ -29,7 +29,7 @@ class Missing(InputError):
 
 @dataclass(frozen=True)
 class Version:
-    """A registered model version. If the gate failed, `alias` is None, and `gate` says why."""
+    """A registered model version. If the gate failed, `alias` is None, and `gate` contains the reason."""
 
     name: str
     version: str
@@ -56,8 +56,8 @@ def publish(
 ) -> Version:
     """Registers an adapter folder as a new version, and moves the alias if the gate passes.
 
-    The steps are: upload, check of the uploaded files, registration, alias. After a crash, the caller can call this function
-    again, because a run registers at most one version.
+    Uploads the files, checks the uploaded files, registers the version, and then moves the alias. After a crash, the caller can
+    call this function again, because a run registers at most one version.
 
     Args:
         problem: None, or the reason why the gate fails regardless of the metrics.
@@ -73,7 +73,7 @@ def publish(
         (False, f"failed: {problem}") if problem else evaluate_gate(gate.conditions, metrics, champion)
     )
     run = mlflow.get_run(run_id).info
-    description = describe(stage, metrics, lineage, reason, run)
+    description = describe_version(stage, metrics, lineage, reason, run)
     if known:
         version = known[0].version
         mlflow.set_model_version_tag(name, version, "gate", reason)  # the job's gate may have changed
@@ -114,7 +114,7 @@ def promote(
     trained = mlflow.get_model_version(ref.name, ref.version).tags.get("gate", "")
     if ok and trained.startswith("failed"):
         why = trained.removeprefix("failed: ")
-        ok, reason = False, f"failed: the gate of the training failed, too ({why})"
+        ok, reason = False, f"failed: the gate of the training job failed, too ({why})"
     for key, value in (_held_out(metrics) | measured | {"gate": reason}).items():
         mlflow.set_model_version_tag(ref.name, ref.version, f"evaluate.{key}", value)
     if ok:
@@ -140,7 +140,7 @@ def _store(mlflow: Any, stage: str, run: Any, folder: str, tags: dict[str, str])
     if sent != received:
         mlflow.finalize_logged_model(model.model_id, "FAILED")
         different = sorted(k for k in {*sent, *received} if sent.get(k) != received.get(k))
-        raise RuntimeError(f"the artifact store returned other files than were saved: {', '.join(different)}")
+        raise RuntimeError(f"files in the artifact store differ from the saved files: {', '.join(different)}")
     mlflow.finalize_logged_model(model.model_id, "READY")
     return model.model_id, model.artifact_location
 
@@ -152,7 +152,7 @@ def _received(mlflow: Any, model: Any) -> dict[str, dict[str, Any]]:
 
 
 def _tags(lineage: dict[str, Any], gate: Gate) -> dict[str, str]:
-    """Returns tags to search for in MLflow. Long values are shortened; the adapter's lineage.json has the full values."""
+    """Returns tags for searches in MLflow. Long values are shortened; the adapter's lineage.json has the full values."""
     base, reward = lineage.get("base", {}), lineage.get("reward", {})
     tags = {
         key: str(lineage[key]) for key in ("stage", "step", "tokenizer", "chat_template") if lineage.get(key)
@@ -166,14 +166,16 @@ def _tags(lineage: dict[str, Any], gate: Gate) -> dict[str, str]:
     return tags
 
 
-def describe(stage: str, metrics: dict[str, float], lineage: dict[str, Any], gate: str, run: Any) -> str:
+def describe_version(
+    stage: str, metrics: dict[str, float], lineage: dict[str, Any], gate: str, run: Any
+) -> str:
     """Returns a Markdown description of a version. `run` is the RunInfo of the MLflow run that trained the version."""
     base, parents = lineage.get("base", {}), lineage.get("parents", {})
     lines = [
         f"- {one.label}: "
         + (f"{_shown(metrics[one.before], one)} → " if one.before in metrics else "")
         + f"**{_shown(metrics[one.name], one)}**"
-        for one in headline(stage, metrics)
+        for one in headline_metrics(stage, metrics)
     ]
     lines += [
         f"- gate: {gate}",
@@ -185,7 +187,7 @@ def describe(stage: str, metrics: dict[str, float], lineage: dict[str, Any], gat
     lines += [f"- {role}: {_link(source)}" for role, source in parents.items()]
     if rows_from := most_frequent(lineage.get("rows_from", {}), 8):
         lines += ["", "Learned from the conversations of"]
-        lines += [f"- {_link(version)}: {count(rows)}" for version, rows in rows_from.items()]
+        lines += [f"- {_link(version)}: {with_unit(rows)}" for version, rows in rows_from.items()]
     lines.append("")
     for title, entry in (("Data", "data"), ("Libraries", "versions")):
         if named := lineage.get(entry):
@@ -198,7 +200,7 @@ def _shown(value: float, of: Metric) -> str:
 
 
 def _link(source: str) -> str:
-    """Returns a Markdown link to a registered version's page in MLflow. Formats any other source as code."""
+    """Returns a Markdown link to a registered version's page in MLflow. Formats a source that is not registered as code."""
     ref = InputURI.parse(source)
     if not ref.version:
         return f"`{source}`"
@@ -211,13 +213,13 @@ def _link(source: str) -> str:
 def pin(reference: str, uri: str, job_file: str = "") -> str:
     """Returns `models:/NAME/VERSION` for `models:/NAME@ALIAS`, so that a run keeps its inputs if the alias moves.
 
-    A model on the Hub becomes `hf://org/name@COMMIT`. Returns folders unchanged. Error messages suggest
-    a command for `job_file`.
+    A model on the Hub becomes `hf://org/name@COMMIT`. Returns folders unchanged. Error messages suggest a command with the job
+    file `job_file`.
     """
     from mlflow.exceptions import MlflowException
 
     if hub.is_reference(reference):
-        return hub.pin(reference)
+        return hub.pin_hub(reference)
     ref = InputURI.parse(reference)
     if not ref.is_registered:
         return reference
@@ -243,7 +245,7 @@ def pin(reference: str, uri: str, job_file: str = "") -> str:
             known = ", ".join(f"@{alias} -> v{number}" for alias, number in named.items()) or "none"
             why = (
                 f"no such alias or version of {ref.name!r} (aliases: {known}); the newest is models:/{ref.name}/"
-                f"{newest.version} (gate {newest.tags.get('gate', '?')}); name that to use it anyway"
+                f"{newest.version} (gate {newest.tags.get('gate', '?')}); name this version to use it anyway"
             )
         raise Missing(f"{ref}: {why}") from error
 
@@ -283,13 +285,13 @@ def _newest(mlflow: Any, name: str) -> Any:
 
 def fetch(reference: str, uri: str) -> str:
     """Returns a local folder with the files of a pinned version (`models:/name/3`) or of a pinned adapter on the Hub. Callers
-    must not write to this folder.
+    must not write to the returned folder.
 
     Returns other references unchanged. Files from a bucket or a server are downloaded once per user and machine. All processes
-    and runs share this copy, because the files of a version never change.
+    and runs share the downloaded copy, because the files of a version never change.
     """
     if reference.startswith(hub.SCHEME):
-        return hub.fetch(reference)
+        return hub.fetch_adapter(reference)
     ref = InputURI.parse(reference)
     if not ref.version:
         return reference
@@ -306,12 +308,12 @@ def fetch(reference: str, uri: str) -> str:
                 try:
                     os.rename(folder, copy)
                 except OSError:
-                    if not os.path.isdir(copy):  # otherwise, another process has just made the same folder
+                    if not os.path.isdir(copy):  # if the folder exists, another process has just made it
                         raise
         return copy
     except Exception as error:  # each artifact store raises its own types of errors
         raise InputError(
-            f"{reference}: its files cannot be fetched from {without_credentials(location)} ({summary(error)}); restore them, or "
+            f"{reference}: its files cannot be fetched from {without_credentials(location)} ({error_summary(error)}); restore them, or "
             "use another version"
         ) from error
 

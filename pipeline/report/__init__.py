@@ -10,24 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import registry, text
-from pipeline.errors import summary
-from pipeline.report.gather import Run, newest, read_run
+from pipeline.errors import error_summary
+from pipeline.report.gather import ReportedRun, newest_runs, read_run
 from pipeline.run.prepare import ALONE, heading
 from pipeline.run_folder import REPORT, RESULT
 from pipeline.system import console, storage, terminal
 
 
-def write_page(runs: list[Run], folder: str, result: dict[str, Any] | None = None) -> str:
+def write_page(runs: list[ReportedRun], folder: str, result: dict[str, Any] | None = None) -> str:
     """Writes report.html into a folder or bucket. Returns the path of the page.
 
     Args:
-        result: the result of a run that has just ended. If it is given, the report is also stored in this run's MLflow run.
+        result: the result of a run that has just ended, or None. The report is also stored in the MLflow run of `result`.
     """
     from pipeline.report import page
 
     with tempfile.TemporaryDirectory() as local:
         html = Path(local, REPORT)
-        html.write_text(page.render(runs), encoding="utf-8")
+        html.write_text(page.render_page(runs), encoding="utf-8")
         storage.store_folder(local, folder)
         if result:
             uri, run_id, file = result["tracking_uri"], result["mlflow_run_id"], f"{local}/{RESULT}"
@@ -38,13 +38,13 @@ def write_page(runs: list[Run], folder: str, result: dict[str, Any] | None = Non
 
 
 def of_run(result: dict[str, Any]) -> None:
-    """Stores the report of a finished run in its folder and in MLflow, if it has no report yet."""
+    """Stores the report of a finished run in the run's folder and in MLflow, unless the folder already contains a report."""
     folder = result["folder"]
     if storage.exists(storage.join(folder, REPORT)):
         return
-    with console.waiting("drawing the report"):
+    with console.print_if_slow("drawing the report"):
         drawn = of_several([folder], folder, result=result)
-    if drawn and heading.get() == ALONE:  # `run` names one page of all stages at its end
+    if drawn and heading.get() == ALONE:  # `run` prints the path of a report about all stages
         terminal.say(text.row("report", storage.relative(drawn)), result=True)
 
 
@@ -57,5 +57,5 @@ def of_several(folders: list[str], folder: str, result: dict[str, Any] | None = 
         return write_page([read_run(one) for one in folders], folder, result=result)
     except Exception as error:  # a report must not end a run that trained for hours
         again = f"try again with: python -m pipeline report {' '.join(folders)}"
-        print(f"   no report: {summary(error)}; {again}", flush=True)
+        print(f"   no report: {error_summary(error)}; {again}", flush=True)
         return None

@@ -5,18 +5,18 @@ from typing import Any
 from pipeline.report.plots import COLORS, DASHED, INK, Drawing
 
 
-def drawings(evaluation: dict[str, Any]) -> list[Drawing]:
+def evaluation_drawings(evaluation: dict[str, Any]) -> list[Drawing]:
     made = []
     if probes := evaluation.get("probes"):
         note = (
-            "How far each edit of a completion moves its score, with 95 % intervals. The last edits make the completion worse, so "
+            "Mean change of a completion's score by each edit, with 95 % intervals. The last edits make the completion worse, so "
             "the score should fall; the other edits should not move the score."
         )
         made.append(Drawing("Probes of the reward", note, lambda axes: draw_probes(axes, probes)))
     if curve := evaluation.get("best_of_n"):
         note = (
-            "The reward chooses the best of n completions. If the judge's score falls while the reward's rises, the reward is "
-            "being exploited."
+            "The reward chooses the best of n completions. If the judge's score falls while the reward's score rises, the reward "
+            "is being exploited."
         )
         made.append(Drawing("Best of n", note, lambda axes: draw_best_of_n(axes, curve)))
     return made
@@ -46,7 +46,7 @@ def draw_best_of_n(axes: Any, curve: list[dict[str, float]]) -> None:
     axes.margins(y=0.2)
 
 
-def examples(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
+def probe_examples(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns one example for each failed probe: the completion whose score changed most, before and after the probe's edit."""
     return [
         {"probe": name.replace("_", " "), "verdict": one["verdict"], **one["worst"][0]}
@@ -55,7 +55,7 @@ def examples(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def benchmarks(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
+def benchmark_rows(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns table rows for the benchmarks and their subsets, with the number of rows, the score, and its 95 % interval."""
     rows = []
     for name, table in evaluation.get("benchmarks", {}).items():

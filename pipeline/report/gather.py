@@ -8,8 +8,8 @@ from typing import Any
 from urllib.parse import quote
 
 from pipeline import registry, run_folder
-from pipeline.data.counts import count, most_frequent
-from pipeline.errors import InputError, summary
+from pipeline.data.counts import most_frequent, with_unit
+from pipeline.errors import InputError, error_summary
 from pipeline.input_uri import InputURI
 from pipeline.job.stages import INPUTS
 from pipeline.report.panels import History
@@ -18,8 +18,8 @@ from pipeline.system.credentials import without_credentials
 
 
 @dataclass
-class Run:
-    """The data of one run that a report shows."""
+class ReportedRun:
+    """The data of a run that is shown in a report."""
 
     name: str
     stage: str
@@ -44,7 +44,7 @@ class Run:
 
     @property
     def verdict(self) -> str:
-        """Returns `gate passed` or `gate failed` for a finished run with a gate. Returns the run's state otherwise."""
+        """Returns `gate passed` or `gate failed` for a finished run with a gate, or else the run's state."""
         if self.state != "finished" or not self.conditions:
             return self.state
         return "gate passed" if all(holds for *_, holds in self.conditions) else "gate failed"
@@ -53,7 +53,9 @@ class Run:
     def conditions(self) -> list[tuple[Any, ...]]:
         """Returns (metric, condition, value, whether the condition is met) for each condition of the gate."""
         champion = (self.result.get("champion") or {}).get("metrics", {})
-        return list(registry.conditions(self.job.get("gate") or {}, self.result.get("metrics", {}), champion))
+        return list(
+            registry.check_conditions(self.job.get("gate") or {}, self.result.get("metrics", {}), champion)
+        )
 
     @property
     def last_step(self) -> int | None:
@@ -61,7 +63,7 @@ class Run:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Returns {"policy": "models:/rlhf-sft/3", ...}. If the run has not finished, returns the references in its job."""
+        """Returns {"policy": "models:/rlhf-sft/3", ...}. If the run has not finished, returns the references in the run's job."""
         if "inputs" in self.result:
             return self.result["inputs"]
         return {key: self.job[key] for key in INPUTS if isinstance(self.job.get(key), str)}
@@ -79,7 +81,7 @@ class Run:
         return str(InputURI(self.result["registered_model"], version=self.result["version"]))
 
 
-def read_run(reference: str, runs: str = "runs") -> Run:
+def read_run(reference: str, runs: str = "runs") -> ReportedRun:
     """Reads a run. Raises InputError if the run does not exist.
 
     Args:
@@ -93,16 +95,16 @@ def read_run(reference: str, runs: str = "runs") -> Run:
     if re.fullmatch(r"[0-9a-f]{32}", reference):
         return _from_mlflow(reference, runs)
     expected = f"expected a folder with {run_folder.JOB}, a name under {runs}/, or an MLflow run id"
-    raise InputError(f"{reference}: no run; {expected}; the newest are {newest(runs)}")
+    raise InputError(f"{reference}: no run; {expected}; the newest runs are {newest_runs(runs)}")
 
 
-def newest(runs: str = "runs") -> str:
+def newest_runs(runs: str = "runs") -> str:
     """Returns a text with the paths of the five newest runs in a folder."""
     found = sorted(Path(runs).glob(f"*/{run_folder.JOB}"), key=os.path.getmtime, reverse=True)
-    return " ".join(str(path.parent) for path in found[:5]) or "none here yet"
+    return " ".join(str(path.parent) for path in found[:5]) or "none in this folder"
 
 
-def _from_folder(folder: str) -> Run:
+def _from_folder(folder: str) -> ReportedRun:
     def content(name: str, default: Any) -> Any:
         path = storage.join(folder, name)
         return storage.read_json(path) if storage.exists(path) else default
@@ -110,11 +112,11 @@ def _from_folder(folder: str) -> Run:
     names = run_folder.JOB, run_folder.RESULT, run_folder.FAILED
     job, result, failure = (content(name, {}) for name in names)
     state = "finished" if result else "failed" if failure else "unfinished"
-    run = Run(job["run"]["name"], job["stage"], state, job, folder, result, failure=failure)
+    run = ReportedRun(job["run"]["name"], job["stage"], state, job, folder, result, failure=failure)
     ended, given = result or failure, job["mlflow"].get("tracking_uri")
     run.uri = ended.get("tracking_uri") or registry.uri_of(given, job["run"]["storage_path"])
     run.run_id = ended.get("mlflow_run_id")
-    # Uses only the checkpoint's name, because the run's folder may have been moved since result.json was written.
+    # Uses only the last part of the checkpoint's path, because the run's folder may have been moved.
     if last := str(result.get("checkpoint") or "").rpartition("/")[2]:
         run.pairs, run.doubtful = (
             content(f"{last}/{name}", []) for name in (run_folder.PAIRS, run_folder.DOUBTFUL)
@@ -125,22 +127,22 @@ def _from_folder(folder: str) -> Run:
     return run
 
 
-def _from_mlflow(run_id: str, runs: str) -> Run:
+def _from_mlflow(run_id: str, runs: str) -> ReportedRun:
     """Reads a run from MLflow. Used if only the MLflow run id is known, because the run's folder may be on another machine."""
     uri = registry.uri_of(None, runs)
-    known = registry.read_run(uri, run_id)
+    known = registry.read_mlflow_run(uri, run_id)
     folder = known["folder"]
     if folder and not storage.is_remote(folder) and os.path.exists(f"{folder}/{run_folder.JOB}"):
         return _from_folder(folder)
     state = {"FINISHED": "finished", "FAILED": "failed"}.get(known["status"], "unfinished")
-    run = Run(
+    run = ReportedRun(
         known["name"], known["stage"], state, known["job"], None, known["result"], run_id=run_id, uri=uri
     )
     _add_curves(run)
     return run
 
 
-def _add_curves(run: Run) -> None:
+def _add_curves(run: ReportedRun) -> None:
     """Adds the curves to a run, or a note if the MLflow store cannot be read."""
     assert run.uri
     try:
@@ -150,8 +152,10 @@ def _add_curves(run: Run) -> None:
             run.history = registry.read_curves(run.uri, run.run_id)
     except Exception as error:  # the database driver and the network raise many types of errors
         where = without_credentials(run.uri)
-        run.note = f"No curves: {where} could not be read ({without_credentials(summary(error))})."
-        run.uri = None  # so that `ancestors` does not query the server again
+        run.note = (
+            f"No curves, because {where} could not be read ({without_credentials(error_summary(error))})."
+        )
+        run.uri = None  # so that `ancestors_of_run` does not query the server again
 
 
 # ------------------------------------------------------------------------------------------------------ lineage
@@ -161,21 +165,21 @@ MOST_VERSIONS = 4  # maximum number of listed versions that wrote training rows
 
 @dataclass
 class Ancestor:
-    """A version or another input that was used, directly or indirectly, to train a run's model."""
+    """A model version, or a different input, that was used, directly or indirectly, to train a run's model."""
 
-    role: str  # how it was used: as policy, as reward, or to write `300 rows`
+    role: str  # how the ancestor was used: `policy`, `reward`, ..., or `300 rows` if it wrote training rows
     reference: str  # models:/name/3, or another input
-    state: str = ""  # text with its aliases and the result of its gate
-    sources: list[tuple[str, str]] = field(default_factory=list)  # (role, reference) of its own inputs
+    state: str = ""  # the version's aliases and the result of its gate, as text
+    sources: list[tuple[str, str]] = field(default_factory=list)  # (role, reference) of the inputs
 
 
-def ancestors(run: Run) -> list[Ancestor]:
-    """Returns a run's inputs, the inputs of these inputs, and so on. Each appears once, nearest ancestors first."""
+def ancestors_of_run(run: ReportedRun) -> list[Ancestor]:
+    """Returns a run's inputs, the inputs of these inputs, and so on. Each input appears once, nearest inputs first."""
     rows_from = run.data.get("splits", {}).get("train", {}).get("versions", {})
     inputs = {role: _pinned(reference, run.uri) for role, reference in run.inputs.items()}
     found: dict[str, Ancestor] = {}
     waiting = _sources(inputs, rows_from, run.job["model"]["name_or_path"])
-    for role, reference in waiting:  # the loop appends to this list
+    for role, reference in waiting:  # the loop body appends to `waiting`
         if reference not in found:
             found[reference] = one = Ancestor(role, reference)
             if run.uri and InputURI.parse(reference).version:
@@ -185,13 +189,13 @@ def ancestors(run: Run) -> list[Ancestor]:
 
 
 def _sources(inputs: dict[str, str], rows_from: dict[str, int], base: str) -> list[tuple[str, str]]:
-    """Returns (role, reference) of the inputs (or of the base if there are none) and of the versions that wrote training rows."""
+    """Returns (role, reference) of a model's inputs, or of the base, and of the versions that wrote training rows."""
     named = [(role.partition(".")[0], reference) for role, reference in inputs.items()] or [("base", base)]
-    return named + [(count(rows), one) for one, rows in most_frequent(rows_from, MOST_VERSIONS).items()]
+    return named + [(with_unit(rows), one) for one, rows in most_frequent(rows_from, MOST_VERSIONS).items()]
 
 
 def _pinned(reference: str, uri: str | None) -> str:
-    """Returns the version that an alias names now. Returns other references unchanged."""
+    """Replaces an alias by the version to which it points now. Returns all other references unchanged."""
     try:
         return registry.pin(reference, uri) if uri else reference
     except InputError:
@@ -213,7 +217,7 @@ def _read_sources(reference: str, uri: str) -> tuple[str, list[tuple[str, str]]]
     )
 
 
-def address(reference: str, uri: str | None) -> str | None:
+def version_url(reference: str, uri: str | None) -> str | None:
     """Returns the URL of a version's page in MLflow, or None if the store is not a server or `reference` names no version."""
     ref = InputURI.parse(reference)
     if not ref.version or not uri or not uri.startswith("http"):

@@ -1,9 +1,9 @@
 """Selects what the top of a report shows: cards with a run's most important metrics, and a list of facts."""
 
-from pipeline.job.stages import headline as metrics_of
+from pipeline.job.stages import headline_metrics as metrics_of
 from pipeline.metrics import Metric, find_metric
 from pipeline.report import preferences
-from pipeline.report.gather import Run
+from pipeline.report.gather import ReportedRun
 from pipeline.run.summary import how_it_ended
 from pipeline.system import prices
 from pipeline.system.terminal import duration
@@ -16,11 +16,11 @@ OVERVIEW = (
 )  # fmt: skip
 
 
-def cards(run: Run) -> list[dict[str, str]]:
-    """Returns the cards of one run, with its stage's main metrics, metrics of its held-out pairs, and its wall-clock time."""
+def cards_of_run(run: ReportedRun) -> list[dict[str, str]]:
+    """Returns the cards of one run: the stage's main metrics, metrics on held-out pairs, and the wall-clock time."""
     shown = [_card(run, metric) for metric in metrics_of(run.stage, run.metrics)]
     if run.pairs:
-        held_out = preferences.summary(run.pairs)
+        held_out = preferences.preference_numbers(run.pairs)
         for label, is_share in (("calibration error", True), ("margin to length, correlation", False)):
             if (value := held_out[label]) is not None:
                 shown.append({"label": label, "value": _shown(value, is_share), "was": ""})
@@ -29,8 +29,8 @@ def cards(run: Run) -> list[dict[str, str]]:
     return shown
 
 
-def overview(runs: list[Run]) -> list[dict[str, str]]:
-    """Returns the cards of several runs, with at most five metrics and the total wall-clock time."""
+def cards_of_runs(runs: list[ReportedRun]) -> list[dict[str, str]]:
+    """Returns the cards of several runs: at most five metrics, and the total wall-clock time."""
     newest = {run.stage: run for run in runs}
     shown = []
     for stage, name in OVERVIEW:
@@ -41,7 +41,7 @@ def overview(runs: list[Run]) -> list[dict[str, str]]:
     return [*shown[:5], {"label": "wall clock", "value": duration(seconds), "was": ""}]
 
 
-def _card(run: Run, of: Metric) -> dict[str, str]:
+def _card(run: ReportedRun, of: Metric) -> dict[str, str]:
     was, value = (
         _shown(run.metrics[name], of.is_share) if name in run.metrics else "" for name in (of.before, of.name)
     )
@@ -53,12 +53,12 @@ def _shown(value: float, is_share: bool) -> str:
     return f"{value:.1%}" if is_share else number(value)
 
 
-def facts(run: Run) -> list[tuple[str, str]]:
+def facts_of_run(run: ReportedRun) -> list[tuple[str, str]]:
     """Returns facts about the run as (name, value) pairs."""
     model, scaling, result = run.job["model"], run.job.get("scaling", {}), run.result
     registered = None
     if result.get("version"):
-        alias = f"@{result['alias']}" if result.get("alias") else "(it did not get the alias)"
+        alias = f"@{result['alias']}" if result.get("alias") else "(the alias was not moved)"
         registered = f"{result['registered_model']} v{result['version']} {alias}"
     workers = scaling.get("num_workers", 1) or "in process,"
     peak, cost = (result.get(key) for key in ("peak_memory_bytes", "cost"))
@@ -68,7 +68,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         ("ended", how_it_ended(result)),
         ("workers", f"{workers} {'with a GPU each' if scaling.get('use_gpu') else 'on CPUs'}"),
         ("peak memory", peak and f"{peak / 2**30:.2f} GiB in the largest worker"),
-        ("cost", cost and prices.in_words(cost)),
+        ("cost", cost and prices.cost_in_words(cost)),
         ("MLflow run", run.run_id),
         ("folder", run.folder),
     ]

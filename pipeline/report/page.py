@@ -10,21 +10,21 @@ from markupsafe import Markup, escape
 
 from pipeline import text
 from pipeline.data.counts import versions_in_words
-from pipeline.data.report import name_of
+from pipeline.data.report import error_kind_name
 from pipeline.input_uri import short_title
 from pipeline.job.stages import time_axis, title_of
 from pipeline.registry.store import flatten
 from pipeline.report import evaluations, gather, headline, plots, preferences
-from pipeline.report.gather import Run
+from pipeline.report.gather import ReportedRun
 from pipeline.report.panels import GROUPS
 from pipeline.report.plots import Drawing
 
 MAX_PANELS_WITHOUT_HEADINGS = 8
 
 
-def render(runs: list[Run]) -> str:
+def render_page(runs: list[ReportedRun]) -> str:
     """Returns the HTML of the report."""
-    by_stage: dict[str, list[Run]] = {}
+    by_stage: dict[str, list[ReportedRun]] = {}
     for run in runs:
         by_stage.setdefault(run.stage, []).append(run)
     environment = jinja2.Environment(
@@ -33,21 +33,32 @@ def render(runs: list[Run]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    functions = (text.number, versions_in_words, name_of, title_of, short_title, marked, as_yaml)
+    functions = (
+        text.number,
+        versions_in_words,
+        error_kind_name,
+        title_of,
+        short_title,
+        mark_trained_tokens,
+        as_yaml,
+    )
     environment.globals.update({one.__name__: one for one in functions})
     environment.globals.update(headline=headline, evaluations=evaluations, gather=gather)
     sampled = [run for run in runs if run.result.get("samples")]
     return environment.get_template("page.jinja").render(
         title=runs[0].name if len(runs) == 1 else " → ".join(by_stage),
-        runs=[{"run": run, "anchor": f"r{i}", "groups": groups(run, f"r{i}")} for i, run in enumerate(runs)],
+        runs=[
+            {"run": run, "anchor": f"r{i}", "groups": groups_for_template(run, f"r{i}")}
+            for i, run in enumerate(runs)
+        ],
         first=sampled[-1] if sampled else None,  # the run whose samples are at the top of the page
-        cards=headline.overview(runs) if len(runs) > 1 else headline.cards(runs[0]),
+        cards=headline.cards_of_runs(runs) if len(runs) > 1 else headline.cards_of_run(runs[0]),
         anchors={run.version: f"r{i}" for i, run in enumerate(runs) if run.version},
-        compared=[comparison(same) for same in by_stage.values() if len(same) > 1],
+        compared=[compare_runs(same) for same in by_stage.values() if len(same) > 1],
     )
 
 
-def marked(text: str) -> Markup:
+def mark_trained_tokens(text: str) -> Markup:
     """Escapes the text of a row for HTML, and puts the tokens that contribute to the loss (between ⟦ and ⟧) inside <mark>."""
     return Markup(re.sub("⟦([^⟦⟧]*)⟧", r"<mark>\1</mark>", str(escape(text))))
 
@@ -65,8 +76,8 @@ def as_yaml(job: dict[str, Any]) -> str:
 # ------------------------------------------------------------------------------------------------------ plots
 
 
-def drawn(runs: dict[str, Run]) -> dict[str, tuple[str, list[Drawing]]]:
-    """Returns {group: (heading, drawings)}. The heading is a question that the drawings answer.
+def grouped_drawings(runs: dict[str, ReportedRun]) -> dict[str, tuple[str, list[Drawing]]]:
+    """Returns {group: (heading, drawings)}. Each heading is a question that the drawings below it answer.
 
     Args:
         runs: {name: run} for one run, or for several runs of the same stage.
@@ -79,23 +90,26 @@ def drawn(runs: dict[str, Run]) -> dict[str, tuple[str, list[Drawing]]]:
     groups: dict[str, tuple[str, list[Drawing]]] = {}
     if alone and first.pairs:
         question = f"What do {len(first.pairs):,} held-out pairs say about the scores?"
-        groups["pairs"] = (question, preferences.drawings(first.pairs))
+        groups["pairs"] = (question, preferences.preference_drawings(first.pairs))
     if alone:
-        groups["evaluation"] = ("Can the score be trusted?", evaluations.drawings(first.evaluation))
+        groups["evaluation"] = (
+            "Can the score be trusted?",
+            evaluations.evaluation_drawings(first.evaluation),
+        )
     for name, (question, panels) in GROUPS.items():
-        draws = [(one, plots.curve(one, histories, axis, kept)) for one in panels]
+        draws = [(one, plots.curve_drawer(one, histories, axis, kept)) for one in panels]
         groups[name] = (question, [Drawing(one.title, one.note, draw) for one, draw in draws if draw])
     return {name: group for name, group in groups.items() if group[1]}
 
 
-def picture(runs: dict[str, Run], group: str) -> bytes:
+def group_png(runs: dict[str, ReportedRun], group: str) -> bytes:
     """Returns a group of drawings as a PNG. `runs` is {name: run} for one run, or for several runs of the same stage."""
-    return plots.png([one.draw for one in drawn(runs)[group][1]])
+    return plots.figure_png([one.draw for one in grouped_drawings(runs)[group][1]])
 
 
-def groups(run: Run, anchor: str) -> list[dict[str, Any]]:
+def groups_for_template(run: ReportedRun, anchor: str) -> list[dict[str, Any]]:
     """Returns the groups of drawings of a run for the template. If a run has few curves, they form one group."""
-    made = drawn({"": run})
+    made = grouped_drawings({"": run})
     curves = {name: made.pop(name) for name in GROUPS if name in made}
     few = [one for _, drawings in curves.values() for one in drawings]
     if few and len(few) <= MAX_PANELS_WITHOUT_HEADINGS:
@@ -106,13 +120,13 @@ def groups(run: Run, anchor: str) -> list[dict[str, Any]]:
     ]
 
 
-def comparison(runs: list[Run]) -> dict[str, Any]:
+def compare_runs(runs: list[ReportedRun]) -> dict[str, Any]:
     """Compares runs of the same stage. Returns their metrics, the job keys that differ, and panels with one line per run."""
     named = {str(number): run for number, run in enumerate(runs, 1)}
-    cards = [{card["label"]: card["value"] for card in headline.cards(run)} for run in runs]
+    cards = [{card["label"]: card["value"] for card in headline.cards_of_run(run)} for run in runs]
     jobs = [flatten(run.job) for run in runs]
     keys = sorted({key for job in jobs for key in job} - {"run.name"})
-    groups = drawn(named).values()
+    groups = grouped_drawings(named).values()
     return {
         "stage": runs[0].stage,
         "panels": _panels((one for _, drawings in groups for one in drawings), f"c-{runs[0].stage}"),
@@ -124,6 +138,9 @@ def comparison(runs: list[Run]) -> dict[str, Any]:
 
 def _panels(drawings: Iterable[Drawing], prefix: str) -> list[dict[str, Any]]:
     return [
-        {"svg": Markup(plots.svg(one.draw, f"{prefix}-{i}", f"{one.title}. {one.note}")), "note": one.note}
+        {
+            "svg": Markup(plots.panel_svg(one.draw, f"{prefix}-{i}", f"{one.title}. {one.note}")),
+            "note": one.note,
+        }
         for i, one in enumerate(drawings)
     ]

@@ -1,6 +1,6 @@
 """Draws a panel as an inline SVG with the page's colors, or a group of panels as a PNG.
 
-The colors are those of Okabe and Ito, which color-blind readers can distinguish. Each line has a label at its end, not a legend.
+Color-blind readers can distinguish these colors (Okabe and Ito). Each line has a label at its end, so there is no legend.
 """
 
 import io
@@ -15,12 +15,12 @@ from pipeline.text import number
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 INK, FAINT, GRID = "#1f2328", "#6e7781", "#d8dee4"
-# {color: CSS variable that replaces it in an SVG}, so that the page can have other colors in dark mode
+# {color: CSS variable that replaces this color in an SVG}, so that the page can use different colors in dark mode
 VARIABLES = {color: f"c{i}" for i, color in enumerate(COLORS)} | {INK: "ink", FAINT: "faint", GRID: "grid"}
 # {label of a line: its color in all panels}
 FIXED = dict(zip(("rollout", HELD_OUT, "update", "values", "score"), COLORS, strict=False))
 SIZE = (3.9, 2.15)  # width and height of one panel in inches
-SMOOTH_FROM = 60  # number of points from which on a running mean is drawn over a pale line
+SMOOTH_FROM = 60  # lines with at least this many points are drawn pale, with their running mean on top
 DASHED: Any = {
     "color": FAINT,
     "linewidth": 0.8,
@@ -41,8 +41,8 @@ class Drawing(NamedTuple):
 STYLE: Any = {
     "font.size": 8.5,
     "font.family": "sans-serif",
-    "svg.fonttype": "none",  # keeps text as text, so that it can be searched and has the page's font
-    "text.parse_math": False,  # the name of a run may contain dollar signs
+    "svg.fonttype": "none",  # writes labels as text, not as paths, so that users can search them, and they have the page's font
+    "text.parse_math": False,  # otherwise dollar signs in the name of a run would start a formula
     "svg.hashsalt": "report",  # makes the ids in an SVG reproducible
     "axes.edgecolor": GRID,
     "axes.labelcolor": FAINT,
@@ -67,7 +67,7 @@ STYLE: Any = {
 }
 
 
-def figure(draws: list[Draw]) -> Any:
+def draw_figure(draws: list[Draw]) -> Any:
     """Returns a matplotlib figure with the panels in up to three columns. Does not use pyplot, which has global state."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -83,24 +83,26 @@ def figure(draws: list[Draw]) -> Any:
     return drawing
 
 
-def png(draws: list[Draw]) -> bytes:
+def figure_png(draws: list[Draw]) -> bytes:
     out = io.BytesIO()
-    figure(draws).savefig(out, format="png", dpi=110, facecolor="white", metadata={"Software": None})
+    draw_figure(draws).savefig(out, format="png", dpi=110, facecolor="white", metadata={"Software": None})
     return out.getvalue()
 
 
-def svg(draw: Draw, prefix: str, label: str) -> str:
+def panel_svg(draw: Draw, prefix: str, label: str) -> str:
     """Returns one panel as an <svg> element.
 
     Args:
-        prefix: prefix for the ids in the element, which must be unique on the page.
+        prefix: prefix for the ids in the element. The prefix must be unique on the page.
         label: text for screen readers.
     """
     import matplotlib
 
     out = io.StringIO()
     with matplotlib.rc_context(STYLE):
-        figure([draw]).savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        draw_figure([draw]).savefig(
+            out, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
     # Removes the XML prologue, metadata, comments and unused ids, and replaces colors by CSS variables.
     text = out.getvalue()
     text = text[text.index("<svg") :]
@@ -118,7 +120,7 @@ def svg(draw: Draw, prefix: str, label: str) -> str:
 # ------------------------------------------------------------------------------------------------ what to draw
 
 
-def curve(panel: Panel, runs: dict[str, History], axis: str, kept: int | None = None) -> Draw | None:
+def curve_drawer(panel: Panel, runs: dict[str, History], axis: str, kept: int | None = None) -> Draw | None:
     """Returns a function that draws a panel, or None if there is nothing to draw.
 
     If there are several runs, the panel has one line per run, and panels with bands or stacks are not drawn.
@@ -133,7 +135,7 @@ def curve(panel: Panel, runs: dict[str, History], axis: str, kept: int | None = 
         return None
     shown = next(iter(drawable.values()))
     if len(drawable) > 1:
-        # Draws one line per run: its eval metric if the panel has one, or else its first line.
+        # Draws one line per run: the panel's eval metric if there is one, or else the panel's first line.
         telling = next((name for name in (HELD_OUT, "highest so far") if name in panel.lines.values()), "")
         shown = {run: lines.get(telling) or next(iter(lines.values())) for run, lines in drawable.items()}
     held_out = [points for label, points in shown.items() if label in panel.held_out]
@@ -148,7 +150,7 @@ def curve(panel: Panel, runs: dict[str, History], axis: str, kept: int | None = 
 
 
 def colors_of(names: list[str]) -> list[str]:
-    """Returns one color per line: its color in FIXED, or else a color that FIXED does not give to another line of the panel."""
+    """Returns one color per line: the color in FIXED, or else a color that no line of the panel has in FIXED."""
     free = itertools.cycle([one for one in COLORS if one not in map(FIXED.get, names)])
     return [FIXED.get(name) or next(free) for name in names]
 
@@ -203,7 +205,7 @@ def _stack(axes: Any, panel: Panel, lines: History) -> None:
     values = [[dict(points).get(step, 0.0) for step in steps] for points in lines.values()]
     colors = colors_of(list(lines))
     axes.stackplot(steps, values, colors=colors, alpha=0.75, linewidth=0)
-    # Limits the axis to 2.5 times the median, because one slow update (often the first) would flatten all others.
+    # Limits the axis to 2.5 times the median, because one slow update (often the first) would flatten all other updates.
     totals = sorted(map(sum, zip(*values, strict=True)))
     axes.set_ylim(0, min(totals[-1], 2.5 * totals[len(totals) // 2]) * 1.05 or 1)
     floor, ends = 0.0, []
@@ -214,7 +216,7 @@ def _stack(axes: Any, panel: Panel, lines: History) -> None:
 
 
 def _name_ends(axes: Any, ends: list[tuple[str, float, str]]) -> None:
-    """Writes the label of each line to the right of its last point. Moves labels apart if they would overlap."""
+    """Writes each line's label to the right of the line's last point. Moves labels apart if they would overlap."""
     low, high = axes.get_ylim()
     placed = sorted(
         [min(1.0, max(0.0, (y - low) / (high - low or 1))), name, color] for name, y, color in ends

@@ -15,44 +15,44 @@ from pipeline.text import number
 Pair = dict[str, float]
 
 
-def margins(pairs: list[Pair]) -> list[float]:
+def margins_of(pairs: list[Pair]) -> list[float]:
     return [pair["chosen"] - pair["rejected"] for pair in pairs]
 
 
-def longer(pairs: list[Pair]) -> list[float]:
+def length_differences(pairs: list[Pair]) -> list[float]:
     """Returns the length of the chosen completion minus the length of the rejected one, in tokens, for each pair."""
     return [pair["chosen_tokens"] - pair["rejected_tokens"] for pair in pairs]
 
 
-def summary(pairs: list[Pair]) -> dict[str, float | None]:
-    """Returns {name: value} for the numbers that the drawings show. A value is None if it cannot be computed."""
-    values = margins(pairs)
-    sides = list(zip(values, longer(pairs), strict=True))
+def preference_numbers(pairs: list[Pair]) -> dict[str, float | None]:
+    """Returns {name: value} for the numbers in the drawings. A value is None if the pairs do not suffice to compute it."""
+    values = margins_of(pairs)
+    sides = list(zip(values, length_differences(pairs), strict=True))
     shorter_won, longer_won = [m > 0 for m, n in sides if n < 0], [m > 0 for m, n in sides if n > 0]
     return {
         "accuracy": mean([m > 0 for m in values]),
         "margin": mean(values),
         "calibration error": calibration(values)[0],
-        "margin to length, correlation": correlation(values, longer(pairs)),
+        "margin to length, correlation": correlation(values, length_differences(pairs)),
         "accuracy where the chosen completion is shorter": mean(shorter_won) if shorter_won else None,
         "accuracy where the chosen completion is longer": mean(longer_won) if longer_won else None,
     }
 
 
-def drawings(pairs: list[Pair]) -> list[Drawing]:
+def preference_drawings(pairs: list[Pair]) -> list[Drawing]:
     return [Drawing(title, note, partial(draw, pairs=pairs)) for title, note, draw in DRAWINGS]
 
 
-def picture(pairs: list[Pair], title: str) -> bytes:
+def preference_png(pairs: list[Pair], title: str) -> bytes:
     """Returns the drawing with this title as a PNG."""
-    return plots.png([one.draw for one in drawings(pairs) if one.title == title])
+    return plots.figure_png([one.draw for one in preference_drawings(pairs) if one.title == title])
 
 
 def draw_margins(axes: Any, pairs: list[Pair]) -> None:
-    values = margins(pairs)
+    values = margins_of(pairs)
     low, high = min(values), max(values)
     width = max((high - low) / 30, 1e-6)
-    # One bin edge is at 0, so that no bar has both correct and wrong pairs.
+    # Puts a bin edge at 0, so that no bar mixes correct and wrong pairs.
     edges = [i * width for i in range(math.floor(low / width), math.floor(high / width) + 2)]
     _, _, bars = axes.hist(values, bins=edges)
     for bar in bars:
@@ -60,11 +60,11 @@ def draw_margins(axes: Any, pairs: list[Pair]) -> None:
     axes.axvline(0, color=INK, linewidth=0.8)
     axes.set(title="Margins of the held-out pairs", xlabel="chosen - rejected score", ylabel="pairs")
     axes.margins(y=0.2)
-    _remark(axes, f"{summary(pairs)['accuracy']:.1%} correct", top=True)
+    _remark(axes, f"{preference_numbers(pairs)['accuracy']:.1%} correct", top=True)
 
 
 def draw_calibration(axes: Any, pairs: list[Pair]) -> None:
-    error, bins = calibration(margins(pairs))
+    error, bins = calibration(margins_of(pairs))
     axes.plot([0.5, 1], [0.5, 1], **DASHED)
     confidence, accuracy = [one["confidence"] for one in bins], [one["accuracy"] for one in bins]
     axes.plot(confidence, accuracy, color=COLORS[0], linewidth=1)
@@ -79,12 +79,14 @@ def draw_calibration(axes: Any, pairs: list[Pair]) -> None:
 
 def draw_lengths(axes: Any, pairs: list[Pair]) -> None:
     axes.axhline(0, **DASHED)
-    # More than 500 dots are drawn as a bitmap. Otherwise, each dot would be an SVG element.
+    # More than 500 dots are drawn as a bitmap, because the SVG would have one element per dot.
     dots = {"s": 9, "alpha": 0.5, "color": COLORS[0], "linewidths": 0, "rasterized": len(pairs) > 500}
-    axes.scatter(longer(pairs), margins(pairs), **dots)
+    axes.scatter(length_differences(pairs), margins_of(pairs), **dots)
     axes.set(title="Length bias", xlabel="chosen longer by, tokens", ylabel="margin")
     axes.margins(y=0.2)
-    _remark(axes, f"correlation {number(summary(pairs)['margin to length, correlation']) or 'none'}")
+    _remark(
+        axes, f"correlation {number(preference_numbers(pairs)['margin to length, correlation']) or 'none'}"
+    )
 
 
 def _remark(axes: Any, text: str, top: bool = False) -> None:
@@ -94,11 +96,11 @@ def _remark(axes: Any, text: str, top: bool = False) -> None:
 
 DRAWINGS = (
     ("Margins of the held-out pairs",
-     "Chosen minus rejected score of each pair. Left of 0 the model prefers the wrong completion.", draw_margins),
+     "Chosen minus rejected score of each pair. Left of 0, the model prefers the rejected completion.", draw_margins),
     ("Calibration",
-     "Confidence in the preferred completion against accuracy; larger dots are more pairs. Above the diagonal the model "
-     "is underconfident, below it overconfident.", draw_calibration),
+     "Confidence in the preferred completion against accuracy. Larger dots stand for more pairs. Above the diagonal, the model "
+     "is underconfident; below the diagonal, it is overconfident.", draw_calibration),
     ("Length bias",
-     "Each dot is a pair: how many tokens longer the chosen completion is, and its margin. A slope means that length itself "
+     "Each dot is a pair. x: tokens by which the chosen completion is longer; y: margin. A slope means that length itself "
      "is rewarded.", draw_lengths),
 )  # fmt: skip

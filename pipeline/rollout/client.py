@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 
-from pipeline.errors import Failure, causes
+from pipeline.errors import Failure, causes_of
 from pipeline.rollout.pool import FINAL
 from pipeline.rollout.worker import NumericSettings
 from pipeline.system import terminal
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipeline.run.worker import Worker
 
 
-class Client:
+class PoolClient:
     """Implements `RolloutWorkers` of ppo/rollouts.py. Each training worker has its own client."""
 
     def __init__(self, worker: Worker, pool: Any) -> None:
@@ -57,7 +57,7 @@ class Client:
         try:
             sampled = ray.get(self.pool.collect.remote(self.session, chunk.key))
         except ray.exceptions.RayTaskError as error:
-            raise next((cause for cause in causes(error) if isinstance(cause, FINAL)), error) from None
+            raise next((cause for cause in causes_of(error) if isinstance(cause, FINAL)), error) from None
         except ray.exceptions.RayActorError as error:
             raise Failure(
                 "the actor that distributes rollouts died; to continue the run, repeat the command with the same run.name"

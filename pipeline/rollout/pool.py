@@ -1,7 +1,7 @@
 """An actor that distributes chunks to rollout workers. Ray restarts workers that die, on any node with free resources.
 
-The next free worker takes the chunk of the earliest update. If a worker dies or takes too long, its chunk returns to the queue.
-All workers compute bit-identical chunks, so the distribution does not change the result of training.
+The next free worker samples the waiting chunk of the earliest update. If a worker dies or exceeds the time limit, the worker's
+chunk returns to the queue. All workers compute bit-identical chunks, so the distribution does not change the result of training.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pipeline.settle.placement import Bundle
 from pipeline.settle.work import Work
 from pipeline.system import terminal
 
-LOAD_TIMEOUT_S = 3600.0  # time to load the models, or rollout.chunk_timeout_s if that is longer
+LOAD_TIMEOUT_S = 3600.0  # time limit for loading models; rollout.chunk_timeout_s if longer
 MAX_ATTEMPTS = 5  # number of workers that may die while sampling a chunk before the chunk counts as the cause
 RETRY_PAUSE_S = 2.0  # time before a chunk whose policy version is missing is distributed again
 # Errors with complete messages, which every worker would raise in the same way.
 FINAL = (InputError, Failure, OutOfMemory, SelfCheckFailed)
 
-# A chunk's update, rank and number. This process does not import the type from ppo/sampler.py, because that imports torch.
+# A chunk's update, rank and number. The type is not imported from ppo/sampler.py, because ppo/sampler.py imports torch.
 Key = tuple[int, int, int]
 
 
@@ -39,7 +39,7 @@ class WorkerLost(Exception):
 
 
 @dataclass(eq=False)
-class Task:
+class RequestedChunk:
     """A chunk that a trainer requested."""
 
     session: str
@@ -51,7 +51,7 @@ class Task:
 
 
 class Pool:
-    """The actor that distributes chunks. Each start of the group of trainers is a session, and each call names its session.
+    """The actor that distributes chunks. Each start of the group of trainers is a session, and each call passes the session's id.
 
     Args:
         work: the run's work (settle/work.py).
@@ -61,22 +61,23 @@ class Pool:
         self.work, self.config = work, work.rollout
         self.session = ""
         self.settings: NumericSettings | None = None  # settings of the session's trainers
-        self.tasks: dict[Key, Task] = {}
-        self.waiting: list[Task] = []
+        self.tasks: dict[Key, RequestedChunk] = {}
+        self.waiting: list[RequestedChunk] = []
         self.versions: dict[int, list[Any]] = {}  # {version: [ObjectRef of its tensors]}
-        # Workers that have loaded models, or load them for the first time. If there are none, trainers sample their own chunks.
+        # Workers that have loaded models, or load them for the first time. If no worker is in this set, trainers sample their own
+        # chunks.
         self.present: set[int] = set()
         self.ready: set[int] = set()  # workers that have loaded their models
         self.alone_since = time.monotonic()  # time when the last worker was lost
         self.broken: BaseException | None = None
         self.measured, self.lost = time.monotonic(), 0
-        self.busy = 0.0  # seconds that workers have spent on finished chunks since `measured`
+        self.busy = 0.0  # seconds that workers spent on finished chunks since time `measured`
         self.begun: dict[int, float] = {}  # {worker: start time of its current chunk}
         self.running: list[asyncio.Future] = []
         self.changed = asyncio.Condition()
 
     async def start(self) -> None:
-        """Starts the workers, once."""
+        """Starts the workers, unless they have been started already."""
         if self.running:
             return
         terminal.mark_lines()
@@ -99,7 +100,7 @@ class Pool:
             self.broken = None  # the error may not happen again, because workers may be on other nodes now
         self.session, self.settings = session, settings
         self.tasks, self.versions, self.waiting = {}, {}, []
-        self.alone_since = time.monotonic()  # the new trainers have not waited yet
+        self.alone_since = time.monotonic()  # the new trainers begin to wait now
         await self._notify()
 
     async def publish(self, session: str, version: int, tensors: list[Any]) -> None:
@@ -115,7 +116,7 @@ class Pool:
         if session == self.session:
             for key, version, chunk in chunks:
                 result = asyncio.get_running_loop().create_future()
-                self.tasks[key] = task = Task(session, key, version, chunk, result)
+                self.tasks[key] = task = RequestedChunk(session, key, version, chunk, result)
                 self.waiting.append(task)
             await self._notify()
 
@@ -217,8 +218,8 @@ class Pool:
                 there = await asyncio.to_thread(placement.describe_cluster)
                 terminal.say(f"rollout workers that wait for resources: {missing}, {need} each; {there}")
 
-    async def _next(self, worker: Any, settings: NumericSettings) -> Task:
-        """Waits for the next chunk whose version is published. Raises WorkerLost if the trainers have other settings."""
+    async def _next(self, worker: Any, settings: NumericSettings) -> RequestedChunk:
+        """Waits for the next chunk whose version is published. Raises WorkerLost if the trainers' settings have changed."""
         async with self.changed:
             while True:
                 if settings != self.settings:
@@ -231,7 +232,7 @@ class Pool:
                     return task
                 await self.changed.wait()
 
-    async def _do(self, number: int, worker: Any, task: Task, settings: NumericSettings) -> None:
+    async def _do(self, number: int, worker: Any, task: RequestedChunk, settings: NumericSettings) -> None:
         """Lets a worker sample a chunk. If the worker is lost, requeues the chunk and raises WorkerLost."""
         tensors = self.versions[task.version]
         task.attempts += 1
@@ -245,7 +246,7 @@ class Pool:
             return
         except WorkerLost as error:
             if getattr(error.__cause__, "preempted", False):
-                task.attempts -= 1  # the node was the cause, and not the chunk
+                task.attempts -= 1  # the lost node was the cause, not the chunk
             await self._requeue(task, error)
             raise
         finally:
@@ -257,8 +258,8 @@ class Pool:
         elif not task.result.done():
             task.result.set_result(made)
 
-    async def _requeue(self, task: Task, error: WorkerLost | None = None) -> None:
-        """Requeues a chunk, unless its session is over, or MAX_ATTEMPTS workers have died while sampling it."""
+    async def _requeue(self, task: RequestedChunk, error: WorkerLost | None = None) -> None:
+        """Requeues a chunk, unless its session is over, or MAX_ATTEMPTS workers have died while sampling this chunk."""
         if task.session != self.session:
             return
         if task.attempts < MAX_ATTEMPTS:
@@ -267,7 +268,7 @@ class Pool:
             return
         task.result.set_exception(
             Failure(
-                f"chunk {task.key} (update, rank, number) lost {task.attempts} rollout workers, one after the other; "
+                f"{task.attempts} rollout workers died while they sampled chunk {task.key} (update, rank, number); "
                 f"the last one {error}"
             )
         )
@@ -315,4 +316,4 @@ def rollout_pool(work: Work) -> Iterator[Any]:
     try:
         yield pool
     finally:
-        ray.kill(pool)  # also ends the workers, because the pool owns them
+        ray.kill(pool)  # also ends the rollout workers, because the pool owns the workers

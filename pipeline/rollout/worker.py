@@ -26,7 +26,7 @@ class NumericSettings:
 
 
 class RolloutWorker:
-    """Has the frozen base, the frozen roles and one version of the policy.
+    """Contains the frozen base, the frozen roles and one version of the policy.
 
     Args:
         work: the run's work. `rollout.use_gpu` chooses this worker's device.
@@ -58,7 +58,7 @@ class RolloutWorker:
 
         name_output("rollout")
         hold(self.work.lease)
-        with memory.explained(self.work):
+        with memory.memory_errors_explained(self.work):
             host = ModelHost(self.work)
             set_seed(host.args.seed)
             shared = roles.shared_base(host)
@@ -83,8 +83,10 @@ class RolloutWorker:
             self.sampler.fit_to_memory(rows, settings.longest)
         else:
             longest = settings.longest + self.work.args.response_length
-            with memory.explained(self.work):
-                vllm = roles.vllm(ModelHost(self.work), self.sampler.shared, ["policy"], longest, rows)
+            with memory.memory_errors_explained(self.work):
+                vllm = roles.vllm_decoder(
+                    ModelHost(self.work), self.sampler.shared, ["policy"], longest, rows
+                )
                 self.sampler.decoder = self.stack.enter_context(vllm)
         self.settings = settings
 
@@ -94,18 +96,19 @@ class RolloutWorker:
         """Returns a sampled and scored chunk, pickled, or None if the trainer that published its policy version has ended.
 
         Args:
-            settings: the trainers' settings. This method applies them if Ray restarted this process while the worker was idle.
-            session: the trainers' session. Within a session, a version's number stands for one adapter.
+            settings: the trainers' settings. This method applies the settings if Ray restarted this process while the worker was
+                idle.
+            session: the trainers' session. Within a session, a version number identifies one adapter.
             chunk: a pickled ppo.sampler.Chunk.
             tensors: a list with the reference to the version's adapter, which is fetched if this worker has another version.
         """
-        from pipeline.ppo.rollouts import digest
+        from pipeline.ppo.rollouts import digest_tensors
         from pipeline.run import memory
 
         self.apply_settings(settings)
         one = pickle.loads(chunk)
         assert self.sampler
-        with memory.explained(self.work):
+        with memory.memory_errors_explained(self.work):
             if self.holds != (session, one.version):
                 try:
                     adapter = ray.get(tensors[0])
@@ -113,6 +116,6 @@ class RolloutWorker:
                     return None
                 self.sampler.shared.fill("policy", adapter)
                 self.sampler.decoder.changed("policy")
-                self.digest = digest(self.sampler.shared.tensors_of("policy"))
+                self.digest = digest_tensors(self.sampler.shared.tensors_of("policy"))
                 self.holds = (session, one.version)
             return pickle.dumps(self.sampler.sample_and_score(one, self.digest))

@@ -35,16 +35,16 @@ Report = Callable[[float, int], str | None]
 
 @dataclass
 class Best:
-    """The best evaluation so far, and its weights."""
+    """The best evaluation of a run so far, and the weights at that step."""
 
     metric: str
     greater_is_better: bool
     patience: int | None  # evaluations without improvement after which training stops, or None for no limit
-    # Trainable parameters. If empty, the run keeps the last weights.
+    # Trainable parameters to restore at the best step, or {} if the run keeps the last weights.
     parameters: dict[str, torch.nn.Parameter]
     report: Report | None = None
     stop_if: dict[str, str] = field(default_factory=dict)  # {metric: condition that ends training}
-    step: int | None = None  # None before the first evaluation with a finite value
+    step: int | None = None  # step of the best evaluation, or None before the first finite value
     value: float | None = None
     stale: int = 0  # number of evaluations since the best step
     stopped: str | None = None  # why the sweep or run.stop_if ended training
@@ -56,7 +56,7 @@ class Best:
             if metric not in metrics:
                 key = "metric_for_best_model" if metric == self.metric else "stop_if"
                 known = ", ".join(sorted(name for name in metrics if name.startswith("eval_")))
-                raise Failure(f"run.{key}: the evaluation has no {metric} here, but {known}")
+                raise Failure(f"run.{key}: the evaluation has no metric {metric}, but {known}")
         value = float(metrics[self.metric])
         if self.report:
             if not math.isfinite(value):
@@ -76,7 +76,7 @@ class Best:
 
     @property
     def exhausted(self) -> bool:
-        """Returns True if training must stop because of the patience, run.stop_if or the sweep."""
+        """Returns True if training must stop because of run.early_stopping_patience, run.stop_if or the sweep."""
         return bool(self.stopped) or (self.patience is not None and self.stale >= self.patience)
 
     def restore(self) -> int | None:

@@ -21,12 +21,12 @@ from pipeline.system import storage, terminal
 NAME = re.compile(r"(?:checkpoint_(\d{8})|final)(?:-(\d+)(?:\.(\d+))?)?")
 
 
-def name_of(step: int) -> str:
+def checkpoint_name(step: int) -> str:
     return f"checkpoint_{step:08d}"
 
 
-def unused(folder: str, name: str, attempt: int = 1) -> str:
-    """Returns a name that no folder has: `name`, or `name-ATTEMPT` after the first attempt, with `.2`, `.3`, ... if needed.
+def unused_name(folder: str, name: str, attempt: int = 1) -> str:
+    """Returns an unused folder name: `name`, or `name-ATTEMPT` after the first attempt, with `.2`, `.3`, ... if needed.
 
     An attempt that has lost its lease without noticing therefore cannot write into the folders of the next attempt.
     """
@@ -38,7 +38,7 @@ def unused(folder: str, name: str, attempt: int = 1) -> str:
     return free
 
 
-def store(source: str, run_folder: str, name: str) -> dict[str, dict[str, Any]]:
+def store_checkpoint(source: str, run_folder: str, name: str) -> dict[str, dict[str, Any]]:
     """Copies the files of a local folder into the checkpoint `name`, deletes the folder and returns the files' digests."""
     files = lineage.folder_digests(source)
     storage.store_folder(source, storage.join(run_folder, name))
@@ -46,25 +46,25 @@ def store(source: str, run_folder: str, name: str) -> dict[str, dict[str, Any]]:
     return files
 
 
-def seal(run_folder: str, name: str, files: dict[str, dict[str, Any]]) -> None:
+def seal_checkpoint(run_folder: str, name: str, files: dict[str, dict[str, Any]]) -> None:
     """Completes a checkpoint by writing the digests of its files."""
     storage.write_json(storage.join(run_folder, name, DIGESTS), {"files": dict(sorted(files.items()))})
 
 
-def prune(run_folder: str, num_to_keep: int | None) -> None:
-    """Removes all checkpoints except the newest `num_to_keep` complete ones. If None, keeps all complete checkpoints."""
-    kept = complete(run_folder)[-(num_to_keep or 0) :]
+def prune_checkpoints(run_folder: str, num_to_keep: int | None) -> None:
+    """Removes all checkpoints except the newest `num_to_keep` complete ones, or except all complete ones if it is None."""
+    kept = complete_checkpoints(run_folder)[-(num_to_keep or 0) :]
     for name in _names(run_folder):
         if name not in kept:
             storage.remove(storage.join(run_folder, name))
 
 
-def complete(run_folder: str) -> list[str]:
+def complete_checkpoints(run_folder: str) -> list[str]:
     """Returns the names of the complete checkpoints, oldest first. Does not compare files with their digests."""
     return [name for name in _names(run_folder) if storage.exists(storage.join(run_folder, name, DIGESTS))]
 
 
-def newest(run_folder: str) -> str | None:
+def newest_checkpoint(run_folder: str) -> str | None:
     """Returns the name of the newest checkpoint whose files match their digests, or None if there is no checkpoint.
 
     Deletes newer checkpoints that are unfinished, and moves damaged ones to `damaged/`. Raises InputError if all checkpoints
@@ -80,7 +80,7 @@ def newest(run_folder: str) -> str | None:
             storage.remove(path)
             terminal.say(f"{name} was never finished ({problem}): deleted")
         else:
-            storage.move(path, storage.join(aside, unused(aside, name)))
+            storage.move(path, storage.join(aside, unused_name(aside, name)))
             print(f"warning: {run_folder}: {name} is damaged ({problem}): moved to {DAMAGED}/", flush=True)
     if storage.folders(aside):  # an earlier attempt may have moved some checkpoints
         raise InputError(

@@ -53,14 +53,14 @@ def fit(
         # Waits until the workers have ended, so that no worker writes into the run's folder later.
         with process.signals_ignored():
             for controller in controllers:
-                # Ray reports the end of the controller's process as an error of this call.
+                # Ray raises an error in this call when the controller's process ends.
                 with contextlib.suppress(ray.exceptions.RayError):
                     ray.get(controller.abort.remote(), timeout=5)
         raise
 
 
 def _trainer(places: Places, run: Run, loop: Any, config: dict[str, Any], rows: dict[str, Any]) -> Any:
-    if places.in_process:  # Ray Train's local mode calls the loop here, without Ray
+    if places.in_process:  # in local mode, Ray Train calls the loop in this process, without Ray
         local = ScalingConfig(num_workers=0)
         return TorchTrainer(loop, train_loop_config=config, datasets=rows, scaling_config=local)
     scaling, folder = dict(places.scaling), session_folder()
@@ -83,13 +83,13 @@ def _trainer(places: Places, run: Run, loop: Any, config: dict[str, Any], rows: 
             storage_path=run.storage_path,
             failure_config=FailureConfig(max_failures=run.max_failures),
             logging_config=LoggingConfig(log_level="WARNING"),
-            callbacks=[placement.callback(places)],
+            callbacks=[placement.placement_callback(places)],
         ),
     )
     if folder:
-        # Ray Train's cleaner of placement groups polls the dashboard of the Ray that this machine started last, even another
-        # user's, and the end of the run waits 12 s for an answer (ray 2.60, private). An embedded Ray needs no cleaner, because
-        # its processes end with the driver. Remove this code when the cleaner queries the GCS of its own session.
+        # Ray Train's cleaner of placement groups delays the end of a run by 12 s (ray 2.60, private). The cleaner polls the
+        # dashboard of the Ray that this machine started last, which may belong to another user. An embedded Ray needs no cleaner,
+        # because its processes end with the driver. Remove this code when the cleaner queries the GCS of its own session.
         defaults, cleaner = trainer._create_default_callbacks, PlacementGroupCleanerCallback
         trainer._create_default_callbacks = lambda: [c for c in defaults() if not isinstance(c, cleaner)]
     return trainer
@@ -97,7 +97,7 @@ def _trainer(places: Places, run: Run, loop: Any, config: dict[str, Any], rows: 
 
 @dataclass
 class FileRendezvous(TorchConfig):
-    """TorchConfig for workers on one machine, which form their group through a file that only their user can read.
+    """TorchConfig for workers on one machine, which initialize their process group through a file that only this user can read.
 
     torch's TCPStore, which a cluster needs, listens on every interface without a password (torch 2.13;
     https://github.com/pytorch/pytorch/issues/173909).
@@ -115,7 +115,7 @@ class FileRendezvous(TorchConfig):
 
 class _Backend(_TorchBackend):
     def on_start(self, worker_group: Any, backend_config: FileRendezvous) -> None:
-        """Forms the group of all workers. Runs in Ray Train's controller."""
+        """Initializes the process group of all workers. Runs in Ray Train's controller."""
         store = os.path.join(tempfile.mkdtemp(prefix="rendezvous-", dir=backend_config.folder), "store")
         group = {
             "backend": "nccl" if worker_group.get_resources_per_worker().get("GPU") else "gloo",

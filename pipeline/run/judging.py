@@ -6,7 +6,7 @@ from typing import Any
 from pipeline.job import judge
 from pipeline.job.judge import Definition
 from pipeline.scoring.judges.client import CHARACTERS
-from pipeline.scoring.judges.store import Store, folder
+from pipeline.scoring.judges.store import Store, answers_folder
 from pipeline.settle.work import Work
 from pipeline.statistics import mean
 from pipeline.system import prices
@@ -41,7 +41,7 @@ def estimate_costs(work: Work, rows: Mapping[str, Any], counts: Mapping[str, int
 
 
 def count_judged(work: Work, rows: Mapping[str, int], name: str) -> tuple[int, int]:
-    """Returns the number of completions that the judge `name` scores in a run, and how many of these share each prompt.
+    """Returns the number of completions that the judge `name` scores in a run, and the number of completions per prompt.
 
     Args:
         rows: {split: number of rows}.
@@ -66,7 +66,7 @@ def read_costs(work: Work) -> dict[str, dict[str, float]]:
     """Returns {input: number of its judge's answers, and their cost in dollars, over all attempts at the run}."""
     run = work.identity
     judges = _judges(work).items()
-    return {name: Store(folder(run.storage_path, one), run.name).costs(one) for name, one in judges}
+    return {name: Store(answers_folder(run.storage_path, one), run.name).costs(one) for name, one in judges}
 
 
 def _judges(work: Work) -> dict[str, Definition]:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pipeline import registry, run_folder, text
-from pipeline.errors import InputError, LeaseLost, causes, summary
+from pipeline.errors import InputError, LeaseLost, causes_of, error_summary
 from pipeline.job import Job
 from pipeline.job.identity import identity_of
 from pipeline.job.rules import find_warnings
@@ -23,12 +23,12 @@ from pipeline.models import adapter_files
 from pipeline.registry import lineage
 from pipeline.registry.store import call_persistently
 from pipeline.run import checkpoints, judging, resume
-from pipeline.run.prepare import prepared, print_header
+from pipeline.run.prepare import prepared_run, print_header
 from pipeline.run.resume import Earlier
 from pipeline.run.summary import how_it_ended, print_summary
-from pipeline.run.worker import Worker, main
+from pipeline.run.worker import Worker, run_worker
 from pipeline.settle import placement
-from pipeline.settle.identity import named, tracking_of
+from pipeline.settle.identity import tracking_of, with_run_name
 from pipeline.settle.inputs import check_paths
 from pipeline.settle.placement import Places
 from pipeline.settle.work import SweepHandle, Work
@@ -40,7 +40,7 @@ Register = Callable[[Work, dict[str, Any]], registry.Version | None]
 Companion = Callable[[Work], contextlib.AbstractContextManager[Any]]
 
 
-def publish(work: Work, result: dict[str, Any]) -> registry.Version | None:
+def publish_adapter(work: Work, result: dict[str, Any]) -> registry.Version | None:
     """Registers the trained adapter as a version. Moves the alias to this version if training changed it and the gate passes.
 
     Returns None if nothing was trained, or if the job names no registered model.
@@ -56,7 +56,7 @@ def publish(work: Work, result: dict[str, Any]) -> registry.Version | None:
         if not adapter_files.was_trained(folder, start.folder if start else None):
             why = "The learning rate was 0 at every step, as in a run that ends within its warm-up, or no gradient reached the adapter"
             if result["metrics"].get("grad_norm/policy") == 0:
-                why = "No gradient reached it: every advantage was 0, as if all completions of a prompt get the same score"
+                why = "No gradient reached the adapter, because every advantage was 0, as if all completions of a prompt get the same score"
             unchanged = f"nothing was learned: after training the adapter equals {start.version if start else 'its initialization'}. {why}"
             print(f"warning: {unchanged}", flush=True)
         if not work.gate.model:
@@ -71,12 +71,12 @@ def publish(work: Work, result: dict[str, Any]) -> registry.Version | None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The functions of a stage that run in Ray Train's workers, and on the driver."""
+    """The functions that a stage runs in Ray Train's workers and on the driver."""
 
-    train: Train  # runs in every worker, and returns what Worker.finish returns
+    train: Train  # runs in every worker, and returns the result of Worker.finish
     # f(work, result.json so far) -> the version that the run registers or promotes, or None
-    register: Register = publish
-    # Context manager on the driver that is open while the workers train. Each worker gets the value that it yields.
+    register: Register = publish_adapter
+    # Context manager on the driver that is open while the workers train. Each worker gets the yielded value.
     companion: Companion = lambda work: contextlib.nullcontext()
     show: Callable[[dict[str, Any]], None] = lambda result: None  # prints tables after the summary
 
@@ -87,9 +87,9 @@ def launch(job: Job, recipe: Recipe, sweep: SweepHandle | None = None) -> dict[s
     Args:
         sweep: the sweep that this run is a trial of, or None.
     """
-    job = named(job)
+    job = with_run_name(job)
     earlier = resume.find_earlier(identity_of(job))
-    result = finished(earlier) or _train_and_register(job, earlier, recipe, sweep)
+    result = finished_result(earlier) or _train_and_register(job, earlier, recipe, sweep)
     recipe.show(result)
     return result
 
@@ -97,7 +97,7 @@ def launch(job: Job, recipe: Recipe, sweep: SweepHandle | None = None) -> dict[s
 def _train_and_register(
     job: Job, earlier: Earlier, recipe: Recipe, sweep: SweepHandle | None
 ) -> dict[str, Any]:
-    with terminal.logged() as log_into:
+    with terminal.output_logged() as log_into:
         with open_run(job, earlier) as (work, rows, report):
             log_into(work.folder)
             terminal.say(text.row("data", report.headline()))
@@ -112,13 +112,13 @@ def _train_and_register(
                 tag = registry.client(work.uri).set_tag
                 call_persistently(work.uri, work.folder, lambda: tag(work.run_id, "ended", ended))
             cost = cost_of(work.places, outcome.pop("usage"), outcome["train_seconds"])
-            outcome |= {**described(version), "cost": cost, "versions": lineage.versions()}
+            outcome |= {**version_entries(version), "cost": cost, "versions": lineage.versions()}
             result = write_result(work, report, outcome)
         print_summary(result)
     return result
 
 
-def finished(earlier: Earlier) -> dict[str, Any] | None:
+def finished_result(earlier: Earlier) -> dict[str, Any] | None:
     """Returns the result of the finished run of this name, or None if there is none."""
     if not earlier.result:
         return None
@@ -128,7 +128,7 @@ def finished(earlier: Earlier) -> dict[str, Any] | None:
         "new one"
     )
     resume.print_differences(earlier.result.get("job") or run.settings, run)
-    return earlier.result | {"folder": run.folder}  # the folder may have moved since then
+    return earlier.result | {"folder": run.folder}  # the folder may have been moved after the run
 
 
 @contextlib.contextmanager
@@ -138,36 +138,42 @@ def open_run(job: Job, earlier: Earlier) -> Iterator[tuple[Work, dict[str, Any],
     Holds the lease of the run's folder during the block, so that no other process writes into it. Raises InputError if the job,
     its data or an input is wrong, or if the run cannot resume.
     """
-    prices.read_prices()  # reports a wrong price file before the work starts
     started, tracking = time.monotonic(), tracking_of(job)
-    check_paths(job)
-    print_header(f"{job.stage}  run {job.run.name}  {job.source}")
-    registry.check_trackers(tracking.also)
-    with console.waiting("opening MLflow"):
-        registry.check_store(tracking)
-    left = resume.resumable(earlier)
-    for warning in find_warnings(job):
-        print(f"warning: {warning}", flush=True)
+    left = _check_before_start(job, earlier, tracking)
     with contextlib.ExitStack() as stack:
         pinned = resume.pinned_inputs(left, tracking.identity)
-        work, rows, report = stack.enter_context(prepared(job, pinned))
+        work, rows, report = stack.enter_context(prepared_run(job, pinned))
         if report:
             print(report.render(samples=False), flush=True)
             counts = {name: split.kept for name, split in report.splits.items()}
             for line in judging.estimate_costs(work, rows, counts):
                 terminal.say(line)
         continues = bool(left) and resume.same_content(left, work.identity, work.base["digest"], work.digests)
-        lease = stack.enter_context(resume.owned(work.folder, earlier.files, work.identity.overwrite))
-        checkpoints.newest(work.folder)  # moves damaged checkpoints away before a worker starts
-        resume.record(work.identity, work.versions, work.base["digest"], work.digests)
+        lease = stack.enter_context(resume.owned_folder(work.folder, earlier.files, work.identity.overwrite))
+        checkpoints.newest_checkpoint(work.folder)  # moves damaged checkpoints away before a worker starts
+        resume.record_start(work.identity, work.versions, work.base["digest"], work.digests)
         run_id = stack.enter_context(_mlflow_run(work, new_run=not continues))
         work = replace(work, lease=lease, started=started, run_id=run_id)
         stack.enter_context(failure_recorded(work))
         yield work, rows, report
 
 
+def _check_before_start(job: Job, earlier: Earlier, tracking: registry.Tracking) -> dict[str, Any]:
+    """Makes the checks that take seconds and need neither the base nor the rows. Returns resume.resumable(earlier)."""
+    prices.read_prices()  # raises an error early if the price file is invalid
+    check_paths(job)
+    print_header(f"{job.stage}  run {job.run.name}  {job.source}")
+    registry.check_trackers(tracking.also)
+    with console.print_if_slow("opening MLflow"):
+        registry.check_store(tracking)
+    left = resume.resumable_job(earlier)
+    for warning in find_warnings(job):
+        print(f"warning: {warning}", flush=True)
+    return left
+
+
 def _mlflow_run(work: Work, new_run: bool) -> contextlib.AbstractContextManager[str | None]:
-    """Opens the MLflow run of a stage that runs in Ray Train's workers. Other stages have no MLflow run."""
+    """Opens the MLflow run of a stage that runs in Ray Train's workers. Stages outside Ray Train have no MLflow run."""
     if work.spec.runs_in != "train":
         return contextlib.nullcontext()
     return registry.mlflow_run(work.tracking, work.digests, new_run=new_run)
@@ -214,17 +220,17 @@ def failure_recorded(work: Work) -> Iterator[None]:
     the command line prints how to continue the run.
     """
     path = storage.join(work.folder, run_folder.FAILED)
-    storage.remove(path)  # left by the attempt that this run continues
+    storage.remove(path)  # the attempt that this run continues may have left failed.json
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as stop:
         stop.add_note(f"run.name={work.identity.name}")
         raise
     except Exception as error:
-        if any(isinstance(one, LeaseLost) for one in causes(error)):
+        if any(isinstance(one, LeaseLost) for one in causes_of(error)):
             raise  # another process owns the folder now
         failure = {
-            "error": without_secrets(summary(error)),
+            "error": without_secrets(error_summary(error)),
             "traceback": without_secrets("".join(traceback.format_exception(error)))[-8000:],
             "seconds": round(time.monotonic() - work.started, 2),
             "mlflow_run_id": work.run_id,
@@ -247,17 +253,17 @@ def train_in_workers(work: Work, rows: dict[str, Any], train: Train, companion: 
     started = time.monotonic()
     try:
         config = {"train": train, "work": work, "companion": companion}
-        outcome = fit(places, work.run, main, config, rows)
+        outcome = fit(places, work.run, run_worker, config, rows)
     except Exception as error:
-        if any(isinstance(one, InputError | LeaseLost) for one in causes(error)):
-            raise  # the same command would fail again
-        with contextlib.suppress(OSError):  # the disk may have failed
-            newest = next(reversed(checkpoints.complete(run.folder)), None)
+        if any(isinstance(one, InputError | LeaseLost) for one in causes_of(error)):
+            raise  # the user cannot resume with the same command
+        with contextlib.suppress(OSError):  # reading the run's folder may fail too
+            newest = next(reversed(checkpoints.complete_checkpoints(run.folder)), None)
             does = f"continues from {newest}" if newest else "starts it over: no checkpoint is complete yet"
             again = f"the same command with run.name={run.name} {does}"
             terminal.say(f"run {run.name} failed; {again}", result=True)
         raise
-    checkpoint = storage.join(run.folder, checkpoints.complete(run.folder)[-1])
+    checkpoint = storage.join(run.folder, checkpoints.complete_checkpoints(run.folder)[-1])
     adapter = storage.join(checkpoint, "adapter")
     return outcome | {
         "checkpoint": checkpoint,
@@ -275,7 +281,7 @@ def cost_of(places: Places, usage: dict[str, Any], seconds: float) -> dict[str, 
     return prices.cost_of_run({**usage, "gpus": gpus}, seconds, not placement.on_cluster())
 
 
-def described(version: registry.Version | None) -> dict[str, Any]:
+def version_entries(version: registry.Version | None) -> dict[str, Any]:
     """Returns the entries of result.json about the version that a run registered or promoted."""
     return {
         "registered_model": version.name if version else None,

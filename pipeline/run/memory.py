@@ -9,42 +9,42 @@ from pipeline.errors import OutOfMemory, in_brief, is_out_of_memory
 from pipeline.job import schema
 from pipeline.settle.work import Work
 
-# {name of a function in the traceback: phase of the run}. PPO names its own phases.
+# {name of a function in the traceback: phase of the run}. PPO's errors already contain the phase.
 PARTS = {"load_base": "loading the base", "training_step": "update", "evaluation_loop": "evaluate"}
 ROLLOUT = ("rollout", "score", "values", "evaluate")  # phases without gradients
 
 
 @contextmanager
-def explained(work: Work) -> Iterator[None]:
+def memory_errors_explained(work: Work) -> Iterator[None]:
     """Turns out-of-memory errors of torch or Python in the block into OutOfMemory, which names the settings to change."""
     try:
         yield
-    except OutOfMemory as error:  # raised by PPO, which names the phase itself
-        raise OutOfMemory(error.phase, error.detail, remedy(work, error.phase)) from error
+    except OutOfMemory as error:  # PPO has raised this error, which contains the phase
+        raise OutOfMemory(error.phase, error.detail, memory_advice(work, error.phase)) from error
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
         phase = next((part for name, part in PARTS.items() if name in names), "")
-        raise OutOfMemory(phase, in_brief(error), remedy(work, phase)) from error
+        raise OutOfMemory(phase, in_brief(error), memory_advice(work, phase)) from error
 
 
-def remedy(work: Work, phase: str) -> str:
+def memory_advice(work: Work, phase: str) -> str:
     """Returns the settings to change, each with its current value. Changes that affect the run least come first."""
     spec, loading, lighter, new_run = work.spec, phase == "loading the base", [], []
     if not loading:
         lighter += _halved(work, _limit(work, phase))
         new_run += _switched(work, "trainer.bf16", True)
     if spec.learns and not loading and phase not in ROLLOUT:
-        if work.trainer.get("gradient_checkpointing", False) is None:  # `plan` has chosen the value
+        if work.trainer.get("gradient_checkpointing", False) is None:  # the run has chosen the value
             lighter += ["trainer.gradient_checkpointing=true (now null)"]
         lighter += _switched(work, "trainer.gradient_checkpointing", True)
     new_run += _switched(work, "model.dtype", "bfloat16")
-    if not work.model.fsdp:  # a sharded base cannot be 4-bit
+    if not work.model.fsdp:  # a sharded base cannot be quantized
         new_run += _switched(work, "model.load_in_4bit", True)
     advice = [f"set, in this order, {', '.join(lighter)}"] if lighter else []
-    advice += [f"if that is not enough, in a new run, {', '.join(new_run)}"] if new_run else []
-    advice += [f"`make plan JOB={work.identity.source}` computes what fits"] if spec.learns else []
+    advice += [f"if that fails, start a new run with {', '.join(new_run)}"] if new_run else []
+    advice += [f"`make plan JOB={work.identity.source}` computes which settings fit"] if spec.learns else []
     return "; ".join(advice)
 
 
@@ -61,7 +61,7 @@ def _limit(work: Work, phase: str) -> str:
 
 def _halved(work: Work, key: str) -> list[str]:
     now = _value(work, key)
-    if now is None and key == "local_rollout_forward_batch_size":  # the free memory decides the value
+    if now is None and key == "local_rollout_forward_batch_size":  # null depends on the free memory
         now = work.args.planned_rows(work.places.workers.fewest)
     if now is None and key == "max_tokens_per_micro_batch":
         from pipeline.scoring.forward import FORWARD_TOKENS

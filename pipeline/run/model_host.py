@@ -8,7 +8,7 @@ from pipeline.job import Job
 from pipeline.run import session
 from pipeline.settle import placement
 from pipeline.settle.inputs import check_sampler
-from pipeline.settle.settle import settle
+from pipeline.settle.settle import settle_job
 from pipeline.settle.work import Work
 from pipeline.system import console, hub
 
@@ -17,10 +17,10 @@ def load_model_host(job: Job) -> "ModelHost":
     """Resolves and checks a job. Returns a ModelHost that loads its models in this process, without Ray."""
     session.set_environment()
     check_sampler(job.rollout_config, job.model)
-    with console.waiting("checking the models"):
-        work = settle(job)
+    with console.print_if_slow("checking the models"):
+        work = settle_job(job)
     placement.check_fits(work.places)
-    print(hub.announcement(work.model.name_or_path, work.model.revision), flush=True)
+    print(hub.loading_message(work.model.name_or_path, work.model.revision), flush=True)
     console.silence_libraries()
     return ModelHost(work)
 

@@ -2,9 +2,9 @@
 
     launch_rows(job, RowRecipe("completions.jsonl", load, measure)) -> the content of result.json
 
-Rows are processed in parts of consecutive rows. The file of a part is written atomically, and a part that exists is skipped. Each
-input row therefore has exactly one output, in the order of the input. An output depends only on the job, the row and the row's
-number, not on the number of actors or on interruptions. The workers of `evaluate` use `in_parts`.
+Rows are processed in parts of consecutive rows. Each part is written to its own file, atomically, and existing files are skipped.
+Each input row therefore has exactly one output, in the order of the input. An output depends only on the job, the row and the
+row's number, not on the number of actors or on interruptions. The workers of `evaluate` use `in_parts`.
 """
 
 import contextlib
@@ -22,52 +22,52 @@ from pipeline.errors import Failure, InputError
 from pipeline.job import Job
 from pipeline.job.identity import identity_of
 from pipeline.run import memory
-from pipeline.run.launch import finished, open_run, write_result
+from pipeline.run.launch import finished_result, open_run, write_result
 from pipeline.run.model_host import ModelHost
 from pipeline.run.resume import find_earlier
 from pipeline.run.worker import Worker, like_a_worker, name_output
 from pipeline.settle import placement
-from pipeline.settle.identity import named
+from pipeline.settle.identity import with_run_name
 from pipeline.settle.work import Work
 from pipeline.system import console, storage
 from pipeline.system.lease import hold
 
-BATCHES = 4  # forward passes per part: enough rows to group by length, but few to repeat after a crash
+BATCHES = 4  # forward passes per part; enough rows to group by length, but few rows to repeat after a crash
 
-Record = dict[str, Any]  # the result of a row
+Record = dict[str, Any]  # the output for one row
 # (token rows, number of the first row) -> records
 Answer = Callable[[list[dict[str, Any]], int], list[Record]]
 Load = Callable[[ModelHost], Answer]  # loads the models, once in each actor
-Batches = Generator[dict[str, Any], None, None]  # what Parts returns for each batch
+Batches = Generator[dict[str, Any], None, None]  # results of Parts.__call__
 
 
 @dataclass(frozen=True)
 class RowRecipe:
     """Defines how a subcommand processes each row, and what the subcommand writes."""
 
-    output: str  # file in the folder of the run
+    output: str  # output file in the run's folder
     load: Load
     # f(record) -> metrics. result.json has the mean of each metric.
     measure: Callable[[Record], dict[str, float]]
     lines: Callable[[Record], list[Record]] = lambda record: [record]  # f(record) -> lines of the output
     # f(record) -> counts. result.json has the sum of each count.
     count: Callable[[Record], Mapping[str, int]] = lambda _: {}
-    # f(number of rows) -> the numbers of the rows to process, in order. If None, all rows are processed.
+    # f(number of rows) -> the numbers of the rows to process, in order, or None to process all rows.
     choose: Callable[[int], Sequence[int]] | None = None
 
 
 def launch_rows(job: Job, recipe: RowRecipe) -> dict[str, Any]:
     """Processes the rows of data.train. Returns the content of result.json."""
-    job = named(job)
+    job = with_run_name(job)
     earlier = find_earlier(identity_of(job))
-    if result := finished(earlier):
+    if result := finished_result(earlier):
         return result
     with open_run(job, earlier) as (work, rows, report):
         count = report.splits["train"].kept
         chosen = recipe.choose(count) if recipe.choose else range(count)
-        fresh = complete(work, rows["train"], chosen, recipe.load)
+        fresh = compute_missing_parts(work, rows["train"], chosen, recipe.load)
         path = storage.join(work.folder, recipe.output)
-        outcome = join(work, len(chosen), recipe, path)
+        outcome = join_parts(work, len(chosen), recipe, path)
         entries = {"output": path, "rows": len(chosen), "rows_done_now": fresh, **outcome}
         result = write_result(work, report, entries)
     numbers = {**outcome["metrics"], **outcome["counts"]}
@@ -85,7 +85,7 @@ def part_size(args: Any) -> int:
 
 
 def in_parts(worker: Worker, of: str, count: int, answer: Callable[[range], Iterable[Any]]) -> Iterator[Any]:
-    """Makes the missing parts on all workers. Then yields the records of all `count` rows, in order.
+    """Computes the missing part files on all workers. Then yields the records of all `count` rows, in order.
 
     Every rank must iterate to the end, and every rank gets the same records.
 
@@ -102,13 +102,13 @@ def in_parts(worker: Worker, of: str, count: int, answer: Callable[[range], Iter
             records = list(answer(numbers))
             worker.work.lease.require()
             storage.write_lines(path, map(json.dumps, records))
-    worker.gather(None)  # from here on, all parts exist
+    worker.gather(None)  # after this barrier, all part files exist
     for part in parts:
         yield from map(json.loads, storage.read_lines(part_file(worker.work.folder, part, of)))
 
 
 def share_rows(worker: Worker, count: int, answer: Callable[[range], list[Any]]) -> list[Any]:
-    """Makes the records of `count` rows, a share on each rank. Returns all records, in order, on every rank.
+    """Computes the records of `count` rows, an equal share on each rank. Returns all records, in order, on every rank.
 
     Args:
         answer: f(numbers of rows) -> their records.
@@ -117,8 +117,8 @@ def share_rows(worker: Worker, count: int, answer: Callable[[range], list[Any]])
     return [by_rank[i % worker.world][i // worker.world] for i in range(count)]
 
 
-def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
-    """Makes the missing parts. Returns the number of rows in the new parts."""
+def compute_missing_parts(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
+    """Computes the missing part files. Returns the number of rows in the new files."""
     size, count = part_size(work.args), len(chosen)
     missing = [i for i in range(-(-count // size)) if not storage.exists(part_file(work.folder, i))]
     there = count - sum(min(size, count - i * size) for i in missing)
@@ -129,7 +129,7 @@ def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
     make = _here if work.places.in_process else _actors
     batches = make(work, (load, work, rows, chosen), missing)
     started, now = time.monotonic(), 0
-    # Ends the actors before this process gives up the lease of the run's folder, even after an error.
+    # Ends the actors before this process releases the lease of the run's folder, even after an error.
     with console.native_lines_filtered(), contextlib.closing(batches):
         for batch in batches:
             if problem := next(filter(None, batch["problem"]), None):
@@ -141,7 +141,7 @@ def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
 
 
 def _here(work: Work, given: tuple[Any, ...], missing: list[int]) -> Batches:
-    """Makes the missing parts in this process. Yields what Parts returns for each batch."""
+    """Computes the missing part files in this process. Yields the result of Parts.__call__ for each batch."""
     console.silence_libraries()
     with like_a_worker(work.places):
         parts = Parts(*given)
@@ -150,7 +150,7 @@ def _here(work: Work, given: tuple[Any, ...], missing: list[int]) -> Batches:
 
 
 def _actors(work: Work, given: tuple[Any, ...], missing: list[int]) -> Batches:
-    """Makes the missing parts in Ray Data actors. Yields what Parts returns for each batch."""
+    """Computes the missing part files in Ray Data actors. Yields the result of Parts.__call__ for each batch."""
     import ray
 
     workers = work.places.workers
@@ -172,7 +172,7 @@ def _actors(work: Work, given: tuple[Any, ...], missing: list[int]) -> Batches:
 
 
 class Parts:
-    """An actor that has the models and all token rows, and writes the parts of each batch."""
+    """An actor that loads the models, and writes one file for each part of the rows."""
 
     def __init__(self, load: Load, work: Work, rows: Any, chosen: Sequence[int]):
         if not work.places.in_process:
@@ -183,13 +183,13 @@ class Parts:
         self.answer: Answer | None = None
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Writes parts. Returns the number of rows of each part, or an InputError or Failure that the driver must raise.
+        """Writes the part files. Returns the number of rows in each file, or an InputError or Failure for the driver to raise.
 
-        If this method raised the error, Ray Data would log it with its own frames, and turn an error of a constructor into text.
+        If this method raised the error, Ray Data would log it with Ray's frames, and convert an error in a constructor to text.
         """
         parts = [int(part) for part in batch["part"]]
         try:
-            with memory.explained(self.work):
+            with memory.memory_errors_explained(self.work):
                 if self.answer is None:
                     self.answer = self.load(ModelHost(self.work))
                 return {"rows": [self._write(part) for part in parts], "problem": [b""] * len(parts)}
@@ -208,8 +208,8 @@ class Parts:
         return len(records)
 
 
-def join(work: Work, count: int, recipe: RowRecipe, path: str) -> dict[str, Any]:
-    """Writes all parts to one file, in the order of the rows. Returns the means of the metrics and the sums of the counts."""
+def join_parts(work: Work, count: int, recipe: RowRecipe, path: str) -> dict[str, Any]:
+    """Joins all part files in the order of the rows. Returns the means of the metrics and the sums of the counts."""
     sums, measured, counts = defaultdict[str, float](float), Counter[str](), Counter[str]()
     seen = 0
 
@@ -225,7 +225,7 @@ def join(work: Work, count: int, recipe: RowRecipe, path: str) -> dict[str, Any]
                 yield from (json.dumps(line, ensure_ascii=False) for line in recipe.lines(record))
         if seen != count:  # another version of the pipeline may have written the parts
             raise InputError(
-                f"{work.folder}/{run_folder.PARTS} holds {seen} rows of {count}; set run.overwrite=true to start over",
+                f"{work.folder}/{run_folder.PARTS} contains {seen} rows instead of {count}; set run.overwrite=true to start over",
                 key="run.name",
             )
 

@@ -17,12 +17,12 @@ from pipeline.job.libraries import check_with_libraries
 from pipeline.run import session
 from pipeline.settle import placement
 from pipeline.settle.inputs import check_sampler
-from pipeline.settle.rows import tokenize
-from pipeline.settle.settle import settle
+from pipeline.settle.rows import tokenize_rows
+from pipeline.settle.settle import settle_job
 from pipeline.settle.work import Work
 from pipeline.system import console, terminal
 
-# text before a command's title; `run` numbers its stages
+# text before a command's title; the command `run` sets the number of the stage instead
 ALONE = "=="
 heading: ContextVar[str] = ContextVar("heading", default=ALONE)
 
@@ -32,7 +32,7 @@ def print_header(title: str) -> None:
 
 
 @contextlib.contextmanager
-def prepared(
+def prepared_run(
     job: Job, pinned: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[tuple[Work, dict[str, Any], Any]]:
     """Starts Ray if the job needs it. Yields the job's Work, its tokenized rows by name, and the report on the rows.
@@ -40,29 +40,29 @@ def prepared(
     If the job reads no rows, the report is None.
 
     Args:
-        pinned: {input: version} that the run began with. These versions are used even if aliases have moved.
+        pinned: {input: version} that the run began with. The run uses the pinned versions even if aliases have moved.
     """
     session.set_environment()
     check_sampler(job.rollout_config, job.model)
-    with console.waiting("checking the model"):
-        work = settle(job, pinned)  # resolves and checks the job before Ray starts
-    with session.session(work.places, work.identity.storage_path, work.uri):
+    with console.print_if_slow("checking the model"):
+        work = settle_job(job, pinned)  # resolves and checks the job before Ray starts
+    with session.ray_session(work.places, work.identity.storage_path, work.uri):
         rows, report = dict[str, Any](), None
         if work.spec.rows:
-            work, rows, report = tokenize(work, _ray_for_rows(work))
-            check_with_libraries(job)  # after reading the rows, because importing the libraries takes seconds
+            work, rows, report = tokenize_rows(work, _ray_for_rows(work))
+            check_with_libraries(job)  # checks last, because importing the libraries takes seconds
         yield work, rows, report
 
 
 def read_only(job: Job) -> Any:
     """Returns the report on the rows of a job that may run on another machine. This machine needs no GPU and no GPU packages."""
     session.set_environment()
-    with console.waiting("checking the model"):
-        work = settle(job)
-    # Reading rows does not need the run's resources. Without a cluster, this process reads them.
+    with console.print_if_slow("checking the model"):
+        work = settle_job(job)
+    # Reading rows does not need the run's resources. Without a cluster, this process reads the rows.
     work = replace(work, places=replace(placement.ROWS, in_process=not placement.on_cluster()))
-    with session.session(work.places, work.identity.storage_path, work.uri):
-        _, _, report = tokenize(work, _ray_for_rows(work))
+    with session.ray_session(work.places, work.identity.storage_path, work.uri):
+        _, _, report = tokenize_rows(work, _ray_for_rows(work))
     if not job.scaling.get("use_gpu"):
         check_with_libraries(job)
     return report
@@ -70,5 +70,5 @@ def read_only(job: Job) -> Any:
 
 def _ray_for_rows(work: Work) -> Any:
     """Returns a function that starts Ray for reading many rows, or None if the job runs on Ray anyway."""
-    start = partial(session.session, placement.ROWS, work.identity.storage_path, work.uri)
+    start = partial(session.ray_session, placement.ROWS, work.identity.storage_path, work.uri)
     return start if work.places.in_process else None

@@ -40,10 +40,11 @@ MAY_CHANGE = (
     "rollout.num_workers", "rollout.use_gpu", "rollout.resources_per_worker", "rollout.label_selector", "rollout.worker_wait_timeout_s",
     "rollout.chunk_timeout_s", "rollout.tensor_parallel_size", "rollout.gpu_memory_utilization",
 )  # fmt: skip
-# Keys that a resumed run may not change if it compares its evaluations. They decide which step is kept and where training stops.
+# Keys that a resumed run may not change if it compares its evaluations. The keys decide which step is saved and when training
+# stops.
 COMPARISON = (
     "run.load_best_model_at_end", "run.metric_for_best_model", "run.greater_is_better", "run.early_stopping_patience", "run.stop_if",
-    # logging_steps is the default of eval_steps. KTO's KL and extremes depend on the size of the batches.
+    # logging_steps is the default of eval_steps. KTO's KL estimate, min_reward and max_reward depend on the batch size.
     "trainer.eval_steps", "trainer.eval_strategy", "trainer.logging_steps", "trainer.per_device_eval_batch_size", "judge",
 )  # fmt: skip
 
@@ -52,7 +53,7 @@ COMPARISON = (
 
 
 def check_folder(folder: str, owner: str, example: str) -> dict[str, str]:
-    """Checks the folder of a run or sweep. Returns its owner_files().
+    """Checks the folder of a run or sweep. Returns the folder's owner_files().
 
     Raises InputError if the folder is not writable, or belongs to a different kind of owner, whose files run.overwrite=true would
     delete.
@@ -64,7 +65,7 @@ def check_folder(folder: str, owner: str, example: str) -> dict[str, str]:
     storage_path, _, name = folder.rpartition("/")
     storage.require_writable(storage_path)
     if not storage.is_remote(folder) and os.path.lexists(folder) and not os.path.isdir(folder):
-        why = f"{folder} is no folder, or links to none; remove it, or choose another run.name"
+        why = f"{folder} is not a folder, or is a broken link; remove it, or choose another run.name"
         raise InputError(why, "run.name")
     for file in (seen := owner_files(folder)):
         if OWNERS[file] != owner:
@@ -76,13 +77,13 @@ def check_folder(folder: str, owner: str, example: str) -> dict[str, str]:
 
 
 def owner_files(folder: str) -> dict[str, str]:
-    """Returns {file: content} of those files in a folder that OWNERS lists."""
+    """Returns {file: content} for each file in OWNERS that exists in a folder."""
     paths = {file: storage.join(folder, file) for file in OWNERS}
     return {file: "\n".join(storage.read_lines(path)) for file, path in paths.items() if storage.exists(path)}
 
 
 @contextlib.contextmanager
-def owned(folder: str, seen: dict[str, str], overwrite: bool) -> Iterator[lease.Lease]:
+def owned_folder(folder: str, seen: dict[str, str], overwrite: bool) -> Iterator[lease.Lease]:
     """Yields the lease of a folder. This process holds the lease until the block ends.
 
     Raises InputError if another process has the lease, or has changed the folder.
@@ -105,7 +106,7 @@ def owned(folder: str, seen: dict[str, str], overwrite: bool) -> Iterator[lease.
 # --------------------------------------------------------------------------------------- what a run has left
 
 
-def record(run: Identity, inputs: dict[str, str], base: str, rows: dict[str, str]) -> None:
+def record_start(run: Identity, inputs: dict[str, str], base: str, rows: dict[str, str]) -> None:
     """Writes job.json, which marks the start of the run."""
     facts = {"inputs": inputs, "base": base, "rows": rows, "versions": lineage.versions()}
     storage.write_json(storage.join(run.folder, run_folder.JOB), run.settings | {"begun_with": facts})
@@ -145,7 +146,7 @@ class Earlier:
 
 
 def find_earlier(run: Identity) -> Earlier:
-    """Returns what earlier attempts at a run left.
+    """Returns what earlier attempts at a run left in its folder.
 
     Raises InputError if a run of another stage has this name, or if the storage path is not writable.
     """
@@ -157,7 +158,7 @@ def find_earlier(run: Identity) -> Earlier:
 
 
 def _read(run: Identity, seen: dict[str, str], file: str) -> dict[str, Any]:
-    """Returns the content of job.json or result.json, or {} if there is no file. Raises InputError if another stage wrote it."""
+    """Returns job.json or result.json, or {} if the file is missing. Raises InputError if another stage wrote the file."""
     left = read_left(run.folder, seen, file, "stage")
     if left and left["stage"] != run.stage:
         kind = "an unfinished" if file == run_folder.JOB else "a finished"
@@ -169,11 +170,11 @@ def _read(run: Identity, seen: dict[str, str], file: str) -> dict[str, Any]:
     return left
 
 
-def resumable(earlier: Earlier) -> dict[str, Any]:
+def resumable_job(earlier: Earlier) -> dict[str, Any]:
     """Returns job.json of the run that this command resumes, or {} if this command starts a new run.
 
-    A run without a checkpoint or a part has nothing to resume, so its job may still be edited.
-    Raises InputError if this job would give other results than the job that began the run.
+    A run without a checkpoint or a part file has nothing to resume, so its job may still be edited. Raises InputError if this job
+    would give different results from the job that began the run.
     """
     run, left = earlier.identity, earlier.job
     if not left:
@@ -186,7 +187,7 @@ def resumable(earlier: Earlier) -> dict[str, Any]:
     if changes:
         raise InputError(
             f"{run.name!r} began with {', '.join(different)} and cannot resume with different settings. Restore them, choose "
-            "another run.name, or set run.overwrite=true. Keys that do not decide the numbers may change: run, mlflow, gate, ...; with data.batch_size also scaling",
+            "another run.name, or set run.overwrite=true. Keys that do not affect the results may change: run, mlflow, gate, ..., and scaling if data.batch_size is set",
             key="run.name",
         )
     then, now = left.get("begun_with", {}).get("versions", {}), lineage.versions()
@@ -194,23 +195,23 @@ def resumable(earlier: Earlier) -> dict[str, Any]:
         f"{name} {then[name]} (now {now.get(name)})" for name in then if then[name] != now.get(name)
     ]:
         print(
-            f"warning: {run.name!r} began with {', '.join(other)}, so its numbers may differ from here on",
+            f"warning: {run.name!r} began with {', '.join(other)}, so its results may differ from here on",
             flush=True,
         )
     return left
 
 
 def blocking_changes(left: dict[str, Any], run: Identity) -> dict[str, tuple[Any, Any]]:
-    """Returns {section.key: (value then, value now)} of the changed settings with which an unfinished run cannot resume.
+    """Returns {section.key: (value then, value now)} for the changed settings that prevent an unfinished run from resuming.
 
     Args:
         left: job.json of the unfinished run.
     """
     spec, settings = run.spec, run.settings
     free = [*MAY_CHANGE, *_resolved(run), "begun_with"]
-    if settings["data"]["batch_size"] or spec.online:  # then the key only limits the rows in memory
+    if settings["data"]["batch_size"] or spec.online:  # the key only limits the rows in memory
         free.append("trainer.per_device_train_batch_size")
-    if spec.learns:  # other stages output the judge's scores, and make parts of this many rows
+    if spec.learns:  # in other stages, these keys set the judge of the output and the size of the parts
         free += ["judge", "trainer.local_rollout_forward_batch_size"]
     sections = (left.get("run", {}), settings["run"])
     compares = any(
@@ -220,10 +221,10 @@ def blocking_changes(left: dict[str, Any], run: Identity) -> dict[str, tuple[Any
     )
     changes = {
         key: values
-        for key, values in differences(left, run).items()
+        for key, values in changed_settings(left, run).items()
         if not _among(key, free) or (compares and _among(key, COMPARISON))
     }
-    # Without data.batch_size, the batch of a step grows with the workers.
+    # Without data.batch_size, each worker adds rows to the batch of a step.
     then, now = (one.get("scaling", {}).get("num_workers") for one in (left, settings))
     if spec.trl and not settings["data"]["batch_size"] and (then or 1) != (now or 1):
         changes["scaling.num_workers"] = (then, now)
@@ -231,7 +232,7 @@ def blocking_changes(left: dict[str, Any], run: Identity) -> dict[str, tuple[Any
 
 
 def pinned_inputs(left: dict[str, Any], run: Identity) -> dict[str, str]:
-    """Returns {input: version} that the run began with, for the inputs that have the same reference in the job now."""
+    """Returns {input: version} that the run began with, for the inputs whose references in the job have not changed."""
     inputs = left.get("begun_with", {}).get("inputs", {})
     return {
         key: version
@@ -243,7 +244,7 @@ def pinned_inputs(left: dict[str, Any], run: Identity) -> dict[str, str]:
 def same_content(left: dict[str, Any], run: Identity, base: str, rows: dict[str, str]) -> bool:
     """Returns True if the run began with this base and these rows, or False if the run must start over.
 
-    Raises InputError if the run must start over, but has left checkpoints or parts.
+    Raises InputError if the run must start over, but has left checkpoints or part files.
 
     Args:
         base: digest of the base.
@@ -268,7 +269,7 @@ def same_content(left: dict[str, Any], run: Identity, base: str, rows: dict[str,
 # --------------------------------------------------------------------------------------------- differences
 
 
-def essence(run: Identity) -> dict[str, Any]:
+def deciding_settings(run: Identity) -> dict[str, Any]:
     """Returns {section.key: value} of the settings that affect the results of a run that compares its evaluations."""
     return {
         key: value
@@ -277,7 +278,9 @@ def essence(run: Identity) -> dict[str, Any]:
     }
 
 
-def differences(left: dict[str, Any], run: Identity, but: Sequence[str] = ()) -> dict[str, tuple[Any, Any]]:
+def changed_settings(
+    left: dict[str, Any], run: Identity, but: Sequence[str] = ()
+) -> dict[str, tuple[Any, Any]]:
     """Returns {section.key: (value in a recorded job, value in this run)} of different values, except for keys in `but`."""
     then, now = flatten(left), flatten(run.settings)
     return {
@@ -293,9 +296,9 @@ def _among(key: str, keys: Sequence[str]) -> bool:
 
 def print_differences(left: dict[str, Any], run: Identity) -> None:
     """Prints the settings of this command that differ from those of a finished run."""
-    changed = differences(left, run, ("run", "source", *_resolved(run)))
+    changed = changed_settings(left, run, ("run", "source", *_resolved(run)))
     if changed:
-        print("it ran with other settings; this command's were not used:")
+        print("the run used other settings; the settings of this command are ignored:")
     for key, (then, now) in changed.items():
         print(f"   {key}: was {_shown(then)}, is {_shown(now)}")
 
@@ -309,7 +312,11 @@ def _resolved(run: Identity) -> tuple[str, ...]:
 def _has_progress(folder: str) -> bool:
     """Returns True if a run left something to resume: a checkpoint, even a damaged one, or output parts."""
     folders = storage.folders(folder)
-    return run_folder.PARTS in folders or run_folder.DAMAGED in folders or bool(checkpoints.complete(folder))
+    return (
+        run_folder.PARTS in folders
+        or run_folder.DAMAGED in folders
+        or bool(checkpoints.complete_checkpoints(folder))
+    )
 
 
 def _shown(value: Any) -> str:

@@ -17,7 +17,7 @@ from pipeline.models.adapters import SharedBase
 from pipeline.models.base import load_base
 from pipeline.models.tokenizer import load_tokenizer, tokenizer_digest
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.selfcheck.definitions import precision_in_use
+from pipeline.ppo.selfcheck.definitions import precision_of_base
 from pipeline.run.model_host import ModelHost
 from pipeline.run.worker import Worker
 from pipeline.scoring.judges.reward import JudgeReward
@@ -27,7 +27,7 @@ from pipeline.system.functions import import_function
 from pipeline.writing import memory
 from pipeline.writing.decoder import SlotDecoder
 from pipeline.writing.rows import Decoder
-from pipeline.writing.vllm import VllmDecoder, largest_rank, start_llm
+from pipeline.writing.vllm import VllmDecoder, largest_lora_rank, start_llm
 
 
 def shared_base(worker: ModelHost) -> SharedBase:
@@ -41,11 +41,12 @@ def shared_base(worker: ModelHost) -> SharedBase:
 def add_rewards(worker: ModelHost, shared: SharedBase) -> list[Reward]:
     """Returns the rewards of the job, in order. Each reward adapter becomes a role: `reward`, `reward_1`, ..."""
     return [
-        reward(worker, shared, name, _reward_role(index)) for index, name in enumerate(worker.work.rewards)
+        load_reward(worker, shared, name, _reward_role(index))
+        for index, name in enumerate(worker.work.rewards)
     ]
 
 
-def reward(worker: ModelHost, shared: SharedBase | None, name: str, role: str) -> Reward:
+def load_reward(worker: ModelHost, shared: SharedBase | None, name: str, role: str) -> Reward:
     """Returns the reward of the input `name`. If the input is an adapter, it becomes the role `role` of `shared`."""
     given, args = worker.work.inputs[name], worker.args
     weight = given.weight
@@ -55,7 +56,7 @@ def reward(worker: ModelHost, shared: SharedBase | None, name: str, role: str) -
         assert given.definition is not None
         run, timeout_s = worker.work.identity, args.reward_timeout_s
         return JudgeReward(given.definition, run.storage_path, run.name, timeout_s, weight=weight, name=role)
-    # In training, the number of tokens limits a forward pass. In other subcommands, the number of rows does.
+    # In training, the number of tokens limits a forward pass. In other subcommands, the number of rows limits a forward pass.
     by_tokens = bool(worker.work.spec.learns)
     limits = (
         {"tokens": args.max_tokens_per_micro_batch}
@@ -69,7 +70,7 @@ def reward(worker: ModelHost, shared: SharedBase | None, name: str, role: str) -
         constants = given.lineage.get("reward") or {"mean": 0.0, "std": 1.0}
         return AdapterReward(shared, role, **limits, weight=weight, **constants)
     # The input is a full model, which is loaded in addition to the base.
-    model_name, revision = hub.split(folder)
+    model_name, revision = hub.split_revision(folder)
     settings = replace(worker.work.model, name_or_path=model_name, revision=revision, load_in_4bit=False)
     tokenizer = load_tokenizer(model_name, revision, trust_remote_code=settings.trust_remote_code)
     model = load_base(settings, tokenizer, worker.device)
@@ -80,9 +81,9 @@ def reward(worker: ModelHost, shared: SharedBase | None, name: str, role: str) -
     )
 
 
-def judge(worker: ModelHost, shared: SharedBase) -> Reward | None:
+def load_judge(worker: ModelHost, shared: SharedBase) -> Reward | None:
     """Returns the judge of the job, or None if the job has none. A judge is a function, an endpoint or a second reward model."""
-    return reward(worker, shared, "judge", "judge") if "judge" in worker.work.inputs else None
+    return load_reward(worker, shared, "judge", "judge") if "judge" in worker.work.inputs else None
 
 
 def add_frozen(worker: ModelHost, shared: SharedBase, name: str, role: str) -> str | None:
@@ -112,7 +113,7 @@ def add_policy(worker: ModelHost, shared: SharedBase, args: PPOConfig) -> str | 
     return "reference"
 
 
-def start(worker: ModelHost, shared: SharedBase, reference: str | None) -> str | None:
+def start_role(worker: ModelHost, shared: SharedBase, reference: str | None) -> str | None:
     """Returns a role that equals the policy at the start: the reference, or a new role if training changes the reference."""
     if reference is None or not worker.args.sync_ref_model:
         return reference
@@ -147,22 +148,22 @@ def trainers_decoder(worker: Worker, shared: SharedBase, args: PPOConfig) -> Ite
         return
     longest = max(map(len, worker.rows("train")["input_ids"])) + args.response_length
     rows = math.ceil(args.batch_size / worker.world)
-    with vllm(worker, shared, ["policy"], longest, rows, worker.scratch) as decoder:
+    with vllm_decoder(worker, shared, ["policy"], longest, rows, worker.scratch) as decoder:
         yield decoder
 
 
-def decoder(host: ModelHost, shared: SharedBase, wanted: Sequence[str | None]) -> Decoder:
+def make_decoder(host: ModelHost, shared: SharedBase, wanted: Sequence[str | None]) -> Decoder:
     """Returns the decoder that `rollout.engine` names, for a job that does not train. A vLLM decoder stops with this process.
 
     Args:
-        wanted: frozen roles that the decoder may sample from. None means the bare base.
+        wanted: frozen roles that the decoder may sample from, with None for the bare base.
     """
     rows = host.args.local_rollout_forward_batch_size
     if host.work.rollout.engine != "vllm":
         return SlotDecoder(shared, rows, host.tokenizer.pad_token_id)
     stack = ExitStack()
     atexit.register(stack.close)
-    return stack.enter_context(vllm(host, shared, wanted, longest_row(host), rows))
+    return stack.enter_context(vllm_decoder(host, shared, wanted, longest_row(host), rows))
 
 
 def longest_row(host: ModelHost) -> int:
@@ -172,7 +173,7 @@ def longest_row(host: ModelHost) -> int:
 
 
 @contextmanager
-def vllm(
+def vllm_decoder(
     host: ModelHost,
     shared: SharedBase,
     wanted: Sequence[str | None],
@@ -200,7 +201,7 @@ def vllm(
         print(f"vLLM takes {options['gpu_memory_utilization']} of the GPU's memory", flush=True)
     # Log-probs include the temperature, as in the trainer.
     options |= {"max_loras": 1, "max_logprobs": 1, "logprobs_mode": "processed_logprobs"}
-    rank = largest_rank(shared, wanted)
+    rank = largest_lora_rank(shared, wanted)
     llm = start_llm(host.work.model.name_or_path, shared.device, longest, rank, **options)
     started = VllmDecoder(llm, rank, shared=shared, folder=tempfile.mkdtemp(prefix="vllm-", dir=scratch))
     try:
@@ -212,9 +213,9 @@ def vllm(
 
 
 def vllm_options(model: Model, rollout: RolloutConfig, rows: int) -> dict[str, Any]:
-    """Returns the arguments of vllm.LLM that follow from these sections of a job.
+    """Returns the arguments of vllm.LLM for the sections `model` and `rollout` of a job.
 
-    vLLM's own limits of a batch grow with the GPU, but `memory_share` assumes the limits that are set here.
+    vLLM's default batch limits grow with the GPU's memory, but `memory_share` assumes the limits that this function sets.
 
     Args:
         rows: number of completions that vLLM decodes at the same time.
@@ -236,7 +237,7 @@ def vllm_options(model: Model, rollout: RolloutConfig, rows: int) -> dict[str, A
     return options | (rollout.vllm_kwargs or {})
 
 
-def folders(worker: ModelHost, shared: SharedBase) -> dict[str, str]:
+def folders_of_roles(worker: ModelHost, shared: SharedBase) -> dict[str, str]:
     """Returns {role: folder of the adapter whose weights the role had at the start}."""
     inputs = dict.fromkeys(("policy", "reference"), "policy") if "policy" in worker.work.inputs else {}
     rewards = {_reward_role(index): f"reward.{index}" for index in range(len(worker.work.rewards))}
@@ -251,17 +252,19 @@ def folders(worker: ModelHost, shared: SharedBase) -> dict[str, str]:
 
 
 def save_policy(worker: ModelHost, shared: SharedBase, folder: str) -> dict[str, Any]:
-    """Writes the policy and its probes. Returns the digest of its tensors."""
+    """Writes the policy and its probes. Returns the digest of the policy's tensors."""
     digest = shared.save("policy", folder)
     pad = worker.tokenizer.pad_token_id
-    precision = precision_in_use(shared)
+    precision = precision_of_base(shared)
     probes.write_probes(
         folder, shared.vocab_size, pad, lambda ids: shared.mean_logprob("policy", ids), precision
     )
     return digest
 
 
-def outputs(shared: SharedBase, rows: list[list[int]], folder: str | None = None) -> list[torch.Tensor]:
+def policy_outputs(
+    shared: SharedBase, rows: list[list[int]], folder: str | None = None
+) -> list[torch.Tensor]:
     """Returns the policy's hidden states of rows of token ids. If `folder` is set, uses the adapter in `folder` instead."""
     role = "reloaded" if folder else "policy"
     if folder:

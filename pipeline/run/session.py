@@ -23,17 +23,17 @@ from pipeline.settle import placement
 from pipeline.settle.placement import Places
 from pipeline.system import console, process, storage
 
-# Set before Ray starts, so that all its processes inherit them.
+# Environment variables that are set before Ray starts, so that all of Ray's processes inherit them.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # otherwise every line that a worker prints appears twice
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # every process has the same working directory
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # `uv run` would upload the working directory at every start
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # by default, every line that a worker prints appears twice
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # keeps the same working directory in every process
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # otherwise, `uv run` would upload the working directory at every start
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's future default; silences its warning on CPU workers
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",  # time that Ray waits for a node that died
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2",  # a spot node gives 30 s to 120 s of notice
-    # Tokenizes on the existing CPUs. By default, Ray Data requests twice as many CPUs. If all node types of a cluster have GPUs
-    # (cluster.yaml), the autoscaler would then log again and again that no node type fits.
+    # Makes Ray Data tokenize on the existing CPUs. By default, Ray Data requests twice as many CPUs. If all node types of a
+    # cluster have GPUs (cluster.yaml), the autoscaler would then log again and again that no node type fits.
     "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_MAX_CPU_RESOURCE_DELTA": "0",
     # Lets a GPU's memory blocks grow, because sequences of new lengths leave holes between blocks of fixed sizes.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
@@ -45,12 +45,12 @@ ENVIRONMENT = {
 # Environment variables for an embedded Ray.
 EMBEDDED = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # the default, 2 s, would delay the end of every run
-    "RAY_prestart_worker_first_driver": "0",  # a process per CPU would slow the start, and few would be used
+    "RAY_prestart_worker_first_driver": "0",  # one process per CPU would slow the start, and most would stay idle
     "RAY_worker_niceness": "0",  # with Ray's default, 15, other processes would slow down the training
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # no cloud reclaims this machine
 }
 RAY_LOGGING: dict[str, Any] = {"log_to_driver": True, "logging_level": "warning"}
-MAX_ROOT_CHARACTERS = 40  # Ray's socket names add 66 characters, and a socket path may have 107
+MAX_ROOT_CHARACTERS = 40  # Ray's socket names add 66 characters, and a socket path has at most 107
 
 
 def set_environment() -> None:
@@ -59,9 +59,9 @@ def set_environment() -> None:
 
 
 @contextlib.contextmanager
-def session(places: Places, storage_path: str, uri: str) -> Iterator[None]:
-    """Provides Ray for the block, unless the job runs in this process. This is the Ray that this process has started already, the
-    cluster's Ray, or an embedded Ray.
+def ray_session(places: Places, storage_path: str, uri: str) -> Iterator[None]:
+    """Provides Ray for the block, unless the job runs in this process. Uses the Ray that this process has already started, joins
+    the cluster, or starts an embedded Ray.
 
     Args:
         storage_path: folder of the runs, which all nodes must reach.
@@ -73,7 +73,7 @@ def session(places: Places, storage_path: str, uri: str) -> Iterator[None]:
     if places.in_process:
         yield
         return
-    storage.scratch()  # workers need this folder; if another user owns it, this fails before Ray starts
+    storage.scratch()  # raises an error early if another user owns the folder, which workers need
     import ray
 
     if ray.is_initialized():
@@ -82,13 +82,15 @@ def session(places: Places, storage_path: str, uri: str) -> Iterator[None]:
     cluster = placement.on_cluster()
     print("joining the cluster" if cluster else "starting Ray", flush=True)
     with (
-        _cluster(storage_path, uri) if cluster else embedded(num_cpus=placement.EMBEDDED_CPUS, **RAY_LOGGING)
+        _cluster(storage_path, uri)
+        if cluster
+        else embedded_ray(num_cpus=placement.EMBEDDED_CPUS, **RAY_LOGGING)
     ):
         process.listen()  # ray.init() has installed its own handlers
         console.attach_ray_printer(JOBS)
-        # Otherwise Ray Data would warn of a hang whenever no CPU is free.
+        # By default, Ray Data warns of a hang whenever no CPU is free.
         logging.getLogger("ray.data.dataset").setLevel(logging.ERROR)
-        placement.check_fits(places)  # checks again, because Ray's resources are known now
+        placement.check_fits(places)  # a second check, because Ray's resources are known only after its start
         yield
 
 
@@ -102,7 +104,7 @@ def _cluster(storage_path: str, uri: str) -> Iterator[None]:
 
     try:
         ray.init(**RAY_LOGGING)
-    except Exception as error:  # many types of errors: no connection, no token, another version
+    except Exception as error:  # for example, no connection, no token, or a different Ray version
         raise InputError(
             f"cannot join the cluster at {os.environ['RAY_ADDRESS']} ({in_brief(error)}); check `ray status` there, "
             "export RAY_AUTH_MODE=token if Ray requires a token, or unset RAY_ADDRESS",
@@ -145,7 +147,7 @@ def check_shared_storage(storage_path: str, uri: str) -> None:
     os.remove(probe)
     if blind:
         raise InputError(
-            f"{storage_path} is not shared: {', '.join(blind)} do not see what the driver writes there; use a bucket or a "
+            f"{storage_path} is not shared: {', '.join(blind)} do not see the files of the driver; use a bucket or a "
             "network mount, e.g. run.storage_path=s3://BUCKET/runs",
             key="run.storage_path",
         )
@@ -156,8 +158,8 @@ def check_shared_storage(storage_path: str, uri: str) -> None:
 TOKEN = secrets.token_hex(32)  # all sessions of this process share the token
 
 
-def secured() -> dict[str, str]:
-    """Returns environment variables that let only this session use its Ray. These variables override the user's settings."""
+def secured_environment() -> dict[str, str]:
+    """Returns environment variables that restrict the embedded Ray to this session, and override the user's settings."""
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     return {
         # Makes Ray bind to loopback. The variable's name refers to Windows and macOS, where Ray binds to loopback by default
@@ -165,22 +167,22 @@ def secured() -> dict[str, str]:
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": TOKEN,
-        # Otherwise torch.distributed would listen on the address that this machine's name resolves to.
+        # By default, torch.distributed would listen on the address that this machine's name resolves to.
         **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback),
     }
 
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """Sets the environment of an embedded session for the block. Restores it afterwards, because a cluster has another token."""
+    """Sets the environment variables of an embedded session only within the block, because a cluster has another token."""
     before = dict(os.environ)
     os.environ.update({key: value for key, value in EMBEDDED.items() if key not in os.environ})
-    os.environ.update(secured())
+    os.environ.update(secured_environment())
     _read_by_ray()
     try:
         yield
     finally:
-        for key in (*EMBEDDED, *secured()):
+        for key in (*EMBEDDED, *secured_environment()):
             os.environ.pop(key, None)
             os.environ.update({key: before[key]} if key in before else {})
         _read_by_ray()
@@ -200,10 +202,10 @@ def belong_to(folder: str | None) -> None:
 
 
 def _read_by_ray() -> None:
-    """Makes Ray read the environment again. Otherwise Ray reads it only at import, and a notebook may have imported Ray earlier.
+    """Makes Ray read the environment again. By default, Ray reads its environment variables only at import.
 
-    Ray's names here are private (ray 2.60). Remove this function when ray.init reads the environment, or takes
-    address and token as arguments.
+    A notebook may have imported Ray before the variables were set. The imported names are private (ray 2.60). Remove this
+    function when ray.init reads the environment, or takes address and token as arguments.
     """
     from ray._private import ray_constants as ray_settings
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
@@ -215,8 +217,8 @@ def _read_by_ray() -> None:
 
 
 @contextlib.contextmanager
-def embedded(**options: Any) -> Iterator[None]:
-    """Starts Ray for the block with these arguments of ray.init. Raises Failure if Ray does not start."""
+def embedded_ray(**options: Any) -> Iterator[None]:
+    """Starts Ray for the block, with `options` as arguments of ray.init. Raises Failure if Ray does not start."""
     import psutil
 
     root = _session_root()
@@ -232,7 +234,7 @@ def embedded(**options: Any) -> Iterator[None]:
             try:
                 # Without "local", Ray would join the cluster that this machine started last, even another user's.
                 context = ray.init(address="local", include_dashboard=False, _temp_dir=str(root), **options)
-            # Errors of many types, for example if a process died or the disk is full.
+            # Ray raises errors of many types, for example if a process died or the disk is full.
             except Exception as error:
                 raise Failure(
                     f"Ray did not start ({in_brief(error, 400)}). Its logs are in {root}/session_latest/logs. Check free "

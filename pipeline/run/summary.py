@@ -3,9 +3,9 @@
 from typing import Any
 
 from pipeline import registry, text
-from pipeline.errors import visible
+from pipeline.errors import escape_controls
 from pipeline.input_uri import InputURI
-from pipeline.job.stages import TRAINED, headline
+from pipeline.job.stages import TRAINED, headline_metrics
 from pipeline.metrics import Metric
 from pipeline.run.prepare import ALONE, heading
 from pipeline.run_folder import RESULT
@@ -26,13 +26,13 @@ def print_summary(result: dict[str, Any]) -> None:
         detail("\n" + sample_table(result["samples"][:SHOWN_SAMPLES]) + "\n")
     metrics = result["metrics"]
     champion = registry.Champion(**(result.get("champion") or {}))
-    conditions = registry.conditions(result["job"].get("gate") or {}, metrics, champion.metrics)
+    conditions = registry.check_conditions(result["job"].get("gate") or {}, metrics, champion.metrics)
     gate = {
         metric: f"{f'gate {condition} ':<14}{'passed' if holds else 'FAILED'}"
         for metric, condition, _, holds in conditions
     }
-    for place, one in enumerate(headline(result["stage"], metrics)):
-        line = text.row(one.label, f"{change(metrics, one):<22}{gate.get(one.name, '')}")
+    for place, one in enumerate(headline_metrics(result["stage"], metrics)):
+        line = text.row(one.label, f"{metric_change(metrics, one):<22}{gate.get(one.name, '')}")
         shown = place == 0 or one.name in gate
         terminal.say(line.rstrip(), result=True) if shown else detail(line.rstrip())
         gate.pop(one.name, None)
@@ -56,12 +56,12 @@ def print_summary(result: dict[str, Any]) -> None:
         terminal.say(line, result=True)
     page = text.row("result", storage.relative(f"{result['folder']}/{RESULT}"))
     print(page) if one_of_several else terminal.say(page, result=True)
-    words = filter(None, (terminal.duration(result["seconds"]), prices.in_words(result["cost"])))
+    words = filter(None, (terminal.duration(result["seconds"]), prices.cost_in_words(result["cost"])))
     terminal.say(text.row("time", ", ".join(words)), result=True)
 
 
 def how_it_ended(result: dict[str, Any]) -> str | None:
-    """Returns a text about the step that was kept as the best and the reason for an early stop, or None if there is neither.
+    """Returns a text about the best step and the reason for an early stop, or None if the run has neither.
 
     Args:
         result: the content of result.json.
@@ -76,14 +76,14 @@ def how_it_ended(result: dict[str, Any]) -> str | None:
     return "; ".join(parts) or None
 
 
-def change(metrics: dict[str, float], one: Metric) -> str:
+def metric_change(metrics: dict[str, float], one: Metric) -> str:
     """Returns a metric before and after training, for example 0.5465 -> 0.5104."""
     before = metrics.get(one.before)
     return (f"{before:.4g} -> " if before is not None else "") + f"{metrics[one.name]:.4g}"
 
 
 def not_better(result: dict[str, Any]) -> str | None:
-    """Returns a warning if the eval win rate is not clearly above 0.5. Otherwise, or if there is no win rate, returns None."""
+    """Returns a warning if there is an eval win rate that is not clearly above 0.5, or else None."""
     rate, low, high = (result["metrics"].get(f"eval_win_rate{end}") for end in ("", "_low", "_high"))
     if rate is None or low > 0.5:
         return None
@@ -123,7 +123,11 @@ def best_of_n_table(curve: list[dict[str, float]]) -> str:
     ]
     table = text.table(("best of n", "reward", "judge", "KL at most"), rows, ">>>>")
     falls = curve[-1]["gold"] < max(point["gold"] for point in curve)
-    return table + "\n   the judge's score falls again: choosing by this reward exploits it" * falls
+    return (
+        table
+        + "\n   the judge's score falls at large n: choosing completions by this reward exploits the reward"
+        * falls
+    )
 
 
 def probes_table(probes: dict[str, Any]) -> str:
@@ -136,5 +140,5 @@ def probes_table(probes: dict[str, Any]) -> str:
 
 
 def _cut(words: str, width: int) -> str:
-    words = visible(" ".join(words.split()))
+    words = escape_controls(" ".join(words.split()))
     return words if len(words) <= width else words[: width - 1] + "…"

@@ -37,7 +37,7 @@ LIVE_METRICS = 3  # number of metrics in the progress line
 NOTICE_INTERVAL_S = float(os.environ.get("PIPELINE_NOTICE_EVERY_S", "5"))
 
 
-def main(config: dict[str, Any]) -> dict[str, Any]:
+def run_worker(config: dict[str, Any]) -> dict[str, Any]:
     """Prepares the process of a worker, then trains or resumes. Ray Train calls this function in every worker."""
     import ray.train.collective
 
@@ -55,7 +55,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
         newest = None
         if context.get_world_rank() == 0:
             work.lease.require()
-            newest = checkpoints.newest(folder)
+            newest = checkpoints.newest_checkpoint(folder)
         newest = ray.train.collective.broadcast_from_rank_zero(newest)
         resume = stack.enter_context(storage.local_copy(storage.join(folder, newest))) if newest else None
         if resume and os.path.exists(outcome := os.path.join(resume, OUTCOME)):
@@ -64,13 +64,13 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
         if worker.rank == 0:
             if resume:
                 terminal.say(f"continuing from {newest}")
-            print(hub.announcement(model.name_or_path, model.revision), flush=True)
+            print(hub.loading_message(model.name_or_path, model.revision), flush=True)
         try:
-            with memory.explained(work):
+            with memory.memory_errors_explained(work):
                 result = config["train"](worker)
         except BaseException as error:
             if isinstance(error, (InputError, Failure)):
-                # Ray Train 2.60 would log a traceback, which tells a user less than the messages of these errors.
+                # Ray Train 2.60 would log a traceback, which helps a user less than the error messages.
                 logging.getLogger("ray.train.v2._internal.util").disabled = True
             worker.close(timeout=5.0)
             raise
@@ -105,7 +105,7 @@ def like_a_worker(places: Places) -> Iterator[None]:
 def leave_group_of_one(world: int, use_gpu: bool) -> None:
     """Ends the torch.distributed group of a single worker on a CPU, because accelerate would wrap models in DDP.
 
-    On a GPU the group stays. Without a group, transformers wraps a model in nn.DataParallel if several GPUs are visible.
+    Keeps the group on a GPU, because without a group, transformers wraps a model in nn.DataParallel if several GPUs are visible.
     Remove this function when TorchTrainer can start a worker without a group, or accelerate does not wrap models in a group of
     one.
     """
@@ -119,7 +119,7 @@ def leave_group_of_one(world: int, use_gpu: bool) -> None:
 
 
 def name_output(stage: str) -> None:
-    """Marks the lines that this process writes to the driver's log with the stage, and silences the libraries' warnings."""
+    """Prefixes the lines of this process in the driver's log with the stage, and silences the libraries' warnings."""
     print(f":actor_name:{stage}", flush=True)  # Ray's marker: log lines start with `(sft pid=...)`
     print(f":actor_name:{stage}", file=sys.stderr, flush=True)
     terminal.mark_lines()
@@ -128,7 +128,7 @@ def name_output(stage: str) -> None:
 
 @dataclass
 class Outcome:
-    """The results of a stage at its end."""
+    """The results that a stage passes to Worker.finish."""
 
     metrics: dict[str, float]  # final metrics, which the gate checks
     end: dict[str, Any] = field(default_factory=dict)  # best.describe_end of a stage that trains
@@ -136,7 +136,7 @@ class Outcome:
     samples: list[dict[str, Any]] = field(default_factory=list)  # prompts with completions before and after
     # {file: rows} for the report; the files are saved next to the adapter
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    # More entries of lineage.json, for example the mean and standard deviation of a reward
+    # Additional entries of lineage.json, for example the mean and standard deviation of a reward
     lineage: dict[str, Any] = field(default_factory=dict)
 
 
@@ -148,7 +148,7 @@ class PreemptionNotice:
     """
 
     def __init__(self) -> None:
-        self.active = False  # whether a notice has come; the run then commits one checkpoint
+        self.active = False  # whether a notice has arrived, after which the run commits one checkpoint
         self._next, self._step, self._asked = 0, 0, time.monotonic()
 
     def poll(self, step: int) -> bool:
@@ -186,7 +186,7 @@ class Worker(ModelHost):
         # (time, step) of the first line, to estimate the time left
         self.started: tuple[float, int] | None = None
         self.printed = self.shown = 0.0  # times of the last printed line and of the last live line
-        self.step = self.total = 0  # the last logged step; the last step of the run
+        self.step = self.total = 0  # the last logged step, and the total number of steps of the run
         self.report = self._report if work.sweep else None
         self.metrics = (
             registry.open_curves(work.tracking, work.run_id) if self.rank == 0 and work.run_id else None
@@ -230,7 +230,7 @@ class Worker(ModelHost):
         return gather(mine)
 
     def log(self, metrics: dict[str, float], step: int, total: int) -> None:
-        """Sends metrics to MLflow, and prints a line at most every PRINT_INTERVAL_S. Only rank 0 does so."""
+        """On rank 0, sends metrics to MLflow, and prints a line at most every PRINT_INTERVAL_S."""
         self.step, self.total = step, total
         if self.metrics is None:
             return
@@ -241,14 +241,14 @@ class Worker(ModelHost):
         left = (now - began) / (step - first) * (total - step) if step > first else 0.0
         shown = [f"{label} {value:<9.4g}" for label, value in line_of(self.work.identity.stage, metrics)]
         ends = step in (first, total) or any(key.startswith("eval_") for key in metrics)
-        if ends or now - self.printed >= PRINT_INTERVAL_S:  # MLflow gets every step, the terminal only some
+        if ends or now - self.printed >= PRINT_INTERVAL_S:  # MLflow gets every step
             self.printed = now
             ahead = f"  left {terminal.duration(left)}" if step > first else ""
             print(f"step {step:>{len(str(total))}}/{total}  {'  '.join(shown)}{ahead}".rstrip(), flush=True)
         if ends or now - self.shown >= LIVE_INTERVAL_S:
             self.shown = now
             numbers = "  ".join(one.rstrip() for one in shown[:LIVE_METRICS])
-            terminal.live(text.row("train", f"{step}/{total}"), left, numbers)
+            terminal.show_progress(text.row("train", f"{step}/{total}"), left, numbers)
         self.metrics.log(metrics, step)
 
     def _report(self, value: float, step: int) -> str | None:
@@ -259,14 +259,14 @@ class Worker(ModelHost):
         return ray.get(self.work.sweep.rungs.report.remote(self.work.identity.name, step, self.total, value))
 
     def replay(self, history: list[tuple[int, dict[str, float]]]) -> None:
-        """Sends the (step, metrics) that a checkpoint recorded to MLflow, which may lack the last of these."""
+        """Sends the metrics in a checkpoint to MLflow again, because MLflow may lack the last steps before the checkpoint."""
         if self.metrics:
             for step, metrics in history:
                 self.metrics.log(metrics, step)
 
     def checkpoint(self, source: str, step: int) -> None:
         """Commits the folder `source` as the checkpoint of `step`, and deletes `source`. Every rank must call this method."""
-        self._commit(source, checkpoints.name_of(step))
+        self._commit(source, checkpoints.checkpoint_name(step))
         if self.notice.active and self.rank == 0:
             terminal.say(f"node is being reclaimed: checkpoint of step {step} committed")
 
@@ -286,22 +286,24 @@ class Worker(ModelHost):
         catch_up()
         if self.rank == 0:
             self.work.lease.require()
-            name = checkpoints.unused(run_folder, name, self.work.lease.attempt)
+            name = checkpoints.unused_name(run_folder, name, self.work.lease.attempt)
         # The broadcast also waits until every rank has written its files.
         name = ray.train.collective.broadcast_from_rank_zero(name)
-        files = checkpoints.store(source, run_folder, name) if source and self.local_rank == 0 else {}
+        files = (
+            checkpoints.store_checkpoint(source, run_folder, name) if source and self.local_rank == 0 else {}
+        )
         parts = self.gather(files)
         if self.rank == 0:
             self.work.lease.require()
-            checkpoints.seal(run_folder, name, dict(ChainMap(checked or {}, *parts)))
+            checkpoints.seal_checkpoint(run_folder, name, dict(ChainMap(checked or {}, *parts)))
             if checked and (wrong := checkpoints.find_damage(path := storage.join(run_folder, name))):
                 storage.remove(path)
                 raise Failure(
-                    f"the last checkpoint is not what was trained ({wrong}): something else writes to {self.scratch} or "
-                    f"{run_folder}; stop it, then run the same command again"
+                    f"the last checkpoint differs from the trained weights ({wrong}): another program writes to {self.scratch} or "
+                    f"{run_folder}; stop that program, then run the same command again"
                 )
             self.work.lease.require()
-            checkpoints.prune(run_folder, self.work.run.num_to_keep)
+            checkpoints.prune_checkpoints(run_folder, self.work.run.num_to_keep)
 
     def finish(
         self,
@@ -314,10 +316,10 @@ class Worker(ModelHost):
         Returns the entries of result.json about the training. The driver computes the cost from the entry `usage`.
 
         Args:
-            save: writes adapter and head into a folder, and returns their digest, as adapter_files.write_adapter does.
-                Called on rank 0. If None, nothing was trained.
-            outputs: takes a folder, and returns outputs of the folder's adapter on a few rows. If the folder is None, uses the
-                adapter in memory. Called on rank 0.
+            save: function that writes adapter and head into a folder and returns their digest (see adapter_files.write_adapter),
+                or None if nothing was trained. Called on rank 0.
+            outputs: function of a folder that returns outputs of the folder's adapter on a few rows. If the folder is None, the
+                function uses the adapter in memory. Called on rank 0.
         """
         import torch
 
@@ -391,7 +393,7 @@ def require_reload(trained: list[Any], reloaded: list[Any], folder: str) -> None
 
 
 def peak_memory(device: Any) -> int:
-    """Returns this worker's peak memory in bytes: GPU memory if it has a GPU, or else resident memory."""
+    """Returns this worker's peak memory in bytes: GPU memory if the worker has a GPU, or else resident memory."""
     import torch
 
     from pipeline.ppo import clock

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from pipeline.models.adapters import SharedBase
-from pipeline.models.packing import alone, micro_batches, packed, packs_that_pay
+from pipeline.models.packing import micro_batches, pack_alone, pack_together, packs_that_pay
 
 # Maximum tokens of a forward pass without gradients. Such a pass needs memory for one layer's activations, about 100 KB per token
-# at 8B.
+# for a base of 8B parameters.
 FORWARD_TOKENS = {"cpu": 4096, "cuda": 16384}
 # Maximum tokens of a row with several completions. The attention mask of such a row has up to PACK_TOKENS squared entries.
 PACK_TOKENS = 4096
@@ -32,7 +32,7 @@ class Sequences:
     input_ids: Tensor  # (B, T) prompt and completion
     starts: Tensor  # (B,) length of the prompt, which is the position of the first action
     counts: Tensor  # (B,) length of the completion, including its end-of-sequence token
-    mask: Tensor  # (B, R) bool, on at actions; it is made from lengths, because completions may contain the pad id
+    mask: Tensor  # (B, R) bool, True at actions; made from lengths, as completions may contain the pad id
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -65,10 +65,10 @@ def collate_ids(
     indices: Sequence[int] | None = None,
     pad: int = 0,
 ) -> Sequences:
-    """Returns sequences of prompts and completions, which are token ids.
+    """Returns the Sequences of prompts with completions. Both arguments are lists of token ids.
 
     Args:
-        indices: each row's index in the global batch of an update. By default, rows are counted from 0.
+        indices: each row's index in the global batch of an update. By default, the indices are 0, 1, 2, ...
         pad: id of the padding token.
     """
     token_ids = [[*p, *c] for p, c in zip(prompts, completions, strict=True)]
@@ -90,16 +90,16 @@ def collate_ids(
 Some = TypeVar("Some", bound=Sequences)
 
 
-def states(shared: SharedBase, role: str | None, part: Sequences, last: bool = False) -> Tensor:
+def action_states(shared: SharedBase, role: str | None, part: Sequences, last: bool = False) -> Tensor:
     """Returns the hidden states (B, R + 1, H) of a role before each action, and after the last action.
 
     Args:
-        role: None means the bare base.
+        role: a role, or None for the bare base.
         last: whether to return only the states (B, 1, H) after the last action.
     """
     rows = (part.input_ids, part.starts, part.counts, part.mask.shape[1])
     packs = in_packs(shared, part, range(len(part)))
-    batch = packed(*rows, packs) if len(packs) < len(part) else alone(*rows)
+    batch = pack_together(*rows, packs) if len(packs) < len(part) else pack_alone(*rows)
     return shared.states(role, batch.ends() if last else batch)
 
 
@@ -128,7 +128,7 @@ def in_packs(
 def parts_of(
     shared: SharedBase, sequences: Some, completions: int | None = None, tokens: int | None = None
 ) -> Iterator[tuple[list[int], Some]]:
-    """Yields the rows, and their sequences, of each micro-batch of a pass without gradients.
+    """Yields (row indices, sequences) of each micro-batch of a forward pass without gradients.
 
     Args:
         completions, tokens: maximum numbers of completions and of tokens in a micro-batch. `tokens` is FORWARD_TOKENS by default.

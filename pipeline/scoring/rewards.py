@@ -41,9 +41,9 @@ class Samples:
     ended: list[bool]
     rows: list[dict[str, Any]]
     tokenizer: Any
-    # Seed of each completion, for functions that draw random numbers. If empty, every seed is 0.
+    # Seed of each completion, for functions that draw random numbers. If `seeds` is empty, every seed is 0.
     seeds: Sequence[int] = ()
-    # Number of each completion's prompt. If empty, all completions have different prompts.
+    # Number of each completion's prompt. If `groups` is empty, all completions have different prompts.
     groups: Sequence[int] = ()
     # {name of a reward: its notes on each sample}
     notes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Samples:
         return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in self.completion_ids]
 
     def columns(self) -> dict[str, list[Any]]:
-        """Returns the other columns, with one value per row. The value is None if a row lacks the column.
+        """Returns all columns except prompt and completion. The value of a row that lacks the column is None.
 
         The column `messages` has the prompts if they are lists of messages.
         """
@@ -152,7 +152,7 @@ class Reward(ABC):
 
     def _listed(self, scores: Any, samples: Samples) -> Sequence[Any]:
         """Returns scores as a list. Raises InputError if `scores` is not a list of one value for each sample."""
-        # Arrays and tensors have tolist, also tensors that require gradients.
+        # Arrays and tensors, also tensors that require gradients, have the method tolist.
         listed = scores.tolist() if hasattr(scores, "tolist") else scores
         is_list = isinstance(listed, (list, tuple))
         if not is_list or len(listed) != len(samples):
@@ -182,7 +182,7 @@ class AdapterReward(Reward):
 
     Args:
         role: the adapter's role on `shared`.
-        rows, tokens: limits of a forward pass. None means no limit on rows, and FORWARD_TOKENS tokens.
+        rows, tokens: limits of a forward pass. By default, rows are unlimited, and tokens are limited to FORWARD_TOKENS.
         settings: name (default: the role), weight, mean and std of `Reward`.
     """
 
@@ -202,7 +202,7 @@ class AdapterReward(Reward):
         sequences = forward.collate_ids(samples.prompt_ids, samples.completion_ids, self.shared.device)
         scores = torch.zeros(len(sequences))
         for rows, part in forward.parts_of(self.shared, sequences, self.rows, self.tokens):
-            last = forward.states(self.shared, self.role, part, last=True)
+            last = forward.action_states(self.shared, self.role, part, last=True)
             scores[rows] = self.shared.head(self.role, last).squeeze(1).float().cpu()
         return scores.tolist()
 
@@ -212,9 +212,9 @@ class ModelReward(Reward):
 
     Args:
         tokenizer: the model's tokenizer. The tokenizer encodes prompt and completion as text, with its chat template if the
-            prompt is a list of messages. None means that the model reads the policy's token ids.
+            prompt is a list of messages. Without a tokenizer, the model reads the policy's token ids.
         rows, tokens, settings: as for `AdapterReward`.
-        control: whether special tokens in the text become special tokens. If False, they are encoded as ordinary text.
+        control: whether the tokenizer encodes special tokens in the text as special tokens, or else as ordinary text.
     """
 
     def __init__(
@@ -264,12 +264,12 @@ class FunctionReward(Reward):
     """Scores completions with a Python function `f(prompts, completions, **columns) -> list of numbers`, as in TRL.
 
     The function may be async. The function's arguments are lists: `prompts`, `completions`, `completion_ids`, `seeds`, `groups`
-    and the data's other columns. The function gets the arguments in its signature, or all of them if it takes **kwargs.
+    and the data's other columns. The function receives the arguments in its signature, or all arguments if it accepts **kwargs.
     Completions to the same prompt have the same number in `groups`, and are in the same call. If the function raises, the run
     stops with a Failure that shows the sample and the function's own stack frames.
 
-    Each completion has its own seed for random numbers (`seeds`). The seed of the first completion of a call seeds the global
-    generators, so the numbers of the global generators depend on which completions share the call.
+    Each completion has its own seed for random numbers (`seeds`). The first completion's seed also seeds the global generators of
+    Python, numpy and torch. Scores that use a global generator depend on which completions share a call.
 
     Args:
         reward_timeout_s: seconds after which a call of an async function ends the run. -1 means no limit.
@@ -325,7 +325,7 @@ class FunctionReward(Reward):
                 self._call(samples, [i])
             except Exception:  # the caller reports the original error
                 return samples.show(i)
-        return f"a batch of {len(rows)} samples (it raises for none of them alone)"
+        return f"a batch of {len(rows)} samples (the function raises for no single sample)"
 
     async def _in_time(self, result: Coroutine[Any, Any, Any]) -> Any:
         """Returns the result of an async function. Raises Failure after `reward_timeout_s`."""
@@ -337,8 +337,8 @@ class FunctionReward(Reward):
             if not limit.expired():  # the function itself raised the error
                 raise
             raise Failure(
-                f"reward {self} took more than {self.reward_timeout_s:g} s (trainer.reward_timeout_s); the same command with its "
-                "run.name continues the run"
+                f"reward {self} took more than {self.reward_timeout_s:g} s (trainer.reward_timeout_s); to continue the run, "
+                "repeat the command with the same run.name"
             ) from error
 
 
@@ -355,7 +355,7 @@ def _frames(error: BaseException, limit: int = 10) -> str:
 
 
 def weighted_scores(rewards: Sequence[Reward], samples: Samples, normalize: bool) -> list[float]:
-    """Returns the weighted sum of the rewards' scores of each sample."""
+    """Returns for each sample the weighted sum of the rewards' scores."""
     return weighted_sum(rewards, raw_scores(rewards, samples), normalize)
 
 

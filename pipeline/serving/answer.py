@@ -41,18 +41,18 @@ async def time_limit(seconds: float, late: Refused | None = None) -> AsyncIterat
 class Text:
     """Decodes the tokens of one completion as they arrive.
 
-    Does not return incomplete characters, or last characters that may be the start of a stop text, until more tokens arrive.
+    Holds back incomplete characters, and a possible start of a stop text, until more tokens arrive.
 
     Args:
-        stops: texts that end the completion. Removes the stop text and all text after it.
+        stops: texts that end the completion. The stop text and all text after it are removed.
     """
 
     def __init__(self, tokenizer: Any, stops: list[str]) -> None:
         self.tokenizer, self.stops = tokenizer, stops
         self.stream = DecodeStream(skip_special_tokens=True)
         self.ids: list[int] = []
-        self.written = ""  # the text that has been decoded so far
-        self.shown = 0  # number of characters that have been returned
+        self.written = ""  # the text of all tokens so far
+        self.shown = 0  # number of characters that were sent to the client
         self.stopped = False
 
     def add(self, token: int) -> str:
@@ -62,11 +62,11 @@ class Text:
         return self._show(held_back=max(map(len, self.stops), default=1) - 1)
 
     def close(self) -> str:
-        """Returns the rest of the text. Called after the last token."""
+        """Returns the text that was held back. Called after the last token."""
         if self.stopped:
             return ""
         decoded = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        # Some decoders change earlier text. Text that the client has already received cannot change.
+        # Some tokenizers change earlier text when a token is added. Text that was sent to the client cannot change.
         if decoded.startswith(self.written[: self.shown]):
             self.written = decoded
         return self._show(held_back=0)
@@ -76,7 +76,7 @@ class Text:
         return self.written[: self.shown]
 
     def _show(self, held_back: int) -> str:
-        """Returns new text up to the first stop text. If there is none, does not return the last `held_back` characters yet."""
+        """Returns new text up to the first stop text. If there is no stop text, holds back the last `held_back` characters."""
         found = [at for stop in self.stops if (at := self.written.find(stop)) >= 0]
         end = min(found) if found else len(self.written) - held_back
         self.stopped = bool(found)
@@ -106,7 +106,7 @@ class Answer:
             max_new_tokens=min(request.token_limit or default.max_new_tokens, default.max_new_tokens),
             temperature=temperature
             if temperature >= 1e-6
-            else 0.0,  # a smaller divisor overflows fp32 logits
+            else 0.0,  # dividing by a smaller temperature overflows fp32 logits
             top_p=1.0 if request.top_p is None else request.top_p,
             seed=self.seed,
         )
@@ -117,11 +117,11 @@ class Answer:
 
     def _deliver(self, choice: int, token: Token | BaseException) -> None:
         """Passes a token or an error from the batcher's thread to the event loop."""
-        with contextlib.suppress(RuntimeError):  # the replica is ending, and has closed its event loop
+        with contextlib.suppress(RuntimeError):  # the replica is shutting down, and has closed its event loop
             self.loop.call_soon_threadsafe(self.arrived.put_nowait, (choice, token))
 
     def cancel(self) -> None:
-        """Makes the batcher drop the rows of this request that are not finished."""
+        """Makes the batcher drop this request's unfinished completions."""
         for row in self.rows:
             row.cancelled = True
 
@@ -134,7 +134,7 @@ class Answer:
                 choice, token = await self.arrived.get()
                 text, row = self.texts[choice], self.rows[choice]
                 if isinstance(token, BaseException):
-                    raise Refused(503, f"the answer was lost ({in_brief(token)}); try again") from token
+                    raise Refused(503, f"the completion failed ({in_brief(token)}); try again") from token
                 if self.reasons[choice]:
                     continue  # the choice has ended at a stop text before this token
                 if not any(self.tokens):
@@ -175,7 +175,7 @@ class Answer:
             }
             for choice, text in enumerate(self.texts)
         ]
-        return {"object": "chat.completion", **self.head, "choices": choices, "usage": usage([self])}
+        return {"object": "chat.completion", **self.head, "choices": choices, "usage": token_usage([self])}
 
     async def as_events(self) -> AsyncIterator[bytes]:
         """Yields the response as server-sent events while the choices are decoded."""
@@ -201,14 +201,14 @@ class Answer:
                 if reason := self.reasons[choice]:
                     yield part(choice, {}, reason=reason)
             if wants_usage:
-                yield chunk([], usage([self]))
-        except Refused as error:  # too late for an HTTP error status, which has been sent already
+                yield chunk([], token_usage([self]))
+        except Refused as error:  # the HTTP status has already been sent
             yield event(error.body())
             return
         yield b"data: [DONE]\n\n"
 
     def _logprobs(self, tokens: Iterable[Token]) -> dict[str, Any] | None:
-        """Returns OpenAI's list of tokens with log-probs and most likely alternatives, or None if not requested."""
+        """Returns tokens with log-probs and top alternatives in OpenAI's format, or None if not requested."""
 
         def entry(token: int, logprob: float) -> dict[str, Any]:
             written = bytes_of(self.server.tokenizer, token)
@@ -225,7 +225,7 @@ class Answer:
 
 @lru_cache(1 << 14)
 def bytes_of(tokenizer: Any, token: int) -> bytes:
-    """Returns the bytes of a token. They may be only a part of a UTF-8 character."""
+    """Returns the bytes of a token, which may be only a part of a UTF-8 character."""
     entry, decoder = tokenizer.backend_tokenizer.id_to_token(token), tokenizer.backend_tokenizer.decoder
     if entry is None or decoder is None or token in tokenizer.added_tokens_decoder:
         return str(tokenizer.decode([token])).encode()
@@ -233,11 +233,11 @@ def bytes_of(tokenizer: Any, token: int) -> bytes:
         return bytes(BYTES[character] for character in entry)
     if decoder.decode(["<0x41>"]) == "A" and re.fullmatch("<0x[0-9A-F]{2}>", entry):  # SentencePiece
         return bytes.fromhex(entry[3:5])
-    return decoder.decode(["a", entry])[1:].encode()  # after `a`, because decoders strip the start of a text
+    return decoder.decode(["a", entry])[1:].encode()  # prepends `a`, because decoders strip leading spaces
 
 
 def token_text(written: bytes) -> str:
-    """Returns a token's text. If its bytes are not valid UTF-8, returns `bytes:` and the escaped bytes, like OpenAI."""
+    """Returns a token's text, or, like OpenAI, `bytes:` and the escaped bytes if the token is not valid UTF-8."""
     try:
         return written.decode()
     except UnicodeDecodeError:
@@ -245,13 +245,13 @@ def token_text(written: bytes) -> str:
 
 
 def answer_head(kind: str, request: ChatRequest | CompletionRequest, served: Served) -> dict[str, Any]:
-    """Returns the fields that all responses start with."""
+    """Returns the first fields of every response."""
     facts = {"id": f"{kind}-{secrets.token_hex(16)}", "created": int(time.time()), "model": request.model}
     return {**facts, "system_fingerprint": served.version}
 
 
-def usage(answers: list[Answer]) -> dict[str, int]:
-    """Returns OpenAI's `usage`: the numbers of prompt and completion tokens, summed over answers."""
+def token_usage(answers: list[Answer]) -> dict[str, int]:
+    """Returns OpenAI's `usage` field: the numbers of prompt and completion tokens of all answers."""
     prompt = sum(len(answer.prompt) for answer in answers)
     completion = sum(len(tokens) for answer in answers for tokens in answer.tokens)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
@@ -262,7 +262,7 @@ def event(value: dict[str, Any]) -> bytes:
 
 
 class Stream(StreamingResponse):
-    """A streamed response. If the client disconnects, even before the first chunk, the batcher drops the rows."""
+    """A streamed response. If the client disconnects, the batcher drops the response's completions."""
 
     def __init__(self, answer: Answer, headers: dict[str, str]) -> None:
         super().__init__(answer.as_events(), headers=headers, media_type="text/event-stream")
@@ -295,4 +295,4 @@ async def complete_prompts(
         for index, (text, reason) in enumerate(completed)
     ]
     head = answer_head("cmpl", request, served)
-    return {"object": "text_completion", **head, "choices": choices, "usage": usage(answers)}
+    return {"object": "text_completion", **head, "choices": choices, "usage": token_usage(answers)}

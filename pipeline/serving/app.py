@@ -60,7 +60,7 @@ HEADERS = {
 app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
 
-def application(work: Work, digests: list[str]) -> Any:
+def make_application(work: Work, digests: list[str]) -> Any:
     """Returns the Ray Serve application of a checked job.
 
     Args:
@@ -75,7 +75,7 @@ def application(work: Work, digests: list[str]) -> Any:
     logging = {"enable_access_log": False, "log_level": "WARNING"}
     recorder = serve.deployment(Recorder).options(
         name="recorder",
-        # Runs on the head node, where users look for the feedback folder. An autoscaler never removes the head.
+        # Runs on the head node, so that users find the feedback folder there, and because an autoscaler never removes the head.
         ray_actor_options={"num_cpus": 0, "resources": {HEAD: 0.001}},
         max_ongoing_requests=1000,
         logging_config=logging,
@@ -83,8 +83,8 @@ def application(work: Work, digests: list[str]) -> Any:
     server = serve.deployment(Ingress).options(
         name="server",
         ray_actor_options=workers.each.options(),
-        # High enough that Ray Serve, which would respond with status 503, passes on all requests. A replica with a full queue
-        # responds with status 429.
+        # This limit is so high that Ray Serve never rejects requests with status 503. A replica with a full queue responds with
+        # status 429.
         max_ongoing_requests=4 * (limits.max_queue + work.args.local_rollout_forward_batch_size) + 64,
         graceful_shutdown_timeout_s=min(limits.timeout_s, 60.0),
         health_check_period_s=2.0,
@@ -98,10 +98,10 @@ def application(work: Work, digests: list[str]) -> Any:
 
 
 def bind_to_node_address() -> None:
-    """Makes the gRPC server of this replica listen only on the node's Ray address. If Ray is local, this address is 127.0.0.1.
+    """Makes the gRPC server of this replica listen only on the node's Ray address. A local Ray has the address 127.0.0.1.
 
-    Ray Serve 2.60 makes this server listen on all interfaces, although it unpickles what it receives. Remove this patch of a
-    private function when Ray Serve has a setting for the address.
+    In Ray Serve 2.60, this server listens on all interfaces, which is unsafe because the server unpickles requests. Remove this
+    patch of a private function when Ray Serve has a setting for the address.
     """
     import ray
     from ray.serve._private import replica
@@ -129,7 +129,7 @@ class Recorder:
         return self._in_store("add", feedback)
 
     def _in_store(self, method: str, given: Any) -> Any:
-        """Calls a method of the store. Returns a Refused error instead of raising it, because Ray would log a traceback."""
+        """Calls a method of the feedback store. Returns Refused errors, because Ray would log a traceback if they were raised."""
         try:
             with self.lock:
                 return getattr(self.store, method)(given)
@@ -150,7 +150,7 @@ def endpoint(handler: Callable[..., Awaitable[Response]]) -> Callable[..., Await
             if path != "/health":
                 self.check_sender(request)
             response = await handler(self, request, **given)
-        except (ClientDisconnect, TaskCancelledError):  # the client will not read the response
+        except (ClientDisconnect, TaskCancelledError):  # the client has disconnected
             response = Response(status_code=499)
         except Exception as error:
             if isinstance(error, RowError):
@@ -177,7 +177,7 @@ class Server:
         self.serve, self.args = work.serve, work.args
         self.digests, self.recorder, self.tokenizer = digests, recorder, work.tokenizer
         self.name = secrets.token_hex(4)
-        with memory.explained(work):
+        with memory.memory_errors_explained(work):
             shared, self.batcher = start_decoder(host)
             self.models = Models(host, shared, self.batcher)
         stops, args, self.longest = end_token_ids(host), work.args, longest_row(host)
@@ -195,9 +195,9 @@ class Server:
         threading.Thread(target=self.models.watch_aliases, args=interval, daemon=True).start()
 
     def check_health(self) -> None:
-        """Raises RuntimeError if the batcher's thread has ended. Ray Serve calls this often, and restarts failing replicas."""
+        """Raises RuntimeError if the batcher's thread has ended. Ray Serve then restarts the replica."""
         if not self.batcher.alive:
-            raise RuntimeError("the thread that has the model has ended")
+            raise RuntimeError("the batcher's thread has ended")
 
     # ---------------------------------------------------------------------------------------- the recorder
 
@@ -205,7 +205,7 @@ class Server:
         try:
             result = await getattr(self.recorder, method).remote(*given)
         except Exception as error:
-            raise Refused(503, "the recorder restarts; try again") from error
+            raise Refused(503, "the recorder is restarting; send the request again") from error
         if isinstance(result, Refused):
             raise result
         return result
@@ -219,7 +219,7 @@ class Server:
 
     async def _flush(self) -> None:
         """Sends metrics and finished answers to the recorder."""
-        async with self.flushing:  # while a caller waits for the lock, its answer may be sent
+        async with self.flushing:  # while a call waits for this lock, another call may send the answers
             self.metrics.running.set(len(self.batcher.rows))
             self.metrics.waiting.set(len(self.batcher.waiting))
             self.metrics.versions.clear()
@@ -255,7 +255,7 @@ class Server:
             scheme, _, token = request.headers.get("authorization", "").partition(" ")
             digest = hashlib.sha256(token.strip().encode()).hexdigest()
             if scheme.lower() != "bearer" or digest not in self.digests:
-                raise Refused(401, "expected `Authorization: Bearer TOKEN` with a token of this server")
+                raise Refused(401, "expected `Authorization: Bearer TOKEN` with a valid token")
             return
         for header, prefix in (("host", "//"), ("origin", "")):
             for value in request.headers.getlist(header):
@@ -280,7 +280,7 @@ class Server:
         return protocol.parse_json(bytes(body))
 
     async def _parse(self, request: Request, kind: type[Completion]) -> tuple[Completion, Served]:
-        """Returns a parsed completion request and the policy that it names. Raises Refused if the request is invalid."""
+        """Returns a parsed completion request and the requested policy. Raises Refused if the request is invalid."""
         parsed = protocol.parse_request(kind, await self._body(request))
         if parsed.model not in self.models.policies:
             raise protocol.unknown_model("policy", parsed.model, self.models.policies)
@@ -361,7 +361,7 @@ class Server:
         return prompts
 
     def _chat_ids(self, request: ChatRequest) -> list[int]:
-        """Returns the token ids of the messages with the chat template. Raises Refused if they are invalid or too long."""
+        """Returns the token ids of the messages in the chat template. Raises Refused if the messages are invalid or too long."""
         outcome: Any
         row = {"prompt": request.messages, "chat_template_kwargs": request.chat_template_kwargs}
         try:
@@ -401,7 +401,7 @@ class Server:
     async def feedback(self, request: Request) -> Response:
         given = protocol.parse_request(Feedback, await self._body(request))
         if not self.serve.log_prompts:
-            raise Refused(400, "this server keeps no answers; start it with serve.log_prompts=true")
+            raise Refused(400, "this server stores no answers; start the server with serve.log_prompts=true")
         await self._flush()  # the answer may not have been sent to the recorder yet
         return JSONResponse(await self._ask_recorder("add_feedback", given.model_dump(exclude_none=True)))
 

@@ -26,7 +26,7 @@ class Token(NamedTuple):
     """One decoded token of a row."""
 
     id: int
-    logprob: float  # log-prob of the token; at temperature 1 if the row has `top`
+    logprob: float  # log-prob of the token under the sampling distribution, or at temperature 1 if the row has `top`
     top: list[tuple[int, float]]  # the most likely token ids, with their log-probs
     last: bool  # whether the token ends the row
 
@@ -78,7 +78,7 @@ class Batcher:
     # ------------------------------------------------------------------------------------ from other threads
 
     def submit(self, rows: Sequence[ServedRow]) -> None:
-        """Adds all rows of a request to the queue. If they do not all fit, raises Refused (429) and adds none."""
+        """Adds all rows of a request to the queue. If the queue has no space for all rows, raises Refused (429)."""
         with self.condition:
             self._forget_cancelled()
             if len(self.waiting) + len(rows) > self.queue:
@@ -141,11 +141,11 @@ class Batcher:
                     continue  # the client has disconnected
                 try:
                     future.set_result(function())
-                except BaseException as error:  # an error must not end the thread, which other requests need
+                except BaseException as error:  # other requests need the thread, so an error must not end it
                     future.set_exception(error)
                     ruined = error if isinstance(error, SelfCheckFailed) else ruined
             try:
-                if ruined:  # the base has been modified, so later tokens may be wrong
+                if ruined:  # the weights of the base have changed, so later tokens may be wrong
                     raise ruined
                 if joining := self._joining():
                     self.decoder.join(joining)
@@ -165,7 +165,7 @@ class Batcher:
                     self._wake()
 
     def _joining(self) -> list[ServedRow]:
-        """Moves as many rows from the queue to `rows` as the decoder and `prompt_tokens` allow, and returns these rows."""
+        """Moves rows from the queue to `rows`, as many as the decoder and `prompt_tokens` allow. Returns the moved rows."""
         joining: list[ServedRow] = []
         width = 0
         with self.condition:

@@ -27,14 +27,14 @@ from pipeline.job import Serve
 from pipeline.serving.protocol import Feedback, Refused
 from pipeline.system import storage
 
-# {file: (a stage that trains on it, the key of a feedback request that adds a row to it)}
+# {file: (a stage that trains on the file, the key of feedback requests that add a row to the file)}
 FILES = {"labels": ("kto", "label"), "comparisons": ("rm", "chosen"), "edits": ("sft", "edit")}
 KEY = "serve.feedback_path"
 BYTES = "LENGTH(CAST(answer AS BLOB))"
 LOCK_S = (
     10.0  # maximum time to wait until an earlier process, such as a replaced recorder, releases the folder
 )
-KEPT_S = 30 * 24 * 3600  # age in seconds at which a conversation is deleted
+KEPT_S = 30 * 24 * 3600  # conversations that are older than this are deleted
 TABLES = """
     PRAGMA journal_mode=WAL;
     PRAGMA foreign_keys=ON;
@@ -67,8 +67,8 @@ class FeedbackStore:
     """Manages the feedback folder, which has files of training rows, and conversations.db with the answers that can get feedback.
 
     Args:
-        max_bytes: maximum size of the folder. Half is for rows: if it is full, new rows are rejected. Half is for conversations:
-            if it is full, the oldest conversations are deleted.
+        max_bytes: maximum size of the folder. If the rows fill half of it, new rows are rejected. If the conversations fill half
+        of it, the oldest conversations are deleted.
 
     Raises:
         InputError: if another process uses the folder, or if the folder cannot be used.
@@ -76,7 +76,7 @@ class FeedbackStore:
 
     def __init__(self, folder: str, max_bytes: int, encoders: dict[str, Encoder]) -> None:
         self.folder, self.max_bytes, self.encoders = Path(folder), max_bytes, encoders
-        # Ages are computed from this, so that a later jump of the system clock does not delete conversations.
+        # Ages are computed from this start time, so that no conversation is deleted if the system clock jumps.
         self.epoch = time.time() - time.monotonic()
         try:
             with contextlib.ExitStack() as opened:
@@ -86,7 +86,7 @@ class FeedbackStore:
                 self.bytes = sum(remove_incomplete_line(self.folder / f"{name}.jsonl") for name in FILES)
                 database = self.folder / "conversations.db"
                 database.touch()
-                database.chmod(0o600)  # like the rows, the database contains prompts and completions
+                database.chmod(0o600)  # private, because the database contains prompts and completions
                 self.database = sqlite3.connect(database, check_same_thread=False)
                 opened.callback(self.database.close)
                 self.database.executescript(TABLES)
@@ -108,14 +108,14 @@ class FeedbackStore:
         """Stores answers, so that they can get feedback. Deletes answers that are too old or exceed half of max_bytes."""
         size = self.conversation_bytes
         with self._transaction():
-            for answer in answers:  # a replica that got no reply sends its answers again
+            for answer in answers:  # an answer may arrive twice: a replica without a reply sends it again
                 row = (answer["id"], answer["time"], json.dumps(answer, ensure_ascii=False))
                 if self.database.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?)", row).rowcount:
                     size += len(row[2].encode())
             size -= self._delete("time < ?", self.epoch + time.monotonic() - KEPT_S)
             while size > self.max_bytes // 2:
                 size -= self._delete("id = (SELECT id FROM answers ORDER BY time LIMIT ?)", 1)
-        self.conversation_bytes = size  # unchanged if the transaction fails
+        self.conversation_bytes = size  # a failed transaction does not change this attribute
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -141,25 +141,25 @@ class FeedbackStore:
         feedback = Feedback.model_validate(request)
         found = self.database.execute("SELECT answer FROM answers WHERE id = ?", (feedback.id,)).fetchone()
         if found is None:
-            raise Refused(404, "no answer with this id is known here", "id")
+            raise Refused(404, "this server has no answer with this id", "id")
         answer = json.loads(found[0])
         for key in ("choice", "chosen", "rejected"):
             choice = getattr(feedback, key)
             if choice is not None and choice >= answer["choices"]:
-                why = f"{key}: found {choice}, and the answer has {answer['choices']} choices"
+                why = f"{key}: found {choice}, but the answer has {answer['choices']} choices"
                 raise Refused(400, why, key)
         content = {"kind": feedback.kind, **feedback.model_dump(exclude_none=True, exclude={"id"})}
         if feedback.edit is not None:
             content["edit"] = hashlib.sha256(feedback.edit.encode()).hexdigest()[
                 :16
-            ]  # the row has the full text
+            ]  # only a digest, because the row contains the full text
         name = feedback.id if feedback.kind == "comparisons" else f"{feedback.id}/{feedback.choice}"
         earlier = self.database.execute(
             "SELECT content FROM feedback WHERE answer = ? AND name = ? AND kind = ?",
             (feedback.id, name, feedback.kind),
         ).fetchone()
         if earlier is not None and json.loads(earlier[0]) != content:
-            raise Refused(409, "the answer already has different feedback, which is kept", "id")
+            raise Refused(409, "the answer already has different feedback, which was not changed", "id")
         if earlier is None:
             row = self._row(answer, feedback)
             self._check_row(feedback.kind, row)
@@ -177,7 +177,7 @@ class FeedbackStore:
         preferred = feedback.chosen if kind == "comparisons" else choice if feedback.label else None
         if preferred in answer["truncated"]:
             key = FILES[kind][1]
-            why = f"{key}: choice {preferred} was truncated and would teach the policy to stop there"
+            why = f"{key}: choice {preferred} was truncated and would teach the policy to stop too early"
             raise Refused(400, f"{why}; send an edit with the complete text", key)
         prompt = {"prompt": answer["messages"]}
         if variables := answer["chat_template_kwargs"]:
@@ -213,7 +213,7 @@ class FeedbackStore:
         before = os.fstat(file).st_size
         try:
             if os.write(file, line) < len(line):
-                raise OSError("only a part was written")
+                raise OSError("only a part of the row was written")
             os.fsync(file)
         except OSError:
             os.ftruncate(file, before)
@@ -229,5 +229,5 @@ def remove_incomplete_line(file: Path) -> int:
     end = content.rfind(b"\n") + 1
     if end < len(content):
         os.truncate(file, end)
-        print(f"{file}: removed an unfinished last line of {len(content) - end} bytes", flush=True)
+        print(f"{file}: removed an incomplete last line of {len(content) - end} bytes", flush=True)
     return end

@@ -13,7 +13,7 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
-    """The metrics of one replica."""
+    """The Prometheus metrics of one replica."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()  # prometheus_client's registry, sent to the recorder
@@ -25,11 +25,11 @@ class Metrics:
         self.answers = counter("answers", "Chat completions, by model id and version", models)
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts", ("version",))
         self.completion_tokens = counter("completion_tokens", "Tokens of completions", ("version",))
-        self.first_token = histogram("first_token_seconds", "Until the first token")
-        self.seconds = histogram("answer_seconds", "Until the last token")
-        self.running = gauge("running_rows", "Completions that are being written")
+        self.first_token = histogram("first_token_seconds", "Seconds until the first token")
+        self.seconds = histogram("answer_seconds", "Seconds until the last token")
+        self.running = gauge("running_rows", "Completions that are being decoded")
         self.waiting = gauge("waiting_rows", "Completions that wait to join the batch")
-        self.versions = gauge("versions", "1 for the version behind each model id", models)
+        self.versions = gauge("versions", "Always 1; the labels are a model id and its version", models)
 
 
 class MetricsPage:

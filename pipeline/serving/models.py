@@ -40,7 +40,7 @@ CACHE_FRACTION = {"cuda": 0.5, "cpu": 0.25}  # {device: fraction of its free mem
 
 @dataclass(frozen=True, eq=False)
 class Served:
-    """A loaded version. `role` is the name of its adapter on the shared base, or None if it has no such adapter."""
+    """A loaded model version. `role` is the name of the version's adapter on the shared base, or None if there is no adapter."""
 
     version: str
     role: str | None = None
@@ -51,10 +51,10 @@ class Models:
     """Maps each model id to its loaded version.
 
     At the start, loads the versions that the driver pinned when it checked the job. When an alias moves, `follow_aliases` loads
-    the new version. If that fails, requests are still answered by the previous version.
+    the new version. If loading fails, the previous version still answers requests.
 
     Args:
-        shared: the base in this process, or None if vLLM has the base and no reward needs one.
+        shared: the base in this process, or None if only vLLM needs the base.
     """
 
     def __init__(self, host: ModelHost, shared: SharedBase | None, batcher: Batcher) -> None:
@@ -63,10 +63,10 @@ class Models:
         self.uri = host.work.uri
         self.policies: dict[str, Served] = {}  # {model id: policy}
         self.rewards: dict[str, Served] = {}
-        self.remove: dict[str, Callable[[str], None]] = {}  # {role: function that unloads it}
+        self.remove: dict[str, Callable[[str], None]] = {}  # {role: function that unloads the role}
         self.unused: set[str] = set()  # roles that no model id used at the last poll
         self.loaded = 0
-        for key, version in pinned(host.work).items():
+        for key, version in pinned_versions(host.work).items():
             found = host.work.inputs.get(key)
             self._serve(key, version, found and self._with_same_template(key, found))
 
@@ -82,20 +82,20 @@ class Models:
         return self._with_same_template(key, check_inputs(work, {key: version}, self.files)[key])
 
     def _with_same_template(self, key: str, found: Input) -> Input:
-        """Returns `found`. Raises InputError if its chat template differs from the chat template of the other policies."""
+        """Returns `found`. Raises InputError if the adapter's chat template differs from the other policies' chat template."""
         if not key.startswith("policies.") or self.host.work.model.chat_template is not None:
             return found
         template = found.lineage.get("chat_template")
         if template not in (None, template_digest(self.host.tokenizer)):
             raise InputError(
-                f"{found.version} was trained with another chat template than the other policies; serve it separately, or set "
-                "model.chat_template for all of them",
+                f"{found.version} was trained with a different chat template than the other policies; serve this version "
+                "separately, or set model.chat_template for all policies",
                 key=f"serve.{key}",
             )
         return found
 
     def _serve(self, key: str, version: str, found: Input | None) -> None:
-        """Loads a version if it is not loaded yet, and assigns it to its model id."""
+        """Loads a version unless it is already loaded, and assigns it to a model id."""
         kind, _, name = key.partition(".")
         models = self.policies if kind == "policies" else self.rewards
         served = next((one for one in models.values() if one.version == version), None)
@@ -104,7 +104,7 @@ class Models:
             role, reward = f"{kind}_{self.loaded}", None
             host = ModelHost(replace(self.host.work, inputs={key: found} if found else {}))
             if kind == "rewards":
-                reward = roles.reward(host, self.shared, key, role)
+                reward = roles.load_reward(host, self.shared, key, role)
                 if self.shared is not None and hasattr(reward, "role"):
                     self.remove[role] = self.shared.remove
             elif found:
@@ -123,9 +123,9 @@ class Models:
             try:
                 found = self.follow_aliases()
             except Exception as error:
-                found = {type(error).__name__: f"the aliases cannot be followed: {in_brief(error)}"}
+                found = {type(error).__name__: f"cannot resolve the aliases: {in_brief(error)}"}
             for cause, line in found.items():
-                if cause not in printed:  # print a problem once, even if it persists
+                if cause not in printed:  # prints a persistent problem only once
                     print(line, flush=True)
             printed = found
 
@@ -137,26 +137,26 @@ class Models:
         found = {}
         for key, reference in self.host.work.serve.inputs.items():
             name = key.partition(".")[2]
-            before, problem = self.versions[name], f"{reference} cannot be followed"
+            before, problem = self.versions[name], f"cannot resolve {reference}"
             if not InputURI.parse(reference).alias:
                 continue
             try:
                 version = registry.pin(reference, self.uri)
-                problem = f"{version} cannot be served"
+                problem = f"cannot serve {version}"
                 if version != before:
-                    # This thread, not the batcher's, checks the version, so that the batch is not delayed.
+                    # Checks the version outside of the batcher's thread, because checks would delay the batch.
                     checked = self._checked(key, version)
                     self.batcher.run(partial(self._serve, key, version, checked)).result()
                     found[f"{name} {version}"] = f"{name}: {version}"
             except Exception as error:
-                found[f"{name} {problem} {type(error)}"] = f"{problem} ({in_brief(error)}); {before} stays"
+                found[f"{name} {problem} {type(error)}"] = f"{problem} ({in_brief(error)}); keeping {before}"
         self.batcher.run(self._remove_unused).result()
         return found
 
     def _remove_unused(self) -> None:
         """Unloads each role that no model id used at the last two polls, and that no unfinished completion uses.
 
-        The second poll is needed because a request may not have submitted its completions to the batcher at the first poll.
+        Waits for the second poll, because at the first poll a request may not have submitted its completions yet.
         """
         named = {one.role for one in (*self.policies.values(), *self.rewards.values())}
         unused = self.remove.keys() - named - self.batcher.roles()
@@ -165,7 +165,7 @@ class Models:
         self.unused = unused - self.unused
 
 
-def pinned(work: Work) -> dict[str, str]:
+def pinned_versions(work: Work) -> dict[str, str]:
     """Returns the versions that the driver pinned, as {policies.ID or rewards.ID: version}."""
     return {key: work.versions.get(key, BASE) for key in work.serve.inputs}
 
@@ -176,8 +176,8 @@ def pinned(work: Work) -> dict[str, str]:
 def start_decoder(host: ModelHost) -> tuple[SharedBase | None, Batcher]:
     """Loads the base and starts the batcher, both without adapters. Returns (base, batcher).
 
-    vLLM loads the base in its own process. With vLLM, this process also loads the base if there are reward models. Otherwise, the
-    returned base is None.
+    vLLM loads the base in its own process. With vLLM, this process also loads the base if there are reward models, or else
+    returns None as the base.
     """
     work = host.work
     if work.rollout.engine == "vllm":
@@ -201,7 +201,7 @@ def start_decoder(host: ModelHost) -> tuple[SharedBase | None, Batcher]:
 
 def _vllm(host: ModelHost) -> Batcher:
     work, rows = host.work, host.args.local_rollout_forward_batch_size
-    # One more than the number of policies, because the old version still completes its rows after an alias has moved.
+    # One more adapter than policies, because after an alias has moved, the old version still completes its rows.
     options: dict[str, Any] = {
         "max_loras": min(len(work.serve.policies) + 1, MAX_ADAPTERS),
         "max_logprobs": TOP_LOGPROBS,
@@ -212,13 +212,15 @@ def _vllm(host: ModelHost) -> Batcher:
         share = work.rollout.gpu_memory_utilization or round(free / total - FREE_GPU_FRACTION, 2)
         options["gpu_memory_utilization"] = share
     inputs = [name for name in host.work.inputs if name.startswith("policies.")]
-    rank = accepted_rank(max((adapter_files.largest_rank(host.input(name)) for name in inputs), default=1))
+    rank = accepted_rank(
+        max((adapter_files.largest_rank_in_folder(host.input(name)) for name in inputs), default=1)
+    )
     llm = start_llm(work.model.name_or_path, host.device, roles.longest_row(host), rank, **options)
     return Batcher(VllmDecoder(llm, rank, rows), work.serve.max_queue)
 
 
 def end_token_ids(host: ModelHost) -> list[int]:
-    """Returns the token ids that end a completion. They are the same as those of `load_base`, but the base is not loaded."""
+    """Returns the token ids that end a completion. The result is the same as with `load_base`, but the base is not loaded."""
     model = host.work.model
     config = base_config(model.name_or_path, model.revision)
     text = config.get("text_config") or config

@@ -38,7 +38,7 @@ class Refused(Exception):
 def unknown_model(what: str, name: str, known: Iterable[str]) -> Refused:
     """Returns the error for a request with an unknown model id."""
     expected = ", ".join(known)
-    expected = f"; expected one of {expected}" if expected else "; none is served here"
+    expected = f"; expected one of {expected}" if expected else "; this server has none"
     return Refused(404, f"no {what} {name[:80]!r}{expected}", "model", "model_not_found")
 
 
@@ -47,7 +47,7 @@ class StreamOptions(BaseModel):
 
 
 class SampledRequest(BaseModel):
-    """The keys that chat completions and legacy completions share. `parse_request` rejects other keys, except NEUTRAL ones."""
+    """The keys that chat completions and legacy completions share. `parse_request` rejects unknown keys, except for NEUTRAL."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -94,7 +94,7 @@ class ChatRequest(SampledRequest):
     @model_validator(mode="after")
     def _together(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs: goes with logprobs: true")
+            raise ValueError("top_logprobs: requires logprobs: true")
         return self
 
     @property
@@ -153,9 +153,9 @@ class Feedback(BaseModel):
     def _one(self) -> Feedback:
         pair = (self.chosen, self.rejected)
         if pair != (None, None) and (None in pair or self.chosen == self.rejected):
-            raise ValueError("chosen: goes with rejected, the numbers of two choices of the answer")
+            raise ValueError("chosen: requires rejected; both are indexes of different choices of the answer")
         if (self.label, self.chosen, self.edit).count(None) != 2:
-            raise ValueError("label: expected one of label, chosen with rejected, and edit")
+            raise ValueError("label: expected exactly one of label, edit, or chosen with rejected")
         return self
 
     @property
@@ -164,7 +164,7 @@ class Feedback(BaseModel):
 
 
 def parse_json(body: bytes) -> Any:
-    """Parses the body of a request as JSON. Raises Refused if it is invalid."""
+    """Parses the body of a request as JSON. Raises Refused if the body is invalid."""
     try:
         return from_json(body)
     except ValueError as error:

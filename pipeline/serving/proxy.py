@@ -1,4 +1,4 @@
-"""Limits the time in which a client must send its headers to Ray Serve's proxy. uvicorn 0.54 and Ray Serve 2.60 have no limit."""
+"""Limits the time for a request's headers in Ray Serve's proxy. uvicorn 0.54 and Ray Serve 2.60 have no limit for headers."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "pipeline.serving.pr
 
 
 class TimedProtocol(auto.AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's HTTP protocol, but the keep-alive timer also limits the time for headers.
+    """uvicorn's HTTP protocol with a keep-alive timer that also limits the time for headers.
 
     uvicorn stops this timer at the first byte of a request. This class stops the timer when the headers are complete.
     """
@@ -30,6 +30,6 @@ class TimedProtocol(auto.AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
 
 def limit_headers() -> list[Any]:
-    """Makes uvicorn use TimedProtocol in this process. Returns the list of middlewares for the proxy, which is empty."""
+    """Makes uvicorn use TimedProtocol in this process. Returns an empty list, because the proxy needs no middlewares."""
     auto.AutoHTTPProtocol = TimedProtocol
     return []

@@ -14,7 +14,7 @@ from pipeline.run.model_host import ModelHost
 from pipeline.serving.batching import Batcher
 from pipeline.serving.models import Served, end_token_ids
 from pipeline.settle.inputs import missing_parameter
-from pipeline.stages.pairs import named, samples_of
+from pipeline.stages.pairs import samples_of, score_columns
 
 MAX_ROWS = 4096  # maximum number of rows in a request
 
@@ -48,7 +48,7 @@ class Scores:
             prompts, completions, data = zip(*(sample for row in samples for sample in row), strict=True)
             batch = samples_of(prompts, completions, data, self.tokenizer, self.ends)
             scores = iter(served.reward.checked(batch))
-            return [named([next(scores) for _ in row]) for row in samples]
+            return [score_columns([next(scores) for _ in row]) for row in samples]
 
         return self.batcher.run(scored)
 
@@ -66,7 +66,7 @@ class Scores:
                 expected = "a shorter prompt"
                 outcome = RowError(outcome.reason, "", "a pair that is equal once it is truncated", expected)
             elif len(outcomes) > 1:
-                outcome = RowError("wrong_type", "pos_answers", "several pairs in one row", "one pair a row")
+                outcome = RowError("wrong_type", "pos_answers", "several pairs in a row", "one pair per row")
         except RowError as error:
             outcome = error
         if isinstance(outcome, RowError):

@@ -17,7 +17,7 @@ from pipeline.system import storage
 from pipeline.system.functions import digest_functions
 
 
-def named(job: Job) -> Job:
+def with_run_name(job: Job) -> Job:
     """Returns the job with a run name and an absolute storage path. If run.name is not set, it becomes the stage and the time."""
     name = job.run.name or f"{job.stage}-{new_name()}"
     return replace(job, run=replace(job.run, name=name, storage_path=storage.absolute(job.run.storage_path)))

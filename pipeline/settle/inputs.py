@@ -10,21 +10,21 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeline import registry
-from pipeline.errors import InputError, about
+from pipeline.errors import InputError, blame_key
 from pipeline.input_uri import InputURI
 from pipeline.job import Job, Model, judge, lora
 from pipeline.job.job import HUB, transforms_of
 from pipeline.job.rollout import RolloutConfig
 from pipeline.job.stages import INPUTS, StageSpec
 from pipeline.models import adapter_files
-from pipeline.models.compatibility import Base, unmergeable
+from pipeline.models.compatibility import Base, find_unmergeable
 from pipeline.registry import lineage
 from pipeline.settle.identity import tracking_of
 from pipeline.settle.work import Input, Work
 from pipeline.system import hub, storage, terminal
 from pipeline.system.functions import digest_functions, import_function
 
-# Arguments that a Python reward function can have in addition to the columns of the rows.
+# Parameters that a Python reward function can have in addition to the columns of the rows.
 GIVEN = ("prompts", "completions", "completion_ids", "seeds", "groups")
 
 
@@ -34,8 +34,8 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
     If model.name_or_path is a registered adapter, the returned job has the base of that adapter instead.
 
     Args:
-        pinned: {input: version} from the start of the run, if the run resumes. These versions are used even if their aliases
-            have moved.
+        pinned: {input: version} from the start of the run, if the run resumes. The pinned versions are used even if aliases have
+            moved.
     """
     tracking = tracking_of(job)
     uri = tracking.uri
@@ -43,18 +43,18 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
     if any(InputURI.parse(name).is_registered for name in (job.model.name_or_path, *named.values())):
         registry.check_store(tracking)
     if InputURI.parse(job.model.name_or_path).is_registered:
-        with about("model.name_or_path"):
+        with blame_key("model.name_or_path"):
             reference = registry.pin(job.model.name_or_path, uri, job.source)
             base = lineage.read(registry.fetch(reference, uri), reference).get("base")
             if base is None:
                 raise InputError(
-                    f"{reference} does not say which base it was trained on; name the base itself"
+                    f"{reference} does not record which base it was trained on; set this key to the base itself"
                 )
         revision = base.get("revision")
         job = replace(job, model=replace(job.model, name_or_path=base["name_or_path"], revision=revision))
     inputs, missing = dict[str, str](), list[str]()
     for name, source in named.items():
-        with about(job.key_of(name)):
+        with blame_key(job.key_of(name)):
             ref = InputURI.parse(source)
             if ref.is_function:
                 import_function(source)
@@ -63,21 +63,21 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
                 continue
             names = job.policies if name == "policy" else [source]
             try:
-                found = pinned.get(name) or first(names, uri, job.source)
+                found = pinned.get(name) or first_that_exists(names, uri, job.source)
             except registry.Missing as error:
                 missing.append(name)
                 if len(missing) >= len(job.serve.inputs):
                     raise
                 # A server starts without the models that do not exist.
-                print(f"warning: serve.{name} is left out: {error.message}", flush=True)
+                print(f"warning: serve.{name} is skipped: {error.message}", flush=True)
                 continue
         if found != "base":
             inputs[name] = found
     return replace(job, serve=job.serve.without(missing)), inputs
 
 
-def first(names: list[str], uri: str, job_file: str) -> str:
-    """Returns the pinned version of the first reference that exists. If none exists, raises the error about the first one."""
+def first_that_exists(names: list[str], uri: str, job_file: str) -> str:
+    """Returns the pinned version of the first reference that exists. If none exists, raises the first reference's error."""
     errors: list[registry.Missing] = []
     for name in names:
         try:
@@ -86,7 +86,9 @@ def first(names: list[str], uri: str, job_file: str) -> str:
             errors.append(error)
             continue
         if errors:
-            terminal.say(f"policy: {', '.join(names[: len(errors)])} does not exist, so it is {found}")
+            terminal.say(
+                f"policy: {', '.join(names[: len(errors)])} does not exist, so the policy is {found}"
+            )
         return found
     raise errors[0]
 
@@ -109,7 +111,7 @@ def check_paths(job: Job) -> None:
     from pipeline.data import files, preview
 
     for key, source in transforms_of(job.data).items():
-        with about(key):
+        with blame_key(key):
             import_function(source)
     if job.spec.rows:
         preview.source_kinds(job.stage, job.data)
@@ -120,7 +122,7 @@ def check_paths(job: Job) -> None:
         else:
             files.find_files(path, key)
     for path, key in buckets.values():  # checks each bucket only once
-        files.reach(path, key)
+        files.check_reachable(path, key)
     if job.data.cache_dir and storage.is_remote(job.data.cache_dir):
         storage.require_writable(job.data.cache_dir, "data.cache_dir", "./cache")
     if not InputURI.parse(job.model.name_or_path).is_registered:
@@ -176,71 +178,72 @@ def check_inputs(work: Work, versions: Mapping[str, str], files: Base) -> dict[s
     Raises InputError if an adapter was trained on another base, or if the stage cannot use an input.
 
     Args:
-        work: the Work object of the job. Its `base` must be set.
+        work: the Work object of the job, with the field `base` set.
         files: the files of the base.
     """
     inputs = {}
     for name, reference in versions.items():
-        ref = InputURI.parse(reference)
-        if ref.is_function:
-            inputs[name] = Input(reference, "function")
-            continue
-        if ref.is_judge:
-            with about(work.keys[name]):
-                given = judge.load_pinned(reference)
-                _check_judge(work, name, given)
-            inputs[name] = Input(reference, "judge", definition=given)
-            continue
-        key, scores = work.keys[name], name == "judge" or name.startswith("reward")
-        with about(key):
-            folder = registry.fetch(reference, work.uri)
-            if scores and not lineage.is_adapter(folder):
-                if work.spec.runs_in == "here":
-                    raise InputError(
-                        f"{reference} is a full model: there is nothing to merge; set {key}=null"
-                    )
-                check_reward_model(work.model, folder)
-                inputs[name] = Input(reference, "model", folder)
-                continue
-            facts = lineage.read(folder, reference)
-        lineage.check_base(facts, work.base, key, reference)
-        with about(key):
-            if "base" not in facts:
-                lineage.check_base_name(folder, work.base, reference)
-            adapter_files.check_adapter_fits_base(files, folder, scores, reference)
-            _check_supported(work, name, folder, files, scores)
-        inputs[name] = Input(reference, "adapter", folder, facts)
+        with blame_key(work.keys[name]):
+            ref = InputURI.parse(reference)
+            if ref.is_function:
+                inputs[name] = Input(reference, "function")
+            elif ref.is_judge:
+                inputs[name] = _checked_judge(work, name, reference)
+            else:
+                inputs[name] = _checked_model(work, name, reference, files)
     return inputs
 
 
-def _check_judge(work: Work, name: str, given: judge.Definition) -> None:
-    """Raises InputError if the judge has to compare completions of a prompt, but the job scores each completion by itself."""
-    if given.form != "rank":
-        return
-    args, stage = work.args, work.identity.stage
-    alone = name == "judge" or (stage == "evaluate" and work.data.eval)
-    if work.spec.online:
-        alone = alone or args.num_generations < 2 or args.estimator.needs_greedy
-    elif stage in ("generate", "collect"):
-        alone = alone or getattr(args, "num_generations", 1) < 2
-    if alone:
+def _checked_judge(work: Work, name: str, reference: str) -> Input:
+    definition = judge.load_pinned(reference)
+    if definition.form == "rank" and _scores_alone(work, name):
         raise InputError(
-            "`form: rank` compares the completions of a prompt, and here each is scored by itself; use another form, or "
+            "`form: rank` compares the completions of a prompt, but this job scores each completion by itself; use another form, or "
             "trainer.num_generations=2 or more if the stage has that key"
         )
+    return Input(reference, "judge", definition=definition)
+
+
+def _checked_model(work: Work, name: str, reference: str, files: Base) -> Input:
+    """Fetches and checks an adapter on the job's base, or a full reward model."""
+    folder, scores = registry.fetch(reference, work.uri), name == "judge" or name.startswith("reward")
+    if scores and not lineage.is_adapter(folder):
+        if work.spec.runs_in == "here":
+            advice = f"set {work.keys[name]}=null"
+            raise InputError(f"{reference} is a full model: there is nothing to merge; {advice}")
+        check_reward_model(work.model, folder)
+        return Input(reference, "model", folder)
+    recorded = lineage.read(folder, reference)
+    lineage.check_same_base(recorded, work.base, work.keys[name], reference)
+    if "base" not in recorded:
+        lineage.check_base_name(folder, work.base, reference)
+    adapter_files.check_adapter_fits_base(files, folder, scores, reference)
+    _check_supported(work, name, folder, files, scores)
+    return Input(reference, "adapter", folder, recorded)
+
+
+def _scores_alone(work: Work, name: str) -> bool:
+    """Returns True if the job scores some completions by themselves, and not together with other completions of the prompt."""
+    args, stage = work.args, work.identity.stage
+    alone = name == "judge" or (stage == "evaluate" and bool(work.data.eval))
+    if work.spec.online:
+        return alone or args.num_generations < 2 or args.estimator.needs_greedy
+    if stage in ("generate", "collect"):
+        return alone or getattr(args, "num_generations", 1) < 2
+    return alone
 
 
 def _check_supported(work: Work, name: str, folder: str, base: Base, scores: bool) -> None:
     """Raises InputError if the stage cannot use an adapter as its input `name`, or could not merge it into the base."""
     spec, adapter = work.spec, adapter_files.read_settings(folder)
-    modules = adapter_files.ranks(adapter_files.read_shapes(folder))
+    modules = adapter_files.ranks_of_modules(adapter_files.read_shapes(folder))
     dora, problem = adapter.get("use_dora"), None
     on_head = lora.adapts_lm_head(list(modules))
     merged = spec.runs_in == "here" or (spec.learns and name == "policy")
     ignored = None if scores or name == "teacher" else lora.ignored_by_vllm(adapter)
     if on_head and spec.trl:
         problem = "adapts lm_head, to which TRL's trainers apply no adapter; train an adapter without lm_head"
-    elif merged and (found := unmergeable(base, modules, bool(adapter.get("lora_bias")), scores)):
+    elif merged and (found := find_unmergeable(base, modules, bool(adapter.get("lora_bias")), scores)):
         problem = found.message
     elif dora and spec.runs_in == "serve":
         problem = (
@@ -248,7 +251,7 @@ def _check_supported(work: Work, name: str, folder: str, base: Base, scores: boo
             "model.name_or_path, and serve `base`"
         )
     elif dora and work.model.fsdp:
-        problem = "is a DoRA adapter, which takes norms of full weights; set model.fsdp=false"
+        problem = "is a DoRA adapter, which needs the norms of the full weights; set model.fsdp=false"
     elif ignored and work.rollout.engine == "vllm":
         problem = f"has {ignored}, which vLLM ignores; set rollout.engine=transformers"
     if problem:
@@ -263,18 +266,18 @@ def makes_adapter(spec: StageSpec, args: Any, adapters: Iterable[str]) -> bool:
         adapters: names of the inputs that are adapters.
     """
     started_from = {"policy", "reward"} & spec.inputs.keys()
-    if spec.online and not args.has_critic_adapter:  # then no adapter is copied from `reward`
+    if spec.online and not args.has_critic_adapter:  # the critic's adapter is not copied from `reward`
         started_from.discard("reward")
     given = {name.partition(".")[0] for name in adapters}
     return spec.learns is not None and not (started_from and given >= started_from)
 
 
 def check_reward_model(model: Model, where: str) -> None:
-    """Raises InputError if a model is not a sequence classifier with one label. Loading it would add a random head."""
+    """Raises InputError if a model is not a sequence classifier with one label, because its head would be random."""
     from pipeline.models.base import check_base
     from pipeline.models.tokenizer import load_tokenizer
 
-    name, revision = hub.split(where)
+    name, revision = hub.split_revision(where)
     expected = (
         "expected an adapter that `rm` trained (models:/rlhf-rm@champion, or its folder), a sequence-classification model with "
         "one label, or python:MODULE:FUNCTION"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.errors import Failure, InputError, LeaseLost, OutOfMemory, SelfCheckFailed, causes
+from pipeline.errors import Failure, InputError, LeaseLost, OutOfMemory, SelfCheckFailed, causes_of
 from pipeline.system import terminal
 
 GPU_LABEL = "ray.io/accelerator-type"  # node label whose value is the name of the node's GPUs
@@ -52,7 +52,7 @@ class Bundle:
 
     def fits(self, resources: Mapping[str, float], labels: Mapping[str, str]) -> int:
         """Returns how many copies of this bundle fit on a node with the given resources and labels."""
-        if not matches(self.selector, labels):
+        if not matches_labels(self.selector, labels):
             return 0
         shares = [resources.get(name, 0) / amount for name, amount in self.resources.items()]
         return int(min(shares, default=0))
@@ -63,7 +63,7 @@ class Bundle:
 
 
 class Group(NamedTuple):
-    """The training workers or the rollout workers of a job: how many there may be, and what each of them needs."""
+    """The training or rollout workers of a job: their minimum and maximum number, and the resources of each worker."""
 
     section: str  # `scaling` or `rollout`
     who: str  # name in messages
@@ -96,7 +96,7 @@ class Places:
 
     @property
     def count(self) -> str:
-        """Returns the number of workers as text, e.g. `2` or `2 to 4`."""
+        """Returns the number of workers as text, for example `2` or `2 to 4`."""
         _, _, low, high, _ = self.workers
         return f"{low}" if low == high else f"{low} to {high}"
 
@@ -107,11 +107,11 @@ class Places:
 
 
 _CPU = Bundle({"CPU": 1}, {})
-# Where a job runs that only reads rows: in one worker with one CPU.
+# Places of a job that only reads rows: one worker with one CPU.
 ROWS = Places(False, Group("scaling", "worker", 1, 1, _CPU), None, False, False, {}, [], -1)
 
 
-def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
+def matches_labels(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
     """Returns True if a node's labels satisfy a label selector. Calls a private function of Ray 2.60."""
     from ray._raylet import node_labels_match_selector  # type: ignore[attr-defined]
 
@@ -124,9 +124,10 @@ def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
 def check_fits(places: Places) -> None:
     """Raises InputError if this machine, or the cluster at its maximum size, has too few resources for the workers of a job.
 
-    It is called before Ray starts, and again when Ray is running and reports its memory and the autoscaler's limits.
+    This check runs before Ray starts. The check runs again after Ray's start, when Ray reports its memory and the autoscaler's
+    limits.
     """
-    has = "this cluster at its largest" if on_cluster() else "this machine"
+    has = "this cluster at its maximum size" if on_cluster() else "this machine"
     there, taken = _limits(), defaultdict[str, float](float)
     for section, who, count, _, bundle in places.groups if there else ():
         for name, amount in bundle.resources.items():
@@ -136,7 +137,7 @@ def check_fits(places: Places) -> None:
                 key = "num_workers" if amount <= most else "resources_per_worker"
                 key = "use_gpu" if name == "GPU" and not most else key
                 change = places.fewer(most / amount) if section == "scaling" else ""
-                advice = f"lower {section}.num_workers or {section}.resources_per_worker, or run the job where there is more"
+                advice = f"lower {section}.num_workers or {section}.resources_per_worker, or run the job where more resources are available"
                 raise InputError(
                     f"{count} {who}{'s' * (count > 1)} with {name}: {amount:g} each{trainer}, but {has} has {most:g}; "
                     f"{f'set {change}' if change else advice}",
@@ -169,7 +170,7 @@ def _autoscaler_limits() -> dict[str, float]:
 
 
 def side_by_side(places: Places) -> int:
-    """Returns how many runs of a job can run at the same time, at least 1. Counts nodes that the autoscaler could add."""
+    """Returns how many runs of a job can run at the same time, at least 1. Includes nodes that the autoscaler could add."""
     import ray
 
     nodes = [(node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
@@ -207,15 +208,15 @@ class Wait:
         self.reported = 0.0
 
     def check(self) -> None:
-        """Reports the wait, or raises Failure after the time limit. Callers call this repeatedly until the workers are placed."""
+        """Reports the wait, or raises Failure after the time limit. Callers repeat the call until the workers are placed."""
         now = time.monotonic()
         if self.since is None:
             self.since = self.reported = now
         if self.limit >= 0 and now - self.since >= self.limit:
             raise Failure(
-                f"run.placement_timeout_s: no place for {self.need} was found in {self.limit:g} s; {describe_cluster()}. Add "
+                f"run.placement_timeout_s: no resources for {self.need} were free within {self.limit:g} s; {describe_cluster()}. Add "
                 "nodes, lower scaling.num_workers or scaling.resources_per_worker, or raise run.placement_timeout_s; the same "
-                "command with its run.name resumes"
+                "command with its run.name resumes the run"
             )
         if now - self.reported >= REPORT_INTERVAL_S:
             self.reported = now
@@ -227,7 +228,7 @@ def describe_cluster() -> str:
     import ray
 
     def shown(resources: dict[str, float]) -> str:
-        """Returns the amounts as text, with memory in GiB. Leaves out Ray's internal resources such as `node:...`."""
+        """Returns the amounts as text, with memory in GiB. Omits Ray's internal resources such as `node:...`."""
         amounts = [
             f"{name}: {amount / 2**30:.1f} GiB" if name == "memory" else f"{name}: {amount:g}"
             for name, amount in sorted(resources.items())
@@ -245,7 +246,7 @@ def launch_failure() -> str:
     """Returns a text that says which nodes the autoscaler failed to start, and why. Returns "" if no launch has failed.
 
     Ray 2.60 retries the same node type without limit, and often writes the reason only to monitor.log on the head node. The
-    driver can read this file because it runs on the head node.
+    driver can read monitor.log because it runs on the head node.
     """
     import ray
     from ray.autoscaler.v2.sdk import get_cluster_status
@@ -261,10 +262,10 @@ def launch_failure() -> str:
     return f"; {len(failed)} launches of {last.ray_node_type_name} failed, and Ray tries no other type: {why[:300]}"
 
 
-def callback(places: Places) -> Any:
+def placement_callback(places: Places) -> Any:
     """Returns a Ray Train callback that ends a run if its workers are not placed in time, or after a fatal error.
 
-    Ray 2.60 retries a placement without limit and restarts workers after any error, and has no setting to prevent either. The
+    Ray 2.60 retries a placement without limit and restarts workers after any error, and has no setting to change this. The
     controller calls its callbacks whenever its state changes and at each retry. If a callback raises an error, the run ends.
     Remove this callback when FailureConfig has a deadline and a list of errors that are not retried.
     """
@@ -272,7 +273,7 @@ def callback(places: Places) -> Any:
     from ray.train.v2._internal.execution.callback import ControllerCallback
 
     def is_news(record: logging.LogRecord) -> bool:
-        """Returns False for the traceback that Ray logs at each retry. Wait prints one line instead."""
+        """Returns False for the traceback that Ray logs at each retry. The class Wait prints one line instead."""
         return not (
             record.exc_info and isinstance(record.exc_info[1], (Failure, WorkerGroupStartupTimeoutError))
         )
@@ -287,7 +288,7 @@ def callback(places: Places) -> Any:
 
         def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
             failed = getattr(current_state, "training_failed_error", None)
-            for error in causes(failed):
+            for error in causes_of(failed):
                 if type(error) in (LeaseLost, OutOfMemory, SelfCheckFailed):
                     raise error
             if type(current_state).__name__ not in WAITING:

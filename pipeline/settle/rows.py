@@ -14,7 +14,7 @@ from pipeline.settle.work import Input, Work
 from pipeline.system import functions, storage
 
 
-def tokenize(work: Work, start_ray: Callable[[], Any] | None = None) -> tuple[Work, dict[str, Any], Any]:
+def tokenize_rows(work: Work, start_ray: Callable[[], Any] | None = None) -> tuple[Work, dict[str, Any], Any]:
     """Reads, tokenizes and checks the rows. Returns the Work object with their digests, {name: tokenized rows}, and a report.
 
     Args:
@@ -53,7 +53,7 @@ def tokenize(work: Work, start_ray: Callable[[], Any] | None = None) -> tuple[Wo
     rows = {name: getattr(tokenized, split) for name, (tokenized, split) in sets.items()}
     # Checks that need the rows
     if work.spec.scores:
-        check_columns(work, rows)
+        check_needed_columns(work, rows)
     check_row_format(given, work.inputs.get("policy"), report.row_format())
     if given.train and work.identity.stage == "kto":
         check_labels(work.trainer, *report.labels())
@@ -89,7 +89,7 @@ def check_row_format(data: Data, policy: Input | None, rows: str | None) -> None
 
 
 def check_labels(trainer: dict[str, Any], desirable: int, undesirable: int) -> None:
-    """Prints how many KTO rows are desirable and undesirable. Warns if their weighted ratio is outside the paper's range."""
+    """Prints how many KTO rows are desirable and undesirable. Warns if their weighted ratio is outside the KTO paper's range."""
     print(f"labels: {desirable:,} desirable, {undesirable:,} undesirable rows", flush=True)
     good = trainer.get("desirable_weight", 1.0) * desirable
     bad = trainer.get("undesirable_weight", 1.0) * undesirable
@@ -125,7 +125,7 @@ def check_updates(args: Any, prompts: int) -> None:
         )
 
 
-def check_columns(work: Work, rows: dict[str, Any]) -> None:
+def check_needed_columns(work: Work, rows: dict[str, Any]) -> None:
     """Raises InputError if the first rows lack the column that data.subset names, or a column that a reward or judge needs."""
     asking = {name: one for name, one in work.inputs.items() if one.kind in ("function", "judge")}
     for name, some in rows.items():

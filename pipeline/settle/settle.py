@@ -16,7 +16,7 @@ from pipeline.settle.places import places_of
 from pipeline.settle.work import Input, Sections, Work
 
 
-def settle(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> Work:
+def settle_job(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> Work:
     """Checks the base, tokenizer and inputs of a job, and returns its Work object. Does not read the rows.
 
     Args:
@@ -60,7 +60,7 @@ def work_of(job: Job, places: Places, **known: Any) -> Work:
 
 
 def sections_of(job: Job, places: Places) -> Sections:
-    """Returns the Sections object of a job. Unlike `settle`, needs neither an MLflow store nor the code of judges."""
+    """Returns the Sections object of a job. Unlike `settle_job`, needs neither an MLflow store nor the code of judges."""
     return Sections(
         spec=job.spec,
         identity=identity_of(job),
@@ -80,7 +80,7 @@ def sections_of(job: Job, places: Places) -> Sections:
 
 
 def _tokenizer(model: Model, adapters: Mapping[str, Input], names_policy: bool) -> Any:
-    """Returns the base's tokenizer. Its chat template is the job's, or else an input adapter's, or else the base's own."""
+    """Returns the base's tokenizer. The chat template comes from the job, or else an input adapter, or else the base."""
     from pipeline.models.template import is_plain
     from pipeline.models.tokenizer import load_tokenizer
 
@@ -90,9 +90,9 @@ def _tokenizer(model: Model, adapters: Mapping[str, Input], names_policy: bool) 
     learned = next((adapters[name] for name in policies + rewards), None)
     template = model.chat_template
     if template is None and learned:
-        saved = os.path.join(learned.folder, "chat_template.jinja")  # the adapter was trained with it
+        saved = os.path.join(learned.folder, "chat_template.jinja")  # template of the adapter's training
         template = saved if os.path.lexists(saved) else None
     tokenizer = load_tokenizer(model.name_or_path, model.revision, template, model.trust_remote_code)
-    if learned and model.chat_template is None:  # encodes plain-text prompts as the adapter's training did
+    if learned and model.chat_template is None:  # encodes plain-text prompts as in the adapter's training
         tokenizer.text_as_chat = bool(learned.lineage.get("text_as_chat", not is_plain(tokenizer)))
     return tokenizer

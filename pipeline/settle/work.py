@@ -17,7 +17,7 @@ from pipeline.system.lease import Lease
 
 @dataclass(frozen=True)
 class SweepHandle:
-    """What a trial of a sweep needs to know about its sweep."""
+    """The data that a trial needs about its sweep."""
 
     rungs: Any  # actor that gets the eval metrics of every trial (pipeline/sweep/trials.py)
     run_id: str  # id of the MLflow run that is the parent of the trials' runs
@@ -26,7 +26,7 @@ class SweepHandle:
 
 @dataclass(frozen=True)
 class Input:
-    """A model, Python function or judge that the job names. The driver has pinned, fetched and checked this input."""
+    """A model, Python function or judge that is an input of the job. The driver has pinned, fetched and checked this input."""
 
     # models:/NAME/3, hf://OWNER/NAME@COMMIT, a folder, python:MODULE:FUNCTION, or judge:FILE@DIGEST
     version: str
@@ -44,7 +44,7 @@ class Sections:
     spec: StageSpec
     identity: Identity
     places: Places
-    model: Model  # `settle` sets the base's commit, so that all workers load the same base
+    model: Model  # `settle_job` sets the base's commit, so that all workers load the same base
     lora: dict[str, Any]
     data: Data
     trainer: dict[str, Any]
@@ -61,8 +61,8 @@ class Sections:
     def frozen(self) -> Model:
         """Returns the section `model` with the dtype in which a worker holds the frozen base in memory.
 
-        This is model.dtype, except that a CPU with bfloat16 matrix products holds the base in bfloat16. Otherwise, each product
-        would first cast its float32 weight, which takes as long as multiplying a few rows.
+        The dtype is model.dtype, except on a CPU with bfloat16 matrix products, where it is bfloat16. A float32 base would be
+        slower there, because each product would first cast its weight to bfloat16.
         """
         on_cpu = self.spec.runs_in != "here" and not self.places.on_gpu
         return replace(self.model, dtype="bfloat16") if on_cpu and self.bf16 else self.model
@@ -76,7 +76,7 @@ class Sections:
 
 @dataclass(frozen=True)
 class Work(Sections):
-    """All values that the driver computes before the first worker starts. They are small, and can be pickled."""
+    """All values that the driver computes before the first worker starts. The values are small, and can be pickled."""
 
     tracking: Tracking
     gate: Gate  # conditions for the version that the run registers or promotes
@@ -112,7 +112,7 @@ class Work(Sections):
 
     @property
     def context(self) -> int:
-        """Returns the context length of the base. If it is unknown, returns 2^20, more tokens than any row has."""
+        """Returns the context length of the base. If the length is unknown, returns 2^20, which exceeds the length of any row."""
         return self.base["context_length"] or 1 << 20
 
     @property

@@ -1,7 +1,7 @@
 """Benchmarks of reward models from files: RewardBench 2, RM-Bench, and your own best-of-k rows.
 
-A row of data.benchmarks has one prompt and several completions, with the correct completions first (data.formats.benchmark). The
-reward model scores each completion alone. The benchmark's rule then compares the scores of a row.
+A row of data.benchmarks has one prompt and several completions, with the correct completions first (formats.parse_benchmark).
+The reward model scores each completion alone. The benchmark's rule then compares the scores of a row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from pipeline.data.formats import STYLED
 from pipeline.run.parts import in_parts
 from pipeline.run.worker import Worker
-from pipeline.stages.pairs import metric_name, scores_of
+from pipeline.stages.pairs import metric_name, score_rows
 from pipeline.statistics import mean, wilson_interval
 
 # Columns that the benchmarks' rules read
@@ -45,7 +45,7 @@ class Scored:
         return self.scores[self.row["correct"] :]
 
 
-def measure(
+def measure_benchmarks(
     worker: Worker, rewards: list[Any], rows: Any, ends: Collection[int]
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Scores the token rows of data.benchmarks with the weighted `rewards`. Returns (metrics, tables for evaluation.json).
@@ -57,19 +57,19 @@ def measure(
 
     def answer(numbers: range) -> Iterator[tuple[dict[str, Any], float]]:
         mine = [dict(row) for row in rows.select(numbers)]
-        scored = scores_of(rewards, mine, numbers.start, worker.tokenizer, ends)
+        scored = score_rows(rewards, mine, numbers.start, worker.tokenizer, ends)
         for row, [score] in zip(mine, scored, strict=True):
             given = json.loads(row["row"])
             yield {key: given[key] for key in FACTS if key in given}, score
 
-    return metrics_of(_grouped(in_parts(worker, "benchmarks-", len(rows), answer)))
+    return benchmark_metrics(_grouped(in_parts(worker, "benchmarks-", len(rows), answer)))
 
 
 def _grouped(scored: Iterable[tuple[dict[str, Any], float]]) -> list[Scored]:
-    """Groups scored completions into the rows of a benchmark. Returns the rows whose completions are all there.
+    """Groups scored completions into the rows of a benchmark. Returns the rows that have scores for all their completions.
 
     Args:
-        scored: (completion, its score), in order. The completion's `pair` is its number in its row.
+        scored: (completion, its score), in order. A completion's `pair` is the completion's position in its row.
     """
     groups: list[Scored] = []
     for row, score in scored:
@@ -80,7 +80,7 @@ def _grouped(scored: Iterable[tuple[dict[str, Any], float]]) -> list[Scored]:
     return [group for group in groups if len(group.scores) == group.row["completions"]]
 
 
-def metrics_of(rows: Sequence[Scored]) -> tuple[dict[str, float], dict[str, Any]]:
+def benchmark_metrics(rows: Sequence[Scored]) -> tuple[dict[str, float], dict[str, Any]]:
     """Returns (metrics `eval_BENCHMARK` and `eval_BENCHMARK/SUBSET`, {benchmark: table})."""
     metrics: dict[str, float] = {}
     tables: dict[str, Any] = {}
@@ -104,7 +104,7 @@ def metrics_of(rows: Sequence[Scored]) -> tuple[dict[str, float], dict[str, Any]
 def best_of(row: Scored) -> float:
     """Returns the share of correct completions among the completions with the highest score. Without ties, this is 0 or 1.
 
-    RewardBench 2 has this rule for one correct completion (https://arxiv.org/abs/2506.01937).
+    RewardBench 2 uses this rule if only one completion is correct (https://arxiv.org/abs/2506.01937).
     """
     largest = max(row.scores)
     return row.good.count(largest) / row.scores.count(largest)
@@ -124,7 +124,7 @@ def ties_score(rows: Sequence[Scored]) -> float:
     ref, tied = by_kind["ref"], by_kind["tied"]
     if alone := sorted(ref.keys() ^ tied.keys()):
         print(
-            f"warning: Ties: {len(alone)} rows without their ref: or tied: row, the first is {alone[0]}",
+            f"warning: Ties: {len(alone)} rows lack their ref: or tied: counterpart; the first is {alone[0]}",
             flush=True,
         )
     right = {kind: [_gap(row) > 0 for row in of.values()] for kind, of in by_kind.items()}

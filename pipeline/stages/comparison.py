@@ -40,7 +40,7 @@ class Completions:
     """Collects what the metrics need from one policy's completions: numbers, distinct texts, n-grams and the first samples."""
 
     def __init__(self, records: Iterable[dict[str, Any]]) -> None:
-        self.numbers: dict[str, array[float]] = defaultdict(lambda: array("d"))  # in the order of the prompts
+        self.numbers: dict[str, array[float]] = defaultdict(lambda: array("d"))  # values in prompt order
         self.samples: dict[str, dict[str, Any]] = {}  # {prompt: completion with its scores}
         self.texts: set[int] = set()  # hashes of the completions
         self.ngrams: dict[int, set[tuple[int, ...]]] = {1: set(), 2: set()}
@@ -81,8 +81,8 @@ class Comparison:
     Args:
         prompts: rows with `input_ids` (token ids of a prompt) and `row` (JSON text of the row in the data).
         rewards, judge: from pipeline.scoring.rewards; the judge may be None.
-        baseline: a frozen role on `shared`; None means the bare base.
-        decoder: samples the completions. If None, the base itself samples.
+        baseline: a frozen role on `shared`, or None for the bare base.
+        decoder: samples the completions. Without a decoder, the base itself samples.
     """
 
     def __init__(
@@ -101,7 +101,8 @@ class Comparison:
         self.judge, self.baseline = judge, baseline
         sampling = Sampling.from_args(worker.args, worker.tokenizer, shared)
         self.sampling = replace(sampling, seed=sampling.seed + SEED_OFFSET)
-        # In a PPO job, null becomes a constant here. If the free memory decided, the results could change after a resume.
+        # In a PPO job, null becomes a constant here, because a size that depends on free memory could change results after a
+        # resume.
         self.size = worker.args.local_rollout_forward_batch_size or PLANNED_ROWS
         self.decoder = decoder or SlotDecoder(shared, self.size, worker.tokenizer.pad_token_id)
         self.before: Completions | None = None
@@ -116,7 +117,7 @@ class Comparison:
             policy: a role, or None for the bare base.
         """
         count = len(self.prompts)
-        with console.waiting(f"sampling completions to {count} held-out prompts"):
+        with console.print_if_slow(f"sampling completions to {count} held-out prompts"):
             if self.before is None:
                 answer = partial(self._answer, self.baseline, compared=False)
                 self.before = Completions(self._of_all("baseline-", count, answer))
@@ -151,7 +152,7 @@ class Comparison:
     def best_of(self, policy: str | None, n: int) -> list[dict[str, float]]:
         """Returns the best-of-n curve of `policy`. The reward ranks n completions per prompt, and the judge scores them.
 
-        Without a judge, the reward also scores them. Every rank must call this method, and gets the same result.
+        Without a judge, the reward also scores the completions. Every rank must call this method, and gets the same result.
         """
         sampling = replace(self.sampling, seed=self.sampling.seed + SEED_OFFSET)
 
@@ -162,7 +163,7 @@ class Comparison:
 
         count = len(self.prompts)
         proxy, gold = array("d"), array("d")
-        with console.waiting(f"sampling {n} completions to each of {count} held-out prompts"):
+        with console.print_if_slow(f"sampling {n} completions to each of {count} held-out prompts"):
             for reward, judge in self._of_all("best-of-n-", count * n, answer):
                 proxy.append(reward)
                 gold.append(judge)
@@ -182,7 +183,7 @@ class Comparison:
         return metrics
 
     def _of_all(self, of: str, count: int, answer: Callable[[range], list[Any]]) -> Iterable[Any]:
-        """Returns the records of `count` rows, in order, on every rank. `evaluate` stores parts of them, to resume from."""
+        """Returns the records of `count` rows, in order, on every rank. `evaluate` stores the records, and resumes from them."""
         if not self.worker.work.spec.learns:
             return in_parts(self.worker, of, count, answer)
         return share_rows(self.worker, count, answer)
@@ -208,13 +209,13 @@ class Comparison:
             for completion, scores in zip(completions, scored, strict=True)
         ]
         references = self._references(rows)
-        sums = logprobs(self.shared, role, list(references.values()), self.size)
+        sums = completion_logprobs(self.shared, role, list(references.values()), self.size)
         for (index, (_, reference)), total in zip(references.items(), sums, strict=True):
             records[index] |= {"reference_nll": -total, "reference_tokens": len(reference)}
         if compared:
             token_ids = [(row["input_ids"], one.tokens) for row, one in zip(rows, completions, strict=True)]
             of_policy, of_baseline = (
-                logprobs(self.shared, one, token_ids, self.size, self.sampling)
+                completion_logprobs(self.shared, one, token_ids, self.size, self.sampling)
                 for one in (role, self.baseline)
             )
             for record, ours, theirs in zip(records, of_policy, of_baseline, strict=True):
@@ -265,7 +266,7 @@ def _prompt(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def logprobs(
+def completion_logprobs(
     shared: SharedBase,
     role: str | None,
     token_ids: list[tuple[list[int], list[int]]],

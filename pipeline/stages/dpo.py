@@ -21,9 +21,9 @@ def train(worker: Worker) -> dict[str, Any]:
     class Trainer(trl_trainer.TokenizedRows, ExactBatches, DPOTrainer):
         """TRL's trainer, with each pair exactly once per epoch over all workers."""
 
-    args = trl_trainer.arguments(worker, DPOConfig, max_length=None)
+    args = trl_trainer.make_arguments(worker, DPOConfig, max_length=None)
     trainer = trl_trainer.continue_policy(worker, Trainer, args)
-    return trl_trainer.finish(worker, trainer, trl_trainer.train(worker, trainer))
+    return trl_trainer.finish_trl(worker, trainer, trl_trainer.train_trl(worker, trainer))
 
 
 RECIPE = Recipe(train)

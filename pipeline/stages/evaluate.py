@@ -31,12 +31,12 @@ def show_tables(result: dict[str, Any]) -> None:
     if found["best_of_n"]:
         tables.append(best_of_n_table(found["best_of_n"]))
     for fault in found["pairs"].get("faults", ()):
-        terminal.say(f"warning: the reward on data.pairs: {fault}", result=True)
+        terminal.say(f"warning: data.pairs: {fault}", result=True)
     for table in tables:
         terminal.say(f"\n{table}", result=True)
 
 
-def promote(work: Work, result: dict[str, Any]) -> registry.Version | None:
+def promote_policy(work: Work, result: dict[str, Any]) -> registry.Version | None:
     """Moves the alias to the evaluated version, if the job has a gate and the metrics pass it."""
     versions = work.versions
     judged = versions.get("policy") or versions.get("reward.0")
@@ -54,7 +54,7 @@ def train(worker: Worker) -> dict[str, Any]:
     from pipeline.stages import comparison as evaluation
 
     shared = roles.shared_base(worker)
-    rewards, judge = roles.add_rewards(worker, shared), roles.judge(worker, shared)
+    rewards, judge = roles.add_rewards(worker, shared), roles.load_judge(worker, shared)
     metrics: dict[str, float] = {}
     samples: list[dict[str, Any]] = []
     tables: dict[str, Any] = {"pairs": {}, "benchmarks": {}, "probes": {}, "best_of_n": []}
@@ -63,7 +63,7 @@ def train(worker: Worker) -> dict[str, Any]:
     if prompts is not None:
         policy = roles.add_frozen(worker, shared, "policy", "policy")
         baseline = roles.add_frozen(worker, shared, "baseline", "reference")
-        decoder = roles.decoder(worker, shared, [policy, baseline])
+        decoder = roles.make_decoder(worker, shared, [policy, baseline])
         comparison = evaluation.Comparison(worker, shared, prompts, rewards, judge, baseline, decoder)
         metrics, samples = comparison.of(policy)
         metrics |= comparison.length_controlled()
@@ -73,13 +73,13 @@ def train(worker: Worker) -> dict[str, Any]:
         if worker.rank == 0:
             warn_of_endless(metrics["eval_eos_rate"], "the policy's completions")
     if preferences is not None:
-        measured, tables["pairs"] = pairs.measure(worker, rewards, judge, preferences, ends)
+        measured, tables["pairs"] = pairs.measure_pairs(worker, rewards, judge, preferences, ends)
         metrics |= measured
         if worker.args.probes:
-            measured, tables["probes"] = probes.measure(worker, rewards, preferences, ends)
+            measured, tables["probes"] = probes.measure_probes(worker, rewards, preferences, ends)
             metrics |= measured
     if rows is not None:
-        measured, tables["benchmarks"] = benchmarks.measure(worker, rewards, rows, ends)
+        measured, tables["benchmarks"] = benchmarks.measure_benchmarks(worker, rewards, rows, ends)
         metrics |= measured
     if worker.rank == 0:
         written = {"metrics": metrics, "inputs": worker.work.versions, "samples": samples, **tables}
@@ -88,4 +88,4 @@ def train(worker: Worker) -> dict[str, Any]:
     return worker.finish(Outcome(metrics, samples=samples))
 
 
-RECIPE = Recipe(train, register=promote, show=show_tables)
+RECIPE = Recipe(train, register=promote_policy, show=show_tables)

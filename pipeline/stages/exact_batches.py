@@ -1,9 +1,9 @@
 """Makes batches for TRL's trainers. Each row is in exactly one batch per epoch, for any number of workers.
 
-The stock data loader of transformers and accelerate repeats or drops rows if their number is not divisible by the workers.
-`ExactBatches`, mixed into a trainer, splits each *global* batch over the ranks instead. The rows of a step, and so its loss,
-are the same for any number of workers with the same global batch. The batches of eval rows are also the same for any number of
-workers.
+The stock data loader of transformers and accelerate repeats or drops rows if the number of rows is not divisible by the number of
+workers. With the mixin `ExactBatches`, a trainer instead splits each *global* batch over the ranks. The rows of a step, and so
+its loss, are the same for any number of workers with the same global batch. The batches of eval rows are also the same for any
+number of workers.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ else:
 
 
 class EvaluationSampler:
-    """Yields the batches of one rank: consecutive rows, dealt to the ranks in turn.
+    """Yields the batches of one rank. A batch has consecutive rows, and the ranks get batches in turn.
 
     The batches are the same for any number of workers. All ranks make the same number of steps. If no batch is left for a rank,
     its last batch is an empty list.
@@ -42,12 +42,13 @@ class EvaluationSampler:
 class ExactBatchSampler(EvaluationSampler):
     """Yields the batches of one rank, as lists of row numbers. Over all ranks, each row occurs once per epoch.
 
-    With a mixture, an epoch has the rows that the mixture draws for it. The order of the rows is the permutation that
+    With a mixture, an epoch has the rows that the mixture draws for this epoch. The order of the rows is the permutation that
     accelerate's SeedableRandomSampler makes from seed + epoch.
 
-    Each step takes the next `batch_size * world` rows of the order, and cuts them into `world` parts as evenly as possible. The
-    last step takes the remaining rows, so some ranks may get an empty list. If the step before it took these rows, the number of
-    steps would depend on the number of workers, and a run could not resume with a different number of workers.
+    Each step consists of the next `batch_size * world` rows of the order, split into `world` parts as evenly as possible. The
+    last step consists of the remaining rows, so some ranks may get an empty list. If the second-to-last step also contained the
+    remaining rows, the number of steps would depend on the number of workers. A run could then not resume with a different number
+    of workers.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class ExactBatchSampler(EvaluationSampler):
 class CountedCollator:
     """Collates rows, and adds the number of `rows` to the batch.
 
-    A rank that has no row in the last global batch gets a dummy batch with the row `filler`, because all ranks must make the same
+    A rank without a row in the last global batch gets a dummy batch with the row `filler`. All ranks therefore make the same
     number of steps. A dummy batch has `rows` 0, and the loss ignores its labels.
     """
 
@@ -98,17 +99,17 @@ class CountedCollator:
 
 
 class ExactBatches(Trainer):
-    """Makes a transformers or TRL trainer use exact batches. List this class before the trainer among the bases.
+    """Makes a transformers or TRL trainer use exact batches. List this class before the trainer among the base classes.
 
-    Losses equal those of one worker whose per-device batch is `world` times as large. For losses per token (sft),
+    Losses equal the losses of a single worker whose per-device batch is `world` times as large. For losses per token (sft),
     `num_items_in_batch` makes the losses equal. For losses per row (rm, dpo, kto), each rank's mean is weighted by the rank's
     share of the rows.
 
     Eval metrics are means over tokens (sft) or rows (rm, dpo, kto). Only min_reward and max_reward depend on
-    per_device_eval_batch_size, because TRL computes them for each batch.
+    per_device_eval_batch_size, because TRL computes these two metrics for each batch.
     """
 
-    mixture: Mixture | None = None  # sources of train_dataset; set before training
+    mixture: Mixture | None = None  # mixture of the sources in train_dataset; set before training
     # For each fetched micro-batch: (weight, number of rows, whether ranks have different numbers of rows)
     _shares: deque[tuple[float, int, bool]]
     _share = 1.0
@@ -133,7 +134,7 @@ class ExactBatches(Trainer):
         return list(next(iter(self.get_train_dataloader().batch_sampler)))
 
     def num_examples(self, dataloader: Any) -> int:
-        """Returns the number of rows in an epoch. With a mixture, this number differs from the rows of the table."""
+        """Returns the number of rows in an epoch. With a mixture, an epoch can have more or fewer rows than the dataset."""
         sampler = dataloader.batch_sampler
         return sampler.rows if isinstance(sampler, ExactBatchSampler) else super().num_examples(dataloader)
 
@@ -167,8 +168,8 @@ class ExactBatches(Trainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Returns the micro-batches of an optimizer step, and stores their weights.
 
-        DDP averages losses over ranks, and transformers averages them over micro-batches. Both ignore the numbers of rows, so the
-        weight of a micro-batch is its number of rows, divided by the average number of rows.
+        DDP averages losses over ranks, and transformers averages losses over micro-batches. Neither DDP nor transformers uses the
+        numbers of rows. The weight of a micro-batch is therefore its number of rows, divided by the average number of rows.
         """
         import torch
 
@@ -191,7 +192,7 @@ class ExactBatches(Trainer):
             with uneven_gather(self.accelerator, count) if uneven else nullcontext():
                 return super().training_step(model, inputs, num_items_in_batch)
         finally:
-            self._share = 1.0  # evaluation also calls compute_loss
+            self._share = 1.0  # compute_loss in an evaluation uses weight 1
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -231,20 +232,20 @@ class ExactBatches(Trainer):
             pairs = [metrics[name] for metrics in batches if name in metrics]
             means[name] = sum(weight * value for weight, value in pairs) / max(1, sum(w for w, _ in pairs))
         output.metrics[f"{metric_key_prefix}_loss"] = means.pop("loss", 0.0)
-        self._metrics["eval"].clear()  # TRL's `log` would add the batches' metrics
+        self._metrics["eval"].clear()  # otherwise, TRL's `log` would add the batches' metrics
         self._metrics["eval"].update({name: [mean] for name, mean in means.items()})
         return output
 
 
 @contextmanager
 def each_rank_alone(trainer: Any) -> Iterator[None]:
-    """Makes the gather functions of a trainer return the rank's own values, so that its metrics cover only its own batches."""
+    """Makes a trainer's gather functions return the rank's own values, so that each rank's metrics cover only its own batches."""
     accelerator = trainer.accelerator
     accelerator.gather = accelerator.gather_for_metrics = trainer.gather_function = lambda value, *_: value
     try:
         yield
     finally:
-        del accelerator.gather, accelerator.gather_for_metrics  # makes the class's methods apply again
+        del accelerator.gather, accelerator.gather_for_metrics  # restores the class's methods
         trainer.gather_function = accelerator.gather_for_metrics
 
 
@@ -273,4 +274,4 @@ def uneven_gather(accelerator: Any, count: int) -> Iterator[None]:
     try:
         yield
     finally:
-        del accelerator.gather  # makes the class's method apply again
+        del accelerator.gather  # restores the class's method

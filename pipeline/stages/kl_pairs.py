@@ -17,7 +17,7 @@ from pipeline.stages.exact_batches import CountedCollator, EvaluationSampler, Ex
 class PairedBatchSampler(ExactBatchSampler):
     """Yields the batches of ExactBatchSampler, each followed by the rows whose completions the batch's KL term uses.
 
-    The added rows are the rows of the optimizer step (`step` rows over all workers), shifted by one position (`mismatched`).
+    The added rows are the rows of the optimizer step (`step` rows over all workers), shifted by one position (`mismatched_rows`).
     """
 
     def __init__(self, *rows: Any, step: int, **more: Any):
@@ -29,12 +29,12 @@ class PairedBatchSampler(ExactBatchSampler):
 
         order = self.order()
         steps = order.split(self.step)
-        others = torch.cat([mismatched(*both) for both in zip(steps, [None, *steps], strict=False)])
+        others = torch.cat([mismatched_rows(*both) for both in zip(steps, [None, *steps], strict=False)])
         for places in self.places():
             yield order[places].tolist() + others[places].tolist()
 
 
-def mismatched(rows: Any, before: Any) -> Any:
+def mismatched_rows(rows: Any, before: Any) -> Any:
     """Returns for each row of a step the previous row or, if the two are the same, the nearest earlier row that differs.
 
     If the step has only one distinct row, returns a row of the previous step (`before`), if there is one.
@@ -63,14 +63,14 @@ class PairedCollator(CountedCollator):
     """Collates the batches of PairedBatchSampler and PairedEvaluationSampler."""
 
     def __init__(self, collator: Any, filler: dict[str, Any]):
-        super().__init__(collator, paired(filler, filler))
+        super().__init__(collator, pair_rows(filler, filler))
 
     def __call__(self, rows: list[Any]) -> dict[str, Any]:
         own, others = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-        return super().__call__([paired(row, other) for row, other in zip(own, others, strict=True)])
+        return super().__call__([pair_rows(row, other) for row, other in zip(own, others, strict=True)])
 
 
-def paired(row: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def pair_rows(row: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Returns a row with the completion of another row, as TRL's collator expects it."""
     return {**row, "KL_completion_ids": other["completion_ids"]}
 
@@ -109,7 +109,7 @@ class PairedBatches(ExactBatches):
         from trl.models.utils import disable_gradient_checkpointing
         from trl.trainer.utils import use_adapter
 
-        self.model.train()  # an evaluation may have turned dropout off, and `training_step` comes later
+        self.model.train()  # turns dropout on, because an evaluation may have turned it off
         sums = torch.zeros(3, dtype=torch.float64, device=self.accelerator.device)
         reference = "ref" if "ref" in self.model.peft_config else None  # None disables all adapters
         kwargs = self.args.gradient_checkpointing_kwargs

@@ -20,16 +20,16 @@ def train(worker: Worker) -> dict[str, Any]:
     class Trainer(trl_trainer.TokenizedRows, PairedBatches, KTOTrainer):
         """TRL's trainer, with each row exactly once per epoch over all workers."""
 
-    order = sampling(worker.work.trainer.get("loss_type"))
-    args = trl_trainer.arguments(worker, KTOConfig, max_length=None, train_sampling_strategy=order)
+    order = sampling_strategy(worker.work.trainer.get("loss_type"))
+    args = trl_trainer.make_arguments(worker, KTOConfig, max_length=None, train_sampling_strategy=order)
     trainer = trl_trainer.continue_policy(worker, Trainer, args)
-    return trl_trainer.finish(worker, trainer, trl_trainer.train(worker, trainer))
+    return trl_trainer.finish_trl(worker, trainer, trl_trainer.train_trl(worker, trainer))
 
 
 RECIPE = Recipe(train)
 
 
-def sampling(loss: str | None) -> str:
+def sampling_strategy(loss: str | None) -> str:
     """Returns KTOConfig.train_sampling_strategy for a loss.
 
     For the KL term, TRL pairs rows in the order of the file, and requires that order. `PairedBatches` pairs rows at random.

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from pipeline.errors import visible
+from pipeline.errors import escape_controls
 from pipeline.run.parts import in_parts
 from pipeline.run.worker import Worker
 from pipeline.scoring.rewards import Samples, weighted_scores
@@ -32,7 +32,7 @@ BY_LENGTH: dict[str, Callable[[int, int], bool]] = {
 PLACES = ("first", "last")  # position of the chosen completion, for a judge that sees both completions
 
 
-def measure(
+def measure_pairs(
     worker: Worker, rewards: list[Any], judge: Any, rows: Any, ends: Collection[int]
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Scores the token rows of `data.pairs` with weighted `rewards`. Returns (metrics `eval_rm_*`, tables for evaluation.json).
@@ -45,30 +45,30 @@ def measure(
     if worker.rank == 0:
         print(f"scoring {len(rows)} held-out pairs", flush=True)
     column, named = worker.work.data.subset, worker.work.inputs.get("judge")
-    # A Python function needs columns that the rows may lack.
+    # A judge that is a Python function may need columns that the rows lack.
     asks = named.version if named and named.kind == "function" else None
 
     def answer(numbers: range) -> list[dict[str, Any]]:
         mine = [dict(row) for row in rows.select(numbers)]
         given = [json.loads(row["row"]) for row in mine]
         first, tokenizer = numbers.start, worker.tokenizer
-        pairs = compared(rewards, mine, first, tokenizer, ends)
+        pairs = score_both_sides(rewards, mine, first, tokenizer, ends)
         lacks = [
             judge and (judge.columns - set(row) or (asks and missing_parameter(asks, set(row))))
             for row in given
         ]
         if judge is not None and not any(lacks):
-            for pair, (c, r) in zip(pairs, scores_of([judge], mine, first, tokenizer, ends), strict=True):
+            for pair, (c, r) in zip(pairs, score_rows([judge], mine, first, tokenizer, ends), strict=True):
                 pair["judge"] = c - r
         if column:
             for pair, row in zip(pairs, given, strict=True):
-                pair["subset"] = visible(str(row.get(column)), lines=False)[:60]
+                pair["subset"] = escape_controls(str(row.get(column)), lines=False)[:60]
         return pairs
 
-    return metrics_of(in_parts(worker, "pairs-", len(rows), answer))
+    return pair_metrics(in_parts(worker, "pairs-", len(rows), answer))
 
 
-def compared(
+def score_both_sides(
     rewards: list[Any], rows: Sequence[Any], first: int, tokenizer: Any, ends: Collection[int]
 ) -> list[dict[str, Any]]:
     """Returns `scores` and `lengths` of the chosen and the rejected completion of each token row.
@@ -76,7 +76,7 @@ def compared(
     If a judge sees both completions at once, `orders` has the position and score of the chosen completion in each order.
     """
     notes: dict[str, Any] = {}
-    scores = scores_of(rewards, rows, first, tokenizer, ends, notes)
+    scores = score_rows(rewards, rows, first, tokenizer, ends, notes)
     pairs: list[dict[str, Any]] = [
         {"scores": both, "lengths": [len(row[side]) for side in SIDES]}
         for row, both in zip(rows, scores, strict=True)
@@ -88,7 +88,7 @@ def compared(
     return pairs
 
 
-def metrics_of(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
+def pair_metrics(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
     """Returns (metrics, tables) for pairs that have `scores`, `lengths`, and optionally `orders`, `judge` and `subset`.
 
     Keeps only numbers in memory, in arrays, to support millions of pairs.
@@ -126,11 +126,11 @@ def metrics_of(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[
         "eval_rm_ece": ece,
         "eval_rm_ties": mean([margin == 0 for margin in margins]),
     }
-    if all(by_place):  # both positions have the same weight, even if one has more draws
+    if all(by_place):  # both positions have equal weight, even with unequal numbers of answers
         metrics["eval_rm_shown_first"] = 0.5 + (mean(by_place[0]) - mean(by_place[1])) / 2
     if agreeing:
         metrics["eval_rm_order_agreement"] = mean(agreeing)
-    if len(margins) > 1:  # fits the temperature on every second pair, and measures ECE on the others
+    if len(margins) > 1:  # fits the temperature on every second pair, and measures ECE on other pairs
         metrics["eval_rm_calibration_temperature"] = scale = temperature(margins[::2])
         metrics["eval_rm_ece_calibrated"] = calibration([margin / scale for margin in margins[1::2]])[0]
     ends_of: dict[str, tuple[float, float]] = {}
@@ -148,15 +148,15 @@ def metrics_of(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[
         low, high = wilson_interval(hits)
         subsets[name] = {"pairs": len(hits), "accuracy": mean(hits), "low": low, "high": high}
         metrics[f"eval_rm_accuracy/{metric_name(name)}"] = mean(hits)
-    found = faults(
+    found = reward_faults(
         metrics,
         ends_of | {name: wilson_interval(hits) for name, hits in zip(PLACES, by_place, strict=True) if hits},
     )
     return metrics, {"pairs": len(margins), "reliability": bins, "subsets": subsets, "faults": found}
 
 
-def faults(metrics: dict[str, float], ends_of: dict[str, tuple[float, float]]) -> list[str]:
-    """Returns messages about the faults of a reward that its metrics show.
+def reward_faults(metrics: dict[str, float], ends_of: dict[str, tuple[float, float]]) -> list[str]:
+    """Returns messages about faults of a reward that are visible in the metrics.
 
     Args:
         ends_of: {name in BY_LENGTH or PLACES: interval of the accuracy}.
@@ -167,24 +167,25 @@ def faults(metrics: dict[str, float], ends_of: dict[str, tuple[float, float]]) -
         found.append(f"{metrics['eval_rm_ties']:.0%} of the pairs have equal scores")
     elif high < 0.5:
         found.append(
-            f"it prefers the rejected completion ({1 - metrics['eval_rm_accuracy']:.0%}); are they swapped?"
+            f"the reward prefers the rejected completion ({1 - metrics['eval_rm_accuracy']:.0%}); "
+            "are chosen and rejected swapped?"
         )
     elif low <= 0.5:
-        found.append(f"its accuracy may be chance ({low:.2f} to {high:.2f})")
+        found.append(f"the reward's accuracy may be chance ({low:.2f} to {high:.2f})")
     if where := _higher(ends_of, *PLACES):
         share = metrics["eval_rm_shown_first"]
         found.append(
-            f"it prefers the completion that it sees {where} ({max(share, 1 - share):.0%}); set orders: both"
+            f"the reward prefers the completion that it sees {where} ({max(share, 1 - share):.0%}); set orders: both"
         )
     if which := _higher(ends_of, "chosen_longer", "chosen_shorter"):
         found.append(
-            f"it prefers the {which.removeprefix('chosen_')} completion; compare eval_rm_accuracy_matched_length"
+            f"the reward prefers the {which.removeprefix('chosen_')} completion; compare eval_rm_accuracy_matched_length"
         )
     return found
 
 
 def _higher(ends_of: dict[str, tuple[float, float]], one: str, other: str) -> str | None:
-    """Returns which of two names has the higher interval, or None if the intervals overlap or one is missing."""
+    """Returns which of two names has the higher interval, or None if the intervals overlap or an interval is missing."""
     if not {one, other} <= set(ends_of):
         return None
     (low, high), (other_low, other_high) = ends_of[one], ends_of[other]
@@ -196,7 +197,7 @@ def metric_name(subset: str) -> str:
     return re.sub(r"[^\w.: -]", "_", subset).strip(" .") or "_"
 
 
-def scores_of(
+def score_rows(
     rewards: list[Any],
     rows: Sequence[Any],
     first: int,
@@ -208,7 +209,7 @@ def scores_of(
 
     Args:
         first: number of the first row.
-        notes: this function adds the rewards' notes on the completions here; see Samples.
+        notes: a dict to which this function adds the rewards' notes on the completions; see Samples.
     """
     found = [
         (row["prompt_ids"], row[side], json.loads(row["row"]), seed_of(0, number), number)
@@ -224,8 +225,8 @@ def scores_of(
     return [[next(scores) for side in SIDES if row.get(side) is not None] for row in rows]
 
 
-def named(scores: list[float]) -> dict[str, float]:
-    """Returns {name: score} of a completion, or of a pair with its margin, as `score` writes them."""
+def score_columns(scores: list[float]) -> dict[str, float]:
+    """Returns {column: score} of a completion, or of a pair with its margin. The stage `score` writes these columns."""
     if len(scores) == 1:
         return {"score": scores[0]}
     chosen, rejected = scores

@@ -18,8 +18,8 @@ def length_controlled(wins: Sequence[float], longer: Sequence[float]) -> tuple[f
     """Returns the win rate at equal lengths of the completions, with the ends of its 95 % interval.
 
     The method is AlpacaEval 2's (https://arxiv.org/abs/2404.04475), without the term for the difficulty of prompts, which only
-    AlpacaEval's prompts have. It fits a logistic regression of the wins on tanh(length difference / its standard deviation) and a
-    constant. The win rate is the sigmoid of the constant. The interval comes from a bootstrap over the prompts.
+    AlpacaEval's prompts have. The method fits a logistic regression of the wins on tanh(length difference / its standard
+    deviation) and a constant. The win rate is the sigmoid of the constant. The interval comes from a bootstrap over the prompts.
 
     Args:
         wins: for each prompt 1 for a win, 0.5 for a tie, or 0 for a loss.
@@ -37,7 +37,7 @@ def length_controlled(wins: Sequence[float], longer: Sequence[float]) -> tuple[f
 def _at_equal_length(features: np.ndarray, shares: np.ndarray) -> float:
     """Fits the logistic regression, and returns the sigmoid of its constant.
 
-    As in AlpacaEval, the fit has each row twice: as a win, weighted by the row's share of a win, and as a loss with the rest.
+    As in AlpacaEval, each row enters the fit twice: as a win with the weight in `shares`, and as a loss with 1 minus this weight.
     """
     from sklearn.linear_model import LogisticRegression
 
@@ -45,7 +45,7 @@ def _at_equal_length(features: np.ndarray, shares: np.ndarray) -> float:
     labels = np.repeat([1, 0], len(shares))
     used = weights > 0
     if len(set(labels[used])) < 2:
-        return float(shares[0] > 0.5)  # all wins or all losses
+        return float(shares[0] > 0.5)  # only wins or only losses, so there is nothing to fit
     how = {"l1_ratio": 1.0, "solver": "liblinear", "C": STRENGTH, "tol": 1e-10, "max_iter": 10_000}
     model = LogisticRegression(**how, fit_intercept=False, random_state=123)
     model.fit(np.concatenate([features, features])[used], labels[used], sample_weight=weights[used])
@@ -55,9 +55,9 @@ def _at_equal_length(features: np.ndarray, shares: np.ndarray) -> float:
 def best_of_n(proxy: Sequence[float], gold: Sequence[float], n: int) -> float:
     """Returns the expected gold score of the completion with the highest proxy score among n completions.
 
-    The estimate is unbiased: a mean over all subsets of n of the N >= n completions of a prompt. The estimate is the sum over i =
-    n..N of C(i-1, n-1) / C(N, n) times the gold score of the i-th completion by ascending proxy score (Nakano et al. 2021,
-    https://arxiv.org/abs/2112.09332, appendix I).
+    The estimate is unbiased, because it is the mean over all subsets of n from a prompt's N >= n completions. The estimate is the
+    sum over i = n..N of C(i-1, n-1) / C(N, n) times the gold score of the i-th completion by ascending proxy score (Nakano et al.
+    2021, https://arxiv.org/abs/2112.09332, appendix I).
     """
     ranked = [g for _, g in sorted(zip(proxy, gold, strict=True), key=lambda pair: pair[0])]
     total = math.comb(len(ranked), n)
@@ -67,7 +67,7 @@ def best_of_n(proxy: Sequence[float], gold: Sequence[float], n: int) -> float:
 def best_of_curve(
     proxy: Sequence[Sequence[float]], gold: Sequence[Sequence[float]]
 ) -> list[dict[str, float]]:
-    """Returns the mean proxy and gold scores of best-of-n, and an upper bound of its KL from the policy, for n = 1, 2, 4, ...
+    """Returns for n = 1, 2, 4, ... the mean proxy and gold scores of best-of-n, and an upper bound of its KL from the policy.
 
     The bound is ln n - (n - 1) / n nats per completion (https://arxiv.org/abs/2401.01879).
     """

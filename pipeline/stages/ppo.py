@@ -46,12 +46,12 @@ def train(worker: Worker) -> dict[str, Any]:
     from pipeline.run import best, roles
     from pipeline.stages import comparison as evaluation
 
-    args = replace(worker.args, gradient_checkpointing=plan.recomputes(worker))
+    args = replace(worker.args, gradient_checkpointing=plan.recomputes_activations(worker))
     client = None
     if worker.companion:
-        from pipeline.rollout.client import Client  # imports Ray
+        from pipeline.rollout.client import PoolClient  # imports Ray
 
-        client = Client(worker, worker.companion)
+        client = PoolClient(worker, worker.companion)
     set_seed(args.seed)  # every rank initializes new adapters with the same random numbers
     shared = roles.shared_base(worker)
     reference = roles.add_policy(worker, shared, args)
@@ -64,7 +64,7 @@ def train(worker: Worker) -> dict[str, Any]:
         teacher = teachers.make_teacher(role, args.teacher_system, worker.tokenizer, prompts)
     held_out, mixture, comparison = worker.rows("eval"), worker.work.mixture, None
     if held_out is not None:
-        judge, start = roles.judge(worker, shared), roles.start(worker, shared, reference)
+        judge, start = roles.load_judge(worker, shared), roles.start_role(worker, shared, reference)
         comparison = evaluation.Comparison(worker, shared, held_out, rewards, judge, start)
     learning = {str(i): parameter for i, parameter in enumerate(shared.parameters_of("policy"))}
     tracked = best.make_tracker(worker.work.run, worker.work.gate, learning, worker.report)
@@ -78,7 +78,7 @@ def train(worker: Worker) -> dict[str, Any]:
             Prompts(worker.rows("train"), draws),
             worker.work.rollout,
             client,
-            roles.folders(worker, shared),
+            roles.folders_of_roles(worker, shared),
         )
         if client:
             client.begin(trainer)
@@ -106,7 +106,7 @@ def _after_update(
     update: int,
     total: int,
 ) -> bool:
-    """Logs an update, tracks its evaluation, and saves a checkpoint if one is due. Returns True if training must stop."""
+    """Logs an update, tracks the best evaluation, and saves a checkpoint if one is due. Returns True if training must stop."""
     from pipeline.models.tokenizer import warn_of_endless
     from pipeline.scoring.judges.reward import JudgeReward
 
@@ -131,7 +131,7 @@ def _after_update(
 
 
 def _logged(trainer: PPOTrainer) -> dict[int, dict[str, float]]:
-    """Returns {update: metrics} of all logged updates. These include the last update and every update with an evaluation."""
+    """Returns {update: metrics} of all logged updates. The last update and every update with an evaluation are logged."""
     return {int(metrics["episode"]) // trainer.args.batch_size: metrics for metrics in trainer.history}
 
 
@@ -160,5 +160,5 @@ def _finish(
     return worker.finish(
         outcome,
         save=lambda folder: roles.save_policy(worker, shared, folder),
-        outputs=lambda folder: roles.outputs(shared, probe, folder),
+        outputs=lambda folder: roles.policy_outputs(shared, probe, folder),
     )

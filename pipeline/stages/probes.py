@@ -46,7 +46,7 @@ class Probe:
     # f(completion, chosen completion of another pair) -> edited completion. Leaves out pairs that the edit does not change.
     edit: Callable[[str, str], str]
     worse: bool = False  # whether the edit makes the completion worse
-    # Whether to score the completions in reverse order. This detects scores that depend on the position in a batch.
+    # Whether to score the completions in reverse order, to detect scores that depend on the position in a batch.
     reverse: bool = False
 
     def applies(self, pair: dict[str, Any]) -> bool:
@@ -68,13 +68,13 @@ PROBES = {
 }
 
 
-def measure(
+def measure_probes(
     worker: Worker, rewards: list[Any], rows: Any, ends: Collection[int]
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Probes the weighted `rewards` on the first pairs of data.pairs. Returns (metrics, tables for evaluation.json).
 
     eval_rm_probe/NAME is the effect of an edit. eval_rm_probe_accuracy/NAME is the share of pairs whose chosen completion keeps
-    the higher score if either of the two is edited. If the edit makes a completion worse, only the rejected completion is edited.
+    the higher score if either completion is edited. If the edit makes a completion worse, only the rejected completion is edited.
     eval_rm_probes_failed is the number of probes whose verdict is not "ok".
 
     Args:
@@ -115,7 +115,7 @@ def measure(
             for i, (row, other) in enumerate(zip(mine, others, strict=True))
         ]
 
-    return metrics_of(list(in_parts(worker, "probes-", count, answer)))
+    return probe_metrics(list(in_parts(worker, "probes-", count, answer)))
 
 
 def _text(tokenizer: Any, ids: list[int]) -> str:
@@ -125,14 +125,17 @@ def _text(tokenizer: Any, ids: list[int]) -> str:
 def _edited(
     tokenizer: Any, ids: list[int], edit: Callable[[str, str], str], other: str, ends: Collection[int]
 ) -> list[int]:
-    """Returns the token ids of the edited text, with the completion's end tokens. If nothing is left, keeps the last token."""
+    """Returns the token ids of the edited text, with the completion's end tokens.
+
+    If the edit leaves no token, returns the last token of `ids`.
+    """
     start = next((at for at in range(len(ids) - 1, -1, -1) if ids[at] in ends), len(ids))
     text = edit(_text(tokenizer, ids[:start]), other)
     edited = tokenizer(text, add_special_tokens=False).input_ids + ids[start:]
     return edited or ids[-1:]
 
 
-def metrics_of(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
+def probe_metrics(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
     """Returns (metrics, tables).
 
     Args:
@@ -171,7 +174,7 @@ def metrics_of(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str,
 
 
 def _in_order(pair: dict[str, Any], name: str) -> float:
-    """Returns 1 if the chosen completion keeps the higher score after the edit, or else 0; see `measure`."""
+    """Returns 1 if the chosen completion keeps the higher score after the edit, or else 0; see `measure_probes`."""
     (chosen, rejected), (chosen_edited, rejected_edited) = pair["before"], pair["after"][name]
     return float(chosen > rejected_edited and (PROBES[name].worse or chosen_edited > rejected))
 

@@ -14,7 +14,7 @@ from pipeline.run.worker import Worker
 from pipeline.run_folder import DOUBTFUL, PAIRS
 from pipeline.system.progress import Bar
 
-TABLE, WORST = 4096, 8  # maximum number of pairs in the report, and of pairs that it shows as text
+TABLE, WORST = 4096, 8  # maximum number of pairs in the report, and of pairs shown as text
 
 
 def train(worker: Worker) -> dict[str, Any]:
@@ -30,19 +30,19 @@ def train(worker: Worker) -> dict[str, Any]:
 
     rows, held_out = worker.rows("train"), worker.rows("eval")
     # max_length is None, because pairs that are too long have been dropped already.
-    args = trl_trainer.arguments(worker, RewardConfig, max_length=None)
+    args = trl_trainer.make_arguments(worker, RewardConfig, max_length=None)
     set_seed(args.seed)  # every rank initializes the head with the same random numbers
     trainer = trl_trainer.make_trainer(
         Trainer,
         worker.work.lora,
-        task_type="SEQ_CLS",  # otherwise peft leaves the head random and frozen
+        task_type="SEQ_CLS",  # with another task type, peft would freeze the random head
         model=worker.load_base(worker.tokenizer),
         args=args,
         train_dataset=rows,
         eval_dataset=held_out,
         processing_class=worker.tokenizer,
     )
-    outcome = trl_trainer.train(worker, trainer)
+    outcome = trl_trainer.train_trl(worker, trainer)
     # Without eval rows, measures the mean and standard deviation of scores on some random training rows.
     some = sorted(np.random.default_rng(args.seed).permutation(len(rows))[:4096].tolist())
     pairs = score_pairs(worker, trainer, held_out if held_out is not None else rows.select(some))
@@ -55,8 +55,8 @@ def train(worker: Worker) -> dict[str, Any]:
         margins = [pair["chosen"] - pair["rejected"] for pair in pairs]
         outcome.metrics["eval_accuracy"] = sum(margin > 0 for margin in margins) / len(margins)
         outcome.metrics["eval_margin"] = sum(margins) / len(margins)
-        outcome.tables = {PAIRS: pairs[:TABLE], DOUBTFUL: doubtful(worker, held_out, pairs)}
-    return trl_trainer.finish(worker, trainer, outcome)
+        outcome.tables = {PAIRS: pairs[:TABLE], DOUBTFUL: lowest_margins(worker, held_out, pairs)}
+    return trl_trainer.finish_trl(worker, trainer, outcome)
 
 
 RECIPE = Recipe(train)
@@ -93,7 +93,7 @@ def score_pairs(worker: Worker, trainer: Any, rows: Any) -> list[dict[str, float
     return share_rows(worker, len(rows), scored)
 
 
-def doubtful(worker: Worker, rows: Any, pairs: list[dict[str, float]]) -> list[dict[str, Any]]:
+def lowest_margins(worker: Worker, rows: Any, pairs: list[dict[str, float]]) -> list[dict[str, Any]]:
     """Returns the distinct pairs with the lowest margins as text. Such pairs show errors of the model or of the data."""
     worst: dict[tuple[str, str, str], dict[str, Any]] = {}
     for index in sorted(range(len(pairs)), key=lambda i: pairs[i]["chosen"] - pairs[i]["rejected"]):

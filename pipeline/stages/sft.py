@@ -11,7 +11,7 @@ from pipeline.run.launch import Recipe
 from pipeline.run.worker import Worker
 
 SAMPLES = 8  # eval prompts in the report
-# Maximum tokens of sampled prompts and of their completions, so that sampling takes less memory than training.
+# Maximum tokens of a prompt and of a sampled completion, so that sampling needs less memory than training.
 PROMPT_TOKENS, SAMPLE_TOKENS = 512, 128
 
 
@@ -55,7 +55,7 @@ def train(worker: Worker) -> dict[str, Any]:
 
     # The rows are already tokenized, truncated and packed, and have labels.
     prepared = {"skip_prepare_dataset": True}
-    args = trl_trainer.arguments(worker, SFTConfig, dataset_kwargs=prepared, max_length=None)
+    args = trl_trainer.make_arguments(worker, SFTConfig, dataset_kwargs=prepared, max_length=None)
     rows, base = worker.rows("train"), worker.load_base()
     ends = eos_ids(worker.tokenizer, base.generation_config)
     learned = {token for row in rows.select(range(min(64, len(rows))))["labels"] for token in row}
@@ -69,16 +69,16 @@ def train(worker: Worker) -> dict[str, Any]:
         eval_dataset=worker.rows("eval"),
         processing_class=worker.tokenizer,
     )
-    outcome = trl_trainer.train(worker, trainer)
+    outcome = trl_trainer.train_trl(worker, trainer)
     if trainer.eval_dataset is not None:
-        outcome.samples = samples(worker, trainer, ends)
-    return trl_trainer.finish(worker, trainer, outcome)
+        outcome.samples = greedy_samples(worker, trainer, ends)
+    return trl_trainer.finish_trl(worker, trainer, outcome)
 
 
 RECIPE = Recipe(train)
 
 
-def samples(worker: Worker, trainer: Any, ends: list[int]) -> list[dict[str, Any]]:
+def greedy_samples(worker: Worker, trainer: Any, ends: list[int]) -> list[dict[str, Any]]:
     """Returns the first short eval prompts with greedy completions of the base and of the trained adapter."""
     import torch
     from transformers import GenerationConfig
@@ -102,7 +102,7 @@ def samples(worker: Worker, trainer: Any, ends: list[int]) -> list[dict[str, Any
     config = GenerationConfig(
         max_new_tokens=min(SAMPLE_TOKENS, worker.work.context - length),
         do_sample=False,
-        repetition_penalty=1.0,  # the generation config of the base may set another value
+        repetition_penalty=1.0,  # the base's generation config may set a penalty
         eos_token_id=ends,
         pad_token_id=worker.tokenizer.pad_token_id,
     )

@@ -21,7 +21,7 @@ from pipeline.models.precision import precision_of
 from pipeline.models.template import GENERATION, user_header_and_generation_prompt
 from pipeline.models.tokenizer import eos_ids
 from pipeline.run.worker import Worker
-from pipeline.stages.kl_pairs import paired
+from pipeline.stages.kl_pairs import pair_rows
 
 CHECKED_ROWS = 64  # number of rows whose tokens are checked
 FORWARD_ROWS = 4  # number of rows that also go through the model
@@ -34,7 +34,10 @@ Completion = tuple[list[int], list[int]]  # token ids of a prompt, and of its (l
 
 
 def first_step_checks(worker: Worker, trainer: Any) -> list[CheckResult]:
-    """Runs the checks before the first step, and returns their results. Does not change the trainer. Every rank calls this."""
+    """Runs the checks before the first step, and returns their results. Does not change the trainer.
+
+    Every rank calls this function.
+    """
     first = trainer.train_dataset.select(range(min(CHECKED_ROWS, len(trainer.train_dataset))))
     rows = [dict(row) for row in first]
     model, stage = trainer.accelerator.unwrap_model(trainer.model), worker.work.identity.stage
@@ -49,7 +52,7 @@ def first_step_checks(worker: Worker, trainer: Any) -> list[CheckResult]:
     if worker.world > 1:
         drawn = [row for part in worker.gather(trainer.first_rows()) for row in part]
         doubled = len(drawn) - len(set(drawn))
-        found = f"{doubled} of {len(drawn)} rows of the first micro-batch are drawn twice"
+        found = f"{doubled} of {len(drawn)} rows of the first micro-batch occur twice"
         results.append(CheckResult("workers train on different rows", found, not doubled))
     if stage != "rm":
         results.append(loss_after_generation_prompt(tokenizer, completions))
@@ -57,8 +60,8 @@ def first_step_checks(worker: Worker, trainer: Any) -> list[CheckResult]:
         results.append(labels_are_tokens(trainer, rows))
     if stage in ("rm", "dpo"):
         equal = sum(row["chosen_ids"] == row["rejected_ids"] for row in rows)
-        found = f"{equal} of {len(rows)} pairs have the same tokens on both sides"
-        results.append(CheckResult("chosen and rejected of a pair differ", found, not equal))
+        found = f"{equal} of {len(rows)} pairs have the same tokens in chosen and rejected"
+        results.append(CheckResult("chosen and rejected completions differ", found, not equal))
     if stage == "kto" and trainer.calculate_KL:
         results.append(pairs_other_rows(trainer))
     training, metrics = model.training, copy.deepcopy(trainer._metrics)
@@ -66,7 +69,7 @@ def first_step_checks(worker: Worker, trainer: Any) -> list[CheckResult]:
     model.eval()  # eval mode, so that TRL's means over training steps do not change
     try:
         with torch.no_grad():
-            return results + compare(
+            return results + compare_with_single_rows(
                 stage, trainer, model, rows, same_start="reference" not in worker.work.named
             )
     finally:
@@ -74,7 +77,7 @@ def first_step_checks(worker: Worker, trainer: Any) -> list[CheckResult]:
         trainer._metrics, trainer._total_train_tokens = metrics, tokens
 
 
-def compare(
+def compare_with_single_rows(
     stage: str, trainer: Any, model: Any, rows: list[Row], same_start: bool = True
 ) -> list[CheckResult]:
     """Compares the trainer's numbers on a batch with forward passes of the model on single rows. Returns the results.
@@ -82,23 +85,23 @@ def compare(
     Args:
         same_start: whether the policy equals the reference at the start.
     """
-    few, results = affordable(model, rows), []
-    if not few:  # all rows are too long
+    few, results = affordable_rows(model, rows), []
+    if not few:  # no row is within MAX_LOGITS
         return []
     if stage in ("dpo", "kto"):
         trainer._metrics["eval"].clear()
-        trainer.compute_loss(model, collated(trainer, model, few))  # adds the batch's metrics to _metrics
+        trainer.compute_loss(model, collate_rows(trainer, model, few))  # adds the batch's metrics to _metrics
         if same_start:
             results.append(policy_is_reference(trainer, model, few))
     numbers, limit = NUMBERS[stage](trainer, model, few)
     if numbers:
         what, ours, alone = max(numbers, key=lambda number: abs(number[1] - number[2]))
-        found = f"{what} {ours:.6g} by the trainer, {alone:.6g} from the rows alone"
+        found = f"{what} is {ours:.6g} in the trainer's batch, but {alone:.6g} from the rows alone"
         same = all(abs(ours - alone) <= limit for _, ours, alone in numbers)
-        results.append(CheckResult("the trainer's numbers are those of the rows alone", found, same))
+        results.append(CheckResult("the trainer's numbers equal those from the rows alone", found, same))
     if stage == "rm":
         scores = torch.tensor([ours for _, ours, _ in numbers])
-        found = "the head computes in bfloat16, in which close scores are equal"
+        found = "the head computes in bfloat16, which rounds close scores to equal numbers"
         low = scores.equal(scores.bfloat16().float())
         results.append(CheckResult("scores are computed in fp32", found, not low))
     return results
@@ -132,7 +135,7 @@ def _unpacked(row: Row) -> list[Row]:
 
 
 def only_adapters_learn(trainer: Any, model: Any) -> CheckResult:
-    """Checks that only the adapter and the head require gradients, that they are fp32, and that the optimizer has them."""
+    """Checks that only adapter and head are trainable, and that their parameters are fp32 and in the optimizer."""
     learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     optimized = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
@@ -168,7 +171,7 @@ def ends_learned(worker: Worker, rows: Sequence[Completion]) -> CheckResult:
     # Leaves out rows that reach the length limit, because they may be truncated.
     complete = [ids for prompt, ids in rows if len(prompt) + len(ids) < limit]
     ended = sum(bool(ids) and ids[-1] in ends for ids in complete)
-    found = f"{ended} of {len(complete)} completions end with an EOS token among the trained ones"
+    found = f"{ended} of {len(complete)} completions end with a trained EOS token"
     return CheckResult("completions end with a trained EOS", found, ended > 0 or not complete)
 
 
@@ -176,16 +179,16 @@ def loss_after_generation_prompt(tokenizer: Any, rows: Sequence[Completion]) -> 
     """Checks that training begins right after the template's generation prompt."""
     name = "the loss starts after the generation prompt"
     if not any(prompt for prompt, _ in rows):
-        found = f"in none of {len(rows)} rows: the prompt is trained, too, from its first token"
+        found = f"in none of {len(rows)} rows: the loss also covers the prompt, from its first token"
         return CheckResult(name, found, False)
     _, asks = user_header_and_generation_prompt(tokenizer)
-    # Decodes only the start of a completion. The rest may have more turns, each with its own generation prompt.
+    # Decodes only the start of a completion. Later text may contain more turns, each with its own generation prompt.
     texts = [(tokenizer.decode(prompt), tokenizer.decode(prompt + ids[:8])) for prompt, ids in rows]
-    # The chat template may mark the trained tokens ({% generation %}). Then this check does not apply.
+    # This check does not apply if the chat template marks the trained tokens ({% generation %}).
     marked = GENERATION.search(tokenizer.chat_template or "")
     applies = asks and not marked and any(asks in text for _, text in texts)
     after = sum(asks in prompt and prompt.rfind(asks) == text.rfind(asks) for prompt, text in texts)
-    found = f"{after} of {len(rows)} completions are trained from the end of the template's last {asks!r}"
+    found = f"in {after} of {len(rows)} completions, training starts right after the template's last {asks!r}"
     return CheckResult(name, found, after > 0 or not applies)
 
 
@@ -211,9 +214,9 @@ def labels_are_tokens(trainer: Any, rows: list[Row]) -> CheckResult:
     count, others = int(trained.sum()), int((batch["input_ids"] != batch["labels"])[trained].sum())
     found = f"{count} tokens are trained in a batch of {len(rows)} rows"
     if count != expected:
-        found += f", {expected} in the rows themselves: the collator masks labels, or adds some"
+        found += f", but {expected} in the rows themselves: the collator masks or adds labels"
     if others:
-        found += f"; {others} labels are not the token that stands there"
+        found += f"; {others} labels differ from the token at their position"
     return CheckResult("labels are the rows' tokens", found, count == expected and not others)
 
 
@@ -230,8 +233,8 @@ def pairs_other_rows(trainer: Any) -> CheckResult:
         read = batch["KL_input_ids"][i][batch["KL_attention_mask"][i].bool()].tolist()
         wrong += read != rows[i]["prompt_ids"] + rows[count + i]["completion_ids"]
     found = (
-        f"of {count} rows in the first micro-batch, {themselves} are paired with their own completion, and {wrong} are read "
-        "with other tokens than those of their pair"
+        f"of {count} rows in the first micro-batch, {themselves} are paired with their own completion, and {wrong} have "
+        "tokens that differ from those of their pair"
     )
     holds = not wrong and (not themselves or len(trainer.train_dataset) == 1)
     return CheckResult("the KL term pairs prompts with other rows' completions", found, holds)
@@ -247,7 +250,7 @@ def policy_is_reference(trainer: Any, model: Any, rows: list[Row]) -> CheckResul
     rewards = {side: metrics[f"rewards/{side}"][-1] for side in SIDES if f"rewards/{side}" in metrics}
     found = ", ".join(f"reward of the {side} {value:.3g}" for side, value in rewards.items())
     longest = max(len(completion) for row in rows for _, completion in completions_of(row))
-    limit = tolerance(trainer, model) * trainer.args.beta * longest
+    limit = rounding_tolerance(trainer, model) * trainer.args.beta * longest
     holds = all(abs(value) <= limit for value in rewards.values())
     return CheckResult("the policy starts as the reference", found, holds)
 
@@ -262,17 +265,17 @@ def sft_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
     args = trainer.args
     if args.loss_type not in (None, "nll") or args.label_smoothing_factor or trainer.aux_loss_enabled:
         return [], 0.0
-    loss = float(trainer.compute_loss(model, collated(trainer, model, rows)))
+    loss = float(trainer.compute_loss(model, collate_rows(trainer, model, rows)))
     parts = [part for row in rows for part in _unpacked(row)]
     learned = [torch.tensor(part["labels"][1:]) != -100 for part in parts]
     logprobs = [logprobs_alone(model, part["input_ids"])[at] for part, at in zip(parts, learned, strict=True)]
     alone = -float(torch.cat(logprobs).mean())
-    return [("loss", loss, alone)], tolerance(trainer, model) * max(1.0, alone)
+    return [("loss", loss, alone)], rounding_tolerance(trainer, model) * max(1.0, alone)
 
 
 def rm_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
     """Compares the model's scores with the head's output, in fp32, on the last token of each row."""
-    batch, bare = collated(trainer, model, rows), model.get_base_model()
+    batch, bare = collate_rows(trainer, model, rows), model.get_base_model()
     scores = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.flatten()
     head = next(p for name, p in bare.named_parameters() if is_head(name) and "default" in name).float()
     alone = []
@@ -280,18 +283,18 @@ def rm_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
         with trainer.compute_loss_context_manager():
             hidden = bare.base_model(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state
         alone.append(float(head.flatten() @ hidden[0, -1].float()))
-    limit = tolerance(trainer, model) * max(1.0, *map(abs, alone))
+    limit = rounding_tolerance(trainer, model) * max(1.0, *map(abs, alone))
     return [("score", *pair) for pair in zip(scores.tolist(), alone, strict=True)], limit
 
 
 def preference_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
     """Compares the mean log-probs of chosen and rejected completions under policy and reference.
 
-    In KTO, the label alone says whether a completion counts as chosen.
+    In KTO, only the label determines whether a completion counts as chosen.
     """
     from trl.trainer.utils import use_adapter
 
-    if getattr(trainer, "ld_alpha", None) is not None:  # dpo weights tokens by length
+    if getattr(trainer, "ld_alpha", None) is not None:  # with `ld_alpha`, dpo weights the log-probs of tokens
         return [], 0.0
     numbers, metrics = [], trainer._metrics["eval"]
     for role, adapter in ADAPTERS.items():
@@ -310,7 +313,7 @@ def preference_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
             if role == "reference":  # TRL's reward is beta times the log-ratio
                 by_trainer -= sum(metrics[f"rewards/{side}"]) / trainer.beta
             numbers.append((f"the {role}'s log-prob of the {side}", by_trainer, sum(some) / len(some)))
-    return numbers, tolerance(trainer, model) * max(1.0, *(abs(alone) for *_, alone in numbers))
+    return numbers, rounding_tolerance(trainer, model) * max(1.0, *(abs(alone) for *_, alone in numbers))
 
 
 NUMBERS = {"sft": sft_numbers, "rm": rm_numbers, "dpo": preference_numbers, "kto": preference_numbers}
@@ -319,7 +322,7 @@ NUMBERS = {"sft": sft_numbers, "rm": rm_numbers, "dpo": preference_numbers, "kto
 # ----------------------------------------------------------------------------------------------------- helpers
 
 
-def affordable(model: Any, rows: list[Row]) -> list[Row]:
+def affordable_rows(model: Any, rows: list[Row]) -> list[Row]:
     """Returns the shortest rows and the longest row within MAX_LOGITS, because most faults come from padding."""
 
     def length(row: Row) -> int:
@@ -332,10 +335,10 @@ def affordable(model: Any, rows: list[Row]) -> list[Row]:
     return [*fitting[: FORWARD_ROWS - 1], *fitting[FORWARD_ROWS - 1 :][-1:]]
 
 
-def collated(trainer: Any, model: Any, rows: list[Row]) -> dict[str, Any]:
+def collate_rows(trainer: Any, model: Any, rows: list[Row]) -> dict[str, Any]:
     """Returns the trainer's batch of some rows, on the model's device. In kto, each row is paired with the previous row."""
     if "label" in rows[0]:
-        rows = [paired(row, other) for row, other in zip(rows, [*rows[-1:], *rows[:-1]], strict=True)]
+        rows = [pair_rows(row, other) for row, other in zip(rows, [*rows[-1:], *rows[:-1]], strict=True)]
     batch = trainer.data_collator([dict(row) for row in rows])
     return {k: value.to(model.device) if isinstance(value, Tensor) else value for k, value in batch.items()}
 
@@ -352,10 +355,10 @@ def completion_logprob(model: Any, prompt: list[int], completion: list[int]) -> 
     return float(logprobs_alone(model, prompt + completion)[len(prompt) - 1 :].sum())
 
 
-def tolerance(trainer: Any, model: Any) -> float:
+def rounding_tolerance(trainer: Any, model: Any) -> float:
     """Returns the largest relative difference that rounding can explain between batches with different padding."""
-    return 1e-3 if precision_in_use(trainer, model) == "fp32" else 0.05
+    return 1e-3 if trainer_precision(trainer, model) == "fp32" else 0.05
 
 
-def precision_in_use(trainer: Any, model: Any) -> str:
+def trainer_precision(trainer: Any, model: Any) -> str:
     return precision_of(model, trainer.args.bf16 or trainer.args.fp16)

@@ -29,13 +29,13 @@ from pipeline.system.progress import Bar
 REFERENCE = "ref"  # TRL's name of a DPOTrainer's frozen reference adapter
 
 
-def arguments(worker: Worker, config: Any, **fixed: Any) -> Any:
+def make_arguments(worker: Worker, config: Any, **fixed: Any) -> Any:
     """Returns the section `trainer` as an instance of TRL's config class, with the pipeline's own settings.
 
-    `data.batch_size` is the number of rows in one optimizer step over all workers. It determines gradient accumulation, so a job
-    has the same steps on any number of workers. Call this function before the base is loaded.
+    `data.batch_size` is the number of rows in one optimizer step over all workers. This number determines gradient accumulation,
+    so a job has the same steps on any number of workers. Call this function before the base is loaded.
     """
-    values = worker.work.trainer | {"gradient_checkpointing": plan.recomputes(worker)}
+    values = worker.work.trainer | {"gradient_checkpointing": plan.recomputes_activations(worker)}
     if values.get("tf32") is None:  # with torch_compile, transformers would turn TF32 on
         values["tf32"] = False
     if worker.work.data.batch_size:
@@ -92,7 +92,8 @@ class Reporter(TrainerCallback):
         found = {"train_tokens_per_second": tokens / seconds, "memory/peak": peak_memory(self.device) / 2**30}
         if peak := peak_flops(self.device):
             # A forward takes 2 FLOPs per token and parameter. A backward through frozen weights takes 2 FLOPs as well, because
-            # only activations have gradients. Recomputed activations do not count (Chowdhery et al. 2022, PaLM, sec. 4.1).
+            # only activations have gradients. The FLOPs of recomputed activations are not included (Chowdhery et al. 2022, PaLM,
+            # sec. 4.1).
             spec = self.worker.work.spec
             passes = 2 + spec.keeps_reference + spec.further_forwards
             base = self.trainer.accelerator.unwrap_model(self.trainer.model).get_base_model()
@@ -129,7 +130,7 @@ class Reporter(TrainerCallback):
 
 
 def _sums_file(worker: Worker, folder: str) -> str:
-    """Returns this rank's file of sums, or the file of rank 0 if the checkpoint has no file of this rank."""
+    """Returns this rank's file of metric sums, or the file of rank 0 if the checkpoint has no file of this rank."""
     own = os.path.join(folder, f"sums_{worker.rank}.json")
     return own if os.path.exists(own) else os.path.join(folder, "sums_0.json")
 
@@ -142,9 +143,9 @@ def _history(state: Any) -> list[tuple[int, dict[str, float]]]:
     return [(e["step"], _numbers(e)) for e in state.log_history if "train_runtime" not in e]
 
 
-# transformers 5.23 and TRL 1.16 sum metrics between two lines of the log, but their checkpoints lack the sums. The first line
-# after a resume would be a mean over fewer steps, and tokens would be counted from 0. The attributes are private. Remove these
-# functions when trainer_state.json has the sums.
+# transformers 5.23 and TRL 1.16 sum metrics between two lines of the log, but their checkpoints lack the sums. The first log line
+# after a resume would contain a mean over fewer steps, and tokens would be counted from 0. These attributes of transformers and
+# TRL are private. Remove these functions when trainer_state.json has the sums.
 def save_sums(trainer: Any, path: str) -> None:
     sums = {
         "tr_loss": trainer._tr_loss.item(),
@@ -199,7 +200,7 @@ def continue_policy(worker: Worker, trainer_class: Any, args: Any) -> Any:
     )
     if adapter is None:
         # On a 4-bit base, TRL rounds the adapter to bf16 after it has copied the adapter to `ref`. Restores the values from `ref`
-        # (trl 1.16, DPOTrainer and KTOTrainer). Remove this code together with the cast in `train`.
+        # (trl 1.16, DPOTrainer and KTOTrainer). Remove this code together with the cast in `train_trl`.
         named = dict(trainer.model.named_parameters())
         for name, parameter in named.items():
             if parameter.requires_grad:
@@ -227,20 +228,21 @@ def make_trainer(
         return trainer(peft_config=adapter, **options)
 
 
-def train(worker: Worker, trainer: Any) -> Outcome:
+def train_trl(worker: Worker, trainer: Any) -> Outcome:
     """Trains from the start, or from the worker's checkpoint. Returns the final metrics, the kept step, and the number of tokens.
 
-    The model then has the weights of the kept step. `eval_*` are metrics of this step. `initial_*` are metrics of step 0, if the
-    job sets `eval_on_start`.
+    After training, the model has the weights of the kept step. `eval_*` are metrics of the kept step. `initial_*` are metrics of
+    step 0, if the job sets `eval_on_start`.
     """
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:
             # On a 4-bit base, TRL casts adapters and the head of a reward to bf16, where small updates vanish (trl 1.16,
             # RewardTrainer.__init__; for DoRA: https://github.com/huggingface/trl/issues/7268). Here, adapters and head are fp32
-            # on any base. Remove the cast when TRL leaves them in fp32.
+            # on any base. Remove the cast when TRL keeps adapters in fp32.
             parameter.data = parameter.data.float()
-    # DDP would send the shards of rank 0 to the other ranks, which hold different shards of the base. Private in torch 2.13
-    # (https://github.com/pytorch/pytorch/issues/43690). Remove this code when DDP has a public list of parameters to ignore.
+    # DDP would send the shards of rank 0 to the other ranks, which hold different shards of the base. This method is private in
+    # torch 2.13 (https://github.com/pytorch/pytorch/issues/43690). Remove this code when DDP has a public list of parameters to
+    # ignore.
     shards = [name for name, parameter in trainer.model.named_parameters() if isinstance(parameter, DTensor)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trainer.model, shards)
     trainer.mixture = worker.work.mixture
@@ -273,7 +275,7 @@ def _evaluations(trainer: Any) -> dict[int, dict[str, Any]]:
 
 
 def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
-    """Trains. Returns TRL's summary. Its `train_loss` is the mean over all steps, including steps before a resume."""
+    """Trains. Returns TRL's summary, with the mean `train_loss` over all steps, including steps before a resume."""
     if worker.resume:
         # The run was evaluated at step 0 already.
         trainer.args.eval_on_start = False
@@ -281,7 +283,8 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
         if best:
             best.load(worker.resume)
         if state.global_step >= state.max_steps > 0 or (best and best.exhausted):
-            # Training is complete, but transformers 5.23 would make one more step. Remove when train() returns at once.
+            # Training is complete, but transformers 5.23 would make one more step. Remove this code when train() makes no further
+            # step.
             trainer._load_from_checkpoint(worker.resume)
             trainer.state = state
             worker.replay(_history(state))
@@ -301,7 +304,7 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
     return metrics
 
 
-def finish(worker: Worker, trainer: Any, outcome: Outcome) -> dict[str, Any]:
+def finish_trl(worker: Worker, trainer: Any, outcome: Outcome) -> dict[str, Any]:
     """Saves the trained adapter, and checks on a few training rows that it reloads unchanged."""
     rows = trainer.train_dataset
     few = [dict(row) for row in rows.select(range(min(4, len(rows))))]
@@ -310,12 +313,12 @@ def finish(worker: Worker, trainer: Any, outcome: Outcome) -> dict[str, Any]:
     probe = [[token for key in keys for token in row.get(key, ())] for row in few]
     return worker.finish(
         outcome,
-        save=lambda folder: save(trainer, folder),
-        outputs=lambda folder: outputs(trainer, probe, folder),
+        save=lambda folder: save_adapter(trainer, folder),
+        outputs=lambda folder: adapter_outputs(trainer, probe, folder),
     )
 
 
-def save(trainer: Any, folder: str) -> dict[str, Any]:
+def save_adapter(trainer: Any, folder: str) -> dict[str, Any]:
     """Writes the trained adapter, with its head if it has one, and its probes. Returns the digest of its tensors.
 
     peft's save_pretrained would also write the base's weights if the adapter adapts the LM head or the embedding, and would query
@@ -329,25 +332,25 @@ def save(trainer: Any, folder: str) -> dict[str, Any]:
 
     def output(ids: list[int]) -> float:
         """Returns the score of a reward model, or else the mean log-prob of the tokens after the first."""
-        found = logits(model.eval(), ids)
+        found = row_logits(model.eval(), ids)
         if found.ndim == 2:
             return float(found)
         actions = torch.tensor(ids[1:]).unsqueeze(-1)
         return float(found[0, :-1].log_softmax(-1).gather(-1, actions).mean())
 
     vocab_size = model.config.get_text_config().vocab_size
-    precision = trl_checks.precision_in_use(trainer, model)
+    precision = trl_checks.trainer_precision(trainer, model)
     probes.write_probes(folder, vocab_size, trainer.processing_class.pad_token_id, output, precision)
     return digest
 
 
-def outputs(trainer: Any, rows: list[list[int]], folder: str | None = None) -> list[torch.Tensor]:
+def adapter_outputs(trainer: Any, rows: list[list[int]], folder: str | None = None) -> list[torch.Tensor]:
     """Returns the logits of rows of token ids, with the adapter in memory or, if `folder` is set, the adapter in `folder`."""
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     if folder:
         model.load_adapter(folder, adapter_name="reloaded", is_trainable=False)
         model.set_adapter("reloaded")
-    found = [logits(model, row) for row in rows]
+    found = [row_logits(model, row) for row in rows]
     if folder:
         model.set_adapter("default")
         model.delete_adapter("reloaded")
@@ -355,7 +358,7 @@ def outputs(trainer: Any, rows: list[list[int]], folder: str | None = None) -> l
 
 
 @torch.no_grad()
-def logits(model: Any, row: list[int]) -> torch.Tensor:
+def row_logits(model: Any, row: list[int]) -> torch.Tensor:
     """Returns the logits of one sequence in fp32 on the CPU: (1, T, V), or (1, 1) for a reward model."""
     ids = torch.tensor([row], device=model.device)
     return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float().cpu()

@@ -26,11 +26,11 @@ from pipeline.job.identity import identity_of
 from pipeline.job.stages import TRAINED
 from pipeline.job.yaml_tree import Tree
 from pipeline.metrics import IMPLICIT, find_metric, greater_is_better
-from pipeline.run.resume import essence
+from pipeline.run.resume import deciding_settings
 from pipeline.system import storage
 
 EXAMPLE = "for example trainer.learning_rate=1e-4,3e-4"
-# Keys and sections that cannot be varied, because they change where trials run, or what trials are compared on. In the section
+# Keys and sections that cannot be varied, because they change where trials run, or how trials are compared. In the section
 # `data`, only batch_size can be varied.
 FIXED = """stage extends run mlflow gate scaling data judge trainer.eval_strategy trainer.eval_steps trainer.eval_on_start
     trainer.per_device_eval_batch_size""".split()
@@ -45,23 +45,23 @@ COMPARABLE = {
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """The keys `sweep.*` on the command line. They have the names of Ray Tune's arguments."""
+    """The keys `sweep.*` on the command line. These keys have the same names as Ray Tune's arguments."""
 
     max_trials: Annotated[int, Ge(1), Le(10_000)] = 64
-    """The most trials that a sweep may have."""
+    """Maximum number of trials in a sweep."""
     max_concurrent_trials: Annotated[int, Ge(1), Le(10_000)] | None = None
-    """Number of trials that run at the same time. null: as many as the machine or the cluster has resources for."""
+    """Number of trials that run at the same time. null: as many as the resources of the machine or the cluster allow."""
     grace_percent: Annotated[int, Ge(1), Le(100)] = 25
-    """Percent of a trial's steps after which ASHA first compares the trials, and may stop one."""
+    """Percent of a trial's steps after which ASHA compares trials for the first time, and may stop a trial."""
     reduction_factor: Annotated[int, Ge(1), Le(100)] = 2
-    """At each comparison the best 1 / reduction_factor of the trials continue. 1: no trial stops early."""
+    """At each comparison, the best 1 / reduction_factor of the trials continue. With 1, no trial stops early."""
 
 
 @dataclass(frozen=True)
 class Trial:
     """One run of a sweep, with one combination of values."""
 
-    name: str  # name of the trial and of its folder
+    name: str  # name of the trial and of the trial's folder
     values: dict[str, str]  # {varied key: value as typed}
     job: Job
 
@@ -93,7 +93,7 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
     shared, settings = [], {}
     for argument in arguments:
         key, _, text = argument.partition("=")
-        values = split(text)
+        values = split_values(text)
         if key.startswith("sweep."):
             settings[key.removeprefix("sweep.")] = text
         elif len(values) > 1:
@@ -101,21 +101,23 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
         else:
             shared.append(argument)
     if not varied:
-        raise InputError(f"nothing varies: a sweep needs a key with several values, {EXAMPLE}")
+        raise InputError(f"no key varies; a sweep needs a key with several values, {EXAMPLE}")
     numbers = {key: int(text) if re.fullmatch(r"\d{1,9}", text) else text for key, text in settings.items()}
     tree = Tree("command line", {"sweep": numbers})
-    known = SweepSettings(**schema.checked(tree, "sweep", schema.keys("pipeline.sweep.space.SweepSettings")))
+    known = SweepSettings(
+        **schema.check_section(tree, "sweep", schema.keys("pipeline.sweep.space.SweepSettings"))
+    )
     base = load_job(path, shared)
     if not base.spec.learns:
-        raise InputError(f"{path}: `{base.stage}` trains nothing; a sweep needs one of {', '.join(TRAINED)}")
+        raise InputError(f"{path}: `{base.stage}` does not train; a sweep needs one of {', '.join(TRAINED)}")
     for key in varied:
         if {key, key.partition(".")[0]} & {*FIXED} and key != "data.batch_size":
-            why = "trials differ only in what is learned"
-            raise InputError(f"a sweep cannot vary it, because {why}; set one value", key=key)
+            why = "trials must differ only in training settings"
+            raise InputError(f"a sweep cannot vary this key, because {why}; set one value", key=key)
     jobs = _load_all(path, shared, _combinations(varied, known))
     if not base.held_out:
         raise InputError(
-            "the trials are compared on held-out rows, and there are none: set data.eval or data.eval_fraction",
+            "the trials are compared on held-out rows, but there are none; set data.eval or data.eval_fraction",
             key="data.eval",
         )
     metric = base.run.metric_for_best_model
@@ -124,7 +126,7 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
     metric = metric or base.measurable.default
     check_comparable(metric, base.stage, varied)
     # The default name is a digest of the sweep, so that the same command resumes.
-    essences = [essence(identity_of(job)) for job, _ in jobs]
+    essences = [deciding_settings(identity_of(job)) for job, _ in jobs]
     content = [essences, base.run.metric_for_best_model, known.reduction_factor]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
     name = base.run.name or f"sweep-{base.stage}-{digest}"
@@ -149,7 +151,7 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
     return Sweep(base, known, trials, metric, greater, shared)
 
 
-def split(text: str) -> list[str]:
+def split_values(text: str) -> list[str]:
     """Splits a list at its commas, except for commas inside brackets and quotes: "[a,b],[c]" -> ["[a,b]", "[c]"]."""
     try:
         node = yaml.compose(f"[{text}]")
@@ -191,7 +193,7 @@ def _load_all(
 
 
 def check_comparable(metric: str, stage: str, varied: Collection[str]) -> None:
-    """Raises InputError if a varied key changes what the metric measures. Such a metric cannot compare trials."""
+    """Raises InputError if a varied key changes the meaning of the metric, because the metric then cannot compare trials."""
     of_beta = (one := find_metric(metric)) and one.unit == IMPLICIT
     scale = LOSS if metric == "eval_loss" else ["beta"] if of_beta else []
     if changing := [key for key in varied if key.removeprefix("trainer.") in scale]:
@@ -201,7 +203,7 @@ def check_comparable(metric: str, stage: str, varied: Collection[str]) -> None:
             key="run.metric_for_best_model",
         )
     if metric == "eval_reward" and "reward" in varied:
-        raise InputError("the trials would be compared by different rewards; set judge", key="reward")
+        raise InputError("trials would be compared by different rewards; set judge", key="reward")
 
 
 def name_of_trial(values: dict[str, str]) -> str:

@@ -9,7 +9,7 @@ from pipeline.system import storage
 from pipeline.text import table
 
 
-def rows(sweep: Sweep, state: dict[str, Any], died: dict[str, str]) -> list[dict[str, Any]]:
+def trial_rows(sweep: Sweep, state: dict[str, Any], died: dict[str, str]) -> list[dict[str, Any]]:
     """Returns a dict for each trial: trial, values, state, figure, step, of, seconds, why, folder, mlflow_run_id.
 
     Args:
@@ -20,7 +20,7 @@ def rows(sweep: Sweep, state: dict[str, Any], died: dict[str, str]) -> list[dict
     for trial in sweep.trials:
         last = (state["reports"].get(trial.name) or [{}])[-1]
         failure = state["failures"].get(trial.name) or died.get(trial.name)
-        why = failure or "interrupted: the same command continues it"
+        why = failure or "interrupted; the same command resumes the trial"
         row: dict[str, Any] = {
             "trial": trial.name,
             "values": trial.values,
@@ -43,13 +43,13 @@ def result_of(trial: Trial) -> dict[str, Any] | None:
     return storage.read_json(path) if storage.exists(path) else None
 
 
-def best(sweep: Sweep, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+def best_row(sweep: Sweep, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Returns the row with the best value of the metric, or None if no trial has finished or stopped with a value."""
     left = [row for row in rows if row["state"] in ("finished", "stopped") and _is_number(row["figure"])]
     return (max if sweep.greater else min)(left, key=lambda row: row["figure"], default=None)
 
 
-def text(sweep: Sweep, rows: list[dict[str, Any]]) -> str:
+def table_text(sweep: Sweep, rows: list[dict[str, Any]]) -> str:
     """Returns the table as text. The best trial comes first, and trials without a value come last."""
     sign = -1 if sweep.greater else 1
 

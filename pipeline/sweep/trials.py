@@ -4,8 +4,8 @@
         run_trials(sweep, handle, places)               # returns when every trial has ended
 
 Tune starts a driver for each trial, and restarts a driver that dies. A trial resumes from its own folder. If the sweep's driver
-was killed, the next one passes the trials that have not ended to a new Tuner. It does not use Tuner.restore, which loads pickles
-that only the same version of Ray can read.
+was killed, the next driver passes the unfinished trials to a new Tuner. Tuner.restore is not used, because it loads pickles that
+only the same version of Ray can read.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipeline import registry, report
-from pipeline.errors import in_brief, summary
+from pipeline.errors import error_summary, in_brief
 from pipeline.job.libraries import skip_library_checks
 from pipeline.run import session
 from pipeline.run.launch import launch
@@ -37,9 +37,9 @@ INTERVAL_S = 2.0  # time between two queries for new reports
 TUNE = "tune"  # folder of Ray Tune's own files, which this code does not read
 ENVIRONMENT = {
     "RAY_AIR_NEW_OUTPUT": "0",  # otherwise Tune prints a banner even with RunConfig.verbose=0
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # no CSV, JSON and TensorBoard files
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # otherwise Ctrl-C ends the sweep as if it were finished
-    "TUNE_WARN_INSUFFICENT_RESOURCE_THRESHOLD_S": "1000000000",  # the driver of a trial needs no resources
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # writes no CSV, JSON and TensorBoard files
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # otherwise Tune would treat an interrupted sweep as finished
+    "TUNE_WARN_INSUFFICENT_RESOURCE_THRESHOLD_S": "1000000000",  # disables a warning
 }
 
 
@@ -91,7 +91,7 @@ def _silent() -> Any:
 
 
 def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
-    """Returns the function that Tune calls for each trial. It launches an ordinary run. An error ends only its trial."""
+    """Returns the function that Tune calls for each trial. The function launches a run. An error ends only one trial."""
     jobs = {trial.name: trial.job for trial in sweep.trials}
     folder = session.session_folder()
 
@@ -99,7 +99,7 @@ def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
         import ray
 
         session.belong_to(folder)
-        hold(handle.lease)  # because this process may outlive the sweep's driver by seconds
+        hold(handle.lease)  # holds the lease, because this process may outlive the sweep's driver by seconds
         skip_library_checks()
         name, failure = config["trial"], None
         job = jobs[name]
@@ -112,7 +112,7 @@ def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
                 if job.run.report:
                     report.of_run(result)
         except Exception as error:
-            failure = without_secrets(summary(error))
+            failure = without_secrets(error_summary(error))
             print(f"failed: {failure}", flush=True)
         ray.get(handle.rungs.end.remote(name, failure))
 
@@ -120,8 +120,8 @@ def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
 
 
 @contextlib.contextmanager
-def watching(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]) -> Iterator[None]:
-    """Prints the trials' reports during the block. Writes sweep.json after each report, because the driver may be killed.
+def watch_trials(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]) -> Iterator[None]:
+    """Prints the trials' reports during the `with` block. Writes sweep.json after each report, because the driver may be killed.
 
     Args:
         keep: writes sweep.json.
@@ -133,12 +133,12 @@ def watching(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]) ->
 
     def look() -> None:
         nonlocal printed
-        with contextlib.suppress(ray.exceptions.RayError):  # Ray may end before this thread
+        with contextlib.suppress(ray.exceptions.RayError):  # Ray may shut down before this thread ends
             state = ray.get(rungs.state.remote())
             if not (new := state["lines"][printed:]):
                 return
             printed += len(new)
-            new[-1] += f"   [{overall(state, count, time.monotonic() - started, before)}]"
+            new[-1] += f"   [{overall_progress(state, count, time.monotonic() - started, before)}]"
             try:
                 keep(state)
             except OSError as error:  # the next report, or the end of the sweep, writes sweep.json again
@@ -159,7 +159,7 @@ def watching(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]) ->
         thread.join()
 
 
-def overall(state: dict[str, Any], count: int, seconds: float, before: float) -> str:
+def overall_progress(state: dict[str, Any], count: int, seconds: float, before: float) -> str:
     """Returns a text with the numbers of ended and running trials, and the remaining time at the speed so far.
 
     Args:
@@ -213,7 +213,7 @@ class Rungs:
         self.failures: dict[str, str] = {}
         self.running: list[str] = []
         self.ended = ended
-        self.lines: list[str] = []  # what the driver prints
+        self.lines: list[str] = []  # lines that the driver will print
         for trial, reports in known.items():
             for one in reports:
                 self._note(trial, one)
@@ -221,8 +221,8 @@ class Rungs:
     def report(self, trial: str, step: int, total: int, figure: float) -> str | None:
         """Records an evaluation. Returns the reason to stop the trial, or None.
 
-        Every worker of a trial reports each evaluation, and a resumed trial may report it again. All reports of a step get the
-        same decision.
+        Every worker of a trial reports each evaluation, and a resumed trial may report an evaluation again. All reports of a step
+        get the same decision.
         """
         for known in self.reports.get(trial, []):
             if known["step"] == step:
@@ -245,7 +245,7 @@ class Rungs:
         return report["stop"]
 
     def _decide(self, trial: str, report: dict[str, Any]) -> str | None:
-        if self.asha is None or report["step"] >= report["of"]:  # the trial ends anyway
+        if self.asha is None or report["step"] >= report["of"]:  # the trial's last step
             return None
         percent = 100 * report["step"] / report["of"]
         result = {"percent": percent, "figure": report["figure"]}
@@ -254,7 +254,7 @@ class Rungs:
         return f"ASHA: not among the best 1/{self.factor} at {percent:.0f} % of the steps"
 
     def begin(self, trial: str) -> None:
-        if trial not in self.running:  # otherwise its process died, and a new one resumes the trial
+        if trial not in self.running:  # a running trial begins again if its process died
             self.running.append(trial)
             self.lines.append(f"{trial}  begins")
         self.failures.pop(trial, None)

@@ -26,7 +26,7 @@ NOISE = (
     "Failed to load CPU gemm_4bit_forward from kernels-community",
     # Ray Serve reports a failure when it shuts down its own controller.
     "Task ServeController.graceful_shutdown failed",
-    # Ray Serve logs this for each request to a replica on a lost node, although another replica answers the request.
+    # Ray Serve logs this message for each request to a replica on a lost node, although another replica answers the request.
     "Failed to get queue length from Replica",
 )
 
@@ -45,7 +45,7 @@ LIBRARIES = (
 
 
 @contextlib.contextmanager
-def waiting(what: str, seconds: float = 2.0) -> Iterator[None]:
+def print_if_slow(what: str, seconds: float = 2.0) -> Iterator[None]:
     """Prints `what` if the `with` block takes longer than `seconds`."""
     timer = threading.Timer(seconds, print, [what], {"flush": True})
     timer.daemon = True
@@ -83,23 +83,23 @@ def attach_ray_printer(own: Collection[str] = (), sink: Any = None) -> None:
     """Replaces the printer of worker logs that ray.init() installed.
 
     Args:
-        own: names of actors or tasks whose lines are shown without a name in front.
+        own: names of actors or tasks whose lines are shown without the name as a prefix.
         sink: a text file that gets the lines, or None for stdout and stderr.
     """
     from ray._private import worker
     from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
     dispatcher.remove_handler("ray_print_logs")
-    dispatcher.add_handler("ray_print_logs", functools.partial(show, own=own, sink=sink))
+    dispatcher.add_handler("ray_print_logs", functools.partial(show_ray_lines, own=own, sink=sink))
     # Ray prints errors that its control store reports without the dispatcher.
-    worker.print_to_stdstream = lambda data, ignore_prefix: show(data, own, sink)
+    worker.print_to_stdstream = lambda data, ignore_prefix: show_ray_lines(data, own, sink)
 
 
-def show(data: dict[str, Any], own: Collection[str] = (), sink: Any = None) -> None:
+def show_ray_lines(data: dict[str, Any], own: Collection[str] = (), sink: Any = None) -> None:
     """Prints one batch of log lines. Ray's `data` has the keys lines, is_err, pid, actor_name and task_name."""
     if (
         data.get("pid") == "autoscaler"
-    ):  # the autoscaler's complete log, from which Ray's filter takes the lines for users
+    ):  # the autoscaler's complete log, from which Ray selects the lines for users
         from ray._private.worker import filter_autoscaler_events
 
         data = {**data, "lines": filter_autoscaler_events(data["lines"])}

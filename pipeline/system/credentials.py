@@ -42,7 +42,7 @@ _MIN_LENGTH = 8  # minimum length of a secret in characters; a shorter value may
 
 
 def take_forwarded() -> None:
-    """Sets the environment variables that `submit` forwarded with the job. Does nothing if this process has no such job."""
+    """Sets the environment variables that `submit` forwarded with the job. Does nothing if `submit` forwarded no variables."""
     if importlib.util.find_spec(FORWARDED_MODULE):
         os.environ.update(importlib.import_module(FORWARDED_MODULE).VARIABLES)
 
@@ -65,7 +65,7 @@ def has_credentials(text: str) -> bool:
 
 
 def user_and_password(uri: str) -> tuple[str, str]:
-    """Returns the percent-decoded user and password of a URI. A missing part is an empty string."""
+    """Returns the percent-decoded user and password of a URI. A missing user or password is an empty string."""
     match = _USERINFO.search(uri)
     user, _, password = match[0][:-1].partition(":") if match else ("", "", "")
     return unquote(user), unquote(password)
@@ -75,7 +75,7 @@ def user_and_password(uri: str) -> tuple[str, str]:
 def _secrets(environment: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
     """Returns (secret, replacement) for variables whose name matches _SECRET_NAME, and for credentials in URI variables.
 
-    In such a URI, everything before the last @ counts as credentials, so that a password may contain any character.
+    In a URI variable, everything before the last @ counts as credentials, so that a password may contain any character.
     """
     replacements: dict[str, str] = {}
     for name, value in environment:

@@ -12,7 +12,7 @@ abandoned: list[threading.Thread] = []  # threads of calls that have timed out
 def call_with_deadline(call: Callable[..., Any], *arguments: Any) -> Any:
     """Returns `call(*arguments)`. Raises TimeoutError if the call takes longer than SECONDS.
 
-    Some libraries retry for minutes and have no setting for a shorter time. After a timeout, the call continues in a daemon
+    Some libraries retry for minutes and have no setting for a shorter limit. After a timeout, the call continues in a daemon
     thread.
     """
     future: Future[Any] = Future()

@@ -14,7 +14,7 @@ from pipeline.input_uri import InputURI
 
 
 def digest_functions(sources: Iterable[str]) -> str:
-    """Returns a SHA-256 digest of the source code of the functions' modules. Without source code, hashes the reference."""
+    """Returns a SHA-256 digest of the source code of the functions' modules. Without source code, hashes the function's name."""
     digests = []
     for source in sources:
         try:
@@ -35,8 +35,8 @@ def import_function(source: str) -> Callable[..., Any]:
         of_importing = at.filename.startswith(("<frozen", pkgutil.__file__))
         place = "" if of_importing else f", at {at.filename}:{at.lineno}"
         raise InputError(
-            f"{source}: cannot be imported from {os.getcwd()} ({in_brief(error)}{place}); correct the name, the module, or "
-            "PYTHONPATH, which adds folders"
+            f"{source}: cannot be imported from {os.getcwd()} ({in_brief(error)}{place}); correct the name or the module, "
+            "or add its folder to PYTHONPATH"
         ) from error
     if not callable(found):
         raise InputError(f"{source}: is not a function")

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import InputError, about, in_brief
+from pipeline.errors import InputError, blame_key, in_brief
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # peft's file names in an adapter
 HEAD_NAMES = ("score", "classifier", "classification_head")  # transformers' layer names of a scalar head
@@ -29,7 +29,7 @@ KEY = "model.name_or_path"
 
 
 def local(name_or_path: str) -> Path:
-    """Returns a base's name as a path with `~` expanded. Test it with os.path.isdir: Path.is_dir raises on some names."""
+    """Returns a base's name as a path with `~` expanded. Path.is_dir raises for some names, so callers use os.path.isdir."""
     return Path(os.path.expanduser(name_or_path))
 
 
@@ -70,7 +70,7 @@ def base_file(name_or_path: str, filename: str, revision: str | None = None) -> 
         if isinstance(error, errors.EntryNotFoundError):
             away = isinstance(error, errors.LocalEntryNotFoundError)
             cached = away and try_to_load_from_cache(name_or_path, "config.json", revision=revision)
-            # Offline, the error is the same whether the whole model is not cached, or a cached model has no such file.
+            # Offline, the error is the same for a model that is not cached and for a cached model without this file.
             if not away or (filename != "config.json" and isinstance(cached, str)):
                 return None
         where = f"{name_or_path!r}" + (f" (revision {revision!r})" if revision else "")
@@ -94,16 +94,16 @@ def _hub_answers() -> bool:
 
 
 def base_json(name_or_path: str, filename: str, revision: str | None = None) -> dict[str, Any] | None:
-    """Returns the content of a base's JSON file, or None if the file does not exist. Raises InputError if its JSON is invalid."""
+    """Returns the content of a base's JSON file, or None if the file does not exist. Raises InputError if the JSON is invalid."""
     path = base_file(name_or_path, filename, revision)
     if path is None:
         return None
-    with about(KEY):
+    with blame_key(KEY):
         return json_object(path)
 
 
 def json_object(path: str | Path, fix: str = "fetch or save it again") -> dict[str, Any]:
-    """Returns the content of a JSON file. Raises InputError if it is not a JSON object.
+    """Returns the content of a JSON file. Raises InputError if the content is not a JSON object.
 
     Args:
         fix: advice at the end of the error message.
@@ -133,7 +133,7 @@ def base_config(name_or_path: str, revision: str | None = None) -> dict[str, Any
     raise InputError(f"{name_or_path!r} has no config.json; expected a model folder or a hub id", KEY)
 
 
-def announcement(name_or_path: str, revision: str | None = None) -> str:
+def loading_message(name_or_path: str, revision: str | None = None) -> str:
     """Returns a message that the base is being loaded (or downloaded and loaded), with the size of its weights if known."""
     from tqdm import tqdm
 
@@ -159,7 +159,7 @@ def is_reference(name: str) -> bool:
     return bool(REFERENCE.fullmatch(name)) and not name.startswith(".") and not os.path.lexists(name)
 
 
-def split(name: str) -> tuple[str, str | None]:
+def split_revision(name: str) -> tuple[str, str | None]:
     """Splits `org/name@REVISION` into repository and revision, which is None if there is no `@`.
 
     Raises InputError if a name with hf:// is malformed.
@@ -172,12 +172,12 @@ def split(name: str) -> tuple[str, str | None]:
     return found["repo"], found["revision"]
 
 
-def pin(name: str) -> str:
+def pin_hub(name: str) -> str:
     """Returns `hf://org/name@<commit>` with the commit that a reference names now, so that a run's inputs cannot change.
 
     Raises InputError if the repository or revision cannot be read, or if the repository has neither a model nor an adapter.
     """
-    repo, revision = split(name)
+    repo, revision = split_revision(name)
     if os.path.isdir(repo):
         raise InputError(
             f"{name}: ambiguous: a folder {repo!r} exists here. Use ./{repo} for the folder; for the hub's model, run this in "
@@ -191,19 +191,19 @@ def pin(name: str) -> str:
     return f"{SCHEME}{repo}@{found.parent.name}"  # the Hub's cache stores files in snapshots/<commit>/
 
 
-def fetch(reference: str) -> str:
+def fetch_adapter(reference: str) -> str:
     """Returns the local folder of a pinned adapter, or the reference itself if it is a full model.
 
     Raises InputError if a file cannot be read from the Hub.
     """
     from huggingface_hub import try_to_load_from_cache
 
-    repo, commit = split(reference)
+    repo, commit = split_revision(reference)
     settings = base_file(repo, SETTINGS, commit)
     if settings is None:
         return reference
     for file in ADAPTER:
-        # None means that the file is neither cached nor known to be missing.
+        # The result is None if the cache does not record whether the file exists.
         if try_to_load_from_cache(repo, file, revision=commit) is None:
             base_file(repo, file, commit)
     return str(settings.parent)

@@ -5,13 +5,13 @@
     hold(lease)                     # in a worker: shows other processes on this machine that the attempt is alive
     lease.require()                 # before each commit: raises LeaseLost if another attempt owns the folder
 
-Attempt N creates the file `lease/N.json`, and renews it until the attempt ends. Only one process can create this file. The newest
-attempt owns the folder. If a process lost its connection meanwhile, it finds the file of a later attempt, and stops. The files
-remain as a history of the attempts.
+Attempt N creates the file `lease/N.json`, and renews it until the attempt ends. Only one process can create `lease/N.json`. The
+newest attempt owns the folder. A process that was disconnected for a while may find the file of a later attempt, and then stops.
+The lease files remain as a history of the attempts.
 
-The clocks of machines are not compared. A lease has expired if another process has watched it for the duration of the lease, and
-it was not renewed. If all processes of a killed attempt ran on this machine, the next attempt checks a file lock
-instead.
+The clocks of machines are not compared. A lease has expired if another process has watched it for its full duration, and it was
+not renewed. If all processes of a killed attempt ran on this machine, the next attempt waits for a file lock instead of the
+expiry.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ SECONDS = float(
 )  # duration of a lease, which its owner renews every SECONDS / 4
 POLL_S = 1.0  # seconds between two reads of a lease that may expire
 HELD = ".held"  # file in an attempt's scratch folder, on which all its processes hold a shared lock
-ABANDONED_S = 3600  # age at which an unlocked scratch folder is deleted; a younger one may get a lock soon
+ABANDONED_S = 3600  # age at which an unlocked scratch folder is deleted; a new folder may get its lock soon
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Lease:
         others = [one for one in (_read(later), mine) if one.get("id", self.id) != self.id]
         state = f"belongs to {_who(others[0])}" if others else "was deleted"
         raise LeaseLost(
-            f"{self.folder} {state}; this process, attempt {self.attempt}, stops and writes nothing more there"
+            f"{self.folder} {state}; this process, attempt {self.attempt}, stops and writes nothing more to this folder"
         )
 
 
@@ -128,15 +128,15 @@ def _acquire(folder: str) -> tuple[Lease, dict[str, Any], int]:
                 taken = f"{_time()}: taken over by attempt {lease.attempt}"
                 storage.write_json(_file(folder, last), before | {"ended": taken})
             return lease, record, handle
-        os.close(handle)  # another process has created the file
+        os.close(handle)  # another process has created the same lease file
 
 
 def _wait_until_expired(folder: str, file: str, left: dict[str, Any]) -> None:
-    """Waits until a lease has expired, whose file contained `left`. Raises InputError if a process still holds the lease."""
+    """Waits until the lease in `file`, which contained `left`, expires. Raises InputError if a process still holds the lease."""
     import psutil
 
     path, running, patience = storage.scratch("runs", str(left.get("id")), HELD), "another process is", 0.0
-    if os.path.exists(path) and not left.get("cluster"):  # all processes of that attempt ran on this machine
+    if os.path.exists(path) and not left.get("cluster"):  # all processes of the attempt ran on this machine
         if not psutil.pid_exists(left["pid"]):
             running, patience = "workers of a killed process (ps lists them as ray::RayTrainWorker) are", 60.0
         what = "the workers of a killed process to exit"
@@ -153,7 +153,7 @@ def _wait_until_expired(folder: str, file: str, left: dict[str, Any]) -> None:
 def _expires(file: str, left: dict[str, Any]) -> bool:
     """Watches a lease for its duration. Returns True if the lease expires or ends, or False if a process renews it."""
     seconds = left.get("seconds", SECONDS)
-    terminal.say(f"waiting {seconds:.0f} s for a lease to expire: {_who(left)} may still write there")
+    terminal.say(f"waiting {seconds:.0f} s for a lease to expire: {_who(left)} may still write to its folder")
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         time.sleep(POLL_S)
@@ -192,7 +192,7 @@ def _who(record: dict[str, Any]) -> str:
 
 
 def _expiry() -> dict[str, str]:
-    """Returns the times of renewal and expiry by this machine's clock. Other processes only check whether these values change."""
+    """Returns the times of renewal and expiry by this machine's clock. Other processes only check whether the times change."""
     return {"renewed": _time(), "expires": _time(SECONDS)}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.errors import InputError, summary
+from pipeline.errors import InputError, error_summary
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Prices:
     instances: dict[str, float]  # {instance type of a cloud: dollars per hour}
 
     def of(self, device: str) -> float | None:
-        """Returns a GPU's dollars per hour, or None if unknown. `device` is torch's name, e.g. NVIDIA A100-SXM4-80GB."""
+        """Returns a GPU's dollars per hour, or None if unknown. `device` is torch's name, such as NVIDIA A100-SXM4-80GB."""
         words = set(re.split(r"[^A-Za-z0-9]+", device.replace("GB", "G")))
         return next((dollars for label, dollars in self.gpus.items() if set(label.split("-")) <= words), None)
 
@@ -51,8 +51,8 @@ def read_prices() -> Prices:
         return Prices(str(prices["date"]), machine, gpus, instances)
     except (OSError, yaml.YAMLError, AttributeError, TypeError, ValueError, RecursionError) as error:
         raise InputError(
-            f"{file}: {summary(error)}; expected `date`, `machine` (dollars an hour), `gpus` (dollars "
-            "an hour of one) and `instances`, as in {L4: 0.98}"
+            f"{file}: {error_summary(error)}; expected `date`, `machine` (dollars per hour), `gpus` (dollars "
+            "per hour of one GPU) and `instances`, as in {L4: 0.98}"
         ) from error
 
 
@@ -61,7 +61,7 @@ def cost_of_run(usage: dict[str, Any], seconds: float, local: bool) -> dict[str,
 
     Args:
         usage: `gpu` (torch's name), `gpus` (their number), and the `tokens` and `completions` that the stage counted.
-        local: whether the run was on this machine. If so, and its price is known, that price is used instead of the GPUs' prices.
+        local: whether the run was on this machine. If the price of this machine is known, it replaces the prices of the GPUs.
     """
     prices, hours, dollars = read_prices(), seconds / 3600, None
     each = prices.of(usage["gpu"]) if usage["gpus"] else None
@@ -85,7 +85,7 @@ def in_dollars(amount: float) -> str:
     return "under $0.01" if 0 < amount < 0.01 else f"${amount:.2f}"
 
 
-def in_words(cost: dict[str, Any]) -> str:
+def cost_in_words(cost: dict[str, Any]) -> str:
     """Returns the cost of a run as one line of text, or "" if there is nothing to report."""
     parts = [f"{cost['gpu_hours']:.3g} GPU hours"] if cost["gpu_hours"] else []
     if cost["dollars"] is not None:

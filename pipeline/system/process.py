@@ -3,8 +3,8 @@
     sys.exit(process.run_main(main))
 
 Ctrl-C raises KeyboardInterrupt, as usual in Python. SIGTERM and SIGHUP raise SystemExit. The exit status is 128 plus the number
-of the signal, as in a shell. After the first signal, further signals are ignored for PATIENCE_S. After that time, the next signal
-ends the process immediately.
+of the signal, as in a shell. Within PATIENCE_S after the first signal, further signals are ignored. A later signal ends the
+process immediately.
 """
 
 import atexit
@@ -36,7 +36,7 @@ def run_main(main: Callable[[], int]) -> int:
     """Calls `main`, and returns the exit status of this process. Sets up streams and signal handlers first."""
     global _is_command
     _is_command = True
-    for name in ("_exit", "abort", "execv", "execve"):  # os.execl and similar functions call these
+    for name in ("_exit", "abort", "execv", "execve"):  # os.execl and similar functions call these functions
         _forbid(name)
     # Ignores signals at the end of the exit, when Python restores the default handlers
     atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in SIGNALS])
@@ -48,7 +48,7 @@ def run_main(main: Callable[[], int]) -> int:
     status = main()
     # If a signal arrives while libraries shut down, exits with the same status
     listen(lambda *_: _exit(status))
-    if deadline.abandoned:  # a normal exit would wait minutes for these threads
+    if deadline.abandoned:  # a normal exit would wait minutes for threads that have timed out
         sys.stdout.flush()
         sys.stderr.flush()
         _exit(status)
@@ -56,7 +56,7 @@ def run_main(main: Callable[[], int]) -> int:
 
 
 def _forbid(name: str) -> None:
-    """Makes os.`name` raise Failure in this process, because user code could end a run with status 0. Children can call it."""
+    """Makes os.`name` raise Failure in this process, because user code could end a run with status 0. Children are exempt."""
     real, command, library = getattr(os, name), os.getpid(), os.execl.__code__.co_filename
 
     def end(*arguments: Any) -> Any:
@@ -69,13 +69,13 @@ def _forbid(name: str) -> None:
 
 
 def resume() -> None:
-    """Makes this process treat the next signal as the first one. Called if the process continues after a signal."""
+    """Makes this process treat the next signal as the first one. Call this function if the process continues after a signal."""
     global _since
     _since = None
 
 
 def _on_signal(number: int, _: Any) -> None:
-    """Raises KeyboardInterrupt or SystemExit for the first signal. Ends the process at a signal after PATIENCE_S."""
+    """Raises KeyboardInterrupt or SystemExit for the first signal. Ends the process if a signal arrives after PATIENCE_S."""
     global received, _since
     now = time.monotonic()
     if _is_command and _since is not None:
@@ -90,14 +90,14 @@ def _on_signal(number: int, _: Any) -> None:
 
 
 def listen(handler: Callable[..., Any] = _on_signal) -> None:
-    """Installs a handler for SIGNALS. Skips signals that this process ignores because nohup or a shell started it that way."""
+    """Installs a handler for SIGNALS. Skips signals that this process already ignores, for example because nohup started it."""
     for number in SIGNALS:
         if _is_main_thread() and signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
 
 
 def _deliver_again(swallowed: Any) -> None:
-    """Sends a signal again if Python dropped its exception in a __del__ or a weakref callback, e.g. of SQLAlchemy or MLflow."""
+    """Sends a signal again if its exception was raised in a __del__ or a weakref callback, where Python ignores exceptions."""
     if issubclass(swallowed.exc_type, KeyboardInterrupt | SystemExit):
         resume()
         threading.Timer(0.1, os.kill, (os.getpid(), received or signal.SIGINT)).start()

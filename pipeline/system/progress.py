@@ -1,4 +1,4 @@
-"""Shows the progress of long work in one line that is updated in place. If stdout is not a terminal, prints new lines instead.
+"""Shows the progress of a long operation in one line, updated in place. If stdout is not a terminal, prints new lines instead.
 
 report = Bar(total=batches, desc="evaluating")      # report.update() after each batch
 with loading_shown():                               # shows the progress while transformers loads weights
@@ -35,7 +35,7 @@ class Bar(tqdm):  # type: ignore[type-arg]
     def display(self, msg: str | None = None, pos: int | None = None) -> Any:
         if msg is None:  # tqdm erases its bar with msg=""
             print(self, flush=True)
-            terminal.live(str(self))
+            terminal.show_progress(str(self))
 
 
 @contextlib.contextmanager

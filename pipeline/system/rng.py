@@ -25,7 +25,7 @@ def rng_state() -> dict[str, Any]:
 
 @contextmanager
 def kept_rng_state() -> Iterator[None]:
-    """Restores the random states at the end of the `with` block, so that random numbers drawn in it do not affect later ones."""
+    """Restores the random states after the `with` block, so that random numbers drawn in the block do not affect later ones."""
     state = rng_state()
     try:
         yield

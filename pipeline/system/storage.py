@@ -38,7 +38,7 @@ def join(base: str, *parts: str) -> str:
 
 
 def private(parent: str, name: str, variable: str) -> str:
-    """Returns the path of the folder `name` in `parent`, which only this user can enter. Creates it if it is missing.
+    """Returns the path of the folder `name` in `parent`, which only this user can enter. Creates the folder if it is missing.
 
     Raises InputError if another user owns the folder and could therefore replace its files.
 
@@ -54,7 +54,7 @@ def private(parent: str, name: str, variable: str) -> str:
         if found.st_mode & 0o077:
             os.chmod(folder, 0o700)
     except OSError as error:
-        why = f"cannot use {folder} ({error.strerror}); export {variable}=FOLDER, one that you own"
+        why = f"cannot use {folder} ({error.strerror}); export {variable}=FOLDER with a folder that you own"
         raise InputError(why, variable) from error
     return folder
 
@@ -80,7 +80,7 @@ def filesystem(path: str) -> tuple[Any, str]:
         return pafs.LocalFileSystem(), absolute(path)
     try:
         return pafs.FileSystem.from_uri(path)
-    except (ValueError, OSError):  # pyarrow does not support this scheme, but fsspec may, e.g. hf://
+    except (ValueError, OSError):  # fsspec may support a scheme that pyarrow lacks, e.g. hf://
         if path.startswith(("s3://", "gs://")):
             raise  # the bucket does not exist, or cannot be reached
         import fsspec
@@ -101,12 +101,12 @@ def exists(path: str) -> bool:
 
 
 def read_json(path: str) -> Any:
-    """Returns the parsed content of a JSON file. Raises OSError or ValueError if it cannot be read or parsed."""
+    """Returns the parsed content of a JSON file. Raises OSError or ValueError if the file cannot be read or parsed."""
     with _opened(path) as stream:
         try:
             return json.loads(stream.read())
         except RecursionError as error:
-            raise ValueError(f"its values are nested too deep ({error})") from error
+            raise ValueError(f"its values are nested too deeply ({error})") from error
 
 
 def _opened(path: str) -> Any:
@@ -141,7 +141,7 @@ def create(path: str, value: Any) -> bool:
         import fsspec
 
         fs, inner = fsspec.core.url_to_fs(path)
-        fs.pipe_file(inner, content, mode="create")  # not atomic for every scheme
+        fs.pipe_file(inner, content, mode="create")  # this call is not atomic for every scheme
         return True
     except FileExistsError:
         return False
@@ -183,7 +183,7 @@ def write_lines(path: str, lines: Iterable[str]) -> None:
     fs, inner = filesystem(path)
     fs.create_dir(inner.rsplit("/", 1)[0], recursive=True)
     if is_remote(path):
-        # Collects all lines first. If `lines` raised an error later, closing the stream would upload incomplete content.
+        # Collects all lines before writing. If `lines` raised an error later, closing the stream would upload incomplete content.
         with tempfile.TemporaryFile() as file:
             file.writelines(f"{line}\n".encode() for line in lines)
             file.seek(0)
@@ -237,7 +237,7 @@ def local_copy(folder: str) -> Iterator[str]:
 
 
 def store_folder(folder: str, path: str) -> None:
-    """Copies the files of `folder` into the folder `path`. Each of the two may be local or in a bucket."""
+    """Copies the files of `folder` into the folder `path`. Both folders may be local or in a bucket."""
     import pyarrow.fs as pafs
 
     (source, inner), (sink, copy) = filesystem(folder), filesystem(path)

@@ -5,8 +5,8 @@ live("train  16/48 steps", left=6.0)   rewrites one line; if stdout is no termin
 print("loading the model")             is a detail: if the run has a log, it goes only there, unless -v is set
 print("warning: ...")                  is shown, except with -q
 
-`say` and `live` put a marker character in front of each line, because the driver gets the lines of Ray workers as plain text. A
-process that is not a command (a notebook, a test) shows all lines except live ones.
+`say` and `show_progress` put a marker character in front of each line, because the driver gets the lines of Ray workers as plain
+text. A process that is not a command (a notebook, a test) shows all lines except live ones.
 """
 
 import contextlib
@@ -41,23 +41,23 @@ _of_worker = False  # whether this process is a Ray worker, whose stdout Ray for
 
 
 def mark_lines() -> None:
-    """Makes `say` and `live` add marker characters in this process. Called in Ray workers."""
+    """Makes `say` and `show_progress` add marker characters in this process. Ray workers call this function."""
     global _of_worker
     _of_worker = True
 
 
 def say(text: str = "", result: bool = False) -> None:
-    """Prints lines that are shown without -v. With -q, they are shown only if `result` is true."""
+    """Prints lines that are shown without -v. With -q, prints the lines only if `result` is true."""
     mark = (RESULT if result else SHOWN) if _of_worker or sys.stdout is screen else ""
     print("\n".join(mark + line for line in text.split("\n")), flush=True)
 
 
-def live(text: str, left: float | None = None, more: str = "") -> None:
+def show_progress(text: str, left: float | None = None, more: str = "") -> None:
     """Replaces the progress line at the bottom of the terminal.
 
     Args:
-        left: estimated seconds until the work is done. The last progress line that has this value stays on the terminal.
-        more: text after the remaining time. A narrow terminal cuts this text off.
+        left: estimated seconds until the work is done. The last progress line with this value stays on the terminal.
+        more: text after the remaining time. A narrow terminal cuts the text off.
     """
     if _of_worker or sys.stdout is screen:
         print(LIVE, "" if left is None else round(left), LIVE, text, LIVE, more, sep="", flush=True)
@@ -77,7 +77,7 @@ def duration(seconds: float) -> str:
 
 
 class Output:
-    """A text stream that removes credentials and escapes control characters. If writing fails, it discards its output."""
+    """A text stream that removes credentials and escapes control characters. If writing fails, it discards all later text."""
 
     def __init__(self, stream: Any):
         self.stream = stream
@@ -86,7 +86,7 @@ class Output:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        """Shows a text, and adds it to the log of the run. Used for stderr, whose lines are all shown."""
+        """Shows a text, and adds it to the log of the run. This method is for stderr, whose lines are all shown."""
         with screen.lock:
             screen.wipe()
             self.put(clean(text))
@@ -97,7 +97,7 @@ class Output:
         self.put("")
 
     def put(self, text: str) -> None:
-        """Writes and flushes text. If this fails (a closed pipe, a full disk), the run continues without output."""
+        """Writes and flushes text. If writing fails (a closed pipe, a full disk), the run continues without output."""
         try:
             self.stream.write(text)
             self.stream.flush()
@@ -122,9 +122,9 @@ class Screen(Output):
         self.level = NORMAL
         self.lock = threading.RLock()
         self.log: Any = None
-        self.begun = threading.local()  # per thread: the text that it has written since its last newline
+        self.begun = threading.local()  # for each thread, its text since its last newline
         self.row = False  # whether the terminal's last line is a progress line, which the next line replaces
-        self.listing = False  # whether indented lines belong to an important line that ended with a colon
+        self.listing = False  # whether the next indented lines belong to a shown line that ended with a colon
         self.progress = ""  # a progress line that stays on the terminal if another line follows
         self.last = time.monotonic()  # time of the last line that stayed on the terminal
         self.following = 0.0  # estimated seconds for the stages after this one
@@ -174,7 +174,7 @@ class Screen(Output):
         """Shows a line that the next line will replace. Returns False if stdout is not a terminal."""
         if not self.stream.isatty():
             return False
-        self.put(WIPE + fitted(text))
+        self.put(WIPE + fit_line(text))
         self.row = True
         return True
 
@@ -185,12 +185,12 @@ class Screen(Output):
         self.put(clean(text) + end)
 
     def wipe(self) -> None:
-        """Erases the progress line. If `progress` is set, prints it with a line break, so that this text stays visible."""
+        """Erases the progress line. If `progress` is set, prints that text with a line break, so that it stays visible."""
         row, progress, self.row, self.progress = self.row, self.progress, False, ""
         if row:
             self.put(WIPE)
         if progress:
-            self.put((fitted(progress) if row else progress) + "\n")
+            self.put((fit_line(progress) if row else progress) + "\n")
 
     def record(self, text: str) -> None:
         """Adds text to the log of the run, if one is open."""
@@ -202,8 +202,8 @@ class Screen(Output):
                 print(f"warning: cannot write the log of the run any more: {error.strerror}", file=sys.stderr)
 
 
-def fitted(text: str) -> str:
-    """Cuts a line at two spaces, which separate its parts, so that the line and an echoed ^C fit the terminal."""
+def fit_line(text: str) -> str:
+    """Truncates a line at a double space, which separates its fields, so that the line and an echoed ^C fit the terminal."""
     cut = text[: shutil.get_terminal_size().columns - len("^C") - 1]
     return cut if cut == text else cut.rpartition("  ")[0].rstrip() or cut
 
@@ -222,7 +222,7 @@ def wrap_streams() -> None:
 
 
 @contextlib.contextmanager
-def logged() -> Iterator[Callable[[str], None]]:
+def output_logged() -> Iterator[Callable[[str], None]]:
     """Sends the output of the `with` block to the log of the run. Yields a function that opens log.txt in the run's folder.
 
     Until log.txt is open, the output is kept in memory, because a job with a mistake must not create a folder.

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from pipeline.errors import InputError, in_brief
 from pipeline.models.adapters import SharedBase
-from pipeline.models.logprobs import bar
+from pipeline.models.logprobs import bar_tokens
 from pipeline.models.lora import cast_once
 from pipeline.models.packing import micro_batches
 from pipeline.writing.graphs import Steps
-from pipeline.writing.rows import Completion, Decoder, Row, RowSettings, Sampling, draw
+from pipeline.writing.rows import Completion, Decoder, Row, RowSettings, Sampling, draw_tokens
 from pipeline.writing.slots import SlotCache, live_first
 
 # Maximum tokens in one forward of prompts, including padding. A larger forward would not be faster, and would need more memory.
@@ -23,14 +23,14 @@ PREFILL_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 14}
 # Decoding steps between two checks for finished rows. On a CPU, a check is free, and each removed row makes the next step
 # faster. On a GPU, each check waits for the device, and a step with fewer rows is hardly faster.
 STEPS_PER_CHECK = {"cpu": 1, "cuda": 8}
-STEPS_PER_GRAPH = 32  # decoding steps between two checks, if CUDA graphs replay them
+STEPS_PER_GRAPH = 32  # decoding steps between two checks for finished rows, if CUDA graphs replay steps
 BUCKET = 64  # a CUDA graph attends to a multiple of this many positions
 
 Drawn = tuple[Tensor, Tensor, Any]  # token ids (B,), their log-probs (B,), and the top-k alternatives or None
 
 
 class SlotDecoder(Decoder):
-    """Decodes all rows in one forward per step. Rows that join at the same time share the forward of equal prompts.
+    """Decodes all rows in one forward per step. Rows with equal prompts that join at the same time share the prompt's forward.
 
     The KV cache is freed when the last row leaves.
 
@@ -39,8 +39,8 @@ class SlotDecoder(Decoder):
         max_positions: maximum positions of the KV cache over all rows, or None. Rows that would exceed this limit wait.
         pad: token id that pads prompts.
         look: decoding steps between two checks for finished rows, or None for the default of the device.
-        graphs: whether a GPU replays steps as CUDA graphs while all rows have one role. None means
-            whenever the base supports them.
+        graphs: whether a GPU replays steps as CUDA graphs while all rows have one role. By default, a GPU replays steps whenever
+            the base supports CUDA graphs.
     """
 
     share = True  # whether rows with equal prompts share a forward; benchmarks set it to False
@@ -147,7 +147,7 @@ class SlotDecoder(Decoder):
     # ------------------------------------------------------------------------------------------ forwards
 
     def _read(self, rows: Sequence[Row]) -> Tensor:
-        """Reads the prompts of B new rows into the cache. Returns the (B, H) hidden states of their last tokens."""
+        """Reads the prompts of B new rows into the cache. Returns the (B, H) hidden states of the prompts' last tokens."""
         device, first, cache = self.shared.device, len(self.rows), self.cache
         slots_of: dict[Any, list[int]] = {}  # (role, prompt) -> slots of its rows
         for slot, row in enumerate(rows, first):
@@ -156,7 +156,7 @@ class SlotDecoder(Decoder):
         distinct = [rows[each[0] - first] for each in slots]
         lengths = [len(row.prompt) for row in distinct]
         parts = micro_batches(lengths, None, PREFILL_TOKENS[device.type], device.type)
-        if cache.other_layers:  # such layers can be filled only once, so all prompts go into one forward
+        if cache.other_layers:  # layers without slots need all prompts in one forward
             parts = [list(range(len(distinct)))]
         states: dict[int, Tensor] = {}
         for part in parts:
@@ -190,7 +190,7 @@ class SlotDecoder(Decoder):
         self.cache.lengths[:count] -= 1
 
     def _body(self, ids: Tensor, mask: Any, positions: Tensor) -> Tensor:
-        """Runs a forward on tokens (B, T), which adds them to the cache. Returns their hidden states (B, T, H)."""
+        """Runs a forward on tokens (B, T), and adds the tokens to the cache. Returns the tokens' hidden states (B, T, H)."""
         inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         return self.shared.body(**inputs, past_key_values=self.cache, use_cache=True).last_hidden_state
 
@@ -214,7 +214,7 @@ class SlotDecoder(Decoder):
     def _takes_masks(self, config: Any) -> bool:
         """Returns whether rows of different lengths can be decoded together.
 
-        For this, the base's attention must accept an additive mask, and take positions from `position_ids`.
+        The base's attention must accept an additive mask, and must take positions from `position_ids`.
         """
         cache = SlotCache(self.shared.base.config, 1, 1, self.shared.device)
         takes_positions = "position_ids" in inspect.signature(self.shared.base.base_model.forward).parameters
@@ -234,9 +234,9 @@ class SlotDecoder(Decoder):
         noise, temperature, top_p, minimum, written = (values[rows] for values in self.settings)
         logits, drawing = self.shared.logits(hidden), self.rows[rows]
         if any(row.sampling.min_new_tokens for row in drawing):
-            logits = bar(logits, written < minimum, drawing[0].sampling.eos)
+            logits = bar_tokens(logits, written < minimum, drawing[0].sampling.eos)
         nucleus = any(row.sampling.top_p < 1 for row in drawing)
-        token, logprob = draw(
+        token, logprob = draw_tokens(
             logits,
             noise.gather(1, written.unsqueeze(-1)).squeeze(-1),
             temperature,
@@ -322,7 +322,7 @@ class SlotDecoder(Decoder):
             worst, why = torch.inf, in_brief(error)
         if worst > limit:
             raise InputError(
-                f"{type(shared.base).__name__}: rows cannot be decoded together on it ({why}); expected a decoder-only model "
-                "such as Llama, Mistral, Gemma or Qwen",
+                f"{type(shared.base).__name__}: rows cannot be decoded together on this base ({why}); expected a decoder-only "
+                "model such as Llama, Mistral, Gemma or Qwen",
                 key="model.name_or_path",
             )

@@ -1,8 +1,9 @@
 """Replays decoding steps as CUDA graphs.
 
 In a decoding step, Python and CUDA take about 1 ms to launch the kernels of one layer. The GPU runs these kernels in less time. A
-CUDA graph launches all kernels of a step at once, but always on the same tensors, so the numbers of rows and positions must not
-change. The first step of each shape runs kernel by kernel, the second is recorded, and later steps replay the recorded step.
+CUDA graph launches all kernels of a step at once, but always on the same tensors. The numbers of rows and positions must
+therefore not change. The first step of each shape runs kernel by kernel, the second is recorded, and later steps replay the
+recorded step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from pipeline.errors import in_brief
 
-FEWEST_REPLAYS = 4  # if fewer steps follow, recording costs more time than it saves
+FEWEST_REPLAYS = 4  # minimum number of replays that repay the time for recording
 TOLERANCE = 1e-2  # maximum relative difference between a step and its first replay
 
 
@@ -45,7 +46,7 @@ class Steps:
         self.key = self.replay = None
 
     def __call__(self, key: Hashable, rows: int, seen: int, ahead: int) -> Tensor:
-        """Runs a step. Returns its hidden states (B, H), which the next call may overwrite.
+        """Runs a step. Returns the step's hidden states (B, H), which the next call may overwrite.
 
         Args:
             key: identifies the shape of the step.
@@ -69,7 +70,7 @@ class Steps:
             self.replay()
             self.proved = True
             if not (self.output - hidden).norm() <= TOLERANCE * hidden.norm():
-                self._fail("a replayed step gives other hidden states")
+                self._fail("a replayed step returns other hidden states")
                 self.take_back(rows)
                 hidden = self.step(rows, seen)
         return hidden
@@ -81,7 +82,7 @@ class Steps:
 
     def _capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """Records a step. Returns a function that replays the step, and the tensor to which each replay writes."""
-        # Do not use `with torch.cuda.graph`, which collects garbage and empties torch's memory cache. This would take a second.
+        # Avoids `with torch.cuda.graph`, because it collects garbage and empties torch's memory cache, which takes a second.
         graph = torch.cuda.CUDAGraph()
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         self.stream = stream = self.stream or torch.cuda.Stream()
@@ -92,7 +93,7 @@ class Steps:
             try:
                 output = step()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # hide the less helpful error of capture_end
+                with contextlib.suppress(RuntimeError):  # hides the error of capture_end, which helps less
                     graph.capture_end()
                 raise
             graph.capture_end()

@@ -1,8 +1,8 @@
 """Defines the inputs and outputs of decoders, and samples tokens from logits.
 
-Unless a row sets `top_p`, tokens are drawn from softmax(logits / temperature), without top-k or a repetition penalty. With
-top-k or a penalty, tokens would come from a distribution other than the one in PPO's loss, and the estimated KL to the reference
-could be negative.
+Unless a row sets `top_p`, tokens are drawn from softmax(logits / temperature), without top-k or a repetition penalty. With top-k
+or a penalty, tokens would come from a distribution other than the one in PPO's loss. The estimated KL to the reference could then
+be negative.
 
 A completion depends only on the seed, the row's number, its prompt and its role. Each row has its own stream of random numbers,
 from a counter-based generator whose key is the seed and the row's number. Therefore, a completion does not depend on the other
@@ -44,8 +44,9 @@ class Sampling:
 class Completion:
     tokens: list[int]  # token ids, including the end-of-sequence token
     ended: bool  # False if the completion was truncated at the length limit
-    # The decoder's log-probs, in nats. PPO does not use them as old log-probs, because they differ from the trainer's log-probs
-    # by rounding, and the first ratio must be 1. PPO only compares them with the trainer's log-probs.
+    # The decoder's log-probs, in nats. PPO does not use these log-probs as old log-probs, because they differ from the trainer's
+    # log-probs by rounding, and the first ratio must be 1. PPO only compares the decoder's log-probs with the trainer's
+    # log-probs.
     logprobs: list[float]
 
 
@@ -57,15 +58,15 @@ class Row:
     number: int  # seed and number determine the row's random numbers
     sampling: Sampling
     role: str | None = None  # role whose adapter generates the completion, or None for the bare base
-    # Number of alternatives to report with each token. If None, `logprobs` belong to the distribution from which tokens are
-    # sampled, with its temperature and masked EOS. Otherwise, `logprobs` belong to the model at temperature 1.
+    # Number of alternatives to report with each token. If `top` is None, `logprobs` are those of the sampling distribution, with
+    # temperature and masked EOS. If `top` is set, `logprobs` are those of the model at temperature 1.
     top: int | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    tops: list[list[tuple[int, float]]] = field(default_factory=list)  # (token id, log-prob) of the likeliest
+    tops: list[list[tuple[int, float]]] = field(default_factory=list)  # likeliest tokens: (id, log-prob)
     ended: bool = False
     cancelled: bool = False  # if the caller sets True, the next step removes the row
-    error: Exception | None = None  # why the decoder cannot decode the row
+    error: Exception | None = None  # set if the decoder cannot decode the row
 
     @property
     def done(self) -> bool:
@@ -102,7 +103,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def join(self, rows: Sequence[Row]) -> None:
-        """Adds rows that fit. Computes the KV cache of their prompts, and possibly their first tokens."""
+        """Adds rows that fit. Computes the KV cache of the prompts, and possibly the first new tokens."""
 
     @abstractmethod
     def step(self) -> None:
@@ -119,7 +120,7 @@ class Decoder(ABC):
     def generate(
         self, role: str | None, prompts: Sequence[Sequence[int]], numbers: Sequence[int], sampling: Sampling
     ) -> list[Completion]:
-        """Returns one completion for each prompt (token ids), in the same order. `numbers` has a Row.number for each prompt.
+        """Returns one completion for each prompt (token ids), in the same order. `numbers` has each prompt's Row.number.
 
         The longest prompts join first. Other prompts join when earlier rows have ended.
         """
@@ -176,15 +177,15 @@ def seed_of(seed: int, number: int) -> int:
 
 
 def uniforms(row: Row) -> np.ndarray:
-    """Returns the random numbers (max_new_tokens,) in [0, 1) of a row. They depend only on the seed and the row's number."""
+    """Returns the random numbers (max_new_tokens,) in [0, 1) of a row. The numbers depend only on the row's seed and number."""
     key = np.array([row.sampling.seed, row.number], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).random(row.sampling.max_new_tokens)
 
 
-def draw(
+def draw_tokens(
     logits: Tensor, noise: Tensor, temperature: Tensor, top_p: Tensor | None, greedy: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Draws tokens from logits (B, V) by inverse transform sampling. Returns their ids (B,) and log-probs (B,).
+    """Draws tokens from logits (B, V) by inverse transform sampling. Returns the tokens' ids (B,) and log-probs (B,).
 
     Args:
         noise: (B,) uniform numbers in [0, 1).

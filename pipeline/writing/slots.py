@@ -26,13 +26,13 @@ class Slots(DynamicLayer):
 
     def __init__(self, cache: SlotCache, sliding: bool) -> None:
         super().__init__()
-        # A weak reference, because a reference cycle would keep the cache in memory until Python's next garbage collection.
+        # Uses a weak reference, because a reference cycle would keep the cache in memory until Python's next garbage collection.
         self.cache, self.is_sliding = weakref.proxy(cache), sliding
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         slots, positions = self.cache.slots, self.cache.positions
-        # Zeros instead of uninitialized memory, because attention multiplies masked values by 0, and 0 * NaN would be NaN.
+        # Uses zeros instead of uninitialized memory, because attention multiplies masked values by 0, and 0 * NaN would be NaN.
         self.keys, self.values = (
             x.new_zeros(slots, x.shape[1], positions, x.shape[3]) for x in (key_states, value_states)
         )
@@ -90,7 +90,7 @@ class SlotCache(DynamicCache):
 
     def size_with(self, slots: int, positions: int) -> tuple[int, int]:
         """Returns the cache's (slots, positions), each doubled until at least `slots` and `positions` fit."""
-        return doubled(self.slots, slots), doubled(self.positions, positions)
+        return double_until(self.slots, slots), double_until(self.positions, positions)
 
     def reserve(self, slots: int, positions: int) -> None:
         size = self.size_with(slots, positions)
@@ -121,7 +121,7 @@ class SlotCache(DynamicCache):
             values[: len(order)] = values[index]
 
 
-def doubled(size: int, needed: int) -> int:
+def double_until(size: int, needed: int) -> int:
     """Returns `size`, doubled until it is at least `needed`."""
     while size < needed:
         size *= 2
@@ -129,7 +129,7 @@ def doubled(size: int, needed: int) -> int:
 
 
 def live_first(live: Sequence[bool]) -> list[int]:
-    """Returns the live rows in a new order, in which the last rows take the places of removed rows and no other rows move."""
+    """Returns the live rows in a new order, in which the last rows replace removed rows and no other rows move."""
     count = sum(live)
     movers = [row for row in range(count, len(live)) if live[row]]
     return [row if live[row] else movers.pop() for row in range(count)]

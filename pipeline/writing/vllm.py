@@ -1,10 +1,10 @@
 """Decodes with vLLM in a separate process on the same device, with `rollout.engine: vllm`. Needs the extra `vllm`.
 
-vLLM loads a second copy of the base, and gets the adapters from the trainer. It is worthwhile for large models and long
-completions. vLLM's kernels differ from the trainer's kernels, so the log-probs differ slightly. PPO's old log-probs always come
-from the trainer, and functional.off_policy_weights corrects for the difference. Up to rounding, a completion depends only on the
-seed, the row's number, its prompt and its role. vLLM's random numbers differ from SlotDecoder's. Greedy completions are the same
-unless two tokens are almost equally likely.
+vLLM loads a second copy of the base, and gets the adapters from the trainer. Decoding with vLLM pays off for large models and
+long completions. vLLM's kernels differ from the trainer's kernels, so the log-probs differ slightly. PPO's old log-probs always
+come from the trainer. functional.off_policy_weights corrects for the difference between vLLM's and the trainer's log-probs. Up to
+rounding, a completion depends only on the seed, the row's number, its prompt and its role. vLLM's random numbers differ from
+SlotDecoder's. Greedy completions of both decoders are equal, unless two tokens are almost equally likely.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class VllmDecoder(Decoder):
         self.shared, self.folder = shared, Path(folder)
         self.adapters: dict[str, Any] = {}  # role -> LoRARequest
         self.requests: dict[str, Row] = {}  # vLLM's request id -> row
-        self.numbers = itertools.count(1)  # ids of adapters and requests
+        self.numbers = itertools.count(1)  # counter for the ids of adapters and requests
 
     @property
     def rows(self) -> list[Row]:  # type: ignore[override]
         return list(self.requests.values())
 
     def add(self, role: str, folder: str) -> None:
-        if (rank := adapter_files.largest_rank(folder)) > self.max_rank:
+        if (rank := adapter_files.largest_rank_in_folder(folder)) > self.max_rank:
             raise InputError(
                 f"the adapter has rank {rank}, but vLLM was started for ranks up to {self.max_rank}; restart the server"
             )
@@ -219,7 +219,7 @@ def sampling_params(sampling: Sampling, number: int, logprobs: int | None, **opt
     )
 
 
-def largest_rank(shared: SharedBase, roles: Sequence[str | None]) -> int:
+def largest_lora_rank(shared: SharedBase, roles: Sequence[str | None]) -> int:
     """Returns the largest rank of the roles' adapters, or 0 without adapters. Raises InputError if vLLM cannot run an adapter."""
     configs = [shared.configs[role] for role in roles if role]
     for config in configs:
@@ -230,7 +230,7 @@ def largest_rank(shared: SharedBase, roles: Sequence[str | None]) -> int:
 
 
 def accepted_rank(rank: int) -> int:
-    """Returns the smallest max_lora_rank that vLLM accepts and that is at least `rank`. Raises ValueError if there is none."""
+    """Returns the smallest max_lora_rank that vLLM accepts and that is at least `rank`. Raises ValueError if all are smaller."""
     from vllm.config.lora import MaxLoRARanks  # undocumented; remove when vllm.LLM accepts any rank
 
     ranks = [r for r in sorted(get_args(MaxLoRARanks)) if r >= rank]

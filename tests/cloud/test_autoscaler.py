@@ -77,7 +77,10 @@ def head(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_wait_names_the_launch_that_failed_and_ray_tries_no_other_type(head, tmp_path, in_root):
-    """Fails if a new version of Ray falls back from a spot node type to an on-demand type. Then update the documentation."""
+    """Fails if a new version of Ray falls back from a spot node type to an on-demand type.
+
+    If this test fails, update the sections of the documentation on spot nodes.
+    """
     environment = {"RAY_ADDRESS": head.gcs, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
     command = [sys.executable, "-c", WAITS]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=200)

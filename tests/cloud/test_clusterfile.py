@@ -20,7 +20,7 @@ from pipeline.errors import InputError
 
 AWS = ROOT / "cluster.yaml"
 FILES = [AWS, ROOT / "jobs/cloud/gcp.yaml", ROOT / "jobs/cloud/local.yaml"]
-TWO_SECONDS = "0.0006"  # two seconds in hours, because start-node.sh takes hours
+TWO_SECONDS = "0.0006"  # in hours, the unit that start-node.sh expects
 IMAGE = "ami-12c6146b"  # an AMI that exists in the mock of AWS
 needs_moto = pytest.mark.skipif(importlib.util.find_spec("moto") is None, reason="needs the extra `mock`")
 pytestmark = pytest.mark.usefixtures("in_root")
@@ -31,7 +31,7 @@ def home(tmp_path, monkeypatch):
     """Returns a home folder that contains only a Ray token, and puts fake ssh and rsync programs on the PATH."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "bin").mkdir()
-    for tool in clusterfile.TOOLS:  # empty files, because the check only tests that the programs exist
+    for tool in clusterfile.TOOLS:  # empty files, because the check only searches the PATH for these programs
         (tmp_path / "bin" / tool).touch(mode=0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     (tmp_path / ".ray").mkdir()
@@ -55,7 +55,7 @@ def test_a_cluster_file_is_valid_once_its_lines_are_filled_in(file, home):
     lines = file.read_text().splitlines()
     named = [int(number) for number in re.findall(r"\.yaml:(\d+): ", str(error.value))]
     assert named and all("EDIT" in lines[number - 1] for number in named)
-    shown = clusterfile.summary(clusterfile.check_cluster_file(filled(file, home)))
+    shown = clusterfile.describe_cluster(clusterfile.check_cluster_file(filled(file, home)))
     if file == AWS:
         assert (
             "1 x m7i.2xlarge, $0.40 an hour (2026-11-20), until `make down`, or 8 hours without a job"
@@ -70,17 +70,17 @@ def test_a_cluster_file_is_valid_once_its_lines_are_filled_in(file, home):
 def test_mistakes_are_found_before_anything_is_started(home, monkeypatch):
     file = filled(AWS, home)
     file.write_text(file.read_text().replace("      SecurityGroupIds: *group\n", ""))
-    message = r"gpu1\.node_config\.SecurityGroupIds: missing; Ray would open port 22 to the world"
+    message = r"gpu1\.node_config\.SecurityGroupIds: missing, so Ray would open port 22 to the world"
     with pytest.raises(InputError, match=message):
         clusterfile.check_cluster_file(file)
     file = filled(AWS, home)
     file.write_text(re.sub(r"(?s)( gpu4:.*?min_workers: )0", r"\g<1>1", file.read_text()))
     with pytest.raises(
-        InputError, match=r"gpu4\.min_workers: the head ends itself .* but not these workers; set 0"
+        InputError, match=r"gpu4\.min_workers: an idle head shuts itself down .* would keep running; set 0"
     ):
         clusterfile.check_cluster_file(file)
     file.write_text(file.read_text().replace("HEAD_IDLE_HOURS=8 ", ""))
-    shown = clusterfile.summary(clusterfile.check_cluster_file(file))
+    shown = clusterfile.describe_cluster(clusterfile.check_cluster_file(file))
     assert "1 to 1 x g6e.12xlarge (gpu4)" in shown and "until `make down`, even if no job runs" in shown
     file = filled(AWS, home)
     (home / ".ray/auth_token").unlink()
@@ -95,7 +95,7 @@ def signed_out(monkeypatch, folder):
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(folder))
-    # boto3 would query this machine's metadata service
+    # prevents boto3 from querying the metadata service of this machine
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 
@@ -132,7 +132,7 @@ def test_only_node_types_that_say_so_are_spot_and_the_head_has_no_gpu():
         assert kind["min_workers"] == 0
         profile = "rlhf-head" if name == "head" else "rlhf-worker"
         assert kind["node_config"]["IamInstanceProfile"]["Name"] == profile
-        # so that a process on the node cannot read the role's credentials with a plain GET
+        # IMDSv2, so that a process cannot read the IAM role's credentials with a plain GET request
         assert kind["node_config"]["MetadataOptions"]["HttpTokens"] == "required"
         market = {"MarketType": "spot"} if name.endswith("_spot") else None
         assert kind["node_config"].get("InstanceMarketOptions") == market
@@ -174,9 +174,9 @@ def ec2(monkeypatch, home):
         monkeypatch.setenv(name, value)
     import boto3
 
-    boto3.setup_default_session()  # drops the session with credentials from an earlier test
+    boto3.setup_default_session()  # replaces the session that has an earlier test's credentials
     urllib.request.urlopen(urllib.request.Request(f"{endpoint}/moto-api/reset", method="POST"))
-    template = (ROOT / "jobs/cloud/aws.yaml").read_text()  # creates the roles and the bucket
+    template = (ROOT / "jobs/cloud/aws.yaml").read_text()  # creates the IAM roles and the S3 bucket
     assert not re.search(r": [&*]", template), "CloudFormation knows no YAML aliases"
     cloud, net = boto3.client("cloudformation"), boto3.client("ec2")
     vpc = net.create_vpc(CidrBlock="10.7.0.0/16")["Vpc"]["VpcId"]
@@ -207,7 +207,7 @@ def head_and_profile(boto3):
 
 @needs_moto
 def test_ray_up_starts_the_head_on_ec2(ec2, home):
-    """Runs the real `ray up` until the mock has an instance, to which `ray up` cannot log in."""
+    """Runs the real `ray up` until the mock of AWS has an instance, and then ends `ray up`, which cannot log in to a mock."""
     [stack] = ec2.client("cloudformation").describe_stacks(StackName="rlhf")["Stacks"]
     made = {one["OutputKey"]: one["OutputValue"] for one in stack["Outputs"]}["SecurityGroup"]
     file = filled(AWS, home)
@@ -229,7 +229,8 @@ def test_ray_up_starts_the_head_on_ec2(ec2, home):
     head, profile = started
     assert (head["InstanceType"], head["ImageId"], profile) == ("m7i.2xlarge", IMAGE, "rlhf-head")
     assert "InstanceLifecycle" not in head  # an on-demand instance, because the cluster ends if its head ends
-    assert {"Key": "ray-cluster-name", "Value": "rlhf"} in head["Tags"]  # the IAM role requires this tag
+    # the IAM role may start only instances with this tag
+    assert {"Key": "ray-cluster-name", "Value": "rlhf"} in head["Tags"]
     (group,) = (one["GroupId"] for one in head["SecurityGroups"])
     assert group == made
     [found] = ec2.client("ec2").describe_security_groups(GroupIds=[group])["SecurityGroups"]
@@ -250,7 +251,7 @@ def test_the_roles_have_few_permissions(ec2):
     # workers are not allowed to start instances
     assert iam.list_role_policies(RoleName="rlhf-worker")["PolicyNames"] == []
     policy = iam.get_role_policy(RoleName="rlhf-head", PolicyName="autoscale")["PolicyDocument"]
-    # the mock stores the policy as text
+    # the mock of AWS stores the IAM policy as text
     policy = yaml.safe_load(policy) if isinstance(policy, str) else policy
     for statement in policy["Statement"]:
         assert "*" not in "".join(statement["Action"])
@@ -349,6 +350,7 @@ def test_a_worker_without_a_head_shuts_down(node):
     assert done.returncode == 0, done.stderr
     asked = [line for line in log if line == "timeout 10 bash -c < /dev/tcp/10.0.0.9/6379"]
     assert len(asked) >= 3 and log[-1] == "sudo shutdown -h now"
-    for file in FILES[:2]:  # the other cluster files use the user's own machines, which must not shut down
+    # local.yaml is left out, because it uses the user's own machines, which must not shut down
+    for file in FILES[:2]:
         [start] = yaml.safe_load(file.read_text())["worker_start_ray_commands"][1:]
         assert start == "HEAD_IDLE_HOURS=1 bash ~/rlhf/start-node.sh worker"

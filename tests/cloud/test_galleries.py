@@ -65,7 +65,8 @@ def test_its_test_script_passes(tmp_path):
         try:
             output, _ = run.communicate(timeout=900)
         finally:
-            with contextlib.suppress(ProcessLookupError):  # the script's MLflow server may still run
+            # ends the MLflow server that the script may have left running
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(run.pid, signal.SIGTERM)
     assert run.returncode == 0, output[-4000:]
     assert len(list((tmp_path / "rlhf/runs").glob("*/result.json"))) == 4

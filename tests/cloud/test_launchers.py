@@ -27,7 +27,7 @@ def started_by_sky(tmp_path, **env):
     programs.mkdir()
     for name in ("mlflow", "curl"):
         (programs / name).write_text("#!/bin/sh\nexit 0\n")
-    # the fake pipeline ends after keep.py, which runs in the background, has started
+    # the fake pipeline waits until the background process keep.py has started
     waits = f'[ "$1" != -m ] || until grep -q "keep.py watch" {tmp_path}/log; do sleep 0.1; done'
     (programs / "python").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/log\n{waits}\n')
     for program in programs.iterdir():
@@ -53,7 +53,7 @@ def test_sky_starts_valid_jobs_whose_runs_have_names(tmp_path, monkeypatch):
     command, folder, *overrides = started_by_sky(tmp_path)
     assert (command, folder) == ("run", "jobs/own")
     monkeypatch.chdir(ROOT)
-    jobs = rlhf.load(folder, overrides)
+    jobs = rlhf.load_profile(folder, overrides)
     assert jobs["rm"].run.name == "rm-own", "the next node resumes a run by its name"
     assert all(job.scaling["use_gpu"] and job.run.storage_path == "s3://b/runs" for job in jobs.values())
 

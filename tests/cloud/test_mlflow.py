@@ -25,7 +25,7 @@ def needs(*modules):
     """Skips a test if a module of the extra `cloud` is not installed."""
     try:
         found = all(importlib.util.find_spec(module) for module in modules)
-    except ModuleNotFoundError:  # its parent package is missing
+    except ModuleNotFoundError:  # raised by find_spec if the parent package of a module is missing
         found = False
     return pytest.mark.skipif(not found, reason=f"needs {', '.join(modules)}")
 
@@ -38,7 +38,7 @@ def postgres():
     # a short path, because the length of socket paths is limited
     folder, port = Path(tempfile.mkdtemp(prefix="pg")), free_port()
     as_user = []
-    if os.geteuid() == 0:  # the server does not run as root
+    if os.geteuid() == 0:  # PostgreSQL's server refuses to run as root
         as_user = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"]
         shutil.chown(folder, "nobody", "nogroup")
     how = {"check": True, "capture_output": True, "cwd": folder}
@@ -55,7 +55,7 @@ def postgres():
 
 @contextlib.contextmanager
 def serving(folder, *options, **environment):
-    """Runs an MLflow server with these options until the `with` block ends. Yields the server's address."""
+    """Runs an MLflow server with the given options until the `with` block ends. Yields the server's address."""
     port = free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1", *options]
     how = {"cwd": folder, "env": os.environ | environment, "start_new_session": True}
@@ -70,7 +70,7 @@ def serving(folder, *options, **environment):
 @pytest.mark.slow
 @needs("psycopg")
 def test_mlflow_serves_from_postgresql(postgres, tmp_path):
-    """Uses the address format of cluster.yaml, and the driver of the extra `cloud`."""
+    """Uses a database address in the format of cluster.yaml, and the PostgreSQL driver of the extra `cloud`."""
     import mlflow
 
     with serving(tmp_path, "--backend-store-uri", postgres) as address:

@@ -113,7 +113,7 @@ def test_a_fixed_number_of_workers_shares_pods_of_up_to_a_node(h100, monkeypatch
     assert shape("jobs/llama3-70b/sft.yaml") == (1, 1, "8", "64"), "STRICT_PACK is one node"
     monkeypatch.setenv("NODE_GPUS", "4")
     assert shape("jobs/llama3-8b/sft.yaml", *twelve) == (3, 3, "4", "32")
-    message = "NODE_GPUS: found 4, but 8 workers have to share one node"
+    message = "NODE_GPUS: found 4, but all 8 workers must run on one node"
     assert message in refused(capsys, "jobs/llama3-70b/sft.yaml", *SHARED_STORAGE)
     monkeypatch.setenv("NODE_GPUS", "many")
     message = "NODE_GPUS: found many, expected a number"
@@ -142,7 +142,7 @@ def test_kueue_accepts_a_job_with_a_queue(monkeypatch, capsys):
     names = [group["groupName"] for group in cluster["workerGroupSpecs"]]
     assert len(set(names)) == len(names) < 18 and "head" not in names
     assert {pod["priorityClassName"] for pod in pods(manifest)} == {"training"}
-    message = "QUEUE: Kueue accepts no cluster that grows"
+    message = "QUEUE: Kueue does not accept clusters with a variable number of workers"
     assert message in refused(capsys, "jobs/demo/sft.yaml", *SHARED_STORAGE, "scaling.num_workers=[1,2]")
     monkeypatch.setenv("SCHEDULE", "0 3 * * 1")
     assert message in refused(capsys, "jobs/demo/sft.yaml", *SHARED_STORAGE)
@@ -153,7 +153,7 @@ def test_a_folder_is_one_job_whose_runs_have_names():
     assert (manifest["kind"], manifest["metadata"]["name"]) == ("RayJob", "demo")
     command = shlex.split(manifest["spec"]["entrypoint"])
     assert command[:5] == ["python", "-m", "pipeline", "run", "jobs/demo"]
-    jobs = rlhf.load("jobs/demo", command[5:])
+    jobs = rlhf.load_profile("jobs/demo", command[5:])
     assert [job.run.name for job in jobs.values()] == [f"{stage}-demo" for stage in jobs]
     named = rayjob.manifest(["jobs/demo"], ["run.storage_path=/mnt/runs", MLFLOW, "run.name=mine"])
     assert named["spec"]["entrypoint"].endswith("run.name=mine")
@@ -163,7 +163,7 @@ def test_a_folder_is_one_job_whose_runs_have_names():
 
 @pytest.mark.parametrize("paths", [["jobs/own/kto.yaml", "jobs/own/evaluate.yaml"], ["jobs/own"]])
 def test_a_schedule_starts_new_runs(paths, monkeypatch, capsys):
-    """Several files run one after another in one cluster."""
+    """The entrypoint of a scheduled RayJob runs all job files, one after another."""
     monkeypatch.setenv("SCHEDULE", "0 3 * * 1")
     text = made(capsys, *paths, *SHARED_STORAGE)
     manifest = yaml.safe_load(text)
@@ -177,14 +177,17 @@ def test_a_schedule_starts_new_runs(paths, monkeypatch, capsys):
     assert words[:2] == ["bash", "-c"]
     commands = [shlex.split(one)[3:5] for one in words[2].split(" && ")]
     assert commands == [["kto", paths[0]], ["evaluate", paths[1]]]
-    # `ray job submit` passes the command to a shell like this
+    # `ray job submit` joins the words with list2cmdline and passes the line to a shell
     line = subprocess.list2cmdline(["bash", "-c", "echo 'a b' && echo c"])
     assert subprocess.check_output(line, shell=True, text=True) == "a b\nc\n"
 
 
 def test_arguments_that_make_no_manifest_are_refused(monkeypatch, capsys):
     sft, shared = "jobs/demo/sft.yaml", ["run.storage_path=/mnt/runs", MLFLOW]
-    serve, message = "jobs/demo/serve.yaml", "these make no single manifest; use one folder, one serve.yaml"
+    serve, message = (
+        "jobs/demo/serve.yaml",
+        "these jobs do not fit into one manifest; use one folder, one serve.yaml",
+    )
     assert "expected a folder of jobs or job files" in refused(capsys, *shared)
     for paths in ([serve, sft], [sft, serve], ["jobs/demo", "jobs/demo/kto.yaml"]):
         assert f"{shlex.join(paths)}: {message}" in refused(capsys, *paths, *shared)
@@ -196,7 +199,7 @@ def test_arguments_that_make_no_manifest_are_refused(monkeypatch, capsys):
             ("jobs/demo", "run.name=a"),
             ("jobs/demo", "ppo.run.name=b"),
         ):
-            assert "which the second job of the schedule would find finished" in refused(
+            assert "so the second scheduled job would find a finished run" in refused(
                 capsys, job, *shared, name
             )
     assert "would be inside a single pod" in refused(capsys, sft)
@@ -220,7 +223,7 @@ def test_local_paths_that_pods_do_not_have_are_named(tmp_path, capsys):
     assert warned(*there) == ""
     rows = tmp_path / "rows.jsonl"
     for path in (str(rows), "jobs/../rows.jsonl", "/mnt/runs2/rows.jsonl"):
-        warning = f"warning: data.train: {path!r} is neither in the image, which has jobs/ of this folder, nor below"
+        warning = f"warning: data.train: {path!r} is neither in the image, which contains only jobs/ of this folder, nor below"
         assert warned(f"data.train={path}").startswith(warning)
 
 
@@ -240,7 +243,7 @@ def test_the_gpu_and_its_nodes_have_to_be_named(capsys, monkeypatch):
     monkeypatch.setenv("GPU", "L40S")
     assert "GPU: found L40S, expected one of in(A100-80G,H100,H200)" in refused(capsys, *job)
     monkeypatch.setenv("GPU", "H100")
-    assert "NODE_SELECTOR: missing; Ray trusts the label H100" in refused(capsys, *job)
+    assert "NODE_SELECTOR: missing; Ray does not check the label H100" in refused(capsys, *job)
     monkeypatch.setenv("NODE_SELECTOR", "cloud.google.com/gke-accelerator=nvidia-h100-80gb")
     [group] = groups(job[0])
     assert group["labels"] == {"ray.io/accelerator-type": "H100"}

@@ -1,4 +1,4 @@
-"""Tests on which nodes Ray's autoscaler places the shipped jobs, and that the checks before an upload agree with it."""
+"""Tests on which nodes Ray's autoscaler places the shipped jobs, and that the checks before an upload find the same nodes."""
 
 import re
 from collections import Counter
@@ -41,7 +41,7 @@ def bundles(job):
 
 
 def request(bundle):
-    """Returns the autoscaler's request for a bundle with selectors NAME or in(NAME,...)."""
+    """Returns the autoscaler's resource request for a bundle. A label selector has the form NAME or in(NAME,...)."""
     among = LabelSelectorOperator.LABEL_OPERATOR_IN
     selector = [
         (key, among, re.fullmatch(r"(?:in\()?(.*?)\)?", value)[1].split(","))
@@ -53,7 +53,7 @@ def request(bundle):
 def started(config, gang=(), tasks=0, without=(), actors=()):
     """Returns {node type: count} of the nodes that the autoscaler starts for a placement group, one-CPU tasks and actors."""
     kinds = AutoscalingConfig(config, skip_content_hash=True).get_node_type_configs()
-    for name in (config["head_node_type"], *without):  # the head is already running
+    for name in (config["head_node_type"], *without):  # the head node is already running
         del kinds[name]
     cpu = ResourceRequestByCount(request=ResourceRequestUtil.make({"CPU": 1}), count=tasks)
     gangs = [GangResourceRequest(requests=[request(one) for one in gang])] if gang else []
@@ -169,7 +169,8 @@ def autoscaling_config_of(spec):
     """Returns the node types that Ray's autoscaler reads from a manifest, without a running node."""
     spec = spec.get("rayClusterSpec") or spec["rayClusterConfig"]
     for group in spec["workerGroupSpecs"]:
-        group |= {"numOfHosts": 1, "replicas": 0, "minReplicas": 0}  # numOfHosts is the operator's default
+        # the KubeRay operator sets numOfHosts to 1 by default
+        group |= {"numOfHosts": 1, "replicas": 0, "minReplicas": 0}
     spec["autoscalerOptions"] = {"version": "v2"}
     return _derive_autoscaling_config_from_ray_cr({"metadata": {"namespace": "a", "name": "b"}, "spec": spec})
 
@@ -257,4 +258,5 @@ def test_labels_of_live_nodes_are_checked(aws):
         else:
             run_checks(sft(), up)
     wanted = sft("scaling.label_selector=null", "scaling.accelerator_type=H100")
-    run_checks(wanted, aws)  # Ray itself adds this resource to the node type of an EC2 instance
+    # Ray itself adds the resource accelerator_type:H100 to the node type of an EC2 instance
+    run_checks(wanted, aws)

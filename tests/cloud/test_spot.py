@@ -14,7 +14,10 @@ from servers import Handler, listening
 
 @pytest.fixture
 def service(monkeypatch):
-    """Starts a metadata service. `service.answers` maps paths to text; other paths get 404, which means no notice."""
+    """Starts a metadata service.
+
+    `service.answers` maps paths to text; for other paths, the fake returns 404, which means that there is no notice.
+    """
 
     class Say(Handler):
         def answer(self):
@@ -47,7 +50,7 @@ def test_notices_of_aws_and_google(service):
     assert service.asked[-1].get("X-aws-ec2-metadata-token") == "T0KEN"
     service.shutdown()
     service.server_close()
-    assert spot.seconds_left() is None  # this instance is not a spot instance
+    assert spot.seconds_left() is None  # without a metadata service, there is no spot notice
 
 
 def test_a_notice_drains_the_node_once_ray_takes_it(service, tmp_path):

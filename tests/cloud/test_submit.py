@@ -106,7 +106,7 @@ def test_a_job_with_a_mistake_is_not_submitted(cluster, capsys, tmp_path, monkey
     ],
 )
 def test_a_cluster_with_other_versions_is_refused(path, change, message, cluster):
-    """Changes a version in the head's response, because a second Ray cannot be installed."""
+    """Simulates another version of Ray or Python by changing the head's response."""
     api = submit.Api(cluster.address)
 
     def get(requested):
@@ -141,7 +141,7 @@ def test_resources_include_nodes_that_the_autoscaler_may_start(job):
     with pytest.raises(InputError, match=message) as refused:
         preflight.check_resources(job(*gpus, "scaling.num_workers=8").places, scaled_to_zero)
     preflight.check_resources(job(*gpus, refused.value.change).places, scaled_to_zero)
-    with pytest.raises(InputError, match="resources for 2 "):  # the limit is max_workers of the full cluster
+    with pytest.raises(InputError, match="resources for 2 "):  # max_workers limits all node types together
         preflight.check_resources(
             job(*gpus, "scaling.num_workers=4").places, replace(scaled_to_zero, max_workers=2)
         )
@@ -176,7 +176,7 @@ def test_several_nodes_need_shared_storage_and_a_shared_mlflow_server(tmp_path, 
     for shared in ("/mnt/not-here/runs", "s3://bucket/runs"):
         preflight.check_storage(shared, "http://10.9.8.0:5000", two)
     for own in ("sqlite:////mnt/mlflow.db", "http://127.0.0.1:5000"):
-        with pytest.raises(InputError, match=r"mlflow\.tracking_uri: .* is another file or machine"):
+        with pytest.raises(InputError, match=r"mlflow\.tracking_uri: .* is a different file or server"):
             preflight.check_storage("s3://bucket/runs", own, two)
     preflight.check_storage(str(tmp_path), None, a_cluster({"CPU": 4}))
 
@@ -186,7 +186,7 @@ def test_files_that_nodes_do_not_get_are_named(job, tmp_path, monkeypatch):
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "pipeline").rglob("*.py")}
     assert modules | {"jobs/demo/sft.yaml"} <= set(files)
     assert not [name for name in files if name.startswith((".git/", ".venv", "tests/", "runs/"))]
-    preflight.check_paths(job().paths, two, files)
+    preflight.check_paths_on_cluster(job().paths, two, files)
 
     outside = tmp_path / "outside.jsonl"
     (here := tmp_path / "here").mkdir()
@@ -196,15 +196,15 @@ def test_files_that_nodes_do_not_get_are_named(job, tmp_path, monkeypatch):
         name.write_text("{}\n")
     overrides = ["data.train=r*.jsonl", "model.name_or_path=jobs/demo/model"]
     rows = workload_of(load_job("jobs/demo/sft.yaml", overrides)).paths
-    preflight.check_paths(rows, two, preflight.upload_files())
+    preflight.check_paths_on_cluster(rows, two, preflight.upload_files())
     Path(".rayignore").write_text("rows.jsonl\n")
     with pytest.raises(InputError, match=r"data\.train: 'rows.jsonl' would not be uploaded"):
-        preflight.check_paths(rows, two, preflight.upload_files())
+        preflight.check_paths_on_cluster(rows, two, preflight.upload_files())
     elsewhere = workload_of(load_job("jobs/demo/sft.yaml", [f"data.train={outside}"])).paths
     with pytest.raises(InputError, match=r"data\.train: .*outside\.jsonl' is on this machine's own disk"):
-        preflight.check_paths(elsewhere, two, {"jobs/demo/sft.yaml": 1})
+        preflight.check_paths_on_cluster(elsewhere, two, {"jobs/demo/sft.yaml": 1})
     # The only node may be this machine, so a local path is accepted.
-    preflight.check_paths([("data.train", str(outside))], a_cluster({"CPU": 4}), {})
+    preflight.check_paths_on_cluster([("data.train", str(outside))], a_cluster({"CPU": 4}), {})
 
 
 def test_a_too_large_upload_names_its_largest_files(tmp_path, monkeypatch):
@@ -212,7 +212,7 @@ def test_a_too_large_upload_names_its_largest_files(tmp_path, monkeypatch):
     for number in range(7):
         (tmp_path / f"big{number}.bin").touch()
         os.truncate(f"big{number}.bin", (20 + number) * 2**20)
-    with pytest.raises(InputError, match="is 161 MiB, and an upload may have 100") as error:
+    with pytest.raises(InputError, match="is 161 MiB, but the limit for uploads is 100 MiB") as error:
         preflight.upload_files()
     named = [line.split()[-1] for line in str(error.value).splitlines()[1:]]
     assert named == [f"big{number}.bin" for number in (6, 5, 4, 3, 2)]
@@ -249,26 +249,26 @@ def submit_shell(api, name, lines=3, pause=0.0, status=0, end="true"):
 def test_the_exit_status_is_the_status_of_the_job(cluster, capsys):
     api = submit.Api(cluster.address)
     submit_shell(api, "fails", status=2, end="echo error: key: wrong")
-    assert submit.follow(api, "fails") == 2
+    assert submit.follow_submission(api, "fails") == 2
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("line")]
     assert lines == ["line 0", "line 1", "line 2"]
-    submit_shell(api, "died", status=2)  # for example, because a file of a library is missing
-    assert submit.follow(api, "died") == 1
+    submit_shell(api, "died", status=2)  # as if a file of a library were missing
+    assert submit.follow_submission(api, "died") == 1
     assert "died failed: " in capsys.readouterr().err
 
 
 def test_a_lost_connection_loses_no_line_and_repeats_none(cluster, capsys, monkeypatch):
     proxy = Proxy(cluster.port)
-    # Ray's client prefers this variable to its `address` argument.
+    # Ray's client prefers RAY_ADDRESS to its argument `address`.
     monkeypatch.setenv("RAY_ADDRESS", proxy.address)
     api = submit.Api(proxy.address)
     submit_shell(api, "cut", lines=40, pause=0.2)
 
     for seconds, change in ((3, proxy.cut), (5, proxy.mend)):
         threading.Timer(seconds, change).start()
-    assert submit.follow(api, "cut") == 0
+    assert submit.follow_submission(api, "cut") == 0
     shown = capsys.readouterr()
-    assert "the connection was lost" in shown.err
+    assert "connection lost" in shown.err
     lines = [line for line in shown.out.splitlines() if line.startswith("line")]
     assert lines == [f"line {n}" for n in range(40)]
 
@@ -295,15 +295,15 @@ class ClientWithoutLog:
 def test_a_job_whose_log_cannot_be_read_ends_with_its_state(capsys, monkeypatch):
     monkeypatch.setattr(submit, "SILENT_SECONDS", 0.5)
     monkeypatch.setattr(submit.time, "sleep", lambda _: None)
-    assert submit.follow(ClientWithoutLog("RUNNING", "RUNNING", "FAILED"), "job") == 1
+    assert submit.follow_submission(ClientWithoutLog("RUNNING", "RUNNING", "FAILED"), "job") == 1
     message = capsys.readouterr().err
-    lost = "the connection was lost (RuntimeError: WebSocket connection closed); job continues"
+    lost = "connection lost (RuntimeError: WebSocket connection closed); job is still running"
     assert message.count(lost) == 1
     assert "the end of the log is missing" in message and "job failed: its node died" in message
-    assert submit.follow(ClientWithoutLog(OSError("no route"), "SUCCEEDED"), "job") == 0
+    assert submit.follow_submission(ClientWithoutLog(OSError("no route"), "SUCCEEDED"), "job") == 0
     monkeypatch.setattr(submit, "SILENT_SECONDS", -1)
     with pytest.raises(OSError, match="no route"):  # creating Ray's client succeeds, but its requests fail
-        submit.follow(ClientWithoutLog(OSError("no route")), "job")
+        submit.follow_submission(ClientWithoutLog(OSError("no route")), "job")
 
 
 def test_leaving_a_job_and_ending_it(cluster, capsys, monkeypatch):
@@ -319,10 +319,10 @@ def test_leaving_a_job_and_ending_it(cluster, capsys, monkeypatch):
         _, message = follower.communicate(timeout=60)
         assert follower.returncode == 130
     assert "make logs NAME=long" in message and "make stop NAME=long" in message
-    with pytest.raises(InputError, match="'long' is running on this cluster already"):
+    with pytest.raises(InputError, match="'long' is running on this cluster"):
         submit.next_attempt(api, "long")
     assert submit.main(["stop", "long"]) == 0
-    assert submit.follow(api, "long") == 1
+    assert submit.follow_submission(api, "long") == 1
     assert "long stopped" in capsys.readouterr().err
     assert submit.next_attempt(api, "long") == "long.2"
     assert submit.main(["logs", "nobody"]) == 2
@@ -353,7 +353,7 @@ def test_jobs_get_an_installed_package_and_secrets_that_no_log_of_ray_has(
     command = shlex.join(["python", "-c", READ_SECRET])
     with submit.runtime_env({"HF_TOKEN": secret}) as environment:
         api.submit(submission_id="secret", entrypoint=command, runtime_env=environment)
-    assert submit.follow(api, "secret") == 0, capsys.readouterr().out
+    assert submit.follow_submission(api, "secret") == 0, capsys.readouterr().out
     shown = capsys.readouterr().out
     assert f"driver {secret[::-1]}" in shown and f"worker {secret[::-1]}" in shown
     [line] = [line for line in shown.splitlines() if line.startswith("package")]
@@ -380,12 +380,17 @@ def test_an_address_with_a_vendors_scheme_is_resolved_by_ray(cluster, tmp_path, 
     assert preflight.query_cluster(submit.Api("mycloud://cluster-1").get, "mycloud://cluster-1").nodes
     monkeypatch.setenv("RAY_ADDRESS", "nocloud://cluster-1")
     assert submit.main(["jobs"]) == 2
-    assert "RAY_ADDRESS: 'nocloud://cluster-1' is unknown to Ray (" in capsys.readouterr().err
+    assert (
+        "RAY_ADDRESS: 'nocloud://cluster-1' is not an address that Ray can parse (" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
 def test_a_stage_runs_on_the_cluster(cluster, capfd, tmp_path):
-    """Two processes submit the same run at the same time. One of them starts the run, and the other exits with a message."""
+    """Two processes submit the same run at the same time.
+
+    One process starts the run, and the other process exits with a message.
+    """
     short = ["gate={}", "trainer.max_steps=1", "trainer.eval_on_start=false", "trainer.eval_strategy=no"]
     arguments = ["sft", "jobs/demo/sft.yaml", f"run.storage_path={tmp_path}/runs", "run.name=far", *short]
     command = [sys.executable, "-m", "pipeline", *arguments]
@@ -394,7 +399,7 @@ def test_a_stage_runs_on_the_cluster(cluster, capfd, tmp_path):
     (status, shown), (other, refusal) = sorted((one.wait(), one.stdout.read()) for one in both)
     assert (status, other) == (0, 2), shown + refusal
     assert "submitting far to" in shown and "rlhf-sft v1" in shown, shown
-    assert "on this cluster already (far); to follow it, run make logs NAME=far" in refusal.splitlines()[-1]
+    assert "on this cluster (far); to see its log, run make logs NAME=far" in refusal.splitlines()[-1]
     assert (tmp_path / "runs/far/result.json").exists()
     # No other process has tried to acquire the lease.
     assert len(list((tmp_path / "runs/far/lease").iterdir())) == 1

@@ -43,7 +43,7 @@ def hosts():
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2g", "tmpfs", str(folder / "shared")], check=True)
     try:
         with Hosts(folder, 3, [Path(sys.prefix), ROOT, folder]) as made:
-            for host in made.hosts:  # `make setup` would install the environment in this folder
+            for host in made.hosts:  # ~/rlhf/.venv is where `make setup` would install the environment
                 (host.home / "rlhf").mkdir()
                 (host.home / "rlhf/.venv").symlink_to(sys.prefix)
             yield made
@@ -155,7 +155,7 @@ def test_jobs_run_on_several_hosts(cluster, user, hosts):
 
 
 def test_storage_that_is_not_shared_is_refused(cluster, user):
-    """The job's storage is in /tmp, which differs on each host. The job reports this before it starts a worker."""
+    """The storage path is in /tmp, which differs on each host, so the job fails before it starts a worker."""
     alone = "ARGS=run.storage_path=/tmp/alone/runs run.name=alone"
     assert "is not shared" in make(user, "sft", alone, status=2, RAY_ADDRESS=cluster)
 
@@ -174,7 +174,7 @@ http.server.HTTPServer(('169.254.169.254', 80), Say).serve_forever()
 
 
 def test_a_spot_notice_drains_the_node(cluster, hosts):
-    """A worker's spot watcher queries the cloud's metadata service. A small script answers at that address."""
+    """A small script simulates the cloud's metadata service, which the spot watcher of a node queries."""
     host = hosts[2]
     subprocess.run(["ip", "-n", host.name, "addr", "add", "169.254.169.254/32", "dev", "lo"], check=True)
     command = ["ip", "netns", "exec", host.name, sys.executable, "-c", NOTICE]

@@ -40,7 +40,7 @@ class Ppo:
         self.process = cluster.start(cluster.hosts[0], *command, *PPO, *where)
 
     def reaches(self, step):
-        """Waits until the run prints the line of this step."""
+        """Waits until the run prints the metrics of this step."""
         pattern = re.compile(rf"\bstep +{step}/{UPDATES}\b")
 
         def there():

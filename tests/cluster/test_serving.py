@@ -88,13 +88,13 @@ class Load:
     """Eight clients that each send one request after another. A client repeats a failed request once, after a second.
 
     Args:
-        requests: total number. If None, the clients send requests until the block ends.
+        requests: total number of requests. If None, the clients send requests until the `with` block ends.
     """
 
     def __init__(self, client, requests=None):
         self.client, self.requests = client, requests
         self.answers = []  # (time, answer)
-        # (status, message) of first attempts and of second attempts that failed.
+        # (status, message) of requests whose first attempt failed, and of requests whose second attempt failed, too
         self.repeated, self.failed = [], []
         self.number, self.lock, self.ended = 0, threading.Lock(), False
         self.threads = [threading.Thread(target=self._work, daemon=True) for _ in range(CLIENTS)]
@@ -131,7 +131,7 @@ def server(cluster, settings):
     command = [sys.executable, "-m", "pipeline", "serve", "jobs/demo/serve.yaml", *settings]
     process = cluster.start(cluster.hosts[0], *command)
     try:
-        wait(lambda: process.poll() is not None or "Ctrl-C ends it\n" in process.lines, "the server")
+        wait(lambda: process.poll() is not None or "Ctrl-C stops the server\n" in process.lines, "the server")
         assert process.poll() is None, "".join(process.lines)
         yield process
     finally:
@@ -170,7 +170,7 @@ def test_a_host_dies_and_rejoins_and_an_alias_moves_under_load(cluster, server):
     interrupt(cluster)
     status, output = server.end()
     assert status in (0, 130), (status, output)
-    assert "the aliases cannot be followed" not in output
+    assert "cannot resolve the aliases" not in output
     # Ray Serve's controller logs its own tracebacks about a lost node.
     traces = [line for line in server.lines if "Traceback" in line and "(ServeController)" not in line]
     assert not traces, output
@@ -191,7 +191,7 @@ def assert_equal_answers_for_equal_seeds(client):
 
 
 def kill_host_under_load(cluster, client, host):
-    """Returns (time of the kill, the load)."""
+    """Kills a host while clients send requests. Returns (time of the kill, the Load with the answers)."""
     with Load(client, REQUESTS) as load:
         wait(lambda: len(load.answers) > REQUESTS // 3, "a third of the answers")
         cluster.leave(host)
@@ -200,7 +200,7 @@ def kill_host_under_load(cluster, client, host):
     print(f"\n{len(load.repeated)} of {REQUESTS} requests were repeated; the host died at request {sent}")
     assert sent < REQUESTS, "the host died after the last request"
     assert not load.failed and len(load.answers) == REQUESTS, load.failed
-    # OpenAI's client repeats requests with these statuses
+    # OpenAI's client repeats a request if the status is 500 or higher
     assert all(status >= 500 for status, _ in load.repeated), load.repeated
     return died, load
 
@@ -212,7 +212,7 @@ def assert_feedback_is_accepted(client, answers, died):
         if status == 404:
             unknown.append(arrived - died)
         else:
-            assert status in (200, 400), message  # 400 for an empty completion
+            assert status in (200, 400), message  # an empty completion has status 400
     print(f"{len(unknown)} answers were lost with the host, seconds before its death: {unknown}")
     assert all(-2 < seconds < 1 for seconds in unknown), unknown
 

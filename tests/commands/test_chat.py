@@ -1,4 +1,4 @@
-"""Tests `chat` with lines from a pipe, and compares the answers with those of the inference engine.
+"""Tests `chat` with lines from a pipe, and compares the answers with the inference engine's answers.
 
 tests/test_readme.py runs a real process.
 """
@@ -62,7 +62,7 @@ def test_a_full_context_is_reported(models, storage, monkeypatch, capsys, in_roo
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     assert main(["chat", *GREEDY, f"run.storage_path={storage}", "reward=null"]) == 0
     said = capsys.readouterr().out
-    assert "the model's context is full: the oldest 2 messages are forgotten" in said
+    assert "the model's context is full; the oldest 2 messages were removed" in said
     assert said.rindex("the oldest 2 messages") > said.index("too long: "), (
         "a message that is too long makes the model forget nothing"
     )
@@ -72,4 +72,4 @@ def test_a_full_context_is_reported(models, storage, monkeypatch, capsys, in_roo
 def test_a_reward_that_needs_a_column_of_the_rows_is_an_error(models, storage, capsys, in_root):
     given = [*MODELS, f"run.storage_path={storage}", "reward=python:pipeline.demo:gold"]
     assert main(["chat", "jobs/demo/generate.yaml", *given]) == 2
-    assert "asks for `answer`, which a conversation does not have; set reward=" in capsys.readouterr().err
+    assert "needs `answer`, which a conversation does not have; set reward=" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from toy_models import registered
 
 from pipeline.commands import collect
 from pipeline.data.formats import KINDS, format_of, kind_of, parse_row
-from pipeline.data.messages import plain
+from pipeline.data.messages import comparable_text
 from pipeline.errors import InputError
 from pipeline.job import Collect
 
@@ -25,7 +25,10 @@ def sample(text: str, score: float, ended: bool = True) -> dict:
 
 
 def pairs(samples: list[dict], **settings) -> list[tuple[str, ...]]:
-    return [tuple(one["completion"] for one in row) for row in collect.selected(Collect(**settings), samples)]
+    return [
+        tuple(one["completion"] for one in row)
+        for row in collect.select_samples(Collect(**settings), samples)
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------ selection
@@ -49,7 +52,7 @@ def test_ties_repeats_and_empty_completions_make_no_pair():
     assert pairs([sample("a", 1), sample("  ", 0)], select="pairs") == []
     assert pairs([sample(" ", 1)], select="best") == []
     samples = [sample("a", 1), sample("a ", 1), sample("b", 1), sample("", 0), sample("c", 0.5)]
-    assert collect.count(Collect(select="pairs", min_margin=1), {"samples": samples}) == {
+    assert collect.count_samples(Collect(select="pairs", min_margin=1), {"samples": samples}) == {
         "prompts_with_rows": 0, "rows": 0, "completions": 5, "empty": 1, "truncated": 0, "dialogues": 0, "duplicates": 1, "ties": 1, "close": 2,
     }  # fmt: skip
 
@@ -61,7 +64,7 @@ def test_ties_repeats_and_empty_completions_make_no_pair():
 def test_text_that_would_be_read_as_a_conversation_is_left_out(text):
     samples = [sample(text, 3), sample("b", 2), sample(text, 3), sample("c", 1), sample("", 0)]
     assert pairs(samples) == [("b", "c")] and pairs(samples, select="best") == [("b",)]
-    counts = collect.count(Collect(), {"samples": samples})
+    counts = collect.count_samples(Collect(), {"samples": samples})
     assert (counts["dialogues"], counts["duplicates"], counts["empty"]) == (2, 1, 1)
 
 
@@ -81,15 +84,17 @@ def test_the_metrics_of_one_prompt():
 
 
 def test_runs_with_one_seed_share_no_prompt_until_all_are_used():
-    rounds = [collect.choose(Collect(num_prompts=3, skip_prompts=skip), 7, 10) for skip in (0, 3, 6, 9, 12)]
+    rounds = [
+        collect.choose_prompts(Collect(num_prompts=3, skip_prompts=skip), 7, 10) for skip in (0, 3, 6, 9, 12)
+    ]
     used = list(itertools.chain(*rounds))
     assert sorted(used[:10]) == list(range(10))
     assert len(set(used[10:])) == 5 and used[10:] != used[:5]
-    assert rounds[0] == collect.choose(Collect(num_prompts=3), 7, 10)
-    assert rounds[0] != collect.choose(Collect(num_prompts=3), 8, 10)
-    assert list(collect.choose(Collect(), 7, 4)) == [0, 1, 2, 3]
+    assert rounds[0] == collect.choose_prompts(Collect(num_prompts=3), 7, 10)
+    assert rounds[0] != collect.choose_prompts(Collect(num_prompts=3), 8, 10)
+    assert list(collect.choose_prompts(Collect(), 7, 4)) == [0, 1, 2, 3]
     with pytest.raises(InputError, match=r"num_prompts: found 5, but data\.train has 4 prompts"):
-        collect.choose(Collect(num_prompts=5), 7, 4)
+        collect.choose_prompts(Collect(num_prompts=5), 7, 4)
 
 
 @pytest.mark.parametrize("prompt", ["Where is Peru?", [{"role": "user", "content": "Where is Peru?"}]])
@@ -98,21 +103,23 @@ def test_training_reads_collected_rows_with_any_other_columns(prompt):
     fields |= {name for kind in KINDS.values() for name in kind.further} | {"system", "input"}
     row = dict.fromkeys(sorted(fields), "something else")
     row |= {"prompt": prompt, "completion": "old", "answer": "x", "ended": "in 1821", "text": "y"}
-    made = collect.cleaned(row) | collect.origin({"policy": "models:/p/3", "reward.0": "models:/r/1"})
+    made = collect.without_replaced_columns(row) | collect.versions_of_sampling(
+        {"policy": "models:/p/3", "reward.0": "models:/r/1"}
+    )
     assert made["reference_completion"] == "old"
     assert (made["answer"], made["ended"], made["text"]) == ("x", "in 1821", "y"), (
         "a Python reward reads them"
     )
     record = {"row": made, "samples": [sample("In Asia.", 0), sample("In South America.", 2)]}
-    (best,) = collect.rows_of(Collect(select="best"), record)
-    (pair,) = collect.rows_of(Collect(), record)
+    (best,) = collect.training_rows(Collect(select="best"), record)
+    (pair,) = collect.training_rows(Collect(), record)
     assert (best["completion"], best["score"]) == ("In South America.", 2)
     assert (pair["score_chosen"], pair["score_rejected"]) == (2, 0)
     assert best["version"] == pair["version"] == "models:/p/3" and pair["reward_version"] == "models:/r/1"
 
     def read(row, stage):
         record = parse_row(row, kind_of(stage))
-        words = [[plain(one) for one in group] for group in record.pairs]
+        words = [[comparable_text(one) for one in group] for group in record.pairs]
         return record.prompt_content(), words, record.margin, record.labels
 
     asked = "Where is Peru?"
@@ -125,8 +132,14 @@ def test_training_reads_collected_rows_with_any_other_columns(prompt):
 
 def test_the_rows_name_all_rewards():
     inputs = {"policy": "models:/p/3", "reward.0": "models:/r/1", "reward.1": "python:pipeline.demo:gold"}
-    assert collect.origin(inputs)["reward_version"] == ["models:/r/1", "python:pipeline.demo:gold"]
-    assert collect.origin({"reward.0": "models:/r/1"}) == {"version": "base", "reward_version": "models:/r/1"}
+    assert collect.versions_of_sampling(inputs)["reward_version"] == [
+        "models:/r/1",
+        "python:pipeline.demo:gold",
+    ]
+    assert collect.versions_of_sampling({"reward.0": "models:/r/1"}) == {
+        "version": "base",
+        "reward_version": "models:/r/1",
+    }
 
 
 # --------------------------------------------------------------------------------------------- jobs/demo/iterate.sh
@@ -166,7 +179,7 @@ def rounds(folder: Path, storage: Path, **popen) -> subprocess.Popen:
 
 @pytest.mark.slow
 def test_a_killed_script_of_rounds_continues_without_repeating_a_finished_run(storage, tmp_path):
-    """The gate of an evaluation may fail in this test. The script then ends after that evaluation."""
+    """If the gate of an evaluation fails, the script ends after this evaluation, and the test accepts this end."""
     registered(storage)
     cut = storage / "loop-1-dpo"
     with (
@@ -224,7 +237,7 @@ def judged(text, score, *orders, ended=True):
 def test_a_pair_that_flips_with_the_order_is_left_out_and_counted():
     samples = [judged("a", 0.75, 1.0, 0.5), judged("b", 0.5, 0.5, 0.5), judged("c", 0.25, 0.0, 1.0)]
     assert pairs(samples, select="pairs") == [("a", "b")]
-    counts = collect.count(Collect(select="pairs"), {"samples": samples})
+    counts = collect.count_samples(Collect(select="pairs"), {"samples": samples})
     assert (counts["flips"], counts["rows"]) == (2, 1)
     assert collect.measure(Collect(select="pairs"), {"samples": samples})["order_agreement"] == pytest.approx(
         1 / 3
@@ -235,13 +248,13 @@ def test_select_labels_makes_a_row_of_each_completion():
     samples = [sample("a", 0.8), sample("b", 0.5), sample("c", 0.9, ended=False), sample("a ", 0.1)]
     args = Collect(select="labels", good_above=0.5)
     record = {"row": {"prompt": "q", "reward_version": "judge:j.yaml@0123"}, "samples": samples}
-    rows = collect.rows_of(args, record)
+    rows = collect.training_rows(args, record)
     assert [(row["completion"], row["label"], row["score"]) for row in rows] == [
         ("a", True, 0.8),
         ("b", False, 0.5),
         ("c", False, 0.9),
     ]
-    counts = collect.count(args, record)
+    counts = collect.count_samples(args, record)
     assert (counts["good"], counts["rows"]) == (1, 3)
     read = parse_row(rows[0], kind_of("kto"))
     assert read.labels == (True,) and read.judges == ("judge:j.yaml@0123",)

@@ -54,13 +54,13 @@ def small(name: str) -> list[str]:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_example_reads_its_format(name, tmp_path, embedded_ray, capsys, in_root):
     overrides = [*small(name), f"run.storage_path={tmp_path}"]
-    if name in ("tool_calls", "glaive", "xlam"):  # the template of the demo ignores tool calls
+    if name in ("tool_calls", "glaive", "xlam"):  # the chat template of the demo ignores tool calls
         (tmp_path / "tools.jinja").write_text(TOOLS)
         overrides.append(f"model.chat_template={tmp_path / 'tools.jinja'}")
     job = load_job(f"jobs/examples/{name}.yaml", overrides)
     split = validate.run(job)["splits"]["train"]
     assert (split["kept"], split["dropped"]) == KEPT[name]
-    if job.stage == "rm":  # only the chosen completion of these rows has the word "is"
+    if job.stage == "rm":  # in these rows, only chosen completions contain the word "is"
         samples = capsys.readouterr().out
         assert samples.count("chosen   ⟦") == 3
         assert all(" is " in line for line in samples.splitlines() if line.startswith("  chosen "))

@@ -73,7 +73,7 @@ def test_a_folder_has_the_files_that_transformers_needs(exported, models):
 
 
 def test_bfloat16_is_rounded_once(models, storage):
-    left = storage / "rounded/policy.partial/model.safetensors"  # left by an interrupted export
+    left = storage / "rounded/policy.partial/model.safetensors"  # as an interrupted export would leave it
     left.parent.mkdir(parents=True)
     left.write_text("half")
     result = stage("export", storage, "rounded", *POLICY, "model.dtype=bfloat16")["exported"]
@@ -90,18 +90,18 @@ def test_bfloat16_is_rounded_once(models, storage):
 
 
 def test_a_failed_merge_is_not_exported(models, storage, capsys, monkeypatch):
-    right = export.merge
+    right = export.merge_adapter
 
     def wrong(base, adapter, dtype):
         merged = right(base, adapter, dtype)
         merged.get_output_embeddings().weight.data *= 0.5
         return merged
 
-    monkeypatch.setattr(export, "merge", wrong)
+    monkeypatch.setattr(export, "merge_adapter", wrong)
     assert stage("export", storage, "wrong-merge", *POLICY, status=1) == {}
     assert "the exported policy differs from the adapter" in capsys.readouterr().err
     left = {path.name for path in (storage / "wrong-merge").iterdir()}
-    assert left == {"job.json", "failed.json", "lease"}  # no folder with a model was written
+    assert left == {"job.json", "failed.json", "lease"}  # the failed export left no folder with a model
 
 
 def test_an_error_keeps_the_run_that_was_to_be_overwritten(models, storage, capsys, tmp_path, in_root):
@@ -120,9 +120,9 @@ def test_a_probe_fits_into_a_short_context(models):
     settings = ["trainer.response_length=250", f"model.name_or_path={BASE}"]
     job = load_job(ROOT / "jobs/demo/export.yaml", settings, "export")
     host = ModelHost(work_of(job, tokenizer(), {"context_length": 256}))
-    rows, length = export.probes(host)
+    rows, length = export.encode_probes(host)
     assert length == 256 - max(map(len, rows))
-    assert export.probes(ModelHost(replace(host.work, base={"context_length": None})))[1] == 250
+    assert export.encode_probes(ModelHost(replace(host.work, base={"context_length": None})))[1] == 250
 
 
 # ------------------------------------------------------------------------------------------------- a push to the Hub
@@ -139,7 +139,7 @@ def test_without_push_to_hub_nothing_is_sent(models, storage, hub, capsys):
     result = stage("export", storage, "dry", *POLICY, *ADAPTER)
     assert hub.requests == [] and "hub" not in result
     folder, said = result["exported"]["policy"]["folder"], capsys.readouterr().out
-    assert f"nothing was sent; trainer.push_to_hub=true pushes {folder} to owner/mine" in said
+    assert f"nothing was uploaded; set trainer.push_to_hub=true to push {folder} to owner/mine" in said
     assert "warning: the base is a folder" in said
 
 
@@ -293,7 +293,10 @@ SERVES = ROOT / ".bench/vllm-serve/bin"
 
 @pytest.mark.slow
 def test_vllm_serves_an_adapter_with_the_command_that_export_prints(engine, models, storage, capsys, in_root):
-    """Compares reward scores within 1e-4 and a greedy completion over HTTP. `make .bench/vllm-serve` installs vLLM."""
+    """Compares vLLM's reward scores (within 1e-4) and a greedy completion with the pipeline's.
+
+    `make .bench/vllm-serve` installs vLLM.
+    """
     if not (SERVES / "vllm").exists():
         pytest.skip("there is no .bench/vllm-serve; run `make .bench/vllm-serve`")
     stage("export", storage, "for-vllm", *MODELS, "trainer.merge=false")
@@ -308,12 +311,12 @@ def test_vllm_serves_an_adapter_with_the_command_that_export_prints(engine, mode
 
 
 def ask(command, path, body):
-    """Starts a server with this command, sends one request to the server, and returns the answer."""
+    """Starts a server with the given command, sends one request to the server, and returns the answer."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
     words = [*shlex.split(command), "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "256"]
-    words += ["--enforce-eager"]  # makes vLLM start faster, because it compiles nothing
+    words += ["--enforce-eager"]  # vLLM starts faster without compiling the model
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "PATH": f"{SERVES}:{os.environ['PATH']}"}
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryFile() as log:

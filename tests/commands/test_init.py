@@ -79,7 +79,8 @@ def test_demonstrations_alone_make_a_policy_of_another_profile(here, capsys):
     assert written == {"sft", "ppo", "generate", "serve", "export"}
     assert load_job("jobs/talks/generate.yaml").policy == "models:/talks-sft@champion"
     shown = capsys.readouterr().out
-    assert "set `reward` in jobs/talks/ppo.yaml" in shown  # without pairs there is no reward model
+    # without preference pairs, `init` cannot add a reward model
+    assert "set `reward` in jobs/talks/ppo.yaml" in shown
     # `init` cannot read the tokenizer of a gated model.
     assert "warning: the jobs keep the lengths of the profile: " in shown
     assert next_commands(shown) == ["validate", "sft", "chat", "serve", "export"]
@@ -137,7 +138,7 @@ def test_rows_in_the_format_of_an_example_get_the_keys_of_the_example(name, here
     stage, _, example = name.partition("/")
     (path,) = (ROOT / "tests/data/shapes").glob(f"{example}.*")
     model = shutil.copytree(MODEL, here / "model")
-    (model / "chat_template.jinja").write_text(CALLS)  # the template of the demo ignores tool calls
+    (model / "chat_template.jinja").write_text(CALLS)  # the chat template of the demo ignores tool calls
     ours = init(str(path), "--name", "mine", model=model)("mine", stage).data
     theirs = load_job(ROOT / f"jobs/examples/{example}.yaml", [], stage).data
     assert ours.train == str(path) and (theirs.transform or theirs.label)
@@ -160,7 +161,7 @@ def test_unreadable_rows_are_reported(here, capsys):
 
 
 def test_messages_and_a_base_without_a_chat_template_use_the_built_in_one_in_every_job(here, tmp_path):
-    """If the jobs had different templates, the reward model would read plain text and the policy conversations."""
+    """If the jobs had different templates, the reward model would read plain text, and the policy would read conversations."""
     shutil.copytree(MODEL, here / "base")
     (here / "base/chat_template.jinja").unlink()
     turns = [{"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}]} for n in range(9)]  # fmt: skip
@@ -185,7 +186,7 @@ def talks(count, tools=False):
 
 
 def test_columns_may_be_set(here, capsys):
-    """`init` cannot guess these columns, because their names do not describe their content."""
+    """`init` cannot guess the meaning of columns whose names do not describe their content."""
     made = [{"ask": f"Say {n}.", "x": f"{n}.", "y": "No.", "by": ["l", "r"][n % 2]} for n in range(60)]
     columns = "data.columns={prompt: ask, first: x, second: y, label: by}"
     meaning = "data.label={first: l, second: r}"
@@ -228,7 +229,7 @@ def test_columns_that_may_say_which_completions_are_bad_are_asked_about(here, ca
     init("log.jsonl")
     shown = capsys.readouterr().out
     assert (
-        "warning: log.jsonl: not for sft and kto: `thumbs_down` may mark the bad rows; set data.columns="
+        "warning: log.jsonl: sft and kto will not use this file: `thumbs_down` may mark bad rows; set data.columns="
         in shown
     )
     assert not {"sft", "kto"} & {path.stem for path in (here / "jobs/log").glob("*.yaml")}
@@ -253,7 +254,7 @@ def test_eval_files_are_not_trained_on(here, capsys):
     assert (data.train, data.eval) == ("export_2025/part_*.JSONL", "export_2025/pairs_valid.Json")
     assert data.eval_fraction == 0
     shown = capsys.readouterr().out
-    assert "export_2025/ratings.xlsx: not read (no format of rows)" in shown and "dataset_info" not in shown
+    assert "export_2025/ratings.xlsx: not read (not a data file)" in shown and "dataset_info" not in shown
     one = datasets.Dataset.from_list(PAIRS)
     datasets.DatasetDict(train=one, validation=one).save_to_disk(here / "saved")
     data = init("saved")("saved", "rm").data
@@ -268,7 +269,7 @@ def test_each_file_goes_to_the_stages_that_can_read_it(here, capsys):
     rows(here / "two/labels.jsonl", THUMBS)
     written = init("two")
     shown = capsys.readouterr().out
-    assert "two/c.jsonl: skipped, read by no stage; its columns are numbers" in shown
+    assert "two/c.jsonl: skipped, read by no stage; the file's columns are numbers" in shown
     columns = "{'prompt': 'question', 'completion': 'answer', 'label': 'thumbs'}"
     assert f"two/labels.jsonl: labels, read by sft, kto; columns {columns}\n" in shown
     a, b = written("two", "dpo").data.train
@@ -292,7 +293,7 @@ def test_evaluate_gets_the_eval_prompts_of_ppo_with_all_their_columns(here):
 
 
 def test_a_label_with_an_unclear_meaning_is_left_to_the_user(here, capsys):
-    """`init` still computes the length limits, because these do not depend on what the label means."""
+    """`init` still computes the length limits, because length limits do not depend on the meaning of the label."""
     unclear = [row | {"preference": n % 2} for n, row in enumerate(PAIRS)]
     written = init(rows(here / "u.jsonl", unclear))
     assert (written("u", "rm").data.max_length, written("u", "ppo").trainer["response_length"]) == (64, 16)
@@ -334,7 +335,7 @@ def test_prompts_alone_suggest_no_command_before_a_reward_is_set(here, capsys):
 
 
 def test_a_profile_gets_jobs_for_one_more_file(here, capsys):
-    """`init` does not change existing jobs. The new jobs use the same base and start from the profile's sft policy."""
+    """`init` does not change existing jobs. New jobs use the base of the existing jobs and start from their sft policy."""
     rows(here / "my/chats.jsonl", talks(60))
     init("my", "--name", "vet")
     edited = (here / "jobs/vet/sft.yaml").read_text() + "\n# mine\n"
@@ -384,7 +385,7 @@ def test_rows_that_no_stage_can_read_create_no_folder(here, capsys):
         (PAIRS, ["data.columns={prompt: question, chosen: nothing}"], "data.columns: no stage can read rows.jsonl"),
         (PAIRS, ["trainer.learning_rate=1"], "unknown option 'trainer.learning_rate'; expected --name"),
         (PAIRS, ["data.columns=3"], "data.columns: found 3"),
-        ([TALK], ["reward=models:/x/1"], "reward: only ppo takes it, and these rows make no new ppo job"),
+        ([TALK], ["reward=models:/x/1"], "reward: only ppo uses a reward, and there is no new ppo job for these rows"),
         ("nothing.jsonl", [], "there is no file"),
         (MODEL, [], "is the folder of a model"),
     ],

@@ -15,7 +15,7 @@ from pipeline.commands import completion, shipped
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Builds the wheel. Returns a folder with its contents."""
+    """Builds the package's wheel. Returns a folder with the unpacked wheel."""
     built, folder = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("installed")
     build = [sys.executable, *"-m pip wheel -q --no-deps --no-build-isolation -w".split(), built, ROOT]
     done = subprocess.run(build, capture_output=True, text=True)
@@ -70,7 +70,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
 
 def complete(words):
     """Returns the completions that bash offers for a command line with an incomplete last word."""
-    script = completion.script(["sft", "score", "plan", "run"])
+    script = completion.completion_script(["sft", "score", "plan", "run"])
     line = " ".join(f"'{word}'" for word in words)
     ask = f"{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _rlhf; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     done = subprocess.run(["bash", "-c", ask], cwd=ROOT, capture_output=True, text=True)
@@ -87,7 +87,7 @@ def test_completion_knows_subcommands_job_files_and_their_keys():
 
 
 def test_python_functions_of_the_current_folder_are_found(wheel, tmp_path):
-    """The module does not define the named function. The error message shows that the module was imported."""
+    """The job names a function that its module lacks, so that the error shows whether the module was imported."""
     shutil.copytree(wheel / "pipeline/jobs/demo", tmp_path / "jobs/demo")
     (tmp_path / "my_rewards.py").write_text("def f(prompts, completions, rows):\n    return [1.0]\n")
     done = rlhf(wheel, tmp_path, "score", "jobs/demo/score.yaml", "reward=python:my_rewards:g")

@@ -24,7 +24,7 @@ OUTPUT = {"generate": "completions.jsonl", "collect": "rows.jsonl", "score": "sc
 
 
 def run(verb: str, storage: Path, name: str, rows: list[dict], *overrides: str) -> tuple[dict, list[dict]]:
-    """Runs a command on these rows. Returns the content of result.json, and the lines of the output."""
+    """Runs a command on the given rows. Returns the content of result.json, and the lines of the output."""
     path = storage / f"{name}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = [REWARD, f"data.train={path}", *([POLICY] if verb != "score" else []), *overrides]
@@ -65,7 +65,7 @@ def test_generate_writes_the_row_and_the_engines_completion(engine, storage, cap
 
 
 def by_an_error(folder, given, monkeypatch):
-    """Runs `generate`, and makes it fail after it has written three parts."""
+    """Runs `generate`, and makes the command fail when its folder has three files of completed rows."""
     load = generate.load
 
     def loads(host):
@@ -84,7 +84,7 @@ def by_an_error(folder, given, monkeypatch):
 
 
 def by_kill(folder, given):
-    """Runs `generate` in a process, and kills the process after it has written three parts."""
+    """Runs `generate` in a process, and kills the process when its folder has three files of completed rows."""
     settings = [*given, f"run.storage_path={folder.parent}", f"run.name={folder.name}"]
     command = [sys.executable, "-m", "pipeline", "generate", "jobs/demo/generate.yaml", *settings]
     with subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL) as process:
@@ -124,7 +124,9 @@ def test_collect_selects_from_the_engines_completions(engine, storage, capfd):
     pairs = ["trainer.select=pairs", "scaling.num_workers=2"]
     result, lines = run("collect", storage, "pairs", rows, *settings, *pairs)
     expected = by_the_engine(engine, rows, 3, 1.0)
-    selected = [collect.selected(Collect(num_generations=3, select="pairs"), samples) for samples in expected]
+    selected = [
+        collect.select_samples(Collect(num_generations=3, select="pairs"), samples) for samples in expected
+    ]
     numbered = [(i, *pair) for i, pairs in enumerate(selected) for pair in pairs]
     assert [(line["number"], line["chosen"], line["rejected"]) for line in lines] == [
         (i, better["completion"], worse["completion"]) for i, better, worse in numbered
@@ -134,7 +136,7 @@ def test_collect_selects_from_the_engines_completions(engine, storage, capfd):
         assert line["seed"] == 5 and line["score_chosen"] > line["score_rejected"]
     assert (result["rows"], result["counts"]["rows"], result["counts"]["completions"]) == (11, len(lines), 33)
     assert len(lines) > 11
-    assert capfd.readouterr().err == ""  # Ray's C++ code must not print anything either
+    assert capfd.readouterr().err == ""  # capfd also captures what Ray's C++ code prints
     assert result["counts"]["prompts_with_rows"] == len({line["number"] for line in lines})
     scores = [one["score"] for samples in expected for one in samples]
     assert result["metrics"]["score"] == pytest.approx(sum(scores) / 33, abs=1e-4)
@@ -146,12 +148,13 @@ def test_collect_draws_prompts_and_takes_a_function_as_reward(models, storage):
     gold = "python:pipeline.demo:gold"
     settings = ["trainer.select=best", "trainer.num_generations=4", f"reward={gold}", *drawn]
     result, lines = run("collect", storage, "best", rows, *settings)
-    numbers = collect.choose(Collect(num_prompts=4, skip_prompts=4), 3, 11)
+    numbers = collect.choose_prompts(Collect(num_prompts=4, skip_prompts=4), 3, 11)
     found = {line["number"] for line in lines}
     assert [line["number"] for line in lines] == [n for n in numbers if n in found]
     assert result["rows"] == 4 and result["counts"]["rows"] == len(lines) > 0
     assert result["counts"]["completions"] == 16
-    assert result["data"]["digests"].keys() == {"train", "reward"}  # a resumed run compares these digests
+    # a resumed run compares the digests of its files
+    assert result["data"]["digests"].keys() == {"train", "reward"}
     assert all(line["reward_version"] == gold and line["answer"] == PLACES[line["number"]] for line in lines)
 
 

@@ -19,7 +19,7 @@ from pipeline.__main__ import main
 from pipeline.commands import sweep as command
 from pipeline.errors import InputError
 from pipeline.job.identity import identity_of
-from pipeline.run.resume import essence, owner_files
+from pipeline.run.resume import deciding_settings, owner_files
 from pipeline.settle.identity import tracking_of
 from pipeline.sweep import space
 
@@ -95,7 +95,7 @@ def test_a_folder_with_another_sweep_is_an_error(in_root, tmp_path):
 
     sweep = begun()
     content = {
-        "job": essence(identity_of(sweep.job)),
+        "job": deciding_settings(identity_of(sweep.job)),
         "metric": "eval_loss",
         "reports": {},
         "ended": True,
@@ -105,12 +105,12 @@ def test_a_folder_with_another_sweep_is_an_error(in_root, tmp_path):
     (tmp_path / "s/sweep.json").write_text(json.dumps(content))
 
     def recorded(sweep):
-        return command.recorded(sweep, owner_files(sweep.folder))
+        return command.read_recorded_sweep(sweep, owner_files(sweep.folder))
 
     more = begun("trainer.learning_rate=1e-3,2e-3")
     assert recorded(sweep)["ended"] and not recorded(more)["ended"], "the same job may get more trials"
     for other in (["trainer.seed=9"], ["run.metric_for_best_model=eval_accuracy"]):
-        with pytest.raises(InputError, match="a sweep of another job"):
+        with pytest.raises(InputError, match="a sweep of a different job"):
             recorded(begun(*other))
         assert recorded(begun(*other, "run.overwrite=true")) == {}
 
@@ -169,15 +169,15 @@ def test_four_trials_with_a_worker_and_the_driver_killed(tmp_path):
     assert all("is nan at step" in row["why"] for row in summary["trials"] if row["state"] == "failed")
     best = tmp_path / "four" / summary["best"]
     assert json.loads((best / "result.json").read_text())["version"] == "1"
-    # The file of the best trial changed, because its version was added.
+    # Only the best trial's result.json is written again, to add the registered version.
     for name in set(stamps) - {summary["best"]}:
         assert (tmp_path / f"four/{name}/result.json").stat().st_mtime == stamps[name]
     known = runs(tmp_path)
-    assert len(known) == 5  # four trials and their parent
+    assert len(known) == 5  # four trials and the parent run of the sweep
     assert {run.info.status for name, run in known.items() if "100" not in name} == {"FINISHED"}
     assert len(client(tmp_path).search_model_versions("name = 'rlhf-rm'")) == 1
 
-    # The sweep prints a command for the best trial. This command trains the same adapter as the resumed trial.
+    # The command that the sweep prints for its best trial trains the same adapter as that trial, which was resumed.
     settings = ["run.name=alone", "mlflow.registered_model=null", "gate={}"]
     alone = [*shlex.split(summary["command"])[1:], *settings]
     subprocess.run([sys.executable, *alone], cwd=ROOT, check=True, stdout=log.open("a"))

@@ -32,12 +32,12 @@ def test_a_job_for_gpus_is_validated_without_gpus(tmp_path, embedded_ray, capsys
     overrides += [f"data.{name}={ROWS}/demonstrations_eval.jsonl" for name in ("train", "eval")]
     report, text = plan_reading("sft", tmp_path, capsys, *overrides, profile="llama3-8b")
     assert report["splits"]["train"]["kept"] == 60
-    assert "note: the run itself cannot start here: scaling.use_gpu: " in text
+    assert "note: the run cannot start on this machine: scaling.use_gpu: " in text
 
 
 def test_rows_are_read_without_ray(tmp_path, in_root, monkeypatch):
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    monkeypatch.setattr("pipeline.run.session.embedded", None)
+    monkeypatch.setattr("pipeline.run.session.embedded_ray", None)
     report = validate.run(load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}"], "sft"))
     assert report["splits"]["train"]["kept"] == 500
 

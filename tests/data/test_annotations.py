@@ -4,7 +4,7 @@ import pytest
 from toy_data import make, write
 
 from pipeline.data import guess
-from pipeline.data.annotations import flat
+from pipeline.data.annotations import flatten_annotation
 from pipeline.data.files import find_files
 from pipeline.data.formats import kind_of
 from pipeline.data.preview import first_rows
@@ -60,7 +60,7 @@ EXPORTS = [datasets_of_argilla, json_of_argilla, pairwise, choices]
 
 @pytest.mark.parametrize("export", EXPORTS)
 def test_a_record_is_a_row_with_the_answers_to_each_question(export):
-    rows = [flat(export(votes), ["better"]) for votes in VOTES]
+    rows = [flatten_annotation(export(votes), ["better"]) for votes in VOTES]
     assert all(row.items() >= FIELDS.items() for row in rows)
     side = {"left": "reply_1", "right": "reply_2"}
     found = [
@@ -71,7 +71,7 @@ def test_a_record_is_a_row_with_the_answers_to_each_question(export):
     ]
     found = [side.get(one, one) if isinstance(one, str) else one for one in found]
     assert found == [VOTES[0], "reply_2", VOTES[2], None, VOTES[4]]
-    assert flat(rows[0]) == rows[0]
+    assert flatten_annotation(rows[0]) == rows[0]
     assert {"annotations", "data", "fields", "responses", "better.responses"}.isdisjoint(rows[0])
 
 
@@ -81,14 +81,14 @@ def test_other_answers_and_rows():
         (task("textarea", "text", [["Yes, on Sunday too."]]), "Yes, on Sunday too."),
         (task("number", "number", [3]), 3),
     ):
-        assert flat(answer)["better"] == expected
+        assert flatten_annotation(answer)["better"] == expected
     for row in (
         7,
         {"data": {}, "annotations": "none"},
         {"data": [], "annotations": []},
         {"fields": [], "responses": {}},
     ):
-        assert flat(row) is row
+        assert flatten_annotation(row) is row
 
 
 @pytest.mark.parametrize("export", EXPORTS)

@@ -34,7 +34,7 @@ def test_a_digest_does_not_depend_on_how_a_file_is_cut(tmp_path, format):
             tasks.tokenize_chunk(one, i, tokenizer(), options, str(tmp_path)) for i, one in enumerate(planned)
         ]
         digests.append(read.content_digest("train", made, options))
-    # A missing row and another row order change the digest.
+    # A missing row changes the digest, and so does a different order of rows.
     assert digests[0] == digests[1] and len({*digests}) == 3
     if format == "jsonl":  # the digest must not change, because older versions stored it in runs
         assert digests[0] == "48aacbd301174b29a5ef432321f39e2c47c5da5f2fd90bab84fdea340bcb8449"
@@ -55,7 +55,7 @@ def test_eval_rows_that_are_also_in_train(tmp_path, rows, overlap, warning):
     train, eval = write(tmp_path / "train.jsonl", ROWS[:20]), write(tmp_path / "eval.jsonl", rows)
     report = make(tmp_path, train=train, eval=eval, apply_chat_template=True).report
     assert (report.overlap, report.duplicates) == (overlap, 0)
-    expected = f"{warning} also in data.train ({overlap[1]} with the same completion): metrics on them"
+    expected = f"{warning} also in data.train ({overlap[1]} with the same completion); metrics on these rows"
     assert (expected in report.render()) == bool(warning)
     assert make(tmp_path, train=train).report.overlap is None
     report = make(tmp_path, "ppo", train=train, eval=train).report
@@ -86,7 +86,8 @@ def test_rows_are_counted_by_version_and_source(tmp_path):
     assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
     skipped = write(tmp_path / "bad.jsonl", [pair(1, PPO3), pair(2, SFT1, chosen="b")])
     report = make(tmp_path, "dpo", train=skipped, on_error="skip").report
-    assert report.splits["train"].versions == {PPO3: 1}  # versions are not counted for dropped rows
+    # dropped rows are not counted for the versions that wrote them
+    assert report.splits["train"].versions == {PPO3: 1}
 
 
 def test_rows_are_counted_by_the_judges_that_scored_them(tmp_path):

@@ -20,7 +20,7 @@ from toy_data import (
 
 from pipeline.data.encode import Encoder, Example
 from pipeline.data.formats import kind_of
-from pipeline.data.tasks import sample
+from pipeline.data.tasks import decode_sample
 from pipeline.data.values import Dropped, RowError
 from pipeline.models.template import PLAIN
 
@@ -84,7 +84,7 @@ WEIGHED = [  # turns, other fields of the row, and the only trained turn
 @pytest.mark.parametrize(("stage", "row", "options", "expected"), TRAINED)
 def test_what_is_trained(stage, row, options, expected):
     tok, examples = encoded(stage, row, **options)
-    assert [sample(tok, one.columns, one.prompt_tokens) for one in examples] == expected
+    assert [decode_sample(tok, one.columns, one.prompt_tokens) for one in examples] == expected
     for one in examples:
         assert one.truncated == ("max_length" in options)
         ids = one.columns.get("input_ids", one.columns.get("prompt_ids", one.columns.get("chosen_ids")))
@@ -104,10 +104,10 @@ def test_turns_with_train_false(turns, more, words):
     for row in rows:
         for options, expected in (({}, f"⟦ {words}</s>⟧"), (CHAT, f"⟦{words}<|im_end|>⟧")):
             tok, (example,) = encoded("sft", row, **options)
-            text = sample(tok, example.columns)
+            text = decode_sample(tok, example.columns)
             assert expected in text and text.count("⟦") == 1
     tok, (example,) = encoded("sft", rows[0], template=CHATML)
-    trained = sample(tok, example.columns).endswith("</s>⟧")
+    trained = decode_sample(tok, example.columns).endswith("</s>⟧")
     assert trained == (words == "bye"), "the end that is added to an untrained completion"
 
 
@@ -178,7 +178,10 @@ def test_rows_that_are_dropped_and_pairs_that_are_kept():
 
 
 def test_a_token_across_the_border_belongs_to_the_completion():
-    """As in TRL, such a token is trained. The report shows the completions of an rm pair from the start of a word."""
+    """A token that contains text of prompt and completion is trained, as in TRL.
+
+    The report shows the completions of an rm pair from the start of a word.
+    """
     tok = tokenizer()
     tok.backend_tokenizer.add_tokens(["ab"])
     pair = {"prompt": "xa", "chosen": "b is north", "rejected": "b is not"}
@@ -188,4 +191,4 @@ def test_a_token_across_the_border_belongs_to_the_completion():
         assert tok.decode(example.columns[name]).endswith("ab is north</s>") and example.prompt_tokens == 2
     _, (example,) = encoded("rm", {"prompt": "q", "chosen": " the north", "rejected": " the nose"})
     shown = "<s>q\n  chosen   ⟦ the north</s>⟧\n  rejected ⟦ the nose</s>⟧"
-    assert sample(tok, example.columns, example.prompt_tokens) == shown
+    assert decode_sample(tok, example.columns, example.prompt_tokens) == shown

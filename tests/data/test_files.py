@@ -65,7 +65,7 @@ def test_a_folder_is_split_by_the_names_of_its_files_and_folders(tmp_path):
     aside = {}
     assert names_in(folder, "data.train", aside) == ["contest.jsonl", "devices/latest.jsonl", "train.jsonl"]
     by_name = {os.path.join(folder, name): files.BY_NAME for name in held}
-    assert aside == {**by_name, os.path.join(folder, "notes.xlsx"): "no format of rows"}
+    assert aside == {**by_name, os.path.join(folder, "notes.xlsx"): "not a data file"}
     assert names_in(folder, "data.eval") == sorted(held)
     assert len(names_in(folder, "data")) == 13
     assert names_in(folder_of(tmp_path / "one", "train.jsonl"), "data.eval") == ["train.jsonl"]
@@ -74,7 +74,7 @@ def test_a_folder_is_split_by_the_names_of_its_files_and_folders(tmp_path):
 def test_a_folder_with_only_eval_files_is_not_trained_on(tmp_path):
     folder = folder_of(tmp_path / "test", "dev.jsonl", "test.jsonl")
     with pytest.raises(
-        InputError, match=r"for evaluation; name those to train on: .*dev\.jsonl, .*test\.jsonl"
+        InputError, match=r"for evaluation; list the training files: .*dev\.jsonl, .*test\.jsonl"
     ):
         files.find_files(folder, "data.train")
     # A glob pattern may match eval files.
@@ -95,5 +95,5 @@ def test_suffixes_of_any_case_and_files_that_describe_others(tmp_path):
 
 def test_a_pipe_is_an_error(tmp_path):
     os.mkfifo(tmp_path / "rows.jsonl")
-    with pytest.raises(InputError, match=r"rows\.jsonl' is a pipe or a device; write its rows to a file"):
+    with pytest.raises(InputError, match=r"rows\.jsonl' is a pipe or a device; write the rows to a file"):
         files.find_files(str(tmp_path / "rows.jsonl"), "data.train")

@@ -54,7 +54,8 @@ OTHERS = [  # stage, row, prompt, completions
     ("ppo", {"instruction": "hi", "history": "[]"}, [USER], []),
     ("rm", {"prompt": "p", "pos_answers": ["a", "b"], "neg_answers": ["c", "d"]}, "p", [("a", "c"), ("b", "d")]),
     ("rm", {"chosen": "The cat sat here", "rejected": "The cat saw it"}, "The cat", [(" sat here", " saw it")]),
-    ("rm", {"prompt": "", "chosen": [USER, BOT], "rejected": [USER, NO]}, [USER], ENDS),  # the dataset Capybara has such rows
+    # a row format of the dataset Capybara
+    ("rm", {"prompt": "", "chosen": [USER, BOT], "rejected": [USER, NO]}, [USER], ENDS),
     ("rm", {"prompt": "hi", "chosen": "yo", "rejected": "no", "system": "s"}, [SYSTEM, USER], ENDS),
     ("rm", {"prompt": "hi", "pos_answers": ["yo"], "neg_answers": ["no"], "system": "s"}, [SYSTEM, USER], ENDS),
     ("rm", {"chosen": [USER, BOT], "rejected": [USER, NO], "system": "s"}, [SYSTEM, USER], ENDS),
@@ -187,7 +188,10 @@ def test_a_column_of_unrelated_tools_is_not_read():
      ("-1", False), (" false", False), ("Thumbs down", False), ("\U0001f44e", False), ("geography", None), (3, None)],
 )  # fmt: skip
 def test_values_that_a_label_may_have(value, label):
-    """kto trains on good and bad completions, and sft only on good ones. sft ignores a column without such labels."""
+    """kto trains on good and bad completions, sft only on good ones.
+
+    sft ignores a column whose values mean neither good nor bad.
+    """
     row = {"prompt": "q", "completion": "a", "label": value}
     if label is None:
         with pytest.raises(RowError, match="for ratings set data"):
@@ -195,7 +199,7 @@ def test_values_that_a_label_may_have(value, label):
     else:
         assert parsed(row, "kto").labels == (label,)
     if label is False:
-        with pytest.raises(RowError, match="not to be imitated"):
+        with pytest.raises(RowError, match="a completion with a bad label"):
             parsed(row, "sft")
     else:
         assert parsed(row, "sft").unread == (("label",) if label is None else ())
@@ -259,7 +263,7 @@ def test_row_errors(stage, row, kind, field):
 
 
 def test_fields_that_nothing_reads_may_hold_anything():
-    """Such fields are passed to Python rewards. There, NaN becomes null, and half a surrogate pair becomes "?"."""
+    """Unread fields are passed to Python rewards, with null in place of NaN, and "?" in place of half a surrogate pair."""
     wrong = {"score": float("nan"), "more": [1, {"w": float("-inf"), "t": "a\ud800"}]}
     assert parsed({"prompt": "a", "completion": "b", **wrong}, "sft").unread == ("score", "more")
     assert parsed({"messages": [{**USER, **wrong}, BOT]}, "sft").prompt == [USER]
@@ -296,7 +300,7 @@ THOUGHT = {**BOT, "reasoning_content": "Say yo."}
 def test_thoughts_are_part_of_a_completion():
     record = parsed({"prompt": [USER], "chosen": [THOUGHT], "rejected": [BOT]}, "dpo")
     assert record.pairs == [([THOUGHT], [BOT])]
-    with pytest.raises(RowError, match="the same text on both sides"):
+    with pytest.raises(RowError, match="the same text in both completions"):
         parsed({"prompt": [USER], "chosen": [THOUGHT], "rejected": [THOUGHT]}, "dpo")
     one, two = (parsed({"messages": [USER, turn]}, "sft").digests() for turn in (THOUGHT, BOT))
     assert one[:8] == two[:8] and one != two
@@ -339,7 +343,7 @@ def test_pythons_text_of_a_list_is_rejected_where_a_list_is_expected(text):
         ("sft", {**SINGLE[0], "tools": str([WEATHER])}),
     ]
     for stage, row in (*rows, ("benchmarks", {"prompt": "q", "chosen": text, "rejected": "b"})):
-        with pytest.raises(RowError, match="to_csv writes Python's text"):
+        with pytest.raises(RowError, match="to_csv writes lists in Python's notation"):
             parsed(row, stage)
     assert parsed({"prompt": text, "completion": text}, "sft").pairs == [(text,)], "an answer may be code"
     cited = [f"{text}\n\nThis is a list." for text in (json.dumps(TWO), str(TWO))]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pipeline.data import guess
-from pipeline.data.annotations import flat
+from pipeline.data.annotations import flatten_annotation
 from pipeline.data.formats import kind_of
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello."}]
@@ -21,7 +21,7 @@ def misfit(rows, stage, file):
 
 
 def reads(rows, columns, stage):
-    return guess.reads(rows, columns, kind_of(stage))
+    return guess.reads_most_rows(rows, columns, kind_of(stage))
 
 
 def rows(**columns):
@@ -70,7 +70,7 @@ SETS = {
     "a survey that few answered": rows(question="Say {} now.", reply="As you wish.", satisfaction=("Offered", "Offered", "Good", "Bad")),
     "a message a row": rows(conversation_id="{}", role=("user", "assistant"), text="Say {} now."),
 }  # fmt: skip
-GOOD = " and data.label='{good: VALUE, bad: VALUE}' for what its values mean"
+GOOD = " and data.label='{good: VALUE, bad: VALUE}' with the values of the column"
 FIRST = GOOD.replace("good", "first").replace("bad", "second")
 FITS = {
     "alpaca": "sft and ppo as they are",
@@ -133,7 +133,9 @@ def asked(**answers):
     given = {}
     for name, answer in answers.items():
         given |= {f"{name}.responses": answer, f"{name}.responses.status": ["submitted"] * len(answer)}
-    return [flat({"prompt": f"Say {i} now.", "response": "No idea.", **given}) for i in range(8)]
+    return [
+        flatten_annotation({"prompt": f"Say {i} now.", "response": "No idea.", **given}) for i in range(8)
+    ]
 
 
 @pytest.mark.parametrize("ratings", [[1, 2, 1], [2]])
@@ -152,7 +154,7 @@ def test_a_text_of_annotators_in_addition_to_the_completion_needs_a_setting():
     assert line.endswith("set data.columns='{prompt: COLUMN, completion: corrected}'")
     assert reads(made, {"completion": "corrected"}, "sft")
     written = [
-        flat(
+        flatten_annotation(
             {"prompt": "Say it.", "reply.responses": ["Like this."], "reply.responses.status": ["submitted"]}
         )
     ]
@@ -166,7 +168,7 @@ def test_a_column_that_marks_bad_completions_needs_a_setting(names):
     assert guessed(made, "ppo") == {"prompt": "question"}
     line = misfit(made, "kto", "a.jsonl")
     assert f"set data.columns='{{label: {names[-1]}}}' and data.label='{{good: 0, bad: 1}}'" in line
-    assert line.endswith("or make one label with data.transform")
+    assert line.endswith("or create one label column with data.transform")
 
 
 def test_the_values_of_a_column_that_marks_bad_completions_are_named():
@@ -181,13 +183,13 @@ def test_two_texts_that_may_be_the_completion_need_a_setting():
     line = misfit(made, "sft", "a.jsonl")
     assert "`bot_answer` and `corrected_answer` may each be the completion to learn" in line
     given = {"prompt": "question", "completion": "corrected_answer"}
-    assert guess.beside(made, given, {*given.values()}, "data") == ""
+    assert guess.unread_label_note(made, given, {*given.values()}, "data") == ""
     assert guessed([{**row, "prompt": "a", "completion": "b"} for row in made], "sft") == {}
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_every_stage_that_the_rows_fit(name):
-    assert guess.fitting(SETS[name]) == FITS[name]
+    assert guess.fitting_stages(SETS[name]) == FITS[name]
 
 
 def test_the_error_is_one_line_and_ends_in_the_setting_to_use():
@@ -196,7 +198,7 @@ def test_the_error_is_one_line_and_ends_in_the_setting_to_use():
     assert line.startswith(f"my/rows.jsonl: rows 1-8 match no format of `sft`; {columns}")
     assert line.endswith("; set data.columns='{prompt: question, completion: response}'") and "\n" not in line
     line = misfit(SETS["hh"], "sft", "hh.jsonl")
-    assert line.endswith("; such rows fit rm, dpo, kto and ppo as they are")
+    assert line.endswith("; these rows can train rm, dpo, kto and ppo as they are")
     line = misfit(SETS["numbers"], "rm", "n.jsonl")
     ways = (
         "{prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}",
@@ -205,10 +207,7 @@ def test_the_error_is_one_line_and_ends_in_the_setting_to_use():
     assert " or ".join(f"data.columns='{way}'" for way in ways) in line
     assert line.endswith("data.transform=python:MODULE:FUNCTION")
     line = misfit(rows(text="### Human: {}? ### Assistant: It is."), "sft", "guanaco.jsonl")
-    assert (
-        "ppo" not in line
-        and "name the columns, data.columns='{prompt: COLUMN, completion: COLUMN}', or" in line
-    )
+    assert "ppo" not in line and "set data.columns='{prompt: COLUMN, completion: COLUMN}', or" in line
     line = misfit([{"version": 1, "data": [{"prompt": "a", "completion": "b"}]}], "sft", "nested.json")
     assert line.endswith(
         "the columns are version, data; if the rows are in `data`, run jq -c '.data[]' FILE > NEW"
@@ -257,9 +256,9 @@ def test_several_texts_are_a_conversation_only_if_their_names_say_so():
 
 
 def test_pythons_text_of_a_list_fits_no_stage():
-    """An earlier version failed on the text of a list with a traceback."""
+    """In an earlier version, a row whose value was the text of a Python list caused a traceback."""
     made = [{"messages": str(CHAT)} for _ in range(8)]
-    assert guess.fitting(made) == ""
+    assert guess.fitting_stages(made) == ""
     said = misfit(made, "sft", "chats.csv")
     assert said.startswith("chats.csv:1: `messages`: found") and said.endswith("to_json or to_parquet")
 
@@ -274,11 +273,11 @@ def test_unlabeled_rows_do_not_confirm_a_guess():
 
 def test_rows_of_one_message_each_are_recognized():
     said = misfit(SETS["a message a row"], "sft", "log.csv")
-    assert said.endswith("combine them into conversations with data.group_by=COLUMN and data.transform")
+    assert said.endswith("combine the rows into conversations with data.group_by=COLUMN and data.transform")
 
 
 def test_rankings_of_argilla_need_a_transform():
     ranks = [{"value": "reply_1", "rank": 1}, {"value": "reply_2", "rank": 2}]
     record = {"reply_1": "a b", "reply_2": "b c", "order.responses": [ranks], "order.responses.status": ["submitted"]}  # fmt: skip
-    said = "`order` is a ranking in Argilla's format; turn it into chosen and rejected with data.transform"
-    assert misfit([flat(record)], "rm", "a.jsonl").endswith(said)
+    said = "`order` is a ranking in Argilla's format; convert the ranking to chosen and rejected with data.transform"
+    assert misfit([flatten_annotation(record)], "rm", "a.jsonl").endswith(said)

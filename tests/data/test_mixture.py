@@ -33,7 +33,7 @@ def test_shares_are_exact_to_one_row_per_epoch(sources, strategy, seed, epochs):
     try:
         mixed = mixture(sizes, [weight / 10 for weight in weights], strategy)
     except InputError:
-        return  # with these weights, an epoch would have no row of some source
+        return  # the weights would give an epoch no row of one of the sources
     drawn = [Counter(mixed.rows(epoch, seed).tolist()) for epoch in range(epochs)]
     start = 0
     for (size, weight), draws in zip(sources, mixed.draws, strict=True):
@@ -57,7 +57,7 @@ def test_sources_are_mixed_within_an_epoch_and_epochs_differ():
     assert sorted(row for batch in first for row in batch) == sorted(mixed.rows(0, 3).tolist())
     ranks = [ExactBatchSampler(1000, 25, rank, 4, 3, mixed) for rank in range(4)]
     steps = [[row for part in parts for row in part] for parts in zip(*ranks, strict=True)]
-    assert steps == first  # four workers have the same steps as one
+    assert steps == first  # in each step, four workers have the same rows as one worker
     sampler.set_epoch(1)
     assert list(sampler) != first
 
@@ -95,11 +95,11 @@ def test_a_job_of_two_sources(tmp_path):
         assert first.dropped == {"empty_completion": 1}
         assert first.tokens + second.tokens == report.splits["train"].tokens
         text = report.render()
-        assert f"source      {other}: read" in text and "drawn an epoch" in text
+        assert f"source      {other}: read" in text and "drawn per epoch" in text
     assert {source.path for source in report.sources["eval"]} == {one, other}
     assert sum(source.kept for source in report.sources["eval"]) == len(made.eval)
     again = make(tmp_path, train=[{**source, "weight": 1} for source in train], on_error="skip")
-    # The cached tokens are reused, because they do not depend on the weights.
+    # Cached tokens are reused, because tokens do not depend on the weights of sources.
     assert again.report.reused and again.mixture.draws == (40, 40)
     plain = make(tmp_path, train=[one, other], on_error="skip")
     assert plain.mixture is None and "71.43% of the rows" in plain.report.render()
@@ -141,7 +141,7 @@ def test_rows_of_a_group_become_one_row(tmp_path, monkeypatch, format):
     table = rows_of(made.train)
     decoded = [[tokenizer().decode(ids) for ids in row.values()] for row in table]
     assert len(table) == 20 and decoded[1] == ["<s>q1", "a5</s>", "a3</s>"]
-    missing = r"`tree`: found fields q, a, rank; expected the column that data.group_by names"
+    missing = r"`tree`: found fields q, a, rank; expected the column in data.group_by"
     with pytest.raises(InputError, match=rf"rows\.\w+:\d+: {missing}"):
         make(tmp_path, "dpo", train=path, transform="python:transforms:best_against_worst", group_by="tree")
 

@@ -71,7 +71,7 @@ def test_other_errors_are_left_to_the_check_of_each_row(tmp_path, rows):
 def test_the_preview_applies_the_transform(tmp_path):
     rows = [{"q": "a", "a": "b", "id": i} for i in range(4)]
     look(tmp_path, rows, "sft", transform="python:transforms:twice")
-    fits = "the columns are prompt, completion; such rows fit sft and ppo as they are"
+    fits = "the columns are prompt, completion; these rows can train sft and ppo as they are"
     with pytest.raises(InputError, match=fits):
         look(tmp_path, rows, "rm", transform="python:transforms:twice")
 
@@ -106,9 +106,9 @@ def test_each_source_has_its_own_columns_and_labels(tmp_path):
     one, other = several(tmp_path, "sft", asked=(ASKED, mapped), talks=(TALKS, {}))
     assert (one.columns, other.columns) == (mapped["columns"], {})
     ones = [{**PAIR, "better": i % 2 + 1} for i in range(6)]
-    same = [{**PAIR, "better": 1}]  # without the other source, the label 1 would be ambiguous
+    same = [{**PAIR, "better": 1}]  # without the labels of source x, the label 1 would be ambiguous
     two, one = several(tmp_path, "rm", x=(ones, {"columns": COLUMNS}), y=(same, {"columns": {**COLUMNS}}))
-    assert two.rule == one.rule  # sources with the same columns share a rule
+    assert two.rule == one.rule  # data sources with the same columns share a label rule
     said = {"columns": COLUMNS, "label": {"first": 1, "second": 0}}
     derived, given = several(tmp_path, "rm", x=(ones, {"columns": COLUMNS}), y=(ZEROS, said))
     assert (derived.rule, given.rule) == (Rule((1.0,), (2.0,), derived=True), Rule((1.0,), (0.0,)))
@@ -132,7 +132,7 @@ def test_an_error_of_a_source_names_its_entry(tmp_path, stage, rows, said, messa
 @pytest.mark.parametrize("stage", ["sft", "kto"])
 @pytest.mark.parametrize("name", ["label", "rating"])
 def test_a_zero_next_to_minus_one_needs_a_setting(tmp_path, stage, name):
-    """The 0 may mean that a completion has no rating. Training must not treat such a completion as undesirable."""
+    """A 0 may mean that a completion has no rating. Training must not treat an unrated completion as undesirable."""
     marks = (0, 0, -1, None, [1, 0], 0, 1, "0")
     rows = [{"prompt": f"Why {i}?", "completion": "So.", name: mark} for i, mark in enumerate(marks)]
     columns = {"label": name} if name == "rating" else None
@@ -165,7 +165,7 @@ def test_a_label_next_to_the_columns_that_sft_reads_needs_a_setting(tmp_path, na
     fields = ("question", "answer") if mapped else ("prompt", "completion")
     rows = [{fields[0]: f"Why {i}?", fields[1]: "So it is.", name: marks[i % len(marks)]} for i in range(9)]
     columns = {"prompt": "question", "completion": "answer"} if mapped else None
-    with pytest.raises(InputError, match=f"`{name}` may (say which|mark) .*{says}"):
+    with pytest.raises(InputError, match=f"`{name}` may (label|mark) .*{says}"):
         look(tmp_path, rows, "sft", columns=columns)
     for topics in (("rain", "sun"), (3, 4), ("ann", "bob", "no")):
         rows = [{**row, name: topics[i % len(topics)]} for i, row in enumerate(rows)]
@@ -207,7 +207,7 @@ def test_a_list_of_labels_may_be_json_text_as_in_csv(tmp_path):
 
 @pytest.mark.parametrize("printed", ["['In {0}.', 'There.']", "['In {0}.' 'There.']", '["In {0}."]'])
 def test_texts_that_are_printed_lists_are_rejected_in_csv(tmp_path, printed):
-    """If only one CSV row has such a text, the text may be code. JSON files have real lists, so any text may be code."""
+    """If only one value in a CSV column looks like a list, the value may be code. In JSON files, no text is taken for a list."""
     rows = [{"prompt": f"Where is {n}?", "completion": printed.format(n)} for n in range(3)]
     path = tmp_path / "train.csv"
 

@@ -128,7 +128,8 @@ def test_packing_does_not_split_rows(tmp_path):
             pieces.append(tuple(row["input_ids"][start : start + length]))
             start += length
     assert sorted(pieces) == alone and made.report.packed == len(packed)
-    assert len(packed) == -(-50 // (100 // max(map(len, alone))))  # no packing has fewer rows
+    # the fewest rows into which the examples can be packed
+    assert len(packed) == -(-50 // (100 // max(map(len, alone))))
     assert made.report.splits["train"].kept == 50
     held_out = make(tmp_path, eval=path, packing=True, max_length=100)
     assert rows_of(held_out.eval) == packed and held_out.report.packed is None

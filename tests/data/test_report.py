@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeline.commands.chat import Writer
 from pipeline.data.report import Report
-from pipeline.data.tasks import sample
-from pipeline.data.values import RowError, show
-from pipeline.errors import InputError, visible
+from pipeline.data.tasks import decode_sample
+from pipeline.data.values import RowError, show_json
+from pipeline.errors import InputError, escape_controls
 from pipeline.models.tokenizer import eos_ids
 from pipeline.run.summary import sample_table
 
@@ -29,10 +29,10 @@ def commands(text: str) -> list[str]:
 
 
 def test_control_characters_are_shown_escaped(capsys):
-    assert visible(EVIL) == str(InputError(EVIL)) == SHOWN and not commands(SHOWN)
-    assert visible("é 東京 🦙 👨‍👩‍👧 \t\n") == "é 東京 🦙 👨‍👩‍👧 \t\n"  # no control characters
-    assert visible("a\nb\tc", lines=False) == r"a\nb\tc"
-    error = RowError("null", f"x{EVIL}\n", show(EVIL), "a text", file=f"{EVIL}\nerror: no", line=1)
+    assert escape_controls(EVIL) == str(InputError(EVIL)) == SHOWN and not commands(SHOWN)
+    assert escape_controls("é 東京 🦙 👨‍👩‍👧 \t\n") == "é 東京 🦙 👨‍👩‍👧 \t\n"  # no control characters
+    assert escape_controls("a\nb\tc", lines=False) == r"a\nb\tc"
+    error = RowError("null", f"x{EVIL}\n", show_json(EVIL), "a text", file=f"{EVIL}\nerror: no", line=1)
     assert not commands(str(error)) and "\n" not in str(error)
     report = Report("sft", 9, skipped=[f"a.jsonl:1: {EVIL}\n"], samples=[f"one {EVIL}\ntwo"])
     assert SHOWN in report.render() and not commands(report.render())
@@ -67,9 +67,9 @@ def judged(*winners):
 
 
 SAID = [  # stage, rows, options, texts that the report has, texts that it lacks
-    ("sft", [TALK], {"template": APART}, ["no completion to train on contains a token that ends generation",
+    ("sft", [TALK], {"template": APART}, ["no training completion contains a token that ends generation",
         "the chat template omits such a token (model.chat_template)"], []),
-    ("sft", ROWS, {"max_length": 15, "overlong": "truncate"}, ["all of them are truncated (data.max_length)"], []),
+    ("sft", ROWS, {"max_length": 15, "overlong": "truncate"}, ["all completions are truncated (data.max_length)"], []),
     ("sft", ROWS, {}, [], ["stops on"]),
     ("sft", ROWS[:1], {}, ["read        1 row\n"], []),
     ("sft", ONCE, {}, ["1 row equal to an earlier row (data.deduplicate=true removes them)",
@@ -81,8 +81,8 @@ SAID = [  # stage, rows, options, texts that the report has, texts that it lacks
     ("ppo", [{"prompt": "q", "id": 1}], {}, [], ["not read"]),  # a Python reward may read `id`
     ("ppo", [{"prompt": [{**USER, "id": 1}]}], {}, ["not read    column prompt[].id\n"], []),
     ("sft", [TALK, {"messages": [USER, {**BOT, "thinking": "x"}], "id": 7}], {}, ["not read    columns messages[].thinking (1 row), id (1 row)\n",
-        "the model does not see the `messages[].thinking` of 1 row, because the chat template does not write them"], []),
-    ("sft", ONCE, {"apply_chat_template": True}, ["(data.parse_special_tokens=true encodes them as control tokens; rows that hold the chat template's markup also need data.apply_chat_template=false)"], []),
+        "the model does not see the `messages[].thinking` of 1 row, because the chat template omits this key"], []),
+    ("sft", ONCE, {"apply_chat_template": True}, ["(data.parse_special_tokens=true encodes them as control tokens; rows that contain the chat template's markup also need data.apply_chat_template=false)"], []),
     ("dpo", [MARGIN], {}, ["dpo does not use the column `margin`", "not read    column source\n"], []),
     ("rm", [MARGIN], {}, ["not read    column source\n"], ["does not use", "white space"]),
     ("rm", JOINS, {}, ["1 row of plain text without white space between prompt and completion: model.chat_template=plain"], []),
@@ -112,11 +112,11 @@ def test_an_end_of_turn_that_is_no_eos(tmp_path, stage):
     path = write(tmp_path / "rows.jsonl", [row])
     for end, known in (("<|stop|>\n", False), ("<|im_end|>\n", True), ("</s>\n", True)):
         text = make(tmp_path, stage, train=path, template=CHATML.replace("<|im_end|>\n", end)).report.render()
-        warning = 'the chat template ends a completion with "<|stop|>\\n", generation stops on </s> (id '
+        warning = 'the chat template ends a completion with "<|stop|>\\n", but generation stops on </s> (id '
         assert (warning in text) == (not known and stage != "rm"), text
         assert ("only at the end of a row" in text) == (not known and stage in ("sft", "dpo"))
     tok = tokenizer(CHATML)
-    tok.generation_eos = [1]  # as in generation_config.json
+    tok.generation_eos = [1]  # as if generation_config.json listed this EOS token
     assert 1 in eos_ids(tok)
 
 
@@ -147,13 +147,13 @@ def test_bad_rows_are_named_by_line_in_all_chunks(tmp_path, monkeypatch):
     ("options", "expected"),
     [
         ({"max_length": 8}, "data.overlong=truncate"),
-        ({"max_length": 8, "overlong": "drop"}, r"no row is left of 50 read \(50 too long\).*data.overlong=truncate"),
+        ({"max_length": 8, "overlong": "drop"}, r"none of 50 rows is usable \(50 too long\).*data.overlong=truncate"),
         ({"max_length": 9, "overlong": "truncate"}, "50 prompt too long.*their prompts alone fill the 9 tokens"),
         ({"eval_fraction": 1e-9}, "leaves none for `eval`"),
         ({"eval": "nowhere.jsonl"}, "data.eval: there is no file"),
         ({"train": None}, "needs rows"),
         ({"train": "empty.jsonl"}, "empty file"),
-        ({"train": "empty.jsonl", "on_error": "skip"}, "no row is left of 0"),
+        ({"train": "empty.jsonl", "on_error": "skip"}, "none of 0 rows is usable"),
         ({"train": "array.json"}, r"array.json: element 2: `prompt`: found int 7"),
     ],
 )  # fmt: skip
@@ -191,8 +191,8 @@ def test_every_stage_shows_a_completion_the_same_way():
     backend.decoder = decoders.Metaspace()
     tok = PreTrainedTokenizerFast(tokenizer_object=backend)
     labels = {"input_ids": [0, 1, 2, 1, 3], "labels": [-100, 1, -100, 1, 3]}
-    assert sample(tok, labels) == "a⟦ b⟧ c⟦ bü⟧"
-    assert sample(tok, {"prompt_ids": [0], "completion_ids": [1, 2]}) == "a⟦ b c⟧"
+    assert decode_sample(tok, labels) == "a⟦ b⟧ c⟦ bü⟧"
+    assert decode_sample(tok, {"prompt_ids": [0], "completion_ids": [1, 2]}) == "a⟦ b c⟧"
 
 
 def test_a_shared_prefix_that_cuts_a_character_is_shown_complete():
@@ -204,11 +204,13 @@ def test_a_shared_prefix_that_cuts_a_character_is_shown_complete():
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tok = PreTrainedTokenizerFast(tokenizer_object=backend)
     prompt, chosen, rejected = (list(text.encode()) for text in ("Farbe? ", "übel", "ölig"))
-    text = sample(tok, {"chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected}, len(prompt) + 1)
+    text = decode_sample(
+        tok, {"chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected}, len(prompt) + 1
+    )
     assert text == "Farbe? \n  chosen   ⟦übel⟧\n  rejected ⟦ölig⟧"
     apart = {"prompt_ids": prompt + chosen[:1], "chosen_ids": chosen[1:], "rejected_ids": rejected[1:]}
-    assert sample(tok, apart) == text
-    assert sample(tok, {**apart, "rejected_ids": None}) == "Farbe? ⟦übel⟧"
+    assert decode_sample(tok, apart) == text
+    assert decode_sample(tok, {**apart, "rejected_ids": None}) == "Farbe? ⟦übel⟧"
 
 
 def test_rare_labels_without_a_meaning_are_skipped_and_frequent_ones_are_an_error(tmp_path):
@@ -220,7 +222,7 @@ def test_rare_labels_without_a_meaning_are_skipped_and_frequent_ones_are_an_erro
     assert report.splits["train"].dropped == {"unclear_label": 1}
     unknown = [*made, *({**row, "label": "C?"} for row in made[:9])] * 30
     late = [*made[:20], *made[:20]] * 26 + unknown  # the unknown labels come after the first 1,000 rows
-    with pytest.raises(InputError, match=r"set data\.label to what the labels mean"):
+    with pytest.raises(InputError, match=r"set data\.label to the meanings of the labels"):
         make(tmp_path, "rm", train=write(tmp_path / "late.jsonl", late), on_error="skip")
 
 
@@ -235,7 +237,7 @@ def test_the_headline_names_what_is_not_read_and_reasons_for_dropped_rows(tmp_pa
         report = make(tmp_path, train=str(folder), **options).report
         assert report.headline() == (
             "36 of 40 training rows (3 wrong or missing field), 37 duplicates; "
-            f"not read: column by; not read: {folder}/scores.xlsx (no format of rows), {folder}/test.jsonl (left out by its name)"
+            f"not read: column by; not read: {folder}/scores.xlsx (not a data file), {folder}/test.jsonl (excluded by its file name)"
         )
         assert f"warning     not read: {folder}/scores.xlsx" in report.render()
     report = make(tmp_path, train=str(folder), eval=str(folder), **options).report

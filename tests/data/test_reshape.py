@@ -12,7 +12,7 @@ from toy_data import make, rows_of, tokenizer, write
 from pipeline.data.files import find_files
 from pipeline.data.formats import kind_of, parse_row
 from pipeline.data.labels import Rule, derive_rule
-from pipeline.data.preview import check_columns, check_columns_exist, source_kinds
+from pipeline.data.preview import check_column_names, check_columns_exist, source_kinds
 from pipeline.data.read import cache_key, options_of
 from pipeline.data.reshape import Preprocess
 from pipeline.data.values import Dropped, RowError
@@ -85,7 +85,7 @@ def test_a_path_into_null_is_null():
 )  # fmt: skip
 def test_meaningless_mappings_are_rejected(stage, mapped, expected):
     with pytest.raises(InputError, match=expected):
-        check_columns(mapped, kind_of(stage))
+        check_column_names(mapped, kind_of(stage))
 
 
 def test_a_missing_column():
@@ -126,7 +126,7 @@ def test_the_meaning_of_values_is_derived_if_it_is_unique(values, first, second,
     rule = derive_rule(values, {})
     assert (rule.vote(first), rule.vote(second), rule.vote(tie)) == ("first", "second", "tie")
     for other in ("C?", 0):
-        with pytest.raises(RowError, match=r"; data\.label says what its values mean") as caught:
+        with pytest.raises(RowError, match=r"; data\.label defines the label values") as caught:
             rule.vote(other)
         assert caught.value.kind == "unclear_label"
 
@@ -135,9 +135,10 @@ def test_the_meaning_of_values_is_derived_if_it_is_unique(values, first, second,
     ("values", "typed"),
     [
         ([0, 1], "set data.label='{first: 0, second: 1}' if 0 means that the first completion is better"),
-        ([1, 1], "data.label="),  # the label that does not occur may be 0 or 2
+        ([1, 1], "data.label="),  # if the only label is 1, the other label may be 0 or 2
         ([-1, 0, 1], "{first: -1, second: 1}"),
-        (["model_1"], "data.label="),  # the label that does not occur may be model_0
+        # if the only label is model_1, the other label may be model_0 or model_2
+        (["model_1"], "data.label="),
         (["gpt-4", "claude"], "{first: claude, second: gpt-4}"),
         (["right"], "data.label="),  # `right` may be a position or mean correct
         ([None, ""], "data.columns.label=COLUMN"),
@@ -154,9 +155,9 @@ ONE_TWO = {"first": 1, "second": 2, "tie": 0}
 SIDES = [  # data.label, the row's label or scores, the chosen completion
     *((ONE_TWO, {"label": value}, end) for value, end in
       [(1, "first"), ("2", "second"), (0, "tie"), (None, "unlabeled"), (1.5, "tie"), (" ", "unlabeled"), (3, "unknown_label")]),
-    ({"first": 1, "second": 0}, {"label": 0}, "second"),  # the dataset SHP has such labels
+    ({"first": 1, "second": 0}, {"label": 0}, "second"),  # labels of the dataset SHP
     ({"first": 1, "second": 0}, {"label": 0.7}, "first"),
-    ({"first": -3, "second": 3}, {"label": -1}, "first"),  # the dataset HelpSteer3 has such labels
+    ({"first": -3, "second": 3}, {"label": -1}, "first"),  # labels of the dataset HelpSteer3
     ({"first": -3, "second": 3}, {"label": 0}, "tie"),
     ({"first": ["gpt-4", "gpt-3"], "second": "claude"}, {"label": "GPT-3"}, "first"),
     # The majority of several votes decides.
@@ -184,7 +185,7 @@ def test_a_label_or_the_higher_score_chooses_the_completion(label, row, end):
         assert one == {"prompt": "q", "chosen": chosen, "rejected": rejected}
     else:
         assert one == Dropped(end) if end in ("tie", "unlabeled") else one.kind == end
-    assert made("ppo", row) == [row]  # ppo ignores the label, because it reads only the prompt
+    assert made("ppo", row) == [row]  # ppo reads only the prompt, and so ignores the label
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,8 @@ def test_a_label_or_the_higher_score_chooses_the_completion(label, row, end):
     [
         *(({"good": 4, "bad": 2}, value, good) for value, good in
           [(5, True), ("4", True), (2, False), (-1.5, False), (3, "tie"), ("", "unlabeled")]),
-        ({"good": 1, "bad": 3}, 0, True), ({"good": 1, "bad": 3}, 4, False),  # here, a lower score is better
+        # a lower value is better if `good` is below `bad`
+        ({"good": 1, "bad": 3}, 0, True), ({"good": 1, "bad": 3}, 4, False),
         ({"good": ["helpful", "great"], "bad": "harmful"}, "Great", True), ({"good": "helpful", "bad": "harmful"}, "harmful", False),
         ({"good": "helpful", "bad": 2}, "so so", "unknown_label"),
     ],
@@ -250,7 +252,7 @@ def test_rows_of_a_transform_keep_their_order_and_stay_together(tmp_path):
     prepared = make(tmp_path, train=path, transform="python:transforms:twice", eval_fraction=0.5)
     sets = [[row["input_ids"] for row in rows_of(part)] for part in (prepared.train, prepared.eval)]
     assert sum(map(len, sets)) == sum(split.kept for split in prepared.report.splits.values()) == 80
-    for rows in sets:  # both rows that the transform makes of a row stay next to each other
+    for rows in sets:  # the transform makes two rows of each row, which stay next to each other
         assert rows and all(rows[i][:-3] == rows[i + 1][:-3] for i in range(0, len(rows), 2))
     with pytest.raises(InputError, match=rf"{path}:4: found KeyError: 'missing' at .*transforms.py"):
         make(tmp_path, train=path, transform="python:transforms:raises_sometimes")

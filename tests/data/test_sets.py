@@ -78,7 +78,7 @@ def test_a_folder_with_a_readme(folder):
     assert found(f"{folder}:small") == found(f"{folder}:small/train", "data.eval") == ["small.jsonl"]
     assert found(f"{folder}/data/test*") == [
         "test-00000-of-00001.parquet"
-    ]  # a glob pattern may select files in such a folder
+    ]  # a glob pattern may select files in a dataset folder
     assert found(f"{folder}/data") == ["train-00000-of-00001.parquet"]
     assert found(f"{folder}/data", "data.eval") == ["test-00000-of-00001.parquet"]
     for item, said in [
@@ -158,7 +158,7 @@ def test_a_dataset_on_the_hub_is_pinned_and_read_from_the_hub(folder, tmp_path):
 
 
 def test_an_unreachable_hub_and_its_cache(folder, tmp_path):
-    (folder / "test_prefs").mkdir()  # this folder has the same name as a split
+    (folder / "test_prefs").mkdir()  # a folder with the same name as a split
     (folder / "test_prefs/notes.txt").write_text("n")
     name = "hf://datasets/owner/prefs"
     away = in_process([f"{name}:default/train"], tmp_path, HF_ENDPOINT="http://127.0.0.1:9")[0]
@@ -169,7 +169,7 @@ def test_an_unreachable_hub_and_its_cache(folder, tmp_path):
     ):
         assert words in away
     cold = in_process([name], tmp_path, HF_HUB_OFFLINE="1")[0]
-    assert "is not in the cache of this machine" in cold and "hf download" in cold
+    assert "is not in the local cache" in cold and "hf download" in cold
     download = "from huggingface_hub import snapshot_download as s; s('owner/prefs', repo_type='dataset')"
     with serve() as hub:
         commit = hub.put("datasets/owner/prefs", of_folder(folder))

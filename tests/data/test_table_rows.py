@@ -100,17 +100,19 @@ def test_truncated_files(tmp_path, name):
     else:
         arrow(path, table, name.removesuffix(".arrow"))
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
-    ends = "that ends or is damaged here"
+    ends = "that is truncated or damaged here"
     with pytest.raises(InputError, match=rf"{name}:\d+: found an? (Parquet|Arrow) file {ends}"):
         make(tmp_path, train=str(path))
     if name == "stream.arrow":  # the rows before the damaged position can be read
         report = make(tmp_path, train=str(path), on_error="skip").report
         split = report.splits["train"]
         assert split.kept % 7 == 0 < split.kept < 50 and split.dropped == {"damaged": 1}
-        assert "not read: all that follows" in report.notes[0]
+        assert "not read: all later rows" in report.notes[0]
     elif name == "rows.parquet":  # Parquet stores its schema at the end, so no row is readable
         good = write(tmp_path / "good.jsonl", ROWS)
-        lost = r"rows\.parquet:1: .*not read: all that follows; no row of this file can be read; repair it"
+        lost = (
+            r"rows\.parquet:1: .*not read: all later rows; no row of this file can be read; repair the file"
+        )
         with pytest.raises(InputError, match=lost):
             make(tmp_path, train=[good, str(path)], on_error="skip")
 

@@ -26,7 +26,7 @@ from toy_models import BASE, make
 
 from pipeline.data.encode import Example
 from pipeline.data.formats import parse_row
-from pipeline.data.tasks import sample
+from pipeline.data.tasks import decode_sample
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
 from pipeline.job import load_job
@@ -36,7 +36,7 @@ from pipeline.models.tokenizer import load_tokenizer
 from pipeline.registry import lineage
 from pipeline.run.worker import Outcome, Worker
 from pipeline.settle.rows import check_row_format
-from pipeline.settle.settle import settle
+from pipeline.settle.settle import settle_job
 from pipeline.settle.work import Input
 
 ROW = {"prompt": "What is it?", "completion": "A cat."}
@@ -94,7 +94,7 @@ def test_later_stages_follow_the_lineage_on_text_rows(bare, tmp_path):
         rewards = ["reward=python:pipeline.demo:gold", "judge=null"]
         given = [f"model.name_or_path={bare}", f"policy={folder}", *rewards]
         job = load_job(ROOT / "jobs/demo/ppo.yaml", given, "ppo")
-        assert text_as_chat(settle(job).tokenizer, None) is chat
+        assert text_as_chat(settle_job(job).tokenizer, None) is chat
         policy = Input(folder, "adapter", folder, lineage.read(folder, folder))
         check_row_format(job.data, policy, "text")
         if rows == "text":
@@ -125,7 +125,7 @@ def test_a_template_in_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     shutil.copy(PLAIN, tmp_path / "mine.jinja")
     job = load_job(ROOT / "jobs/demo/sft.yaml", ["model.chat_template=~/mine.jinja"], "sft")
-    assert "Human" in settle(job).tokenizer.chat_template
+    assert "Human" in settle_job(job).tokenizer.chat_template
 
 
 # ---- which part is trained -------------------------------------------------------------------------------------
@@ -143,9 +143,9 @@ def test_a_template_that_rewrites_earlier_turns():
 
 
 ENDS = ("</s>", "<|im_end|>")
-LAST = {  # the trained text of the last completion, if the row has no thoughts and if it has thoughts
+LAST = {  # template: trained text of the last completion, without thoughts in the row and with thoughts
     "qwen3": ("<think>\n\n</think>\n\nbye", "<think>\ntwo\n</think>\n\nbye"),
-    # The generation prompt of this template ends with <think>.
+    # The generation prompt of qwen3_5_think ends with <think>.
     "qwen3_5_think": ("\n</think>\n\nbye", "two\n</think>\n\nbye"),
     "qwen3_instruct_2507": ("bye", "<think>\ntwo\n</think>\n\nbye"),
 }
@@ -187,7 +187,7 @@ def test_thoughts_reach_the_template_in_every_stage(key):
     pair = {"prompt": [USER], "chosen": [turn], "rejected": [{**turn, key: "Three."}]}
     for stage in ("rm", "dpo", "kto", "score"):
         tok, (example, *_) = encoded(stage, pair, template=THINKING, ends=ENDS)
-        shown = sample(tok, example.columns, example.prompt_tokens)
+        shown = decode_sample(tok, example.columns, example.prompt_tokens)
         assert "⟦<think>One <|im_end|> two.</think>yo<|im_end|>⟧" in shown
         assert stage == "kto" or "⟦<think>Three.</think>yo<|im_end|>⟧" in shown
     tok, (example,) = encoded("ppo", {"prompt": [USER, turn, USER]}, template=THINKING)
@@ -212,7 +212,10 @@ def test_the_template_gets_any_key_that_it_reads(read):
 
 
 def test_thoughts_of_earlier_turns_that_the_template_leaves_out_are_counted():
-    """Qwen3's template drops the thoughts in turns before the last question. The report counts these turns."""
+    """Qwen3's template drops the thoughts in turns before the last question.
+
+    The report counts the turns whose thoughts are dropped.
+    """
     template = real_template("qwen3")
     made = encoder("sft", template=template, ends=ENDS)
     call = {**BOT, "thinking": "Look it up.", "tool_calls": [{"name": "f", "arguments": {}}]}
@@ -274,7 +277,7 @@ def test_a_turn_with_only_thoughts_is_an_empty_one(name, said):
     turns[1] = {**quiet, "weight": 0}
     tok, (example,) = encoded("sft", {"messages": turns}, template=template, ends=ENDS)
     assert [run.rpartition("yo")[1] for run in trained(tok, example)] == ["yo"]
-    with pytest.raises(RowError, match="a turn that is not empty"):
+    with pytest.raises(RowError, match="a turn with content"):
         encoded("dpo", {"prompt": [USER], "chosen": [quiet], "rejected": [BOT]}, template=template)
     turns[1] = {**CALL, "content": said}
     _, (example,) = encoded("sft", {"messages": turns}, template=real_template("qwen3"), ends=ENDS)
@@ -293,7 +296,7 @@ def test_two_different_thoughts_of_a_message_are_an_error():
 
 
 def test_a_key_counts_as_read_only_if_the_template_writes_it():
-    """A template may use a key without writing it for every role. This template writes `name` only for tools."""
+    """A template may use a key without writing it for every role. The template of this test writes `name` only for tools."""
     of_tools = CALLING.replace("{{ m.role }}", "{{ m.role }}{{ m.name if m.role == 'tool' }}")
     for template, written in ((CALLING, False), (of_tools, True)):
         for stage, row in (
@@ -329,9 +332,7 @@ def test_a_template_that_drops_the_thoughts_of_the_last_turn_is_rejected():
             _, (error,) = encoded(
                 stage, {"messages": [USER, THOUGHT]} if stage == "sft" else row, template=template
             )
-            assert isinstance(error, RowError) and "leaves out the thoughts of this turn" in error.found, (
-                error
-            )
+            assert isinstance(error, RowError) and "omits the thoughts of this turn" in error.found, error
 
 
 def test_a_row_sets_variables_of_the_template():
@@ -429,4 +430,4 @@ def test_a_template_that_changes_words_is_rejected(stage, template):
         assert isinstance(outcome, Example), outcome
     else:
         assert isinstance(outcome, RowError) and outcome.kind == "template", outcome
-        assert outcome.field.startswith("messages[") and "changes the words" in outcome.found
+        assert outcome.field.startswith("messages[") and "changes the text" in outcome.found

@@ -61,7 +61,7 @@ LINES, TABLE = b'{"a": 1}\n' * 9, b"a,b\n" + b"1,2\n" * 9
         ("a.json", b"[{}] x", "not_json", 2, "after the closing bracket"),
         ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:-12], "truncated_gzip", None, ""),
         ("a.csv.gz", gzip.compress(TABLE, mtime=0)[:-12], "truncated_gzip", None, ""),
-        ("a.jsonl.gz", LINES, "truncated_gzip", 1, "ends too early"),
+        ("a.jsonl.gz", LINES, "truncated_gzip", 1, "a truncated gzip file"),
         ("a.csv", b'a,b\n"1\n2",2\n3,4,5\n', "ragged", 4, "3 values"),
         ("a.csv", b'a,b\n1,2\n"3,4\n5,6\n', "not_csv", 3, "a quote that is not closed"),
         ("a.csv", b'a,b\n1,2\n"x"y,4\n5,6\n', "not_csv", 3, "expected after"),
@@ -133,7 +133,7 @@ def test_csv_trains_and_its_errors_name_the_line(tmp_path):
     with pytest.raises(InputError) as caught:
         make(tmp_path, "rm", train=str(path))
     message = str(caught.value)
-    assert "rows.csv:8: found 2 values; expected 4, as the header has columns prompt, chosen" in message
+    assert "rows.csv:8: found 2 values; expected 4, because the header has columns prompt, chosen" in message
     assert 'rows.csv:9: `margin`: found "much"; expected a number' in message
     assert make(tmp_path, "rm", train=str(path), on_error="skip").report.splits["train"].kept == 3
     for content in ("", "prompt,completion\n", ROWS[0]["prompt"]):
@@ -165,14 +165,14 @@ def test_other_delimiters_and_excels_sep_line(tmp_path, text, row):
         ("a.ZST", b"(\xb5/\xfd\x24", "compressed in an unsupported format; unpack it"),
         ("a.jsonl.xz", lzma.compress(b"{}"), "compressed in an unsupported format"),
         ("a.jsonl", bz2.compress(b"{}"), "compressed in an unsupported format"),
-        ("a.csv", b"\xd0\xcf\x11\xe0\xa1", "a workbook of an old Excel"),
+        ("a.csv", b"\xd0\xcf\x11\xe0\xa1", "an Excel workbook in the old"),
         ("a.pkl", pickle.dumps([{"a": 1}]), "a pickle; save its rows as JSON Lines or Parquet"),
         (
             "a.json",
             json.dumps({"data": [{"a": 1}]}, indent=2),
-            r"an object over several lines; run jq -c \. FILE",
+            r"objects that span several lines; run jq -c \. FILE",
         ),
-        ("a.json", '\ufeff\n{\r\n"a": 1\r\n}', "an object over several lines"),
+        ("a.json", '\ufeff\n{\r\n"a": 1\r\n}', "objects that span several lines"),
     ],
 )
 def test_a_file_of_another_format_is_recognized_by_its_first_bytes(tmp_path, name, content, says):

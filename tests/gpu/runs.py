@@ -14,7 +14,7 @@ from typing import Any, Literal
 from unittest import mock
 
 # isort: off
-from tools.gpu.pretend import branches  # before the modules of pipeline/, whose statements it records
+from tools.gpu.pretend import branches  # imported before pipeline/, to instrument its modules
 # isort: on
 
 import pytest
@@ -25,7 +25,7 @@ import torch
 from pipeline.job import load_job
 from pipeline.run import roles
 from pipeline.run.model_host import load_model_host
-from pipeline.run.session import embedded
+from pipeline.run.session import embedded_ray
 from pipeline.serving import models
 from pipeline.writing.memory import GIB
 from tools.gpu.pretend import worker
@@ -43,7 +43,7 @@ def run_cut(arguments: list[str], step: int) -> dict[str, Any]:
 def with_output(
     statements: str, gpus: int, work: Callable[..., dict[str, Any]], *args: Any
 ) -> dict[str, Any]:
-    """Returns the result of `work(*args)` on a machine with GPUs, plus its `output`.
+    """Returns the result of `work(*args)` on a machine with GPUs, plus the printed text as `output`.
 
     Args:
         statements: file to which executed statements are added (branches.FILE).
@@ -92,7 +92,7 @@ def options_of_vllm(verb: str, keys: list[str], free: int) -> dict[str, Any]:
         if verb == "serve":
             models._vllm(host)
         else:
-            with roles.vllm(host, roles.shared_base(host), [None], longest=24, rows=16):
+            with roles.vllm_decoder(host, roles.shared_base(host), [None], longest=24, rows=16):
                 pass
     return {key: passed[key] for key in ("gpu_memory_utilization", "gpus")}
 
@@ -104,5 +104,5 @@ def ray() -> Iterator[None]:
     for wait in ("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"):
         os.environ[wait] = "300"  # timeout in seconds; each process needs time to import torch
     hook = {"worker_process_setup_hook": f"{worker.__name__}.begin"}
-    with embedded(num_cpus=4, num_gpus=worker.GPUS, runtime_env=hook):
+    with embedded_ray(num_cpus=4, num_gpus=worker.GPUS, runtime_env=hook):
         yield

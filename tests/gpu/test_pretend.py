@@ -65,7 +65,7 @@ def _on_gpu():
     return torch.arange(6.0, device=GPU).view(2, 3)
 
 
-ERRORS = {  # in addition to the errors of the FAULTS below
+ERRORS = {  # errors that no fault in FAULTS causes
     "an index of another GPU": (lambda: _on_gpu()[torch.tensor([0], device="cuda:1")], "indices should be either"),
     "an index of a GPU into a tensor of the CPU": (lambda: torch.ones(3)[torch.tensor([0], device=GPU)], "indices should"),
     "numpy": (lambda: _on_gpu().numpy(), "can't convert cuda:0 device type tensor to numpy"),

@@ -38,7 +38,7 @@ PPO = [
     POLICY, REWARD, "trainer.total_episodes=8", "trainer.batch_size=4", "trainer.response_length=12", "trainer.save_steps=1",
     "trainer.kl_coef=0", "run.report=false",
 ]  # fmt: skip
-RUNS = {  # name: (subcommand, its keys besides GPU)
+RUNS = {  # name: (subcommand, its keys in addition to those in GPU)
     "sft": ("sft", TRL),
     "sft-checkpointing-bf16": ("sft", [*TRL, BF16, CHECKPOINTING, "trainer.packing=true"]),
     "sft-nf4": ("sft", [*TRL, BF16, NF4]),
@@ -87,7 +87,7 @@ class Runs:
 
     @cache  # noqa: B019  (one object, until the tests of this file end)
     def of(self, name, verb, *keys, work=command.run, more=()):
-        """Runs `work` with this run's arguments. Returns its output, plus the content of result.json as `result`."""
+        """Runs `work` with the arguments of a run. Returns the result of `work`, plus the content of result.json as `result`."""
         keys = (*few_rows(verb, self.storage), f"run.storage_path={self.storage}", f"run.name={name}", *keys)
         found = self.child(work, [verb, f"jobs/demo/{verb}.yaml", "gate={}", *keys], *more)
         print(found["output"])

@@ -1,7 +1,7 @@
 """Tests that no key of a job is silently ignored: each key has an effect, or load_job rejects it.
 
 - our sections, and `trainer` of evaluate, generate, collect, score, serve and export: the source outside of job/ reads each key.
-- `trainer` of ppo: each key is changed in a toy run. Weights, metrics, forwards or evaluations must differ.
+- `trainer` of ppo: changing a key in a toy run must change weights, metrics, or the number of forwards or evaluations.
 - `trainer` of sft, rm, dpo and kto: each key reaches TRL's class unchanged.
 """
 
@@ -73,7 +73,7 @@ def outcome(settings):
     trainer = toy.trainer(shared, [reward], **changes)
     try:
         history = trainer.train(evaluate=lambda: asked.append(1) or {})
-    except Exception as error:  # the key turns a check on or off, and the check fails
+    except Exception as error:  # a key may enable a check that fails; the error is then the result
         return repr(error)
     timed = ("time/", "memory/", "per_second")
     figures = [{k: v for k, v in m.items() if not any(word in k for word in timed)} for m in history]
@@ -101,7 +101,7 @@ def test_every_key_of_ppo_is_tried():
 def test_every_key_of_our_sections_is_read_by_what_runs(section, name):
     """Searches the source outside of job/ for reads such as `run.name`, not for `name` alone. Code in job/ only checks values.
 
-    Keys of a source need no read of `path` and `revision`, because Source.location in job/ reads these two.
+    Source.location in job/ reads the keys `path` and `revision` of a source.
     """
     files = [f for f in (ROOT / "pipeline").rglob("*.py") if "job" not in f.relative_to(ROOT).parts]
     read = set(re.findall(rf"\b(?:{name})\.(\w+)", "\n".join(file.read_text() for file in files)))
@@ -120,7 +120,7 @@ def test_every_key_of_trl_reaches_its_class(stage, in_root):
         trainer=section, data=job.data, spec=job.spec, places=SimpleNamespace(on_gpu=False)
     )
     worker = SimpleNamespace(work=work, scratch="scratch")
-    arguments = trl_trainer.arguments(worker, dict)
+    arguments = trl_trainer.make_arguments(worker, dict)
     assert section.items() <= arguments.items()
     decided = arguments.keys() - section.keys()
     assert decided <= REFUSED["trainer"].keys(), "a key that a job may give is overruled"

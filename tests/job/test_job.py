@@ -69,8 +69,8 @@ BAD = [
     ("ppo", ["policy=python:a:b"], r"policy: found 'python:a:b', expected an adapter"),
     ("sft", ["data.train=null"], r"data\.train: missing; `sft` needs rows"),
     ("evaluate", ["data.eval=null"], r"data\.eval: missing; `evaluate` needs prompts"),
-    ("evaluate", ["data.train=a.jsonl"], r"data\.train: `evaluate` does not use this key \(.*name the prompts in data\.eval"),
-    ("sft", ["trainer.eval_strategy=epoch"], r"trainer\.eval_strategy: there is nothing to evaluate on"),
+    ("evaluate", ["data.train=a.jsonl"], r"data\.train: `evaluate` does not use this key \(.*set data\.eval to the prompts"),
+    ("sft", ["trainer.eval_strategy=epoch"], r"trainer\.eval_strategy: no rows to evaluate on"),
     ("sft", ["data.batch_size=12"], r"data\.batch_size: found 12, expected a multiple of 8.*set data\.batch_size=16"),
     ("sft", ["data.batch_size=8", "trainer.per_device_train_batch_size=2", "scaling.num_workers=[1,3]"], r"expected a multiple of 12.*set data\.batch_size=12"),
     ("sft", ["scaling.num_workers=[1,2]"], r"data\.batch_size: missing; with elastic scaling\.num_workers"),
@@ -80,13 +80,13 @@ BAD = [
     ("sft", ["model.fsdp=true", "model.load_in_4bit=true"], r"model\.fsdp: set together with model\.load_in_4bit"),
     ("ppo", ["model.fsdp=true", "rollout.engine=vllm", "rollout.num_workers=1"], r"rollout\.engine: found vllm together with model\.fsdp.* rollout\.engine=transformers"),
     ("ppo", ["policy=base", "lora.rank_pattern={q_proj: 2}", "rollout.engine=vllm"], r"rollout\.engine: found vllm, which ignores lora\.rank_pattern; .* remove lora\.rank_pattern"),
-    ("sft", ["run.name=feedback"], r"run\.name: found 'feedback', .*: it names a folder in run\.storage_path, which has artifacts"),
+    ("sft", ["run.name=feedback"], r"run\.name: found 'feedback', .* for a new folder in run\.storage_path, which has artifacts"),
     ("sft", ["mlflow.alias=latest"], r"mlflow\.alias: found 'latest'.*reserved by MLflow"),
     ("sft", ["gate.eval_loss=0.5"], r"gate\.eval_loss: found '0\.5', expected a comparison"),
-    ("sft", ["trainer.output_dir=x"], r"trainer\.output_dir: is set by the pipeline: checkpoints go to"),
-    ("sft", ["trainer.fp16=true", "trainer.bf16=false"], r"trainer\.fp16: needs scaling\.use_gpu; set that too"),
+    ("sft", ["trainer.output_dir=x"], r"trainer\.output_dir: is set by the pipeline: checkpoints are saved to"),
+    ("sft", ["trainer.fp16=true", "trainer.bf16=false"], r"trainer\.fp16: needs scaling\.use_gpu; set the missing keys"),
     ("sft", ["run.load_best_model_at_end=true"], r"run\.load_best_model_at_end: found true, but there are no evaluations .*set data\.eval or data\.eval_fraction, and trainer\.eval_strategy=epoch"),
-    ("ppo", ["run.stop_if.eval_kl='> champion'", "data.eval_fraction=0.1", "trainer.eval_steps=1"], r"run\.stop_if\.eval_kl: found '> champion'; only a gate .* has a champion"),
+    ("ppo", ["run.stop_if.eval_kl='> champion'", "data.eval_fraction=0.1", "trainer.eval_steps=1"], r"run\.stop_if\.eval_kl: found '> champion'; only gates .* can use the champion"),
     ("ppo", ["policy=[models:/a@b, models:/c]"], r"policy\.1: found 'models:/c', expected models:/NAME@ALIAS"),
     ("sft", ["learning_rate=1e-4"], r"learning_rate: unknown section; did you mean trainer\.learning_rate\?"),
     ("sft", ["lr=1e-4"], r"lr: unknown section; did you mean trainer\.learning_rate\?"),
@@ -94,11 +94,11 @@ BAD = [
     ("sft", ["trainer.foo=1"], r"trainer\.foo: unknown key; `rlhf help trainer` lists the keys"),
     ("ppo", ["reward=my/rewards.py"], r"reward: found 'my/rewards\.py', expected python:my\.rewards:FUNCTION"),
     ("ppo", ["reward=null"], r"reward: missing; .* or a folder, or python:MODULE:FUNCTION"),
-    ("sft", ["gate.train_loss=<= champion"], r"gate\.train_loss: found '<= champion'; only a gate on held-out rows"),
+    ("sft", ["gate.train_loss=<= champion"], r"gate\.train_loss: found '<= champion'; only gates on eval_"),
     ("ppo", ["run.stop_if.eval_klx='> 20'", "data.eval_fraction=0.1", "trainer.eval_steps=1"], r"run\.stop_if\.eval_klx: `ppo` has no such metric .*; did you mean eval_kl\?"),
     ("sft", ["run.load_best_model_at_end=true", "data.eval_fraction=0.1", "trainer.eval_strategy=epoch", "run.metric_for_best_model=eval_los"], r"run\.metric_for_best_model: `sft` has no such metric \(eval_los\); did you mean eval_loss\?"),
     ("sft", ["run.load_best_model_at_end=true", "data.eval_fraction=0.1", "trainer.eval_strategy=epoch", "run.metric_for_best_model=eval_entropy"], r"run\.metric_for_best_model: is a larger eval_entropy better\? Set run\.greater_is_better=true or false"),
-    ("ppo", ["run.load_best_model_at_end=true", "data.eval_fraction=0.1", "trainer.eval_steps=1", "run.metric_for_best_model=eval_judge"], r"run\.metric_for_best_model: eval_judge needs a judge, and there is none"),
+    ("ppo", ["run.load_best_model_at_end=true", "data.eval_fraction=0.1", "trainer.eval_steps=1", "run.metric_for_best_model=eval_judge"], r"run\.metric_for_best_model: eval_judge needs a judge, which the job does not have"),
     ("dpo", ["trainer.loss_type=sigmoidal"], r"trainer\.loss_type: found .*'sigmoidal'.*, expected a list of one of sigmoid, .*did you mean sigmoid\?"),
     ("kto", ["trainer.per_device_train_batch_size=1"], r"trainer\.per_device_train_batch_size: found 1, expected a whole number between 2 and 1048576"),
     ("sft", ["scaling.num_workers=[3,1]"], r"scaling\.num_workers: found \[3, 1\], expected \[min, max\]"),
@@ -107,7 +107,7 @@ BAD = [
     ("ppo", ["scaling.num_workers=65"], r"trainer\.batch_size: fewer prompts for an update than workers; expected at least trainer\.batch_size=65"),
     ("generate", ["trainer.temperature=1e-9"], r"trainer\.temperature: found 1e-09, expected 0 or a number of at least 0.01, for example 1\.0"),
     ("generate", ["trainer.min_new_tokens=256"], r"trainer\.min_new_tokens: found 256, expected less than response_length"),
-    ("collect", ["trainer.num_generations=1"], r"trainer\.num_generations: found 1: a pair needs two completions"),
+    ("collect", ["trainer.num_generations=1"], r"trainer\.num_generations: found 1, but a pair needs two completions"),
     ("collect", ["trainer.temperature=0"], r"trainer\.temperature: found 0, so all completions of a prompt are the same"),
     ("collect", ["trainer.select=best", "trainer.min_margin=1"], r"trainer\.min_margin: trainer\.select=best makes no pairs"),
     ("export", ["reward=python:m:f"], r"reward: found 'python:m:f', expected one reward adapter"),
@@ -116,19 +116,19 @@ BAD = [
     ("export", ["trainer.hub_model_id=o/mine", "reward=models:/rlhf-rm@champion"], r"one model; set reward=null or policy=null"),
     ("sft", ["gate.eval_los=<= 1"], r"gate\.eval_los: `sft` has no such metric .*; did you mean eval_loss\?"),
     ("ppo", ["trainer.num_generations=3"], r"trainer\.batch_size: found 64, expected a multiple of num_generations \(3\)"),
-    ("ppo", ["rollout.staleness=1"], r"rollout\.staleness: found 1, expected 0 without rollout workers: .*rollout\.num_workers=1"),
+    ("ppo", ["rollout.staleness=1"], r"rollout\.staleness: found 1, expected 0 without rollout workers, .*rollout\.num_workers=1"),
     ("stage: sft\ndata: &a {train: *a}\n", [], r"job\.yaml: not valid YAML: a character, a tag .* or an alias"),
-    ("serve", ["serve.rewards={one: models:/r@champion}"], r"serve\.rewards: found one, which serve\.policies also names"),
+    ("serve", ["serve.rewards={one: models:/r@champion}"], r"serve\.rewards: found one, which is also in serve\.policies"),
     ("serve", ["serve.policies={a b: models:/r@champion}"], r"serve\.policies: found \['a b'\], expected ids"),
     # sources of rows
     ("sft", ["data.train=[{path: a, weight: 1}, {path: b}]"], r"data\.train: 1 of 2 sources have no weight"),
     ("sft", ["data.train=[{path: a, wieght: 1}]"], r"data\.train\.0\.wieght: unknown key; did you mean weight"),
     ("sft", ["data.train=[{weight: 1}]"], r"data\.train\.0\.path: missing, expected text"),
-    ("sft", ["data.eval=[{path: a, weight: 1}]"], r"data\.eval\.0\.weight: only rows that are trained on are mixed by weights"),
+    ("sft", ["data.eval=[{path: a, weight: 1}]"], r"data\.eval\.0\.weight: weights apply only to training rows"),
     ("sft", ["data.train=[a, {path: b, label: {first: 1}}]"], r"data\.train\.1\.label: found"),
     ("sft", ["data.train=[a, {path: b, transform: f.py}]"], r"data\.train\.1\.transform: found 'f\.py', expected python:MODULE"),
     ("sft", ["data.train=[a, {path: b, group_by: q}]"], r"data\.train\.1\.group_by: found 'q'; only a transform"),
-    ("sft", ["data.train=[{path: 'hf://datasets/a/b@x', revision: main}]"], r"data\.train\.0\.revision: found 'main' .*set it once"),
+    ("sft", ["data.train=[{path: 'hf://datasets/a/b@x', revision: main}]"], r"data\.train\.0\.revision: found 'main' .*set the revision once"),
     ("sft", ["data.stopping_strategy=all_exhausted"], r"data\.stopping_strategy: no source of data\.train has a weight"),
 ]  # fmt: skip
 
@@ -167,7 +167,7 @@ def test_a_file_that_is_no_job_is_not_quoted(of, text, job, tmp_path, capsys):
     path = job("extends: other\n") if of == "extends" else str(tmp_path / "other")
     assert main(["sft", path]) == 2
     error = capsys.readouterr().err
-    assert "other: is no job; expected sections such as" in error and "my-own-token" not in error
+    assert "other: is no job file; expected sections such as" in error and "my-own-token" not in error
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_file_that_is_no_job_is_not_quoted(of, text, job, tmp_path, capsys):
         ("mlflow: {{tracking_uri: '{}'}}\n", []),
         ("", ["run.name={}"]),
         ("", ["{}=1"]),
-        ("model: [{}, *x y\n", []),  # the message does not quote a broken file
+        ("model: [{}, *x y\n", []),  # an error message does not quote the text of a broken file
     ],
 )
 def test_a_secret_is_refused_and_never_printed(job, capsys, secret, more, override):
@@ -192,7 +192,7 @@ def test_a_secret_is_refused_and_never_printed(job, capsys, secret, more, overri
 
 def test_yaml_scalars_mean_what_they_look_like(job):
     text = GOOD["sft"] + "trainer: {learning_rate: 1e-4, eval_strategy: no, num_train_epochs: 2, seed: 007}\n"
-    # YAML 1.1 would read this value as an octal number.
+    # YAML 1.1 would read the seed 007 as an octal number.
     with pytest.raises(InputError, match=r"trainer\.seed: found 7\.0"):
         load_job(job(text), [])
     made = load_job(job(text), ["trainer.seed=7", "model.revision='1234567'", "run.name=2026-11-20"])
@@ -289,8 +289,8 @@ def test_dropout_without_effect_gives_a_warning(stage, overrides, warns, in_root
         (["gate={}"], ""),
         (["gate={}", "data.train=mine.jsonl"], "'jobs/demo/data/demonstrations_eval.jsonl'"),
         (["gate={}", "data.train=mine.jsonl", "data.eval=my_eval.jsonl"], ""),
-        (["gate={}", "data.eval=null"], "nothing is held out"),
-        (["mlflow.registered_model=null"], "gate: the job registers nothing"),
+        (["gate={}", "data.eval=null"], "no rows are held out"),
+        (["mlflow.registered_model=null"], "gate: mlflow.registered_model is null"),
         (["mlflow.registered_model=null", "gate={}"], ""),
     ],
 )
@@ -343,7 +343,7 @@ def test_gate_rules():
 def test_a_gate_without_the_held_out_rows_that_it_needs(tmp_path, in_root):
     taken_away = load_job(
         "jobs/demo/sft.yaml", ["data.eval=null"]
-    )  # the gate in the job file then only causes a warning
+    )  # without eval rows, a gate from the job file only causes a warning
     assert "gate.eval_loss: needs held-out rows" in " ".join(find_warnings(taken_away))
     with pytest.raises(InputError, match=r"gate\.eval_loss: needs held-out rows .*data\.eval_fraction=0\.1"):
         load_job("jobs/demo/sft.yaml", ["data.eval=null", "gate.eval_loss=<=1"])
@@ -376,7 +376,7 @@ def test_keys_of_a_source_replace_keys_of_the_data_section(in_root):
 )
 def test_a_key_can_be_an_option(typed, overrides, monkeypatch):
     calls = []
-    monkeypatch.setattr(__main__, "dispatch", lambda *given: calls.append(given) or 0)
+    monkeypatch.setattr(__main__, "run_subcommand", lambda *given: calls.append(given) or 0)
     assert main(["dpo", *typed]) == 0 and calls == [("dpo", "job.yaml", overrides)]
 
 
@@ -392,7 +392,7 @@ def test_a_wrong_command_line_gives_a_message(typed, says, capsys):
 
 
 def test_exit_statuses(capsys, monkeypatch):
-    class Group(Exception):  # looks like ray.train.WorkerGroupError
+    class Group(Exception):  # an error that looks like ray.train.WorkerGroupError
         worker_failures = {1: RayTaskError("read", "traceback", InputError("deep"))}
 
     def outcome(error):
@@ -401,7 +401,7 @@ def test_exit_statuses(capsys, monkeypatch):
                 raise error
             return 0
 
-        monkeypatch.setattr(__main__, "dispatch", run)
+        monkeypatch.setattr(__main__, "run_subcommand", run)
         return main(["sft", "x.yaml"]), capsys.readouterr().err
 
     assert outcome(None) == (0, "")

@@ -18,7 +18,7 @@ JOBS = sorted(f for f in (ROOT / "jobs").glob("*/*.yaml") if f.parent.name != "c
 
 def test_the_schema_matches_the_installed_libraries():
     """Generates the schema in another process, because TRL is not imported here."""
-    program = "from pipeline.job import schema_of; print(schema_of.text(), end='')"
+    program = "from pipeline.job import schema_of; print(schema_of.schema_text(), end='')"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout[done.stdout.index("{") :] == schema.FILE.read_text(), (
@@ -32,13 +32,15 @@ def test_every_job_names_the_schema_and_matches_it(file):
     assert first.startswith("# yaml-language-server: $schema=")
     assert (file.parent / first.partition("=")[2]).resolve() == schema.FILE.resolve()
     if "stage" in yaml.safe_load(file.read_text()):
-        jsonschema.validate(read_tree(file, []).data, schema.document())
+        jsonschema.validate(read_tree(file, []).data, schema.schema_document())
 
 
 @pytest.mark.parametrize("key", ["lora_alpha=0", "r=many", "rr=8", "task_type=CAUSAL_LM"])
 def test_the_schema_rejects_wrong_keys_and_values(key):
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(read_tree(ROOT / "jobs/demo/sft.yaml", [f"lora.{key}"]).data, schema.document())
+        jsonschema.validate(
+            read_tree(ROOT / "jobs/demo/sft.yaml", [f"lora.{key}"]).data, schema.schema_document()
+        )
 
 
 def test_help_explains_a_key(capsys):
@@ -55,8 +57,11 @@ def test_help_explains_a_key(capsys):
 
 def test_keys_of_the_schema_have_a_description_and_a_valid_default():
     jsonschema.Draft7Validator.check_schema(json.loads(schema.FILE.read_text()))
-    for name, one in schema.document()["$defs"].items():
+    for name, one in schema.schema_document()["$defs"].items():
         for key, known in one["properties"].items():
-            assert "default" not in known or schema.problem(known["default"], known) is None, (name, key)
+            assert "default" not in known or schema.find_mismatch(known["default"], known) is None, (
+                name,
+                key,
+            )
             ours = name.startswith("pipeline.") and not name.endswith((".job.Job", ".job.Source"))
             assert "description" in known or not ours, (name, key)

@@ -96,8 +96,8 @@ FOUND_BEFORE_LOADING = {
     "lookaround": ("policy", SETTINGS, {"alpha_pattern": {"(?!a)b": 8}}, r"alpha_pattern: .*\(\?!"),
     "an unknown head": ("policy", TENSORS, lambda t: t.update({HEAD: zeros(1, 128)}), "contains a scalar head that .* does not mention"),
     "a lost head": ("reward", TENSORS, lambda t: t.pop(HEAD), r"lacks the scalar head that adapter_config\.json mentions"),
-    "a reward as policy": ("policy", SETTINGS, {"task_type": "SEQ_CLS"}, "is a reward adapter .*expected one that `sft`"),
-    "a policy as reward": ("reward", SETTINGS, {"task_type": "CAUSAL_LM"}, "is an adapter without a scalar head, so it cannot score; expected one that `rm`"),
+    "a reward as policy": ("policy", SETTINGS, {"task_type": "SEQ_CLS"}, "is a reward adapter .*expected an adapter that `sft`"),
+    "a policy as reward": ("reward", SETTINGS, {"task_type": "CAUSAL_LM"}, "is an adapter without a scalar head, so it cannot score; expected an adapter that `rm`"),
 }  # fmt: skip
 FOUND_WHEN_LOADING = {
     "an unknown task": ("policy", SETTINGS, {"task_type": "NOPE"}, "peft rejects these settings"),
@@ -157,7 +157,7 @@ def test_a_pattern_that_backtracks_forever_does_not_stop_the_loading(key, copied
     check(folder)
     shared.add("x", folder=folder)
     adapted = {name for name, one in shared.base.named_modules() if "x" in getattr(one, "r", ())}
-    assert adapted == adapter_files.ranks(adapter_files.read_shapes(folder)).keys()
+    assert adapted == adapter_files.ranks_of_modules(adapter_files.read_shapes(folder)).keys()
     shared.remove("x")
 
 
@@ -193,7 +193,10 @@ def test_the_smallest_change_of_a_weight_means_that_an_adapter_has_learned(copie
     ("target", "start"), [("q_proj", True), ("q_proj", "orthogonal"), ("embed_tokens", True)]
 )
 def test_a_new_adapter_has_learned_if_its_product_is_not_zero(target, start, shared, tmp_path):
-    """A new embedding adapter has A = 0, and a new linear one B = 0. With orthogonal initialization, only the product BA is 0."""
+    """peft initializes B to 0 in linear layers, and A to 0 in embeddings.
+
+    With orthogonal initialization, only the product BA is 0.
+    """
     shared.add("new", lora={"r": 4, "target_modules": [target], "init_lora_weights": start}, trainable=True)
     shared.save("new", tmp_path)
     assert not adapter_files.was_trained(tmp_path, None)

@@ -88,7 +88,7 @@ def test_an_adapter_that_changes_the_base_is_detected(start, dtype):
     ids=["embedding", "option"],
 )
 def test_copies_of_base_weights_in_a_peft_file_must_equal_the_base(targets, save, tmp_path):
-    """peft saves base weights next to adapters of embeddings. All loaders compare these with the base, and then ignore them."""
+    """peft saves copies of base weights with adapters of embeddings. Our loaders only check that these copies equal the base."""
     made = peft.get_peft_model(
         toy.base(), peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets)
     )
@@ -115,7 +115,7 @@ def test_copies_of_base_weights_in_a_peft_file_must_equal_the_base(targets, save
         yield toy.base(), lambda: as_peft_model(base, tmp_path)
         continued = as_peft_model(toy.base(), tmp_path, trainable=True)
         yield continued, lambda: as_peft_model(continued, tmp_path, "ref")
-        yield toy.base(), lambda: export.merge(base, str(tmp_path), "float32")
+        yield toy.base(), lambda: export.merge_adapter(base, str(tmp_path), "float32")
 
     for base, read in readers():
         model = read() or base
@@ -137,7 +137,10 @@ def test_copies_of_base_weights_in_a_peft_file_must_equal_the_base(targets, save
 
 
 def test_loading_an_adapter_initializes_no_tensor(monkeypatch, tmp_path):
-    """Some of peft's initializations would change the base, and all tensors come from the file anyway."""
+    """Some of peft's initializations would change the base.
+
+    No initialization is needed, because the adapter's file contains all tensors.
+    """
     shared = SharedBase(toy.base())
     shared.add("made", lora={**toy.LORA, "init_lora_weights": "orthogonal"}, trainable=True)
     shared.save("made", tmp_path)
@@ -220,7 +223,7 @@ def test_a_policy_adapter_stays_the_same_when_it_is_saved_copied_and_loaded_here
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("extra", [{}, {"lora_bias": True}, {"target_modules": ["q_proj"]}], ids=str)
 def test_rows_of_one_batch_can_use_different_adapters(extra, autocast):
-    """The fused layers compute plain LoRA. Other kinds of adapters use peft's own forward."""
+    """The fused layers compute plain LoRA. Other LoRA, such as LoRA with a bias, is computed by peft's own forward."""
     shared = toy.shared_base(spread=0.2)
     shared.autocast = autocast
     shared.add("other", lora={"r": 2, "target_modules": "all-linear", **extra})
@@ -235,7 +238,7 @@ def test_rows_of_one_batch_can_use_different_adapters(extra, autocast):
         again = shared.hidden("policy", ids[:1])
     if autocast is None:
         assert torch.allclose(together, alone, atol=1e-5)
-    else:  # under autocast, the two results are rounded differently
+    else:  # under autocast, a batch with several roles is rounded differently
         shared.autocast = None
         with torch.no_grad():
             exact = torch.cat([shared.hidden(role, ids[i : i + 1]) for i, role in enumerate(roles)])

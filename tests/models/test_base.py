@@ -99,7 +99,8 @@ def test_a_base_can_be_quantized_on_a_cpu(folders, family):
     assert "Linear4bit" in quantized
     before = model(ids).logits
     assert torch.isfinite(before).all()
-    # In a forward pass without gradients, bitsandbytes may repack the weights. Train mode must still give the same result.
+    # In a forward pass without gradients, bitsandbytes may repack the weights.
+    # A repacked model must compute the same logits in train mode.
     torch.testing.assert_close(model.train()(ids).logits, before)
     scorer = load_base(settings(folders[family], load_in_4bit=True), load_tokenizer(str(folders[family])))
     assert type(score_head(scorer)).__name__ != "Linear4bit" and scorer(ids).logits.shape == (1, 1)

@@ -106,8 +106,8 @@ def test_an_unknown_attention_is_an_error_of_its_key(base):
         ({"target_modules": ["embed_tokens"]}, "target_modules: adapts embed_tokens, which this base ties to its lm head"),
         ({"target_modules": "lm_head"}, "target_modules: adapts lm_head, which this base ties to its embeddings"),
         ({"lora_bias": True}, r"lora_bias: adds a bias to \w+_proj, which has none in this base"),
-        ({"target_modules": ["q_proj"], "layers_to_transform": [0, 7]}, "layers_to_transform: found 7, and these modules have layers 0 to 3"),
-        ({"target_modules": ["q_proj"], "layers_to_transform": 0, "layers_pattern": "h"}, "layers_to_transform: found 0, and these modules have no layers of that name"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [0, 7]}, "layers_to_transform: found 7, but these modules have layers 0 to 3"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": 0, "layers_pattern": "h"}, "layers_to_transform: found 0, but these modules have no layers of that name"),
     ],
     ids=str,
 )  # fmt: skip
@@ -146,14 +146,14 @@ def test_embeddings_and_biases_may_be_adapted_if_they_can_be_merged():
 
 
 def test_names_that_transformers_may_change_are_not_checked():
-    """Files store experts separately, but the model has one tensor. Quantized and multimodal models rename weights too."""
+    """transformers merges separate experts into one tensor, and renames weights of quantized and multimodal models."""
     good = check_base(settings(DEMO))
     experts = {"model.layers.0.mlp.experts.0.up_proj.weight": good.shapes[UP]}
     for config, shapes in (
         ({"text_config": {"vocab_size": 3}}, good.shapes),
         ({"quantization_config": {"bits": 4}}, good.shapes),
         ({}, {**good.shapes, **experts}),
-        ({}, {}),  # the weights are not on this machine
+        ({}, {}),  # as if the weight files were not on this machine
     ):
         check_lora(Base(good.model, config, shapes), {"target_modules": ["nope"]})
 

@@ -168,6 +168,6 @@ def test_the_report_counts_rows_with_control_tokens_and_a_job_may_allow_them(tmp
         (True, [1] * 5 + [2, 1], "as control tokens (data.parse_special_tokens=false encodes"),
     ):
         made = make(tmp_path, train=path, parse_special_tokens=parse_special_tokens)
-        found = "2 rows with special tokens in the text (</s> in 2, <s> in 1): they are encoded"
+        found = "2 rows with special tokens in the text (</s> in 2, <s> in 1), which are encoded"
         assert f"{found} {says}" in made.report.render() and not made.report.reused
         assert [row["input_ids"].count(tokenizer().eos_token_id) for row in rows_of(made.train)] == ends

@@ -12,7 +12,7 @@ from peft.tuners.lora.layer import Linear
 from torch import nn
 
 from pipeline.models import lora
-from pipeline.models.lora import fuse
+from pipeline.models.lora import fuse_lora_layers
 from pipeline.ppo import trainer as ppo_trainer
 from pipeline.writing import decoder
 
@@ -30,7 +30,7 @@ def layers(bias=False, dtype=torch.float32, **lora):
         for name in ("lora_A", "lora_B"):  # adapters are in fp32 for any dtype of the base, as in SharedBase
             getattr(model[0], name).float()
     other = copy.deepcopy(model)
-    fuse(other)
+    fuse_lora_layers(other)
     return model[0], other[0]
 
 

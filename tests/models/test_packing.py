@@ -4,7 +4,7 @@ import pytest
 import torch
 import toy_ppo as toy
 
-from pipeline.models.packing import alone, packed, packs_that_pay
+from pipeline.models.packing import pack_alone, pack_together, packs_that_pay
 
 PROMPTS = [[5, 6, 7], [8, 9]]
 ROWS = [(0, [10, 11]), (1, [12]), (0, [13, 14, 15]), (0, [16]), (1, [17, 18, 19, 20])]
@@ -22,13 +22,13 @@ def rows():
 def test_packed_completions_have_the_same_states_as_in_separate_rows(kind, attention):
     shared = toy.shared_base(kind, critic=False, spread=0.3, attn_implementation=attention)
     assert shared.can_pack
-    batch, single = packed(*rows(), PACKS), alone(*rows())
+    batch, single = pack_together(*rows(), PACKS), pack_alone(*rows())
     assert batch.input_ids.numel() < single.input_ids.numel()
     for role in ("policy", None):
         with torch.no_grad():
             states = shared.states(role, batch)
             torch.testing.assert_close(states, shared.states(role, single), rtol=1e-4, atol=1e-5)
-    # Expected: the states before each action and after the last one. The last state is repeated to the end of the row.
+    # Row 1 has the states before each action and after the last action. The last state is repeated to the end of the row.
     hidden = shared.hidden(None, single.input_ids)
     torch.testing.assert_close(states[1], hidden[1, [1, 2, 2, 2, 2]], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(shared.states(None, batch.ends())[:, 0], states[:, -1])
@@ -60,7 +60,7 @@ def test_the_gradient_of_a_shared_prompt_does_not_depend_on_the_threads():
     ids = torch.arange(64 * 40).view(64, 40) % 50 + 4
     ids[:, :8] = ids[0, :8]
     starts, counts = torch.full((64,), 8), torch.full((64,), 32)
-    batch, threads = packed(ids, starts, counts, 32, [list(range(64))]), torch.get_num_threads()
+    batch, threads = pack_together(ids, starts, counts, 32, [list(range(64))]), torch.get_num_threads()
     torch.set_num_threads(2)
     found = []
     for _ in range(4):

@@ -187,7 +187,7 @@ def test_a_base_that_cannot_be_sharded_is_an_error(tmp_path, one_rank):
 
 
 def test_both_ranks_raise_if_they_train_different_roles(monkeypatch, one_rank):
-    """Simulates each of two ranks. The fake all-reduce returns the other rank's code for its role."""
+    """Simulates two ranks, one after the other. A fake all-reduce returns the maximum of both ranks' role codes."""
     monkeypatch.setattr(fsdp_sync.dist, "new_group", lambda **_: None)
     steps = Lockstep(toy.base().base_model)
     steps.shared = with_roles(toy.base())
@@ -243,7 +243,7 @@ def test_no_rank_ever_loads_the_full_base(tmp_path, monkeypatch):
     deep = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=142)
     base = toy.base(**deep)
     size = sum(p.numel() * 4 for p in base.parameters())
-    # The base is loaded in another dtype than its files have. Otherwise weights could stay in mapped files, and not be counted.
+    # The files have another dtype than the loaded base, so that no weights stay in mapped files, which are not counted.
     base.bfloat16().save_pretrained(tmp_path, max_shard_size="25MB")
     toy.base().save_pretrained(tmp_path / "small")
     del base

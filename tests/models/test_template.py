@@ -26,7 +26,8 @@ def test_a_template_that_cannot_be_rendered_is_an_error_of_its_key(kind, tmp_pat
         load_tokenizer(str(DEMO), chat_template=str(tmp_path / "chat.jinja"))
 
 
-LOOP = "{% for i in range(6000) %}"  # a slow but finite loop, because its thread continues in this process
+# a finite loop, because rendering continues in a thread after the timeout
+LOOP = "{% for i in range(6000) %}"
 ENDLESS = {
     "{{ 'x' * 10 ** 7 }}": "ValueError: 10,000,000 characters for a conversation of a few words",
     LOOP * 2 + "{% endfor %}" * 2: "TimeoutError: no answer within 0 seconds",

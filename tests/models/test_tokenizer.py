@@ -88,7 +88,8 @@ def test_the_pad_token_has_an_embedding_row_and_is_not_a_second_eos(tmp_path):
     special = ["<s>", "</s>", "<unk>", "<pad>"]
     roles = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     folder = make_folder(tmp_path, special, **roles)
-    rows = load_tokenizer(folder).pad_token_id  # an embedding with this many rows has no row for <pad>
+    # an embedding with pad_token_id rows has no row for <pad>
+    rows = load_tokenizer(folder).pad_token_id
     changed(tmp_path, "config.json", lambda config: config.update(vocab_size=rows))
     assert load_tokenizer(folder).pad_token == "<unk>"
     changed(tmp_path, "config.json", lambda config: config.update(vocab_size=rows + 1))

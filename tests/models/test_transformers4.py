@@ -39,7 +39,10 @@ FAMILIES = {
 
 
 def saved(case, folder):
-    """Saves a model twice. `kept` keeps the base's old key names. `made` has old names that were converted from new names."""
+    """Saves a model in two folders.
+
+    In `kept`, old keys come from the base's config. In `made`, old keys are converted from new keys.
+    """
     model_type, keys = FAMILIES[case]
     base = {**SIZE, "model_type": model_type, "torch_dtype": "float32", **keys}
     (folder / "base").mkdir(parents=True)

@@ -17,13 +17,13 @@ from running import ROOT
 from settled import plan_of, work_of
 
 from pipeline.__main__ import main
-from pipeline.commands.plan import check_fit, named, of_rollout_workers
+from pipeline.commands.plan import check_fit, gpu_names, of_rollout_workers
 from pipeline.errors import Failure, InputError
 from pipeline.job import load_job
 from pipeline.models.adapters import SharedBase
 from pipeline.planning import plan, shape
 from pipeline.planning.rows import Rows, estimate_rows
-from pipeline.planning.shape import Shape, saved
+from pipeline.planning.shape import Shape, bytes_saved
 from pipeline.settle import placement
 from pipeline.settle.places import places_of
 from pipeline.system import prices
@@ -92,7 +92,7 @@ def test_activations_equal_those_of_the_real_model(bf16, settings, dtype, tmp_pa
     shared = SharedBase(model, autocast=torch.bfloat16 if bf16 else None)
     shared.add("policy", lora=asked.lora, trainable=True)
     whole, checkpointed = (shape.activations(6, 100, bf16, checkpointing=on) for on in (False, True))
-    counted = saved(shape.model, shape.lora, 5, 6, 100, bf16)
+    counted = bytes_saved(shape.model, shape.lora, 5, 6, 100, bf16)
     assert counted == saved_bytes(shared, 6, 100)
     assert whole - 600 * shape.forward(bf16) == pytest.approx(counted, rel=0.01)
     assert checkpointed < 0.5 * whole
@@ -127,7 +127,7 @@ def test_the_header_of_a_profile_names_the_peak_and_the_smallest_gpu(profile, st
     peak = plan_of(planned, {}).peak / plan.GIB
     header = (ROOT / path).read_text().partition("\nstage:")[0]
     assert f"`plan` estimates a peak of {peak:.0f} GiB on each GPU" in header
-    smallest = min(plan.GPUS[name].memory for name in named(places_of(planned, elsewhere=True)))
+    smallest = min(plan.GPUS[name].memory for name in gpu_names(places_of(planned, elsewhere=True)))
     stated = int(re.search(r"GPUs? of (\d+) GB", header)[1])
     assert peak < smallest and stated - 2 <= smallest < stated
 
@@ -138,7 +138,7 @@ def test_plans_for_8b_and_70b_equal_a_calculation_by_hand(
 ):
     (tmp_path / "config.json").write_text(json.dumps(config))
     name = f"llama3-{size}-qlora/ppo"
-    # With vLLM in rollout workers, the trainers need no memory for it. vLLM splits base and cache over the GPUs of a worker.
+    # vLLM runs in rollout workers, so trainers reserve no memory for vLLM. vLLM splits base and cache over a worker's GPUs.
     settings = ["num_workers=2", "use_gpu=true", "tensor_parallel_size=2", "engine=vllm"]
     asked = job(tmp_path, name, *(f"rollout.{one}" for one in settings))
     planned = plan_of(asked)
@@ -186,7 +186,7 @@ def test_hours_are_matrix_products_divided_by_speed(llama_8b):
     keeps = ["trainer.gradient_checkpointing=false", "trainer.num_train_epochs=1"]
     asked = job(llama_8b, "llama3-8b/sft", *keeps)
     planned = dataclasses.replace(plan_of(asked), tokens=(1000, 0))
-    # Per weight and token, 2 for the forward pass and 2 for the backward pass.
+    # FLOPs per weight and token: 2 for the forward pass and 2 for the backward pass
     flops = 4 * 8_030_261_248 * 1000 * 10_000
     expected = flops / (989e12 * plan.UTILIZATION) / 3600 / asked.workers[1]
     assert plan.estimate_hours(planned, "H100", Rows(10_000, 1000)) == pytest.approx(expected)
@@ -240,7 +240,8 @@ def test_a_plan_for_kto_has_the_share_of_desirable_rows_and_two_rows_in_a_micro_
     assert min(sizes) == 2
     both = [plan._with(work_of(asked), {"trainer.gradient_checkpointing": on}) for on in (False, True)]
     kept, recomputed = (plan.estimate_hours(plan.make_plan(one), "L4", ROWS) for one in both)
-    assert recomputed / kept == pytest.approx((3 + 3) / (2 + 3))  # including three forwards without learning
+    # both sums include KTO's three forward passes without gradients
+    assert recomputed / kept == pytest.approx((3 + 3) / (2 + 3))
 
 
 def test_a_plan_counts_a_base_in_shards():
@@ -264,11 +265,11 @@ def test_gated_models_are_planned_without_a_token_or_a_network(capsys, in_root, 
     assert main(["plan", "jobs/llama3-70b-qlora/ppo.yaml", f"run.storage_path={tmp_path}"]) == 0
     out = capsys.readouterr().out
     assert "70.6 B parameters" in out and "data: full-length rows of 512 tokens assumed" in out
-    assert "the base's shape is built in, since its config.json cannot be read: " in out
-    assert "nothing is registered yet" in out and not list(tmp_path.iterdir())
+    assert "using a built-in shape, because the base's config.json cannot be read: " in out
+    assert "no model is registered yet" in out and not list(tmp_path.iterdir())
     table = re.findall(r"^   (\S+) +\d+  yes +([\d.]+) h  \$ *(\d+)$", out, re.M)
     assert [name for name, *_ in table] == ["A100-80G", "H100", "H200"]
-    for name, hours, dollars in table:  # the price of four workers; hours are printed rounded
+    for name, hours, dollars in table:  # the price is for four workers, and hours are rounded
         assert int(dollars) == pytest.approx(4 * float(hours) * prices.read_prices().gpus[name], rel=0.01)
 
 
@@ -284,12 +285,12 @@ def test_every_gpu_has_a_name_that_ray_knows():
                            "trainer.local_rollout_forward_batch_size=512"], 1, r"with trainer\.local_rollout_forward_batch_size="),
         ("demo/sft", ["model.name_or_path={8b}", "data.max_length=4096"], 1, "a worker needs"),
         ("demo/sft", [], 0, "1 worker on the CPU:"),
-        ("llama3-8b/sft", [], 0, r"data: 10,000 rows an epoch and full-length rows of 2,048 tokens assumed \(data\.train is not on"),
+        ("llama3-8b/sft", [], 0, r"data: 10,000 rows per epoch and full-length rows of 2,048 tokens assumed \(data\.train is not on"),
         ("llama3-8b-qlora/sft", ["scaling.accelerator_type=A100"], 0, r"GPU .*\n   A100-40G .* yes .*\n   A100-80G .* yes .*\n   Assumed"),
         # Jobs that cannot be planned, or that a run would reject.
         ("llama3-8b/sft", ["model.name_or_path=some/model"], 2, "cannot be read from the hub"),
         ("demo/export", ["run.name=x"], 2, "stage: found export, which has no workers"),
-        ("llama3-8b/evaluate", [], 0, r"It fits on A100-40G, .*H200\."),
+        ("llama3-8b/evaluate", [], 0, r"The job fits on A100-40G, .*H200\."),
         ("llama3-8b/sft", ["scaling.accelerator_type=A10G"], 2, r"found 'A10G', which scaling\.label_selector=.* excludes; change"),
         ("llama3-8b/sft", ["scaling.accelerator_type=TPU"], 2, r"scaling\.accelerator_type: found 'TPU'"),
         ("demo/sft", ["data.max_length=1000"], 2, r"data\.max_length: 1000 is more than the model's context of 256 tokens; use data\.max_length=256"),
@@ -314,7 +315,7 @@ def test_the_plan_of_an_evaluation_counts_its_adapters(models, in_root, capsys):
     assert "adapters: policy, baseline, reward\n" in said and "note" not in said and "checkpoint" not in said
 
 
-QWEN = {  # the base of jobs/own
+QWEN = {  # the base model of jobs/own
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,
     "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
     "max_position_embeddings": 32768, "tie_word_embeddings": True,
@@ -348,7 +349,7 @@ def jobs_of_profile(profile, tmp_path):
 def test_a_profile_starts_on_a_machine_with_gpus_or_says_what_to_change(
     profile, count, gpu, tmp_path, in_root, monkeypatch
 ):
-    """Applies the changes that the messages propose. Then the jobs find GPUs and fit, or the message proposes larger GPUs."""
+    """Applies the changes that the messages propose. A changed job must fit, or the message must propose larger GPUs."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(NvidiaGPUAcceleratorManager, "get_current_node_num_accelerators", lambda: count)
     memory, fitted = plan.GPUS[gpu].memory * plan.GIB, 0
@@ -413,7 +414,7 @@ def test_a_rollout_worker_needs_no_memory_for_a_critic_and_gradients(llama_8b, c
     assert not [item.what for item in worker.items if re.search("critic|gradients and", item.what)]
     assert plan_of(one).peak > worker.peak > plan_of(one).items[0].size
     said = of_rollout_workers(places_of(one).rollout, worker)
-    assert "fits on A100-40G" in said and "All 3: from $6.72 an hour" in said
+    assert "fits on A100-40G" in said and "3 rollout workers cost at least $6.72 an hour" in said
     l4 = job(llama_8b, "llama3-8b/ppo", three, "rollout.label_selector={ray.io/accelerator-type: L4}")
-    with pytest.raises(Failure, match=r"rollout\.label_selector: a rollout.* allow larger ones: A100-40G"):
+    with pytest.raises(Failure, match=r"rollout\.label_selector: a rollout.* allow larger GPUs: A100-40G"):
         of_rollout_workers(places_of(l4, elsewhere=True).rollout, plan_of(l4, learns=False))

@@ -29,11 +29,11 @@ def test_all_workers_recompute_if_one_of_them_lacks_memory(
     others = [(True, "another worker lacks memory")] if elsewhere else []
     work = work_of(job_with(stage, None))
     worker = SimpleNamespace(work=work, rank=0, device="cpu", gather=lambda mine: [mine, *others])
-    assert plan.recomputes(worker) is (elsewhere or share < 1)
+    assert plan.recomputes_activations(worker) is (elsewhere or share < 1)
     assert "(gradient_checkpointing: null)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_setting_of_a_job_decides_without_a_plan(checkpointing, in_root):
     worker = SimpleNamespace(work=work_of(job_with("sft", checkpointing)))
-    assert plan.recomputes(worker) is checkpointing
+    assert plan.recomputes_activations(worker) is checkpointing

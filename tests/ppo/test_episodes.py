@@ -51,7 +51,7 @@ def test_workers_have_equal_shares_of_every_minibatch(episodes, num_mini_batches
 def test_a_long_row_does_not_pad_a_batch_that_is_busy_without_it():
     lengths = [100, 104, 97, 101, 190, 200, 20]
     assert micro_batches(lengths, 16, None) == [[6, 2, 0, 3], [1, 4], [5]]
-    # Splitting off a second batch would cost more than the padding.
+    # For two short rows, a second batch would cost more than padding the shorter row.
     assert micro_batches([10, 90], 16, None) == [[0, 1]]
     # Limits: 3 rows and 20 tokens. The long row gets its own batch.
     assert micro_batches([5, 9, 2, 7, 7, 30, 1], 3, 20) == [[6, 2, 0], [3, 4], [1], [5]]

@@ -26,12 +26,12 @@ def test_each_formula_equals_its_definition(name, more):
     tensors = {key: torch.randn(6, 5, generator=generator).double() for key in ("rewards", "values")}
     tensors = {key: tensor.where(mask, torch.nan) for key, tensor in tensors.items()}
     vectors = {key: torch.randn(6, generator=generator).double() for key in ("bootstrap", "greedy_scores")}
-    found = estimators.call(estimator.formula, args, {"mask": mask, **tensors, **vectors})
+    found = estimators.call_formula(estimator.formula, args, {"mask": mask, **tensors, **vectors})
     for start in range(0, 6, n):
         rows = range(start, start + n)
         lists = {key: [tensor[i, : counts[i]].tolist() for i in rows] for key, tensor in tensors.items()}
         lists |= {key: vector[start : start + n].tolist() for key, vector in vectors.items()}
-        for i, defined in zip(rows, estimators.call(estimator.definition, args, lists), strict=True):
+        for i, defined in zip(rows, estimators.call_formula(estimator.definition, args, lists), strict=True):
             assert found[i, : counts[i]].tolist() == pytest.approx(defined, abs=1e-5)
 
 
@@ -75,7 +75,7 @@ def test_a_job_can_have_its_own_formula(mine, in_root):
     episodes = toy.first_episodes(trainer)
     assert set(episodes.advantages[episodes.mask].unique().tolist()) == {0.0, 1.0}
     assert len(trainer.train()) == trainer.total
-    with pytest.raises(InputError, match="2 or more: python:own_formulas:best_of_group compares"):
+    with pytest.raises(InputError, match="2 or more, because python:own_formulas:best_of_group compares"):
         PPOConfig(advantage_estimator=f"{mine}best_of_group")
     # If an estimator has a parameter `values`, the job gets a critic.
     job = load_job("jobs/demo/ppo.yaml", [f"trainer.advantage_estimator={mine}with_critic"])
@@ -94,7 +94,7 @@ def test_the_self_check_compares_with_the_definition_if_there_is_one(mine, monke
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("unknown", "it has weather"), ("missing", "has no attribute 'missing'")]
+    ("name", "message"), [("unknown", "unknown: weather"), ("missing", "has no attribute 'missing'")]
 )
 def test_an_invalid_function_is_rejected(mine, name, message):
     with pytest.raises(InputError, match=message) as caught:

@@ -1,7 +1,7 @@
 """Compares functional.py with numbers computed by hand, and losses with plain loops on random ragged batches.
 
 pipeline/ppo/selfcheck and estimators.py define token rewards, whitening and GAE. The self-checks of every run and
-test_estimators.py compare with these definitions.
+test_estimators.py test PPO against these definitions.
 """
 
 import math
@@ -129,7 +129,8 @@ def test_the_kl_coefficient_moves_the_right_way_and_is_clipped():
     def adapted(kl):
         return F.adapted_kl_coef(0.1, kl, 100, target=6.0, horizon=1000)
 
-    assert adapted(60.0) == pytest.approx(0.1 * 1.02)  # far above: up by the factor 1 + 0.2 * 100 / 1000
+    # KL far above the target: the coefficient grows by 1 + 0.2 * 100 / 1000
+    assert adapted(60.0) == pytest.approx(0.1 * 1.02)
     assert adapted(6.6) == pytest.approx(0.1 * 1.01) and adapted(0.0) == pytest.approx(0.1 * 0.98)
 
 

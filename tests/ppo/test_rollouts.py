@@ -1,4 +1,4 @@
-"""Tests sampling by rollout workers, synchronous or ahead of the trainer. Results are bit-identical, and faults are detected.
+"""Tests sampling by rollout workers, synchronous or ahead of the trainer: results are bit-identical, faults are detected.
 
 The workers here are samplers with a second base in this process. tests/rollout tests real workers.
 """
@@ -15,7 +15,7 @@ from pipeline.errors import SelfCheckFailed
 from pipeline.job.rollout import RolloutConfig
 from pipeline.ppo import rollouts
 from pipeline.ppo.metrics import off_policy_metrics
-from pipeline.ppo.rollouts import digest
+from pipeline.ppo.rollouts import digest_tensors
 from pipeline.ppo.sampler import Roles, Sampler, split_into_chunks
 from pipeline.scoring.rewards import AdapterReward, FunctionReward
 
@@ -51,7 +51,7 @@ class Elsewhere:
 
     def make(self, chunk):
         self.sampler.shared.fill("policy", self.versions[chunk.version])
-        return self.sampler.sample_and_score(chunk, digest(self.sampler.shared.tensors_of("policy")))
+        return self.sampler.sample_and_score(chunk, digest_tensors(self.sampler.shared.tensors_of("policy")))
 
     def collect(self, chunk):
         found = [sampled for one, sampled in self.done if one.key == chunk.key]
@@ -107,13 +107,13 @@ def test_chunks_depend_on_the_rows_and_not_on_the_sampler():
 
 
 def test_an_asynchronous_run_is_a_function_of_its_seed(tmp_path):
-    """The result does not depend on which process samples, or on a resume. It differs from the result of a synchronous run."""
+    """Neither the process that samples nor a resume changes the result. A synchronous run has a different result."""
     worker, staleness = Elsewhere(), 2
     whole = run(staleness, worker, rows=8)
     assert (
         worker.requests == sorted(worker.requests) and len(worker.requests) == len(set(worker.requests)) == 10
     )
-    # Each version is fetched once, except the last, which samples nothing.
+    # Each policy version is fetched once. The last policy version is not fetched, because no completion is sampled from it.
     assert set(worker.versions) == set(range(5))
     versions = {chunk.update: chunk.version for chunk, _ in worker.done}
     assert versions == {0: 0, 1: 0, 2: 0, 3: 1, 4: 2}
@@ -144,7 +144,7 @@ def test_the_distance_of_a_stale_sampler_is_reported():
     assert first["rollout/ess"] == pytest.approx(1, abs=1e-5) and first["rollout/is_clipped_fraction"] == 0
     assert later["rollout/ess"] < 0.999 and abs(later["rollout/sampler_kl"]) > 1e-4
     assert later["rollout/ratio_max"] > 1
-    assert later["policy/first_ratio_error"] < 1e-4  # relative to the trainer's own old log-probs
+    assert later["policy/first_ratio_error"] < 1e-4  # the ratio to the trainer's own old log-probs
 
 
 def test_ratios_are_reported_if_old_log_probs_come_from_the_training_forward():
@@ -202,7 +202,10 @@ def test_rewards_with_seeds_draw_the_same_numbers_for_any_split_of_an_update():
 
 
 class Stale(Elsewhere):
-    """Samples every chunk from the first policy version, like a stale prefix cache. Reports this version only if `honest`."""
+    """Samples every chunk from the first policy version, like a stale prefix cache.
+
+    Reports the version that it used if `honest`, otherwise the requested version.
+    """
 
     def __init__(self, honest):
         super().__init__()
@@ -211,7 +214,7 @@ class Stale(Elsewhere):
     def make(self, chunk):
         self.sampler.shared.fill("policy", first := self.versions[min(self.versions)])
         return self.sampler.sample_and_score(
-            chunk, digest(first if self.honest else self.versions[chunk.version])
+            chunk, digest_tensors(first if self.honest else self.versions[chunk.version])
         )
 
 

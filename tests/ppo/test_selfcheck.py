@@ -35,7 +35,7 @@ def test_a_sound_job_passes_every_check(settings, tmp_path):
     results = checks.check_first_rollout(trainer, trainer.make_experience().episodes)
     assert False not in verdicts(results).values(), results
     assert list(verdicts(results).values()).count(True) >= 8
-    assert torch.equal(before, toy.weights(trainer))  # the checks must not train
+    assert torch.equal(before, toy.weights(trainer))  # the self-checks must not change the weights
     assert all(p.grad is None for p in trainer.shared.parameters())
 
 
@@ -46,7 +46,7 @@ def test_the_start_of_a_run_raises_the_failures_of_the_checks(monkeypatch):
 
 
 def test_the_check_finds_a_changed_order_of_prompts(monkeypatch):
-    """The check must not call the trainer's own function, which this test replaces."""
+    """The self-check must not call the trainer's own prompt_order, which this test replaces."""
 
     def unshuffled(position, count, n_prompts, seed, draws=None):
         return [(position + i) % n_prompts for i in range(count)]
@@ -81,5 +81,7 @@ def test_outputs_are_compared_as_closely_as_the_precision_of_the_training_allows
 
 
 def test_probes_contain_no_data_and_no_pad_token():
-    rows = probes.sequences(50, pad=7)
-    assert rows == probes.sequences(50, pad=7) and all(0 <= i < 50 and i != 7 for row in rows for i in row)
+    rows = probes.probe_sequences(50, pad=7)
+    assert rows == probes.probe_sequences(50, pad=7) and all(
+        0 <= i < 50 and i != 7 for row in rows for i in row
+    )

@@ -9,7 +9,7 @@ import torch
 import toy_ppo as toy
 
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.optimizer import adamw
+from pipeline.ppo.optimizer import make_adamw
 from pipeline.system.rng import rng_state, set_rng_state
 
 
@@ -53,7 +53,8 @@ def test_a_restored_run_ends_with_the_same_numbers(critic, dtype, threads, tmp_p
     first.save(tmp_path)
     second = trainer(1234)
     for parameter in [p for r in ("policy", "critic", "reference") for p in second.shared.parameters_of(r)]:
-        parameter.data += 1.0  # changes every value, so that the values must come from the checkpoint
+        # so that equal weights at the end prove that `restore` read them from the checkpoint
+        parameter.data += 1.0
     second.restore(tmp_path)
     second.train()
     roles = ["policy", "critic", "reference"]
@@ -131,7 +132,7 @@ def test_steps_of_every_kind_equal_torchs(kind):
         torch.manual_seed(0)
         parameter = torch.nn.Parameter(torch.randn(64, 128))
         args = PPOConfig(optim=name, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-3, weight_decay=0.1)
-        before, optimizer = parameter.detach().clone(), adamw(args, [([parameter], 0.01)])
+        before, optimizer = parameter.detach().clone(), make_adamw(args, [([parameter], 0.01)])
         for _ in range(3):
             parameter.grad = torch.randn(64, 128, generator=torch.Generator().manual_seed(1))
             optimizer.step()

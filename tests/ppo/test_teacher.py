@@ -21,7 +21,7 @@ ALONE = dict(advantage_estimator="none", teacher_coef=1.0, kl_coef=0.0, num_ppo_
 
 
 def student(shared, role="reference", rewards=(), **changes):
-    """Returns a trainer without rewards. The trainer's teacher is a role of `shared`."""
+    """Returns a trainer without rewards, whose teacher is a role of `shared`."""
     return toy.trainer(shared, reward=list(rewards), teacher=Teacher(role), **{**ALONE, **changes})
 
 
@@ -124,7 +124,7 @@ def test_an_invalid_teacher_section_is_refused(settings, message, in_root):
 
 
 def test_a_stage_learns_from_a_teacher_without_a_reward(tmp_path):
-    """The teacher of the sft adapter is the base with a system message, without which the base writes other completions."""
+    """The student is the sft adapter. The teacher is the base with a system message, which changes the base's completions."""
     sft = alone.train("sft", tmp_path, "trainer.learning_rate=3e-3", "trainer.warmup_steps=0")["adapter"]
     settings = [*NONE, "judge=null", "teacher=base", "trainer.teacher_coef=1", "trainer.kl_coef=0", "gate={}"]
     settings += [

@@ -119,7 +119,7 @@ class OnlyEnds:
 
 def test_the_trainer_accepts_any_decoder_and_completions_of_one_token(monkeypatch):
     for owner, name in ((checks, "sampler_agrees"), (roles, "sampler_follows")):
-        # Skips this check, because the decoder's log-probs are invented.
+        # Skips the checks of the log-probs, because the decoder invents its log-probs.
         monkeypatch.setattr(owner, name, lambda *_: CheckResult("", "", None))
     decoder = OnlyEnds()
     metrics = toy.trainer(decoder=decoder, reward=lambda completions: [0.5] * len(completions)).train()[-1]
@@ -154,7 +154,7 @@ def shared_run(number, spread=0.0):
         loads.append(sum(episodes.lengths()[row] for row in rows))
         return accumulate(episodes, rows, *rest)
 
-    def learned(episodes):  # records nothing during the self-checks, which accumulate single rows
+    def learned(episodes):  # ignores the self-checks, which also call `accumulate`
         trainer.accumulate = counted
         metrics = learn(episodes)
         trainer.accumulate = accumulate
@@ -169,7 +169,8 @@ def worker(rank, folder, numbers):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{folder}/group", rank=rank, world_size=2)
     row = memory.kv_bytes(toy.config(), 4) * (7 + 8) + 20 * toy.VOCAB
-    with pytest.MonkeyPatch.context() as patch:  # free memory: twice the need of 2 rows, and of 5 rows
+    # free memory: on rank 0 twice what 2 rows need, on rank 1 twice what 5 rows need
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "free_bytes", lambda device: 2.0 * row * (2 + 3 * rank))
         assert toy.trainer().sampler.rows == 2, "workers decode different numbers of rows"
     for number in numbers:
@@ -216,7 +217,7 @@ def test_a_run_in_which_all_completions_are_truncated(key):
 
 
 def test_an_epoch_has_the_prompts_that_are_drawn_for_it():
-    """The self-check before the first update expects the same prompts."""
+    """The self-check before the first update also tests which prompts are sampled."""
     trainer = toy.trainer(
         total_episodes=8, batch_size=4, num_mini_batches=1, draws=lambda epoch: np.array([3, 5, 3, epoch])
     )

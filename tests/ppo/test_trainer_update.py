@@ -25,7 +25,8 @@ GSPO = dict(
 )  # fmt: skip
 # the Python code of an update in docs/architecture.md
 [PAGE] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/architecture.md").read_text(), re.DOTALL)
-# Settings that this code reads. No value is the default, and each has an effect. Clipping changes only the policy's gradient.
+# Settings that the code in docs/architecture.md reads. Each value differs from the default and changes the result.
+# Clipping changes only the policy's gradient.
 SET = dict(
     temperature=0.8, gamma=0.98, lam=0.9, kl_coef=0.3, cliprange=0.05, cliprange_value=0.1, vf_coef=0.2, max_grad_norm=0.5,
     lr_scheduler_type="linear", critic_learning_rate=5e-3, weight_decay=0.01,
@@ -34,11 +35,12 @@ SET = dict(
 EVEN = dict(rows=[row | {"input_ids": 2 * row["input_ids"][:3]} for row in toy.prompts()], min_new_tokens=7)
 
 
-# The trainer sorts a minibatch by length. Unless all rows have the same length, its sums have another order than the page's.
-# Rounding makes the two updates differ by 6e-7 of their size. A missing step makes them differ by 5e-2 or more.
+# Unlike the code in docs/architecture.md, the trainer sorts a minibatch by length. With rows of different lengths, the
+# order of sums differs, and rounding makes the two updates differ by 6e-7 of their size. If the documented code lacked a
+# step, the updates would differ by 5e-2 or more.
 @pytest.mark.parametrize(("changes", "rounding"), [(EVEN, 0.0), ({}, 1e-4)], ids=["even", "ragged"])
 def test_the_update_in_the_documentation_equals_the_trainers(changes, rounding):
-    """Compares the second update, in which the policy differs from the reference and Adam's moments are nonzero."""
+    """Compares the second updates, because before the first update the policy equals the reference and Adam's moments are 0."""
 
     def after_an_update():
         shared = toy.shared_base()
@@ -87,7 +89,7 @@ def test_old_log_probs_are_the_trainers_and_the_first_ratio_is_asserted():
     episodes = toy.first_episodes(trainer)
     stats = trainer.accumulate(episodes, list(range(16)), Totals.of(episodes.mask))
     assert stats["val/ratio"].item() == pytest.approx(1, abs=1e-5)
-    episodes.sampler_logprobs += 3.0  # the sampler's log-probs must not enter the ratio
+    episodes.sampler_logprobs += 3.0  # the sampler's log-probs must not enter the policy ratio
     stats = trainer.accumulate(episodes, [0, 1], Totals.of(episodes.mask[:2]))
     assert stats["policy/approxkl_avg"] < 1e-9
     # from here on, training uses another temperature than sampling
@@ -116,7 +118,7 @@ def test_micro_batches_do_not_change_the_update(loss, changes):
 
 @pytest.mark.parametrize("aggregation", ["token", "constant", None])
 def test_policy_loss_kl_and_entropy_are_aggregated_the_same_way(aggregation):
-    """Compares with a loop over completions. Masked completions count neither in the loss nor in its divisor."""
+    """Compares the losses with a loop over completions. Masked completions change neither the loss nor its divisor."""
     trainer = toy.trainer(**{**GSPO, "loss_aggregation": aggregation, "importance_sampling_level": "token"})
     episodes = toy.first_episodes(trainer)
     for parameter in trainer.shared.parameters_of("policy"):
@@ -168,7 +170,8 @@ def test_a_critic_that_starts_from_no_reward_predicts_zero_and_learns():
     trainer, start = toy.trainer(shared), toy.weights(shared, ["critic"])
     assert trainer.run_update()["val/explained_variance"] == pytest.approx(0, abs=1e-6)
     moved = toy.weights(shared, ["critic"]) != start
-    assert moved[-32:].all() and moved[:-32].any()  # the head was updated, so the adapter gets a gradient
+    # the critic's head was updated, so the critic's adapter gets a gradient
+    assert moved[-32:].all() and moved[:-32].any()
 
 
 def test_each_role_warms_up_when_it_begins_to_learn():
@@ -194,7 +197,8 @@ def test_reference_is_the_frozen_adapter_and_the_first_kl_is_zero():
     shared = toy.shared_base()
     for parameter in [*shared.parameters_of("reference"), *shared.parameters_of("policy")]:
         parameter.data += 0.1 * torch.sin(torch.arange(parameter.numel())).view_as(parameter)
-    trainer = toy.trainer(shared)  # both adapters start from the sft adapter, not the bare base
+    # policy and reference start from an adapter that differs from the bare base
+    trainer = toy.trainer(shared)
     frozen = toy.weights(shared, ["reference"])
     assert trainer.run_update()["objective/kl"] == pytest.approx(0, abs=1e-4)
     assert trainer.run_update()["objective/kl"] != pytest.approx(0, abs=1e-4)
@@ -242,7 +246,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(monkeypatch):
 
 def test_a_batch_without_an_action_to_learn_from_is_harmless():
     trainer = toy.trainer(mask_truncated_completions=True)
-    trainer.run_update()  # after one step, Adam has momentum
+    trainer.run_update()  # after one optimizer step, Adam's moments are nonzero
     start = toy.weights(trainer)
     trainer.sampler.sampling = Sampling(8, eos=(), seed=1)  # from here on, no completion ends with EOS
     metrics = trainer.run_update()
@@ -269,7 +273,7 @@ def test_scores_are_clipped_before_truncated_completions_are_fined():
     episodes = toy.first_episodes(trainer)
     ended, raw = toy.in_some_rows(episodes.ended), toy.first_episodes(toy.trainer()).scores
     torch.testing.assert_close(episodes.scores, raw.clamp(-0.3, 0.3) - 2.0 * ~ended)
-    last = torch.arange(16), episodes.counts - 1  # there is no value after the last action
+    last = torch.arange(16), episodes.counts - 1  # no value is bootstrapped after the last action
     torch.testing.assert_close(episodes.advantages[last] + episodes.values[last], episodes.scores.float())
 
 
@@ -295,7 +299,7 @@ def test_advantages_are_corrected_for_the_samplers_log_probs(correction):
 @pytest.mark.parametrize("settings", [GRPO, dict(advantage_estimator="reinforce_plus_plus")])
 def test_equal_scores_have_no_advantage(settings):
     trainer = toy.trainer(reward=lambda completions: [2718.2817] * len(completions), kl_coef=0.0, **settings)
-    trainer.run_update()  # the self-check agrees with the loss
+    trainer.run_update()  # raises if the self-check and the loss disagree
     assert (toy.first_episodes(trainer).advantages == 0).all()
 
 
@@ -320,7 +324,7 @@ def test_a_copied_critic_predicts_the_reward_and_keeps_its_values(normalize):
     truncated = toy.in_some_rows(~episodes.ended)
     torch.testing.assert_close(episodes.bootstrap[truncated], episodes.scores[truncated].float())
     assert (episodes.bootstrap[~truncated] == 0).all()
-    states = forward.states(shared, "critic", episodes)
+    states = forward.action_states(shared, "critic", episodes)
 
     def values():
         return trainer.moments.raw(trainer.values(episodes, states)[0])

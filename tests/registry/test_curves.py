@@ -57,7 +57,7 @@ def test_a_worker_that_repeats_steps_adds_only_missing_metrics(run):
 
 
 def test_metrics_are_sent_after_the_server_comes_back(run, monkeypatch, capsys):
-    """The server is unreachable for the first call. It records the second call, but the answer to this call is lost."""
+    """The server is unreachable at the first call. At the second call, the server stores the values, but its response is lost."""
     calls = []
 
     class Flaky(registry.MLflowRun):

@@ -33,7 +33,7 @@ def test_the_same_name_continues_its_run_unless_it_is_finished_or_overwritten(jo
 
 
 def test_a_run_records_its_user_and_source(job):
-    """MLflow's start_run records the same tags. The MLflow UI opens the list of runs, because training has no traces."""
+    """A run gets the tags that MLflow's start_run sets. The MLflow UI opens the list of runs, because training has no traces."""
     with registry.mlflow_run(tracking_of(job), {}) as run_id:
         pass
     tags = mlflow(job).get_run(run_id).data.tags

@@ -47,7 +47,7 @@ def test_an_unusable_file_is_reported_at_once(job, tmp_path, monkeypatch):
 
 
 def test_a_damaged_cache_is_made_again(migrated, tmp_path, monkeypatch, in_root):
-    """If the cached empty store were not made again, each new storage path would get a damaged copy."""
+    """Each new storage path gets a copy of the cached empty store, so a damaged cache must be replaced."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     cached = tmp_path / "cache/rlhf-pipeline" / migrated.name
     cached.parent.mkdir(parents=True, mode=0o700)

@@ -141,7 +141,7 @@ def test_a_missing_package_and_a_missing_account_are_reported_before_the_start(b
     monkeypatch.delenv("WANDB_API_KEY")
     registry.check_trackers(job.mlflow.report_to)  # offline mode needs no account
     monkeypatch.setenv("WANDB_MODE", "online")
-    with pytest.raises(InputError, match=r"no account: export WANDB_API_KEY=.*WANDB_MODE=offline"):
+    with pytest.raises(InputError, match=r"no credentials: export WANDB_API_KEY=.*WANDB_MODE=offline"):
         registry.check_trackers(job.mlflow.report_to)
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
     registry.check_trackers(job.mlflow.report_to)

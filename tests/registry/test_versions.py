@@ -21,7 +21,7 @@ from pipeline.errors import InputError
 from pipeline.registry import lineage
 from pipeline.registry.lineage import folder_digests
 from pipeline.registry.store import call_persistently
-from pipeline.run.launch import publish
+from pipeline.run.launch import publish_adapter
 from pipeline.settle.identity import gate_of, tracking_of
 from pipeline.settle.work import Input
 from pipeline.system import storage
@@ -64,7 +64,7 @@ def test_a_version_has_a_description_with_links(job, adapter):
 
 
 def test_a_resumed_run_with_another_model_name_registers_under_that_name(job, adapter):
-    """A resume may change the section `mlflow`. The new name's alias must then not point to a version of the old name."""
+    """A resume may change the section `mlflow`. The alias of the new model name must not point to a version of the old name."""
     other = replace(job, mlflow=replace(job.mlflow, registered_model="other"), gate={"eval_loss": "<= 0.5"})
     with registry.mlflow_run(tracking_of(job), {}, new_run=True) as run_id:
         published(job, run_id, adapter, {"eval_loss": 1.0}, LINEAGE)
@@ -94,7 +94,7 @@ def test_the_alias_stays_if_nothing_was_learned(start, job, tmp_path, capsys):
         result = {"metrics": metrics, "adapter": str(tmp_path / name)}
         with registry.mlflow_run(tracking_of(job), {}, new_run=True) as run_id:
             lineage.write(str(tmp_path / name), LINEAGE)
-            version = publish(work, result | {"mlflow_run_id": run_id})
+            version = publish_adapter(work, result | {"mlflow_run_id": run_id})
         assert version.alias == alias
         said = capsys.readouterr().out
         assert ("nothing was learned: after training the adapter equals" in said) == (alias is None)
@@ -145,7 +145,7 @@ def test_files_that_change_during_the_upload_are_not_registered(job, adapter, mo
 
     monkeypatch.setattr(mlflow.artifacts, "download_artifacts", spoiled)
     with (
-        pytest.raises(RuntimeError, match=r"other files than were saved: adapter_model.safetensors"),
+        pytest.raises(RuntimeError, match=r"differ from the saved files: adapter_model.safetensors"),
         registry.mlflow_run(tracking_of(job), {}) as run_id,
     ):
         published(job, run_id, adapter, {}, LINEAGE)
@@ -167,7 +167,10 @@ def test_the_gate():
 
 
 def test_a_gate_may_compare_with_the_champion(job, adapter):
-    """Both must have the same eval rows. Without such a gate, a worse version gets the alias, and its description says so."""
+    """Versions with different eval rows are not compared.
+
+    Without a gate, a worse version gets the alias, and its description says that it is worse.
+    """
     compared, rows = replace(job, gate={"eval_loss": "<= champion"}), {"data": {"eval": "e" * 64}}
 
     def publish(one, loss, **more):
@@ -185,7 +188,7 @@ def test_a_gate_may_compare_with_the_champion(job, adapter):
     other = publish(compared, 2.0, data={"eval": "f" * 64})
     assert (other.alias, other.gate) == (
         "champion",
-        "passed; eval_loss: not compared with v4, which was champion: other eval rows",
+        "passed; eval_loss: not compared with v4, which was champion: different eval rows",
     )
     rescaled = replace(compared, trainer={**compared.trainer, "label_smoothing_factor": 0.2})
     assert publish(rescaled, 0.1, data={"eval": "f" * 64}).gate.endswith(
@@ -216,11 +219,14 @@ def test_the_gate_of_an_evaluation_may_compare_with_the_champion(job, adapter):
 
     assert promote(1, 0.5).alias == "champion" and promote(1, 0.5).alias == "champion"
     assert promote(2, 0.4).gate == "failed: eval_reward = 0.4, required >= champion (0.5)"
-    assert promote(3, 0.4, "base").champion.note == "not compared with v1, which was champion: other baseline"
+    assert (
+        promote(3, 0.4, "base").champion.note
+        == "not compared with v1, which was champion: different baseline"
+    )
     assert str(mlflow(job).get_model_version_by_alias("rlhf-sft", "champion").version) == "3"
     mlflow(job).set_model_version_tag("rlhf-sft", "1", "gate", "failed: nothing was learned")
     unlearned = promote(1, 0.9)
-    assert unlearned.gate == "failed: the gate of the training failed, too (nothing was learned)"
+    assert unlearned.gate == "failed: the gate of the training job failed, too (nothing was learned)"
     assert unlearned.alias is None
 
 

@@ -1,4 +1,4 @@
-"""Tests the report page of finished, failed and interrupted runs. Most runs are only recorded in MLflow. One is a real run."""
+"""Tests the report page of finished, failed and interrupted runs. All runs but one exist only as records in MLflow."""
 
 import json
 import math
@@ -84,7 +84,7 @@ def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True, r
     sources = {"train": [{**counts, "path": "a.jsonl"}, {**counts, "path": "b.parquet", "drawn": 3}]}
     splits = {"train": {**SPLIT, "versions": rows_from or {}}}
     read = {"splits": splits, "sources": sources, "samples": [f"{SCRIPT}⟦a <b>⟧"]}
-    result = run.described(version) | {
+    result = run.version_entries(version) | {
         "stage": job.stage, "name": job.run.name, "folder": job.folder, "metrics": metrics, "samples": list(samples),
         "checkpoint": str(store / job.run.name / "final"), "mlflow_run_id": run_id,
         "tracking_uri": tracking_of(job).uri, "adapter": str(store / job.run.name / "adapter") if publish else None,
@@ -138,14 +138,14 @@ def test_an_evaluation_shows_probes_benchmarks_and_the_best_of_n(store, runs):
         "best_of_n": [{"n": n, "proxy": n, "gold": 2 / n, "kl_bound": 0} for n in (1, 2, 4)],
     }  # fmt: skip
     run = report.read_run(str(store / "one-evaluate"))
-    html = page.render([replace(run, evaluation=written)])
+    html = page.render_page([replace(run, evaluation=written)])
     assert html.count("score 4.25") == 1 and "polite opening" in html and "<b>Oslo" not in html
     assert "rm_bench / chat" in html and "0.500 to 0.750" in html and "0.250 to 0.500" in html
     assert html.count("<svg") >= 2 and "Best of n" in html
 
 
 def page_of(store, *names):
-    return page.render([report.read_run(str(store / name)) for name in names])
+    return page.render_page([report.read_run(str(store / name)) for name in names])
 
 
 def text_of(html):
@@ -175,7 +175,7 @@ def test_the_page_has_metrics_curves_samples_gate_and_data(runs, store):
         "one-ppo gate failed PPO", "0.25 → 0.915 held-out judge", "90.0%", "1 min 15 s", "KL from the reference",
         "Explained variance of the values", "Seconds per update", "Oslo.", "reward 3.50",
         "2 chosen equal to rejected", "eval_eos_rate 0.5 >= 0.9 failed", "torch 2.13.0",
-        "train 2 sources · dddddddddddd a.jsonl: 9 of 10 kept b.parquet: 9 of 10 kept, 3 of 9 drawn an epoch 12",
+        "train 2 sources · dddddddddddd a.jsonl: 9 of 10 kept b.parquet: 9 of 10 kept, 3 of 9 drawn per epoch 12",
     ):  # fmt: skip
         assert words in text, words
     assert ">update</text>" in page_of(store, "one-ppo") and ">step</text>" in page_of(store, "one-sft")
@@ -201,7 +201,7 @@ def test_a_judge_that_falls_while_the_reward_rises_is_colored(reward, judge, mar
     if judge is not None:
         before["judge"], after["judge"] = 0.5, judge
     sample = {"prompt": "?", "before": before, "after": after}
-    html = page.render([replace(run, result=run.result | {"samples": [sample]})])
+    html = page.render_page([replace(run, result=run.result | {"samples": [sample]})])
     assert html.count('class="falls"') == marked
 
 
@@ -212,8 +212,9 @@ def test_the_held_out_value_of_a_card_is_a_point_in_the_curve():
     assert kl.select({"objective/kl": curve, "eval_kl": card}) == {"training": curve, "held-out": card}
     assert kl.select({"eval_kl": card}) == {}
     history = {"objective/kl": curve, "eval_kl": card}
-    [axes] = plots.figure([plots.curve(kl, {"1": history, "2": history}, "update")]).axes
-    points = [len(line.get_xdata()) for line in axes.lines[1:]]  # without the reference line at 0
+    [axes] = plots.draw_figure([plots.curve_drawer(kl, {"1": history, "2": history}, "update")]).axes
+    # lines of the runs, without the reference line at 0
+    points = [len(line.get_xdata()) for line in axes.lines[1:]]
     assert points == [2, 2], "runs are compared by their curves, not by the held-out value"
 
 
@@ -234,12 +235,15 @@ def test_the_lineage_leads_from_the_policy_to_the_base(runs, store):
     ]
     assert '<a href="#r0">rlhf-sft v1</a>' in page_of(store, "one-sft", "one-ppo"), "it is on the same page"
     there = "http://server:5000/#/models/rlhf-rm/versions/1"
-    assert gather.address("models:/rlhf-rm/1", "http://me:secret@server:5000") == there
-    assert gather.address("models:/rlhf-rm/1", "sqlite:///mlflow.db") is None
+    assert gather.version_url("models:/rlhf-rm/1", "http://me:secret@server:5000") == there
+    assert gather.version_url("models:/rlhf-rm/1", "sqlite:///mlflow.db") is None
 
 
 def test_the_lineage_has_the_versions_that_wrote_rows(migrated, tmp_path):
-    """dpo v1 learns from rows of sft v1, and dpo v2 mostly from rows of dpo v1 and sft v1. Both start from the policy sft v1."""
+    """dpo v1 learns from rows of sft v1, and dpo v2 mostly from rows of dpo v1 and sft v1.
+
+    dpo v1 and dpo v2 start from the policy sft v1.
+    """
     shutil.copy(migrated, tmp_path / "mlflow.db")
     sft, first, second = "models:/rlhf-sft/1", "models:/rlhf-dpo/1", "models:/rlhf-dpo/2"
     finish(tmp_path, begin(tmp_path, "sft", "sft"), {}, {})
@@ -317,13 +321,13 @@ def test_the_page_marks_the_kept_step_and_names_the_early_stop(store):
     file = store / "kept-rm/result.json"
     last = {"kept": {"step": 3, "by": None}, "ended": {"step": 3, "of": 3, "early": None}}
     file.write_text(json.dumps(result | last))
-    text = page.render([report.read_run(str(store / "kept-rm"))])
+    text = page.render_page([report.read_run(str(store / "kept-rm"))])
     assert "kept: step" not in text and "<dt>ended</dt>" not in text
     best = {"step": 2, "by": "eval_loss", "value": 0.5}
     early = {"step": 3, "of": 9, "early": "eval_loss has not improved for 1 evaluation"}
     file.write_text(json.dumps(result | {"kept": best, "ended": early}))
     run = report.read_run(str(store / "kept-rm"))
-    text = page.render([run])
+    text = page.render_page([run])
     said = "kept step 2 of 3: the best eval_loss, 0.5; stopped at step 3 of 9: eval_loss has not improved for 1 evaluation"
     assert f"<dt>ended</dt><dd>{said}</dd>" in text
     assert text.count("kept: step 2") == 1, "only the panel with a held-out line marks the step"
@@ -335,12 +339,13 @@ def test_without_an_mlflow_server_the_page_has_a_note_instead_of_curves(runs, st
     result["tracking_uri"] = f"sqlite:///{tmp_path}/nowhere/mlflow.db"
     (tmp_path / "moved/result.json").write_text(json.dumps(result))
     html = page_of(tmp_path, "moved")
-    assert "No curves: sqlite:///" in html and "97.5%" in html
+    assert "No curves, because sqlite:///" in html and "97.5%" in html
 
 
 def test_markup_in_values_is_escaped(runs, store, tmp_path):
     html = page_of(store, "one-ppo")
-    assert "&lt;script&gt;alert(&#39;x&#39;)" in html and "<b>thanks" not in html  # text of the sample
+    # text of a sample, with markup
+    assert "&lt;script&gt;alert(&#39;x&#39;)" in html and "<b>thanks" not in html
     assert "<mark>a &lt;b&gt;</mark>" in html  # the trained tokens of a row are highlighted
     shutil.copytree(store / "one-rm", tmp_path / "run")
     for name, change in (
@@ -359,14 +364,14 @@ def test_a_run_that_cannot_be_found_or_drawn_is_one_message(runs, store, tmp_pat
     (tmp_path / "damaged/result.json").write_text('{"metrics": 3}')
     given = dict.fromkeys(
         [".", "no\nrun", "models:/a@b", "/dev/null"],
-        "no run; expected a folder with job.json, a name under runs/, or an MLflow run id; the newest are runs/",
+        "no run; expected a folder with job.json, a name under runs/, or an MLflow run id; the newest runs are runs/",
     )
     given |= dict.fromkeys(
-        ["0" * 32, client(store).create_run("0").info.run_id], "no such run of a job in sqlite"
+        ["0" * 32, client(store).create_run("0").info.run_id], "cannot find this run in sqlite"
     )
     given["memory:///no/run"] = "memory:///no/run: no run; expected a folder with job.json"
-    given["damaged"] = "damaged: no report can be drawn ("
-    given[""] = "name a run: make report RUN=runs/NAME; the newest are runs/"
+    given["damaged"] = "damaged: cannot draw a report ("
+    given[""] = "no run given; use make report RUN=runs/NAME. The newest runs: runs/"
     for reference, says in given.items():
         assert main(["report", *filter(None, [reference])]) == 2
         errors = capsys.readouterr().err
@@ -399,7 +404,7 @@ def test_a_run_whose_folder_is_gone_is_read_from_mlflow(store, monkeypatch):
     run = gather.read_run(result["mlflow_run_id"])
     assert (run.folder, run.state, run.job["stage"]) == (None, "finished", "ppo")
     assert run.metrics == {"eval_kl": 2.5} and len(run.history["objective/kl"]) == 3
-    assert "gone-ppo" in page.render([run])
+    assert "gone-ppo" in page.render_page([run])
 
 
 def test_a_finished_run_has_its_page_and_samples_in_mlflow(runs, store):
@@ -410,7 +415,7 @@ def test_a_finished_run_has_its_page_and_samples_in_mlflow(runs, store):
     api = client(store)
     logged = {file.path for file in api.list_artifacts(run_id)}
     assert logged >= {"report.html", "result.json", "samples.json"} and "plots" not in logged
-    # MlflowClient.load_table and MLflow's page of a run read this tag.
+    # MlflowClient.load_table and MLflow's page of a run read the tag mlflow.loggedArtifacts.
     tag = json.loads(api.get_run(run_id).data.tags["mlflow.loggedArtifacts"])
     assert tag == [{"path": "samples.json", "type": "table"}]
     table = pandas.read_json(api.download_artifacts(run_id, "samples.json"), orient="split")
@@ -434,14 +439,14 @@ def pair(margin, longer=0):
 def test_accuracy_calibration_and_length_bias_of_pairs():
     # Ten pairs have a confidence of 0.9, and nine of them are right.
     sure = [pair(math.log(9) * (-1 if i == 0 else 1), longer=2) for i in range(10)]
-    summary = preferences.summary(sure)
+    summary = preferences.preference_numbers(sure)
     assert (summary["accuracy"], summary["calibration error"]) == (0.9, pytest.approx(0.0, abs=1e-9))
-    # Undefined, because each chosen completion is longer by exactly two tokens.
+    # The correlation is undefined, because each chosen completion is longer by exactly two tokens.
     assert summary["margin to length, correlation"] is None
     assert summary["accuracy where the chosen completion is longer"] == 0.9
     assert summary["accuracy where the chosen completion is shorter"] is None
     boasting = [pair(math.log(9) * (-1) ** i, longer=(-1) ** i) for i in range(10)]
-    summary = preferences.summary(boasting)
+    summary = preferences.preference_numbers(boasting)
     assert summary["calibration error"] == pytest.approx(0.4)
     assert summary["margin to length, correlation"] == pytest.approx(1.0)
     assert summary["accuracy where the chosen completion is shorter"] == 0.0
@@ -468,7 +473,7 @@ def test_a_repeated_pair_is_shown_once_and_without_the_bos_token():
     tokenizer = load_tokenizer(str(ROOT / "jobs/demo/model"))
     starts = tokenizer(tokenizer.bos_token + "\n\nHi.", add_special_tokens=False)["input_ids"]
     rows = [{"chosen_ids": [*starts, 5 + i // 2], "rejected_ids": [*starts, 9]} for i in range(6)]
-    shown = rm.doubtful(SimpleNamespace(tokenizer=tokenizer), rows, [pair(i / 2) for i in range(6)])
+    shown = rm.lowest_margins(SimpleNamespace(tokenizer=tokenizer), rows, [pair(i / 2) for i in range(6)])
     assert [one["chosen"]["score"] for one in shown] == [0.0, 1.0, 2.0]
     assert {one["prompt"] for one in shown} == {"Hi."}
 
@@ -476,9 +481,9 @@ def test_a_repeated_pair_is_shown_once_and_without_the_bos_token():
 @pytest.mark.parametrize("count", [1, 2, 600])
 def test_any_number_of_pairs_can_be_drawn(count):
     made = [pair(math.sin(i), longer=i % 5) for i in range(count)]
-    for title, note, draw in preferences.drawings(made):
-        assert preferences.picture(made, title).startswith(b"\x89PNG")
-        assert plots.svg(draw, "x", note).startswith("<svg ")
+    for title, note, draw in preferences.preference_drawings(made):
+        assert preferences.preference_png(made, title).startswith(b"\x89PNG")
+        assert plots.panel_svg(draw, "x", note).startswith("<svg ")
 
 
 def test_every_panel_can_be_drawn():
@@ -491,10 +496,10 @@ def test_every_panel_can_be_drawn():
             shown += [("a", 1), ("a", plots.SMOOTH_FROM), ("ab", 1)]
         for names, count in shown:
             history = {m: [(i, math.sin(i / 9)) for i in range(count)] for m in metrics}
-            draw = plots.curve(panel, dict.fromkeys(names, history), "step")
+            draw = plots.curve_drawer(panel, dict.fromkeys(names, history), "step")
             if draw is not None:
-                assert plots.figure([draw]).axes
-        assert plots.curve(panel, {"": {}}, "step") is None
+                assert plots.draw_figure([draw]).axes
+        assert plots.curve_drawer(panel, {"": {}}, "step") is None
 
 
 # ------------------------------------------------------------------------------------------------ a real stage
@@ -507,7 +512,7 @@ def test_a_stage_leaves_its_report(tmp_path):
     html = (tmp_path / "real-rm/report.html").read_text()
     scores = json.loads((tmp_path / "real-rm/final/pairs.json").read_text())
     assert len(scores) == result["data"]["report"]["splits"]["eval"]["kept"]
-    assert preferences.summary(scores)["accuracy"] == result["metrics"]["eval_accuracy"]
+    assert preferences.preference_numbers(scores)["accuracy"] == result["metrics"]["eval_accuracy"]
     drawn = ("Margins of the held-out pairs", "Calibration", "Length bias", "Accuracy on pairs")
     assert all(words in html for words in (*drawn, "the lowest margins"))
     assert "report.html" in {f.path for f in client(tmp_path).list_artifacts(result["mlflow_run_id"])}

@@ -190,7 +190,10 @@ async def test_a_session_with_other_numeric_settings_restarts_the_workers(restar
 
 @pytest.mark.parametrize("error", [ray.exceptions.OwnerDiedError, ray.exceptions.ObjectLostError])
 def test_a_chunk_waits_for_its_version_only_if_the_trainer_died(error, monkeypatch):
-    """If fetching a policy version fails for another reason, waiting for the version would keep the chunk queued forever."""
+    """If the trainer died, a new trainer publishes the version again.
+
+    After a different error, a waiting chunk would never be sampled.
+    """
     made = RolloutWorker.__new__(RolloutWorker)
     made.holds, made.sampler, made.work = None, object(), None
     made.settings = "settings"

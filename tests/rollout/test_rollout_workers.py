@@ -33,7 +33,7 @@ def ahead(embedded_ray, storage):
     return run(storage, "rollout-ahead", *AHEAD, "rollout.num_workers=1")
 
 
-# tests/ppo/test_rollouts.py has a faster test of the same behavior with tiny models.
+# tests/ppo/test_rollouts.py compares runs with and without a rollout worker in less time, with tiny models.
 @pytest.mark.slow
 def test_one_rollout_worker_gives_the_same_bits_as_none(alone, storage, capfd):
     result = run(storage, "rollout-one", *PPO, "rollout.num_workers=1")
@@ -47,7 +47,7 @@ def test_a_dying_and_a_hanging_worker_change_no_bit(ahead, storage, monkeypatch,
     touched(monkeypatch, "ppo", 2, storage / "rollout-hurt-once", happens)
     result = run(storage, "rollout-hurt", *AHEAD, "rollout.num_workers=2", "rollout.chunk_timeout_s=3")
     assert_equal(storage, ahead, result)
-    # Nonzero, because the previous policy version sampled the completions.
+    # The KL is nonzero, because the previous policy version sampled the completions.
     assert ahead["metrics"]["rollout/sampler_kl"] != 0
     said = capfd.readouterr().out
     assert "has not answered for 3 s" in said and said.count("another worker takes its place") >= 2

@@ -57,7 +57,7 @@ def test_a_metric_that_is_always_nan_keeps_the_last_weights():
     end = describe_end(best, None, 2, 9)
     assert end["kept"] == {"step": 2, "by": None}
     assert end["ended"] == {"step": 2, "of": 9, "early": "eval_x was no number in 2 evaluations"}
-    with pytest.raises(Failure, match="the evaluation has no eval_x here, but eval_loss"):
+    with pytest.raises(Failure, match="the evaluation has no metric eval_x, but eval_loss"):
         best.compare({"eval_loss": 1.0, "epoch": 1.0}, 1)
 
 

@@ -23,7 +23,7 @@ def make(run, name, content=b"weights", sealed=True):
     (folder / "policy/adapter_model.safetensors").write_bytes(content)
     (folder / "state.json").write_text(json.dumps({"name": name}))
     if sealed:
-        checkpoints.seal(str(run), name, folder_digests(str(folder)))
+        checkpoints.seal_checkpoint(str(run), name, folder_digests(str(folder)))
     return folder
 
 
@@ -54,7 +54,7 @@ DAMAGE = {
     ),
     "a seal without an end": (
         lambda f: (f / "digests.json").write_text("[" * 100_000),
-        r"digests\.json cannot be read \(ValueError: its values are nested too deep",
+        r"digests\.json cannot be read \(ValueError: its values are nested too deeply",
     ),
 }
 
@@ -66,31 +66,31 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_is_used(kind,
         make(run, name)
     assert checkpoints.find_damage(str(run / "checkpoint_00000010")) is None
     spoil(run / "checkpoint_00000010")
-    assert checkpoints.newest(str(run)) == "checkpoint_00000005"
+    assert checkpoints.newest_checkpoint(str(run)) == "checkpoint_00000005"
     out = capsys.readouterr().out
     assert re.search(rf"checkpoint_00000010 is damaged \({says}.*\): moved to damaged/", out), out
     assert (run / "damaged/checkpoint_00000010").is_dir(), "it is set aside, not deleted"
-    assert checkpoints.newest(str(run)) == "checkpoint_00000005" and capsys.readouterr().out == ""
+    assert checkpoints.newest_checkpoint(str(run)) == "checkpoint_00000005" and capsys.readouterr().out == ""
 
 
 def test_if_all_checkpoints_are_damaged_the_run_does_not_start_over_silently(run):
     flip(make(run, "checkpoint_00000005"))
-    for _ in range(2):  # the first call moves the damaged checkpoint away
+    for _ in range(2):  # the first call renames the damaged checkpoint
         with pytest.raises(
             InputError, match=r"run\.name: all checkpoints .*run\.overwrite=true.*num_to_keep"
         ):
-            checkpoints.newest(str(run))
+            checkpoints.newest_checkpoint(str(run))
 
 
 def test_incomplete_checkpoints_of_a_killed_run_are_deleted(run, tmp_path, capsys):
     make(run, "checkpoint_00000005")
     make(run, "checkpoint_00000010", sealed=False)
-    assert checkpoints.complete(str(run)) == ["checkpoint_00000005"]
-    assert checkpoints.newest(str(run)) == "checkpoint_00000005"
+    assert checkpoints.complete_checkpoints(str(run)) == ["checkpoint_00000005"]
+    assert checkpoints.newest_checkpoint(str(run)) == "checkpoint_00000005"
     assert not (run / "checkpoint_00000010").exists()
     out = capsys.readouterr().out
     assert out.startswith("checkpoint_00000010 was never finished (digests.json is missing")
-    assert checkpoints.newest(str(tmp_path / "nowhere")) is None
+    assert checkpoints.newest_checkpoint(str(tmp_path / "nowhere")) is None
 
 
 def test_order_is_by_step_then_attempt_and_the_final_one_is_last(run):
@@ -100,13 +100,13 @@ def test_order_is_by_step_then_attempt_and_the_final_one_is_last(run):
     for name in reversed(names):
         make(run, name)
     (run / "something_else").mkdir()
-    assert checkpoints.complete(str(run)) == names
+    assert checkpoints.complete_checkpoints(str(run)) == names
     # the name of a checkpoint is never reused, even if the checkpoint has no digests
     make(run, "checkpoint_00000010-3", sealed=False)
-    found = [checkpoints.unused(str(run), "checkpoint_00000010", attempt) for attempt in (1, 2, 3, 4)]
+    found = [checkpoints.unused_name(str(run), "checkpoint_00000010", attempt) for attempt in (1, 2, 3, 4)]
     assert found == [f"checkpoint_00000010-{which}" for which in ("1.3", "2.3", "3.2", "4")]
-    assert checkpoints.unused(str(run), "checkpoint_00000015") == "checkpoint_00000015"
-    assert checkpoints.unused(str(run), "checkpoint_00000015", 2) == "checkpoint_00000015-2"
+    assert checkpoints.unused_name(str(run), "checkpoint_00000015") == "checkpoint_00000015"
+    assert checkpoints.unused_name(str(run), "checkpoint_00000015", 2) == "checkpoint_00000015-2"
 
 
 @pytest.fixture(params=["folder", "bucket"])
@@ -121,23 +121,23 @@ def anywhere(request, tmp_path):
 
 def commit(anywhere, tmp_path, step, keep=2):
     source = make(tmp_path, f"source-{step}", sealed=False)
-    name = checkpoints.name_of(step)
-    checkpoints.seal(anywhere, name, checkpoints.store(str(source), anywhere, name))
-    checkpoints.prune(anywhere, keep)
+    name = checkpoints.checkpoint_name(step)
+    checkpoints.seal_checkpoint(anywhere, name, checkpoints.store_checkpoint(str(source), anywhere, name))
+    checkpoints.prune_checkpoints(anywhere, keep)
     assert not source.exists()
 
 
 def test_committed_checkpoints_are_intact_and_only_the_newest_are_kept(anywhere, tmp_path):
     for step in (5, 10, 15):
         commit(anywhere, tmp_path, step)
-    assert checkpoints.complete(anywhere) == ["checkpoint_00000010", "checkpoint_00000015"]
-    assert checkpoints.newest(anywhere) == "checkpoint_00000015"
+    assert checkpoints.complete_checkpoints(anywhere) == ["checkpoint_00000010", "checkpoint_00000015"]
+    assert checkpoints.newest_checkpoint(anywhere) == "checkpoint_00000015"
     newest = f"{anywhere}/checkpoint_00000015"
     with storage.local_copy(newest) as local:
         files = sorted(folder_digests(local))
     assert files == ["digests.json", "policy/adapter_model.safetensors", "state.json"]
     storage.write_json(f"{newest}/state.json", {"name": "another one"})
-    assert checkpoints.newest(anywhere) == "checkpoint_00000010"
+    assert checkpoints.newest_checkpoint(anywhere) == "checkpoint_00000010"
     assert storage.folders(f"{anywhere}/damaged") == ["checkpoint_00000015"]
 
 
@@ -168,7 +168,7 @@ class Killed(BaseException):
 def test_a_kill_between_any_two_steps_of_a_commit_leaves_an_intact_checkpoint(
     anywhere, tmp_path, monkeypatch
 ):
-    """The process dies before the n-th change of the storage. The next commit leaves two intact checkpoints again."""
+    """A process dies before the n-th change of the storage. After the next commit, the run has two intact checkpoints."""
     for n in itertools.count(1):
         here = f"{anywhere}-{n}"
         for step in (5, 10):
@@ -189,9 +189,14 @@ def test_a_kill_between_any_two_steps_of_a_commit_leaves_an_intact_checkpoint(
             with contextlib.suppress(Killed):
                 commit(here, tmp_path / str(n), 15)
         died = next(changes) > n  # whether the commit made at least n changes
-        assert checkpoints.newest(here) == ("checkpoint_00000010" if n < 3 else "checkpoint_00000015")
+        assert checkpoints.newest_checkpoint(here) == (
+            "checkpoint_00000010" if n < 3 else "checkpoint_00000015"
+        )
         commit(here, tmp_path, 20)
-        assert len(checkpoints.complete(here)) == 2 and checkpoints.newest(here) == "checkpoint_00000020"
+        assert (
+            len(checkpoints.complete_checkpoints(here)) == 2
+            and checkpoints.newest_checkpoint(here) == "checkpoint_00000020"
+        )
         if not died:
             break
     assert n == 4

@@ -15,7 +15,7 @@ SMALL = [
 
 
 def steps_of(folder: Path) -> tuple[dict[int, collections.Counter], list[int]]:
-    """Returns ({step: rows}, number of workers of each attempt). If a step was repeated, its last run is used."""
+    """Returns ({step: rows}, number of workers of each attempt). The rows of a repeated step come from its last attempt."""
     written = [text for path in folder.glob("*.jsonl") for text in path.read_text().splitlines()]
     lines = [
         json.loads(text) for text in written if text.endswith("}")

@@ -16,7 +16,7 @@ from tests.run.test_resume import SETTINGS
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", SETTINGS)
 def test_no_worker_and_one_worker_give_the_same_bytes(verb, storage, embedded_ray):
-    """Two runs in the same process also agree, so the first run does not change random state, threads or precision."""
+    """Two runs in one process have equal results, so the first run does not change random state, threads or precision."""
     first, *others = (
         stage(verb, storage, f"same-{verb}-{name}", *SETTINGS[verb], f"scaling.num_workers={workers}")
         for name, workers in (("here", 0), ("again", 0), ("worker", 1))

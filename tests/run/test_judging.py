@@ -50,7 +50,7 @@ def test_a_run_reports_the_estimated_and_the_real_cost_of_its_judge(tmp_path, ca
         assert main(["score", "jobs/demo/score.yaml", *given, "run.name=one"]) == 1
         assert server.paid.total() == 2, "the budget is kept"
         said = capsys.readouterr()
-        assert "its budget for this run is spent (2 answers, $2.02" in said.err, said.err
+        assert "the budget for this run is spent (2 answers, $2.02" in said.err, said.err
         definition.write_text(definition.read_text().replace("most_dollars: 3", "most_calls: 9"))
         assert main(["score", "jobs/demo/score.yaml", *given, "run.name=two"]) == 0
         said = capsys.readouterr().out

@@ -20,7 +20,7 @@ FULL = "CUDA out of memory. Tried to allocate 2.00 GiB"
 
 
 def training_step():
-    """Raises an error below the name of a function of transformers.Trainer."""
+    """Raises an out-of-memory error in a function that is named like a method of transformers.Trainer."""
     raise torch.OutOfMemoryError(FULL)
 
 
@@ -40,7 +40,7 @@ def load_base():
 )  # fmt: skip
 def test_the_message_names_phase_and_settings(stage, phase, expected):
     job = load_job(str(ROOT / f"jobs/demo/{stage}.yaml"), [], stage)
-    with pytest.raises(OutOfMemory, match=expected) as raised, memory.explained(work_of(job)):
+    with pytest.raises(OutOfMemory, match=expected) as raised, memory.memory_errors_explained(work_of(job)):
         if callable(phase):
             phase()
         with Phases(torch.device("cpu"))(phase):
@@ -50,7 +50,7 @@ def test_the_message_names_phase_and_settings(stage, phase, expected):
 
 def test_other_errors_are_not_changed():
     job = load_job(str(ROOT / "jobs/demo/ppo.yaml"), [], "ppo")
-    with pytest.raises(RuntimeError, match=r"^shapes$"), memory.explained(work_of(job)):
+    with pytest.raises(RuntimeError, match=r"^shapes$"), memory.memory_errors_explained(work_of(job)):
         with Phases(torch.device("cpu"))("update"):
             raise RuntimeError("shapes")
 

@@ -40,7 +40,7 @@ class OnThirdGpu(ModelHost):
 
 @pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto", "ppo", "evaluate"])
 def test_every_stage_loads_its_base_onto_the_workers_gpu(stage, tmp_path, asked, in_root):
-    """Otherwise, one CPU thread would quantize the base, and the node's memory would hold a full base for each worker."""
+    """On the CPU, one thread would quantize the base, and the node would need memory for a full base per worker."""
     job = load_job(f"jobs/demo/{stage}.yaml", ["model.load_in_4bit=true"], stage)
     worker = OnThirdGpu(work_of(job, toy_models.tokenizer()))
     worker.scratch = str(tmp_path)
@@ -56,7 +56,7 @@ def test_every_stage_loads_its_base_onto_the_workers_gpu(stage, tmp_path, asked,
     [
         ("ppo", ["trainer.bf16=true"], "bfloat16"),
         ("ppo", ["trainer.bf16=false"], "float32"),
-        ("sft", ["trainer.bf16=null"], "bfloat16"),  # TRL's default is true
+        ("sft", ["trainer.bf16=null"], "bfloat16"),  # TRL enables bf16 by default
         ("export", ["trainer.bf16=true"], "float32"),  # export merges into the base, in model.dtype
         # The value of model.dtype in the job.
         ("ppo", ["trainer.bf16=true", "scaling.use_gpu=true"], "float32"),

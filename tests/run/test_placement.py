@@ -1,4 +1,4 @@
-"""Tests jobs that need more resources than exist. On one machine this is an error. On a cluster, the job waits for a time."""
+"""Tests that a job that needs too many resources fails on one machine, and waits for a limited time on a cluster."""
 
 import os
 import re
@@ -54,7 +54,7 @@ def test_as_many_workers_are_proposed_as_can_share_a_batch(monkeypatch, capsys, 
     assert said[-2].endswith("4 workers with GPU: 1 each, but this machine has 3; set scaling.num_workers=2")
     typed = " ".join(given).replace("mlflow.experiment=a b", "'mlflow.experiment=a b'")
     assert said[-1] == f'run: make sft ARGS="{typed} scaling.num_workers=2"'
-    # Skips this check, because the rows are on the Hub.
+    # Skips the check of paths, because the rows of this profile are on the Hub.
     monkeypatch.setattr(rlhf, "check_paths", lambda job: None)
     assert main(["run", "jobs/llama3-8b"]) == 2
     again = 'run: make rlhf PROFILE=llama3-8b ARGS="scaling.num_workers=3"'
@@ -67,7 +67,7 @@ def test_a_worker_has_a_gpu_unless_the_job_says_otherwise():
 
 
 def test_one_machine_ignores_keys_that_choose_among_nodes(monkeypatch, capsys):
-    """On one machine, these keys have no effect, so that the same job file runs on a cluster and on one machine."""
+    """Keys that choose among nodes have no effect on one machine, so a job file for a cluster also runs there."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     selected = job("scaling.label_selector={zone: a}", "scaling.accelerator_type=H100")
     here = places_of(selected, note=True)
@@ -123,7 +123,7 @@ def test_runs_side_by_side_are_counted_node_by_node(monkeypatch):
     assert count(places("scaling.resources_per_worker={CPU: 9}")) == 2  # one run on each node with 16 CPUs
     assert count(places(*GPU, "scaling.num_workers=4")) == 2
     assert count(places(*GPU, "scaling.label_selector={zone: a}")) == 4
-    # The run does not fit, but Ray Train waits until it fits.
+    # The run needs more resources than are free, but Ray Train waits for free resources.
     assert count(places(*GPU, "scaling.num_workers=9")) == 1
     rollouts = ["rollout.num_workers=2", "rollout.use_gpu=true", "rollout.label_selector={zone: b}"]
     # On each node, two runs fit: trainers in zone a or anywhere, and rollout workers in zone b.
@@ -146,10 +146,10 @@ def test_what_an_autoscaler_may_never_add_is_refused(embedded_ray, monkeypatch):
     monkeypatch.setattr(placement, "_autoscaler_limits", lambda: {"CPU": 64, "GPU": 4})
     placement.check_fits(places("scaling.num_workers=64"))
     with pytest.raises(
-        InputError, match=r"65 workers with CPU: 1 each, but this cluster at its largest has 64"
+        InputError, match=r"65 workers with CPU: 1 each, but this cluster at its maximum size has 64"
     ):
         placement.check_fits(places("scaling.num_workers=65"))
-    monkeypatch.setattr(placement, "_autoscaler_limits", dict)  # no limits are known
+    monkeypatch.setattr(placement, "_autoscaler_limits", dict)  # the limits of the cluster are unknown
     placement.check_fits(places("scaling.num_workers=65"))
 
 
@@ -169,7 +169,9 @@ def test_a_wait_says_what_it_waits_for_and_ends(embedded_ray, monkeypatch, capsy
     wait.since = None  # simulates that a node came back; the next wait has a new time limit
     wait.check()
     now[0] += 100
-    with pytest.raises(Failure, match=r"^run.placement_timeout_s: no place for 1 x \{CPU: 64\} was found"):
+    with pytest.raises(
+        Failure, match=r"^run.placement_timeout_s: no resources for 1 x \{CPU: 64\} were free"
+    ):
         wait.check()
     endless = placement.Wait(places("run.placement_timeout_s=-1"))
     endless.check()
@@ -206,5 +208,5 @@ def test_on_a_cluster_a_wait_ends_with_one_message(verb, overrides, need, tmp_pa
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     [message] = [line for line in done.stderr.splitlines() if line.startswith("failed: ")]
-    says = rf"failed: run\.placement_timeout_s: no place for {need} was found in 3 s; the cluster has"
+    says = rf"failed: run\.placement_timeout_s: no resources for {need} were free within 3 s; the cluster has"
     assert re.match(says, message)

@@ -1,6 +1,6 @@
 """Tests that an interrupted run and an uninterrupted run have bit-identical adapters, equal metrics and equal curves.
 
-`make chaos` interrupts every stage with every fault at random moments. The tests in this file use a few fixed moments.
+`make chaos` interrupts every stage with every fault at random moments. The tests in this file interrupt at a few fixed moments.
 """
 
 import functools
@@ -16,7 +16,7 @@ from running import NO_EVAL, stage
 pytestmark = pytest.mark.usefixtures("embedded_ray")
 TRL = [
     "trainer.max_steps=5", "data.batch_size=8", "trainer.per_device_train_batch_size=4", "trainer.save_strategy=steps",
-    # With these values, no log line is at a step with a checkpoint.
+    # With these steps, no checkpoint is at a step with a log line.
     "trainer.save_steps=2", "trainer.logging_steps=3",
     "mlflow.registered_model=null", *NO_EVAL,
 ]  # fmt: skip

@@ -38,7 +38,7 @@ def weights(shared, role):
 def test_a_reference_that_follows_the_policy_does_not_change_the_baseline(host):
     shared = toy_models.shared_base()
     reference = roles.add_policy(host, shared, host.args)
-    start = roles.start(host, shared, reference)
+    start = roles.start_role(host, shared, reference)
     before = weights(shared, start)
     for parameter in shared.parameters_of("policy"):
         parameter.data += 1.0
@@ -54,7 +54,7 @@ def test_the_critic_starts_from_the_first_reward_that_is_an_adapter(host):
     with_adapter = replace(host.args, critic="adapter")
     roles.add_critic(host, shared, with_adapter)
     assert torch.equal(weights(shared, "critic"), weights(shared, "reward_1"))
-    assert roles.folders(host, shared)["critic"] == host.input("reward.1")
+    assert roles.folders_of_roles(host, shared)["critic"] == host.input("reward.1")
     stage = host.work.spec
     assert not inputs.makes_adapter(stage, with_adapter, ["policy", "reward.1"])
     assert inputs.makes_adapter(stage, with_adapter, ["policy"])
@@ -67,7 +67,7 @@ def test_a_critic_that_is_a_head_owns_no_adapter(host, tmp_path):
     assert host.args.critic == "head"
     roles.add_critic(host, shared, host.args)
     assert weights(shared, "critic").shape == (shared.hidden_size,)
-    assert "critic" not in roles.folders(host, shared)
+    assert "critic" not in roles.folders_of_roles(host, shared)
     assert not inputs.makes_adapter(host.work.spec, host.args, ["policy"])
     shared.parameters_of("critic")[0].data += 1.0
     shared.save("critic", tmp_path / "head")

@@ -17,9 +17,9 @@ from pipeline.registry import lineage
 from pipeline.registry.lineage import folder_digests
 from pipeline.run import checkpoints, resume
 from pipeline.run.launch import write_result
-from pipeline.run.resume import owned, owner_files
+from pipeline.run.resume import owned_folder, owner_files
 from pipeline.settle import inputs
-from pipeline.settle.identity import named
+from pipeline.settle.identity import with_run_name
 from pipeline.settle.work import Input
 from pipeline.system import lease
 
@@ -37,11 +37,11 @@ def halfway(tmp_path_factory):
         place = [f"run.storage_path={folder}", f"run.name={verb}"]
         job = load_job(f"jobs/demo/{verb}.yaml", [*place, *more], verb)
         rows = {"train": "sha256:rows", "trainer.advantage_estimator": "sha256:code"}
-        resume.record(identity_of(named(job)), {}, "sha256:base", rows)
+        resume.record_start(identity_of(with_run_name(job)), {}, "sha256:base", rows)
         checkpoint = folder / verb / "checkpoint_00000010"
         checkpoint.mkdir()
         (checkpoint / "state.json").write_text("{}")
-        checkpoints.seal(str(folder / verb), checkpoint.name, folder_digests(str(checkpoint)))
+        checkpoints.seal_checkpoint(str(folder / verb), checkpoint.name, folder_digests(str(checkpoint)))
     os.chdir(before)
     return folder
 
@@ -87,24 +87,24 @@ def test_evaluation_keys_must_stay_if_they_decide_what_is_registered(halfway, tm
         (["data.batch_size=null"], "trainer.per_device_train_batch_size=8", r"batch_size=16 \(now 8\)"),
         (["data.batch_size=null"], "scaling.num_workers=2", r"num_workers=0 \(now 2\)"),
     ]:
-        resume.record(job_of(folder, *left), {}, "b", {})
+        resume.record_start(job_of(folder, *left), {}, "b", {})
         with pytest.raises(InputError, match=says):
             resumable(job_of(folder, *left, change))
         assert resumable(job_of(folder, *left, "run.num_to_keep=5"))
 
 
 def resumable(run):
-    return resume.resumable(resume.find_earlier(run))
+    return resume.resumable_job(resume.find_earlier(run))
 
 
 def job_of(folder, *overrides):
     given = [f"run.storage_path={folder}", "run.name=sft", *overrides]
-    return identity_of(named(load_job("jobs/demo/sft.yaml", given, "sft")))
+    return identity_of(with_run_name(load_job("jobs/demo/sft.yaml", given, "sft")))
 
 
 def test_other_versions_of_libraries_are_reported(halfway, tmp_path, in_root, monkeypatch, capsys):
     folder, job = shutil.copytree(halfway, tmp_path / "copy"), job_of(tmp_path / "copy", *BATCH)
-    resume.record(job, {}, "b", {})
+    resume.record_start(job, {}, "b", {})
     now = lineage.versions()
     assert resumable(job) and "began with" not in capsys.readouterr().out
     monkeypatch.setattr(lineage, "versions", lambda: now | {"torch": "99.1"})
@@ -154,7 +154,7 @@ def test_an_edited_python_reward_counts_as_changed_content(halfway, tmp_path, in
     rows = digests(job)
     assert rows.keys() == {"reward"}
     run = identity_of(job)
-    resume.record(run, {}, "sha256:base", rows)
+    resume.record_start(run, {}, "sha256:base", rows)
     (tmp_path / "one" / run_folder.PARTS).mkdir()
     found = resumable(run)
     assert resume.same_content(found, run, "sha256:base", digests(job))
@@ -199,7 +199,7 @@ def run(tmp_path):
 
 
 def own(run, seen=None, overwrite=False):
-    return owned(str(run), owner_files(str(run)) if seen is None else seen, overwrite)
+    return owned_folder(str(run), owner_files(str(run)) if seen is None else seen, overwrite)
 
 
 def test_a_folder_that_changed_before_this_process_owned_it_is_refused(run):
@@ -213,12 +213,12 @@ def test_a_folder_that_changed_before_this_process_owned_it_is_refused(run):
 
 
 def test_a_resumed_run_uses_the_recorded_version_and_commit_of_its_base(halfway, in_root):
-    """If the alias or the branch has moved since, the content's digest differs."""
+    """A resume is rejected if the digest of the base has changed, because the alias or the branch of the base has moved."""
     assert resumable(job_of(halfway, *BATCH, "model.name_or_path=models:/rlhf-sft@champion"))
     job = job_of(halfway, *BATCH)
     left = resumable(job)
     begun = {**left, "model": {**left["model"], "revision": "a" * 40}}
-    assert not resume.differences(begun, job, ("begun_with", *resume._resolved(job)))
+    assert not resume.changed_settings(begun, job, ("begun_with", *resume._resolved(job)))
     begun["begun_with"] = {**left["begun_with"], "base": f"commit:{'a' * 40}"}
     with pytest.raises(InputError, match=f"Set model.revision={'a' * 40}, choose another run.name"):
         resume.same_content(begun, job, f"commit:{'b' * 40}", left["begun_with"]["rows"])
@@ -231,8 +231,8 @@ def test_recorded_versions_apply_to_unchanged_inputs_of_the_job(tmp_path, in_roo
         return identity_of(load_job("jobs/demo/ppo.yaml", [*named, *place, *overrides], "ppo"))
 
     pinned = {"policy": "models:/a/1", "judge": "models:/b/2", "reward.0": "models:/rlhf-rm/3"}
-    resume.record(ppo(), pinned, "b", {})
+    resume.record_start(ppo(), pinned, "b", {})
     found = resumable(ppo())
     assert resume.pinned_inputs(found, ppo()) == pinned
-    del pinned["judge"]  # the job names another judge, which is therefore resolved again
+    del pinned["judge"]  # a judge that differs from the interrupted run's is resolved again
     assert resume.pinned_inputs(found, ppo("judge=models:/c@champion")) == pinned

@@ -94,7 +94,7 @@ def knock(address, port, ended):
 def open_to_others(root):
     """Returns all folders below `root`, and the folders in which another user can list or create files.
 
-    Such a user could replace Ray's unix sockets, and new workers would connect to the user's sockets.
+    A user who can create files could replace Ray's unix sockets, to which new workers would then connect.
     """
     folders, found = [Path(folder) for folder, *_ in os.walk(root)][1:], set()
     os.seteuid(65534)
@@ -131,13 +131,13 @@ WORKERS = {"sft": "ray::RayTrainWorker", "sweep": "ray::RayTrainWorker", "ppo": 
     scope="module", params=["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sweep", "ppo"))]
 )
 def run(request, tmp_path_factory):
-    """Runs a job with workers. Returns its listening sockets, their answers to requests without a token, and its output."""
+    """Runs a job with workers. Returns the run's listening sockets, their answers to requests without a token, and the output."""
     folder = tmp_path_factory.mktemp("sockets")
     command = [
         sys.executable, "-m", "pipeline", *RUNS[request.param], f"run.storage_path={folder}", "run.name=one",
         "run.report=false", "gate={}",
     ]  # fmt: skip
-    # The session must override these settings of the user.
+    # user settings that the session must override
     env = os.environ | SECRETS | {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
     env.pop("RAY_AUTH_TOKEN", None)
     # In this folder, Ray's processes look for the address of the cluster that was last started on this machine.
@@ -239,7 +239,7 @@ def test_a_run_announces_each_phase_and_says_nothing_else(run):
 
 @pytest.mark.parametrize("run", ["sft"], indirect=True)
 def test_a_run_writes_no_secret_of_its_environment_anywhere(run):
-    """The test searches log, checkpoints, MLflow's database and artifacts, result.json and stdout."""
+    """Searches for secrets in the log, checkpoints, MLflow's database and artifacts, result.json and stdout."""
     written = {path.name for path in run.folder.parent.rglob("*")}
     assert {"mlflow.db", "result.json", "job.json", "adapter_model.safetensors", "log.txt"} <= written
     assert leaks(run.folder.parent, run) == []
@@ -259,7 +259,7 @@ SESSION = """
 import sys
 import ray  # before the session, as a notebook may have done
 from pipeline.run import session
-with session.embedded(num_cpus=1, logging_level="warning"):
+with session.embedded_ray(num_cpus=1, logging_level="warning"):
     print(ray.get_runtime_context().gcs_address, flush=True)
     sys.stdin.read()
 """
@@ -289,7 +289,10 @@ def start():
 
 
 def test_a_killed_session_leaves_only_rays_agents_and_an_ended_one_no_process_and_no_file(start):
-    """Ray's agents try for a minute to report the end. The next session deletes all but the newest files of killed sessions."""
+    """After a kill, Ray's agents try for a minute to report the end of their session.
+
+    The next session deletes all but the newest files of killed sessions.
+    """
     driver = start()
     left = psutil.Process(driver.pid).children(recursive=True)
     driver.send_signal(signal.SIGKILL)
@@ -335,9 +338,9 @@ def test_a_ray_that_does_not_start_is_one_message():
         from pipeline.run import session
         from pipeline.system import process
         def run(*_):
-            with session.embedded(num_cpus=1, object_store_memory=10**15):
+            with session.embedded_ray(num_cpus=1, object_store_memory=10**15):
                 pass
-        __main__.dispatch = run
+        __main__.run_subcommand = run
         sys.exit(process.run_main(lambda: __main__.main(["sft", "job.yaml"])))
     """
     done = program(textwrap.dedent(text))
@@ -357,6 +360,6 @@ def test_a_temporary_folder_of_another_user_is_named_before_ray_starts(tmp_path,
         mine.mkdir()
         os.chown(mine, 12345, 12345)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    begun = session.session(placement.ROWS, "runs", "")
+    begun = session.ray_session(placement.ROWS, "runs", "")
     with pytest.raises(InputError, match=r"belongs to another user.*export TMPDIR"), begun:
         pass

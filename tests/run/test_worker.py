@@ -24,7 +24,7 @@ def left(number, folder):
 
 
 def test_a_single_worker_on_a_cpu_is_a_plain_process_to_accelerate(tmp_path):
-    """`NO` means that accelerate wraps no model in DDP. On a GPU, the process group stays."""
+    """`NO` means that accelerate wraps no model in DDP. On a GPU, the process group is kept."""
     in_processes(left, tmp_path, processes=len(GROUPS))
     for number, (_, expected) in enumerate(GROUPS):
         assert (tmp_path / str(number)).read_text() == expected
@@ -108,7 +108,9 @@ def test_the_registered_adapter_is_the_one_that_was_checked(moment, tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setattr(at, file, exchanged)
         stage("sft", tmp_path, "one", *quick, status=1)
-    says = "failed: the last checkpoint is not what was trained (adapter/adapter_model.safetensors has"
+    says = (
+        "failed: the last checkpoint differs from the trained weights (adapter/adapter_model.safetensors has"
+    )
     assert says in capsys.readouterr().err
     assert client(tmp_path).search_registered_models() == []
     assert stage("sft", tmp_path, "one", *quick)["version"] == "1", "the same command trains again"

@@ -81,7 +81,7 @@ def yes(share):
 
 
 BROKEN = {
-    "a template that swaps answers": ("rank", rank(lambda a, b, _: "good" in a, swapped=True), r"prefers the rejected completion \(100%\); are they swapped"),
+    "a template that swaps answers": ("rank", rank(lambda a, b, _: "good" in a, swapped=True), r"prefers the rejected completion \(100%\); are chosen and rejected swapped"),
     "a position bias of a fifth": ("rank", rank(biased), r"prefers the completion that it sees first"),
     "the last place": ("rank", rank(lambda a, b, asked: "good" in a and random.Random(str(asked)).random() < 0.5), "sees last"),
     "a bias to length": ("score", score(lambda text: min(10, len(text) / 10)), "prefers the longer completion"),
@@ -103,11 +103,11 @@ def found(storage, form, answer):
         given = Definition(MODEL, form, f"{server.address}/v1", criteria=criteria)
         judge = JudgeReward(given, str(storage), "run", reward_timeout_s=0.2)
         try:
-            made = pairs.compared([judge], rows(), 0, Tokenizer(), {0, 1})
+            made = pairs.score_both_sides([judge], rows(), 0, Tokenizer(), {0, 1})
         except (Failure, InputError) as error:
             return [str(error)]
         assert server.paid.total() == len(server.paid) == (120 if form == "rank" else len(server.paid))
-        return pairs.metrics_of(made)[1]["faults"]
+        return pairs.pair_metrics(made)[1]["faults"]
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -15,7 +15,7 @@ from pipeline.errors import Failure, InputError
 from pipeline.job.judge import Definition
 from pipeline.scoring.judges import client
 from pipeline.scoring.judges.reward import JudgeReward
-from pipeline.scoring.judges.store import Store, folder
+from pipeline.scoring.judges.store import Store, answers_folder
 from pipeline.scoring.rewards import Samples
 
 
@@ -48,7 +48,9 @@ def reward(server, storage, run="run", reward_timeout_s=5.0, **settings):
 def expected(definition, several):
     from pipeline.scoring.judges import forms
 
-    asked = forms.questions(definition, several.prompts, several.completions, several.rows, several.groups)
+    asked = forms.make_questions(
+        definition, several.prompts, several.completions, several.rows, several.groups
+    )
     return [(liking(one.messages[-1]["content"]) - 1) / 9 for one in asked]
 
 
@@ -105,7 +107,7 @@ def cut():
     ("said", "says"),
     [
         ("I cannot say.", r"found 'I cannot say\.'"),
-        (cut(), r"truncated at max_tokens; raise it"),
+        (cut(), r"truncated; raise max_tokens"),
     ],
 )
 def test_five_unusable_answers_to_a_question_end_the_run(said, says, tmp_path):
@@ -213,7 +215,7 @@ from pipeline.scoring.judges.client import JudgeRequest, Client
 from pipeline.scoring.judges.store import Store
 given = Definition(model={model!r}, form="score", endpoint={endpoint!r}, timeout_s=30, concurrency=4)
 client = Client(given, Store({storage!r}, "run"), "judge", 60)
-asked = [JudgeRequest([{{"role": "user", "content": str(i)}}], 0, lambda answer: forms.scores_of(given, None, answer)) for i in range({count})]
+asked = [JudgeRequest([{{"role": "user", "content": str(i)}}], 0, lambda answer: forms.scores_in_answer(given, None, answer)) for i in range({count})]
 print(json.dumps([one["text"] for one in asyncio.run(client.answers(asked))]), flush=True)
 """
 
@@ -232,7 +234,7 @@ def test_processes_with_the_same_questions_pay_once_even_if_one_is_killed(tmp_pa
         deadline = time.monotonic() + 60
         while len(server.requests) < 10 and time.monotonic() < deadline:
             time.sleep(0.01)
-        time.sleep(0.3)  # waits until the answered requests are done; all open requests hang
+        time.sleep(0.3)  # lets the answered requests finish; all other requests hang
         killed.kill()
         killed.wait()
         assert server.paid.total() == 6
@@ -253,14 +255,14 @@ def test_an_incomplete_line_is_no_answer(tmp_path, capsys):
         content = file.read_bytes().splitlines(keepends=True)
         answers = [line for line in content if b'"key"' in line]
         file.write_bytes(b"".join(answers)[:-5])
-        store = Store(folder(str(tmp_path), judge.definition), "other")
+        store = Store(answers_folder(str(tmp_path), judge.definition), "other")
         store.refresh()
         assert len(store.answers) == 1
         assert reward(server, tmp_path).checked(samples(2)) == expected(judge.definition, samples(2))
         assert server.paid.total() == 3
         assert "warning" not in capsys.readouterr().out
         file.write_bytes(answers[1][:-5] + answers[1] + answers[0])
-        store = Store(folder(str(tmp_path), judge.definition), "other")
+        store = Store(answers_folder(str(tmp_path), judge.definition), "other")
         store.refresh()
         assert f"warning: {file}: skipped a line that is no JSON" in capsys.readouterr().out
         assert len(store.answers) == 2, "one line of this file, and one of the other file"
@@ -286,7 +288,7 @@ def test_the_store_is_readable_after_a_full_disk(tmp_path, monkeypatch, capsys):
 def test_an_answer_may_be_one_token_and_contain_a_lone_surrogate(tmp_path):
     tops = [{"token": "Yes", "logprob": -0.1}, {"token": "\ud800", "logprob": -9}]
     answer = chat("\ud800", top=tops)
-    # Expected, because the form `yes` requests only one token.
+    # The form `yes` requests only one token, so a truncated answer is expected.
     answer["choices"][0]["finish_reason"] = "length"
     with judging(lambda asked: answer) as server:
         judge, several = reward(server, tmp_path, form="yes"), samples(3)

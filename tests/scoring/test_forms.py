@@ -7,7 +7,7 @@ import pytest
 from pipeline.errors import InputError
 from pipeline.job.judge import Definition
 from pipeline.scoring.judges import forms
-from pipeline.scoring.judges.forms import Question, Unusable, scores_of
+from pipeline.scoring.judges.forms import JudgeQuestion, Unusable, scores_in_answer
 
 CRITERIA = [
     {"name": "correct", "text": "Is it true?", "choices": ["wrong", "partly", "right"], "weight": 3},
@@ -26,7 +26,7 @@ MARKED = [
     {"name": "As asked.", "text": "Is it as asked?", "choices": ["No.", "Yes."]},
 ]
 FORMS["marked"] = Definition("wise", "rubric", criteria=MARKED)
-ONE, THREE = Question([], ((0,),)), Question([], ((4,), (2,), (7,)))
+ONE, THREE = JudgeQuestion([], ((0,),)), JudgeQuestion([], ((4,), (2,), (7,)))
 
 
 def logprobs(**shares):
@@ -79,48 +79,49 @@ def test_scores_of_answers(form, answer, scores):
     question = THREE if form == "rank" else ONE
     if scores is None:
         with pytest.raises(Unusable):
-            scores_of(FORMS[form], question, given)
+            scores_in_answer(FORMS[form], question, given)
     else:
-        assert scores_of(FORMS[form], question, given) == pytest.approx(scores)
+        assert scores_in_answer(FORMS[form], question, given) == pytest.approx(scores)
 
 
 def test_a_question_shows_columns_and_ignores_placeholders_in_completions():
     given = Definition("wise", "score", prompt="{prompt}|{completion}|{answer}|{other}", system="Be fair.")
     assert given.columns == {"answer", "other"}
-    [asked] = forms.questions(given, ["p"], ["{answer} {prompt}"], [{"answer": 7, "other": "x"}], [0])
+    [asked] = forms.make_questions(given, ["p"], ["{answer} {prompt}"], [{"answer": 7, "other": "x"}], [0])
     assert asked.messages == [
         {"role": "system", "content": "Be fair."},
         {"role": "user", "content": "p|{answer} {prompt}|7|x"},
     ]
-    [rubric] = forms.questions(FORMS["rubric"], ["p"], ["c"], [{}], [0])
+    [rubric] = forms.make_questions(FORMS["rubric"], ["p"], ["c"], [{}], [0])
     assert "correct: Is it true? Choices: wrong, partly, right\npolite: " in rubric.messages[0]["content"]
 
 
 def test_one_question_ranks_the_completions_to_a_prompt_in_a_reproducible_order():
     texts, rows = ["a", "b", "c", "d", "e"], [{}] * 5
     groups = [0, 0, 0, 1, 1]
-    drawn = forms.questions(FORMS["rank"], ["p"] * 5, texts, rows, groups)
+    drawn = forms.make_questions(FORMS["rank"], ["p"] * 5, texts, rows, groups)
     assert [sorted(one.rows) for one in drawn] == [[(0,), (1,), (2,)], [(3,), (4,)]]
-    again = forms.questions(FORMS["rank"], ["p"] * 3, ["c", "a", "b"], rows[:3], [9, 9, 9])
+    again = forms.make_questions(FORMS["rank"], ["p"] * 3, ["c", "a", "b"], rows[:3], [9, 9, 9])
     assert again[0].messages == drawn[0].messages, "the order of the samples does not matter"
     both = Definition("wise", "rank", orders="both")
-    first, reverse, *_ = forms.questions(both, ["p"] * 5, texts, rows, groups)
+    first, reverse, *_ = forms.make_questions(both, ["p"] * 5, texts, rows, groups)
     assert first.rows == reverse.rows[::-1] and first.messages != reverse.messages
     orders = {
-        forms.questions(FORMS["rank"], [f"p{i}"] * 3, texts[:3], rows[:3], [0] * 3)[0].rows for i in range(60)
+        forms.make_questions(FORMS["rank"], [f"p{i}"] * 3, texts[:3], rows[:3], [0] * 3)[0].rows
+        for i in range(60)
     }
     assert len(orders) == 6
     with pytest.raises(InputError, match="compares completions, and this prompt has only one"):
-        forms.questions(FORMS["rank"], ["p"], ["a"], [{}], [0])
-    scored = [(Question([], ((1,), (0,))), [0.0, 1.0]), (Question([], ((0,), (1,))), [1.0, 0.5])]
-    assert forms.means(2, scored) == [1.0, 0.25]
+        forms.make_questions(FORMS["rank"], ["p"], ["a"], [{}], [0])
+    scored = [(JudgeQuestion([], ((1,), (0,))), [0.0, 1.0]), (JudgeQuestion([], ((0,), (1,))), [1.0, 0.5])]
+    assert forms.mean_scores(2, scored) == [1.0, 0.25]
 
 
 def test_equal_completions_are_shown_once_and_get_the_same_score():
     texts, groups = ["a", "b", "a", "c", "c"], [0, 0, 0, 1, 1]
-    [asked] = forms.questions(FORMS["rank"], ["p"] * 5, texts, [{}] * 5, groups)
+    [asked] = forms.make_questions(FORMS["rank"], ["p"] * 5, texts, [{}] * 5, groups)
     assert sorted(asked.rows) == [(0, 2), (1,)]
     text = asked.messages[0]["content"]
     assert text.count("Response A:") == text.count("Response B:") == 1 and "Response C:" not in text
     scores = [float(rows == (0, 2)) for rows in asked.rows]
-    assert forms.means(5, [(asked, scores)]) == [1.0, 0.0, 1.0, 0.5, 0.5]
+    assert forms.mean_scores(5, [(asked, scores)]) == [1.0, 0.0, 1.0, 0.5, 0.5]

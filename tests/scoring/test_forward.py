@@ -25,7 +25,7 @@ def test_a_prompt_is_computed_once_for_its_completions(critic):
     found = []
     for packs in (True, False):
         shared = toy.shared_base(critic=critic, spread=0.1)
-        shared.can_pack = packs  # overrides what the base supports
+        shared.can_pack = packs  # turns packing on or off, whatever the base supports
         settings = dict(critic=critic, check_reference=False, **GROUPS)
         found.append(
             gradients(toy.trainer(shared, min_new_tokens=2, per_device_train_batch_size=32, **settings))
@@ -79,7 +79,7 @@ def test_one_backward_teaches_policy_and_head():
     without, _ = learned(vf_coef=1e-9)
     assert head.any() and (policy - without).abs().max() > 1e-3
     warming, first = learned(vf_coef=1.0, critic_warmup_steps=1)
-    torch.testing.assert_close(warming, start)  # the warmup trains only the head
+    torch.testing.assert_close(warming, start)  # the critic's warmup trains only the critic's head
     assert first.any()
 
 
@@ -89,8 +89,8 @@ ONE_STEP = dict(
 
 
 def test_old_logprobs_come_from_the_training_forward_if_an_update_has_one_step(monkeypatch):
-    """An update of one step needs no extra forward for old log-probs. Weights and metrics are as with this extra forward."""
-    assert forwards(**ONE_STEP) == 2  # one forward for the reference, one for training
+    """An update of one step needs no extra forward for old log-probs. The extra forward would change no weight and no metric."""
+    assert forwards(**ONE_STEP) == 2  # one forward pass for the reference and one for training
     runs = []
     for later in (True, False):
         trainer = toy.trainer(**ONE_STEP, total_episodes=48)

@@ -1,4 +1,4 @@
-"""Tests rewards: Python functions that are invalid or return invalid values, adapters, and other models."""
+"""Tests Python rewards that are invalid or return invalid values, and reward models, also on another base."""
 
 import asyncio
 import json
@@ -87,7 +87,7 @@ NO_NUMBER = r"returned {} for prompt 'question 1', completion 'completion 1', ro
     ids=str,
 )
 def test_the_message_about_an_invalid_score_names_its_sample(returned, says):
-    # This case is a failure of the run, and the other cases are wrong input.
+    # A score that is infinite or too large is a failure of the run. All other invalid scores are wrong input.
     too_large = "inf" in says or "1000" in says
     with pytest.raises(Failure if too_large else InputError) as caught:
         checked(returned)
@@ -111,7 +111,7 @@ def test_numbers_of_every_library_are_accepted(returned):
 
 def test_an_error_of_a_reward_shows_only_frames_of_the_rewards_code(monkeypatch):
     def inside(text):
-        return json.loads(text)  # the error is raised in a library
+        return json.loads(text)  # an error that is raised in the code of a library
 
     def reward(completions):
         return [inside(text) for text in completions if text != "completion 0"]
@@ -199,7 +199,10 @@ def test_a_reward_model_on_another_base():
 
 
 def test_an_async_reward_has_all_rows_at_once_and_a_limit():
-    """Two calls wait for each other, so both must be running. A call that never returns and a TimeoutError end the run."""
+    """Two calls of the reward wait for each other, so all calls must run concurrently.
+
+    A call that never returns and a TimeoutError end the run.
+    """
     asked = samples(2)
     asked.groups = [7, 7]
 

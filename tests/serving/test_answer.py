@@ -67,7 +67,7 @@ def test_a_client_that_disconnects_after_some_messages_cancels_its_rows(messages
 
 
 def sentencepiece():
-    """Returns a tokenizer like SentencePiece's. Its tokens are words with their space, and bytes for other characters."""
+    """Returns a tokenizer like SentencePiece's, whose tokens are words with their space, and bytes for other characters."""
     words = ["<unk>", "▁", "▁Peru", "Lima", "▁is", "c", *(f"<0x{byte:02X}>" for byte in range(256))]
     backend = Tokenizer(models.Unigram([(word, -1.0) for word in words], 0, byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])

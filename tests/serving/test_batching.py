@@ -69,7 +69,7 @@ class Client:
 
 
 def keep_busy(writer):
-    """Blocks the batcher's thread. Returns a queue. When an item is put into the queue, the thread continues."""
+    """Blocks the batcher's thread until an item is put into the queue that this function returns."""
     busy, held = threading.Event(), queue.SimpleQueue()
     writer.run(lambda: (busy.set(), held.get(timeout=SECONDS)))
     assert busy.wait(SECONDS)
@@ -122,7 +122,7 @@ def test_rows_and_calls_get_an_error_if_the_batcher_has_ended(batcher):
 
 
 def test_a_batcher_ends_if_a_new_version_has_changed_the_base(batcher):
-    """With a changed base, all later completions would be wrong, so the batcher ends. Ray Serve then restarts the replica."""
+    """With a changed base, all later completions would be wrong, so the batcher ends, and Ray Serve restarts the replica."""
 
     def add():
         raise SelfCheckFailed("adding an adapter changed the base")
@@ -172,7 +172,9 @@ def test_canceling_a_row_keeps_the_others(shared, batcher):
 
 def test_an_error_goes_to_its_rows_and_the_next_rows_are_decoded(batcher, monkeypatch):
     client, writer = Client(), batcher()
-    monkeypatch.setattr(decoders, "draw", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+    monkeypatch.setattr(
+        decoders, "draw_tokens", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory"))
+    )
     writer.submit([client.row("lost", [5, 6])])
     client.wait(1)
     assert [str(error) for error in client.delivered["lost"]] == ["out of memory"]

@@ -28,7 +28,7 @@ def server(storage):
 
 
 def command(server, model):
-    """Returns the documented command for this kind of model, changed so that it uses this server and its model version."""
+    """Returns the documented command for a kind of model, with the address and the model version of the test's server."""
     page = (ROOT / "docs/evaluate.md").read_text()
     [line] = re.findall(rf"^.*?(?=lm_eval|inspect)((?:lm_eval|inspect) .*--model {model}.*)$", page, re.M)
     line = line.replace("http://127.0.0.1:8000", server.url).replace("runs/exported/policy", server.folder)

@@ -27,7 +27,7 @@ def no_wait_for_the_lock(monkeypatch):
 
 @pytest.fixture
 def stores(tmp_path):
-    """Returns a function that makes stores. Each new store takes over the folder from the previous store."""
+    """Returns a function that makes feedback stores. Each new store takes over the folder from the previous store."""
     made = []
 
     def store(*answers, max_bytes=1 << 20):
@@ -95,7 +95,7 @@ def test_repeated_feedback_changes_nothing_and_different_feedback_is_refused_als
     ("request_", "status", "message"),
     [
         ({"id": "chatcmpl-9", "label": True}, 404, "no answer with this id"),
-        ({"label": True, "choice": 3}, 400, "choice: found 3, and the answer has 3 choices"),
+        ({"label": True, "choice": 3}, 400, "choice: found 3, but the answer has 3 choices"),
         ({"chosen": 1, "rejected": 3}, 400, "rejected: found 3"),
         ({"id": "same", "chosen": 0, "rejected": 1}, 400, "chosen: no stage can train on this row"),
         ({"label": True}, 400, "label: no stage can train on this row: `completion` is"),
@@ -127,7 +127,7 @@ def test_an_incomplete_line_of_a_killed_writer_is_removed_and_reported(stores, t
     (tmp_path / "labels.jsonl").write_bytes(whole + whole[: len(whole) // 2])
     store = stores()
     assert (tmp_path / "labels.jsonl").read_bytes() == whole
-    message = f"{tmp_path}/labels.jsonl: removed an unfinished last line of {len(whole) // 2} bytes"
+    message = f"{tmp_path}/labels.jsonl: removed an incomplete last line of {len(whole) // 2} bytes"
     assert capsys.readouterr().out.strip() == message
     store.add({"id": "chatcmpl-2", "label": False})
     assert [row["label"] for row in rows(tmp_path, "labels")] == [True, False]

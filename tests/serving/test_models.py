@@ -69,11 +69,11 @@ def test_a_version_is_served_when_its_missing_files_return(server, registered, c
     version = registered(copied)
     for _ in range(2):
         [line] = server.follow_aliases().values()
-        assert "its files cannot be fetched" in line and f"{FIRST} stays" in line
+        assert "its files cannot be fetched" in line and f"keeping {FIRST}" in line
     # All files except the weights are restored.
     shutil.copytree(away, copied, ignore=shutil.ignore_patterns("*.safetensors"))
     [line] = server.follow_aliases().values()
-    assert f"{TENSORS}: not there" in line
+    assert f"{TENSORS}: no such file" in line
     shutil.copy(away / TENSORS, copied)
     assert list(server.follow_aliases().values()) == [f"toy: {version}"] and server.versions["toy"] == version
 
@@ -88,7 +88,7 @@ def test_a_version_that_could_not_be_loaded_is_tried_again(server, registered, c
         patch.setattr(registry if method == "fetch" else server.batcher.decoder, method, fail)
         for _ in range(2):
             [line] = server.follow_aliases().values()
-            assert "out of memory" in line and f"{FIRST} stays" in line
+            assert "out of memory" in line and f"keeping {FIRST}" in line
     assert list(server.follow_aliases().values()) == [f"toy: {version}"]
 
 
@@ -108,7 +108,7 @@ def test_a_bad_version_changes_no_answer(server, registered, copied, damage):
     damage(copied)
     version = registered(copied)
     [line] = server.follow_aliases().values()
-    assert line.startswith(f"{version} cannot be served (InputError: ") and f"{FIRST} stays" in line
+    assert line.startswith(f"cannot serve {version} (InputError: ") and f"keeping {FIRST}" in line
     assert {name: written(server, name) for name in server.policies} == before
     registry.client(server.uri).set_registered_model_alias("toy-policy", "champion", "1")
     assert server.follow_aliases() == {}

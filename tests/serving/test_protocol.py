@@ -1,4 +1,4 @@
-"""Tests the keys of a request. Keys without an effect are accepted. The error for an unsupported key names it."""
+"""Tests the keys of a request. Keys without an effect are accepted. The error for an unsupported key names the key."""
 
 import pytest
 
@@ -49,13 +49,13 @@ def test_a_key_with_an_effect_is_refused_by_name(kind, request_):
     [
         (ChatRequest, [], "^found a list, expected an object"),
         (ChatRequest, {**CHAT, "stop": ["a", ""]}, "^stop: expected up to 4 texts"),
-        (ChatRequest, {**CHAT, "top_logprobs": 3}, "^top_logprobs: goes with logprobs"),
+        (ChatRequest, {**CHAT, "top_logprobs": 3}, "^top_logprobs: requires logprobs"),
         (ChatRequest, {**CHAT, "temperature": float("nan")}, "^temperature: "),
         (ChatRequest, {**CHAT, "temperature": float("inf")}, "^temperature: "),
         (CompletionRequest, {"model": "toy", "prompt": "a", "stream": True}, "^stream: "),
         (CompletionRequest, {"model": "toy", "prompt": "a", "max_tokens": 0}, "^max_tokens: .*; found 0"),
-        (Feedback, {"id": "x", "label": True, "edit": "y"}, "^label: expected one of"),
-        (Feedback, {"id": "x", "chosen": 1, "rejected": 1}, "^chosen: goes with rejected"),
+        (Feedback, {"id": "x", "label": True, "edit": "y"}, "^label: expected exactly one of"),
+        (Feedback, {"id": "x", "chosen": 1, "rejected": 1}, "^chosen: requires rejected"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_key(kind, request_, message):

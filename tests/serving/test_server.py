@@ -97,7 +97,7 @@ def test_openais_client_sees_the_models(client):
 
 @pytest.mark.parametrize("temperature", [1e-40, 1.0])
 def test_answers_equal_those_of_the_engine_of_generate(client, engine, temperature):
-    """Compares the server with the inference engine that tests/commands/test_rows.py compares with `generate`."""
+    """Compares the server's answers with the inference engine, which tests/commands/test_rows.py compares with `generate`."""
     how = {"temperature": temperature, "seed": 5}
     for place in ("Peru", "Norway"):
         ids = engine.ids(f"Where is {place}?")
@@ -150,7 +150,7 @@ def test_a_raw_prompt_is_completed_like_a_conversation(server, engine):
 def test_a_system_prompt_and_a_second_turn_are_answered_like_by_the_engine(client, engine):
     system = {"role": "system", "content": "You answer in one short sentence."}
     first = client.chat.completions.create(model="toy", messages=[system, *messages()], temperature=0)
-    # Includes the null values that OpenAI's client writes.
+    # The message includes the null values that OpenAI's client writes.
     reply = {**first.choices[0].message.model_dump(), "content": "Lima."}
     turns = [system, *messages(), reply, *messages("And of Chile?")]
     answer = client.chat.completions.create(model="toy", messages=turns, temperature=0)
@@ -265,7 +265,7 @@ def test_a_client_that_disconnects_does_not_fail_the_server(server, capfd):
 
 
 def test_ray_serves_proxy_closes_a_request_with_incomplete_headers(server):
-    """tests/serving/test_proxy.py tests other incomplete requests."""
+    """tests/serving/test_proxy.py tests more kinds of incomplete requests."""
     begun = time.monotonic()
     with socket.create_connection(("127.0.0.1", server.work.serve.port), timeout=20) as one:
         one.sendall(b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\n")
@@ -419,7 +419,7 @@ def test_a_public_host_needs_tokens_and_a_used_port_is_reported(
     server, storage, monkeypatch, capsys, in_root
 ):
     monkeypatch.delenv(TOKENS, raising=False)
-    open_to_all = r"serve.host: found 0\.0\.0\.0, which other machines can reach, and no tokens"
+    open_to_all = r"serve.host: found 0\.0\.0\.0, which other machines can reach, but no tokens"
     with pytest.raises(InputError, match=open_to_all):
         token_digests("0.0.0.0")
     monkeypatch.setenv(TOKENS, "short")

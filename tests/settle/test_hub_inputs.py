@@ -14,7 +14,7 @@ from running import ROOT, stage
 from toy_models import BASE, tokenizer
 
 from pipeline import registry
-from pipeline.commands.export import expectations
+from pipeline.commands.export import expected_outputs
 from pipeline.errors import InputError
 from pipeline.job import load_job
 from pipeline.registry import lineage
@@ -54,12 +54,13 @@ def test_what_was_pushed_says_the_same_when_loaded_back(
     )
     commit = hub.repos["owner/mine"]["branches"]["main"]
     assert there.work.versions == {name: f"hf://owner/mine@{commit}"}
-    assert expectations(there, name) == expectations(here, name)
+    assert expected_outputs(there, name) == expected_outputs(here, name)
     assert there.tokenizer.chat_template == here.tokenizer.chat_template
 
 
 def test_an_adapter_is_downloaded_once_and_then_needs_no_hub(adapter, hub, storage, monkeypatch, in_root):
-    del adapter["chat_template.jinja"], adapter["lineage.json"]  # most adapters lack these files
+    # most adapters on the Hub have no chat template and no lineage.json
+    del adapter["chat_template.jinja"], adapter["lineage.json"]
     first = hub.put("owner/mine", adapter | {"optimizer.pt": b"x" * 1000})
     reference = registry.pin("owner/mine", "")
     folder = registry.fetch(reference, "")
@@ -119,7 +120,7 @@ def test_what_cannot_be_an_input_is_refused_with_what_to_type(adapter, hub, stor
         hub.put(f"org/{name}", files)
     hub.put("org/gated", plain, gated=True)
     for policy, says in {
-        "org/pickled": r".*/adapter_model\.safetensors: not there\. Adapters are read from safetensors only",
+        "org/pickled": r".*/adapter_model\.safetensors: no such file\. Adapters are read from safetensors only",
         "org/gated": r"'org/gated' is not a folder here, and cannot be read from the hub \(GatedRepoError: 401 .*HF_TOKEN",
         "org/empty": r"org/empty contains neither adapter_config\.json nor config\.json",
         "org/none": r"'org/none' is not a folder here, and cannot be read from the hub \(RepositoryNotFoundError: 401",
@@ -128,7 +129,7 @@ def test_what_cannot_be_an_input_is_refused_with_what_to_type(adapter, hub, stor
     }.items():
         refuses(storage, f"policy: {says}", f"policy={policy}", "reward=null")
     refuses(storage, r"reward: .*without a scalar head", "policy=null", "reward=org/mine")
-    # for a base and an adapter on the Hub, the names of the base are compared
+    # if base and adapter are on the Hub, the base's name must be the name that the adapter was trained on
     on_hub = ["model.name_or_path=org/base", "reward=null"]
     refuses(storage, r"policy: hf://org/other@\w+ was trained on base org/large, but model\.name_or_path is org/base\. .*use "
             r"model\.name_or_path=org/large", *on_hub, "policy=org/other")  # fmt: skip
@@ -149,11 +150,12 @@ def test_a_base_on_the_hub_is_pinned_for_all_workers(hub, storage, in_root, mode
     hub.put("org/mine", files)
     made = host(storage, "model.name_or_path=org/base@v1", "policy=org/mine", "reward=null")
     assert (made.work.model.name_or_path, made.work.model.revision) == ("org/base", old)
-    assert made.work.identity.settings["model"]["revision"] == old  # the value in job.json and MLflow
+    # the revision that job.json and MLflow record
+    assert made.work.identity.settings["model"]["revision"] == old
     assert made.work.base["digest"] == f"commit:{old}"
     facts = {"base": {"name_or_path": "org/base", "digest": "commit:" + "a" * 40}}
     with pytest.raises(InputError, match=f"set model.revision={'a' * 40}"):
-        lineage.check_base(facts, made.work.base, "policy", "org/mine")
+        lineage.check_same_base(facts, made.work.base, "policy", "org/mine")
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from pipeline.models.base import base_identity
 from pipeline.registry import lineage
 from pipeline.settle.inputs import check_reward_model, check_sampler, pin_inputs
 from pipeline.settle.rows import check_labels
-from pipeline.settle.settle import settle
+from pipeline.settle.settle import settle_job
 
 SINGLE = "model.safetensors"
 
@@ -81,7 +81,7 @@ def test_settings_of_an_adapter_that_is_not_made(policy, overrides, warned, tmp_
         policy = str(tmp_path / "adapter")
         toy_models.make(policy, seed=0, head=False)
     job = load_job("jobs/demo/dpo.yaml", [f"policy={policy}", *overrides], "dpo")
-    settle(job)
+    settle_job(job)
     out = capsys.readouterr().out
     assert ("warning: lora.r, lora.lora_alpha changes nothing" in out) == warned
 
@@ -103,7 +103,7 @@ def test_an_adapter_of_peft_names_the_folder_of_its_base(tmp_path, in_root):
     ):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base}))
         with pytest.raises(InputError, match=says) if says else nullcontext():
-            settle(job)
+            settle_job(job)
 
 
 ON_EMBEDDINGS, RANKS = {"r": 2, "target_modules": ["embed_tokens"]}, {"r": 2, "rank_pattern": {"q_proj": 1}}
@@ -132,7 +132,7 @@ def test_an_adapter_that_the_stage_would_lose_or_cannot_run_is_refused(
     lineage.write(str(tmp_path), lineage.describe("ppo", base, toy_models.tokenizer(), {}, {}))
     job = load_job(f"jobs/demo/{stage}.yaml", [f"policy={tmp_path}", *more], stage)
     with pytest.raises(InputError, match=says) if says else nullcontext():
-        settle(job)
+        settle_job(job)
 
 
 def test_a_quantized_base_is_not_sharded(tmp_path, in_root):
@@ -140,7 +140,7 @@ def test_a_quantized_base_is_not_sharded(tmp_path, in_root):
     change(base, "config.json", quantization_config={"quant_method": "fp8"})
     job = load_job("jobs/demo/sft.yaml", [f"model.name_or_path={base}", "model.fsdp=true"], "sft")
     with pytest.raises(InputError, match=r"model\.fsdp: .* has quantized weights.*set model\.fsdp=false"):
-        settle(job)
+        settle_job(job)
 
 
 def test_a_version_that_a_run_began_with_is_not_resolved_again(migrated, tmp_path, in_root):
@@ -153,13 +153,13 @@ def test_a_version_that_a_run_began_with_is_not_resolved_again(migrated, tmp_pat
 
 
 def test_of_several_policies_the_first_that_exists_counts(models, storage, capsys, in_root):
-    """If its gate failed, ppo has no champion. `serve` skips a policy that does not exist."""
+    """If the gate of ppo failed, no ppo version has the alias champion. `serve` skips a policy that does not exist."""
     home = f"run.storage_path={storage}"
     exist = "models:/toy-policy/1"
     names = f"[models:/vet-ppo@champion, models:/vet-dpo@champion, {exist}, models:/toy-policy@champion]"
     job = load_job("jobs/demo/generate.yaml", [home, "reward=null", f"policy={names}"], "generate")
     assert pin_inputs(job)[1] == {"policy": exist}
-    said = "policy: models:/vet-ppo@champion, models:/vet-dpo@champion does not exist, so it is models:/toy-policy/1\n"
+    said = "policy: models:/vet-ppo@champion, models:/vet-dpo@champion does not exist, so the policy is models:/toy-policy/1\n"
     assert capsys.readouterr().out == said
     none = load_job("jobs/demo/generate.yaml", [home, "policy=[models:/vet-ppo@champion, models:/x@y]"])
     with pytest.raises(InputError, match="policy: models:/vet-ppo@champion: no registered model"):
@@ -169,8 +169,7 @@ def test_of_several_policies_the_first_that_exists_counts(models, storage, capsy
     job, inputs = pin_inputs(load_job("jobs/demo/serve.yaml", [home, served, gone], "serve"))
     assert inputs == {"policies.b": exist} == job.serve.inputs
     assert (
-        "warning: serve.policies.a is left out: models:/vet-ppo@champion: no regist"
-        in capsys.readouterr().out
+        "warning: serve.policies.a is skipped: models:/vet-ppo@champion: no regist" in capsys.readouterr().out
     )
     alone = load_job("jobs/demo/serve.yaml", [home, gone, "serve.policies={}"], "serve")
     with pytest.raises(InputError, match=r"serve\.rewards\.r: models:/vet-rm@champion"):

@@ -37,7 +37,7 @@ def test_best_of_by_hand():
 def test_equal_correct_scores_have_a_spread_of_zero(wrong, expected):
     """If the spread D is 0, G / D is infinite, so its tanh is 1 or -1. The quotient 0 / 0 counts as 0."""
     rows = [scored([9, 1], id="ref:0"), scored([2, 2, wrong], correct=2, id="tied:0")]
-    right = 0.3 if wrong > 1 else 0.0  # the reference row contributes 0.3, which `expected` does not include
+    right = 0.3 if wrong > 1 else 0.0  # `expected` excludes the 0.3 that the row ref:0 adds to the score
     assert benchmarks.ties_score(rows) == pytest.approx(expected + right)
 
 
@@ -50,7 +50,7 @@ def test_reward_bench_2_is_that_of_numpy():
     rows = [scored(row, subset=name) for row, name in zip(four, names, strict=True)]
     rows += [scored(row, correct=4, subset="Ties", id=f"tied:{i}") for i, row in enumerate(tied)]
     rows += [scored(row, subset="Ties", id=f"ref:{i}") for i, row in enumerate(ref)]
-    metrics, tables = benchmarks.metrics_of(rows)
+    metrics, tables = benchmarks.benchmark_metrics(rows)
 
     top = four == four.max(axis=1, keepdims=True)
     credit = np.where(top[:, 0], 1 / top.sum(axis=1), 0)
@@ -75,7 +75,7 @@ def test_rm_bench_is_that_of_numpy():
         scored(row, correct=3, benchmark="rm_bench", subset=domain)
         for row, domain in zip(scores, domains, strict=True)
     ]
-    metrics, _ = benchmarks.metrics_of(rows)
+    metrics, _ = benchmarks.benchmark_metrics(rows)
     matrix = (scores[:, :3, None] > scores[:, None, 3:]).mean(0)
     upper = np.triu(np.ones((3, 3), bool), 1)
     assert metrics["eval_rm_bench_hard"] == pytest.approx(matrix[upper].mean(), abs=1e-6)
@@ -105,7 +105,7 @@ def test_a_row_becomes_its_completions_the_correct_ones_first(name):
 
 def test_ties_without_their_partner_are_reported(capsys):
     benchmarks.ties_score([scored([5, 1], id="ref:0"), scored([4, 5, 1], correct=2, id="tied:7")])
-    assert "Ties: 2 rows without their ref: or tied: row, the first is 0" in capsys.readouterr().out
+    assert "Ties: 2 rows lack their ref: or tied: counterpart; the first is 0" in capsys.readouterr().out
 
 
 def test_a_row_that_lost_a_completion_is_left_out():
@@ -132,7 +132,7 @@ PLANTED = {
 
 
 def _sound(prompt, text):
-    """A sound reward: the number of the prompt's words in a completion. Harmless edits keep it, and all other edits lower it."""
+    """A sound reward: the number of the prompt's words in a completion. The reward falls with harmful edits only."""
     return float(len(_words(prompt) & _words(text)))
 
 
@@ -167,7 +167,7 @@ def probed(pairs, rule, folder):
 
     rows = Dataset.from_list([row(*pair) for pair in pairs])
     reward = SimpleNamespace(name="rule", weight=1.0, checked=checked)
-    metrics, tables = probes.measure(evaluator(folder, Words()), [reward], rows, {0})
+    metrics, tables = probes.measure_probes(evaluator(folder, Words()), [reward], rows, {0})
     return metrics, {name: one["verdict"] for name, one in tables.items()}
 
 
@@ -205,7 +205,10 @@ def test_best_of_n_is_the_mean_over_all_subsets():
 
 
 def test_the_length_controlled_win_rate_minimizes_the_loss():
-    """The policy with longer completions wins, but would lose at equal length. scipy minimizes the same loss for comparison."""
+    """The policy with longer completions wins, but would lose at equal length.
+
+    The test computes the expected win rate by minimizing the loss with scipy.
+    """
     from scipy.optimize import minimize
 
     random = np.random.default_rng(4)

@@ -13,12 +13,12 @@ from pipeline.models.tokenizer import eos_ids, load_tokenizer
 
 
 def test_eos_accuracy_is_the_share_of_end_tokens_that_are_predicted(tmp_path, monkeypatch):
-    """Compares the metric with a loop over the rows. The last batch is smaller than the others."""
+    """Compares the metric with a loop over the rows. The last batch is smaller than the other batches."""
     checked = []
     monkeypatch.setattr(base, "check_ends", lambda model, tokenizer, ends: checked.append(ends))
     lines = (ROOT / "jobs/demo/data/demonstrations_eval.jsonl").read_text().splitlines()[:21]
     rows = [json.loads(line)["messages"] for line in lines]
-    for _, answer in rows[::3]:  # cuts answers where no model would predict an end
+    for _, answer in rows[::3]:  # truncates answers, so that no model would predict EOS after them
         answer["content"] = answer["content"][:3]
     (tmp_path / "eval.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
     settings = [
@@ -41,7 +41,7 @@ def test_eos_accuracy_is_the_share_of_end_tokens_that_are_predicted(tmp_path, mo
 
 
 def test_sft_shows_greedy_completions_of_the_base_and_of_its_adapter(tmp_path):
-    """Generating with transformers and peft gives the same completions. A prompt that two rows share is shown once."""
+    """The shown completions equal those of transformers' `generate` with peft. A prompt that two rows share is shown once."""
     lines = (ROOT / "jobs/demo/data/demonstrations_eval.jsonl").read_text().splitlines()
     (tmp_path / "eval.jsonl").write_text("\n".join(lines[:2] * 2 + lines[2:12]))
     rows = [json.loads(line)["messages"] for line in lines]
@@ -89,6 +89,6 @@ def test_a_policy_whose_completions_do_not_end_is_named(verb, tmp_path, capfd, m
     }  # fmt: skip
     stage(verb, tmp_path, f"endless-{verb}", *sampled, *settings[verb])
     out = capfd.readouterr().out
-    warning = "completions ended by themselves, the others were truncated at trainer.response_length"
+    warning = "completions ended with EOS, the other ones were truncated at trainer.response_length"
     assert out.count(warning) == 1
     assert verb != "ppo" or "truncated 1" in out

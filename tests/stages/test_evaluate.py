@@ -99,7 +99,7 @@ def test_log_probs_are_those_of_the_sampler_and_greedy_ones_the_models_own(tempe
     shared = toy_ppo.shared_base(spread=0.1)
     how = Sampling(8, tuple(toy_ppo.EOS), min_new_tokens=fewest, temperature=temperature)
     completion = SlotDecoder(shared, 1, 0).generate("policy", [[5, 6, 7]], [0], how)[0]
-    [found] = evaluation.logprobs(shared, "policy", [([5, 6, 7], completion.tokens)], 1, how)
+    [found] = evaluation.completion_logprobs(shared, "policy", [([5, 6, 7], completion.tokens)], 1, how)
     logits = (
         shared.logits(shared.hidden("policy", torch.tensor([[5, 6, 7, *completion.tokens]])))[0, 2:-1] / like
     )
@@ -131,7 +131,7 @@ def test_metrics_of_pairs():
         {"scores": (1.0, 2.0), "lengths": (2, 4), "judge": 1.0, "subset": "b"},
         {"scores": (4.0, 1.0), "lengths": (8, 2), "judge": 2.0, "subset": "b"},
     ]
-    metrics, tables = pairs.metrics_of(some)
+    metrics, tables = pairs.pair_metrics(some)
     assert metrics["eval_rm_accuracy"] == 2 / 3 and metrics["eval_rm_margin"] == 1.0
     assert (
         metrics["eval_rm_accuracy_chosen_shorter"] == 0.0 and metrics["eval_rm_accuracy_chosen_longer"] == 1.0
@@ -158,7 +158,10 @@ def some_pairs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def some_settings(some_pairs):
-    """Returns settings that use the pairs directly, in probes, and as best-of-3 rows (with the next row's chosen completion)."""
+    """Returns settings for an evaluation of pairs, probes, and best-of-3 rows.
+
+    The third completion of a best-of-3 row is the chosen completion of the next row.
+    """
     best_of_3 = [
         {**row, "chosen": [row["chosen"]], "rejected": [row["rejected"], other["chosen"]]}
         for row, other in itertools.pairwise(json.loads(line) for line in some_pairs.open())
@@ -241,7 +244,7 @@ def test_its_benchmark_and_its_probes(alone, storage):
     table = found["benchmarks"]["best_of_k"]
     assert table["rows"] == table["subsets"]["all"]["rows"] == 63
     assert alone["metrics"]["eval_best_of_k"] == table["score"]
-    # with a third completion, the chosen one is the best less often than with two
+    # the chosen completion has the best score less often among three completions than among two
     assert table["score"] < alone["metrics"]["eval_rm_accuracy"]
     probes = found["probes"]
     assert {"empty", "order", "polite_closing"} <= probes.keys() and probes["order"]["verdict"] == "ok"
@@ -272,7 +275,7 @@ def test_a_gate_that_does_not_hold_leaves_it(policy, storage):
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_killed_three_times_it_ends_with_the_same_metrics(workers, models, storage, some_settings, in_root):
-    """Kills the command three times, each time after it has written other parts of its results."""
+    """Kills the command three times, each time after the command has written more parts of its results."""
     prompts = storage / "few_prompts.jsonl"
     rows = (ROOT / "jobs/demo/data/prompts_eval.jsonl").read_text().splitlines(keepends=True)
     prompts.write_text("".join(rows[:16]))
@@ -349,13 +352,13 @@ def test_perplexity_is_that_of_plain_transformers(policy, models):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["policy=null"], r"policy: missing; `evaluate` needs it to answer data\.eval.*set data\.eval=null"),
+        (["policy=null"], r"policy: missing; `evaluate` needs a policy to answer data\.eval.*set data\.eval=null"),
         (["data.eval=null"], r"data\.eval: missing; `evaluate` needs prompts"),
-        (["data.subset=kind", "data.pairs=null"], r"data\.subset: needs data\.pairs; set that too"),
+        (["data.subset=kind", "data.pairs=null"], r"data\.subset: needs data\.pairs; set the missing keys"),
         (["reward=python:pipeline.demo:gold"], r"reward: .*asks for `answer`, which the rows of data\.pairs do not have"),
         (["judge=models:/toy-policy/1"], r"judge: models:/toy-policy/1 is an adapter without a scalar head"),
         (["data.benchmarks={single}"], r"data\.benchmarks: .*single\.jsonl: row 1 matches no format of `benchmarks`"),
-        (["policy=base", "gate.eval_reward=>= 0"], r"gate: found one, but 'base' is no registered version"),
+        (["policy=base", "gate.eval_reward=>= 0"], r"gate: found a gate, but 'base' is not a registered version"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_answered(overrides, says, models, storage, tmp_path, capsys, in_root):
@@ -403,7 +406,7 @@ def test_a_completion_that_was_truncated_has_not_ended(tmp_path):
             for last in (end, 4)
         ]
     )
-    pairs.measure(evaluator(tmp_path), [Reward()], None, rows, {end})
+    pairs.measure_pairs(evaluator(tmp_path), [Reward()], None, rows, {end})
     assert seen == [[True, True, False, True]]
     first, second = seeds[0][::2]
     assert seeds == [[first, first, second, second]] and first != second  # one seed per pair

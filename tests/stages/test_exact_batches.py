@@ -66,7 +66,8 @@ def test_each_row_once_and_equal_steps(rows, size, world, seed, epoch):
     assert {*map(len, batches), len(ExactBatchSampler(rows, size, 0, world, seed))} == {len(one)}
     for step, whole in enumerate(one):
         parts = [of_rank[step] for of_rank in batches]
-        assert flat(parts) == whole  # in this step, one worker with the full batch would have the same rows
+        # the rows of all workers are the rows that a single worker would have in this step
+        assert flat(parts) == whole
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
     assert sorted(flat(one)) == list(range(rows))
 
@@ -119,7 +120,7 @@ STEPS = 6  # optimizer steps: two epochs of 21 or 23 rows with a global batch of
 def trainer(
     stage: str, rows: int, size: int, accumulate: int, folder: str, mixed: bool = True, held_out: int = 5
 ):
-    """Returns a small TRL trainer that trains and evaluates on random rows. Without `mixed`, the batches are TRL's."""
+    """Returns a small TRL trainer that trains and evaluates on random rows. If `mixed` is False, TRL makes the batches."""
     random.seed(0)
     torch.set_num_threads(1)
 
@@ -169,7 +170,7 @@ def trainer(
         bf16=False, use_cpu=True, gradient_checkpointing=False, **options,
     )  # fmt: skip
     held_out_rows = data
-    if stage == "kto" and not mixed:  # TRL's trainer reads this column
+    if stage == "kto" and not mixed:  # TRL's KTOTrainer reads the column KL_completion_ids
         half = [row["completion_ids"] for row in data]
         held_out_rows = data.add_column("KL_completion_ids", half[rows // 2 :] + half[: rows // 2])
     sets = {"train_dataset": data, "eval_dataset": held_out_rows}
@@ -232,7 +233,7 @@ def losses_of_all(rank: int, folder: str, port: str, cases: list[tuple[str, int]
         figures = {"metrics": evaluated(stage, rows, own), "losses": losses(stage, rows, 2, 2, own)}
         if rank == 0:
             (own / "figures.json").write_text(json.dumps(figures))
-    torch.distributed.barrier()  # a rank that ends early with an open group may make the other abort
+    torch.distributed.barrier()  # if a rank exits before the other rank is ready, the other rank may abort
     torch.distributed.destroy_process_group()
 
 
@@ -282,7 +283,7 @@ def test_eval_metrics_do_not_depend_on_the_number_of_workers(stage, rows, two_wo
     if stage == "kto":  # KTO's z0 depends on the batch
         assert alone["eval_rewards/margins"] and alone["eval_kl"]
         changing += ["eval_kl", "eval_loss"]
-    if stage in ("dpo", "kto"):  # TRL averages these metrics over tokens, ExactBatches over rows
+    if stage in ("dpo", "kto"):  # TRL averages metrics of tokens over tokens, and ExactBatches over rows
         changing += ["logits", "entropy", "token"]
     same = [name for name in at_once if not any(part in name for part in changing)]
     assert {"eval_loss" if stage != "kto" else "eval_rewards/margins"} < set(same)

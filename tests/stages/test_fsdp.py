@@ -1,4 +1,4 @@
-"""Tests that two shards (model.fsdp) give each stage's result with full bases, and that runs resume on more or fewer workers."""
+"""Tests that stages have equal results with two shards (model.fsdp) and with full bases, and resume on more or fewer workers."""
 
 import pytest
 from dying import killed

@@ -7,7 +7,7 @@ from pipeline.stages.kl_pairs import (
     PairedBatchSampler,
     PairedCollator,
     PairedEvaluationSampler,
-    mismatched,
+    mismatched_rows,
 )
 
 
@@ -27,11 +27,13 @@ def pairs(rows, size, world, step, epoch=0):
 @pytest.mark.parametrize(("size", "world"), [(8, 1), (4, 1), (4, 2), (2, 2), (1, 4)])
 def test_each_row_gets_the_completion_of_another_row_in_its_step(size, world):
     found = pairs(21, size, world, step=8)
-    assert found == pairs(21, 16, 1, step=8)  # one worker with one micro-batch has the same pairs
+    # a single worker with one micro-batch per step makes the same pairs
+    assert found == pairs(21, 16, 1, step=8)
     for start in range(0, 21, 8):
         rows, others = zip(*found[start : start + 8], strict=True)
         assert set(rows) == set(others) and not any(map(int.__eq__, rows, others))
-        assert others == (rows[-1], *rows[:-1])  # TRL pairs rows in the same way
+        # each row is paired with the row before it, as in TRL's KTOTrainer
+        assert others == (rows[-1], *rows[:-1])
     assert sorted(row for row, _ in found) == list(range(21))
     assert found != pairs(21, size, world, step=8, epoch=1)
 
@@ -42,7 +44,7 @@ def test_each_row_gets_the_completion_of_another_row_in_its_step(size, world):
 )
 def test_a_repeated_row_does_not_get_its_own_completion(rows, before):
     rows, before = torch.tensor(rows), None if before is None else torch.tensor(before)
-    assert not (mismatched(rows, before) == rows).any()
+    assert not (mismatched_rows(rows, before) == rows).any()
 
 
 @pytest.mark.parametrize("world", [1, 3])

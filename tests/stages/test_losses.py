@@ -13,7 +13,7 @@ from pipeline.job.stages import STAGE_SPECS
 from pipeline.stages import trl_checks, trl_trainer
 from pipeline.stages.exact_batches import ExactBatches
 from pipeline.stages.kl_pairs import PairedBatches
-from pipeline.stages.kto import sampling
+from pipeline.stages.kto import sampling_strategy
 
 LOSSES = schema.keys(STAGE_SPECS["dpo"].trainer)["loss_type"]["items"]["enum"]
 # Quick tests train with these losses: a logistic one, one with label smoothing, one with a running mean, one over a full batch,
@@ -69,7 +69,7 @@ def test_a_loss_is_checked_makes_steps_and_resumes(loss, tmp_path):
     made = dpo(loss, tmp_path)
     made.model.eval()
     with torch.no_grad():
-        found = trl_checks.compare("dpo", made, made.model, list(made.train_dataset))
+        found = trl_checks.compare_with_single_rows("dpo", made, made.model, list(made.train_dataset))
     assert [result.holds for result in found] == [True, True]
     made.model.train()
     made._metrics["eval"].clear()
@@ -96,9 +96,9 @@ def test_each_loss_is_explained_and_can_be_set(in_root):
 @pytest.mark.parametrize("loss", schema.keys(STAGE_SPECS["kto"].trainer)["loss_type"]["enum"])
 def test_rows_of_kto_are_shuffled(loss, tmp_path):
     rows = [{"prompt_ids": [3], "completion_ids": [4 + i, 5], "label": bool(i % 2)} for i in range(32)]
-    settings = {"loss_type": loss, "train_sampling_strategy": sampling(loss)}
+    settings = {"loss_type": loss, "train_sampling_strategy": sampling_strategy(loss)}
     made = trainer("kto", PairedBatches, rows, tmp_path, **settings)
-    # Number of a batch's own rows; the rows for the KL term come after them.
+    # Each batch contains 4 rows to train on, followed by the rows for the KL term.
     own = 4 if made.calculate_KL else None
     batches = made.get_train_dataloader().batch_sampler
     order = [row for batch in batches for row in list(batch)[:own]]

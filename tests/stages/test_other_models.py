@@ -25,7 +25,7 @@ def config_of(family, vocabulary, eos):
         "qwen3": lambda: t.Qwen3Config(tie_word_embeddings=True, **WIDE, **common),
         "mistral": lambda: t.MistralConfig(sliding_window=None, **WIDE, **common),
         "gemma": lambda: t.GemmaConfig(**WIDE, **common),
-        # in this family, the lm head is named embed_out
+        # the lm head of GPT-NeoX is named embed_out
         "gpt_neox": lambda: t.GPTNeoXConfig(intermediate_size=128, **SIZE, **common),
         "llama-nf4": lambda: t.LlamaConfig(**WIDE, **common),
         "llama-bf16": lambda: t.LlamaConfig(**WIDE, **common),
@@ -33,7 +33,7 @@ def config_of(family, vocabulary, eos):
     return made[family]()
 
 
-# tests/ppo/test_trainer.py quickly tests PPO with the families that are slow here.
+# Families in SLOW have quick tests with PPO in tests/ppo/test_trainer.py.
 QUICK, SLOW = ("gpt2", "llama-nf4"), ("gpt_neox", "llama-bf16", "qwen3", "mistral", "gemma")
 
 

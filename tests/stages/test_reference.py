@@ -36,7 +36,7 @@ def before_the_first_step(monkeypatch, folder, look, *settings, inputs):
         look(trainer)
         raise Stop
 
-    monkeypatch.setattr(trl_trainer, "train", run)
+    monkeypatch.setattr(trl_trainer, "train_trl", run)
     with pytest.raises(Stop):
         alone.train("dpo", folder, *settings, inputs=inputs)
 
@@ -77,7 +77,7 @@ def test_the_reference_in_trl_is_checked(reference, adapters, monkeypatch, tmp_p
     inputs = {role: adapters[role] for role in roles}
     # In fp32, the check tolerates only rounding errors.
     settings = [f"reference={reference}", "model.dtype=float32"]
-    alone.train("dpo", tmp_path, *settings, inputs=inputs)  # without a fault, the run passes the check
+    alone.train("dpo", tmp_path, *settings, inputs=inputs)  # without a fault, the run passes the self-check
     # From here on, TRL uses the policy as the reference, as if it computed log-probs before the reference exists.
     monkeypatch.setattr("trl.trainer.dpo_trainer.use_adapter", lambda *_, **__: contextlib.nullcontext())
     with pytest.raises(Failure, match=r"the reference's log-prob of the .* from the rows alone"):

@@ -49,7 +49,7 @@ def trained(base, task_type="CAUSAL_LM", **lora):
 @pytest.mark.parametrize("task_type", ["CAUSAL_LM", "SEQ_CLS"])
 def test_the_files_are_those_of_pefts_own_writer(task_type, lora, base, tmp_path):
     trainer = trained(base, task_type, **lora)
-    trl_trainer.save(trainer, str(tmp_path / "ours"))
+    trl_trainer.save_adapter(trainer, str(tmp_path / "ours"))
     assert not trainer.model.peft_config["default"].inference_mode  # saving does not change the model
     trainer.model.save_pretrained(tmp_path / "pefts")
     folders = [tmp_path / writer for writer in ("ours", "pefts")]
@@ -63,11 +63,13 @@ def test_the_files_are_those_of_pefts_own_writer(task_type, lora, base, tmp_path
 def test_an_adapter_on_the_lm_head_contains_no_base_weight(base, tmp_path):
     """The file must not contain lm_head.base_layer.weight, which peft's save_pretrained adds and other stages reject."""
     trainer = trained(base, target_modules=["q_proj", "lm_head"])
-    trl_trainer.save(trainer, str(tmp_path))
+    trl_trainer.save_adapter(trainer, str(tmp_path))
     assert all("lora_" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
     rows = [[5, 6, 7, 8], [9, 10]]
     worker.require_reload(
-        trl_trainer.outputs(trainer, rows), trl_trainer.outputs(trainer, rows, str(tmp_path)), ""
+        trl_trainer.adapter_outputs(trainer, rows),
+        trl_trainer.adapter_outputs(trainer, rows, str(tmp_path)),
+        "",
     )
     shared = SharedBase(transformers.AutoModelForCausalLM.from_pretrained(base))
     shared.add("policy", folder=tmp_path)
@@ -75,7 +77,7 @@ def test_an_adapter_on_the_lm_head_contains_no_base_weight(base, tmp_path):
         ids = torch.tensor([row])
         with torch.no_grad(), shared.use("policy"):
             ours = shared.logits(shared.hidden("policy", ids))
-        torch.testing.assert_close(ours, trl_trainer.logits(trainer.model, row), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours, trl_trainer.row_logits(trainer.model, row), rtol=1e-4, atol=1e-4)
 
 
 def test_speed_counts_the_tokens_and_seconds_of_steps_only(base, monkeypatch):
@@ -95,7 +97,7 @@ def test_speed_counts_the_tokens_and_seconds_of_steps_only(base, monkeypatch):
     monkeypatch.setattr(trl_trainer, "peak_flops", lambda device: 1e9)
     found = measured.speed()
     assert found["train_tokens_per_second"] == 600 / 4 and found["memory/peak"] > 0
-    # forward and backward of the policy, forward of the reference; peak from a datasheet for each worker
+    # three passes over 600 tokens: forward and backward of the policy, forward of the reference
     flops = 2 * trainer.model.get_base_model().num_parameters() * 600 * 3
     assert found["mfu"] == pytest.approx(flops / (4 * 1e9 * 2))
     assert measured.speed() == {}
@@ -117,7 +119,7 @@ def test_only_an_error_of_peft_names_the_lora_section(lora, trainer, error, says
 
 def test_a_policy_continues_without_its_patterns_and_initialization(base, tmp_path):
     """With these settings, loading the adapter with peft would hang or change the base."""
-    trl_trainer.save(trained(base, rank_pattern={"q_proj": 2}), str(tmp_path))
+    trl_trainer.save_adapter(trained(base, rank_pattern={"q_proj": 2}), str(tmp_path))
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     changed = {"target_modules": r"(.*\w+)+\w+_projX", "init_lora_weights": False}
     (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, **changed}))
@@ -129,7 +131,7 @@ def test_a_policy_continues_without_its_patterns_and_initialization(base, tmp_pa
         tokenizer=None,
     )
 
-    def trainer(model, **_):  # TRL's DPOTrainer also copies the adapter
+    def trainer(model, **_):  # like TRL's DPOTrainer, copies the adapter for the reference
         model.add_adapter("ref", model.peft_config["default"])
         peft.set_peft_model_state_dict(model, peft.get_peft_model_state_dict(model), adapter_name="ref")
         return SimpleNamespace(model=model)
@@ -148,6 +150,6 @@ def test_fp32_products_use_tf32_only_if_the_job_sets_it(tmp_path, monkeypatch):
     for settings, expected in ([], "ieee"), (["trainer.tf32=true"], "tf32"):
         one = alone.worker("sft", tmp_path, "trainer.torch_compile=true", *settings)
         with worker.like_a_worker(one.work.places):
-            trl_trainer.arguments(one, trl.SFTConfig)
+            trl_trainer.make_arguments(one, trl.SFTConfig)
             assert torch.backends.fp32_precision == expected
         assert torch.backends.fp32_precision == before

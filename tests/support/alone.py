@@ -30,7 +30,7 @@ QUICK = {
     **dict.fromkeys(("sft", "rm", "dpo", "kto"), ONE_STEP),
     "ppo": ["trainer.total_episodes=64", "trainer.batch_size=64", "trainer.response_length=16"],
 }
-ROWS = 24  # number of rows that are used from each file of the demo
+ROWS = 24  # number of rows to use from each data file of the demo
 
 
 class Alone(ModelHost):

@@ -20,7 +20,7 @@ def at_step(stage: str, step: int | None, once: str, happens: Callable[[], None]
 
     Args:
         step: If `step` is None, `happens()` is called after the last step, before the adapter is saved.
-        once: file that records the call, so that it does not happen again after a restart.
+        once: file that records the call, so that a restarted stage does not call `happens()` again.
     """
 
     def touched(worker: Any) -> Any:

@@ -7,7 +7,7 @@ import pytest
 
 
 def install(folder, *packages):
-    """Makes an environment in `folder` with these packages. Returns its bin. Skips the test if there is no package index."""
+    """Makes an environment in `folder` with the given packages. Returns its bin. Skips the test if there is no package index."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
     pip = [folder / "bin/pip", "install", "-q", "--retries", "1", *packages]
     done = subprocess.run(pip, capture_output=True, text=True, timeout=570)

@@ -14,7 +14,7 @@ start_processes(work, args, nprocs=processes, start_method="fork")
 
 
 def in_processes(work, *args, processes=2):
-    """Calls work(rank, *args) in separate processes. Returns their (stdout, stderr)."""
+    """Calls work(rank, *args) in separate processes. Returns the (stdout, stderr) of all processes together."""
     given = pickle.dumps(sys.path) + pickle.dumps((work, args, processes))
     done = subprocess.run([sys.executable, "-c", PROGRAM], input=given, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr.decode()[-3000:]

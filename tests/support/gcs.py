@@ -81,7 +81,7 @@ class Bucket(Handler):
     def do_GET(self):
         name, query = self.parts()
         if not name:
-            if name is None:  # request about the bucket
+            if name is None:  # request for the metadata of the bucket
                 self.answer({"kind": "storage#bucket", "name": "bucket", "location": "US"})
                 return
             prefix, delimiter = query.get("prefix", ""), query.get("delimiter")

@@ -66,7 +66,7 @@ class Handler(servers.Handler):
         if self.command in ("POST", "PUT") and hub.broken_after is not None:
             hub.broken_after -= 1
             if hub.broken_after < 0:
-                self.send(507, {"error": "no space left"})  # libraries do not retry this status
+                self.send(507, {"error": "no space left"})  # clients do not retry a request after status 507
                 return
         known = {f"Bearer {TOKEN}": "owner", f"Bearer {READER}": "reader"}
         user = known.get(sent)

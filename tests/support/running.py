@@ -26,7 +26,7 @@ def stage(
     os.chdir(ROOT)
     try:
         file, settings = job or f"jobs/demo/{verb}.yaml", ["gate={}", f"run.storage_path={storage}"]
-        settings += ["run.report=false"] if verb in STAGES else []  # saves two seconds of drawing
+        settings += ["run.report=false"] if verb in STAGES else []  # drawing a report takes two seconds
         settings += [f"run.name={name}", *overrides]
         assert main([verb, file, *settings]) == status
         path = storage / name / "result.json"

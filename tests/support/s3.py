@@ -19,12 +19,13 @@ def mock_s3(monkeypatch):
     _, port = server.get_host_and_port()
     endpoint = f"http://127.0.0.1:{port}"
     for name, value in {
-        **dict.fromkeys(("AWS_ENDPOINT_URL", "MLFLOW_S3_ENDPOINT_URL"), endpoint),  # for pyarrow and boto3
+        # endpoint of S3 for pyarrow and boto3
+        **dict.fromkeys(("AWS_ENDPOINT_URL", "MLFLOW_S3_ENDPOINT_URL"), endpoint),
         **dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "test"),
         "AWS_DEFAULT_REGION": "us-east-1",
     }.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)  # makes boto3 read the variables again
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)  # makes boto3 read the environment variables again
     client = boto3.client("s3")
     client.create_bucket(Bucket="bucket")
     try:

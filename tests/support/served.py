@@ -8,10 +8,10 @@ from urllib.parse import urlsplit
 
 from running import ROOT
 
-from pipeline.commands.serve import serving
+from pipeline.commands.serve import serve_models
 from pipeline.job import load_job
 from pipeline.run.model_host import load_model_host
-from pipeline.settle.identity import named
+from pipeline.settle.identity import with_run_name
 
 POLICIES = "serve.policies={toy: models:/toy-policy@champion, bare: base}"
 REWARDS = "serve.rewards={toy-rm: models:/toy-rm@champion}"
@@ -19,10 +19,10 @@ REWARDS = "serve.rewards={toy-rm: models:/toy-rm@champion}"
 
 @contextlib.contextmanager
 def served(storage, *overrides, policies=POLICIES, rewards=REWARDS):
-    """Starts the server. Yields the server's address as `url`, and the settled `work`."""
+    """Starts the server. Yields an object with the server's address (`url`) and the job's Work object (`work`)."""
     given = [policies, rewards, "serve.port=0", f"run.storage_path={storage}", *overrides]
     job = load_job(ROOT / "jobs/demo/serve.yaml", given, "serve")
-    with serving(load_model_host(named(job)).work) as work:
+    with serve_models(load_model_host(with_run_name(job)).work) as work:
         yield SimpleNamespace(url=f"http://127.0.0.1:{work.serve.port}", work=work)
 
 

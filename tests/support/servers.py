@@ -48,7 +48,7 @@ def silent():
 
 @contextlib.contextmanager
 def answering(status, body, kind="application/json", at=None):
-    """Yields HOST:PORT of a server. It sends `at[path]` for the paths in `at`, and the same answer for all other requests."""
+    """Yields HOST:PORT of a server that responds with `at[path]` to the paths in `at`, and with `body` to all other paths."""
 
     class Same(Handler):
         def answer(self):

@@ -1,4 +1,4 @@
-"""Prepares a job's settled work with the tokenizer, base and inputs that a test sets."""
+"""Computes a job's Work object or plan, as a run does, with the tokenizer, base and inputs that a test sets."""
 
 from pipeline.planning import plan
 from pipeline.settle import settle

@@ -8,7 +8,7 @@ import psutil
 def sockets(process):
     """Returns {(address, port): process name} of the sockets on which a process and its descendants listen."""
     family, found = {one.pid: one for one in [process, *process.children(recursive=True)]}, {}
-    # Lists the sockets of all processes, which is faster than one process at a time.
+    # Lists the sockets of all processes at once, because a query for each process would be slower.
     for connection in psutil.net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.pid in family:
             address = connection.laddr.ip.removeprefix("::ffff:")

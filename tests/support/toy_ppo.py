@@ -61,7 +61,8 @@ def shared_base(kind="llama", critic=True, spread=0.0, seed=0, **changes):
     """Returns a tiny base model with the roles reference, policy, reward and critic.
 
     Args:
-        critic: True for a copy of the reward, "head" for a head on the policy, or False for neither reward nor critic.
+        critic: True adds a critic that is a copy of the reward, "head" adds a critic that is a head on the policy, and False adds
+            neither reward nor critic.
         spread: standard deviation of random changes of policy and critic, which otherwise equal reference and reward.
     """
     shared = SharedBase(base(kind, seed, **changes))
@@ -105,7 +106,7 @@ def trainer(
     shared=None, reward=low, rows=None, draws=None, decoder=None, rollout=None, workers=None, critic_reward=None,
     teacher=None, **changes,
 ):  # fmt: skip
-    """Returns a PPO trainer. `changes` are keys of its PPOConfig."""
+    """Returns a PPO trainer. `changes` overrides keys of the trainer's PPOConfig."""
     settings = dict(
         total_episodes=64, batch_size=16, response_length=8, learning_rate=1e-2, kl_coef=0.02, num_ppo_epochs=2, seed=3,
         num_mini_batches=2, per_device_train_batch_size=8, lr_scheduler_type="constant",
@@ -176,7 +177,10 @@ def samples_of(trainer, rollout):
 
 
 def in_some_rows(condition):
-    """Returns `condition`. Asserts that the condition holds in some rows but not in all. Otherwise a test would prove nothing."""
+    """Returns `condition`.
+
+    Asserts that the condition holds in some rows but not in all, because otherwise a test would prove nothing.
+    """
     assert condition.any() and not condition.all()
     return condition
 

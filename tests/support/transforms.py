@@ -1,4 +1,4 @@
-"""Functions that tests name as data.transform. Some are faulty."""
+"""Functions that tests use as data.transform. Some are faulty."""
 
 import numpy
 

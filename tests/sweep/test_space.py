@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.__main__ import main
 from pipeline.errors import InputError
-from pipeline.sweep.space import read_sweep, split
+from pipeline.sweep.space import read_sweep, split_values
 
 pytestmark = pytest.mark.usefixtures("in_root")
 RM, DPO, KTO = "jobs/demo/rm.yaml", "jobs/demo/dpo.yaml", "jobs/demo/kto.yaml"
@@ -12,9 +12,9 @@ RM, DPO, KTO = "jobs/demo/rm.yaml", "jobs/demo/dpo.yaml", "jobs/demo/kto.yaml"
 
 def test_a_list_is_split_at_commas_outside_of_brackets_and_quotes():
     text = "1e-4,[q_proj,v_proj],{a: 1, b: [2,3]},'a,b'"
-    assert split(text) == ["1e-4", "[q_proj,v_proj]", "{a: 1, b: [2,3]}", "'a,b'"]
+    assert split_values(text) == ["1e-4", "[q_proj,v_proj]", "{a: 1, b: [2,3]}", "'a,b'"]
     for text in (">= 0.1", "[q_proj,v_proj]", "python:m:f", "a,,b", "[a,b"):
-        assert split(text) == [text]
+        assert split_values(text) == [text]
 
 
 def test_every_combination_is_a_trial_with_its_own_job():

@@ -30,7 +30,7 @@ def test_no_trial_stops_before_the_grace_period_or_at_its_end():
     for trial, figure in (("good", 0.3), ("bad", 0.6)):
         assert judge.report(trial, 24, 100, figure) is None
         assert judge.report(trial, 100, 100, figure) is None
-    off = rungs(factor=1)  # with this factor, no trial is stopped early
+    off = rungs(factor=1)  # with a factor of 1, no trial is stopped early
     assert off.report("good", 25, 100, 0.3) is None and off.report("bad", 25, 100, 0.6) is None
 
 
@@ -62,7 +62,7 @@ def test_each_event_is_a_line_and_failures_are_kept():
     judge.report("a", 25, 100, 0.3)
     judge.report("b", 25, 100, 0.6)
     assert judge.state()["running"] == ["a", "b"] and trials.count_done(judge.state()) == 0.5
-    assert trials.overall(judge.state(), 4, 7.0, 0.0) == "0 of 4 ended, 2 running, left 49 s"
+    assert trials.overall_progress(judge.state(), 4, 7.0, 0.0) == "0 of 4 ended, 2 running, left 49 s"
     judge.end("a", "out of memory")
     judge.end("b", None)
     state = judge.state()
@@ -71,7 +71,7 @@ def test_each_event_is_a_line_and_failures_are_kept():
         "a  begins", "b  begins", "a  step 25/100  loss 0.3", "b  step 25/100  loss 0.6", f"b  stops: {STOPS}",
         "a  failed: out of memory", "b  ended",
     ]  # fmt: skip
-    assert trials.overall(state, 2, 9.0, 0.0) == "2 of 2 ended, 0 running"
+    assert trials.overall_progress(state, 2, 9.0, 0.0) == "2 of 2 ended, 0 running"
     judge.begin("a")
     assert judge.state()["failures"] == {}, "a restarted trial has not failed yet"
 
@@ -95,17 +95,17 @@ def test_the_table_begins_with_the_best_trial_and_ends_with_failed_ones(sweep):
     ended(sweep.trials[0], 0.5, "ASHA", of=5)
     ended(sweep.trials[1], 0.25)
     report = {"step": 5, "of": 10, "figure": 0.1, "stop": None}
-    rows = table.rows(sweep, state(**{"r-16": [report]}), {"r-32": "ActorDiedError: gone"})
-    lines = table.text(sweep, rows).splitlines()
+    rows = table.trial_rows(sweep, state(**{"r-16": [report]}), {"r-32": "ActorDiedError: gone"})
+    lines = table.table_text(sweep, rows).splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["8", "4", "16", "32"]
     assert lines[2].endswith("stopped: ASHA") and "5/10" in lines[2]
     assert lines[3].endswith("failed: out of memory") and lines[4].endswith("failed: ActorDiedError: gone")
-    assert table.best(sweep, rows)["trial"] == "r-8"  # r-16 has a better value, but failed
+    assert table.best_row(sweep, rows)["trial"] == "r-8"  # trial r-16 has a better value, but failed
 
 
 def test_a_nan_is_not_the_best(sweep):
     for trial, figure in zip(sweep.trials, (float("nan"), 0.5, 0.5, 0.7), strict=True):
         ended(trial, figure)
-    rows = table.rows(sweep, state() | {"failures": {}}, {})
-    assert table.best(sweep, rows)["trial"] == "r-8"
-    assert table.best(sweep, rows[:1]) is None
+    rows = table.trial_rows(sweep, state() | {"failures": {}}, {})
+    assert table.best_row(sweep, rows)["trial"] == "r-8"
+    assert table.best_row(sweep, rows[:1]) is None

@@ -145,7 +145,7 @@ def test_a_resumed_run_has_the_same_bits_and_one_writer_at_a_time(s3, tmp_path, 
             kill(killed.process.pid)
             killed.process.wait()
         assert killed.again().ends() == 0, killed.lines[-20:]
-        assert killed.says(rf"a lease to expire: attempt {KILLS} on .* may still write there")
+        assert killed.says(rf"a lease to expire: attempt {KILLS} on .* may still write to its folder")
         assert_equals_an_undisturbed_run(s3, "killed-head", tmp_path, server)
     made = attempts(s3, "killed-head")
     assert [one["attempt"] for one in made] == list(range(1, KILLS + 2))
@@ -162,7 +162,7 @@ def test_a_run_continues_if_its_submitter_is_killed(s3, tmp_path, monkeypatch):
         for _ in range(KILLS):
             kill(run.process.pid)
             run.process.wait()
-            assert run.again().ends() == 2 and run.says("is running on this cluster already"), run.lines[-20:]
+            assert run.again().ends() == 2 and run.says("is running on this cluster"), run.lines[-20:]
         until(lambda: keys(s3, "runs/submitted/result.json"), "the end of the run")
         assert_equals_an_undisturbed_run(s3, "submitted", tmp_path, server)
     assert [one["attempt"] for one in attempts(s3, "submitted")] == [1]

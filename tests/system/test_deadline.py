@@ -67,14 +67,14 @@ def test_what_the_call_itself_raises_comes_back(monkeypatch):
 
 
 def test_a_process_does_not_wait_for_a_call_that_was_left_behind(nobody):
-    """When the interpreter exits, pyarrow's S3 client waits for its open requests. Here, this would take minutes."""
+    """When the interpreter exits, pyarrow's S3 client waits for its open requests. In this test, the wait would take minutes."""
     program = (
         "import sys; from pipeline.system import deadline, process; from pipeline.__main__ import main;"
         "deadline.SECONDS = 1; sys.exit(process.run_main(main))"
     )
     command = [sys.executable, "-c", program, "report", "s3://bucket/runs/one"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
-    says = "error: s3://bucket/runs/one: no report can be drawn (TimeoutError"
+    says = "error: s3://bucket/runs/one: cannot draw a report (TimeoutError"
     assert done.returncode == 2 and done.stderr.startswith(says)
 
 

@@ -50,7 +50,7 @@ def folder(request, tmp_path, monkeypatch):
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """Returns a function. After its call, this process acts like a process on another machine."""
+    """Returns a function that makes this process act like a process on another machine."""
 
     def move(name="elsewhere"):
         (tmp_path / name).mkdir(exist_ok=True)
@@ -79,7 +79,7 @@ def test_attempts_are_numbered_and_one_owns_the_folder(folder, elsewhere, capsys
             lease.held(folder).__enter__()
         elsewhere()
         with pytest.raises(InputError, match=r"another process is running .* process \d+, since 20"):
-            lease.held(folder).__enter__()  # another process still fails after the lease was renewed
+            lease.held(folder).__enter__()  # the renewed lease still excludes other processes
         first.require()
     capsys.readouterr()
     with lease.held(folder) as second:
@@ -187,7 +187,7 @@ def test_a_process_that_was_suspended_for_longer_than_its_lease_writes_nothing_m
         with lease.held(str(tmp_path / "one")) as mine:
             lines = len(written.read_text().split())
             writer.send_signal(signal.SIGCONT)
-            output = writer.stdout.read()  # waits until the writer has ended
+            output = writer.stdout.read()  # waits until the writing process has ended
             assert "stops:" in output and "belongs to attempt 2" in output, output
             # at most one more line, because the writer may have been suspended between its check and its write
             assert len(written.read_text().split()) - lines <= 1

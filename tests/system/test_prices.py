@@ -12,7 +12,7 @@ from pipeline.system import prices
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """Returns a function that writes the user's own price file. Until this function is called, there is no such file."""
+    """Returns a function that writes the user's own price file, which does not exist before."""
     monkeypatch.delenv("RLHF_PRICES", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     prices.read_prices.cache_clear()
@@ -71,7 +71,7 @@ def test_the_cost_of_a_run_needs_a_price_of_its_gpu_or_machine(own):
     cost = prices.cost_of_run(rented, 7200, local=True)
     assert (cost["gpu_hours"], cost["dollars"]) == (6, 6 * 0.98)
     assert cost["dollars_per_1000_completions"] == 2.94
-    assert prices.in_words(cost) == (
+    assert prices.cost_in_words(cost) == (
         f"6 GPU hours, $5.88 at prices of {cost['prices']}, $2.94 per 1,000 completions, 1,000 tokens"
     )
     own("machine: 0.25")

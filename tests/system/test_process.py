@@ -76,7 +76,7 @@ def test_a_full_disk_is_named_without_a_traceback(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr("pipeline.commands.report.run", full)
     assert main(["report", str(tmp_path)]) == 1
     assert capsys.readouterr().err.splitlines() == [
-        "failed: OSError: [Errno 28] No space left on device; make room on that disk, then run the same command again"
+        "failed: OSError: [Errno 28] No space left on device; free disk space, then run the same command again"
     ]
 
 
@@ -84,7 +84,7 @@ def test_a_full_disk_is_named_without_a_traceback(tmp_path, monkeypatch, capsys)
 
 
 def test_a_sys_exit_inside_a_run_is_a_failure(monkeypatch, capsys):
-    monkeypatch.setattr("pipeline.__main__.dispatch", lambda *_: sys.exit(0))
+    monkeypatch.setattr("pipeline.__main__.run_subcommand", lambda *_: sys.exit(0))
     assert main(["sft", "job.yaml"]) == 1
     assert re.match(r"failed: .*test_process\.py:\d+ called sys\.exit\(0\)", capsys.readouterr().err)
 
@@ -98,7 +98,10 @@ ENDS = {
 
 
 def test_user_code_cannot_end_a_run_with_the_status_of_success(tmp_path):
-    """Otherwise `make` and CI would accept a run that trained nothing. Child processes of a run may exit with any status."""
+    """If user code could set status 0, `make` and CI would accept a run that trained nothing.
+
+    Child processes may exit with any status.
+    """
     rewards = [f"def of{name}(completions): {code}\n" for name, code in ENDS.items()]
     (tmp_path / "ends.py").write_text("import os\n" + "".join(rewards))
     text = f"""
@@ -112,7 +115,7 @@ def test_user_code_cannot_end_a_run_with_the_status_of_success(tmp_path):
     assert child.exitcode == 0 and os.spawnlp(os.P_WAIT, "true", "true") == 0
     samples = Samples([[1]], [[1]], [True], [{{"prompt": ""}}], SimpleNamespace(decode=lambda *_, **__: ""))
     for name in {list(ENDS)}:
-        __main__.dispatch = lambda *_: FunctionReward(getattr(ends, "of" + name)).checked(samples)
+        __main__.run_subcommand = lambda *_: FunctionReward(getattr(ends, "of" + name)).checked(samples)
         assert __main__.main(["sft", "job.yaml"]) == 1
     return 7
     """
@@ -147,7 +150,7 @@ def test_the_message_about_a_signal_has_the_common_name_of_the_runs(monkeypatch,
         stop.add_note("run.name=1")
         raise stop
 
-    monkeypatch.setattr("pipeline.__main__.dispatch", interrupted)
+    monkeypatch.setattr("pipeline.__main__.run_subcommand", interrupted)
     assert main(["run", "jobs/demo"]) == 130
     assert "the same command with run.name=1 continues" in capsys.readouterr().err
 
@@ -221,7 +224,7 @@ class Run:
     ],
 )
 def test_a_signal_while_a_run_starts(number, status, word, workers, tmp_path):
-    """If the run has a worker, Ray's own signal handler is installed at that moment."""
+    """If the run has a worker, Ray's own signal handler is installed when the signal arrives."""
     run = Run(tmp_path, f"scaling.num_workers={workers}")
     run.until("starting Ray|tokeni[sz]ing|data for")
     os.killpg(run.process.pid, number)

@@ -28,7 +28,7 @@ def command(monkeypatch, tmp_path):
         monkeypatch.setattr(terminal, "screen", terminal.Screen(out))
         terminal.wrap_streams()
         terminal.screen.level = level
-        with terminal.logged() as log_into:
+        with terminal.output_logged() as log_into:
             print("before the folder")
             log_into(str(tmp_path))
             lines()
@@ -40,8 +40,8 @@ def command(monkeypatch, tmp_path):
 def lines():
     print("a detail")
     print("warning: two files:\n  a\n  b\nanother detail")
-    terminal.live("train 1/2", 5.0, "loss 3")
-    terminal.live("train 2/2", 0.0, "loss 2")
+    terminal.show_progress("train 1/2", 5.0, "loss 3")
+    terminal.show_progress("train 2/2", 0.0, "loss 2")
     print("registering")
     terminal.say("gate passed", result=True)
 
@@ -74,14 +74,14 @@ def test_on_a_terminal_one_line_is_rewritten(command):
 
 def test_a_live_line_does_not_wrap_even_after_a_c_that_the_terminal_echoes(monkeypatch):
     monkeypatch.setenv("COLUMNS", "30")
-    assert terminal.fitted("train 9/9  loss 0.4  accuracy 0.9") == "train 9/9  loss 0.4"
-    assert terminal.fitted("x" * 40) == "x" * 27
+    assert terminal.fit_line("train 9/9  loss 0.4  accuracy 0.9") == "train 9/9  loss 0.4"
+    assert terminal.fit_line("x" * 40) == "x" * 27
 
 
 def test_the_time_left_counts_the_stages_that_follow(command):
     def first_stage():
         terminal.screen.following = 60.0
-        terminal.live("train 1/2", 5.0)
+        terminal.show_progress("train 1/2", 5.0)
 
     assert "train 1/2  5 s left, 1 min 05 s for all stages" in command(first_stage, tty=True)[0]
 
@@ -103,14 +103,15 @@ def test_the_log_has_errors_and_no_secret(command, monkeypatch, tmp_path):
 
 
 def test_half_a_surrogate_is_shown_and_logged(command):
-    """Such text may occur, for example, if a reward prints the completions that it scores."""
+    """Half a surrogate pair may occur, for example, if a reward prints the completions that it scores."""
     out, log = command(lambda: print("warning: \ud83d is no emoji"))
     assert out == "warning: \\ud83d is no emoji\n" and log.endswith(out)
 
 
 def test_errors_that_ray_reports_to_the_driver_are_shown_but_for_noise(monkeypatch, capsys):
     for place, name in ((worker, "print_to_stdstream"), (dispatcher, "handlers")):
-        monkeypatch.setattr(place, name, getattr(place, name))  # restores the attribute afterwards
+        # monkeypatch restores the attribute after the test
+        monkeypatch.setattr(place, name, getattr(place, name))
     console.attach_ray_printer()
     for line in ("A node has died", f"{console.NOISE[-1]}. There are infinite retries remaining"):
         worker.print_to_stdstream({"lines": [line], "pid": "raylet", "is_err": False}, ignore_prefix=False)

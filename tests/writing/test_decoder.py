@@ -13,7 +13,7 @@ from pipeline.errors import InputError
 from pipeline.models.adapters import SharedBase
 from pipeline.writing import decoder as decoders
 from pipeline.writing.decoder import SlotDecoder
-from pipeline.writing.rows import Row, Sampling, draw, uniforms
+from pipeline.writing.rows import Row, Sampling, draw_tokens, uniforms
 
 ENDS = (2, 3, 4, 5, 6, 7)
 # Quick tests use bases with absolute positions, with sliding windows and logit soft caps, and with convolutions.
@@ -99,7 +99,7 @@ def test_a_row_is_decoded_as_if_alone_while_other_rows_join_and_leave(kind):
 def test_a_completion_depends_only_on_seed_number_and_prompt(kind):
     shared, sampling = base(kind), Sampling(12, ENDS, seed=7)
     together = completions(shared, PROMPTS, sampling)
-    # Some rows ended, and left the batch, before others.
+    # Some completions ended and left the batch earlier than others.
     assert 1 < len({len(one.tokens) for one in together})
     order = [3, 0, 11, 7, 5]
     apart = completions(shared, [PROMPTS[i] for i in order], sampling, SlotDecoder(shared, 2), order)
@@ -126,7 +126,7 @@ def test_top_p_keeps_the_most_likely_tokens():
     noise, ones = torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1], torch.ones(1000)
 
     def shares(top_p):
-        tokens, logprobs = draw(logits, noise, ones, ones * top_p, [False] * 1000)
+        tokens, logprobs = draw_tokens(logits, noise, ones, ones * top_p, [False] * 1000)
         assert torch.allclose(logprobs, logits[0][tokens])
         return [(tokens == i).sum().item() / 1000 for i in range(4)]
 

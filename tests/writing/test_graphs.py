@@ -30,7 +30,7 @@ class Replayed(graphs.Steps):
     """Simulates CUDA graphs. A replay runs the step again, and writes the result into the output tensor of the recorded step."""
 
     recorded = replays = 0
-    wrong = 0.0  # error that each replay adds to the result
+    wrong = 0.0  # simulated error that each replay adds to the result of a step
 
     def _capture(self, step):
         output = torch.full((1, 1), float("nan"))
@@ -55,7 +55,8 @@ class Replayed(graphs.Steps):
 )
 def test_replayed_steps_sample_the_same_tokens(kind, rows):
     plain = written(made(kind), rows)
-    assert len({len(one.tokens) for one in plain}) > 1 or kind != "llama"  # some rows left the batch early
+    # some completions ended earlier than others
+    assert len({len(one.tokens) for one in plain}) > 1 or kind != "llama"
     for look in (4, 9, 100):
         one = made(kind, look, Replayed)
         replayed, steps = written(one, rows), one.graphs
@@ -71,7 +72,7 @@ def test_after_a_replay_with_wrong_states_no_step_is_replayed(capsys):
     one.graphs.wrong = 1.0
     assert tokens(written(one)) == tokens(written(made(look=9)))
     assert one.graphs.replays == 1 and not one.graphs.works
-    assert "without CUDA graphs: a replayed step gives other hidden states" in capsys.readouterr().out
+    assert "without CUDA graphs: a replayed step returns other hidden states" in capsys.readouterr().out
 
 
 def test_a_step_that_cannot_be_captured_runs_without_a_graph(monkeypatch, capsys):

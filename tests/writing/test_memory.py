@@ -92,7 +92,7 @@ BASE_BYTES, KV_BYTES = 15 * GIB, 2 * 32 * 8 * 128 * 2
         (79, 60, 64, 1024, 0.33),  # 15 + 8 + 3 GiB
         (139, 120, 64, 1024, 0.19),
         (79, 60, 512, 1024, 0.64),  # the KV cache has space for only 256 rows
-        (79, 40, 512, 1024, 0.48),  # limited to 95 % of the free memory
+        (79, 40, 512, 1024, 0.48),  # vLLM may use at most 95 % of the free memory
     ],
 )
 def test_vllm_gets_memory_for_base_and_cache_or_most_of_the_free_memory(total, free, rows, length, share):

@@ -23,7 +23,7 @@ from pipeline.writing.rows import Sampling
 from tools.chaos.runs import until
 
 pytest.importorskip("vllm", reason="needs the extra `vllm`")
-from pipeline.writing.vllm import VllmDecoder, accepted_rank, largest_rank, start_llm
+from pipeline.writing.vllm import VllmDecoder, accepted_rank, largest_lora_rank, start_llm
 
 pytestmark = pytest.mark.slow
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
@@ -41,7 +41,7 @@ def shared():
 @pytest.fixture(scope="module")
 def decoder(shared, tmp_path_factory):
     options = dict(max_loras=1, max_logprobs=1, logprobs_mode="processed_logprobs", dtype="float32")
-    rank = largest_rank(shared, ["policy"])
+    rank = largest_lora_rank(shared, ["policy"])
     llm = start_llm(BASE, shared.device, 64, rank, **options)
     decoder = VllmDecoder(llm, rank, shared=shared, folder=tmp_path_factory.mktemp("vllm"))
     yield decoder
@@ -85,7 +85,7 @@ def test_samples_depend_on_seed_and_number(decoder):
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "min_new_tokens": 4}])
 def test_the_log_probs_of_vllm_equal_those_of_the_trainer(shared, decoder, settings):
-    """Samples with a temperature, a minimum length and several end tokens. Then the trainer learns from these samples."""
+    """Samples with a temperature, a minimum length and several end tokens, and trains on the samples."""
     rows = [{"input_ids": ids, "row": '{"prompt": ""}'} for ids in prompts()]
     args = PPOConfig(
         total_episodes=24, batch_size=12, response_length=12, advantage_estimator="reinforce_plus_plus",
@@ -155,4 +155,4 @@ def test_an_adapter_with_a_setting_that_vllm_ignores_is_rejected():
     shared = shared_base()
     shared.add("policy", lora={**toy.LORA, "use_dora": True}, trainable=True)
     with pytest.raises(InputError, match=r"rollout\.engine: vLLM ignores use_dora"):
-        largest_rank(shared, ["policy"])
+        largest_lora_rank(shared, ["policy"])

@@ -82,7 +82,7 @@ def test_vllm_has_every_argument_that_we_pass(started, monkeypatch):
     for settings in (engine, [*engine, *more]):
         job = load_job(ROOT / "jobs/demo/ppo.yaml", settings)
         host = SimpleNamespace(device="cpu", work=work_of(job))
-        with roles.vllm(host, shared, ["policy"], longest=64, rows=8) as decoder:
+        with roles.vllm_decoder(host, shared, ["policy"], longest=64, rows=8) as decoder:
             decoder.generate("policy", [PROMPT], [0], Sampling(4, (2,)))
     monkeypatch.setattr(roles, "longest_row", lambda host: 64)
     serve = load_job(ROOT / "jobs/demo/serve.yaml", ["rollout.engine=vllm"], "serve")

@@ -16,7 +16,7 @@
 Sizes: `demo` (the demo model) and `large` (a random Llama of 110M parameters).
 
 Each measurement is a separate process. A round runs all measurements of a comparison once, one after the other. After each
-round, results.json and bench.md in runs/bench have the results. Parts that were not run keep their last results.
+round, results.json and bench.md in runs/bench have the results. Parts of the bench that were not run keep their last results.
 """
 
 import argparse

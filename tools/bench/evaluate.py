@@ -15,7 +15,7 @@ def ours(name: str, _: str) -> None:
     from pipeline.__main__ import main as command
     from pipeline.stages import pairs
 
-    clock, measure, size = Clock(), pairs.measure, SIZES[name]
+    clock, measure, size = Clock(), pairs.measure_pairs, SIZES[name]
     folder = size.folder / "evaluate"
     folder.mkdir(exist_ok=True)
     lines = [json.dumps(row) + "\n" for row in raw_rows("rm", size)[: size.pairs]]
@@ -27,7 +27,7 @@ def ours(name: str, _: str) -> None:
         clock.step(size.pairs)
         return found
 
-    pairs.measure = measured
+    pairs.measure_pairs = measured
     settings = [
         f"model.name_or_path={size.model}",
         f"reward={size.adapter(0, head=True)}",

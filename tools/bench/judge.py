@@ -61,15 +61,17 @@ def ours(endpoint: str) -> None:
     """Uses the pipeline's client, which writes each answer to disk before the answer is used."""
     from pipeline.job.judge import Definition
     from pipeline.scoring.judges import forms
-    from pipeline.scoring.judges.client import Client, JudgeRequest
+    from pipeline.scoring.judges.client import JudgeClient, JudgeRequest
     from pipeline.scoring.judges.store import Store
 
     definition = Definition(MODEL, "score", endpoint, concurrency=CONCURRENCY)
     texts = [f"question {i}" for i in range(QUESTIONS)]
-    questions = forms.questions(definition, texts, texts, [{}] * QUESTIONS, range(QUESTIONS))
-    requests = [JudgeRequest(one.messages, 0, partial(forms.scores_of, definition, one)) for one in questions]
+    questions = forms.make_questions(definition, texts, texts, [{}] * QUESTIONS, range(QUESTIONS))
+    requests = [
+        JudgeRequest(one.messages, 0, partial(forms.scores_in_answer, definition, one)) for one in questions
+    ]
     with tempfile.TemporaryDirectory() as folder:
-        client = Client(definition, Store(folder, "bench"), "judge")
+        client = JudgeClient(definition, Store(folder, "bench"), "judge")
         measured(lambda: asyncio.run(client.answers(requests)))
 
 

@@ -28,7 +28,7 @@ def ppo(name: str, case: str, fields: str) -> None:
         num_ppo_epochs=2,
         num_mini_batches=2,
         num_generations=size.generations if ours.prompts == "shared" else 1,
-        # Small micro-batches save memory. Completions share a prompt only within a micro-batch, so then it is the full minibatch.
+        # Small micro-batches save memory. To share prompts among all completions, the micro-batch must be the full minibatch.
         per_device_train_batch_size=size.together if ours.prompts == "different" else size.prompts // 2,
         learning_rate=LEARNING_RATE,
         bf16=ours.bf16,
@@ -46,7 +46,7 @@ def ppo(name: str, case: str, fields: str) -> None:
     if ours.prompts == "repeated":
         token_ids = repeated(token_ids, size.generations)
     rows = [{"input_ids": ids, "row": json.dumps({"prompt": ""})} for ids in token_ids]
-    # Read now, because the trainer resets the system's record of peak memory, and reports its own peak.
+    # Reads the peak before the trainer exists, because the trainer resets the system's record of peak memory.
     before = high_water()
     trainer = PPOTrainer(Sampler(Roles(shared, [AdapterReward(shared)]), tokens, args), Prompts(rows))
     if ours.prompts == "repeated":

@@ -55,8 +55,8 @@ def trainer_of(size: Size, policy: Any, reward: Any, critic: Any, watch: Any, bf
         temperature=1.0,
         learning_rate=LEARNING_RATE,
         bf16=bf16,
-        # TRL itself splits the rows of an update into minibatches. With gradient accumulation instead, accelerate would skip
-        # every other optimizer step.
+        # TRL itself splits the rows of an update into minibatches. If gradient accumulation split the rows, accelerate would
+        # skip every other optimizer step.
         per_device_train_batch_size=size.prompts,
         gradient_accumulation_steps=1,
         local_rollout_forward_batch_size=size.prompts,
@@ -73,7 +73,7 @@ def trainer_of(size: Size, policy: Any, reward: Any, critic: Any, watch: Any, bf
         args=args,
         processing_class=tokens,
         model=policy,
-        ref_model=None,  # with None, the reference is the policy without its adapter
+        ref_model=None,  # TRL uses the policy without its adapter as the reference
         reward_model=reward,
         value_model=critic,
         train_dataset=datasets.Dataset.from_list([{"input_ids": ids} for ids in size.token_ids(tokens)]),

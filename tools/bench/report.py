@@ -79,7 +79,7 @@ def phase_cells(runs: list[Result]) -> list[str]:
 
 
 def ratios(runs: Runs, ours: str, other: str | None) -> dict[str, float]:
-    """Returns medians over the rounds: ratios of speed and peak memory, and the seconds by which our first step ends later."""
+    """Returns medians over the rounds: the ratios of speed and of peak memory, and the delay of our first step in seconds."""
     if other is None:
         return {}
     pairs = list(zip(runs[ours], runs[other], strict=True))

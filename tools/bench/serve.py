@@ -25,10 +25,10 @@ def ours(name: str, _: str, *overrides: str) -> None:
     """
     import psutil
 
-    from pipeline.commands.serve import serving
+    from pipeline.commands.serve import serve_models
     from pipeline.job import load_job
     from pipeline.run.model_host import load_model_host
-    from pipeline.settle.identity import named
+    from pipeline.settle.identity import with_run_name
 
     size = SIZES[name]
     limit = size.serve_tokens
@@ -43,7 +43,7 @@ def ours(name: str, _: str, *overrides: str) -> None:
         *overrides,
     ]
     job = load_job(ROOT / "jobs/demo/serve.yaml", given, "serve")
-    with serving(load_model_host(named(job)).work) as work:
+    with serve_models(load_model_host(with_run_name(job)).work) as work:
         url = f"http://127.0.0.1:{work.serve.port}/v1/chat/completions"
         texts, tokens, ends, errors = questions(), [0] * CLIENTS, [], []
 

@@ -1,6 +1,6 @@
 """Settings, models, rows and a clock, which both programs of a comparison use.
 
-Neither program imports the other program, so that neither spends time on the other's imports.
+The two programs do not import each other, because the time for imports is measured, too.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 DATA, DEMO = ROOT / "jobs/demo/data", ROOT / "jobs/demo/model"
 WORK = ROOT / "runs/bench"  # random models, rows, and outputs of measurements
-# TRL 1.12, the last version with a PPOTrainer. Only the process that measures this version imports it.
+# TRL 1.12, the last version with a PPOTrainer. Only tools/bench/ppo_trl.py imports TRL 1.12.
 TRL_PPO = ROOT / ".bench/trl"
 LORA: dict[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
 LEARNING_RATE = 1e-5
@@ -39,8 +39,8 @@ class Setting:
     trl: bool = False
     critic: str = "head"
     bf16: bool = False  # dtype of base and trainer
-    # different: one completion to each prompt. shared: several completions to each. repeated: the episodes of `shared`, but each
-    # prompt has as many rows as completions, so that no forward pass shares a prompt
+    # different: one completion per prompt. shared: several completions per prompt. repeated: the same episodes as `shared`, but
+    # with the prompt repeated for each completion, so that no forward pass shares a prompt
     prompts: str = "different"
 
     @property
@@ -69,7 +69,7 @@ class Size:
     name: str
     shape: dict[str, int] | None  # config of a random Llama; None means the trained demo model
     prompts: int  # prompts of one PPO update
-    together: int  # rows per forward and backward pass of our PPO; TRL cannot split its minibatch
+    together: int  # rows per forward and backward pass of our PPO; TRL always uses the full minibatch
     generations: int  # completions per prompt, if prompts are shared
     prompt_tokens: int | None  # tokens per prompt; None means the demo's prompts
     long_prompt_tokens: int | None  # tokens per prompt if completions share prompts
@@ -200,7 +200,7 @@ def shape(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: i
 
 
 ALL = (
-    Size(  # for the test of the bench
+    Size(  # the size that tests/test_bench.py uses
         name="toy", shape=shape(1024, 64, 96, 2, 2), prompts=4, together=2, generations=2,
         prompt_tokens=8, long_prompt_tokens=24, new_tokens=6, eos_bias=4.6, updates=2, rows=4, words=10, steps=2, warmup=1,
         logging_steps=1, pairs=4, serve_tokens=6, serve_seconds=3,

@@ -69,7 +69,10 @@ def ours(name: str, stage: str) -> None:
 
 
 def plain(name: str, stage: str) -> None:
-    """Trains on the same raw rows, base and arguments in one plain process. TRL applies the chat template and tokenizes."""
+    """Trains on the same raw rows and base and with the same arguments as `ours`, in one plain process.
+
+    TRL applies the chat template and tokenizes.
+    """
     import datasets
     import trl
     from peft import LoraConfig

@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def cell(stage: str, fault: str, seed: int, baselines: Baselines) -> bool:
-    """Runs one stage with one fault. Prints the fault and the differences from an undisturbed run. Returns True if none exist."""
+    """Runs one stage with one fault. Prints the differences from an undisturbed run. Returns True if there are no differences."""
     from mlflow import MlflowClient
 
     workers = 2 if fault in TWO_WORKERS else 1
@@ -71,7 +71,7 @@ def cell(stage: str, fault: str, seed: int, baselines: Baselines) -> bool:
         problems = differences(client, expected.result(), run.result())
         versions = client.search_model_versions(f"name = '{run.name}'")
         problems += [f"{len(versions)} registered versions, expected 1"] if len(versions) != 1 else []
-    except Exception as error:  # the other runs continue
+    except Exception as error:  # the command continues with the next run
         traceback.print_exc()
         done, problems = "", [f"{type(error).__name__}: {error}"]
     finally:

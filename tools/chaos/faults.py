@@ -1,7 +1,7 @@
 """Faults that can happen to a run.
 
-`FAULTS[name](run, rng)` starts the run, disturbs it at a random moment, and waits for its end. The function returns a
-description.
+`FAULTS[name](run, rng)` starts the run, disturbs it at a random moment, and waits for its end. Each function
+returns a description of the fault.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ RESTARTS = "run.max_failures=3"
 
 
 def moment(run: Run, rng: random.Random, first: int = 1, last: int = STEPS - 1) -> int:
-    """Chooses a random step. Waits until a random moment in the step after it. Returns the chosen step."""
+    """Waits until a random moment after the end of a random step, and returns the number of the step."""
     step = rng.randint(first, last)
     run.wait_for(rf"\bstep +{step}/{STEPS}\b")
     time.sleep(rng.uniform(0, 0.4))
@@ -87,7 +87,7 @@ def driver(run: Run, rng: random.Random) -> str:
 
 
 def rollout_worker(run: Run, rng: random.Random) -> str:
-    """Kills the rollout worker with SIGKILL. Another rollout worker replaces it."""
+    """Kills the rollout worker with SIGKILL. Another rollout worker replaces the killed worker."""
     run.start()
     step = moment(run, rng)
     kill(actors(run, ROLLOUT_WORKER)[0])
@@ -185,7 +185,7 @@ class Nodes:
     """A Ray cluster of processes on this machine: a head without CPUs, and nodes for one training worker each.
 
     Args:
-        for_rollouts: number of nodes that only rollout workers may use. Rollout workers may use no other node.
+        for_rollouts: number of nodes that are reserved for rollout workers, which may use no other nodes.
     """
 
     def __init__(self, run: Run, count: int, for_rollouts: int = 0):
@@ -194,7 +194,7 @@ class Nodes:
         run.finally_do.append(lambda: (os.environ.clear(), os.environ.update(before), _read_by_ray()))
         os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0", **AUTHENTICATION)
         os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
-        _read_by_ray()  # an earlier session in this process may have had another token
+        _read_by_ray()  # an earlier session of this process may have had another Ray token
         from ray.cluster_utils import Cluster
 
         self.small: dict[str, Any] = {"object_store_memory": 100 * 2**20, "include_dashboard": False}

@@ -43,7 +43,7 @@ MEASURED = re.compile(
 
 
 def until(there: Any, what: str, patience: float = PATIENCE, every: float = 0.1) -> Any:
-    """Calls `there()` repeatedly. Returns its first true value."""
+    """Calls `there()` repeatedly until its result is true. Returns this result."""
     give_up = time.monotonic() + patience
     while time.monotonic() < give_up:
         if found := there():
@@ -114,7 +114,7 @@ class Run:
             "HF_HUB_OFFLINE": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
             "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10", "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.5",
             "PIPELINE_NOTICE_EVERY_S": "0.5", "PYTHONUNBUFFERED": "1",
-            "RAY_prestart_worker_first_driver": "0",  # starts no unused processes
+            "RAY_prestart_worker_first_driver": "0",  # Ray starts no worker processes in advance
             **self.env,
         }  # fmt: skip
         env.pop("RAY_ADDRESS", None)
@@ -146,7 +146,7 @@ class Run:
         def there() -> bool:
             ended = self.process.poll() is not None
             if ended:
-                time.sleep(0.5)  # wait for the last lines
+                time.sleep(0.5)  # time to read the last lines of the driver
             if ended and not self.says(pattern):
                 raise RuntimeError(f"the driver ended before it printed {pattern!r}")
             return self.says(pattern)

@@ -4,7 +4,7 @@
         cluster.join(cluster.hosts[1], "rollouts")
         cluster.leave(cluster.hosts[1])
 
-Ray's processes are real. Each host has its own network, process table and /tmp. `leave` kills all its processes at once.
+Ray's processes are real. Each host has its own network, process table and /tmp. `leave` kills all processes of a host at once.
 """
 
 import contextlib

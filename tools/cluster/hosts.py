@@ -3,8 +3,8 @@
     with Hosts(folder, 3) as hosts:         # hosts[0].ip; hosts.key logs in as root
     hosts[0].here("ray", "status")          # a command line for this host, without sshd
 
-The hosts are Linux namespaces around one network bridge. The hosts share the other parts of the file system, like machines with a
-network mount. Needs root and TOOLS. Removes everything at the end.
+The hosts are Linux namespaces around one network bridge. The hosts share all other folders, like machines with a network mount.
+Needs root and the programs in TOOLS. Removes everything at the end.
 """
 
 import os
@@ -47,7 +47,7 @@ MaxStartups 100
 
 
 def missing(ssh: bool = True) -> str | None:
-    """Returns the reason why this machine cannot create such hosts, or None if it can."""
+    """Returns why this machine cannot create hosts from Linux namespaces, or None if this machine can create them."""
     if os.name != "posix" or os.geteuid() != 0:
         return "needs root, to make network namespaces"
     tools = (*TOOLS, *SSH_TOOLS) if ssh else TOOLS
@@ -154,7 +154,7 @@ class Hosts:
         for host in self.hosts:
             host.process.kill()  # ends all processes of the host
             host.process.wait()
-            # otherwise the bridge would exist until the host's last process has ended
+            # without this command, the bridge would exist until the host's last process has ended
             subprocess.run(["ip", "link", "del", f"v{host.name}"])
             subprocess.run(["ip", "netns", "del", host.name])
         subprocess.run(["ip", "link", "del", "rlhfbr"])

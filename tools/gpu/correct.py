@@ -16,7 +16,7 @@ from pipeline.models.precision import linear_fp32, mm_fp32
 from pipeline.ppo import losses
 from pipeline.ppo.episodes import Totals, collate
 from pipeline.ppo.selfcheck import rollout as checks
-from pipeline.ppo.selfcheck.definitions import precision_in_use
+from pipeline.ppo.selfcheck.definitions import precision_of_base
 from pipeline.ppo.selfcheck.roles import gradient_of
 from pipeline.writing.decoder import SlotDecoder
 from pipeline.writing.rows import Completion, Sampling
@@ -28,7 +28,7 @@ LAYERS = 4
 
 
 def self_checks(record: Record, precision: str) -> None:
-    """Checks that PPO's self-checks pass, that two updates have finite metrics, and that a checkpoint repeats an update."""
+    """Checks that PPO's self-checks pass, that two updates have finite metrics, and that a restored trainer repeats an update."""
     shared = models.shared_base(precision=precision, layers=LAYERS)
     trainer = models.trainer(shared, 8, (5, 60), small(32, 12), gradient_checkpointing=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -45,7 +45,7 @@ def self_checks(record: Record, precision: str) -> None:
         expected = trainer.run_update()
         trainer.restore(f"{folder}/state")
         again = trainer.run_update()
-    # In the backward pass, a GPU adds in any order. Values that were computed before the first backward pass must be equal.
+    # In the backward pass, the order of a GPU's sums varies. Values from before the first backward pass must be equal.
     before = [n for n in expected if n.startswith(("objective/", "completions/", "val/num", "val/sampler"))]
     differ = [name for name in before if expected[name] != again[name]]
     record.check(
@@ -63,7 +63,7 @@ def _saved(shared: SharedBase, role: str, folder: str) -> str:
     def output(ids: list[int]) -> float:
         return shared.score(role, ids) if role == "reward" else shared.mean_logprob(role, ids)
 
-    probes.write_probes(at, shared.vocab_size, models.PAD, output, precision_in_use(shared))
+    probes.write_probes(at, shared.vocab_size, models.PAD, output, precision_of_base(shared))
     return at
 
 

@@ -20,7 +20,7 @@ PROMPT, STEPS = small(512, 8), small(64, 6)
 
 
 def rows_at_once(record: Record, precision: str) -> None:
-    """Measures decoding by number of rows, for equal and different prompt lengths."""
+    """Measures the speed of decoding for several numbers of rows, with equal and with different prompt lengths."""
     shared = models.shared_base(precision=precision, roles=["policy"])
     speed = {}
     for rows in ROWS:
@@ -65,7 +65,7 @@ def cuda_graphs(record: Record, precision: str) -> None:
             _, seconds[graphs] = step_seconds(decoder, prompts)
             peak = torch.cuda.max_memory_allocated() / models.GIB
             record.row(rows=rows, graphs=graphs, ms_per_step=1e3 * seconds[graphs], peak_GiB=peak)
-        # This call must capture its graphs again.
+        # A second call of `generate` must capture its CUDA graphs again.
         decoder.generate("policy", prompts, range(rows), Sampling(STEPS, ()))
         works = decoder.graphs is not None and decoder.graphs.works
         record.check(f"{rows} rows: steps are captured, twice", "yes" if works else "no", works)

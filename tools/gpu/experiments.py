@@ -1,4 +1,4 @@
-"""Checks on one GPU whether results are right, how fast they come, and how much memory they take.
+"""Checks results on one GPU, and measures speed and memory.
 
     make gpu                                all experiments, in at most 25 minutes
     make gpu ARGS="checks-nf4 decode-bf16"  some of them
@@ -63,7 +63,8 @@ def machine(record: Record) -> None:
     record.check(limit, tflops, 2 * tflops >= sheet)
 
 
-EXPERIMENTS: dict[str, Callable[[Record], None]] = {  # first the checks of results, then the measurements
+# the experiments that check results run before the measurements
+EXPERIMENTS: dict[str, Callable[[Record], None]] = {
     "machine": machine,
     **{f"checks-{name}": partial(correct.self_checks, precision=name) for name in models.PRECISIONS},
     "cpu-and-gpu": correct.cpu_and_gpu,
@@ -144,7 +145,7 @@ def run(name: str) -> Record:
     warnings.simplefilter("ignore", FutureWarning)  # warnings of transformers
     warnings.filterwarnings("ignore", module="peft")  # peft warns of several adapters on one base
     if models.PRETEND:
-        torch.set_num_threads(1)  # several threads would only wait for each other on tiny products
+        torch.set_num_threads(1)  # for tiny matrix products, several threads are slower than one
     record, start = Record(name), time.perf_counter()
     try:
         torch.manual_seed(0)
@@ -159,7 +160,9 @@ def run(name: str) -> Record:
 
 
 def isolated(seconds: float, work: Callable[..., Any], *args: Any, method: str | None = None) -> Any:
-    """Runs `work(*args)` in a separate process and returns its result. Memory and CUDA errors end with the process.
+    """Runs `work(*args)` in a separate process and returns its result.
+
+    The end of the process frees its GPU memory and clears CUDA errors.
 
     Args:
         method: start method of multiprocessing. By default, a pretended GPU uses `fork`, because libraries are then loaded
@@ -193,7 +196,7 @@ def _send(pipe: Any, work: Callable[..., Any], *args: Any) -> None:
 
 @contextmanager
 def counted_host_reads(record: Record) -> Iterator[None]:
-    """Adds a row for each PPO update and for the experiment: how often the host waited for the pretended GPU."""
+    """Records how often the host waited for the pretended GPU, in each PPO update and in the full experiment."""
     run_update = PPOTrainer.run_update
 
     def add_row(during: str, reads: Counter[str], **more: Any) -> None:

@@ -31,7 +31,7 @@ GIB = 2**30
 PAD, FIRST = 3, 5  # prompts contain no ids below FIRST
 VOCABULARY = 1024 if PRETEND else 128256
 TINY = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
-# sizes of one layer
+# sizes of a layer of Llama 3, by model size
 LAYER = {
     "8b": dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8),
     "70b": dict(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8),

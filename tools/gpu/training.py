@@ -30,7 +30,7 @@ PHASES = ("rollout", "score", "values", "update")
 
 
 def planned_peak(stage: str, shape: str, precision: str, length: int, trainer: dict[str, Any]) -> float:
-    """Returns the peak memory in GiB that `plan` estimates for a worker of such a job."""
+    """Returns the peak memory in GiB that `plan` estimates for a worker of a job with these settings."""
     with tempfile.TemporaryDirectory() as folder:
         models.config(shape).save_pretrained(folder)
         inputs = {"policy": folder, "reward": folder} if stage == "ppo" else {}
@@ -52,7 +52,7 @@ def compare(record: Record, planned: float, above_only: bool = False) -> None:
     """Compares the peak memory since the call of `models.fresh` with the planned peak."""
     measured = models.occupied()
     record.row(planned_GiB=planned, measured_GiB=measured)
-    if PRETEND:  # most of the plan of a tiny model is CUDA's context and workspaces
+    if PRETEND:  # for a tiny model, most of the planned memory is CUDA's context and workspaces
         record.check("the peak is below the planned one", measured, measured < planned)
         return
     off = measured / planned - 1
@@ -118,7 +118,10 @@ def reward_model(record: Record, precision: str) -> None:
 
 
 def supervised(record: Record, precision: str) -> None:
-    """Runs SFT steps on two rows of 1024 tokens, with transformers and peft. TRL's loss needs more memory."""
+    """Runs SFT steps on two rows of 1024 tokens, with transformers and peft.
+
+    TRL's SFT loss needs more memory than transformers' loss.
+    """
 
     def loss(model: Any, ids: Tensor) -> Tensor:
         return model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -150,7 +153,7 @@ def _step(
     model.train()
     learning = [p for p in model.parameters() if p.requires_grad]
     for parameter in learning:
-        parameter.data = parameter.data.float()  # fp32, as in the pipeline's stages
+        parameter.data = parameter.data.float()  # the adapter is in fp32, as in the pipeline's stages
     optimizer = torch.optim.AdamW([*learning, *head], lr=1e-3)
     ids = torch.tensor(models.prompts(sequences * rows, length, length), device=DEVICE)
     losses: list[float] = []
@@ -169,7 +172,7 @@ def _step(
     found = f"{losses[0]:.3f} to {losses[-1]:.3f}"
     record.check("the loss falls in four steps on one batch", found, losses[-1] < losses[0])
     trainer = dict(per_device_train_batch_size=rows, gradient_checkpointing=True, bf16=True)
-    # TRL's SFT loss keeps more copies of the logits in memory than this loss.
+    # `plan` expects TRL's SFT loss, which keeps more copies of the logits in memory than the loss of this experiment.
     compare(record, planned_peak(stage, "8b", precision, length, trainer), above_only=stage == "sft")
 
 

@@ -31,7 +31,7 @@ from pipeline.writing import decoder, rows
 from pipeline.writing.rows import Sampling
 
 Place = tuple[Any, str]  # owner and name of a function
-Change = Callable[..., Any]  # replaces a function; takes the original function and its arguments
+Change = Callable[..., Any]  # replacement, called with the original function and the function's arguments
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Fault:
     name: str
     run: str  # kind of run in faulty_runs.py: ppo, pair (ppo on two workers), sft, rm, dpo, kto
     cause: str
-    at: Place | Sequence[Place]  # the functions that `change` replaces
+    at: Place | Sequence[Place]  # functions of the pipeline that `change` replaces
     change: Change
-    settings: str = ""  # keys of the run
-    quick: bool = False  # `make test` also plants this fault
+    settings: str = ""  # overrides of the job in which the fault is planted
+    quick: bool = False  # whether `make test` also plants this fault
     unnamed: str = ""  # the reason, if no check can name the fault
 
     def is_named(self, said: list[str]) -> bool:
@@ -255,7 +255,7 @@ def header_is_trained(original, *args):
 
 
 def last_label_is_masked(batch):
-    """Simulates a collator that masks labels equal to the pad token. Here, this is EOS, so each row loses its last label."""
+    """Simulates a collator that masks labels equal to the pad token. The pad token is EOS, so each row loses its last label."""
     for row in batch["labels"]:
         trained = (row != -100).nonzero()
         if len(trained):
@@ -318,11 +318,11 @@ def own_completions(original, self):
 ADD_POLICY, SWITCH, ADD = (roles, "add_policy"), (SharedBase, "_switch"), (SharedBase, "add")
 INIT, VALUES = (PPOTrainer, "__init__"), (PPOTrainer, "values")
 COLLATES = [(rollouts, "collate"), (sampler, "collate")]
-FROM_ARGS, DRAW, PACKED = (Sampling, "from_args"), (decoder, "draw"), (forward, "packed")
+FROM_ARGS, DRAW, PACKED = (Sampling, "from_args"), (decoder, "draw_tokens"), (forward, "pack_together")
 COLLATE, TOKEN_REWARDS = (rewards, "collate_ids"), (losses, "token_rewards")
 GAE, WHITEN = (functional, "gae"), (losses, "whiten")
 FIT, WRITE = (encode.Encoder, "_fit_labels"), (tasks.PartWriter, "add")
-RUN, LOAD_TOKENIZER = (trl_trainer, "train"), (alone, "load_tokenizer")
+RUN, LOAD_TOKENIZER = (trl_trainer, "train_trl"), (alone, "load_tokenizer")
 
 COPY = "KL to the reference is 0.*copy of the reference"
 OF_FILE = "reward equals the adapter in its file"
@@ -335,10 +335,10 @@ PAID, SIGN = "score is paid once|which token gets the score", "sign and coeffici
 DIFFER = "advantages of .* differ"
 STARTS, ALONE = "policy starts as the reference", "loss .* from the rows alone"
 LOGPROBS = "log-prob .* from the rows alone"
-BOTH = "same tokens on both sides"
+BOTH = "same tokens (on both sides|in chosen and rejected)"
 UNKNOWABLE = "no check can know which of two completions a person preferred; `validate` shows the first pairs"
 
-# In `change`, `call` is the original function.
+# Each `change` gets the original function as its argument `call`.
 FAULTS = [
     # roles and adapters
     Fault("the reference is the bare base", "ppo", COPY, ADD_POLICY,
@@ -361,10 +361,10 @@ FAULTS = [
     Fault("the base learns", "ppo", NO_LEARNER, INIT,
           afterwards(lambda _, self, *args: self.shared.base.get_input_embeddings().weight.requires_grad_(True))),
     Fault("the optimizer lost the policy's parameters", "ppo",
-          r"[1-9]\d* are in the optimizer or in the roles, but|not the optimizer's", INIT, afterwards(optimizer_lost_the_policy),
+          r"[1-9]\d* are in the optimizer or in the roles, but|the optimizer lacks", INIT, afterwards(optimizer_lost_the_policy),
           quick=True),
     Fault("dropout is on while the policy learns", "ppo", "dropout", (SharedBase, "body"), dropout_in_learning),
-    Fault("a checkpointed layer is recomputed with another role", "ppo", "checkpointed gradients are the plain ones",
+    Fault("a checkpointed layer is recomputed with another role", "ppo", "checkpointing does not change gradients",
           (SharedBase, "checkpoint_contexts"), lambda call, self: (contextlib.nullcontext(), self.use("critic")),
           "trainer.gradient_checkpointing=true trainer.critic=adapter"),
     # faults in prompts and in the ends of texts
@@ -374,8 +374,8 @@ FAULTS = [
           lambda call, self, turns, asks: call(self, turns, False), quick=True),
     Fault("the end token is outside the mask", "ppo", "end token is inside the mask", COLLATES,
           afterwards(end_outside_the_mask)),
-    Fault("sampling stops on one of two end tokens", "ppo", "sampling goes on after", FROM_ARGS, one_of_two_ends, quick=True),
-    Fault("no token ends a completion", "ppo", "sampling goes on after", FROM_ARGS,
+    Fault("sampling stops on one of two end tokens", "ppo", "sampling continues after", FROM_ARGS, one_of_two_ends, quick=True),
+    Fault("no token ends a completion", "ppo", "sampling continues after", FROM_ARGS,
           lambda call, *args: replace(call(*args), eos=())),
     # the sampler
     Fault("the sampler ignores the temperature", "ppo", AGREE, DRAW,
@@ -397,12 +397,12 @@ FAULTS = [
           lambda call, self, role, ids, starts, mask, temperature=1.0, barred=(), steps=0, *rest:
               call(self, role, ids, starts, mask, temperature, (), 0, *rest), "trainer.min_new_tokens=8"),
     # faults in log-probs, values and scores
-    Fault("log-probs are those of the next token", "ppo", "log-probs are those of the model's own forward", (forward, "states"),
+    Fault("log-probs are those of the next token", "ppo", "log-probs are those of the model's own forward", (forward, "action_states"),
           logprobs_are_late, quick=True),
     Fault("values are those after the action", "ppo", BEFORE, VALUES, values_are_late, quick=True),
     Fault("values of a head are those after the action", "ppo", BEFORE, VALUES, values_are_late, "trainer.critic=head"),
     Fault("the critic reads the bare base", "ppo", BEFORE, VALUES,
-          lambda call, self, part, states=None: call(self, part, forward.states(self.shared, None, part)),
+          lambda call, self, part, states=None: call(self, part, forward.action_states(self.shared, None, part)),
           "trainer.critic=head"),
     Fault("completions in one row see each other", "ppo", AGREE, PACKED, rows_see_each_other, SHARED, quick=True),
     Fault("positions continue from one completion to the next", "ppo", AGREE, PACKED, positions_go_on, SHARED),
@@ -422,13 +422,13 @@ FAULTS = [
     Fault("GAE includes the padding", "ppo", DIFFER, GAE, gae_over_padding),
     Fault("GAE ignores lambda", "ppo", DIFFER, GAE,
           lambda call, rewards, values, mask, gamma, lam, last: call(rewards, values, mask, gamma, 1.0, last)),
-    Fault("the value after the end is not 0", "ppo", "value after the end|what follows the last action", GAE,
+    Fault("the value after the end is not 0", "ppo", "value after the end|value after the last action", GAE,
           lambda call, *args: call(*args[:-1], torch.full_like(args[-1], 0.7))),
     Fault("whitening removes the mean of rewards", "ppo", "token rewards of", WHITEN,
           lambda call, x, mask, shift_mean=True, **keys: call(x, mask, True, **keys), "trainer.whiten_rewards=true"),
     Fault("rloo's baseline contains the completion itself", "ppo", DIFFER, (losses, "estimate_advantages"),
           lambda call, *args: call(*args) / 2, "trainer.advantage_estimator=rloo trainer.num_generations=2"),
-    Fault("a group has completions of different prompts", "ppo", "another prompt than the seed gives", (rollouts, "collate"),
+    Fault("a group has completions of different prompts", "ppo", "another prompt than the seed determines", (rollouts, "collate"),
           lambda call, prompts, completions, indices, *rest:
               call(prompts, completions, [*indices[::2], *indices[1::2]], *rest),
           "trainer.advantage_estimator=grpo trainer.num_generations=2", quick=True),
@@ -445,7 +445,7 @@ FAULTS = [
     # two workers
     Fault("whitening is per worker", "pair", "whitening over other rows", WHITEN, lambda call, x, mask, **keys: call(x, mask)),
     Fault("both workers sample the same episodes", "pair", "on several", (PPOTrainer, "rollout"), with_attribute("rank", 0)),
-    Fault("gradients are not summed over the workers", "pair", "not summed over all of them", (PPOTrainer, "sync"),
+    Fault("gradients are not summed over the workers", "pair", "not summed over all workers", (PPOTrainer, "sync"),
           with_attribute("workers", 1)),
     # demonstrations
     Fault("the loss includes prompts", "sft", "prompt is trained", FIT,
@@ -455,7 +455,7 @@ FAULTS = [
     Fault("rows begin with two begin tokens", "sft", "at most one BOS per row", WRITE, of_columns(second_begin), quick=True),
     Fault("the header of a completion is trained", "sft", "the loss starts after the generation prompt", [LOAD_TOKENIZER, FIT],
           header_is_trained),
-    Fault("labels are shifted twice", "sft", "labels are the rows' tokens|not the token that stands there", RUN,
+    Fault("labels are shifted twice", "sft", "labels are the rows' tokens|differ from the token at their position", RUN,
           of_batches(lambda batch: batch.update(labels=batch["labels"].roll(-1, 1)))),
     Fault("the collator masks the end token", "sft", "collator masks labels", RUN, of_batches(last_label_is_masked), quick=True),
     Fault("packed rows attend to each other", "sft", ALONE, RUN, of_batches(packing_is_forgotten), "trainer.packing=true",
@@ -494,6 +494,6 @@ FAULTS = [
           of_batches(lambda batch: batch.update(label=~batch["label"])), quick=True),
     Fault("kto's KL term is over the rows' own completions", "kto", "paired with their own completion",
           (kl_pairs.PairedBatchSampler, "__iter__"), own_completions, quick=True),
-    Fault("kto's KL term uses other prompts", "kto", "other tokens than those of their pair", (kl_pairs, "paired"),
+    Fault("kto's KL term uses other prompts", "kto", "other tokens than those of their pair", (kl_pairs, "pair_rows"),
           lambda call, row, other: {**other, **call(other, row)}),
 ]  # fmt: skip

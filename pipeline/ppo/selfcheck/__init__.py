@@ -1,6 +1,6 @@
 """Self-checks of PPO. The checks compare the first rollout and the first update of every run with independent definitions.
 
-A check that fails ends the run. PPOTrainer calls the checks, on every rank:
+A failed check ends the run. PPOTrainer calls the checks, on every rank:
 
 | when | function | called by |
 | --- | --- | --- |

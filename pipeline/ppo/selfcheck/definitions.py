@@ -1,6 +1,6 @@
 """Computes token rewards and advantages from their definitions, and checks the signs of the losses' gradients.
 
-The definitions loop with numpy over plain numbers of the rows of all workers. They share no code with the trainer (losses.py,
+The definitions are plain numpy loops over the rows of all workers. The definitions share no code with the trainer (losses.py,
 functional.py), so a wrong sign, shift, mask or mean in the trainer makes the results differ. Definitions of the estimators are in
 estimators.py.
 """
@@ -36,7 +36,7 @@ Numbers = np.ndarray  # one number per action of a row
 
 
 class Learner(Protocol):
-    """The part of PPOTrainer that the self-checks read. PPOTrainer documents the attributes."""
+    """The attributes and methods of PPOTrainer that the self-checks use. PPOTrainer documents the attributes."""
 
     args: PPOConfig
     rollout_config: RolloutConfig
@@ -61,18 +61,18 @@ class Learner(Protocol):
     def accumulate(self, episodes: Episodes, rows: list[int], totals: Totals) -> dict[str, Tensor]: ...
 
 
-def tolerance(shared: SharedBase) -> float:
+def logprob_tolerance(shared: SharedBase) -> float:
     """Returns the largest root mean square difference of log-probs, in nats, that rounding explains."""
-    return 1e-3 if precision_in_use(shared) == "fp32" else LOW_PRECISION
+    return 1e-3 if precision_of_base(shared) == "fp32" else LOW_PRECISION
 
 
-def precision_in_use(shared: SharedBase) -> str:
+def precision_of_base(shared: SharedBase) -> str:
     """Returns the precision in which the base computes: fp32, half or quantized."""
     return precision_of(shared.base, shared.autocast is not None)
 
 
 def root_mean_square(difference: Tensor, mask: Tensor) -> float:
-    """Returns the root mean square over the mask, over all workers."""
+    """Returns the root mean square of `difference` at unmasked positions of all workers."""
     squares = difference.square().where(mask, 0.0).sum()
     total, count = all_reduce(torch.stack([squares, mask.sum().float()])).tolist()
     return (total / max(count, 1)) ** 0.5
@@ -83,8 +83,8 @@ def root_mean_square(difference: Tensor, mask: Tensor) -> float:
 
 def advantages_by_definition(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that token rewards and advantages equal their definitions. Every rank calls this function."""
-    # Policy and reference are still equal, which hides a wrong sign or coefficient of the KL. So the check is repeated with
-    # shifted reference log-probs.
+    # Policy and reference are still equal, which hides a wrong sign or coefficient of the KL. The check is therefore repeated
+    # with shifted reference log-probs.
     steps = torch.arange(episodes.mask.shape[1], device=episodes.mask.device)
     shift = 0.3 * torch.sin(1.0 + steps + episodes.indices.unsqueeze(-1))
     shifted = replace(episodes, ref_logprobs=(episodes.ref_logprobs + shift).where(episodes.mask, 0.0))
@@ -109,13 +109,13 @@ def _compared(trainer: Learner, episodes: Episodes) -> CheckResult:
     if wrong_rewards:
         found += f"; token rewards of {wrong_rewards} differ: check the sign and coefficient of the KL penalty, and which token gets the score"
     elif wrong:
-        found += f"; advantages of {wrong} differ: gamma, lambda, the values, what follows the last action, or whitening "
-        found += "over other rows than all rows of all workers"
+        found += f"; advantages of {wrong} differ: check gamma, lambda, the values, the value after the last action, "
+        found += "and whether whitening covers all rows of all workers"
     return CheckResult("rewards and advantages are as defined", found, not (wrong_rewards or wrong))
 
 
 def _rows(episodes: Episodes) -> list[SimpleNamespace]:
-    """Returns each completion's numbers under the names of `Episodes`. Numbers per action are arrays."""
+    """Returns each completion's numbers as attributes with the names of `Episodes`. Numbers per action are arrays."""
     counts = episodes.counts.tolist()
     rows = [SimpleNamespace() for _ in counts]
     for name, tensor in vars(episodes).items():
@@ -133,7 +133,7 @@ KL: dict[str, Callable[[Numbers], Numbers]] = {  # functions of d = log p_policy
 
 
 def _token_rewards(args: PPOConfig, kl_coef: float, row: SimpleNamespace) -> Numbers:
-    """Returns -kl_coef * kl on each action, plus the score on the last."""
+    """Returns -kl_coef * kl on each action, plus the score on the last action."""
     coefficient = kl_coef if args.kl_in == "reward" else 0.0
     rewards = -coefficient * KL[args.kl_estimator](row.old_logprobs - row.ref_logprobs)
     if len(rewards) and (row.ended or not args.bootstrap_truncated):
@@ -144,7 +144,7 @@ def _token_rewards(args: PPOConfig, kl_coef: float, row: SimpleNamespace) -> Num
 def _advantages(
     args: PPOConfig, config: RolloutConfig, rows: list[SimpleNamespace], paid: list[Numbers]
 ) -> list[Numbers]:
-    """Returns the advantages of all rows by the estimator's definition, prompt by prompt, whitened and corrected."""
+    """Returns the advantages of all rows by the estimator's definition, whitened and with the off-policy correction."""
     definition, n = args.estimator.definition, args.num_generations
     assert definition is not None
     advantages: list[Numbers] = []
@@ -156,7 +156,7 @@ def _advantages(
             "bootstrap": [row.bootstrap * (args.bootstrap_truncated and not row.ended) for row in group],
             "greedy_scores": [row.greedy_scores for row in group],
         }
-        advantages += [np.array(row) for row in estimators.call(definition, args, known)]
+        advantages += [np.array(row) for row in estimators.call_formula(definition, args, known)]
     if args.whitens_advantages:
         advantages = _whitened(advantages, [bool(row.learn.any()) for row in rows])
     if args.teacher_coef:
@@ -172,7 +172,7 @@ def _advantages(
 
 
 def _whitened(rows: list[Numbers], counted: list[bool], shift: bool = True) -> list[Numbers]:
-    """Returns all rows, whitened with the mean and standard deviation of the rows that enter the loss."""
+    """Returns the numbers of all rows, whitened with the mean and standard deviation of the rows that enter the loss."""
     values = np.concatenate([np.zeros(0), *(row for row, on in zip(rows, counted, strict=True) if on)])
     mean = values.mean() if len(values) else 0.0
     scale = 1 / math.sqrt(values.var(ddof=1) + 1e-8) if len(values) > 1 else 1.0
@@ -190,7 +190,7 @@ def losses_pull_the_right_way(trainer: Learner, episodes: Episodes) -> CheckResu
     """Checks the signs of the losses' gradients with respect to log-probs, entropies and values.
 
     Actions with a positive advantage must become more likely. If the loss has a KL term, actions that are more likely than under
-    the reference must become less likely. Entropy must grow if the loss has a bonus. Values must move towards the
+    the reference must become less likely. Entropy must grow if the loss has an entropy bonus. Values must move towards the
     returns.
     """
     args, moments, wrong = trainer.args, trainer.moments, []
@@ -210,7 +210,7 @@ def losses_pull_the_right_way(trainer: Learner, episodes: Episodes) -> CheckResu
                 "rewarded actions become less likely: check the sign of the policy loss and of the advantages"
             )
         if args.entropy_coef > 0 and not float(by_entropy[learn].sum()) < 0:
-            wrong.append("entropy falls although it has a bonus")
+            wrong.append("entropy falls although the loss has an entropy bonus")
     if args.kl_in == "loss" and trainer.kl_coef > 0 and learn.any():
         above = replace(part, ref_logprobs=old - 0.5, advantages=torch.zeros_like(part.advantages))
         if not float(policy_gradients(above)[0][learn].sum()) > 0:

@@ -1,8 +1,8 @@
 """Checks the roles of a run before its first optimizer step, with a few extra passes over single rows.
 
-Adapters in memory must equal their files, and must give the outputs that were recorded after their training. The sampler must use
-the current weights of the policy. Gradients must reach only the learning roles, and must be the same with and without gradient
-checkpointing.
+Adapters in memory must equal their files, and must produce the outputs that were recorded after their training. The sampler must
+use the current weights of the policy. Gradients must reach only the learning roles, and must be the same with and without
+gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pipeline.ppo.selfcheck.definitions import (
     LOW_PRECISION,
     MAX_ACTIONS,
     Learner,
-    precision_in_use,
+    logprob_tolerance,
+    precision_of_base,
     root_mean_square,
-    tolerance,
 )
 
-ROUNDING = 1e-3  # how much another order of summation changes a gradient in fp32, relative to its norm
+ROUNDING = 1e-3  # relative difference of fp32 gradients that rounding explains
 
 
 def check_roles(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
@@ -37,7 +37,7 @@ def check_roles(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
         *(same_as_file(trainer, role, folder) for role, folder in folders.items()),
         *(behaves_as_trained(trainer, role, folder) for role, folder in folders.items() if role != "critic"),
         sampler_follows(trainer, episodes),
-        *gradients(trainer, episodes),
+        *check_gradients(trainer, episodes),
     ]
 
 
@@ -46,16 +46,16 @@ def same_as_file(trainer: Learner, role: str, folder: str) -> CheckResult:
     tensors = tensors_in(folder, trainer.shared.base)
     stored = {HEAD if is_head(key) else key: tensor.float() for key, tensor in tensors.items()}
     loaded = trainer.shared.tensors_of(role)
-    if role == "critic":  # the trainer has rescaled the critic's head to the score of an episode
+    if role == "critic":  # the trainer has rescaled the critic's head to an episode's score
         stored, loaded = ({k: t for k, t in one.items() if k != HEAD} for one in (stored, loaded))
     return same_tensors(f"{role} equals the adapter in its file", loaded, stored, folder)
 
 
 @torch.no_grad()
 def behaves_as_trained(trainer: Learner, role: str, folder: str) -> CheckResult:
-    """Checks that the role's outputs on its probes equal its outputs at the end of its training.
+    """Checks that the role's outputs on its probes equal the outputs at the end of the role's training.
 
-    The unit of differences is a standard deviation of a reward's scores, or nats per token of a policy's log-probs.
+    Differences of a reward's scores are in standard deviations. Differences of a policy's log-probs are in nats per token.
     """
     shared, rewards = trainer.shared, {reward.name: reward for reward in trainer.sampler.rewards}
     verb = "scores" if role in rewards else "writes"
@@ -65,11 +65,11 @@ def behaves_as_trained(trainer: Learner, role: str, folder: str) -> CheckResult:
         return CheckResult(
             name, f"{folder} has no {probes.FILE}: this pipeline did not train the adapter", None
         )
-    then, now = stored[0][2], precision_in_use(shared)
+    then, now = stored[0][2], precision_of_base(shared)
     if then is None or ("quantized" in {then, now} and then != now):
-        found = f"not checked: trained at precision {then or 'unknown'}, and here the base is {now}"
+        found = f"not checked: the adapter was trained at precision {then or 'unknown'}, but this run's base is {now}"
         return CheckResult(name, found, None)
-    limit = LOW_PRECISION if then == "half" else tolerance(shared)
+    limit = LOW_PRECISION if then == "half" else logprob_tolerance(shared)
     largest = 0.0
     for ids, output, _ in stored:
         if role in rewards:
@@ -79,7 +79,7 @@ def behaves_as_trained(trainer: Learner, role: str, folder: str) -> CheckResult:
     unit = "deviations" if role in rewards else "nats a token"
     found = f"{len(stored)} probes differ by up to {largest:.2g} {unit}"
     if not largest <= limit:
-        found += ". Another base, scaling (lora_alpha, r) or precision, or tensors are missing"
+        found += ". Check for another base, scaling (lora_alpha, r) or precision, and for missing tensors"
     return CheckResult(name, found, largest <= limit)
 
 
@@ -94,8 +94,8 @@ def sampler_follows(trainer: Learner, episodes: Episodes) -> CheckResult:
     generator = torch.Generator().manual_seed(0)
     row = episodes.take([0])
     old, _ = sampler.logprobs("policy", row)
-    moved, limit = 0.0, 5 * tolerance(shared)
-    for scale in (0.01, 0.03, 0.1, 0.3, 1.0):  # grows until the outputs change measurably
+    moved, limit = 0.0, 5 * logprob_tolerance(shared)
+    for scale in (0.01, 0.03, 0.1, 0.3, 1.0):  # the noise grows until outputs change measurably
         for parameter, start in zip(parameters, before, strict=True):
             noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
             # Writes in place, because CUDA graphs read the parameters at fixed addresses.
@@ -113,16 +113,18 @@ def sampler_follows(trainer: Learner, episodes: Episodes) -> CheckResult:
     for parameter, start in zip(parameters, before, strict=True):
         parameter.copy_(start)
     sampler.decoder.changed("policy")
-    found = f"the policy moved by {moved:.2g} nats; sampler and trainer then differ by {apart:.2g}"
-    return CheckResult(name, found, apart <= 3 * tolerance(shared) if moved > limit else None)
+    found = (
+        f"after a change of the policy by {moved:.2g} nats, sampler and trainer differ by {apart:.2g} nats"
+    )
+    return CheckResult(name, found, apart <= 3 * logprob_tolerance(shared) if moved > limit else None)
 
 
-def gradients(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
-    """Runs forward and backward of one completion. Checks which parameters get gradients, and gradient checkpointing if it is on.
+def check_gradients(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
+    """Checks which parameters get gradients from one completion. Checks gradient checkpointing if it is enabled.
 
     A layer that checkpointing recomputes in the backward must use the adapter of the forward.
     """
-    names = "gradients reach the learning roles and nothing else", "checkpointed gradients are the plain ones"
+    names = "gradients reach the learning roles and nothing else", "checkpointing does not change gradients"
     shared, lengths = trainer.shared, episodes.lengths()
     pulled = (episodes.learn & (episodes.advantages != 0)).any(-1)
     if trainer.args.uses_critic:
@@ -142,7 +144,7 @@ def gradients(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
     plain, again = found[0], found[-1]
     norms = {role: float(gradient.norm()) for role, gradient in again.items()}
     listed = ", ".join(f"{role} {norm:.3g}" for role, norm in norms.items())
-    if not all(map(math.isfinite, norms.values())):  # the trainer skips such a step
+    if not all(map(math.isfinite, norms.values())):  # the trainer skips a step with NaN or inf gradients
         return [CheckResult(name, f"norms: {listed}", None) for name in names]
     holds = others == 0 and all(norms.values())
     reach = CheckResult(names[0], f"norms: {listed}; {others} other tensors", holds)
@@ -150,7 +152,7 @@ def gradients(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
         return [reach, CheckResult(names[1], "off (gradient_checkpointing: false)", None)]
     apart = {r: float((again[r] - plain[r]).norm() / plain[r].norm().clamp(min=1e-30)) for r in plain}
     differ = ", ".join(f"{role} {value:.2g}" for role, value in apart.items())
-    limit = max(ROUNDING, tolerance(shared))
+    limit = max(ROUNDING, logprob_tolerance(shared))
     holds = all(value <= limit for value in apart.values())
     return [reach, CheckResult(names[1], f"relative difference: {differ}", holds)]
 

@@ -1,10 +1,10 @@
-"""Checks the first rollout and update of every run: invariants, and numbers that independent code computes again.
+"""Checks invariants of the first rollout and update of every run, and recomputes their results with independent code.
 
-Most faults of a PPO implementation (active dropout, a temperature in sampler or trainer only, a shifted mask, the wrong adapter)
-break an invariant long before a reward curve shows them. If sampler and trainer have the same fault, no invariant breaks.
-Therefore, plain forwards of single rows also compute log-probs, values and scores, and definitions.py computes rewards and
-advantages. Only the first tokens of some completions go through the model, so the checks take little time compared with an
-update.
+Most faults of a PPO implementation break an invariant long before a reward curve shows the fault. Examples are active dropout, a
+temperature in sampler or trainer only, a shifted mask and the wrong adapter. If sampler and trainer have the same fault, no
+invariant breaks. Therefore, log-probs, values and scores are also compared with plain forwards of single rows, and rewards and
+advantages with definitions.py. Only the first tokens of some completions go through the model, so the checks take little time
+compared with an update.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from pipeline.ppo.selfcheck.definitions import (
     MAX_ACTIONS,
     Learner,
     advantages_by_definition,
+    logprob_tolerance,
     losses_pull_the_right_way,
     root_mean_square,
-    tolerance,
 )
 from pipeline.scoring.rewards import AdapterReward
 
 MAX_TOKENS = 1024  # total number of checked actions
 CHECKED_COMPLETIONS = 4  # number of checked completions of rollout workers per update
-TAILS = (0.8, 0.9, 0.95, 0.99)  # probability mass of the tokens that are more likely than those of a tail
-Z_LIMIT = 5.0  # number of standard deviations below the mean; chance exceeds this once in two million runs
+TAILS = (0.8, 0.9, 0.95, 0.99)  # a tail is all tokens except the most likely ones with this total mass
+Z_LIMIT = 5.0  # tolerance in standard deviations below the mean; exceeded once in two million correct runs
 MAX_SURPRISAL = 20.0  # upper limit of a surprisal, in nats
 
 
@@ -47,7 +47,7 @@ def check_first_rollout(trainer: Learner, episodes: Episodes) -> list[CheckResul
         reference_is_policy(trainer, episodes),
         sampler_agrees(trainer, episodes),
         ends_inside(trainer, episodes),
-        only_adapters_learn(trainer),
+        only_roles_learn(trainer),
         each_episode_once(trainer, episodes),
         prompts_as_templated(trainer, episodes),
         stops_on_every_eos(trainer),
@@ -67,9 +67,9 @@ def first_ratio(shared: SharedBase, rms: float) -> CheckResult:
     Args:
         rms: root mean square of the log-ratio, over all workers.
     """
-    found, holds = f"log-ratios are {rms:.2g} on average", rms <= tolerance(shared)
+    found, holds = f"log-ratios are {rms:.2g} on average", rms <= logprob_tolerance(shared)
     if not holds:
-        found += ". Old and new log-probs differ before any step: dropout, another temperature or mask, or another adapter"
+        found += ". Old and new log-probs differ before any step: check for dropout, or another temperature, mask or adapter"
     return CheckResult("the first ratio is 1", found, holds)
 
 
@@ -79,21 +79,22 @@ def reference_is_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
     if not trainer.args.check_reference:
         return CheckResult(name, "skipped (check_reference: false)", None)
     rms = root_mean_square(episodes.old_logprobs - episodes.ref_logprobs, episodes.mask)
-    found, holds = f"log-probs differ by {rms:.2g} nats", rms <= tolerance(trainer.shared)
+    found, holds = f"log-probs differ by {rms:.2g} nats", rms <= logprob_tolerance(trainer.shared)
     if not holds:
-        found += ". The policy must start as a copy of the reference (the sft adapter); set check_reference=false if it need not"
+        found += ". The policy must start as a copy of the reference (the sft adapter); "
+        found += "set check_reference=false if the policy starts differently"
     return CheckResult(name, found, holds)
 
 
 def sampler_agrees(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that sampler and trainer compute the same log-probs, and so use the same temperature, mask and adapter."""
     rms = root_mean_square(episodes.sampler_logprobs - episodes.old_logprobs, episodes.mask)
-    holds = rms <= 3 * tolerance(trainer.shared)  # a different engine may use different kernels
-    return CheckResult("sampler and trainer agree on log-probs", f"they differ by {rms:.2g} nats", holds)
+    holds = rms <= 3 * logprob_tolerance(trainer.shared)  # a different engine may use different kernels
+    return CheckResult("sampler and trainer agree on log-probs", f"log-probs differ by {rms:.2g} nats", holds)
 
 
 def check_rollout_workers(trainer: Learner, parts: Sequence[tuple[Chunk, Sampled]]) -> list[CheckResult]:
-    """Returns the results of the checks of an update's chunks from rollout workers."""
+    """Checks the chunks that rollout workers sampled for an update. Returns the results."""
     versions = trainer.rollouts.versions
     assert versions
     complete = chunks_match_requests(versions, parts)
@@ -115,7 +116,7 @@ def chunks_match_requests(versions: Versions, parts: Sequence[tuple[Chunk, Sampl
 def sampled_by_its_version(
     trainer: Learner, versions: Versions, parts: Sequence[tuple[Chunk, Sampled]]
 ) -> CheckResult:
-    """Checks that the log-probs of some completions in a random chunk are those of the chunk's policy version.
+    """Checks that the log-probs of some completions in a random chunk equal the log-probs of the chunk's policy version.
 
     An engine may have the right parameters, but still sample from cached states of other parameters.
     """
@@ -128,9 +129,10 @@ def sampled_by_its_version(
         logprobs, _ = trainer.sampler.logprobs("policy", part)
     difference = float((logprobs - part.sampler_logprobs)[part.mask].square().mean().sqrt())
     found = f"log-probs of version {chunk.version} differ by {difference:.2g} nats"
-    holds = difference <= 3 * tolerance(trainer.shared)
+    holds = difference <= 3 * logprob_tolerance(trainer.shared)
     if not holds:
-        found += f" on chunk {chunk.key}: its worker sampled from other parameters than it has (a cache of another version)"
+        found += f" on chunk {chunk.key}: the rollout worker sampled from "
+        found += "other parameters than its own (a cache of another version)"
     return CheckResult(name, found, holds)
 
 
@@ -151,8 +153,8 @@ def ends_inside(trainer: Learner, episodes: Episodes) -> CheckResult:
     return CheckResult("the end token is inside the mask, as the last action", found, bool(holds.all()))
 
 
-def only_adapters_learn(trainer: Learner) -> CheckResult:
-    """Checks that only the learning roles require gradients, in fp32, that the optimizer has all of them, and dropout is off."""
+def only_roles_learn(trainer: Learner) -> CheckResult:
+    """Checks that exactly the learning roles are trainable, in fp32 and in the optimizer, and that dropout is off."""
     shared = trainer.shared
     learning = {id(p) for role in trainer.roles for p in shared.parameters_of(role)}
     trainable = [p for p in shared.parameters() if p.requires_grad]
@@ -162,7 +164,7 @@ def only_adapters_learn(trainer: Learner) -> CheckResult:
     dropouts = sum(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in shared.modules())
     found = f"{sum(p.numel() for p in trainable):,} parameters learn ({', '.join(trainer.roles)})"
     if strays or forgotten or low or dropouts:
-        found += f"; {strays} tensors learn or rest that should not, {low} are not fp32, {dropouts} dropouts are on, "
+        found += f"; {strays} tensors are trainable or frozen by mistake, {low} are not fp32, {dropouts} dropouts are on, "
         found += f"{forgotten} are in the optimizer or in the roles, but not in both"
     return CheckResult("only adapters and heads learn", found, not (strays or forgotten or low or dropouts))
 
@@ -187,32 +189,30 @@ def ranks_learned_equally(trainer: Learner, before: Sums, metrics: dict[str, flo
     """Checks after the first update that the learning roles have changed and are equal on all workers.
 
     Args:
-        before: `sums_of` before the update.
+        before: result of `sums_of` before the update.
         metrics: result of `Learner.learn`.
     """
     after, roles = sums_of(trainer), trainer.roles
     rates = dict(zip(roles, (group["lr"] for group in trainer.optimizer.param_groups), strict=True))
     moves = [role for role in roles if rates[role] > 0 and metrics.get(f"grad_norm/{role}", 0.0) > 0]
     still = [role for role in moves if after[role] == before[role] and not trainer.skipped_steps]
-    # The tolerance is for the order of additions, which differs between types of GPUs.
+    # The tolerance allows for the order of additions, which differs between types of GPUs.
     close = partial(np.allclose, rtol=1e-9, atol=1e-12)
     of_ranks: list[Sums] = gather(after)
     differs = [role for role in roles if not all(close(sums[role], after[role]) for sums in of_ranks)]
     found = f"{', '.join(roles)}; workers: {trainer.workers}"
     if still:
-        found += (
-            f"; {', '.join(still)} got a gradient and did not change: its parameters are not the optimizer's"
-        )
+        found += f"; {', '.join(still)} got a gradient and did not change: the optimizer lacks its parameters"
     if differs:
-        found += f"; {', '.join(differs)} differs between workers: gradients are not summed over all of them"
-    return CheckResult("adapters have learned, equally on all workers", found, not (still or differs))
+        found += f"; {', '.join(differs)} differs between workers: gradients are not summed over all workers"
+    return CheckResult("adapters have changed, and are equal on all workers", found, not (still or differs))
 
 
 # ------------------------------------------------------------------------------------------- episodes and prompts
 
 
 def each_episode_once(trainer: Learner, episodes: Episodes) -> CheckResult:
-    """Checks that every episode of the update is on one worker, with the prompt that follows from the seed."""
+    """Checks that every episode of the update is on one worker, with the prompt that the seed determines."""
     args, prompts, device = trainer.args, trainer.prompts, episodes.mask.device
     seen = all_reduce(torch.bincount(episodes.indices, minlength=args.batch_size))
     # By definition, each epoch has its own seeded permutation of the prompts.
@@ -228,7 +228,8 @@ def each_episode_once(trainer: Learner, episodes: Episodes) -> CheckResult:
     missing, twice = int((seen == 0).sum()), int((seen > 1).sum())
     found = f"{args.batch_size} episodes, workers: {trainer.workers}"
     if missing or twice or wrong_prompts:
-        found += f": {missing} are on none, {twice} on several, {wrong_prompts} have another prompt than the seed gives them"
+        found += f": {missing} are on no worker, {twice} on several workers, {wrong_prompts} have "
+        found += "another prompt than the seed determines"
     return CheckResult("each episode is on one worker", found, not (missing or twice or wrong_prompts))
 
 
@@ -239,7 +240,7 @@ def _prompts(episodes: Episodes) -> list[list[int]]:
 
 
 def prompts_as_templated(trainer: Learner, episodes: Episodes) -> CheckResult:
-    """Checks that prompts begin with at most one BOS, and chats end with the template's generation prompt."""
+    """Checks that prompts begin with at most one BOS, and that chats end with the template's generation prompt."""
     tokenizer, prompts = trainer.sampler.tokenizer, _prompts(episodes)
     bos = getattr(tokenizer, "bos_token_id", None)
     twice = sum(bos is not None and ids[:2] == [bos, bos] for ids in prompts)
@@ -261,7 +262,7 @@ def stops_on_every_eos(trainer: Learner) -> CheckResult:
     ends = trainer.shared.ends(trainer.sampler.tokenizer)
     found = f"completions end with the token ids {ends}"
     if missing := sorted(set(ends) - set(trainer.sampler.sampling.eos)):
-        found += f", sampling goes on after {missing}"
+        found += f", but sampling continues after {missing}"
     return CheckResult("sampling stops on every EOS token", found, not missing)
 
 
@@ -272,7 +273,7 @@ def stops_on_every_eos(trainer: Learner) -> CheckResult:
 def plain_logprobs(trainer: Learner, role: str | None, episodes: Episodes, row: int) -> tuple[Tensor, Tensor]:
     """Returns a row's first n actions (n, 1), and a role's log-probs (n, V) from the model's own forward without padding.
 
-    The log-probs have the sampler's temperature and minimum length.
+    The log-probs are computed with the sampler's temperature and minimum length.
     """
     shared, sampling = trainer.shared, trainer.sampler.sampling
     start = int(episodes.starts[row])
@@ -297,7 +298,7 @@ def logprobs_of_the_model(trainer: Learner, episodes: Episodes) -> CheckResult:
         difference = (ours[row, : len(plain)] - plain).square().mean().sqrt() if len(plain) else 0.0
         differences[role or "base"] = float(difference)
     found = "; ".join(f"{role} differs by {value:.2g} nats" for role, value in differences.items())
-    holds = all(value <= tolerance(trainer.shared) for value in differences.values())
+    holds = all(value <= logprob_tolerance(trainer.shared) for value in differences.values())
     if not holds:
         found += ". Padding, position, temperature, minimum length or adapter differ from a plain forward"
     return CheckResult("log-probs are those of the model's own forward", found, holds)
@@ -307,7 +308,8 @@ def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that completions are samples from the policy's full distribution, neither sharper (top-k, top-p) nor flatter.
 
     For a token x drawn from p, the mean of -log p(x) is the entropy H(p). The least likely tokens of p are drawn as often as
-    their probability mass implies. Surprisals and least likely tokens are summed, and compared with their expected values.
+    their probability mass implies. The sum of surprisals and the number of least likely tokens are compared with their expected
+    values.
     """
     name = "completions are drawn from the policy's whole distribution"
     sums = torch.zeros(1 + len(TAILS), 2, dtype=torch.float64, device=episodes.mask.device)
@@ -319,9 +321,9 @@ def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
         entropy = (p * surprisal).sum(-1)
         sums[0, 0] += (surprisal.gather(-1, drawn).squeeze(-1) - entropy).sum()
         sums[0, 1] += (p * (surprisal - entropy.unsqueeze(-1)).square()).sum()
-        above = (p * (p > p.gather(-1, drawn))).sum(-1)  # mass of tokens more likely than the drawn token
+        above = (p * (p > p.gather(-1, drawn))).sum(-1)  # total probability of more likely tokens
         ordered = p.sort(descending=True).values
-        # Is True at the first of several equally likely tokens, because the check treats them as one token.
+        # Is True at the first of several equally likely tokens, because the check treats equally likely tokens as one token.
         first = torch.ones_like(ordered, dtype=torch.bool)
         first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
         before = (ordered.cumsum(-1) - ordered).where(first, 0.0).cummax(-1).values
@@ -332,16 +334,14 @@ def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
     if copies := _copied(trainer, episodes):
         return CheckResult(name, copies, False)
     deviations = excess / math.sqrt(max(variance, 1.0))
-    found = f"log-probs are {-deviations:+.1f} standard deviations from their mean"
-    # The sum of surprisals is not normally distributed, because rare tokens have a large surprisal. Chance exceeds Bernstein's
-    # bound once in a million runs.
+    found = f"log-probs are {-deviations:+.1f} standard deviations from their expected mean"
+    # The sum of surprisals is not normally distributed, because rare tokens have a large surprisal. A correct run exceeds
+    # Bernstein's bound with a probability of 1e-6.
     sharp = deviations < -Z_LIMIT
     flat = excess > 0 and excess**2 > 28 * (variance + MAX_SURPRISAL * excess / 3)
     for tail, (count, expected) in zip(TAILS, tails, strict=True):
         if _improbable(count, expected):
-            found += (
-                f"; the least likely {1 - tail:.0%} are drawn {count:.0f} times instead of {expected:.0f}"
-            )
+            found += f"; the least likely {1 - tail:.0%} of tokens are drawn {count:.0f} times instead of {expected:.0f}"
             sharp, flat = sharp or count < expected, flat or count > expected
     if sharp:
         found += ": top-k, top-p or a lower temperature is on"
@@ -351,7 +351,7 @@ def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
 
 
 def _improbable(count: float, expected: float) -> bool:
-    """Returns True if a count this far from its mean has a probability below 1e-6 (Chernoff's bound)."""
+    """Returns True if the probability of such a deviation from `expected` is below 1e-6 (Chernoff's bound)."""
     if expected == 0:
         return False
     exponent = count - expected - (count * math.log(count / expected) if count else 0.0)
@@ -359,7 +359,7 @@ def _improbable(count: float, expected: float) -> bool:
 
 
 def _copied(trainer: Learner, episodes: Episodes) -> str:
-    """Returns a message if all completions of every prompt are equal, which chance does not explain, or ""."""
+    """Returns a message if all completions of each prompt are equal although this is improbable, or else ""."""
     n = trainer.args.num_generations
     ids, starts, counts = (x.tolist() for x in (episodes.input_ids, episodes.starts, episodes.counts))
     completions = [
@@ -374,7 +374,7 @@ def _copied(trainer: Learner, episodes: Episodes) -> str:
 
 @torch.no_grad()
 def values_before_actions(trainer: Learner, episodes: Episodes) -> CheckResult:
-    """Checks two values: the head's outputs on the prompt alone, and on everything before the last action."""
+    """Compares two of the critic's values with the head's outputs on the prompt, and on the tokens before the last action."""
     name = "values are read before each action"
     if not trainer.args.uses_critic:
         return CheckResult(name, f"no critic ({trainer.args.advantage_estimator})", None)
@@ -383,7 +383,7 @@ def values_before_actions(trainer: Learner, episodes: Episodes) -> CheckResult:
     start, count = int(episodes.starts[row]), int(episodes.counts[row])
     head = shared.parameters_of("critic")[-1]
     is_new = not head.any()
-    if is_new:  # the values of a new head are 0 at every position, so checks the values of another head
+    if is_new:  # a new head outputs only 0, so the check uses other weights
         head.data.fill_(head.numel() ** -0.5)
         episodes = episodes.take([row])
         trainer.logprobs_and_values(episodes)
@@ -395,9 +395,9 @@ def values_before_actions(trainer: Learner, episodes: Episodes) -> CheckResult:
         largest = max(largest, abs(value - float(episodes.values[row, t])) / max(1.0, abs(value)))
     if is_new:
         head.data.zero_()
-    found = f"they differ by up to {largest:.2g} from the head's output on the tokens before the action"
+    found = f"values differ by up to {largest:.2g} from the head's output on the tokens before the action"
     spread = float(episodes.values[episodes.mask].std()) if int(episodes.mask.sum()) > 1 else 0.0
-    return CheckResult(name, found, largest <= tolerance(shared) * max(1.0, spread))
+    return CheckResult(name, found, largest <= logprob_tolerance(shared) * max(1.0, spread))
 
 
 @torch.no_grad()
@@ -406,7 +406,7 @@ def scores_at_the_end(trainer: Learner, episodes: Episodes) -> CheckResult:
     name, args = "scores are read at the last token of the completion", trainer.args
     rewards = [reward for reward in trainer.sampler.rewards if isinstance(reward, AdapterReward)]
     if len(rewards) < len(trainer.sampler.rewards):
-        return CheckResult(name, "not checked: one of the rewards is no adapter on the base", None)
+        return CheckResult(name, "not checked: one of the rewards is not an adapter on the base", None)
     shared, largest, unit = trainer.shared, 0.0, 0.0
     for row in {int(episodes.counts.argmin()), int(episodes.counts.argmax())}:
         ids = episodes.input_ids[row : row + 1, : int(episodes.starts[row] + episodes.counts[row])]
@@ -422,5 +422,5 @@ def scores_at_the_end(trainer: Learner, episodes: Episodes) -> CheckResult:
         if not episodes.ended[row]:
             total -= args.missing_eos_penalty or 0.0
         largest = max(largest, abs(total - float(episodes.scores[row])))
-    found = f"they differ by up to {largest:.2g} from the head's output on the completion alone"
-    return CheckResult(name, found, largest <= tolerance(shared) * max(1.0, unit))
+    found = f"scores differ by up to {largest:.2g} from the head's output on the completion alone"
+    return CheckResult(name, found, largest <= logprob_tolerance(shared) * max(1.0, unit))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from pipeline.errors import Failure, InputError, in_brief, short, visible
+from pipeline.errors import Failure, InputError, escape_controls, in_brief, shorten
 from pipeline.job.judge import Definition
 from pipeline.scoring.judges.forms import TOP_LOGPROBS, Unusable
 from pipeline.scoring.judges.store import COUNTS, Store
@@ -26,7 +26,7 @@ PAUSES_S = (0.25, 30.0)  # first and longest pause after a failure; each pause i
 BUDGET_POLL_S = 0.01  # time between two checks of a budget that open requests may use up
 PASSES = {408, 409, 425, 429}  # HTTP statuses after which a request is repeated, in addition to 500 and above
 CHARACTERS = 4  # characters per token, in estimates
-UNCLEAR = 5  # unusable answers to one question after which the call ends, because each answer costs money
+UNCLEAR = 5  # maximum unusable answers to one question, because each answer costs money
 QUOTED = 500  # maximum characters of an endpoint's answer in a message
 
 
@@ -39,13 +39,13 @@ class JudgeRequest:
     check: Callable[[dict[str, Any]], Any]
 
 
-class Client:
+class JudgeClient:
     """Gets answers from the store, or else from the endpoint.
 
     Args:
         definition: the judge's definition.
         name: the judge's name in messages.
-        reward_timeout_s: seconds without a usable answer after a failure. After this time, a call ends. -1 means no limit.
+        reward_timeout_s: a call fails if no usable answer arrives for this many seconds after a failure. -1 means no limit.
     """
 
     def __init__(self, definition: Definition, store: Store, name: str, reward_timeout_s: float = -1) -> None:
@@ -87,10 +87,10 @@ class Client:
         return hashlib.sha256(b"\0".join(content)).hexdigest()
 
     async def answers(self, requests: Sequence[JudgeRequest]) -> list[dict[str, Any]]:
-        """Returns the answer to each question. Raises Failure, InputError, or an error of the disk.
+        """Returns the answer to each question. Raises Failure, InputError, or a disk error.
 
         Each answer is on disk before this method returns. If a request fails, the method still waits for open requests, because
-        their answers cost money.
+        answers to open requests cost money.
         """
         import aiohttp
 
@@ -118,7 +118,7 @@ class Client:
         return [self.store.answers[key] for key in keys]
 
     async def _work(self, session: aiohttp.ClientSession, missing: Any) -> None:
-        """Takes one question without an answer after another, until no question is left or the call fails."""
+        """Sends unanswered questions one by one, until no question is left or the call fails."""
         for key, one, body in missing:  # all tasks share this iterator
             try:
                 async with self.store.asking(key) as open_question:
@@ -209,7 +209,7 @@ class Client:
                 return
             if not self.open:
                 raise Failure(
-                    f"{self.name}: its budget for this run is spent ({totals['calls']:.0f} answers, ${dollars:.4g}; {key}: "
+                    f"{self.name}: the budget for this run is spent ({totals['calls']:.0f} answers, ${dollars:.4g}; {key}: "
                     f"{getattr(definition, key):g}); raise {key}, and repeat the command with the same run.name to continue the run"
                 )
             await asyncio.sleep(BUDGET_POLL_S)
@@ -238,14 +238,14 @@ class Client:
         raise problem
 
     def _quoted(self, text: str) -> str:
-        """Returns an endpoint's answer on one line, shortened, and without the key and other secrets."""
+        """Returns an endpoint's answer on one line, shortened, and without the API key and other secrets."""
         text = without_secrets(text.replace(self.key, "***") if self.key else text)
-        return visible(" ".join(text.split())[:QUOTED], lines=False)
+        return escape_controls(" ".join(text.split())[:QUOTED], lines=False)
 
     def _read(
         self, request: JudgeRequest, content: bytes
     ) -> tuple[tuple[int, int], str, dict[str, Any], str]:
-        """Returns the tokens of question and answer, the model, the answer, and the reason why it is unusable, or "".
+        """Returns the tokens of question and answer, the model, the answer, and why the answer is unusable, or "".
 
         Raises Unusable if the body is no chat completion, and so costs nothing.
         """
@@ -261,7 +261,7 @@ class Client:
             top = ((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs")
             answer["top"] = [[one["token"], float(one["logprob"])] for one in top] if top else None
             if choice.get("finish_reason") == "length" and self.definition.form != "yes":
-                raise Unusable("the answer is truncated at max_tokens; raise it")
+                raise Unusable("the answer is truncated; raise max_tokens")
             request.check(answer)
         except Unusable as problem:
             why = f"found {self._quoted(answer['text'])!r}: {problem}"
@@ -276,18 +276,21 @@ class Client:
         return tokens, str(body.get("model", self.definition.model)), answer, why
 
     def _other_model(self, model: str) -> str:
-        """Returns a message if another model has answered, or "". Ends the call if the file's model has never answered."""
+        """Returns a message if another model than requested has answered, or else "".
+
+        Ends the call if the requested model has never answered.
+        """
         definition = self.definition
         if model == definition.model:
             self.named = True
             return ""
         model = self._quoted(model)
         found = f"{definition.endpoint} answers as {model}"
-        if not (self.named or self.store.answers):  # else, the change may be temporary
+        if not (self.named or self.store.answers):  # after an earlier answer, the change may be temporary
             self.error = self.error or InputError(
                 f"{self.name}: {found}; write `model: {model}` into the judge's file"
             )
-        return f"{found}, expected {short(definition.model)}"
+        return f"{found}, expected {shorten(definition.model)}"
 
 
 def _length(messages: Sequence[dict[str, str]]) -> int:

@@ -12,39 +12,39 @@ from string import ascii_uppercase
 from typing import Any
 
 from pipeline.errors import InputError
-from pipeline.job.judge import PLACEHOLDER, Definition, plain
+from pipeline.job.judge import PLACEHOLDER, Definition, normalize_answer
 from pipeline.statistics import mean
 
 NUMBER = r"[-+]?\d+(?:\.\d+)?"
 LEAD = r"[ >+-]*(?:\d+[.)] )?"  # start of a line in a list or a quotation, before `NAME:`
-LEAST_SHARE = 0.5  # minimum probability that the first token begins one of the two words
-TOP_LOGPROBS = 20  # number of alternatives per token that a request asks for, the maximum of the endpoints
+LEAST_SHARE = 0.5  # minimum probability that the first token begins an expected word, such as yes or no
+TOP_LOGPROBS = 20  # `top_logprobs` of a request, the maximum that endpoints allow
 
 
 class Unusable(Exception):
     """Raised for an answer without a score, or for no answer. The message gives the reason."""
 
-    wait = 0.0  # seconds before the next request, if the endpoint gives a time
+    wait = 0.0  # seconds before the next request, if the endpoint sends Retry-After
 
 
 @dataclass(frozen=True)
-class Question:
+class JudgeQuestion:
     """A question about one or more completions.
 
-    `rows` has the numbers of the samples with each text, in the order in which the judge sees the texts.
+    `rows` contains, for each text that the judge sees, the numbers of the samples with this text.
     """
 
     messages: list[dict[str, str]]
     rows: tuple[tuple[int, ...], ...]
 
 
-def questions(definition: Definition, prompts: Sequence[str], completions: Sequence[str], rows: Sequence[dict[str, Any]],
-              groups: Sequence[int]) -> list[Question]:  # fmt: skip
+def make_questions(definition: Definition, prompts: Sequence[str], completions: Sequence[str], rows: Sequence[dict[str, Any]],
+              groups: Sequence[int]) -> list[JudgeQuestion]:  # fmt: skip
     """Returns the questions about completions. For `rank`, completions with the same number in `groups` share a question."""
     if definition.form != "rank":
         numbers = range(len(prompts))
         return [
-            Question(_messages(definition, prompts[i], rows[i], completion=completions[i]), ((i,),))
+            JudgeQuestion(_messages(definition, prompts[i], rows[i], completion=completions[i]), ((i,),))
             for i in numbers
         ]
     members: dict[int, list[int]] = {}
@@ -59,14 +59,14 @@ def questions(definition: Definition, prompts: Sequence[str], completions: Seque
             by_text[completions[i]] = (*by_text.get(completions[i], ()), i)
         first = several[0]
         for order in _orders(definition, prompts[first], list(by_text)) if len(by_text) > 1 else ():
-            named = zip(labels(len(order)), order, strict=True)
+            named = zip(completion_names(len(order)), order, strict=True)
             texts = "\n\n".join(f"Response {label}:\n{text}" for label, text in named)
             messages = _messages(definition, prompts[first], rows[first], completions=texts)
-            asked.append(Question(messages, tuple(by_text[text] for text in order)))
+            asked.append(JudgeQuestion(messages, tuple(by_text[text] for text in order)))
     return asked
 
 
-def labels(count: int) -> list[str]:
+def completion_names(count: int) -> list[str]:
     """Returns the names of completions in a question: letters, or numbers if there are more than 26."""
     return list(ascii_uppercase[:count]) if count <= 26 else [f"R{i + 1}" for i in range(count)]
 
@@ -94,7 +94,7 @@ def _messages(definition: Definition, prompt: str, row: dict[str, Any], **shown:
 # ------------------------------------------------------------------------------------------ the score of an answer
 
 
-def scores_of(definition: Definition, question: Question, answer: dict[str, Any]) -> list[float]:
+def scores_in_answer(definition: Definition, question: JudgeQuestion, answer: dict[str, Any]) -> list[float]:
     """Returns a score from 0 to 1 for each completion of the question. Raises Unusable if the answer lacks a score.
 
     Args:
@@ -106,12 +106,12 @@ def scores_of(definition: Definition, question: Question, answer: dict[str, Any]
 
 
 def _lines(answer: dict[str, Any], name: str) -> list[str]:
-    """Returns the rest of all lines that begin with `NAME:`, after the judge's thoughts."""
-    text = plain(answer["text"].rpartition("</think>")[2])
+    """Returns the text after `NAME:` from all lines that begin with `NAME:`, without the judge's reasoning."""
+    text = normalize_answer(answer["text"].rpartition("</think>")[2])
     return re.findall(rf"(?m)^{LEAD}{name}[. ]*: ?(.*)$", text)
 
 
-def _score(definition: Definition, question: Question, answer: dict[str, Any]) -> list[float]:
+def _score(definition: Definition, question: JudgeQuestion, answer: dict[str, Any]) -> list[float]:
     last = _lines(answer, "(?:final |overall )?score")[-1:]  # the last line; earlier lines may be quotations
     scale = re.escape(f"{definition.high:g}")
     found = re.fullmatch(rf"({NUMBER})(?: ?(?:/|out of) ?{scale})?", "".join(last))
@@ -124,11 +124,11 @@ def _score(definition: Definition, question: Question, answer: dict[str, Any]) -
     return [(number - definition.low) / (definition.high - definition.low)]
 
 
-def _yes(definition: Definition, question: Question, answer: dict[str, Any]) -> list[float]:
-    good, bad = map(plain, definition.words)
+def _yes(definition: Definition, question: JudgeQuestion, answer: dict[str, Any]) -> list[float]:
+    good, bad = map(normalize_answer, definition.words)
     shares = {good: 0.0, bad: 0.0}
     for token, logprob in answer["top"] or ():
-        start = plain(str(token).strip().strip("▁Ġ"))
+        start = normalize_answer(str(token).strip().strip("▁Ġ"))
         begun = [word for word in shares if start and word.startswith(start)]
         if len(begun) == 1 and logprob <= 1e-3:  # a token may be the start of a word, such as Y
             shares[begun[0]] += math.exp(logprob)
@@ -139,20 +139,20 @@ def _yes(definition: Definition, question: Question, answer: dict[str, Any]) -> 
     return [shares[good] / total]
 
 
-def _rank(definition: Definition, question: Question, answer: dict[str, Any]) -> list[float]:
-    known = labels(len(question.rows))
+def _rank(definition: Definition, question: JudgeQuestion, answer: dict[str, Any]) -> list[float]:
+    known = completion_names(len(question.rows))
     last = "".join(_lines(answer, "(?:final )?ranking")[-1:])
     order = [part.strip().removeprefix("response ").upper() for part in last.split(">")]
     if sorted(order) != sorted(known):
-        raise Unusable(f"the answer's last line `Ranking: ` lacks each of {', '.join(known)} once")
+        raise Unusable(f"the answer's last line `Ranking: ` does not contain each of {', '.join(known)} once")
     return [1 - order.index(label) / (len(known) - 1) for label in known]
 
 
-def _rubric(definition: Definition, question: Question, answer: dict[str, Any]) -> list[float]:
+def _rubric(definition: Definition, question: JudgeQuestion, answer: dict[str, Any]) -> list[float]:
     total = weights = 0.0
     for one in definition.criteria or []:
-        choices = [plain(str(choice)) for choice in one["choices"]]
-        found = _lines(answer, re.escape(plain(one["name"])))
+        choices = [normalize_answer(str(choice)) for choice in one["choices"]]
+        found = _lines(answer, re.escape(normalize_answer(one["name"])))
         if len(found) != 1 or found[0] not in choices:
             raise Unusable(f"the answer needs one line `{one['name']}: ` with one of {', '.join(choices)}")
         weight = float(one.get("weight", 1.0))
@@ -161,7 +161,7 @@ def _rubric(definition: Definition, question: Question, answer: dict[str, Any]) 
     return [total / weights]
 
 
-def means(count: int, scored: Sequence[tuple[Question, list[float]]]) -> list[float]:
+def mean_scores(count: int, scored: Sequence[tuple[JudgeQuestion, list[float]]]) -> list[float]:
     """Returns the mean score of each of `count` samples, or 0.5 for a sample without a question."""
     several: list[list[float]] = [[] for _ in range(count)]
     for question, scores in scored:

@@ -7,22 +7,22 @@ from typing import Any
 
 from pipeline.job.judge import Definition
 from pipeline.scoring.judges import forms
-from pipeline.scoring.judges.client import Client, JudgeRequest
-from pipeline.scoring.judges.store import Store, folder
+from pipeline.scoring.judges.client import JudgeClient, JudgeRequest
+from pipeline.scoring.judges.store import Store, answers_folder
 from pipeline.scoring.rewards import Reward, Samples
 from pipeline.system import loop
 
 
 class JudgeReward(Reward):
-    """Scores completions from 0 to 1 by the answers of a judge.
+    """Scores completions from 0 to 1, according to the answers of a judge.
 
     The reward adds its notes to the samples: `words`, the judge's answers about each sample, and for `rank` also `orders`. An
-    order has the sample's place in a question, counted from 0, and its score.
+    order is (the sample's position in a question, counted from 0, its score).
 
     Args:
         definition: the judge's definition.
         storage_path: where answers are stored.
-        run: the run that pays for answers.
+        run: the run whose budget pays for answers.
         reward_timeout_s: seconds without a usable answer after which the run ends. -1 means no limit.
     """
 
@@ -37,24 +37,26 @@ class JudgeReward(Reward):
         super().__init__(**{"name": "judge", **settings})
         self.definition, self.columns = definition, frozenset(definition.columns)
         self.compares = definition.form == "rank"
-        store = Store(folder(storage_path, definition), run)
-        self.client = Client(
+        store = Store(answers_folder(storage_path, definition), run)
+        self.client = JudgeClient(
             definition, store, f"reward {self.name!r} (judge {definition.model})", reward_timeout_s
         )
 
     def score(self, samples: Samples) -> list[float]:
         definition = self.definition
-        asked = forms.questions(
+        asked = forms.make_questions(
             definition, samples.prompts, samples.completions, samples.rows, samples.groups
         )
         several = [one for one in asked for _ in range(definition.draws)]
         requests = [
-            JudgeRequest(one.messages, number % definition.draws, partial(forms.scores_of, definition, one))
+            JudgeRequest(
+                one.messages, number % definition.draws, partial(forms.scores_in_answer, definition, one)
+            )
             for number, one in enumerate(several)
         ]
         answers = loop.run_coroutine(self.client.answers(requests))
         scored = [
-            (one, forms.scores_of(definition, one, answer))
+            (one, forms.scores_in_answer(definition, one, answer))
             for one, answer in zip(several, answers, strict=True)
         ]
         notes: list[dict[str, Any]] = [{"words": [], "orders": []} for _ in samples.rows]
@@ -64,4 +66,4 @@ class JudgeReward(Reward):
                     notes[row]["words"].append(answer["text"])
                     notes[row]["orders"] += [(place, score)] if self.compares else []
         samples.notes[self.name] = notes
-        return forms.means(len(samples), scored)
+        return forms.mean_scores(len(samples), scored)

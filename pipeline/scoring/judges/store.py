@@ -1,4 +1,4 @@
-"""Stores answers of a judge on disk. A process writes one file, and reads the files of all processes and earlier runs.
+"""Stores answers of a judge on disk. Each process writes one file, and reads the files of all processes and earlier runs.
 
 A line is JSON: an answer with its `key` and `tokens`, the `tokens` of an unusable answer, or the other `counts` of a call. Files
 in a bucket cannot grow, so each group of answers in a bucket is a new file.
@@ -20,26 +20,26 @@ from pipeline.job.judge import Definition
 from pipeline.system import storage
 
 POLL_S = 0.02  # time between two attempts to lock a question
-COUNTS = ("judged", "from_store", "failed", "waited")  # counts of a client's calls
+COUNTS = ("judged", "from_store", "failed", "waited")  # names of the counts of a client's calls
 
 
-def folder(storage_path: str, definition: Definition) -> str:
-    """Returns the folder with the answers of a definition, which all runs of a storage path share."""
+def answers_folder(storage_path: str, definition: Definition) -> str:
+    """Returns the folder with a judge's answers, which all runs of a storage path share."""
     return storage.join(storage_path, "judges", definition.digest[:16])
 
 
 class Store:
-    """Has the answers of one definition, and counts the costs of each run.
+    """Contains the answers for one definition of a judge, and counts the costs of each run.
 
     Args:
         folder: a folder or a bucket's path.
-        run: the run that pays for the answers of this process.
+        run: the run whose budget pays for the answers to this process.
     """
 
     def __init__(self, folder: str, run: str) -> None:
         self.folder, self.run = folder, run
         self.answers: dict[str, dict[str, Any]] = {}
-        # run -> sent and answered (tokens that cost money), calls, and COUNTS
+        # for each run: tokens sent to and answered by the judge, calls, and COUNTS
         self.totals: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self.read: dict[str, int] = {}  # file -> number of bytes read
         self.name, self.parts = uuid.uuid4().hex, 0
@@ -96,7 +96,7 @@ class Store:
 
     @contextlib.asynccontextmanager
     async def asking(self, key: str) -> AsyncIterator[bool]:
-        """Lets one process of a machine at a time ask a question. Yields whether the question still has no answer."""
+        """Allows only one process of a machine at a time to send a question. Yields True if the question still has no answer."""
         if self.remote:
             yield key not in self.answers
             return
@@ -129,7 +129,7 @@ class Store:
                 try:
                     await asyncio.to_thread(self._append, lines)
                 except Exception as error:  # a full disk, or a bucket that does not answer
-                    # a new file, because the last line of the old file may be incomplete
+                    # starts a new file, because the last line of the old file may be incomplete
                     self.name = uuid.uuid4().hex
                     for _, done in group:
                         if not done.done():

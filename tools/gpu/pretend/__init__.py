@@ -5,7 +5,7 @@
 
 In the block torch finds GPUs, so code takes its branches for CUDA, and autocast and autograd use CUDA's dispatch keys. Wrong
 code gets CUDA's errors: two devices in one operation, `numpy()` of a GPU tensor, a host read during the capture of a graph, a
-graph in a pool that is gone. `host_reads` counts operations that make the host wait.
+graph in a freed memory pool. `host_reads` counts operations that make the host wait.
 
 Results are computed by the CPU's kernels. CUDA's kernels, speed and memory fragments are not simulated.
 """
@@ -50,10 +50,10 @@ NAME = "NVIDIA H100 80GB HBM3"
 
 @contextmanager
 def cuda(gpus: int = 2, gib: float = 80) -> Iterator[None]:
-    """Pretends that this process has `gpus` GPUs with `gib` GiB each. Threads that start in the block pretend, too."""
+    """Pretends that this process has `gpus` GPUs with `gib` GiB each. Threads started in the `with` block have the same GPUs."""
     with suppress(ImportError):
-        import bitsandbytes  # looks for CUDA's libraries once, at import
-    # `torch` caches this list; it must be filled before torch.tensor is replaced.
+        import bitsandbytes  # bitsandbytes searches for CUDA's libraries only at its import
+    # torch caches its list of tensor constructors, and must do so before torch.tensor is replaced.
     torch.utils._device._device_constructors()
     machine.gpus = [Gpu(index, int(gib * GIB)) for index in range(gpus)]
     machine.thread = threading.local()
@@ -66,7 +66,7 @@ def cuda(gpus: int = 2, gib: float = 80) -> Iterator[None]:
         kinds = torch.utils._foreach_utils._foreach_supported_types
         kinds.append(GpuTensor)
         stack.callback(kinds.remove, GpuTensor)
-        register_package(5, _location, _restored)  # priority 5 comes before the CPU's entry
+        register_package(5, _location, _restored)  # priority 5 precedes torch's own entry for the CPU
         stack.callback(lambda: _package_registry.remove((5, _location, _restored)))
         stack.enter_context(autocast.kernels())
         stack.enter_context(Mode())
@@ -278,7 +278,7 @@ def _location(storage: Any) -> str | None:
 
 
 class _Opened:
-    """Replaces safetensors' reader, which copies to a GPU with CUDA itself."""
+    """Replaces safetensors' reader, which would call CUDA to copy tensors to a GPU."""
 
     def __init__(self, *args: Any, device: Any = "cpu", **kwargs: Any) -> None:
         self.file, self.device = _safe_open(*args, **kwargs), machine.device(device)

@@ -64,7 +64,7 @@ def _kernel(name: str, policy: list[str]) -> Callable[..., Any]:
 
 @contextmanager
 def kernels() -> Iterator[None]:
-    """Replaces torch's kernels in the block."""
+    """Replaces torch's kernels until the `with` block ends."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that a kernel is replaced, which is intended

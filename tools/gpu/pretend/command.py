@@ -16,7 +16,7 @@ from tools.gpu import pretend
 
 @contextmanager
 def machine(gpus: int = 1) -> Iterator[None]:
-    """Pretends that this process runs on a machine with GPUs. Ray also finds these GPUs."""
+    """Pretends that this process runs on a machine with GPUs. Ray finds the pretended GPUs, too."""
     found = {"get_current_node_num_accelerators": lambda: gpus}
     with (
         pretend.cuda(gpus),

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 GIB = 2**30
-BLOCK = 512  # bytes; torch's allocator rounds the size of each tensor up to a multiple of this
+BLOCK = 512  # torch's allocator rounds the bytes of each tensor up to a multiple of BLOCK
 CONTEXT = GIB // 2  # bytes of GPU memory for CUDA's context
-PHILOX_STEP = 4  # torch increases a generator's offset by this for each random kernel
+PHILOX_STEP = 4  # added to a generator's offset by each random kernel of torch
 
 # counts of operations that made the host wait for a GPU, by name: item, tolist, copy to the host, ...
 host_reads: Counter[str] = Counter()
 
 
 def tree_map(change: Callable[[Any], Any], tree: Any) -> Any:
-    """Applies `change` to each leaf of lists, tuples and dicts. torch's own function takes five times as long."""
+    """Applies `change` to each leaf of lists, tuples and dicts. torch's own tree_map takes five times as long."""
     if tree.__class__ in (list, tuple):
         return tree.__class__([tree_map(change, x) for x in tree])
     if tree.__class__ is dict:
@@ -39,7 +39,7 @@ def tree_leaves(tree: Any) -> list[Any]:
 class Memory:
     """Counts the bytes of a GPU's live tensors. Tensors that share a storage are counted once.
 
-    Unlike torch's allocator, this counter has no fragments: `reserved` is the maximum in use since `empty_cache`.
+    Unlike torch's allocator, this counter ignores fragmentation: `reserved` is the maximum in use since `empty_cache`.
     """
 
     def __init__(self, total: int) -> None:
@@ -211,7 +211,10 @@ class Slot:
 
 
 class Fixed:
-    """Refers to a tensor from before the capture. A replay uses this tensor's memory, even if another tensor has reused it."""
+    """Refers to a tensor that existed before the capture.
+
+    A replay uses this tensor's memory, even if another tensor has reused it.
+    """
 
     def __init__(self, tensor: torch.Tensor, memory: Memory) -> None:
         # a second tensor on the same memory, so that the graph does not keep the first tensor alive
@@ -243,7 +246,7 @@ class Graph:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream.")
         pool = pool or graph_pool_handle()
         if pool in machine.pools and machine.pools[pool] <= 0:
-            # torch frees a pool together with its last graph. After that, torch no longer accepts the pool's handle.
+            # torch frees a memory pool together with the pool's last graph, and then rejects the pool's handle.
             raise RuntimeError(
                 "it->second->use_count > 0 INTERNAL ASSERT FAILED at c10/cuda/CUDACachingAllocator.cpp"
             )
@@ -262,7 +265,7 @@ class Graph:
         self.made = {}
 
     def place(self, tensor: torch.Tensor, memory: Memory) -> Slot | Fixed:
-        """Returns a reference to a plain tensor. With this reference, a replay finds the tensor."""
+        """Returns a reference with which a replay finds a plain tensor."""
         if id(tensor) in self.made:
             return Slot(self.made[id(tensor)][0])
         return Fixed(tensor, memory)

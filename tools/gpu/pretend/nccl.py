@@ -18,7 +18,7 @@ class Groups:
 
 
 def init_process_group(plain: Callable[..., None]) -> Callable[..., None]:
-    """Returns a replacement for torch's function, which uses gloo in place of NCCL."""
+    """Returns a replacement for torch's init_process_group that uses gloo in place of NCCL."""
 
     def init(backend: Any = None, *args: Any, **kwargs: Any) -> None:
         Groups.nccl = backend is None or "nccl" in str(backend)
@@ -29,7 +29,7 @@ def init_process_group(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 def get_backend(plain: Callable[..., str]) -> Callable[..., str]:
-    """Returns a replacement for torch's function, which names NCCL."""
+    """Returns a replacement for torch's get_backend that returns nccl for the default group."""
 
     def backend(group: Any = None) -> str:
         found = plain(group)

@@ -155,7 +155,7 @@ def get_data(self: torch.Tensor) -> Any:
 
 
 def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
-    """Sets Tensor.data, also from another device. The tensor stays the same object, as `Module.to` requires."""
+    """Sets Tensor.data, also from a tensor on another device. The tensor stays the same object, as `Module.to` requires."""
     if isinstance(self, GpuTensor) and isinstance(value, GpuTensor):
         _plain_data.__set__(self, value)
         self._t, self._device = value._t, value._device
@@ -260,7 +260,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     if given is not None and torch.device(given).type != "cuda":
         given = None  # autograd passes the device that C++ knows, which is the CPU
     device = given and machine.device(given)
-    if func.namespace == "c10d" and func._schema.name != "c10d::barrier":  # barrier creates its own tensor
+    # `barrier` itself creates a CPU tensor
+    if func.namespace == "c10d" and func._schema.name != "c10d::barrier":
         nccl.check(tensors)
     if ours := [x for x in tensors if isinstance(x, GpuTensor)]:
         device = device or ours[0].device
@@ -268,7 +269,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     elif device is None:
         made = func(*args, **kwargs)
         if not tensors and isinstance(made, torch.Tensor) and torch._C._current_graph_task_id() != -1:
-            # Autograd makes zeros for an output without a gradient. On CUDA, such zeros are on the output's GPU.
+            # For an output without a gradient, autograd makes zeros, which CUDA would create on the output's GPU.
             made._of_any_device = True
         return made
     assert device is not None
@@ -320,7 +321,7 @@ def _check(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], ours:
     if func in INDEXED or func in PUT:
         _check_index(func, args)
         return
-    if func.namespace == "c10d":  # nccl.check has checked these
+    if func.namespace == "c10d":  # nccl.check has checked the tensors of collectives
         return
     of_cpu = [
         x for x in tensors if not isinstance(x, GpuTensor) and x.dim()
@@ -365,7 +366,10 @@ def _require(func: Any, args: Any, kwargs: Any, device: torch.device) -> None:
 
 @cache
 def _draws(func: Any) -> str:
-    """Returns the source of an operation's random numbers: its `generator`, torch's default, or "" for no draws."""
+    """Returns the source of an operation's random numbers:
+
+    its `generator`, torch's default, or "" if the operation is not random.
+    """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return ""
     return "generator" if any(x.name == "generator" for x in func._schema.arguments) else "default"

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from tools.gpu import pretend
 from tools.gpu.pretend import branches  # noqa: F401  (before the modules of pipeline/, whose statements it records)
 
-GPUS = 2  # number of GPUs of the machine
+GPUS = 2  # number of pretended GPUs of the machine
 for_good = ExitStack()
 
 
