@@ -1,5 +1,6 @@
 """Tests that notebooks run from top to bottom in a new kernel, and that their committed outputs are from such a run."""
 
+import ast
 import re
 import sys
 from types import SimpleNamespace
@@ -78,6 +79,41 @@ def test_the_committed_notebook_was_executed_in_order(name):
     assert all(cell.source.count("\n") < 30 for cell in cells), "logic in a cell"
 
 
+def test_workers_do_not_share_the_only_gpu(tmp_path, monkeypatch, in_root):
+    import torch
+
+    from pipeline.system import storage
+
+    [cell] = [cell.source for cell in read(NOTEBOOKS[0]).cells if "def on_two_workers" in cell.source]
+    [function] = [part for part in cell.split("\n\n\n") if part.startswith("def on_two_workers")]
+    space = {"torch": torch, "storage": storage, "load_job": load_job, "RUNS": str(tmp_path), "OVERRIDES": []}
+    space["run_of"] = lambda stage, name: [f"run.name={name}", "scaling.use_gpu=true"]
+    exec(function, space)
+    for gpus, profile, workers, use_gpu in (
+        (1, "demo", 2, False),
+        (1, "llama3-8b-qlora", 1, True),
+        (4, "llama3-8b", 2, True),
+    ):
+        monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
+        space["PROFILE"] = profile
+        scaling = space["on_two_workers"]("name").scaling
+        assert (scaling["num_workers"], scaling["use_gpu"]) == (workers, use_gpu)
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_the_cells_use_only_names_that_pipeline_has(name):
+    """Finds names that were renamed in pipeline/. Only the slow tests run the cells."""
+    cells = [cell.source for cell in read(name).cells if cell.cell_type == "code"]
+    nodes = list(ast.walk(ast.parse("\n".join(cells).replace("    !", "    0  # "))))
+    found = {}
+    for node in (node for node in nodes if isinstance(node, ast.ImportFrom)):
+        if node.module.startswith("pipeline"):
+            for one in node.names:
+                exec(f"from {node.module} import {one.name}", found)
+    used = [n for n in nodes if isinstance(n, ast.Attribute) and getattr(n.value, "id", None) in found]
+    assert used and not [ast.unparse(n) for n in used if not hasattr(found[n.value.id], n.attr)]
+
+
 def test_the_committed_runs_learned_something():
     rm, ppo = map(read, NOTEBOOKS)
     before, after = re.search(r"held-out accuracy +([\d.]+) +-> +([\d.]+)", printed(rm)).groups()
@@ -112,11 +148,12 @@ def test_the_reward_model_notebook_runs(tmp_path, storage):
     """Runs every cell, with two steps of training. The notebook kills a worker after the first step."""
     file = ROOT / "notebooks/llama3_reward_model.ipynb"
     overrides = [*QUICK, "trainer.save_strategy=steps", "trainer.save_steps=1"]
-    notebook = execute(file, **storage, OVERRIDES=overrides, timeout=300)
+    notebook = execute(file, **storage, OVERRIDES=overrides, timeout=900)
     assert_clean(notebook, tmp_path)
     text = printed(notebook)
     assert pictures(notebook) == 5 and "rlhf-rm v1 @champion" in text
     assert "run lost-worker failed" in text and "continuing from checkpoint_00000001" in text
+    assert "continuing from checkpoint_00000002" in text, "run.max_failures restarts the workers"
     assert "of adapter and head; equal: True" in text
     assert exists(f"{storage['RUNS']}/reward-model/report.html")
     source = "".join(cell.source for cell in notebook.cells)
