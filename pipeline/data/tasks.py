@@ -51,9 +51,9 @@ class Options:
 
     def cache_parts(self) -> list[tuple[str, Any]]:
         """Returns the settings for the cache key. Each Kind is replaced by its stage and preprocessing, which can be hashed."""
-        preprocess = {split: [one.preprocess for one in kinds] for split, kinds in self.kinds.items()}
-        own = {name: value for name, value in vars(self).items() if name not in ("kind", "kinds")}
-        return sorted((own | {"stage": self.kind.stage, "preprocess": preprocess}).items())
+        preprocess = {split: [kind.preprocess for kind in kinds] for split, kinds in self.kinds.items()}
+        settings = {name: value for name, value in vars(self).items() if name not in ("kind", "kinds")}
+        return sorted((settings | {"stage": self.kind.stage, "preprocess": preprocess}).items())
 
 
 def run_chunks(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:
@@ -105,9 +105,9 @@ def tokenize_chunk(
         counts.digest.add(raw)
         if not isinstance(row, RowError):
             counts.keys["rows"] += row_hash(raw)
-        for made in kind.rows(row, task.note_label):
-            done = isinstance(made, RowError | Dropped)
-            batch.append((number, made if done else parse_or_error(made, kind)))
+        for result in kind.rows(row, task.note_label):
+            unusable = isinstance(result, RowError | Dropped)
+            batch.append((number, result if unusable else parse_or_error(result, kind)))
         size += len(raw)
         if len(batch) >= BATCH or size >= BATCH_BYTES:
             task.flush(batch)
@@ -117,8 +117,8 @@ def tokenize_chunk(
         counts.parts[name] = writer.close()
         counts.add(name, "rows", number=counts.parts[name][1])
     # Line numbers of errors require a count of the lines before the chunk, which is made once for all errors.
-    if named := {id(error): error for error in (*counts.errors.values(), counts.unread) if error}:
-        locate_errors([*named.values()], chunk)
+    if errors := {id(error): error for error in (*counts.errors.values(), counts.unread) if error}:
+        locate_errors([*errors.values()], chunk)
     return counts
 
 
@@ -220,8 +220,8 @@ class ReadTask:
     def split_of(self, number: int, record: Record) -> str:
         """Returns the split of a row. If data.transform returns several rows, all have the split of the first row."""
         if number != self.placed[0]:
-            away = held_out(record.prompt_content(), self.options)
-            self.placed = number, "eval" if away else self.chunk.split
+            is_eval = held_out(record.prompt_content(), self.options)
+            self.placed = number, "eval" if is_eval else self.chunk.split
         return self.placed[1]
 
 
@@ -291,14 +291,14 @@ def pack_rows(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
     free = defaultdict[int, list[list[dict[str, Any]]]](list)  # {number of free tokens: bins}
     bins: list[list[dict[str, Any]]] = []
     for row in sorted(rows, key=lambda row: -len(row["input_ids"])):
-        need = len(row["input_ids"])
-        room = min((space for space, some in free.items() if space >= need and some), default=size)
-        if not free[room]:
+        length = len(row["input_ids"])
+        space = min((tokens for tokens, group in free.items() if tokens >= length and group), default=size)
+        if not free[space]:
             bins.append([])
-            free[room].append(bins[-1])
-        target = free[room].pop()
+            free[space].append(bins[-1])
+        target = free[space].pop()
         target.append(row)
-        free[room - need].append(target)
+        free[space - length].append(target)
     return [
         {
             "input_ids": [token for row in group for token in row["input_ids"]],
@@ -329,8 +329,8 @@ def decode_sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 
         for trained, run in itertools.groupby(columns["labels"], lambda label: label != -100):
             stop += len([*run])
             # decode from the start, because decoders drop the first space of a text
-            so_far = decode(ids) if stop == len(ids) else begun(ids[:stop])
-            piece, shown = so_far[shown:], max(shown, len(so_far))
+            prefix = decode(ids) if stop == len(ids) else begun(ids[:stop])
+            piece, shown = prefix[shown:], max(shown, len(prefix))
             text += f"⟦{piece}⟧" if trained else piece
         return clip_text(text, limit)
     if "input_ids" in columns:
