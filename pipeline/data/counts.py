@@ -86,19 +86,19 @@ def sum_counts(
     return total
 
 
-def of_split(name: str, counts: Iterable[Counts]) -> list[Counts]:
-    """Returns the counts of all chunks of the split `name`."""
-    return [chunk_counts for chunk_counts in counts if chunk_counts.chunk.split == name]
+def of_split(split: str, counts: Iterable[Counts]) -> list[Counts]:
+    """Returns the counts of all chunks of a split."""
+    return [chunk_counts for chunk_counts in counts if chunk_counts.chunk.split == split]
 
 
 def first_errors(counts: Iterable[Counts]) -> list[tuple[RowError, int]]:
     """Returns (first error, number of dropped rows) for each of the most frequent error reasons."""
-    rows, first = sum_counts(counts)["reasons"], dict[Reason, RowError]()
+    rows, first_of = sum_counts(counts)["reasons"], dict[Reason, RowError]()
     for chunk_counts in counts:
         for reason, error in chunk_counts.errors.items():
-            first.setdefault(reason, error)
-    frequent = sorted(first, key=lambda reason: -rows[reason])[:FIRST]
-    return [(error, rows[reason]) for reason, error in first.items() if reason in frequent]
+            first_of.setdefault(reason, error)
+    frequent = sorted(first_of, key=lambda reason: -rows[reason])[:FIRST]
+    return [(error, rows[reason]) for reason, error in first_of.items() if reason in frequent]
 
 
 # ---- comparing rows -----------------------------------------------------------------------------------------------------

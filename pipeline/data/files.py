@@ -132,8 +132,8 @@ def in_folder(fs: Any, inner: str, key: str) -> tuple[list[Any], dict[Any, str]]
 
 def is_held_out(name: str) -> bool:
     """Returns True if a word in a path means that its rows are for evaluation, as in `data/test-00000-of-00001.parquet`."""
-    joined = re.sub(r"(hold|held)[^a-z/]+out", r"\1out", name.lower())
-    return any(word.removesuffix("set") in HELD_OUT for word in re.split(r"[^a-z]+", joined))
+    normalized = re.sub(r"(hold|held)[^a-z/]+out", r"\1out", name.lower())
+    return any(word.removesuffix("set") in HELD_OUT for word in re.split(r"[^a-z]+", normalized))
 
 
 def files_below(fs: Any, inner: str, pattern: bool = False) -> list[Any]:

@@ -539,9 +539,9 @@ def _parse(row: Any, kind: Kind) -> Record:
         if row[key] is None:
             raise RowError("null", key, "null", "a value")
         fields[key] = without_unread(unpack_messages(key, row[key]), key, kind.message_keys, unread)
-    read = {*fields, *kind.further, "system"} | ({"input", "history"} if "instruction" in fields else set())
+    keys = {*fields, *kind.further, "system"} | ({"input", "history"} if "instruction" in fields else set())
     row = row | fields
-    check_values({key: value if key in read else None for key, value in row.items()})
+    check_values({key: value if key in keys else None for key, value in row.items()})
     parser = kind.formats[format]
     margin = margin_in(row) if parser in PREFERENCES.values() else None
     record = kind.parse(row, parser, field_names(format))
@@ -559,8 +559,8 @@ def _parse(row: Any, kind: Kind) -> Record:
     optional |= {"version": record.version, "reward_version": list(record.judges)}
     check_values(optional)
     if "row" not in kind.columns:  # if the token table has the column `row`, Python rewards read all columns
-        read |= {key for key, value in optional.items() if value}
-        unread += [key for key in row if key not in read]
+        keys |= {key for key, value in optional.items() if value}
+        unread += [key for key in row if key not in keys]
     record.unread += tuple(dict.fromkeys(unread))
     return record
 

@@ -107,8 +107,8 @@ def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
     if stages and not stages.startswith("ppo with"):  # one text column may contain both prompt and completion
         return f"{head}; these rows can train {stages}"
     field_lists = [*map(field_names, kind.formats)]
-    plain = next(names for names in field_lists if names[0] == "prompt" and "pos_answers" not in names)
-    mappings = [plain, ("prompt", "first", "second", "label")][: 1 + ("chosen" in plain)]
+    fields = next(names for names in field_lists if names[0] == "prompt" and "pos_answers" not in names)
+    mappings = [fields, ("prompt", "first", "second", "label")][: 1 + ("chosen" in fields)]
     templates = ["{" + ", ".join(f"{name}: COLUMN" for name in names) + "}" for names in mappings]
     settings = " or ".join(how_to_set(f"{key}.columns", template) for template in templates)
     return (
@@ -430,9 +430,9 @@ def _pairs(columns: dict[str, Values], texts: list[str]) -> Iterator[dict[str, A
 
 def _siblings(names: list[str], low: str, high: str) -> Iterator[tuple[str, str]]:
     """Yields pairs of column names that differ only in `low` and `high`, such as response_1 and response_2."""
-    before = r"(?<!\d)" if low.isdigit() else "(?<![a-zA-Z])"  # the last `a` of `data` is not a word
+    boundary = r"(?<!\d)" if low.isdigit() else "(?<![a-zA-Z])"  # the last `a` of `data` is not a word
     for name in names:
-        pattern = rf"(?i){before}{low}(?![a-z0-9])"
+        pattern = rf"(?i){boundary}{low}(?![a-z0-9])"
         sibling = re.sub(pattern, lambda match: high.upper() if match[0].isupper() else high, name)
         if sibling in names and sibling != name:
             yield name, sibling

@@ -97,8 +97,8 @@ def majority_label(label: Any) -> Any:
     votes = [is_good_label(value) for value in as_list(labels) if not is_unrated(value)]
     if None in votes or not isinstance(labels, list):
         return label
-    majority = sum(1 if vote else -1 for vote in votes)
-    return majority > 0 if majority else None
+    margin = sum(1 if vote else -1 for vote in votes)
+    return margin > 0 if margin else None
 
 
 def parse_score(value: Any, name: str) -> float | None:
@@ -218,8 +218,8 @@ class Rule:
                 kind = "unclear_label" if self.derived else "unknown_label"
                 expected = f"{self}; data.label defines the label values"
                 raise RowError(kind, "label", show_json(value), expected) from None
-        (most, number), *others = [*votes.most_common(), ("unlabeled", 0)]
-        return most if all(number > count for _, count in others) else "tie"
+        (meaning, count), *others = [*votes.most_common(), ("unlabeled", 0)]
+        return meaning if all(count > n for _, n in others) else "tie"
 
 
 def derive_rule(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "data.label") -> Rule:

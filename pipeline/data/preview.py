@@ -66,11 +66,11 @@ def _source_kind(stage: str, source: Source, key: str, pairs: Any) -> Kind:
 
 def known_fields(kind: Kind) -> list[str]:
     """Returns the fields that rows of a kind may have: first the fields of all formats, then optional fields."""
-    required = [name for format in kind.formats for name in field_names(format)]
+    format_fields = [name for format in kind.formats for name in field_names(format)]
     pair_fields = UNORDERED if kind.has_pairs else ()
-    input_fields = ("input", "history") if "instruction" in required else ()
-    common_fields = ("system", "tools", "chat_template_kwargs")
-    return [*dict.fromkeys([*required, *pair_fields, *sorted(kind.further), *input_fields, *common_fields])]
+    input_fields = ("input", "history") if "instruction" in format_fields else ()
+    common = ("system", "tools", "chat_template_kwargs")
+    return [*dict.fromkeys([*format_fields, *pair_fields, *sorted(kind.further), *input_fields, *common])]
 
 
 def check_column_names(columns: Columns, kind: Kind, key: str = "data.columns") -> None:
@@ -85,13 +85,13 @@ def check_column_names(columns: Columns, kind: Kind, key: str = "data.columns") 
             raise InputError(f"found {len(column)} columns, expected one", key=f"{key}.{field}")
         for name in as_list(column):
             if name in mapped:
-                found = f"found {name!r}, which is {key}.{mapped[name]} already"
-                raise InputError(f"{found}; map each column to only one field", key=f"{key}.{field}")
+                problem = f"found {name!r}, which is {key}.{mapped[name]} already"
+                raise InputError(f"{problem}; map each column to only one field", key=f"{key}.{field}")
             mapped[name] = field
     if not formats_with(columns, kind.formats):
         formats = " | ".join(kind.formats)
-        found = f"no row of `{kind.stage}` has {' and '.join(columns)}"
-        raise InputError(f"{found}; expected fields of one of {formats}", key=key)
+        problem = f"no row of `{kind.stage}` has {' and '.join(columns)}"
+        raise InputError(f"{problem}; expected fields of one of {formats}", key=key)
 
 
 def check_columns_exist(
@@ -110,8 +110,8 @@ def check_columns_exist(
             if rows and not any(has(row, path) for row in rows):
                 names = dict.fromkeys(name for row in rows for name in some_keys(row))
                 shown = escape_controls(", ".join([*names][:30]), lines=False)
-                found = f"{file}: rows 1-{len(rows):,} have no column {path!r}; the columns are {shown}"
-                raise InputError(found, key=f"{key}.{field}")
+                problem = f"{file}: rows 1-{len(rows):,} have no column {path!r}; the columns are {shown}"
+                raise InputError(problem, key=f"{key}.{field}")
 
 
 @dataclass(frozen=True)
@@ -212,10 +212,10 @@ def check_printed_lists(head: Head) -> None:
         column = head.kind.preprocess.columns.get(field, field)
         cells = [row.get(column) for row in head.rows] if isinstance(column, str) else []
         if len(cells) > 1 and all(map(is_printed_list, cells)):
-            found = (
+            problem = (
                 f"{head.path}: each {column!r} is a list in Python's notation, such as {show_json(cells[0])}"
             )
-            raise InputError(f"{found}; save the rows with to_json or to_parquet", key=f"data.{head.split}")
+            raise InputError(f"{problem}; save the rows with to_json or to_parquet", key=f"data.{head.split}")
 
 
 def first_rows(file: File, kind: Kind) -> tuple[list[dict[str, Any]], list[RowError]]:

@@ -277,11 +277,11 @@ def report_line(title: str, text: str) -> str:
 def report_of(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Report:
     """Creates the report from the counts of all chunks, which must be in the order of the chunks."""
     report = Report(options.kind.stage, options.max_length, text_as_chat=options.apply_template)
-    for name in ("train", "eval"):
-        if split_counts := [c for c in counts if any(split == name for split, *_ in c.tally)]:
-            report.splits[name] = split_of(name, split_counts)
+    for split in ("train", "eval"):
+        if split_counts := [c for c in counts if any(name == split for name, *_ in c.tally)]:
+            report.splits[split] = split_of(split, split_counts)
             sources = sorted({chunk_counts.chunk.source for chunk_counts in split_counts})
-            report.sources[name] = [split_of(name, split_counts, source) for source in sources]
+            report.sources[split] = [split_of(split, split_counts, source) for source in sources]
     report.skipped = [error_with_count(*entry) for entry in first_errors(counts)]
     by_source: dict[int, list[str]] = {}
     for chunk_counts in counts:
@@ -366,16 +366,16 @@ def check_rows_are_usable(counts: Sequence[Counts], options: Options) -> None:
 
     A file without rows counts as one bad row.
     """
-    read = Counter[str]()
+    rows_read = Counter[str]()
     for chunk_counts in counts:
-        read[chunk_counts.chunk.path] += sum_counts([chunk_counts])["read"].total()
+        rows_read[chunk_counts.chunk.path] += sum_counts([chunk_counts])["read"].total()
     for chunk_counts in counts:
-        if chunk_counts.chunk.start == 0 and not read[chunk_counts.chunk.path]:
+        if chunk_counts.chunk.start == 0 and not rows_read[chunk_counts.chunk.path]:
             error = RowError("empty_file", "", "no rows", "at least one row")
             chunk_counts.leave_out(chunk_counts.chunk.split, 1, error)
             locate_errors([error], chunk_counts.chunk)
-    for name in dict.fromkeys(chunk_counts.chunk.split for chunk_counts in counts):
-        part, key = of_split(name, counts), f"data.{name}"
+    for split in dict.fromkeys(chunk_counts.chunk.split for chunk_counts in counts):
+        part, key = of_split(split, counts), f"data.{split}"
         total = sum_counts(part)
         if total["bad"] and (options.on_error == "raise" or unclear_labels(total)):
             raise InputError(describe_bad_rows(part), key=key)
@@ -393,7 +393,7 @@ def check_rows_are_usable(counts: Sequence[Counts], options: Options) -> None:
                 advice += f"; the prompts alone fill {tokens}; raise this limit"
             problem = error_kinds_in_words(total["dropped"]) or "the files are empty"
             raise InputError(f"none of {total['read'].total()} rows is usable ({problem}){advice}", key=key)
-    kept = {name: sum_counts(counts, name)["kept"].total() for name in ("train", "eval")}
+    kept = {split: sum_counts(counts, split)["kept"].total() for split in ("train", "eval")}
     if options.eval_fraction and not all(kept.values()):
         raise InputError(
             f"a split of {options.eval_fraction} of {sum(kept.values())} rows, by prompt, leaves no rows for "
@@ -413,9 +413,9 @@ def describe_bad_rows(counts: Sequence[Counts]) -> str:
     kinds, read = total["bad"], total["read"].total()
     bad = kinds.total() - kinds["empty_file"]
     intro = f"{bad:,} of {with_unit(read)} cannot be used" if bad else "nothing to read"
-    first = [(error, rows) for error, rows in first_errors(counts) if error.kind in kinds]
-    lines = [f"  {error_with_count(*entry)}" for entry in first]
-    if remaining := kinds.total() - sum(rows for _, rows in first):
+    errors = [(error, rows) for error, rows in first_errors(counts) if error.kind in kinds]
+    lines = [f"  {error_with_count(*entry)}" for entry in errors]
+    if remaining := kinds.total() - sum(rows for _, rows in errors):
         lines.append(f"  and {remaining:,} more")
     advice = "fix these rows, or set data.on_error=skip to skip them"
     if unclear_labels(total):

@@ -50,18 +50,18 @@ def rename_columns(row: dict[str, Any], columns: Columns, needed: Iterable[str])
     Raises RowError if the row lacks the column of a `needed` field, or if an unmapped column has the name of a mapped field.
     """
     fields: dict[str, Any] = {}
-    sources = [path for column in columns.values() for path in as_list(column)]
+    paths = [path for column in columns.values() for path in as_list(column)]
     for field, column in columns.items():
         try:
             values = [value_at(row, path) for path in as_list(column)]
         except KeyError as error:
-            if field in needed or (field in row and field not in sources):
+            if field in needed or (field in row and field not in paths):
                 found, column = fields_of(row) + suggest_key(error.args[0], row), str(error.args[0])
                 expected = f"the column in data.columns.{field}"
                 raise RowError("missing_field", column, found, expected) from None
             continue
         fields[field] = values if isinstance(column, list) else values[0]
-    used = {path if path in row else path.partition(".")[0] for path in sources}
+    used = {path if path in row else path.partition(".")[0] for path in paths}
     return {**{name: value for name, value in row.items() if name not in used}, **fields}
 
 

@@ -142,7 +142,7 @@ class ChatTemplate:
             if not whole.startswith(head):
                 raise not_behind_prompt(i, head)
             return len(head), len(whole)
-        follows = i > 0 and whole.startswith(head)
+        has_prefix = i > 0 and whole.startswith(head)
         bare = {key: value for key, value in turns[i].items() if key not in THOUGHTS}
         for turn in (
             (turns[i], bare) if bare != turns[i] else (bare,)
@@ -150,9 +150,9 @@ class ChatTemplate:
             prefix = self.render([*turns[:i], turn], False)
             if whole.startswith(prefix):
                 # The span includes the text that the template writes before the content.
-                return len(head) if follows else self._changing(whole, turns, i)[0], len(prefix)
+                return len(head) if has_prefix else self._changing(whole, turns, i)[0], len(prefix)
         begin, stop = self._changing(whole, turns, i)
-        return min(begin, len(head)) if follows else begin, stop
+        return min(begin, len(head)) if has_prefix else begin, stop
 
     def _changing(self, whole: str, turns: Turns, i: int) -> Span:
         """Returns the span of the text that changes if the content of turn `i` changes."""
