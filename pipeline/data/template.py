@@ -144,9 +144,8 @@ class ChatTemplate:
             return len(head), len(whole)
         has_prefix = i > 0 and whole.startswith(head)
         bare = {key: value for key, value in turns[i].items() if key not in THOUGHTS}
-        for turn in (
-            (turns[i], bare) if bare != turns[i] else (bare,)
-        ):  # the template of gpt-oss drops the thoughts before a final answer
+        # the template of gpt-oss drops the thoughts before a final answer
+        for turn in (turns[i], bare) if bare != turns[i] else (bare,):
             prefix = self.render([*turns[:i], turn], False)
             if whole.startswith(prefix):
                 # The span includes the text that the template writes before the content.
