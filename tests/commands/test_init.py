@@ -352,7 +352,7 @@ def test_a_profile_gets_jobs_for_one_more_file(here, capsys):
     assert (dpo.policy, dpo.model.name_or_path) == ("models:/vet-sft@champion", MODEL)
     assert load_job("jobs/vet/evaluate.yaml").baseline == "models:/vet-sft@champion"
     assert main(["init", "ratings.jsonl", "--name", "vet"]) == 2
-    assert "jobs/vet has a job for each stage that can train on these rows" in capsys.readouterr().err
+    assert "jobs/vet already has a job for each stage that can train on these rows" in capsys.readouterr().err
 
 
 def test_a_stage_that_can_read_none_of_its_rows_gets_no_job(here, capsys):

@@ -74,7 +74,7 @@ def test_a_folder_is_split_by_the_names_of_its_files_and_folders(tmp_path):
 def test_a_folder_with_only_eval_files_is_not_trained_on(tmp_path):
     folder = folder_of(tmp_path / "test", "dev.jsonl", "test.jsonl")
     with pytest.raises(
-        InputError, match=r"for evaluation; list the training files: .*dev\.jsonl, .*test\.jsonl"
+        InputError, match=r"as evaluation data; list the training files: .*dev\.jsonl, .*test\.jsonl"
     ):
         files.find_files(folder, "data.train")
     # A glob pattern may match eval files.

@@ -124,7 +124,7 @@ def test_rows_of_the_right_format_get_the_error_of_the_first_row():
     parts = [{"type": "thinking", "thinking": "T"}, {"type": "text", "text": "5"}]
     made = rows(messages=[CHAT[0], {"role": "assistant", "content": parts}])
     line = misfit(made, "sft", "a.jsonl")
-    assert line.startswith("a.jsonl:1: `messages[1].content[0]`: found a part of type")
+    assert line.startswith("a.jsonl:1: `messages[1].content[0]`: found a message part of type")
     assert "thoughts belong in `reasoning_content`" in line
 
 
@@ -181,7 +181,7 @@ def test_two_texts_that_may_be_the_completion_need_a_setting():
     made = rows(question="Say {} now.", bot_answer="No idea.", corrected_answer=("As you wish.", ""))
     assert guessed(made, "sft") is None
     line = misfit(made, "sft", "a.jsonl")
-    assert "`bot_answer` and `corrected_answer` may each be the completion to learn" in line
+    assert "`bot_answer` and `corrected_answer` may each be the completion to train on" in line
     given = {"prompt": "question", "completion": "corrected_answer"}
     assert guess.unread_label_note(made, given, {*given.values()}, "data") == ""
     assert guessed([{**row, "prompt": "a", "completion": "b"} for row in made], "sft") == {}

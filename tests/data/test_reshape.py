@@ -91,7 +91,7 @@ def test_meaningless_mappings_are_rejected(stage, mapped, expected):
 def test_a_missing_column():
     rows = [{"instruction": "a", "output_1": "b"}, {"instruction": "a", "output_2": "c"}]
     check_columns_exist({"chosen": "output_2"}, rows, "f.jsonl")
-    missing = "rows 1-2 have no column 'output1'; their columns are instruction, output_1, output_2"
+    missing = "rows 1-2 have no column 'output1'; the columns are instruction, output_1, output_2"
     with pytest.raises(InputError, match=rf"data\.columns\.chosen: f\.jsonl: {missing}"):
         check_columns_exist({"chosen": "output1"}, rows, "f.jsonl")
     found = r"`output_1`: found fields instruction, output_2.* data\.columns\.chosen names"

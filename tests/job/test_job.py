@@ -58,7 +58,7 @@ BAD = [
     ("stage: sft\ntrainer: {1: 2}\n", [], r"job\.yaml:2: trainer: a key is not text"),
     ("stage: sft\nmodel: !!python/object/apply:os.system [ls]\n", [], r"job\.yaml:2:8: not valid YAML"),
     ("", [], r"stage: found null, expected one of sft, rm, dpo, kto, ppo, evaluate"),
-    ("rm", [], r"this is a job for `rm`, not `sft`: use python -m pipeline rm"),
+    ("rm", [], r"this is a job for `rm`, not `sft`; use python -m pipeline rm"),
     ("dpo", ["policy=null"], r"policy: missing; `dpo` needs it"),
     ("sft", ["reward=models:/rlhf-rm@champion"], r"reward: `sft` takes no reward"),
     ("ppo", ["policy=models:/rlhf-sft"], r"policy: found 'models:/rlhf-sft', expected models:/NAME@ALIAS"),
@@ -316,7 +316,7 @@ def test_a_message_about_a_missing_job_file_suggests_job_files(tmp_path, monkeyp
         (["vet"], f"vet: no such job file; expected one of {both}\n"),
         (["jobs/vet/rm.yaml"], f"jobs/vet/rm.yaml: no such job file; expected one of {both}\n"),
         (["jobs/velo/sft.yaml"], "jobs/velo/sft.yaml: no such job file; profiles here are vet\n"),
-        (["jobs/vet/generate.yaml"], "this is a job for `generate`, not `sft`: use jobs/vet/sft.yaml\n"),
+        (["jobs/vet/generate.yaml"], "this is a job for `generate`, not `sft`; use jobs/vet/sft.yaml\n"),
         (
             ["--model_name_or_path", "X", "--dataset_name", "Y"],
             "before the keys: jobs/own/sft.yaml model.name_or_path=X\n",

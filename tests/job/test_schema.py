@@ -46,7 +46,7 @@ def test_the_schema_rejects_wrong_keys_and_values(key):
 def test_help_explains_a_key(capsys):
     assert main(["help", "data.max_length"]) == 0
     shown = capsys.readouterr().out
-    assert "a whole number between 2 and 1048576 or null" in shown and "the model's context" in shown
+    assert "a whole number between 2 and 1048576 or null" in shown and "context length of the model" in shown
     assert main(["help", "kl_coef"]) == 0
     assert "trainer.kl_coef   (ppo)" in (shown := capsys.readouterr().out) and "default  0.05" in shown
     assert main(["help", "lr"]) == 0

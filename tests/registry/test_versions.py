@@ -192,7 +192,7 @@ def test_a_gate_may_compare_with_the_champion(job, adapter):
     )
     rescaled = replace(compared, trainer={**compared.trainer, "label_smoothing_factor": 0.2})
     assert publish(rescaled, 0.1, data={"eval": "f" * 64}).gate.endswith(
-        "other trainer.label_smoothing_factor"
+        "different trainer.label_smoothing_factor"
     )
     judged = replace(compared, judge="python:bad_rewards:short")
     assert publish(judged, 0.1, data={"eval": "f" * 64}).gate.endswith("other judge")

@@ -176,7 +176,7 @@ def test_unreadable_files_of_a_run(halfway, tmp_path, in_root, capsys):
 def test_a_dangling_link_in_place_of_a_run_folder(tmp_path, in_root, capsys):
     (tmp_path / "one").symlink_to("nowhere")
     assert main(["sft", "jobs/demo/sft.yaml", f"run.storage_path={tmp_path}", "run.name=one"]) == 2
-    assert "run.name: " in (error := capsys.readouterr().err) and "/one is no folder" in error, error
+    assert "run.name: " in (error := capsys.readouterr().err) and "/one is not a folder" in error, error
 
 
 def test_a_report_on_an_unfinished_run_does_not_replace_the_one_of_the_finished_run(tmp_path, in_root):

@@ -225,7 +225,7 @@ def test_an_async_reward_has_all_rows_at_once_and_a_limit():
         await asyncio.sleep(60)
 
     with pytest.raises(
-        Failure, match=r"'hangs' .* took more than 0\.1 s \(trainer\.reward_timeout_s\); the same"
+        Failure, match=r"'hangs' .* took more than 0\.1 s \(trainer\.reward_timeout_s\); to continue the run"
     ):
         FunctionReward(hangs, reward_timeout_s=0.1).checked(asked)
 

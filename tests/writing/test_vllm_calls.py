@@ -77,7 +77,7 @@ def llm(monkeypatch):
         module = ModuleType(name)
         vars(module).update(attributes)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(vllm.adapter_files, "largest_rank", lambda folder: int(folder[-1]))
+    monkeypatch.setattr(vllm.adapter_files, "largest_rank_in_folder", lambda folder: int(folder[-1]))
     return SimpleNamespace(llm_engine=Engine())
 
 
