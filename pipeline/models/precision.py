@@ -54,7 +54,7 @@ class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, W: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(W)
-        ctx.dtype, ctx.of_x = dtype, x.dtype
+        ctx.dtype, ctx.x_dtype = dtype, x.dtype
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
         return mm_fp32(rows, W.to(dtype).t()).view(*x.shape[:-1], -1)
 
@@ -62,4 +62,4 @@ class _FrozenLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (W,) = ctx.saved_tensors
         flat = grads[0].reshape(-1, W.shape[0]).to(ctx.dtype)
-        return (flat @ W.to(ctx.dtype)).to(ctx.of_x).view(*grads[0].shape[:-1], -1), None, None
+        return (flat @ W.to(ctx.dtype)).to(ctx.x_dtype).view(*grads[0].shape[:-1], -1), None, None

@@ -110,13 +110,13 @@ def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
         twins = dict(zip(pair, pair[::-1], strict=True))
     missing = []
     with ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
+        readers = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
         # If several files contain a tensor of the same name, the last file is used, as in transformers.
-        place = {name: tensors for tensors in opened for name in tensors.keys()}  # noqa: SIM118  (not a dict)
+        sources = {name: tensors for tensors in readers for name in tensors.keys()}  # noqa: SIM118  (not a dict)
         for name, parameter in base.named_parameters():
-            stored = name if name in place else twins.get(name, name)
-            if stored in place:
-                _read(place[stored].get_slice(stored), parameter, f"{where}: {stored}")
+            tensor_name = name if name in sources else twins.get(name, name)
+            if tensor_name in sources:
+                _read(sources[tensor_name].get_slice(tensor_name), parameter, f"{where}: {tensor_name}")
             elif not name.startswith(HEAD_NAMES):
                 missing.append(name)
             else:
@@ -130,17 +130,17 @@ def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
         )
 
 
-def _read(stored: Any, parameter: nn.Parameter, name: str) -> None:
+def _read(tensor: Any, parameter: nn.Parameter, name: str) -> None:
     """Copies this rank's rows of a tensor in a file into a parameter. FSDP2 splits rows in the same way as torch.chunk."""
-    if tuple(stored.get_shape()) != tuple(parameter.shape):
+    if tuple(tensor.get_shape()) != tuple(parameter.shape):
         raise InputError(
-            f"{name} has shape {tuple(stored.get_shape())} but config.json says {tuple(parameter.shape)}; fetch or save the "
+            f"{name} has shape {tuple(tensor.get_shape())} but config.json says {tuple(parameter.shape)}; fetch or save the "
             "model again",
             key="model.name_or_path",
         )
-    mine, begin = parameter.data, 0
+    shard, start = parameter.data, 0
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
-        mine, begin = parameter.to_local(), int(mesh.get_local_rank()) * -(-len(parameter) // mesh.size())
-    if mine.numel():
-        mine.copy_(stored[begin : begin + len(mine)])
+        shard, start = parameter.to_local(), int(mesh.get_local_rank()) * -(-len(parameter) // mesh.size())
+    if shard.numel():
+        shard.copy_(tensor[start : start + len(shard)])

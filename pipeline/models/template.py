@@ -48,14 +48,14 @@ def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
     tokenizer.text_as_chat = chat_template is not None or own not in (None, plain)
     if chat_template is None:
         tokenizer.chat_template = own or plain
-        key, named = "model.name_or_path", f"the chat template of {where!r}"
+        key, label = "model.name_or_path", f"the chat template of {where!r}"
     else:
         tokenizer.chat_template = plain if chat_template == "plain" else _read(chat_template)
-        key, named = "model.chat_template", chat_template
+        key, label = "model.chat_template", chat_template
     if tokenizer.chat_template != plain and (error := _error(tokenizer)):
         line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
         raise InputError(
-            f"{named} cannot be rendered ({in_brief(error)}{line}); fix it, or set another model.chat_template (plain is built in)",
+            f"{label} cannot be rendered ({in_brief(error)}{line}); fix it, or set another model.chat_template (plain is built in)",
             key,
         ) from error
 
@@ -109,8 +109,8 @@ def _error(tokenizer: Any) -> Exception | None:
         options = {"tokenize": False, "add_generation_prompt": turns[-1]["role"] == "user"}
         try:
             text = call_with_deadline(partial(tokenizer.apply_chat_template, turns, **options))
-            many = ValueError(f"{len(text):,} characters for a conversation of a few words")
-            return many if len(text) > MAX_CHARACTERS else None
+            problem = ValueError(f"{len(text):,} characters for a conversation of a few words")
+            return problem if len(text) > MAX_CHARACTERS else None
         except TimeoutError as error:
             return error
         except Exception as error:
@@ -135,5 +135,5 @@ def user_header_and_generation_prompt(tokenizer: Any) -> tuple[str, str]:
         )
     except Exception:  # no template, or a template that requires a system message
         return "", ""
-    before = plain.partition("?")[0].removeprefix(tokenizer.bos_token or "").strip()
-    return before, asking[len(plain) :].strip() if asking.startswith(plain) else ""
+    header = plain.partition("?")[0].removeprefix(tokenizer.bos_token or "").strip()
+    return header, asking[len(plain) :].strip() if asking.startswith(plain) else ""

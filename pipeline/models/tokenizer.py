@@ -161,7 +161,7 @@ def warn_of_endless(ended: float, completions: str) -> None:
 
 def _as_list(value: Any) -> list[int]:
     """Returns the ids of an `eos_token_id`, which may be one id, a list or None."""
-    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)]
+    return [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]
 
 
 def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> str:

@@ -73,11 +73,11 @@ class Shape:
         self.text = text = AutoConfig.for_model(**raw).get_text_config()
         self.layers, self.vocabulary, self.hidden = text.num_hidden_layers, text.vocab_size, text.hidden_size
         self.dtype_bytes = 4 if model.dtype == "float32" else 2
-        one, two = (_count(self.model, self.lora, layers) for layers in (1, 2))
-        whole = {key: one[key] + (self.layers - 1) * (two[key] - one[key]) for key in one}
+        single, double = (_count(self.model, self.lora, layers) for layers in (1, 2))
+        whole = {key: single[key] + (self.layers - 1) * (double[key] - single[key]) for key in single}
         self.parameters = whole["parameters"]
         # Bytes of one layer, in the dtype of the base.
-        self.layer = (two["parameters"] - one["parameters"]) * self.dtype_bytes
+        self.layer = (double["parameters"] - single["parameters"]) * self.dtype_bytes
         self.embedding = self.vocabulary * self.hidden * self.dtype_bytes
         quantized = whole["linear"] if model.load_in_4bit else 0
         self.weights = (self.parameters - quantized) * self.dtype_bytes + quantized * NF4_BYTES
@@ -93,13 +93,13 @@ class Shape:
     def adapter(self, lora: dict[str, Any]) -> int:
         """Returns the number of parameters of an adapter with the peft settings `lora`, including its head."""
         settings = json.dumps(lora, sort_keys=True)
-        one, two = (_count(self.model, settings, layers)["adapter"] for layers in (1, 2))
-        return one + (self.layers - 1) * (two - one)
+        single, double = (_count(self.model, settings, layers)["adapter"] for layers in (1, 2))
+        return single + (self.layers - 1) * (double - single)
 
     def activations(self, rows: int, width: int, bf16: bool, checkpointing: bool) -> float:
         """Returns the bytes that a forward of one role saves for backward, plus the temporary tensors of one layer."""
-        one, two = (bytes_saved(self.model, self.lora, layers, rows, width, bf16) for layers in (1, 2))
-        layer, rest = two - one, max(0.0, 2 * one - two)
+        single, double = (bytes_saved(self.model, self.lora, layers, rows, width, bf16) for layers in (1, 2))
+        layer, rest = double - single, max(0.0, 2 * single - double)
         passing = rows * width * self.forward(bf16)
         if not checkpointing:
             return rest + layer * self.layers + passing
@@ -158,10 +158,10 @@ def bytes_saved(model: _Model, lora: str, layers: int, rows: int, width: int, bf
 
     import torch
 
-    kept: dict[int, torch.Tensor] = {}
+    saved: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor
+        saved[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
     with _fake(model, lora, layers, bf16) as shared:
@@ -173,7 +173,7 @@ def bytes_saved(model: _Model, lora: str, layers: int, rows: int, width: int, bf
         with unpacked, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             hidden = shared.hidden("policy", ids)
         del hidden
-        return float(sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in parameters))
+        return float(sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in parameters))
 
 
 @contextmanager

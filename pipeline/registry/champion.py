@@ -55,19 +55,19 @@ def champion_of(
     number = next((model.aliases.get(gate.alias) for model in models if model.name == name), None)
     if number is None or str(number) == own:
         return Champion()
-    which = f"v{number}, which was {gate.alias}"
+    version = f"v{number}, which was {gate.alias}"
     tags = mlflow.get_model_version(name, number).tags
-    then, measured = _parts(tags, prefix), _parts(measured)
-    if other := [key for key in {**measured, **then} if measured.get(key) != then.get(key)]:
-        return Champion(note=f"not compared with {which}: different {other[0]}")
-    known = {key: float(tags.get(prefix + metric_key(key), "nan")) for key in metrics}
-    known = {key: value for key, value in known.items() if not math.isnan(value)}
+    parts, measured = _parts(tags, prefix), _parts(measured)
+    if differences := [key for key in {**measured, **parts} if measured.get(key) != parts.get(key)]:
+        return Champion(note=f"not compared with {version}: different {differences[0]}")
+    values = {key: float(tags.get(prefix + metric_key(key), "nan")) for key in metrics}
+    values = {key: value for key, value in values.items() if not math.isnan(value)}
     metric = gate.metric
-    if metric not in known:
-        return Champion(known)
-    before, now = known[metric], _rounded(metrics[metric])
+    if metric not in values:
+        return Champion(values)
+    before, now = values[metric], _rounded(metrics[metric])
     worse = now < before if gate.greater_is_better else now > before
-    return Champion(known, f"worse than {which}: {metric} {now:.4g}, not {before:.4g}" if worse else "")
+    return Champion(values, f"worse than {version}: {metric} {now:.4g}, not {before:.4g}" if worse else "")
 
 
 def measured_on(digests: dict[str, str], inputs: dict[str, str], gate: Gate) -> dict[str, str]:
@@ -79,14 +79,14 @@ def measured_on(digests: dict[str, str], inputs: dict[str, str], gate: Gate) -> 
 
 def _parts(tags: Mapping[str, str], prefix: str = "") -> dict[str, str]:
     """Returns {name: value} for the tags of a version that its eval metrics depend on, such as digests, inputs and settings."""
-    same = {name: tags[prefix + name] for name in ("tokenizer", "chat_template") if prefix + name in tags}
+    parts = {name: tags[prefix + name] for name in ("tokenizer", "chat_template") if prefix + name in tags}
     data, inputs, settings = (
         json.loads(tags.get(prefix + key, "{}")) for key in ("data", "parents", "measured_with")
     )
     for key in data:
         if not key.startswith("train"):
-            same[f"{key} rows" if key in SPLITS else f"code of {key}"] = data[key]
-    return same | inputs | settings
+            parts[f"{key} rows" if key in SPLITS else f"code of {key}"] = data[key]
+    return parts | inputs | settings
 
 
 def _rounded(value: float) -> float:
@@ -122,6 +122,6 @@ def evaluate_gate(
     ]
     if failures:
         return False, "failed: " + "; ".join(failures)
-    alone = [key for key, rule in gate.items() if parse_gate(rule)[1] is None and key not in champion.metrics]
+    keys = [key for key, rule in gate.items() if parse_gate(rule)[1] is None and key not in champion.metrics]
     why = "the champion has no such metric" if champion.metrics else champion.note or "no champion yet"
-    return True, f"passed; {', '.join(alone)}: {why}" if alone else "passed" if gate else "none set"
+    return True, f"passed; {', '.join(keys)}: {why}" if keys else "passed" if gate else "none set"

@@ -57,7 +57,7 @@ def mlflow_run(tracking: Tracking, digests: dict[str, str], new_run: bool = Fals
     try:
         yield run_id
     except BaseException as failure:
-        if any(isinstance(one, LeaseLost) for one in causes_of(failure)):
+        if any(isinstance(cause, LeaseLost) for cause in causes_of(failure)):
             raise  # the run continues in another process
         with process.signals_ignored():
             try:
@@ -122,10 +122,10 @@ def _log_inputs(mlflow: Any, run_id: str, tracking: Tracking, digests: dict[str,
     from mlflow.data.meta_dataset import MetaDataset
     from mlflow.entities import Dataset, DatasetInput, InputTag, Param
 
-    resolved = tracking.identity.settings
-    mlflow.log_dict(run_id, resolved, run_folder.JOB)
+    settings = tracking.identity.settings
+    mlflow.log_dict(run_id, settings, run_folder.JOB)
     params = [
-        Param(store.metric_key(key), str(value)[:500]) for key, value in store.flatten(resolved).items()
+        Param(store.metric_key(key), str(value)[:500]) for key, value in store.flatten(settings).items()
     ]
     for start in range(0, len(params), 100):  # maximum number of parameters in one call
         mlflow.log_batch(run_id, params=params[start : start + 100])

@@ -27,17 +27,17 @@ class Tracking:
 
     uri: str  # tracking URI of MLflow
     experiment: str
-    also: list[str]  # other trackers that get the same metrics
+    trackers: list[str]  # other trackers that get the same metrics
     identity: Identity
     sources: dict[str, str]  # {split, e.g. train: paths of its rows}
 
 
-def uri_of(given: str | None, storage_path: str) -> str:
-    """Returns the tracking URI: `given` (from the job), or MLFLOW_TRACKING_URI, or a SQLite file in run.storage_path.
+def uri_of(tracking_uri: str | None, storage_path: str) -> str:
+    """Returns the tracking URI: `tracking_uri` (from the job), or MLFLOW_TRACKING_URI, or a SQLite file in run.storage_path.
 
     Credentials are removed (see `client`).
     """
-    if uri := given or os.environ.get("MLFLOW_TRACKING_URI"):
+    if uri := tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"):
         return without_credentials(uri)
     if storage.is_remote(storage_path):
         raise InputError(
@@ -65,8 +65,8 @@ def import_mlflow() -> None:
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     from mlflow import MlflowClient  # noqa: F401
 
-    for noisy in ("mlflow", "alembic"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    for library in ("mlflow", "alembic"):
+        logging.getLogger(library).setLevel(logging.WARNING)
     # MLflow logs each database error with traceback and SQL before it raises the error
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
@@ -80,13 +80,13 @@ def client(uri: str) -> Any:
     import_mlflow()
     from mlflow import MlflowClient
 
-    given = os.environ.get("MLFLOW_TRACKING_URI", "")
-    if has_credentials(given) and without_credentials(given) == uri:
-        if given.startswith(("http://", "https://")):
-            user, password = user_and_password(given)
+    env_uri = os.environ.get("MLFLOW_TRACKING_URI", "")
+    if has_credentials(env_uri) and without_credentials(env_uri) == uri:
+        if env_uri.startswith(("http://", "https://")):
+            user, password = user_and_password(env_uri)
             os.environ.update(MLFLOW_TRACKING_USERNAME=user, MLFLOW_TRACKING_PASSWORD=password)
         else:
-            uri = given
+            uri = env_uri
     # mlflow.set_tracking_uri would set MLFLOW_TRACKING_URI for this process and all later jobs.
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
@@ -192,7 +192,7 @@ def call_persistently(uri: str, folder: str, call: Callable[[], Any]) -> Any:
     while True:
         error: Exception | None = None
         try:
-            found = call()
+            result = call()
         except Exception as caught:  # the database driver raises many types of errors
             error = caught
         file = file_of_uri(uri)
@@ -201,7 +201,7 @@ def call_persistently(uri: str, folder: str, call: Callable[[], Any]) -> Any:
                 f"{file} was deleted by another process. Run the same command again to create a new file"
             ) from error
         if error is None:
-            return found
+            return result
         if time.monotonic() > give_up or not _is_away(uri, error):
             raise error
         if pause == 1.0:
@@ -218,13 +218,13 @@ def _is_away(uri: str, error: Exception) -> bool:
     from mlflow.exceptions import MlflowException
     from requests import RequestException
 
-    for one in causes_of(error):
-        if file_of_uri(uri) and "database is locked" in str(one):
+    for cause in causes_of(error):
+        if file_of_uri(uri) and "database is locked" in str(cause):
             return True
-        if isinstance(one, MlflowException) and not file_of_uri(uri):
-            return one.get_http_status_code() >= 500  # MLflow sets status 500 if a request got no answer
-        if isinstance(one, RequestException):  # raised by the artifact store
-            return one.response is None or one.response.status_code >= 500
+        if isinstance(cause, MlflowException) and not file_of_uri(uri):
+            return cause.get_http_status_code() >= 500  # MLflow sets status 500 if a request got no answer
+        if isinstance(cause, RequestException):  # raised by the artifact store
+            return cause.response is None or cause.response.status_code >= 500
     return False
 
 

@@ -60,28 +60,28 @@ def _limit(work: Work, phase: str) -> str:
 
 
 def _halved(work: Work, key: str) -> list[str]:
-    now = _value(work, key)
-    if now is None and key == "local_rollout_forward_batch_size":  # null depends on the free memory
-        now = work.args.planned_rows(work.places.workers.fewest)
-    if now is None and key == "max_tokens_per_micro_batch":
+    value = _value(work, key)
+    if value is None and key == "local_rollout_forward_batch_size":  # null depends on the free memory
+        value = work.args.planned_rows(work.places.workers.fewest)
+    if value is None and key == "max_tokens_per_micro_batch":
         from pipeline.scoring.forward import FORWARD_TOKENS
 
         limit = FORWARD_TOKENS["cuda" if work.places.on_gpu else "cpu"]
         # The key also limits training, so the proposed value is at most the tokens of a training step.
         training = work.args.per_device_train_batch_size * (work.data.max_length or 0) or limit
         return [f"trainer.{key}={min(limit // 2, training)} (now null: {limit} without gradients)"]
-    return [f"trainer.{key}={now // 2} (now {now})"] if isinstance(now, int) and now > 1 else []
+    return [f"trainer.{key}={value // 2} (now {value})"] if isinstance(value, int) and value > 1 else []
 
 
-def _switched(work: Work, key: str, to: Any) -> list[str]:
+def _switched(work: Work, key: str, value: Any) -> list[str]:
     section, name = key.split(".")
-    now = _value(work, name) if section == "trainer" else getattr(work.model, name)
-    if now is None or now == to or (key == "model.dtype" and now != "float32"):
+    current = _value(work, name) if section == "trainer" else getattr(work.model, name)
+    if current is None or current == value or (key == "model.dtype" and current != "float32"):
         return []
-    return [f"{key}={str(to).lower()} (now {str(now).lower()})"]
+    return [f"{key}={str(value).lower()} (now {str(current).lower()})"]
 
 
 def _value(work: Work, name: str) -> Any:
     """Returns a key of the `trainer` section or its default, or None if the stage has no such key."""
-    known = schema.keys(work.spec.trainer)
-    return work.trainer.get(name, known.get(name, {}).get("default"))
+    keys = schema.keys(work.spec.trainer)
+    return work.trainer.get(name, keys.get(name, {}).get("default"))

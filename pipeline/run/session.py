@@ -134,11 +134,11 @@ def check_shared_storage(storage_path: str, uri: str) -> None:
         )
     probe = storage.probe_in(storage_path)
     storage.write_json(probe, {})
-    sees = ray.remote(num_cpus=0)(os.path.exists)
+    path_exists = ray.remote(num_cpus=0)(os.path.exists)
     answers, blind = {}, []
     for node in nodes:
-        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        answers[node["NodeManagerAddress"]] = sees.options(scheduling_strategy=there).remote(probe)
+        affinity = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        answers[node["NodeManagerAddress"]] = path_exists.options(scheduling_strategy=affinity).remote(probe)
     for address, answer in answers.items():
         # A spot node may have been terminated since the nodes were listed.
         with contextlib.suppress(ray.exceptions.TaskUnschedulableError, ray.exceptions.WorkerCrashedError):
