@@ -1,8 +1,8 @@
 """Defines the demo's data: facts about countries, questions about these facts, and the function that scores answers.
 
 The facts are the capitals and continents of countries. A good completion is right, a full sentence, and polite. The function
-`gold` scores completions. Its scores label the preference pairs, and judge completions to eval prompts. No stage trains on the
-scores themselves. jobs/demo/make.py makes the data files and the base model.
+`gold` scores completions. The scores of `gold` label the preference pairs, and evaluate completions of eval prompts. No stage
+trains on the scores themselves. jobs/demo/make.py makes the data files and the base model.
 
 This module does not import torch, so that `python:pipeline.demo:gold` starts quickly as a reward.
 """

@@ -91,6 +91,6 @@ def ngrams(tokens: Sequence[Any], n: int) -> list[tuple[Any, ...]]:
 
 
 def repetition(text: Sequence[Any], n: int = 4) -> float:
-    """Returns the share of a text's n-grams that repeat earlier n-grams. The share is near 1 if the text is a loop."""
+    """Returns the share of a text's n-grams that repeat earlier n-grams. The share is near 1 if the text repeats itself."""
     found = ngrams(text, n)
     return 1 - len(set(found)) / len(found) if found else 0.0

@@ -67,7 +67,7 @@ def test_every_folder_has_its_layer():
 
 
 def test_no_files_import_each_other_in_a_circle():
-    """Repeatedly removes files whose imports are all removed. If files remain, they import each other in a circle."""
+    """Removes files that import no remaining file until there are none. Files that remain import each other in a circle."""
     files = {name_of(file): file for file in FILES}
     waiting = {}
     for name, file in files.items():

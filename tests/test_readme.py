@@ -172,7 +172,7 @@ def test_the_first_hour_on_a_gpu_quotes_messages_and_jobs_that_exist(in_root):
 
 
 def test_the_skill_is_one_that_agents_find():
-    """The header has the fields of the Agent Skills format, and the files and keys of results that the skill names exist."""
+    """Checks the header's fields against the Agent Skills format. Checks that the files and result keys in the text exist."""
     _, head, body = SKILL.read_text().split("---\n", 2)
     facts = yaml.safe_load(head)
     assert facts.keys() == {"name", "description"} and facts["name"] == SKILL.parent.name
@@ -320,10 +320,11 @@ def test_every_command_is_covered():
     special = (
         *("make test", "make lint"),  # what CI runs
         "make setup",  # test_setup.py
+        # commands/test_collect.py
         *(
             "bash jobs/demo/iterate.sh",
             "NAME=seed-2 SEED=2 bash jobs/demo/iterate.sh",
-        ),  # commands/test_collect.py
+        ),
         "bash jobs/demo/judge.sh",  # scoring/test_runs.py
         *("make ui", "make serve", "make chat", "make report"),  # above
         "make notebook",  # test_notebooks.py

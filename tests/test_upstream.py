@@ -68,11 +68,12 @@ def test_the_environment_variables_are_still_read():
         known |= set(re.findall(rb'"(RAY_\w+)"', path.read_bytes()))
     for binary in ("_raylet.so", "core/src/ray/raylet/raylet"):
         known |= set(re.findall(rb"RAY_\w+", (root / binary).read_bytes()))
+    # pipeline/run/session.py
     of_session = {
         *session.ENVIRONMENT,
         *session.EMBEDDED,
         *session.secured_environment(),
-    }  # pipeline/run/session.py
+    }
     of_ray = {name for name in of_session if name.startswith("RAY_")}
     of_ray |= {"RAY_AUTH_TOKEN_PATH", "RAY_UP_enable_autoscaler_v2"}  # cloud/submit.py, cloud/clusterfile.py
     assert of_ray <= {name.decode() for name in known}
@@ -117,7 +118,7 @@ def test_the_settings_of_ray_data_still_exist():
 
 
 def test_the_states_of_a_run_that_waits_for_workers_still_have_these_names():
-    """The callback in pipeline/settle/placement.py takes a worker in an unknown state as placed, so a run could wait forever."""
+    """The callback in pipeline/settle/placement.py treats a worker in an unknown state as placed, so a run could wait forever."""
     from ray.train.v2._internal.execution.controller import state
 
     assert set(placement.WAITING) <= set(vars(state))

@@ -20,7 +20,7 @@
 # ///
 """Runs a command of the pipeline as a Hugging Face job. The job mounts this clone at /project.
 
-docs/clusters.md has the command. uv installs the dependencies above, which are those of pyproject.toml.
+docs/clusters.md has the command. uv installs the dependencies above, which must be the same as in pyproject.toml.
 """
 
 import os

@@ -4,8 +4,8 @@
     python keep.py watch   mlflow.db s3://BUCKET/mlflow/mlflow.db      # copies the database after each change, forever
     python keep.py keep    mlflow.db s3://BUCKET/mlflow/mlflow.db      # copies the database once
 
-start-node.sh runs these commands on the head. SQLite makes the copies, so they are consistent while the server writes. If a head
-ends without `make down`, the last minute of changes is lost. If you have a database server, set MLFLOW_BACKEND instead.
+start-node.sh runs these commands on the head. SQLite makes the copies, so that a copy is consistent even while the server writes.
+If a head ends without `make down`, the last minute of changes is lost. If you have a database server, set MLFLOW_BACKEND instead.
 """
 
 import os

@@ -176,7 +176,7 @@ CHAT_TEMPLATE = """\
 def corpus(count: int, seed: int = SEED) -> Iterator[list[dict[str, Any]]]:
     """Yields `count` documents as messages: chats, chats with a verdict on the completion, and facts.
 
-    From the verdicts, the base learns to tell right answers from wrong ones, even about held-out countries.
+    From the verdicts, the base learns to distinguish right from wrong answers, even about held-out countries.
     """
     rng = Random(f"corpus {seed}")
     for question in _spread(demo_questions(), count, rng):
@@ -286,7 +286,10 @@ def pretrain(
 
 
 def _encode(tokenizer: Any, document: list[dict[str, Any]]) -> list[tuple[int, float]]:
-    """Returns (token id, weight in the loss) for each token. Questions have small weights, and wrong completions have 0."""
+    """Returns (token id, weight in the loss) for each token.
+
+    Questions have small weights, and wrong completions have weight 0.
+    """
     chat = [message for message in document if message["role"] in ("user", "assistant")]
     row: list[tuple[int, float]] = [] if chat else [(tokenizer.bos_token_id, 0.0)]
     for turn, message in enumerate(chat, start=1):

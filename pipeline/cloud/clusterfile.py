@@ -1,4 +1,4 @@
-"""Starts and ends the cluster that a cluster file describes. Checks the file and the cloud account before it calls `ray`.
+"""Starts and ends the cluster that a cluster file describes. Checks the file and the cloud account before `ray` runs.
 
     python -m pipeline.cloud.clusterfile up|status|dashboard|down cluster.yaml
 
@@ -79,7 +79,8 @@ def _instance(kind: dict[str, Any]) -> str:
 
 
 def types_of(name: str) -> tuple[dict[str, NodeType], int]:
-    """Returns the worker types and the maximum number of workers of a cluster, or ({}, 0) if it has no cluster file here."""
+    """Returns the worker types and the maximum number of workers of a cluster, or ({}, 0) if this machine lacks its cluster
+    file."""
     file = Path(os.environ.get("CLUSTER", "cluster.yaml"))
     config = read_cluster_file(file) if name and file.is_file() else {}
     if not config or config.get("cluster_name") != name:

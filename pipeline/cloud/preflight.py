@@ -61,7 +61,7 @@ def query_cluster(get: Callable[[str], Any], address: str) -> Cluster:
     here = "{}.{}".format(*sys.version_info)
     if (version, python) != (ray.__version__, here):
         raise InputError(
-            f"the cluster at {address} runs Ray {version} and Python {python}, but here are Ray {ray.__version__} and Python {here}; "
+            f"the cluster at {address} runs Ray {version} and Python {python}, but this environment has {ray.__version__} and {here}; "
             f"run make down and make up from this environment, or make setup PYTHON=python{python} with ray=={version}",
             key="RAY_ADDRESS",
         )
@@ -185,7 +185,7 @@ def check_memory(workload: Workload, cluster: Cluster) -> None:
 
 
 def upload_files(folder: str = ".") -> dict[str, int]:
-    """Returns {path: bytes} for the files that Ray uploads. If their total size exceeds UPLOAD_LIMIT, raises InputError."""
+    """Returns {path: bytes} for the files that Ray uploads. Raises InputError if the total size exceeds UPLOAD_LIMIT."""
     # Ray 2.60 uploads the files that this private function lists. Use a public function when Ray has one.
     from ray._private.runtime_env.packaging import _dir_travel
 

@@ -48,7 +48,7 @@ def run(job: Job) -> None:
 
 
 class Chat:
-    """A conversation: its messages, and the models that answer and score them."""
+    """A conversation, with the policy that answers and the rewards that score the answers."""
 
     def __init__(self, host: ModelHost):
         from pipeline.run import roles

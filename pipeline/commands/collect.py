@@ -1,4 +1,4 @@
-"""Makes training rows from a policy's completions: samples several for each prompt, scores them, and selects the best.
+"""Makes training rows from a policy's completions: samples several completions per prompt, and selects rows by score.
 
     make collect    or    python -m pipeline collect jobs/demo/collect.yaml [section.key=value ...]
 
@@ -87,7 +87,7 @@ def choose_prompts(args: Collect, seed: int, count: int) -> list[int] | range:
         return range(count)
     if args.num_prompts > count:
         raise InputError(
-            f"found {args.num_prompts:,}, but data.train has {count:,} prompts; expected at most {count:,}, or null for all",
+            f"found {args.num_prompts:,}, but data.train has {count:,} prompts; expected at most this number, or null for all",
             key="trainer.num_prompts",
         )
     return list(

@@ -1,4 +1,4 @@
-"""Writes jobs for your own rows: finds out which stages can read which files, and adapts the jobs of a profile to them.
+"""Writes jobs for your own rows: finds the stages that can read each file, and adapts a profile's jobs to these files.
 
     rlhf init my --name velo --model Qwen/Qwen2.5-0.5B-Instruct        or   python -m pipeline init ...
 
@@ -51,7 +51,7 @@ TAKES = {
     "kto": ("labels", "pairs"),
     "ppo": ("prompts", "demonstrations", "pairs", "labels"),
 }
-# {job: stage}, for jobs that train nothing. Each such job reads the same rows as its stage.
+# {job: stage}, for jobs that train nothing. Each job in this table reads the same rows as its stage.
 ROWS_OF = {**dict.fromkeys(("evaluate", "collect", "generate", "serve"), "ppo"), "score": "rm"}
 EVAL_PROMPTS = 200  # largest number of prompts in a file that init writes
 # {example in jobs/examples: columns that identify the example's rows}, for examples with a transform or with thresholds
@@ -415,7 +415,7 @@ def with_device(text: str) -> str:
 
 
 def sources_for(sources: list[RowSource], stage: str) -> list[RowSource]:
-    """Returns the sources that a stage trains on. The table TAKES decides which sources these are."""
+    """Returns the sources of the first kind in TAKES that a stage can train on."""
     for kind in TAKES[stage]:
         found = [source for source in sources if source.kind == kind and stage in source.stages]
         if any(not source.for_eval for source in found):
@@ -536,7 +536,7 @@ def with_lengths(name: str, text: str, sizes: dict[str, tuple[int, int]], contex
     wanted, fits = job["data"].get("max_length") or context, "as in the profile"
     if stage in sizes:
         prompt, completion = sizes[stage]
-        if name in ("generate", "evaluate"):  # their prompts may come from sft's conversations
+        if name in ("generate", "evaluate"):  # generate and evaluate may read sft's prompts
             prompt = max(prompt, sizes.get("sft", (0,))[0])
         wanted, fits = -(-(prompt + completion) // 64) * 64, "99 % of the first rows fit"
     if wanted > context:
@@ -589,7 +589,7 @@ def first_records(stage: str, data: Data) -> Iterator[tuple[Kind, Record]]:
 
 
 def without_label(kind: Kind) -> Kind:
-    """Reads `first` as `chosen` if the meaning of data.label is unknown. This does not affect prompts and lengths."""
+    """Reads `first` as `chosen` if the meaning of data.label is unknown, which does not affect prompts and lengths."""
     one, columns = kind.preprocess, dict(kind.preprocess.columns)
     if one.rule is not None or not {"first", "second", "label"} <= columns.keys():
         return kind

@@ -222,7 +222,7 @@ def on_gpus(planned: Plan, names: list[str]) -> float:
 
 
 def rows_per_epoch(planned: Plan) -> tuple[Rows, str]:
-    """Returns the number and lengths of the rows in an epoch, and a text that says whether these were read or assumed."""
+    """Returns the number and lengths of the rows in an epoch, and a text that says if rows were read or assumed."""
     work = planned.work
     with console.print_if_slow("reading some of the rows"):
         rows, how = estimate_rows(

@@ -33,6 +33,9 @@ def copy_profile(profile: str) -> Path:
 
 
 def write_schema(folder: Path) -> None:
-    """Copies schema.json into `folder`, the parent of the job files' folder. The first line of each job file links to it."""
+    """Copies schema.json into `folder`, the parent of the job files' folder.
+
+    The first line of each job file links to this copy.
+    """
     if not (file := folder / "schema.json").exists():
         shutil.copyfile(JOBS / "schema.json", file)

@@ -121,7 +121,7 @@ def field_names(format: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of rows, with the parser of its rows and the columns of its token table."""
+    """A kind of rows, such as preference pairs: its formats, its parser, and the columns of its token table."""
 
     formats: Formats
     parse: KindParser

@@ -1,6 +1,6 @@
 """Runs a task, which reads the rows of one chunk, writes token rows into a part, and counts rows, tokens and labels.
 
-The driver receives only `Counts`, whose size does not depend on the size of the chunk.
+The driver receives only `Counts`, which have two dozen bytes per row.
 """
 
 import functools
@@ -50,7 +50,7 @@ class Options:
         return sources[source] if sources else self.kind
 
     def cache_parts(self) -> list[tuple[str, Any]]:
-        """Returns the settings for the cache key. Each Kind is replaced by its stage and preprocessing, which can be hashed."""
+        """Returns the settings for the cache key. A Kind cannot be hashed, so they have its stage and preprocessing instead."""
         preprocess = {split: [one.preprocess for one in kinds] for split, kinds in self.kinds.items()}
         own = {name: value for name, value in vars(self).items() if name not in ("kind", "kinds")}
         return sorted((own | {"stage": self.kind.stage, "preprocess": preprocess}).items())
@@ -234,7 +234,7 @@ def held_out(prompt: str, options: Any) -> bool:
 
 
 GROUP_TOKENS = 1 << 18  # tokens per record batch
-PACK_ROWS = 4096  # maximum rows that are packed together; importing TRL's packing would take 6 s
+PACK_ROWS = 4096  # maximum number of rows that are packed at a time
 
 
 class PartWriter:

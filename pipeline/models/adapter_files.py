@@ -149,9 +149,8 @@ def exact_settings(folder: str | Path) -> dict[str, Any]:
         exact[key] = settings.get(key, 8)
         values = dict.fromkeys(ranks, exact[key])
         try:
-            for name, value in reversed(
-                (settings.get(pattern) or {}).items()
-            ):  # the first matching pattern applies
+            # the first matching pattern applies
+            for name, value in reversed((settings.get(pattern) or {}).items()):
                 matches = pc.match_substring_regex(modules, rf"^(.*\.)?({name})$")  # RE2, linear time
                 values |= dict.fromkeys(modules.filter(matches).to_pylist(), value)
         except (AttributeError, ValueError) as error:
@@ -247,10 +246,10 @@ def was_trained(folder: str | Path, start: str | Path | None) -> bool:
 
 
 def _acts(name: str, tensor: Any, tensors: dict[str, Any]) -> bool:
-    """Returns whether a tensor is a matrix A whose product B A is not 0 (up to rounding), or a nonzero bias.
+    """Returns True for a nonzero bias, and for a LoRA matrix A whose product with its matrix B is not 0 (up to rounding).
 
-    peft initializes the matrix B of a linear layer and the matrix A of an embedding with 0. With `init_lora_weights: orthogonal`,
-    neither matrix is 0, but their product B A is 0.
+    peft initializes B with 0 in a linear layer, and A with 0 in an embedding. With `init_lora_weights: orthogonal`, neither
+    matrix is 0, but their product is 0.
     """
     module, _, part = name.partition(".lora_")
     if part not in MATRIX_A:

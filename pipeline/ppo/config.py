@@ -343,5 +343,5 @@ class PPOConfig:
         return self.eval_steps > 0 and update % self.eval_steps == 0 and update < total
 
     def logs(self, update: int, total: int) -> bool:
-        """Returns True if this update, counted from 1, logs its metrics. Updates with an evaluation always log."""
+        """Returns True if this update, counted from 1, logs its metrics. Every update with an evaluation does."""
         return update % self.logging_steps == 0 or update == total or self.evaluates(update, total)

@@ -1,4 +1,4 @@
-"""Collects the data of a report: a run's folder, its curves in MLflow, and the model versions that it was trained from."""
+"""Collects the data of a report: a run's folder, its curves in MLflow, and the model versions that were its inputs."""
 
 import os
 import re

@@ -21,12 +21,13 @@ VARIABLES = {color: f"c{i}" for i, color in enumerate(COLORS)} | {INK: "ink", FA
 FIXED = dict(zip(("rollout", HELD_OUT, "update", "values", "score"), COLORS, strict=False))
 SIZE = (3.9, 2.15)  # width and height of one panel in inches
 SMOOTH_FROM = 60  # lines with at least this many points are drawn pale, with their running mean on top
+# style of a reference line
 DASHED: Any = {
     "color": FAINT,
     "linewidth": 0.8,
     "linestyle": (0, (2, 2)),
     "zorder": 1,
-}  # style of a reference line
+}
 Draw = Callable[[Any], None]  # function that draws into matplotlib axes
 
 
@@ -135,7 +136,7 @@ def curve_drawer(panel: Panel, runs: dict[str, History], axis: str, kept: int | 
         return None
     shown = next(iter(drawable.values()))
     if len(drawable) > 1:
-        # Draws one line per run: the panel's eval metric if there is one, or else the panel's first line.
+        # If several runs share a panel, each run gets one line: its eval metric if it has one, or else its first metric.
         telling = next((name for name in (HELD_OUT, "highest so far") if name in panel.lines.values()), "")
         shown = {run: lines.get(telling) or next(iter(lines.values())) for run, lines in drawable.items()}
     held_out = [points for label, points in shown.items() if label in panel.held_out]

@@ -61,7 +61,8 @@ def _limit(work: Work, phase: str) -> str:
 
 def _halved(work: Work, key: str) -> list[str]:
     value = _value(work, key)
-    if value is None and key == "local_rollout_forward_batch_size":  # null depends on the free memory
+    # if the key is null, the free memory decides
+    if value is None and key == "local_rollout_forward_batch_size":
         value = work.args.planned_rows(work.places.workers.fewest)
     if value is None and key == "max_tokens_per_micro_batch":
         from pipeline.scoring.forward import FORWARD_TOKENS

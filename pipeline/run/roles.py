@@ -241,9 +241,8 @@ def folders_of_roles(worker: ModelHost, shared: SharedBase) -> dict[str, str]:
     """Returns {role: folder of the adapter whose weights the role had at the start}."""
     inputs = dict.fromkeys(("policy", "reference"), "policy") if "policy" in worker.work.inputs else {}
     rewards = {_reward_role(index): f"reward.{index}" for index in range(len(worker.work.rewards))}
-    rewards = {
-        role: name for role, name in rewards.items() if role in shared.roles
-    }  # rewards that are not adapters have no role
+    # Only a reward that is an adapter on the base is a role.
+    rewards = {role: name for role, name in rewards.items() if role in shared.roles}
     inputs |= rewards
     inputs |= {"teacher": "teacher"} if "teacher" in worker.work.inputs else {}
     if rewards and not shared.is_head("critic"):

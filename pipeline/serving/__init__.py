@@ -3,7 +3,7 @@
     make serve    or    python -m pipeline serve jobs/demo/serve.yaml
 
 `app.py` defines the Ray Serve application, and parses requests with `protocol.py`. `batching.py` decodes the completions of all
-requests with a decoder of pipeline.writing, and `answer.py` turns them into responses. `models.py` loads the adapters of a
+requests with a decoder of pipeline.writing, and `answer.py` turns completions into responses. `models.py` loads the adapters of a
 replica, `scores.py` runs reward models, `feedback.py` stores users' feedback on answers, and `metrics.py` defines the metrics.
 `proxy.py` limits the time in which a client must send its headers.
 """

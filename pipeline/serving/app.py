@@ -51,12 +51,13 @@ HEAD = "node:__internal_head__"  # resource that only the head node has in Ray
 FLUSH_S = 0.2  # time between two reports of a replica to the recorder
 MAX_UNSENT_ANSWERS = 10_000  # maximum number of answers that a replica keeps while the recorder restarts
 RETRY, CLOSE = {"Retry-After": "1"}, {"Connection": "close"}
+# {HTTP status of an error: headers of the response}
 HEADERS = {
     408: CLOSE,
     413: CLOSE,
     429: RETRY,
     503: RETRY,
-}  # {HTTP status of an error: headers of the response}
+}
 app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
 
@@ -229,7 +230,7 @@ class Server:
             try:
                 measured = list(self.metrics.registry.collect())
                 await self._ask_recorder("add_report", self.name, measured, answers)
-            except (Refused, asyncio.CancelledError):  # CancelledError if the client disconnects
+            except (Refused, asyncio.CancelledError):  # the client's disconnection raises CancelledError
                 self.answers = (answers + self.answers)[-MAX_UNSENT_ANSWERS:]
                 raise
 

@@ -116,7 +116,7 @@ class Batcher:
             self.waiting.popleft().fail(RuntimeError(ENDED))
         while self.closed and self.requested:
             _, future = self.requested.popleft()
-            if future.set_running_or_notify_cancel():  # False if the client has disconnected
+            if future.set_running_or_notify_cancel():  # returns False if the client has disconnected
                 future.set_exception(RuntimeError(ENDED))
         self.condition.notify()
 

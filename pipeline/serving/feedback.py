@@ -108,7 +108,7 @@ class FeedbackStore:
         """Stores answers, so that they can get feedback. Deletes answers that are too old or exceed half of max_bytes."""
         size = self.conversation_bytes
         with self._transaction():
-            for answer in answers:  # an answer may arrive twice: a replica without a reply sends it again
+            for answer in answers:  # a replica that got no reply sends the same answers again
                 row = (answer["id"], answer["time"], json.dumps(answer, ensure_ascii=False))
                 if self.database.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?)", row).rowcount:
                     size += len(row[2].encode())
@@ -150,9 +150,8 @@ class FeedbackStore:
                 raise Refused(400, why, key)
         content = {"kind": feedback.kind, **feedback.model_dump(exclude_none=True, exclude={"id"})}
         if feedback.edit is not None:
-            content["edit"] = hashlib.sha256(feedback.edit.encode()).hexdigest()[
-                :16
-            ]  # only a digest, because the row contains the full text
+            # only a digest, because the row contains the full text
+            content["edit"] = hashlib.sha256(feedback.edit.encode()).hexdigest()[:16]
         name = feedback.id if feedback.kind == "comparisons" else f"{feedback.id}/{feedback.choice}"
         earlier = self.database.execute(
             "SELECT content FROM feedback WHERE answer = ? AND name = ? AND kind = ?",

@@ -201,7 +201,7 @@ def start_decoder(host: ModelHost) -> tuple[SharedBase | None, Batcher]:
 
 def _vllm(host: ModelHost) -> Batcher:
     work, rows = host.work, host.args.local_rollout_forward_batch_size
-    # One more adapter than policies, because after an alias has moved, the old version still completes its rows.
+    # One adapter more than policies: after an alias has moved, the old version still finishes its requests.
     options: dict[str, Any] = {
         "max_loras": min(len(work.serve.policies) + 1, MAX_ADAPTERS),
         "max_logprobs": TOP_LOGPROBS,

@@ -47,7 +47,10 @@ class StreamOptions(BaseModel):
 
 
 class SampledRequest(BaseModel):
-    """The keys that chat completions and legacy completions share. `parse_request` rejects unknown keys, except for NEUTRAL."""
+    """The keys that chat completions and legacy completions share.
+
+    `parse_request` rejects other keys, unless they are in NEUTRAL.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid")
 

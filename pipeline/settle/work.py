@@ -53,7 +53,7 @@ class Sections:
     serve: Serve
     run: Run
     bf16: bool  # whether matrix products are in bfloat16
-    # {name of an input: its reference in the job: version, folder, `base`, function or judge}
+    # {name of an input: its reference in the job}. A reference is a version, a folder, `base`, a function or a judge.
     named: dict[str, str]
     keys: dict[str, str]  # {name of an input: its key in the job}
 

@@ -124,7 +124,7 @@ def ties_score(rows: Sequence[Scored]) -> float:
     ref, tied = by_kind["ref"], by_kind["tied"]
     if alone := sorted(ref.keys() ^ tied.keys()):
         print(
-            f"warning: Ties: {len(alone)} rows lack their ref: or tied: counterpart; the first is {alone[0]}",
+            f"warning: Ties: {len(alone)} rows have no partner (a `ref:` row needs a `tied:` row, and the reverse); the first is {alone[0]}",
             flush=True,
         )
     right = {kind: [_gap(row) > 0 for row in of.values()] for kind, of in by_kind.items()}

@@ -52,7 +52,7 @@ def mismatched_rows(rows: Any, before: Any) -> Any:
 
 
 class PairedEvaluationSampler(EvaluationSampler):
-    """Yields the batches of EvaluationSampler, each followed by rows half a dataset later, which usually have other prompts."""
+    """Adds a second row to each row of a batch, for the KL term: the row half a dataset away, which has another prompt."""
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in super().__iter__():

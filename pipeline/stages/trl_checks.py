@@ -140,7 +140,7 @@ def only_adapters_learn(trainer: Any, model: Any) -> CheckResult:
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     optimized = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
     wrong = {
-        "of the base learn": [name for name in learning if ".default" not in name],
+        "of the base require gradients": [name for name in learning if ".default" not in name],
         "of the adapter are frozen": [name for name in frozen if ".default." in name],
         "are not fp32": [name for name, p in learning.items() if p.dtype != torch.float32],
         "are not in the optimizer": [name for name, p in learning.items() if id(p) not in optimized],

@@ -149,7 +149,7 @@ class VllmDecoder(Decoder):
             del self.requests[output.request_id]
             row.ended = written.finish_reason == "stop"
             if not row.done:
-                row.error = RuntimeError(f"vLLM ended the row ({written.finish_reason})")
+                row.error = RuntimeError(f"vLLM ended the completion early ({written.finish_reason})")
 
     def reset(self) -> None:
         """Removes all rows and raises RuntimeError, because vLLM cannot continue after an error in its process."""

@@ -220,7 +220,7 @@ def test_a_set_column_is_not_guessed_as_another_field(here):
 def test_rows_that_the_chat_template_rejects_are_reported(here, capsys):
     rows(here / "calls.jsonl", talks(60, tools=True))
     init("calls.jsonl")
-    assert "warning: sft leaves out 30 of the first 60 rows: " in capsys.readouterr().out
+    assert "warning: sft skips 30 of the first 60 rows: " in capsys.readouterr().out
 
 
 def test_columns_that_may_say_which_completions_are_bad_are_asked_about(here, capsys):

@@ -22,7 +22,7 @@ from pipeline.ppo.config import PPOConfig
 from pipeline.scoring.rewards import AdapterReward, FunctionReward
 from pipeline.stages import trl_trainer
 
-# {key of PPOConfig: a value other than toy.trainer's}, and the settings that the key needs to have an effect
+# {key of PPOConfig: a value that differs from the value in toy.trainer}. Also has the settings that other keys depend on.
 OTHER = {
     "total_episodes": 16, "num_train_epochs": 2.0, "batch_size": 8, "num_ppo_epochs": 1, "num_mini_batches": 1,
     "critic": "head", "num_generations": 2, "per_device_train_batch_size": 4, "max_tokens_per_micro_batch": 20, "local_rollout_forward_batch_size": 4,

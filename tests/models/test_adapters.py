@@ -238,7 +238,7 @@ def test_rows_of_one_batch_can_use_different_adapters(extra, autocast):
         again = shared.hidden("policy", ids[:1])
     if autocast is None:
         assert torch.allclose(together, alone, atol=1e-5)
-    else:  # under autocast, a batch with several roles is rounded differently
+    else:  # under autocast, rounding differs between a batch with several roles and one with a single role
         shared.autocast = None
         with torch.no_grad():
             exact = torch.cat([shared.hidden(role, ids[i : i + 1]) for i, role in enumerate(roles)])

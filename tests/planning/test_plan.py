@@ -289,7 +289,7 @@ def test_every_gpu_has_a_name_that_ray_knows():
         ("llama3-8b-qlora/sft", ["scaling.accelerator_type=A100"], 0, r"GPU .*\n   A100-40G .* yes .*\n   A100-80G .* yes .*\n   Assumed"),
         # Jobs that cannot be planned, or that a run would reject.
         ("llama3-8b/sft", ["model.name_or_path=some/model"], 2, "cannot be read from the hub"),
-        ("demo/export", ["run.name=x"], 2, "stage: found export, which has no workers"),
+        ("demo/export", ["run.name=x"], 2, "stage: found export; expected a stage with workers"),
         ("llama3-8b/evaluate", [], 0, r"The job fits on A100-40G, .*H200\."),
         ("llama3-8b/sft", ["scaling.accelerator_type=A10G"], 2, r"found 'A10G', which scaling\.label_selector=.* excludes; change"),
         ("llama3-8b/sft", ["scaling.accelerator_type=TPU"], 2, r"scaling\.accelerator_type: found 'TPU'"),

@@ -26,7 +26,7 @@ def student(shared, role="reference", rewards=(), **changes):
 
 
 def test_the_gradient_is_that_of_the_reverse_kl():
-    """Compares with autograd of the mean over tokens of log p_policy times the constant (log p_policy - log p_teacher)."""
+    """Compares with the gradient of mean(log p_policy * c) over tokens, with the constant c = log p_policy - log p_teacher."""
     shared, temperature = toy.shared_base(critic=False, spread=0.1), 0.7
     trainer = student(shared, temperature=temperature, check_reference=False)
     episodes = trainer.make_experience().episodes

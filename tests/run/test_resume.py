@@ -63,7 +63,7 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Mounts a disk of 16 MB. Skips the test if this user may not mount."""
+    """Mounts a disk of 16 MB. Skips the test if this user may not mount disks."""
     folder = tmp_path / "disk"
     folder.mkdir()
     done = subprocess.run(

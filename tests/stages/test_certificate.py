@@ -105,7 +105,10 @@ def test_a_row_becomes_its_completions_the_correct_ones_first(name):
 
 def test_ties_without_their_partner_are_reported(capsys):
     benchmarks.ties_score([scored([5, 1], id="ref:0"), scored([4, 5, 1], correct=2, id="tied:7")])
-    assert "Ties: 2 rows lack their ref: or tied: counterpart; the first is 0" in capsys.readouterr().out
+    assert (
+        "Ties: 2 rows have no partner (a `ref:` row needs a `tied:` row, and the reverse); the first is 0"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_row_that_lost_a_completion_is_left_out():

@@ -178,7 +178,7 @@ def trainer(
 
 
 def in_our_order(data, size: int, collator):
-    """Returns a dataloader with the row order of ExactBatches and TRL's KL pairs (completions shifted by one in a batch)."""
+    """Returns a dataloader with the row order of ExactBatches. The KL term pairs a row with the previous row, as in TRL."""
 
     def collate(rows):
         kl = [rows[-1]["completion_ids"]] + [row["completion_ids"] for row in rows[:-1]]

@@ -25,7 +25,7 @@ def mlflow(job) -> MlflowClient:
 
 
 class Killed(BaseException):
-    """An exception that simulates a kill, because no code of the pipeline catches this exception."""
+    """Simulates a kill: the pipeline catches no exception of this class."""
 
 
 def killed(*_, **__):

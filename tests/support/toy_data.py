@@ -134,7 +134,7 @@ def use_small_chunks(monkeypatch, size=300):
 
 
 def evaluator(folder, tokenizer=None, rows_per_forward=64) -> SimpleNamespace:
-    """Returns the only worker of `evaluate`, which has no models."""
+    """Returns a stand-in for the worker of an `evaluate` run. The stand-in has no models."""
     data, args = SimpleNamespace(subset=None), SimpleNamespace(rows_per_forward=rows_per_forward)
     lease = SimpleNamespace(require=lambda: None)
     work = SimpleNamespace(

@@ -45,19 +45,19 @@ def test_the_default_name_depends_on_the_values_and_not_on_where_trials_run():
 @pytest.mark.parametrize(
     ("path", "arguments", "message"),
     [
-        (RM, [], "nothing varies"),
+        (RM, [], "no key varies"),
         (RM, ["trainer.learning_rat=1e-4,3e-4"], "did you mean trainer.learning_rate"),
         (RM, ["trainer.learning_rate=loguniform(1e-5,1e-3)"], "2 of 2 trials cannot run; nothing was started"),
         (RM, ["lora.r=8,16", "sweep.max_trial=2"], "sweep.max_trial: unknown key; did you mean max_trials?"),
         (RM, ["lora.r=8,16,32", "sweep.max_trials=2"], "3 trials, but at most 2"),
-        (RM, ["run.name=a,b"], "run.name: a sweep cannot vary it"),
-        (RM, ["trainer.eval_steps=1,2"], "trainer.eval_steps: a sweep cannot vary it"),
+        (RM, ["run.name=a,b"], "run.name: a sweep cannot vary this key"),
+        (RM, ["trainer.eval_steps=1,2"], "trainer.eval_steps: a sweep cannot vary this key"),
         (RM, ["lora.r=8,16", "data.eval=null", "trainer.eval_strategy=no", "gate={}"], "there are none"),
         (RM, ["lora.r=8,16", "run.metric_for_best_model=eval_acuracy"], "did you mean eval_accuracy"),
         (RM, ["trainer.center_rewards_coefficient=0,0.01"], "run.metric_for_best_model=eval_accuracy"),
         (DPO, ["trainer.beta=0.1,0.3"], "run.metric_for_best_model=eval_rewards/accuracies"),
         (KTO, ["trainer.beta=0.1,0.3", "run.metric_for_best_model=eval_rewards/margins"], "because trainer.beta changes its scale"),
-        ("jobs/demo/evaluate.yaml", ["trainer.seed=1,2"], "`evaluate` trains nothing"),
+        ("jobs/demo/evaluate.yaml", ["trainer.seed=1,2"], "`evaluate` does not train"),
     ],
 )  # fmt: skip
 def test_an_error_is_reported_before_anything_starts(path, arguments, message, capsys, tmp_path):

@@ -103,7 +103,7 @@ def test_the_log_has_errors_and_no_secret(command, monkeypatch, tmp_path):
 
 
 def test_half_a_surrogate_is_shown_and_logged(command):
-    """Half a surrogate pair may occur, for example, if a reward prints the completions that it scores."""
+    """A completion may contain half of a surrogate pair, and a reward function may print completions."""
     out, log = command(lambda: print("warning: \ud83d is no emoji"))
     assert out == "warning: \\ud83d is no emoji\n" and log.endswith(out)
 

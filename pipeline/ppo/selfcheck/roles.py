@@ -31,7 +31,7 @@ ROUNDING = 1e-3  # relative difference of fp32 gradients that rounding explains
 
 
 def check_roles(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
-    """Returns the results of all checks of a run's roles. Changes no parameter. Every rank calls this function."""
+    """Checks policy, reference, rewards and critic. Returns the results. Changes no parameter. Every rank calls this function."""
     folders = trainer.folders
     return [
         *(same_as_file(trainer, role, folder) for role, folder in folders.items()),

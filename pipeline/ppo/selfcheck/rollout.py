@@ -186,7 +186,7 @@ def sums_of(trainer: Learner) -> Sums:
 
 
 def ranks_learned_equally(trainer: Learner, before: Sums, metrics: dict[str, float]) -> CheckResult:
-    """Checks after the first update that the learning roles have changed and are equal on all workers.
+    """Checks after the first update that training has changed the adapters, and that they are equal on all workers.
 
     Args:
         before: result of `sums_of` before the update.
