@@ -222,8 +222,8 @@ def check_adapter_fits_base(base: Base, folder: str | Path, scores: bool, refere
             if scores and module == "lm_head":  # a reward model has a scalar head instead of an lm head
                 continue
             if is_named(targets, module) != is_named(modules, module):
-                why = f"tensors and target_modules of {SETTINGS} differ, for example in {module}"
-                raise InputError(f"{path}: {why}; {FIX}")
+                problem = f"tensors and target_modules of {SETTINGS} differ, for example in {module}"
+                raise InputError(f"{path}: {problem}; {FIX}")
 
 
 def was_trained(folder: str | Path, start: str | Path | None) -> bool:

@@ -333,10 +333,10 @@ class SharedBase(nn.Module):
             {key: tuple(tensor.shape) for key, tensor in group.items()}
             for group in (self._named(role), tensors)
         )
-        if different := sorted(k for k in expected | actual if expected.get(k) != actual.get(k)):
-            key = different[0]
+        if names := sorted(k for k in expected | actual if expected.get(k) != actual.get(k)):
+            key = names[0]
             raise InputError(
-                f"{path}: not an adapter for this role and base ({type(self.base).__name__}): {len(different)} tensors differ, for "
+                f"{path}: not an adapter for this role and base ({type(self.base).__name__}): {len(names)} tensors differ, for "
                 f"example {key} has shape {actual.get(key, 'none')}; expected {expected.get(key, 'none')}; use the base that it "
                 "was trained on"
             )
@@ -592,8 +592,8 @@ def base_unchanged(base: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def errors_of_peft(where: str) -> Iterator[None]:
-    """Turns peft's errors about an adapter's settings into an InputError. `where` names the file or key of the settings."""
+def errors_of_peft(location: str) -> Iterator[None]:
+    """Turns peft's errors about an adapter's settings into an InputError. `location` names the file or key of the settings."""
     try:
         yield
     except (torch.OutOfMemoryError, InputError, Failure):
@@ -602,4 +602,4 @@ def errors_of_peft(where: str) -> Iterator[None]:
         frames = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
         if not any(name.startswith("peft.") for name in frames):
             raise
-        raise InputError(f"{where}: peft rejects these settings ({in_brief(error)}); fix them") from error
+        raise InputError(f"{location}: peft rejects these settings ({in_brief(error)}); fix them") from error

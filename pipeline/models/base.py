@@ -48,8 +48,8 @@ def base_identity(name_or_path: str, revision: str | None = None) -> dict[str, A
     config = base_config(name_or_path, revision)
     folder = local(name_or_path)
     if os.path.isdir(folder):
-        lasting = {key: value for key, value in config.items() if key not in VOLATILE_KEYS}
-        hasher = hashlib.sha256(json.dumps(lasting, sort_keys=True).encode())
+        settings = {key: value for key, value in config.items() if key not in VOLATILE_KEYS}
+        hasher = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         for weights in weight_files(folder):
             hasher.update(weights.name.encode() + _file_digest(weights))
         digest = f"sha256:{hasher.hexdigest()}"

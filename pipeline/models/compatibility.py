@@ -143,8 +143,8 @@ def check_lora(base: Base, lora: dict[str, Any], scores: bool = False) -> None:
         ]
     adapted = [name for name in adapted if not lora_section.is_named(lora.get("exclude_modules"), name)]
     if not adapted and (modules or targets == []):
-        why = f"found {show_value(targets)}, so no module would be adapted; expected some of {endings or 'its modules'}"
-        raise InputError(why, "lora.target_modules")
+        message = f"found {show_value(targets)}, so no module would be adapted; expected some of {endings or 'its modules'}"
+        raise InputError(message, "lora.target_modules")
     layer_names = "|".join(lora_section.listed_modules(lora.get("layers_pattern"))) or "[^.]*"
     matches = (re.search(rf"(?:^|\.)(?:{layer_names})\.(?P<index>\d+)\.", name) for name in adapted)
     layers = sorted({int(match["index"]) for match in matches if match})
@@ -168,10 +168,10 @@ def find_unmergeable(base: Base, adapted: Iterable[str], bias: bool, scores: boo
         if base.tied and not scores and name in (*LM_HEADS, *EMBEDDINGS):
             twin = "embeddings" if name in LM_HEADS else "lm head"
             fix = "merging the adapter would change both weights; train an adapter without this module"
-            why = f"adapts {name}, which this base ties to its {twin}: {fix}"
-            return InputError(why, "lora.target_modules")
+            problem = f"adapts {name}, which this base ties to its {twin}: {fix}"
+            return InputError(problem, "lora.target_modules")
         if bias and base.shape_of(module) and not base.shape_of(module, "bias"):
             fix = "train an adapter with lora.lora_bias=false"
-            why = f"adds a bias to {name}, which has none in this base, so the adapter could not be merged; {fix}"
-            return InputError(why, "lora.lora_bias")
+            problem = f"adds a bias to {name}, which has none in this base, so the adapter could not be merged; {fix}"
+            return InputError(problem, "lora.lora_bias")
     return None

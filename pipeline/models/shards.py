@@ -85,22 +85,22 @@ def _allocate(base: nn.Module, device: torch.device) -> None:
     """Allocates memory for the shards, and computes the buffers that no file contains, such as rotary frequencies."""
     base.to_empty(device=device)
     for name, module in base.named_modules():
-        computed = dict(module.named_buffers(recurse=False))
-        if computed and not hasattr(module, "config"):
+        buffers = dict(module.named_buffers(recurse=False))
+        if buffers and not hasattr(module, "config"):
             raise InputError(
-                f"{type(base).__name__}: {name} has buffers that no file contains, such as {min(computed)!r}, and these cannot be "
+                f"{type(base).__name__}: {name} has buffers that no file contains, such as {min(buffers)!r}, and these cannot be "
                 "computed from the model's configuration; set model.fsdp=false",
                 key="model.fsdp",
             )
-        if computed:
+        if buffers:
             with torch.device(device):
-                fresh = type(module)(module.config)
-            for key, value in fresh.named_buffers(recurse=False):
-                computed[key].copy_(value)
+                module_copy = type(module)(module.config)
+            for key, value in module_copy.named_buffers(recurse=False):
+                buffers[key].copy_(value)
 
 
 @torch.no_grad()
-def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
+def _fill(base: PreTrainedModel, files: list[Path], base_name: str) -> None:
     """Reads this rank's rows of each parameter. safetensors memory-maps the files, so other ranks' rows are not read."""
     head, embedding, twins = base.get_output_embeddings(), base.get_input_embeddings(), dict[str, str]()
     if head is not None and base.config.get_text_config().tie_word_embeddings:
@@ -115,7 +115,7 @@ def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
         for name, parameter in base.named_parameters():
             tensor_name = name if name in sources else twins.get(name, name)
             if tensor_name in sources:
-                _read(sources[tensor_name].get_slice(tensor_name), parameter, f"{where}: {tensor_name}")
+                _read(sources[tensor_name].get_slice(tensor_name), parameter, f"{base_name}: {tensor_name}")
             elif not name.startswith(HEAD_NAMES):
                 missing.append(name)
             else:
@@ -123,7 +123,7 @@ def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
                 base._init_weights(score_head(base))
     if missing:
         raise InputError(
-            f"the safetensors of {where!r} lack {len(missing)} tensors, for example {min(missing)!r}. Fetch the model again; if "
+            f"the safetensors of {base_name!r} lack {len(missing)} tensors, for example {min(missing)!r}. Fetch the model again; if "
             "they are pickles, or transformers renames their tensors, set model.fsdp=false",
             key="model.name_or_path",
         )

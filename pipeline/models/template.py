@@ -27,7 +27,7 @@ PROBES = [
 ]
 
 
-def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
+def set_template(tokenizer: Any, chat_template: str | None, base_name: str) -> None:
     """Sets the tokenizer's `chat_template`. Raises InputError if the template cannot be read or renders none of the PROBES.
 
     Also sets the attribute `text_as_chat`, which specifies whether a plain-text prompt becomes a user message. `text_as_chat` is
@@ -35,20 +35,20 @@ def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
 
     Args:
         chat_template: a Jinja file, "plain" (built in), or None for the tokenizer's own template ("plain" if it has none).
-        where: the base's name in messages.
+        base_name: the base's name in messages.
     """
-    plain, own = _plain(tokenizer), tokenizer.chat_template
-    if isinstance(own, dict):  # the tokenizer has several named templates
-        names, own = ", ".join(sorted(own)), own.get("default")
-        if own is None and chat_template is None:
+    plain, own_template = _plain(tokenizer), tokenizer.chat_template
+    if isinstance(own_template, dict):  # the tokenizer has several named templates
+        names, own_template = ", ".join(sorted(own_template)), own_template.get("default")
+        if own_template is None and chat_template is None:
             raise InputError(
-                f"{where!r} has several chat templates ({names}) and none is called default; set model.chat_template=FILE",
+                f"{base_name!r} has several chat templates ({names}) and none is called default; set model.chat_template=FILE",
                 key="model.name_or_path",
             )
-    tokenizer.text_as_chat = chat_template is not None or own not in (None, plain)
+    tokenizer.text_as_chat = chat_template is not None or own_template not in (None, plain)
     if chat_template is None:
-        tokenizer.chat_template = own or plain
-        key, label = "model.name_or_path", f"the chat template of {where!r}"
+        tokenizer.chat_template = own_template or plain
+        key, label = "model.name_or_path", f"the chat template of {base_name!r}"
     else:
         tokenizer.chat_template = plain if chat_template == "plain" else _read(chat_template)
         key, label = "model.chat_template", chat_template

@@ -172,8 +172,8 @@ def make_plan(work: Sections, loras: Loras | None = None, learns: bool = True) -
         configs = {role: (loras or {}).get(origins.get(role, role), work.lora) for role in roles}
         size = {role: 4.0 * (lora.get("parameters") or shape.adapter(lora)) for role, lora in configs.items()}
     except ValueError as error:  # peft found no modules to adapt, or contradictory settings
-        why = f"peft rejects it for {model.name_or_path}: {str(error).splitlines()[0]}"
-        raise InputError(why, key="lora") from error
+        problem = f"peft rejects it for {model.name_or_path}: {str(error).splitlines()[0]}"
+        raise InputError(problem, key="lora") from error
     room_for_prompts(work.writes, work.data.max_length, shape.context)
     settings, workers = memory_settings(work, shape.context), work.places.workers.fewest
     trainable = sum(size[role] for role in learning)
@@ -383,7 +383,7 @@ def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
     """
     gpu, work, settings, spec = GPUS[name], plan.work, plan.settings, plan.work.spec
     workers, (longest, completion) = work.places.workers.most, plan.tokens
-    row, read = min(rows.tokens, longest), 0.0
+    row, bytes_read = min(rows.tokens, longest), 0.0
     if spec.online:
         args = work.args
         episodes = args.total_updates(rows.count) * args.batch_size
@@ -394,8 +394,8 @@ def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
         # Forwards for the reward, the reference, old log-probs and old values, then forwards and backwards of all epochs.
         passes = 2 + models * (1 + args.num_ppo_epochs * learning)
         at_once = args.decoded(workers)
-        filled = at_once * (row + completion / 2) * plan.shape.cache(settings.bf16)
-        read = math.ceil(episodes / at_once) * completion * (plan.shape.moved + filled)
+        cache_bytes = at_once * (row + completion / 2) * plan.shape.cache(settings.bf16)
+        bytes_read = math.ceil(episodes / at_once) * completion * (plan.shape.moved + cache_bytes)
     else:
         # Forwards of the reference, and other forwards of the stage without gradients, have no backward.
         passes = (3 if settings.checkpointing else 2) + spec.keeps_reference + spec.further_forwards
@@ -407,7 +407,7 @@ def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
             tokens = rows.count * row * work.trainer.get("num_train_epochs", 3.0)
         tokens *= spec.sequences
     products = passes * tokens * 2.0 * plan.shape.parameters
-    seconds = products / (gpu.tflops * 1e12) + read / (gpu.bandwidth * 1e9)
+    seconds = products / (gpu.tflops * 1e12) + bytes_read / (gpu.bandwidth * 1e9)
     return seconds / UTILIZATION / workers / 3600
 
 

@@ -74,12 +74,12 @@ class Shape:
         self.layers, self.vocabulary, self.hidden = text.num_hidden_layers, text.vocab_size, text.hidden_size
         self.dtype_bytes = 4 if model.dtype == "float32" else 2
         single, double = (_count(self.model, self.lora, layers) for layers in (1, 2))
-        whole = {key: single[key] + (self.layers - 1) * (double[key] - single[key]) for key in single}
-        self.parameters = whole["parameters"]
+        totals = {key: single[key] + (self.layers - 1) * (double[key] - single[key]) for key in single}
+        self.parameters = totals["parameters"]
         # Bytes of one layer, in the dtype of the base.
         self.layer = (double["parameters"] - single["parameters"]) * self.dtype_bytes
         self.embedding = self.vocabulary * self.hidden * self.dtype_bytes
-        quantized = whole["linear"] if model.load_in_4bit else 0
+        quantized = totals["linear"] if model.load_in_4bit else 0
         self.weights = (self.parameters - quantized) * self.dtype_bytes + quantized * NF4_BYTES
         # Bytes that a decoding step reads and writes. For a matrix product, bitsandbytes writes and reads a copy of each NF4
         # weight in the compute dtype (functional.dequantize_4bit). Only the kernel for a batch of one row needs no copy.

@@ -38,7 +38,7 @@ def champion_of(
     mlflow: Any,
     gate: Gate,
     name: str,
-    own: str | None,
+    own_version: str | None,
     metrics: dict[str, float],
     measured: dict[str, str],
     prefix: str = "",
@@ -46,14 +46,15 @@ def champion_of(
     """Returns the champion of a registered model, compared with a run that has the given metrics.
 
     Args:
-        own: number of the version that has these metrics, or None. If this version is the champion, returns an empty Champion.
+        own_version: number of the version that has these metrics, or None. If this version is the champion, returns an
+            empty Champion.
         measured: tags that describe what the metrics depend on, such as eval rows, reward and tokenizer. The metrics are
             compared only if the champion has the same tags.
         prefix: prefix of the champion's tags to compare, `evaluate.` for tags that `evaluate` has set.
     """
     models = mlflow.search_registered_models(search_filter("name", name))
     number = next((model.aliases.get(gate.alias) for model in models if model.name == name), None)
-    if number is None or str(number) == own:
+    if number is None or str(number) == own_version:
         return Champion()
     version = f"v{number}, which was {gate.alias}"
     tags = mlflow.get_model_version(name, number).tags
@@ -117,8 +118,8 @@ def evaluate_gate(
     """Returns whether all conditions are met, and a text with the reason."""
     failures = [
         f"{name} = {'missing' if value is None else f'{value:.4g}'}, required {condition}"
-        for name, condition, value, holds in check_conditions(gate, metrics, champion.metrics)
-        if not holds
+        for name, condition, value, is_met in check_conditions(gate, metrics, champion.metrics)
+        if not is_met
     ]
     if failures:
         return False, "failed: " + "; ".join(failures)

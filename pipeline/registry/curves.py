@@ -189,8 +189,8 @@ class Queue:
                 self.tracker.close(final)
         except Exception as error:  # a logging error must not end a long run
             if not self.failed:
-                why = f"{self.tracker.name} does not answer ({error_summary(error)})"
-                print(f"warning: {why}; training continues, its metrics are sent later", flush=True)
+                problem = f"{self.tracker.name} does not answer ({error_summary(error)})"
+                print(f"warning: {problem}; training continues, its metrics are sent later", flush=True)
             self.failed = True
             return False
         self.failed = False

@@ -63,8 +63,8 @@ def mlflow_run(tracking: Tracking, digests: dict[str, str], new_run: bool = Fals
             try:
                 mlflow.set_terminated(run_id, "FAILED" if isinstance(failure, Exception) else "KILLED")
             except Exception as error:  # an error of MLflow must not hide the error of the run
-                why = f"server unreachable ({type(error).__name__})"
-                print(f"warning: cannot mark MLflow run {run_id} as ended: {why}", flush=True)
+                problem = f"server unreachable ({type(error).__name__})"
+                print(f"warning: cannot mark MLflow run {run_id} as ended: {problem}", flush=True)
         raise
     store.call_persistently(tracking.uri, run.folder, lambda: mlflow.set_terminated(run_id, "FINISHED"))
 
@@ -178,12 +178,12 @@ def read_mlflow_run(uri: str, run_id: str) -> dict[str, Any]:
         run = mlflow.get_run(run_id)
         stage = run.data.tags["stage"]  # raises KeyError if another program made the run
     except Exception as error:  # the database driver and the network raise many types of errors
-        why = f"cannot find this run in {uri} ({error_summary(error)}); name the run's folder, or set MLFLOW_TRACKING_URI to its server"
-        raise InputError(f"{run_id}: {why}") from error
-    logged = {file.path for file in mlflow.list_artifacts(run_id)}
+        problem = f"cannot find this run in {uri} ({error_summary(error)}); name the run's folder, or set MLFLOW_TRACKING_URI to its server"
+        raise InputError(f"{run_id}: {problem}") from error
+    paths = {file.path for file in mlflow.list_artifacts(run_id)}
 
     def content(file: str) -> dict[str, Any]:
-        return storage.read_json(mlflow.download_artifacts(run_id, file)) if file in logged else {}
+        return storage.read_json(mlflow.download_artifacts(run_id, file)) if file in paths else {}
 
     return {
         "name": run.info.run_name,

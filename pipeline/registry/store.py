@@ -107,8 +107,8 @@ def check_store(tracking: Tracking) -> None:
         fix += " remove the key to use a SQLite file in run.storage_path"
         if file and "database schema" in str(error):
             fix = "install the MLflow version that wrote the file, or copy the file and run the migration that MLflow proposes"
-        why = f"{uri!r} does not answer ({error_summary(error)}); {fix}"
-        raise InputError(why, key="mlflow.tracking_uri") from error
+        problem = f"{uri!r} does not answer ({error_summary(error)}); {fix}"
+        raise InputError(problem, key="mlflow.tracking_uri") from error
     if experiment and experiment.lifecycle_stage == "deleted":
         raise InputError(
             f"{name!r} was deleted in {uri}; name another experiment, e.g. mlflow.experiment={name}-2, or run "
@@ -166,17 +166,17 @@ def _is_intact(path: str) -> bool:
     return False
 
 
-def _try(path: str, mode: str, begin: str) -> None:
+def _try(path: str, mode: str, statement: str) -> None:
     """Raises sqlite3.Error if the file is not a SQLite database, or is locked. MLflow itself would retry for more than a minute.
 
     Args:
         mode: the mode of a SQLite URI (ro or rwc).
-        begin: the SQL statement to try. BEGIN IMMEDIATE fails if the file cannot be written.
+        statement: the SQL statement to try. BEGIN IMMEDIATE fails if the file cannot be written.
     """
     uri = f"file:{quote(os.path.abspath(path))}?mode={mode}"
     connection = sqlite3.connect(uri, deadline.SECONDS, isolation_level=None, uri=True)
     with contextlib.closing(connection) as database:
-        database.execute(begin)
+        database.execute(statement)
         database.execute("SELECT name FROM sqlite_master").fetchall()
 
 

@@ -66,9 +66,9 @@ def publish(
 
     mlflow, name = client(uri), str(gate.model)
     versions = [v for v in mlflow.search_model_versions(f"run_id = '{run_id}'") if v.name == name]
-    own = str(versions[0].version) if versions else None
+    own_version = str(versions[0].version) if versions else None
     tags = _tags(lineage, gate)
-    champion = champion_of(mlflow, gate, name, own, metrics, tags)
+    champion = champion_of(mlflow, gate, name, own_version, metrics, tags)
     ok, reason = (
         (False, f"failed: {problem}") if problem else evaluate_gate(gate.conditions, metrics, champion)
     )
@@ -113,8 +113,8 @@ def promote(
     ok, reason = evaluate_gate(gate.conditions, metrics, champion)
     trained = mlflow.get_model_version(ref.name, ref.version).tags.get("gate", "")
     if ok and trained.startswith("failed"):
-        why = trained.removeprefix("failed: ")
-        ok, reason = False, f"failed: the gate of the training job failed, too ({why})"
+        cause = trained.removeprefix("failed: ")
+        ok, reason = False, f"failed: the gate of the training job failed, too ({cause})"
     for key, value in (_held_out(metrics) | measured | {"gate": reason}).items():
         mlflow.set_model_version_tag(ref.name, ref.version, f"evaluate.{key}", value)
     if ok:
@@ -139,8 +139,8 @@ def _store(mlflow: Any, stage: str, run: Any, folder: str, tags: dict[str, str])
     received = _received(mlflow, model)
     if sent != received:
         mlflow.finalize_logged_model(model.model_id, "FAILED")
-        different = sorted(k for k in {*sent, *received} if sent.get(k) != received.get(k))
-        raise RuntimeError(f"files in the artifact store differ from the saved files: {', '.join(different)}")
+        paths = sorted(k for k in {*sent, *received} if sent.get(k) != received.get(k))
+        raise RuntimeError(f"files in the artifact store differ from the saved files: {', '.join(paths)}")
     mlflow.finalize_logged_model(model.model_id, "READY")
     return model.model_id, model.artifact_location
 
@@ -239,15 +239,15 @@ def pin(reference: str, uri: str, job_file: str = "") -> str:
                 if stage in TRAINED
                 else "train and register it first"
             )
-            why = f"no registered model {ref.name!r} in {uri} (registered: {listing}); {fix}"
+            problem = f"no registered model {ref.name!r} in {uri} (registered: {listing}); {fix}"
         else:
             aliases = mlflow.get_registered_model(ref.name).aliases
             listing = ", ".join(f"@{alias} -> v{number}" for alias, number in aliases.items()) or "none"
-            why = (
+            problem = (
                 f"no such alias or version of {ref.name!r} (aliases: {listing}); the newest is models:/{ref.name}/"
                 f"{newest.version} (gate {newest.tags.get('gate', '?')}); name this version to use it anyway"
             )
-        raise Missing(f"{ref}: {why}") from error
+        raise Missing(f"{ref}: {problem}") from error
 
 
 def read_parameters(reference: str, uri: str) -> dict[str, str]:

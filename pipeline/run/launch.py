@@ -54,10 +54,10 @@ def publish_adapter(work: Work, result: dict[str, Any]) -> registry.Version | No
     with storage.local_copy(adapter) as folder:
         unchanged = None
         if not adapter_files.was_trained(folder, start.folder if start else None):
-            why = "The learning rate was 0 at every step, as in a run that ends within its warm-up, or no gradient reached the adapter"
+            cause = "The learning rate was 0 at every step, as in a run that ends within its warm-up, or no gradient reached the adapter"
             if result["metrics"].get("grad_norm/policy") == 0:
-                why = "No gradient reached the adapter, because every advantage was 0, as if all completions of a prompt get the same score"
-            unchanged = f"nothing was learned: after training the adapter equals {start.version if start else 'its initialization'}. {why}"
+                cause = "No gradient reached the adapter, because every advantage was 0, as if all completions of a prompt get the same score"
+            unchanged = f"nothing was learned: after training the adapter equals {start.version if start else 'its initialization'}. {cause}"
             print(f"warning: {unchanged}", flush=True)
         if not work.gate.model:
             return None
@@ -225,8 +225,8 @@ def failure_recorded(work: Work) -> Iterator[None]:
     storage.remove(path)  # the attempt that this run continues may have left failed.json
     try:
         yield
-    except (KeyboardInterrupt, SystemExit) as stop:
-        stop.add_note(f"run.name={work.identity.name}")
+    except (KeyboardInterrupt, SystemExit) as interrupt:
+        interrupt.add_note(f"run.name={work.identity.name}")
         raise
     except Exception as error:
         if any(isinstance(cause, LeaseLost) for cause in causes_of(error)):

@@ -31,18 +31,18 @@ def memory_errors_explained(work: Work) -> Iterator[None]:
 
 def memory_advice(work: Work, phase: str) -> str:
     """Returns the settings to change, each with its current value. Changes that affect the run least come first."""
-    spec, loading, lighter, new_run = work.spec, phase == "loading the base", [], []
+    spec, loading, overrides, new_run = work.spec, phase == "loading the base", [], []
     if not loading:
-        lighter += _halved(work, _limit(work, phase))
+        overrides += _halved(work, _limit(work, phase))
         new_run += _switched(work, "trainer.bf16", True)
     if spec.learns and not loading and phase not in ROLLOUT:
         if work.trainer.get("gradient_checkpointing", False) is None:  # the run has chosen the value
-            lighter += ["trainer.gradient_checkpointing=true (now null)"]
-        lighter += _switched(work, "trainer.gradient_checkpointing", True)
+            overrides += ["trainer.gradient_checkpointing=true (now null)"]
+        overrides += _switched(work, "trainer.gradient_checkpointing", True)
     new_run += _switched(work, "model.dtype", "bfloat16")
     if not work.model.fsdp:  # a sharded base cannot be quantized
         new_run += _switched(work, "model.load_in_4bit", True)
-    advice = [f"set, in this order, {', '.join(lighter)}"] if lighter else []
+    advice = [f"set, in this order, {', '.join(overrides)}"] if overrides else []
     advice += [f"if that fails, start a new run with {', '.join(new_run)}"] if new_run else []
     advice += [f"`make plan JOB={work.identity.source}` computes which settings fit"] if spec.learns else []
     return "; ".join(advice)

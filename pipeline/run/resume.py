@@ -65,8 +65,8 @@ def check_folder(folder: str, owner: str, example: str) -> dict[str, str]:
     storage_path, _, name = folder.rpartition("/")
     storage.require_writable(storage_path)
     if not storage.is_remote(folder) and os.path.lexists(folder) and not os.path.isdir(folder):
-        why = f"{folder} is not a folder, or is a broken link; remove it, or choose another run.name"
-        raise InputError(why, "run.name")
+        problem = f"{folder} is not a folder, or is a broken link; remove it, or choose another run.name"
+        raise InputError(problem, "run.name")
     for file in (files := owner_files(folder)):
         if OWNERS[file] != owner:
             raise InputError(
@@ -180,7 +180,7 @@ def resumable_job(earlier: Earlier) -> dict[str, Any]:
     if not old_job:
         return {}
     changes = blocking_changes(old_job, run)
-    differences = [f"{key}={_shown(then)} (now {_shown(now)})" for key, (then, now) in changes.items()]
+    differences = [f"{key}={_shown(old)} (now {_shown(new)})" for key, (old, new) in changes.items()]
     if changes and not _has_progress(run.folder):
         print(f"run {run.name} starts over: it began with {', '.join(differences)}, and left no checkpoint")
         return {}
@@ -190,9 +190,9 @@ def resumable_job(earlier: Earlier) -> dict[str, Any]:
             "another run.name, or set run.overwrite=true. Keys that do not affect the results may change: run, mlflow, gate, ..., and scaling if data.batch_size is set",
             key="run.name",
         )
-    then, now = old_job.get("begun_with", {}).get("versions", {}), lineage.versions()
+    old, new = old_job.get("begun_with", {}).get("versions", {}), lineage.versions()
     if libraries := [
-        f"{name} {then[name]} (now {now.get(name)})" for name in then if then[name] != now.get(name)
+        f"{name} {old[name]} (now {new.get(name)})" for name in old if old[name] != new.get(name)
     ]:
         print(
             f"warning: {run.name!r} began with {', '.join(libraries)}, so its results may differ from here on",
@@ -225,9 +225,9 @@ def blocking_changes(old_job: dict[str, Any], run: Identity) -> dict[str, tuple[
         if not _among(key, ignored) or (compares and _among(key, COMPARISON))
     }
     # Without data.batch_size, each worker adds rows to the batch of a step.
-    then, now = (job.get("scaling", {}).get("num_workers") for job in (old_job, settings))
-    if spec.trl and not settings["data"]["batch_size"] and (then or 1) != (now or 1):
-        changes["scaling.num_workers"] = (then, now)
+    old, new = (job.get("scaling", {}).get("num_workers") for job in (old_job, settings))
+    if spec.trl and not settings["data"]["batch_size"] and (old or 1) != (new or 1):
+        changes["scaling.num_workers"] = (old, new)
     return changes
 
 
@@ -282,11 +282,11 @@ def changed_settings(
     old_job: dict[str, Any], run: Identity, excluded: Sequence[str] = ()
 ) -> dict[str, tuple[Any, Any]]:
     """Returns {section.key: (value in a recorded job, value in this run)} of different values, except for keys in `excluded`."""
-    then, now = flatten(old_job), flatten(run.settings)
+    old, new = flatten(old_job), flatten(run.settings)
     return {
-        key: (then.get(key), now.get(key))
-        for key in sorted(then.keys() | now.keys())
-        if then.get(key) != now.get(key) and not _among(key, excluded)
+        key: (old.get(key), new.get(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not _among(key, excluded)
     }
 
 
@@ -299,8 +299,8 @@ def print_differences(old_job: dict[str, Any], run: Identity) -> None:
     changed = changed_settings(old_job, run, ("run", "source", *_resolved(run)))
     if changed:
         print("the run used other settings; the settings of this command are ignored:")
-    for key, (then, now) in changed.items():
-        print(f"   {key}: was {_shown(then)}, is {_shown(now)}")
+    for key, (old, new) in changed.items():
+        print(f"   {key}: was {_shown(old)}, is {_shown(new)}")
 
 
 def _resolved(run: Identity) -> tuple[str, ...]:

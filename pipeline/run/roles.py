@@ -129,10 +129,10 @@ def add_critic(worker: ModelHost, shared: SharedBase, args: PPOConfig) -> str | 
         shared.add("critic", head_on="policy", trainable=True)
         return None
     rewards = map(_reward_role, range(len(worker.work.rewards)))
-    copied = next((role for role in rewards if role in shared.roles), None)
-    lora = None if copied else worker.work.lora
-    shared.add("critic", lora=lora, copy_of=copied, head=True, trainable=True)
-    return copied
+    reward_role = next((role for role in rewards if role in shared.roles), None)
+    lora = None if reward_role else worker.work.lora
+    shared.add("critic", lora=lora, copy_of=reward_role, head=True, trainable=True)
+    return reward_role
 
 
 def _reward_role(index: int) -> str:

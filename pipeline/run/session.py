@@ -175,7 +175,7 @@ def secured_environment() -> dict[str, str]:
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
     """Sets the environment variables of an embedded session only within the block, because a cluster has another token."""
-    before = dict(os.environ)
+    environment = dict(os.environ)
     os.environ.update({key: value for key, value in EMBEDDED.items() if key not in os.environ})
     os.environ.update(secured_environment())
     _read_by_ray()
@@ -184,7 +184,7 @@ def _environment() -> Iterator[None]:
     finally:
         for key in (*EMBEDDED, *secured_environment()):
             os.environ.pop(key, None)
-            os.environ.update({key: before[key]} if key in before else {})
+            os.environ.update({key: environment[key]} if key in environment else {})
         _read_by_ray()
 
 
@@ -258,7 +258,7 @@ def _session_root() -> Path:
     private = storage.private(os.environ.get("RAY_TMPDIR", "/tmp"), f"rlhf-{os.getuid()}", "RAY_TMPDIR")
     root = Path(private, "ray")
     if len(str(root)) > MAX_ROOT_CHARACTERS:
-        why = f"cannot use {private} (its path is too long for unix sockets); export RAY_TMPDIR=FOLDER, with a short path"
-        raise InputError(why, "RAY_TMPDIR")
+        problem = f"cannot use {private} (its path is too long for unix sockets); export RAY_TMPDIR=FOLDER, with a short path"
+        raise InputError(problem, "RAY_TMPDIR")
     root.mkdir(exist_ok=True)
     return root

@@ -28,8 +28,8 @@ def print_summary(result: dict[str, Any]) -> None:
     champion = registry.Champion(**(result.get("champion") or {}))
     conditions = registry.check_conditions(result["job"].get("gate") or {}, metrics, champion.metrics)
     gate = {
-        name: f"{f'gate {condition} ':<14}{'passed' if holds else 'FAILED'}"
-        for name, condition, _, holds in conditions
+        name: f"{f'gate {condition} ':<14}{'passed' if is_met else 'FAILED'}"
+        for name, condition, _, is_met in conditions
     }
     for index, metric in enumerate(headline_metrics(result["stage"], metrics)):
         line = text.row(metric.label, f"{metric_change(metrics, metric):<22}{gate.get(metric.name, '')}")

@@ -127,12 +127,12 @@ def check_fits(places: Places) -> None:
     limits.
     """
     machine = "this cluster at its maximum size" if on_cluster() else "this machine"
-    limits, taken = _limits(), defaultdict[str, float](float)
+    limits, usage = _limits(), defaultdict[str, float](float)
     for section, worker, count, _, bundle in places.groups if limits else ():
         for name, amount in bundle.resources.items():
             limit = limits.get(name, 0)
-            if taken[name] + count * amount > limit:
-                trainer = f", next to a trainer with {taken[name]:g}" if taken[name] else ""
+            if usage[name] + count * amount > limit:
+                trainer = f", next to a trainer with {usage[name]:g}" if usage[name] else ""
                 key = "num_workers" if amount <= limit else "resources_per_worker"
                 key = "use_gpu" if name == "GPU" and not limit else key
                 change = places.fewer(limit / amount) if section == "scaling" else ""
@@ -143,7 +143,7 @@ def check_fits(places: Places) -> None:
                     key=f"{section}.{key}",
                     change=change,
                 )
-            taken[name] += count * amount
+            usage[name] += count * amount
 
 
 def _limits() -> dict[str, float]:
@@ -179,12 +179,12 @@ def side_by_side(places: Places) -> int:
     elif not on_cluster():  # a local Ray may declare more CPUs than the machine has
         nodes = [({**nodes[0][0], "CPU": float(os.cpu_count() or 1)}, {})]
     free_nodes = [(defaultdict[str, float](float, resources), labels) for resources, labels in nodes]
-    needed: list[Bundle] = []
+    bundles: list[Bundle] = []
     for group in places.groups:
-        needed += [replace(group.each, selector={}) if limits else group.each] * group.fewest
+        bundles += [replace(group.each, selector={}) if limits else group.each] * group.fewest
     runs = 0
     while True:
-        for bundle in needed:
+        for bundle in bundles:
             node = next((node for node, labels in free_nodes if bundle.fits(node, labels)), None)
             if node is None:
                 return max(1, runs)
@@ -257,8 +257,8 @@ def launch_failure() -> str:
     log = Path(ray._private.worker._global_node.get_logs_dir_path(), "monitor.log")
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     reasons = re.findall(rf"Failed to launch \d+ nodes of type {last.ray_node_type_name}: (.+)", text)
-    why = last.details or (reasons[-1] if reasons else "monitor.log on the head has the reason")
-    return f"; {len(launches)} launches of {last.ray_node_type_name} failed, and Ray tries no other type: {why[:300]}"
+    cause = last.details or (reasons[-1] if reasons else "monitor.log on the head has the reason")
+    return f"; {len(launches)} launches of {last.ray_node_type_name} failed, and Ray tries no other type: {cause[:300]}"
 
 
 def placement_callback(places: Places) -> Any:

@@ -44,9 +44,9 @@ def settle_job(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> Wo
     adapters = {name: job_input for name, job_input in inputs.items() if job_input.kind == "adapter"}
     if makes_adapter(work.spec, work.args, adapters):
         check_lora(files, work.lora, work.spec.learns == "reward")
-    elif unused := [key for key in job.overridden if key.partition(".")[0] == "lora"]:
+    elif lora_keys := [key for key in job.overridden if key.partition(".")[0] == "lora"]:
         print(
-            f"warning: {', '.join(unused)} changes nothing: the adapters that this job trains are copies of its input adapters; "
+            f"warning: {', '.join(lora_keys)} changes nothing: the adapters that this job trains are copies of its input adapters; "
             "policy=base starts a new adapter",
             flush=True,
         )
