@@ -340,8 +340,8 @@ class SharedBase(nn.Module):
                 f"example {key} has shape {actual.get(key, 'none')}; expected {expected.get(key, 'none')}; use the base that it "
                 "was trained on"
             )
-        if damaged := [key for key, tensor in tensors.items() if not tensor.isfinite().all()]:
-            raise InputError(f"{path}: {damaged[0]} contains NaN or infinity: its training diverged")
+        if keys := [key for key, tensor in tensors.items() if not tensor.isfinite().all()]:
+            raise InputError(f"{path}: {keys[0]} contains NaN or infinity: its training diverged")
         self.fill(role, tensors)
 
     # ------------------------------------------------------------------------------------------- computing
@@ -402,8 +402,8 @@ class SharedBase(nn.Module):
         """
         config = self.base.config.get_text_config()
         windows = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-        full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-        if windows or not full or self._attention not in ("sdpa", "eager"):
+        is_full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+        if windows or not is_full or self._attention not in ("sdpa", "eager"):
             return False
         ids = torch.tensor([[0, 1, 2, 3], [0, 1, 6, 7]], device=self.device)
         sizes = torch.full((2,), 2, device=self.device)

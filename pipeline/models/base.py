@@ -128,7 +128,7 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
         options["quantization_config"] = _nf4(dtype)
     path = source(model.name_or_path)
     with without_load_report(), loading_shown(), errors_of_files(model):
-        loaded, info = auto.from_pretrained(path, **options)
+        base, info = auto.from_pretrained(path, **options)
     # If weights are missing, transformers only prints a warning and initializes these weights randomly.
     problems = {f"{key} (another shape)" for key, *_ in info["mismatched_keys"]}
     problems |= {key for key in info["missing_keys"] if not (scorer and key.startswith(HEAD_NAMES))}
@@ -138,13 +138,13 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
             f"example {min(problems)}; fetch or save the model again",
             KEY,
         )
-    freeze(loaded)
-    check_finite(loaded)
+    freeze(base)
+    check_finite(base)
     if model.load_in_4bit:
-        _one_nf4_path(loaded)
+        _one_nf4_path(base)
     if scorer:
-        fp32_head(loaded)
-    return loaded
+        fp32_head(base)
+    return base
 
 
 def check_base(model: Model, scorer: bool = False, weights: bool = True) -> Base:

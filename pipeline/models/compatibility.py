@@ -95,8 +95,8 @@ def safetensors_files(model: Model, fetch: bool) -> list[Path]:
         fetch: whether to download Hub weights that are split into several files. If False, returns [] for split weights.
     """
     name, revision = model.name_or_path, model.revision
-    if single := base_file(name, SINGLE, revision):  # transformers prefers a single file to an index
-        return [single]
+    if path := base_file(name, SINGLE, revision):  # transformers prefers a single file to an index
+        return [path]
     index = base_json(name, INDEX, revision)
     if index is None and not model.allow_pickle:
         raise InputError(
@@ -107,8 +107,8 @@ def safetensors_files(model: Model, fetch: bool) -> list[Path]:
     files = sorted(set((index or {}).get("weight_map", {}).values()))
     if os.path.isdir(local(name)):
         return [local(name) / file for file in files]
-    fetched = [base_file(name, file, revision) for file in files] if fetch else []
-    return [file for file in fetched if file]
+    paths = [base_file(name, file, revision) for file in files] if fetch else []
+    return [file for file in paths if file]
 
 
 def check_lora(base: Base, lora: dict[str, Any], scores: bool = False) -> None:

@@ -50,8 +50,8 @@ class ControlTokens:
         """Returns an Escaping for the contents of one row, or None if the contents have no control tokens."""
         if not self.as_text or not any(self.pattern.search(text) for text in contents):
             return None
-        used = set("".join(contents))
-        return Escaping(self, next(mark for mark in map(chr, PRIVATE) if mark not in used))
+        characters = set("".join(contents))
+        return Escaping(self, next(mark for mark in map(chr, PRIVATE) if mark not in characters))
 
 
 class Encoded(NamedTuple):
@@ -81,11 +81,11 @@ class Escaping:
     def encode(self, rendered: str, add_special_tokens: bool = False) -> Encoded:
         """Encodes a text rendered from escaped contents. The returned offsets are positions in `rendered`."""
         backend = self.control.tokenizer.backend_tokenizer
-        first, *pieces = rendered.split(self.mark)
-        head = backend.encode(first, add_special_tokens=add_special_tokens)
+        first_piece, *pieces = rendered.split(self.mark)
+        head = backend.encode(first_piece, add_special_tokens=add_special_tokens)
         # The tokenizer may add an end token, such as BERT's [SEP], which must come after the last piece of the text.
         stop = 1 + max((i for i, added in enumerate(head.special_tokens_mask) if not added), default=-1)
-        ids, offsets, start = head.ids[:stop], head.offsets[:stop], len(first)
+        ids, offsets, start = head.ids[:stop], head.offsets[:stop], len(first_piece)
         for piece in pieces:
             # Some tokenizers add a space at the start of a text. After a line break, no tokenizer adds a space, so each piece is
             # encoded after a line break. The loop drops the line break's token.

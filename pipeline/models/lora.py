@@ -150,14 +150,14 @@ class _Product(torch.autograd.Function):
         rows, low, W, A, B = ctx.saved_tensors
         # In the first layer, x needs no gradient. In a frozen role, A and B need no gradients.
         needs_x, _, needs_A, needs_B, _, _ = ctx.needs_input_grad
-        flat = grad.reshape(-1, grad.shape[-1])
-        low_grad = (flat @ _cast(B, ctx.dtype)).mul_(ctx.scale)
+        grad_rows = grad.reshape(-1, grad.shape[-1])
+        low_grad = (grad_rows @ _cast(B, ctx.dtype)).mul_(ctx.scale)
         x_grad = A_grad = B_grad = None
         if needs_x:
-            x_grad = (flat @ W.to(ctx.dtype)).addmm_(low_grad, _cast(A, ctx.dtype))
+            x_grad = (grad_rows @ W.to(ctx.dtype)).addmm_(low_grad, _cast(A, ctx.dtype))
             x_grad = x_grad.to(ctx.x_dtype).view(*grad.shape[:-1], -1)
         if needs_A:
             A_grad = mm_fp32(low_grad.t(), rows).to(A.dtype)
         if needs_B:
-            B_grad = mm_fp32(low.t(), flat).mul_(ctx.scale).t().to(B.dtype)
+            B_grad = mm_fp32(low.t(), grad_rows).mul_(ctx.scale).t().to(B.dtype)
         return x_grad, None, A_grad, B_grad, None, None

@@ -108,20 +108,20 @@ def packs_that_pay(
         return tokens * (6 * width + tokens)
 
     packs: dict[int, list[list[int]]] = {}
-    newest: dict[int, int] = {}  # prompt -> tokens of its newest pack
+    pack_tokens: dict[int, int] = {}  # prompt -> tokens of its newest pack
     for i, prompt in enumerate(prompts):
-        by_itself, longer = starts[i] + counts[i], newest.get(prompt, 0) + counts[i]
+        single, joint = starts[i] + counts[i], pack_tokens.get(prompt, 0) + counts[i]
         if (
             prompt in packs
-            and cost(longer) < cost(newest[prompt]) + cost(by_itself)
+            and cost(joint) < cost(pack_tokens[prompt]) + cost(single)
             and (completions is None or len(packs[prompt][-1]) < completions)
-            and (tokens is None or longer <= tokens)
+            and (tokens is None or joint <= tokens)
         ):
             packs[prompt][-1].append(i)
-            newest[prompt] = longer
+            pack_tokens[prompt] = joint
         else:
             packs.setdefault(prompt, []).append([i])
-            newest[prompt] = by_itself
+            pack_tokens[prompt] = single
     return [pack for prompt_packs in packs.values() for pack in prompt_packs]
 
 
@@ -147,12 +147,12 @@ def micro_batches(
     batches: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         batch = batches[-1] if batches else []
-        used = sum(lengths[j] for j in batch)
+        total = sum(lengths[j] for j in batch)
         padded = (len(batch) + 1) * lengths[i]  # the next row would be the longest of the batch
-        full = rows is not None and sum(counts[j] for j in batch) + counts[i] > rows
-        full |= tokens is not None and padded > tokens
-        sparse = used >= BUSY_TOKENS[device] and padded - used - lengths[i] > padded / 8
-        if not batch or full or sparse:
+        is_full = rows is not None and sum(counts[j] for j in batch) + counts[i] > rows
+        is_full |= tokens is not None and padded > tokens
+        is_sparse = total >= BUSY_TOKENS[device] and padded - total - lengths[i] > padded / 8
+        if not batch or is_full or is_sparse:
             batches.append([])
         batches[-1].append(i)
     return batches

@@ -75,8 +75,8 @@ def load_shards(
     elif base_file(model.name_or_path, "generation_config.json", model.revision) is not None:
         # generation_config.json may name additional tokens that end a completion
         with errors_of_files(model):
-            where = source(model.name_or_path)
-            base.generation_config = GenerationConfig.from_pretrained(where, revision=model.revision)
+            path = source(model.name_or_path)
+            base.generation_config = GenerationConfig.from_pretrained(path, revision=model.revision)
     fsdp_sync.current = fsdp_sync.Lockstep(base.base_model)
     return base
 

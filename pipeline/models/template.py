@@ -63,8 +63,8 @@ def set_template(tokenizer: Any, chat_template: str | None, base_name: str) -> N
 def _plain(tokenizer: Any) -> str:
     """Returns the built-in template. The template writes a bos token only if the tokenizer also adds one to every text."""
     text = PLAIN.read_text(encoding="utf-8")
-    first = tokenizer("a").input_ids[:1]
-    if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]:
+    prefix = tokenizer("a").input_ids[:1]
+    if tokenizer.bos_token_id is not None and prefix == [tokenizer.bos_token_id]:
         return text
     return text.replace(BOS_LINE, "")
 

@@ -200,10 +200,10 @@ def make_plan(work: Sections, loras: Loras | None = None, learns: bool = True) -
     if learning:
         tokens = settings.rows * settings.sequences * settings.width
         kind = "layer inputs and one layer" if settings.checkpointing else "all layers"
-        saved = shape.activations(
+        activations = shape.activations(
             settings.rows * settings.sequences, settings.width, settings.bf16, settings.checkpointing
         )
-        items.append(Item(f"activations for backward: {tokens:,} tokens, {kind}", saved, "update"))
+        items.append(Item(f"activations for backward: {tokens:,} tokens, {kind}", activations, "update"))
         items.append(Item("logits and their gradients", _logits(spec, shape, tokens, device), "update"))
     if spec.online and settings.bf16:
         items.append(Item("copies of the trained adapters in bfloat16", trainable / 2, "update"))

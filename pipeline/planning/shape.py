@@ -199,12 +199,12 @@ def _fake(model: _Model, lora: str, layers: int, bf16: bool = False) -> Iterator
         shared.add("policy", lora=json.loads(lora), head=model.head, trainable=True)
     with FakeTensorMode():
         # Replace meta tensors by fake tensors on the CPU, which support autocast. Tied weights stay tied.
-        moved: dict[int, Any] = {}
+        fakes: dict[int, Any] = {}
         for module in shared.modules():
             for name, p in module._parameters.items():
                 if p is not None:
-                    new = torch.nn.Parameter(on_cpu(p), requires_grad=p.requires_grad)
-                    module._parameters[name] = moved.setdefault(id(p), new)
+                    fake = torch.nn.Parameter(on_cpu(p), requires_grad=p.requires_grad)
+                    module._parameters[name] = fakes.setdefault(id(p), fake)
             for name, b in module._buffers.items():
                 module._buffers[name] = None if b is None else on_cpu(b)
         shared._parameters_by_key.clear()

@@ -149,11 +149,11 @@ def empty_database() -> str:
         from mlflow.store.db import utils
 
         with tempfile.TemporaryDirectory(dir=os.path.dirname(path)) as folder:
-            new = os.path.join(folder, "mlflow.db")
-            engine = utils.create_sqlalchemy_engine(f"sqlite:///{new}")
+            new_path = os.path.join(folder, "mlflow.db")
+            engine = utils.create_sqlalchemy_engine(f"sqlite:///{new_path}")
             utils._initialize_tables(engine)  # private in mlflow 3.17
             engine.dispose()
-            os.replace(new, path)
+            os.replace(new_path, path)
     return path
 
 

@@ -111,9 +111,9 @@ def promote(
     ref = InputURI.parse(reference)
     champion = champion_of(mlflow, gate, ref.name, ref.version, metrics, measured, "evaluate.")
     ok, reason = evaluate_gate(gate.conditions, metrics, champion)
-    trained = mlflow.get_model_version(ref.name, ref.version).tags.get("gate", "")
-    if ok and trained.startswith("failed"):
-        cause = trained.removeprefix("failed: ")
+    training_gate = mlflow.get_model_version(ref.name, ref.version).tags.get("gate", "")
+    if ok and training_gate.startswith("failed"):
+        cause = training_gate.removeprefix("failed: ")
         ok, reason = False, f"failed: the gate of the training job failed, too ({cause})"
     for key, value in (_held_out(metrics) | measured | {"gate": reason}).items():
         mlflow.set_model_version_tag(ref.name, ref.version, f"evaluate.{key}", value)
@@ -267,11 +267,11 @@ def read_parameters(reference: str, uri: str) -> dict[str, str]:
 def read_version(reference: str, uri: str) -> dict[str, Any]:
     """Returns the aliases and tags of a pinned version. Parses the JSON in the tags `parents`, `data` and `rows_from`."""
     ref = InputURI.parse(reference)
-    registered = client(uri).get_model_version(ref.name, ref.version)
-    tags: dict[str, Any] = dict(registered.tags)
+    version = client(uri).get_model_version(ref.name, ref.version)
+    tags: dict[str, Any] = dict(version.tags)
     for key in ("parents", "data", "rows_from"):
         tags[key] = json.loads(tags.get(key, "{}"))
-    return {"aliases": sorted(registered.aliases), "tags": tags}
+    return {"aliases": sorted(version.aliases), "tags": tags}
 
 
 def _newest(mlflow: Any, name: str) -> Any:

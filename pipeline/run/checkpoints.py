@@ -97,8 +97,8 @@ def find_damage(path: str) -> str | None:
         return f"{DIGESTS} is missing, so the checkpoint is incomplete"
     fs, folder = storage.filesystem(path)
     try:
-        listed = storage.read_json(f"{path}/{DIGESTS}")["files"]
-        expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in listed.items()}
+        entries = storage.read_json(f"{path}/{DIGESTS}")["files"]
+        expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         return f"{DIGESTS} cannot be read ({in_brief(error)})"
     if not expected:

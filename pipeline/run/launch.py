@@ -108,9 +108,9 @@ def _train_and_register(
             outcome |= {"inputs": work.versions, "digests": work.digests}
             work.lease.require()
             version = call_persistently(work.uri, work.folder, lambda: recipe.register(work, outcome))
-            if ended := how_it_ended(outcome):
+            if ending := how_it_ended(outcome):
                 set_tag = registry.client(work.uri).set_tag
-                call_persistently(work.uri, work.folder, lambda: set_tag(work.run_id, "ended", ended))
+                call_persistently(work.uri, work.folder, lambda: set_tag(work.run_id, "ended", ending))
             cost = cost_of(work.places, outcome.pop("usage"), outcome["train_seconds"])
             outcome |= {**version_entries(version), "cost": cost, "versions": lineage.versions()}
             result = write_result(work, report, outcome)

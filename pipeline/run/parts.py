@@ -200,10 +200,10 @@ class Parts:
 
     def _write(self, part: int) -> int:
         size = part_size(self.work.args)
-        first = part * size
-        chosen = self.chosen[first : first + size]
+        start = part * size
+        chosen = self.chosen[start : start + size]
         assert self.answer is not None
-        records = self.answer([dict(row) for row in self.rows.select(chosen)], first)
+        records = self.answer([dict(row) for row in self.rows.select(chosen)], start)
         lines = (json.dumps(record, ensure_ascii=False) for record in records)
         self.work.lease.require()
         storage.write_lines(part_file(self.work.folder, part), lines)
@@ -212,7 +212,7 @@ class Parts:
 
 def join_parts(work: Work, count: int, recipe: RowRecipe, path: str) -> dict[str, Any]:
     """Joins all part files in the order of the rows. Returns the means of the metrics and the sums of the counts."""
-    sums, measured, counts = defaultdict[str, float](float), Counter[str](), Counter[str]()
+    sums, occurrences, counts = defaultdict[str, float](float), Counter[str](), Counter[str]()
     total = 0
 
     def lines() -> Iterator[str]:
@@ -221,7 +221,7 @@ def join_parts(work: Work, count: int, recipe: RowRecipe, path: str) -> dict[str
             for record in map(json.loads, storage.read_lines(part_file(work.folder, part))):
                 for name, value in recipe.measure(record).items():
                     sums[name] += value
-                    measured[name] += 1
+                    occurrences[name] += 1
                 counts.update(recipe.count(record))
                 total += 1
                 yield from (json.dumps(line, ensure_ascii=False) for line in recipe.lines(record))
@@ -233,4 +233,4 @@ def join_parts(work: Work, count: int, recipe: RowRecipe, path: str) -> dict[str
 
     work.lease.require()
     storage.write_lines(path, lines())
-    return {"metrics": {name: sums[name] / measured[name] for name in sums}, "counts": dict(counts)}
+    return {"metrics": {name: sums[name] / occurrences[name] for name in sums}, "counts": dict(counts)}

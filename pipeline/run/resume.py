@@ -320,5 +320,5 @@ def _has_progress(folder: str) -> bool:
 
 
 def _shown(value: Any) -> str:
-    shown = "not given" if value is None else json.dumps(value)
-    return shown if len(shown) <= 200 else f"{shown[:197]}..."
+    text = "not given" if value is None else json.dumps(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -195,8 +195,8 @@ def vllm_decoder(
         parameters = shared.base.named_parameters()
         weights = sum(p.numel() * p.element_size() for name, p in parameters if "lora_" not in name)
         total = torch.cuda.get_device_properties(shared.device).total_memory
-        free = memory.free_bytes(shared.device)
-        share = memory.memory_share(total, free, weights, cache, rows, longest)
+        free_memory = memory.free_bytes(shared.device)
+        share = memory.memory_share(total, free_memory, weights, cache, rows, longest)
         options["gpu_memory_utilization"] = host.work.rollout.gpu_memory_utilization or share
         print(f"vLLM takes {options['gpu_memory_utilization']} of the GPU's memory", flush=True)
     # Log-probs include the temperature, as in the trainer.

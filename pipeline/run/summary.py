@@ -33,8 +33,8 @@ def print_summary(result: dict[str, Any]) -> None:
     }
     for index, metric in enumerate(headline_metrics(result["stage"], metrics)):
         line = text.row(metric.label, f"{metric_change(metrics, metric):<22}{gate.get(metric.name, '')}")
-        shown = index == 0 or metric.name in gate
-        terminal.say(line.rstrip(), result=True) if shown else detail(line.rstrip())
+        is_shown = index == 0 or metric.name in gate
+        terminal.say(line.rstrip(), result=True) if is_shown else detail(line.rstrip())
         gate.pop(metric.name, None)
     lines = []
     for name, condition in gate.items():
@@ -43,8 +43,8 @@ def print_summary(result: dict[str, Any]) -> None:
     lines += [f"  {warning}" for warning in (how_it_ended(result), not_better(result)) if warning]
     if result["version"]:
         version = registry.Version(*(result[k] for k in ("registered_model", "version", "alias", "gate")))
-        passed = f"gate {version.gate}" if result["job"]["gate"] else "no gate set"
-        lines.append(text.row("registered" if result["adapter"] else "version", f"{version}  ({passed})"))
+        verdict = f"gate {version.gate}" if result["job"]["gate"] else "no gate set"
+        lines.append(text.row("registered" if result["adapter"] else "version", f"{version}  ({verdict})"))
         if result["adapter"] and not version.alias:
             reference = InputURI(version.name, version=version.version)
             lines.append(

@@ -213,13 +213,13 @@ def _checked_model(work: Work, name: str, reference: str, files: Base) -> Input:
             raise InputError(f"{reference} is a full model: there is nothing to merge; {advice}")
         check_reward_model(work.model, folder)
         return Input(reference, "model", folder)
-    recorded = lineage.read(folder, reference)
-    lineage.check_same_base(recorded, work.base, work.keys[name], reference)
-    if "base" not in recorded:
+    facts = lineage.read(folder, reference)
+    lineage.check_same_base(facts, work.base, work.keys[name], reference)
+    if "base" not in facts:
         lineage.check_base_name(folder, work.base, reference)
     adapter_files.check_adapter_fits_base(files, folder, scores, reference)
     _check_supported(work, name, folder, files, scores)
-    return Input(reference, "adapter", folder, recorded)
+    return Input(reference, "adapter", folder, facts)
 
 
 def _scores_alone(work: Work, name: str) -> bool:
@@ -316,9 +316,9 @@ def room_for_prompts(completion: int, longest: int | None, context: int | None) 
         )
     room = context - completion
     if longest is not None and longest > room:
-        less = f" less trainer.response_length={completion}" if completion else ""
+        suffix = f" less trainer.response_length={completion}" if completion else ""
         raise InputError(
-            f"{longest} is more than the model's context of {context} tokens{less}; use data.max_length={room} or less",
+            f"{longest} is more than the model's context of {context} tokens{suffix}; use data.max_length={room} or less",
             key="data.max_length",
         )
     return room

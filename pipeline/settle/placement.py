@@ -57,8 +57,8 @@ class Bundle:
         return int(min(shares, default=0))
 
     def __str__(self) -> str:
-        shown = [f"{k}: {v:g}" for k, v in self.resources.items() if not k.startswith(ACCELERATOR_TYPE)]
-        return f"{{{', '.join(shown)}}}" + (f" on nodes with {self.selector}" if self.selector else "")
+        amounts = [f"{k}: {v:g}" for k, v in self.resources.items() if not k.startswith(ACCELERATOR_TYPE)]
+        return f"{{{', '.join(amounts)}}}" + (f" on nodes with {self.selector}" if self.selector else "")
 
 
 class Group(NamedTuple):
@@ -253,12 +253,12 @@ def launch_failure() -> str:
     launches = get_cluster_status(ray.get_runtime_context().gcs_address).failed_launches
     if not launches:
         return ""
-    last = max(launches, key=lambda launch: launch.failed_ts_s or launch.request_ts_s)
+    failure = max(launches, key=lambda launch: launch.failed_ts_s or launch.request_ts_s)
     log = Path(ray._private.worker._global_node.get_logs_dir_path(), "monitor.log")
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    reasons = re.findall(rf"Failed to launch \d+ nodes of type {last.ray_node_type_name}: (.+)", text)
-    cause = last.details or (reasons[-1] if reasons else "monitor.log on the head has the reason")
-    return f"; {len(launches)} launches of {last.ray_node_type_name} failed, and Ray tries no other type: {cause[:300]}"
+    reasons = re.findall(rf"Failed to launch \d+ nodes of type {failure.ray_node_type_name}: (.+)", text)
+    cause = failure.details or (reasons[-1] if reasons else "monitor.log on the head has the reason")
+    return f"; {len(launches)} launches of {failure.ray_node_type_name} failed, and Ray tries no other type: {cause[:300]}"
 
 
 def placement_callback(places: Places) -> Any:

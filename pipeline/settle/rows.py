@@ -99,10 +99,10 @@ def check_labels(trainer: dict[str, Any], desirable: int, undesirable: int) -> N
             flush=True,
         )
     elif not 1 <= good / bad <= 4 / 3:
-        lowest = bad / desirable
+        weight = bad / desirable
         print(
             f"warning: desirable_weight * desirable rows is {good / bad:.2f} of undesirable_weight * undesirable rows; expected 1 to "
-            f"4/3 (eq. 8 of https://arxiv.org/abs/2402.01306), as with trainer.desirable_weight={lowest:.3g} to {lowest * 4 / 3:.3g}",
+            f"4/3 (eq. 8 of https://arxiv.org/abs/2402.01306), as with trainer.desirable_weight={weight:.3g} to {weight * 4 / 3:.3g}",
             flush=True,
         )
 
