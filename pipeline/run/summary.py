@@ -32,7 +32,7 @@ def print_summary(result: dict[str, Any]) -> None:
         for name, condition, _, is_met in conditions
     }
     for index, metric in enumerate(headline_metrics(result["stage"], metrics)):
-        line = text.row(metric.label, f"{metric_change(metrics, metric):<22}{gate.get(metric.name, '')}")
+        line = text.row(metric.label, f"{metric_change(metrics, metric):<21} {gate.get(metric.name, '')}")
         is_shown = index == 0 or metric.name in gate
         terminal.say(line.rstrip(), result=True) if is_shown else detail(line.rstrip())
         gate.pop(metric.name, None)
