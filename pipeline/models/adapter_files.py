@@ -72,9 +72,9 @@ def write_adapter(folder: str | Path, config: Any, tensors: dict[str, Any]) -> d
     modules = ranks_of_modules({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for pattern in ("rank_pattern", "alpha_pattern"):
         # peft applies the first pattern that matches a module, but sorts the patterns when it saves them.
-        given = getattr(config, pattern) or {}
-        found = {module: get_pattern_key(given, module) for module in modules}
-        setattr(config, pattern, {module: given[key] for module, key in found.items() if key in given})
+        patterns = getattr(config, pattern) or {}
+        keys = {module: get_pattern_key(patterns, module) for module in modules}
+        setattr(config, pattern, {module: patterns[key] for module, key in keys.items() if key in patterns})
     for key, value in vars(config).items():
         if isinstance(value, set):  # sort, because the order of a set differs between processes
             setattr(config, key, sorted(value))
@@ -118,9 +118,9 @@ def read_shapes(folder: str | Path) -> Shapes:
     return shapes_in(path, FIX)
 
 
-def ranks_of_modules(found: Shapes) -> dict[str, int]:
+def ranks_of_modules(shapes: Shapes) -> dict[str, int]:
     """Returns {module: rank} for the LoRA matrices of an adapter."""
-    parts = ((key.removeprefix(PREFIX).partition(".lora_"), shape) for key, shape in found.items())
+    parts = ((key.removeprefix(PREFIX).partition(".lora_"), shape) for key, shape in shapes.items())
     return {module: shape[0] for (module, _, part), shape in parts if part in MATRIX_A}
 
 
@@ -135,40 +135,40 @@ def exact_settings(folder: str | Path) -> dict[str, Any]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    path, given, rank_of = (
+    path, settings, ranks = (
         Path(folder) / SETTINGS,
         read_settings(folder),
         ranks_of_modules(read_shapes(folder)),
     )
-    if not rank_of:
+    if not ranks:
         raise InputError(f"{Path(folder) / TENSORS}: contains no LoRA tensors; {FIX}")
-    modules = pa.array(rank_of, pa.string())
-    exact: dict[str, Any] = {"target_modules": set(rank_of), "init_lora_weights": False}
+    modules = pa.array(ranks, pa.string())
+    exact: dict[str, Any] = {"target_modules": set(ranks), "init_lora_weights": False}
     exact |= dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern"))
     for key, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
-        exact[key] = given.get(key, 8)
-        value_of = dict.fromkeys(rank_of, exact[key])
+        exact[key] = settings.get(key, 8)
+        values = dict.fromkeys(ranks, exact[key])
         try:
             # the first matching pattern applies
-            for name, value in reversed((given.get(pattern) or {}).items()):
+            for name, value in reversed((settings.get(pattern) or {}).items()):
                 matches = pc.match_substring_regex(modules, rf"^(.*\.)?({name})$")  # RE2, linear time
-                value_of |= dict.fromkeys(modules.filter(matches).to_pylist(), value)
+                values |= dict.fromkeys(modules.filter(matches).to_pylist(), value)
         except (AttributeError, ValueError) as error:
             raise InputError(f"{path}: {pattern}: {in_brief(error)}; {FIX}") from error
-        for module, value in value_of.items():
+        for module, value in values.items():
             in_range = isinstance(value, (int, float)) and 0 < value <= MAX_ALPHA
-            if key == "r" and not (in_range and value == rank_of[module]):
+            if key == "r" and not (in_range and value == ranks[module]):
                 raise InputError(
-                    f"{path}: r: found {value!r:.80} for {module}, but its tensors have rank {rank_of[module]}; {FIX}"
+                    f"{path}: r: found {value!r:.80} for {module}, but its tensors have rank {ranks[module]}; {FIX}"
                 )
             if not in_range:
                 raise InputError(
                     f"{path}: lora_alpha: found {value!r:.80} for {module}, expected a number above 0, up to {MAX_ALPHA:.0f}; {FIX}"
                 )
         if key == "r":  # peft does not accept a float such as 8.0
-            value_of = rank_of
-        exact[key] = next(iter(value_of.values()))
-        exact[pattern] = {re.escape(name): value for name, value in value_of.items() if value != exact[key]}
+            values = ranks
+        exact[key] = next(iter(values.values()))
+        exact[pattern] = {re.escape(name): value for name, value in values.items() if value != exact[key]}
     return exact
 
 
@@ -179,8 +179,8 @@ def largest_rank_in_folder(folder: str | Path) -> int:
 
 def describe_adapter(folder: str | Path) -> dict[str, Any]:
     """Returns an adapter's settings. The key `parameters` contains the adapter's number of parameters, including the head."""
-    own = (shape for key, shape in read_shapes(folder).items() if not in_base(key))
-    return read_settings(folder) | {"parameters": sum(map(math.prod, own))}
+    shapes = (shape for key, shape in read_shapes(folder).items() if not in_base(key))
+    return read_settings(folder) | {"parameters": sum(map(math.prod, shapes))}
 
 
 def check_adapter_fits_base(base: Base, folder: str | Path, scores: bool, reference: str) -> None:
@@ -190,8 +190,8 @@ def check_adapter_fits_base(base: Base, folder: str | Path, scores: bool, refere
         scores: whether the adapter must have a scalar head (True), or must not have a head (False).
         reference: the adapter's name in messages.
     """
-    given, path, found = read_settings(folder), Path(folder) / TENSORS, read_shapes(folder)
-    promises_head = given.get("task_type") == "SEQ_CLS"
+    settings, path, shapes = read_settings(folder), Path(folder) / TENSORS, read_shapes(folder)
+    promises_head = settings.get("task_type") == "SEQ_CLS"
     if promises_head != scores:  # without a saved head, peft would add a random head
         kind, stages, example = (
             "a reward adapter (it has a scalar head)",
@@ -202,28 +202,28 @@ def check_adapter_fits_base(base: Base, folder: str | Path, scores: bool, refere
             kind, stages, example = "an adapter without a scalar head, so it cannot score", "`rm`", "rm"
         expected = f"expected an adapter that {stages} trained, e.g. models:/rlhf-{example}@champion"
         raise InputError(f"{reference} is {kind}; {expected}")
-    if any(map(is_head, found)) != scores:
+    if any(map(is_head, shapes)) != scores:
         lacks = "lacks the" if scores else "contains a"
         says = "mentions" if scores else "does not mention"
         raise InputError(f"{path}: {lacks} scalar head that {SETTINGS} {says}; {FIX}")
     modules = [*exact_settings(folder)["target_modules"]]
-    for key, shape in found.items():
+    for key, shape in shapes.items():
         module, is_lora, part = key.removeprefix(PREFIX).partition(".lora_")
-        adapted = base.shape_of(module) if is_lora else None
-        if adapted is not None and not {*(shape[-1:] if part in MATRIX_A else shape[:1])} <= {*adapted}:
+        base_shape = base.shape_of(module) if is_lora else None
+        if base_shape is not None and not {*(shape[-1:] if part in MATRIX_A else shape[:1])} <= {*base_shape}:
             raise InputError(
-                f"{path}: {key} has shape {shape}, and the weight that it adapts has {adapted}: the adapter was trained on "
+                f"{path}: {key} has shape {shape}, and the weight that it adapts has {base_shape}: the adapter was trained on "
                 "another base"
             )
-    promised = given.get("target_modules")
-    if isinstance(promised, list):
-        every = not (given.get("exclude_modules") or given.get("layers_to_transform"))
-        for module in [*modules, *(base.modules if every else [])]:
+    targets = settings.get("target_modules")
+    if isinstance(targets, list):
+        all_modules = not (settings.get("exclude_modules") or settings.get("layers_to_transform"))
+        for module in [*modules, *(base.modules if all_modules else [])]:
             if scores and module == "lm_head":  # a reward model has a scalar head instead of an lm head
                 continue
-            if is_named(promised, module) != is_named(modules, module):
-                why = f"tensors and target_modules of {SETTINGS} differ, for example in {module}"
-                raise InputError(f"{path}: {why}; {FIX}")
+            if is_named(targets, module) != is_named(modules, module):
+                problem = f"tensors and target_modules of {SETTINGS} differ, for example in {module}"
+                raise InputError(f"{path}: {problem}; {FIX}")
 
 
 def was_trained(folder: str | Path, start: str | Path | None) -> bool:
@@ -239,7 +239,7 @@ def was_trained(folder: str | Path, start: str | Path | None) -> bool:
     after = load_file(Path(folder) / TENSORS)
     if start is None:
         return any(_acts(name, tensor, after) for name, tensor in after.items())
-    before = {key: one for key, one in load_file(Path(start) / TENSORS).items() if not in_base(key)}
+    before = {key: tensor for key, tensor in load_file(Path(start) / TENSORS).items() if not in_base(key)}
     return before.keys() != after.keys() or not all(
         torch.equal(before[name].float(), after[name].float()) for name in after
     )

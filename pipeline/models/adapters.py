@@ -193,23 +193,23 @@ class SharedBase(nn.Module):
 
     def _named(self, role: str) -> dict[str, nn.Parameter]:
         """Returns {name in peft's files: parameter} for all parameters that a role owns."""
-        named = {} if self.is_head(role) else dict(self._adapter(self._stored[role]))
+        parameters = {} if self.is_head(role) else dict(self._adapter(self._stored[role]))
         if (head := self._head_of(role)) is not None:
-            named[HEAD] = head.weight
-        return named
+            parameters[HEAD] = head.weight
+        return parameters
 
     def _head_of(self, role: str) -> Any:
         """Returns the role's scalar head, or None."""
         return self.heads[role] if role in self.heads else None  # noqa: SIM401  (a ModuleDict has no get)
 
-    def _adapter(self, stored: str) -> dict[str, nn.Parameter]:
+    def _adapter(self, adapter: str) -> dict[str, nn.Parameter]:
         """Returns {name in peft's files: parameter} for the parameters of an adapter, without its head."""
-        if stored in self._parameters_by_key:
-            return self._parameters_by_key[stored]
-        parameters = self._parameters_by_key[stored] = {}
+        if adapter in self._parameters_by_key:
+            return self._parameters_by_key[adapter]
+        parameters = self._parameters_by_key[adapter] = {}
         for name, parameter in self.base.named_parameters():
-            if "lora_" in name and (f".{stored}." in name or name.endswith(f".{stored}")):
-                key = f"{name}.".replace(f".{stored}.", ".").removesuffix(".")
+            if "lora_" in name and (f".{adapter}." in name or name.endswith(f".{adapter}")):
+                key = f"{name}.".replace(f".{adapter}.", ".").removesuffix(".")
                 # The magnitude vector of DoRA is a module in memory, but a plain tensor in the file.
                 if "lora_magnitude_vector" in key:
                     key = key.removesuffix(".weight")
@@ -245,7 +245,7 @@ class SharedBase(nn.Module):
                 layer.register_forward_pre_hook(self._mix, with_kwargs=True) for layer in self._layers
             ]
         rows_of = {
-            name: torch.tensor([i for i, one in enumerate(names) if one == name], device=self.device)
+            name: torch.tensor([i for i, row in enumerate(names) if row == name], device=self.device)
             for name in dict.fromkeys(names)
             if name is not None
         }
@@ -269,27 +269,27 @@ class SharedBase(nn.Module):
         """Removes an inactive role. Removes the role's adapter too, unless another role uses the adapter."""
         if self.is_head(role):
             del self.heads[role]
-        stored = self._stored.pop(role)
-        if stored in self._stored.values():
+        adapter = self._stored.pop(role)
+        if adapter in self._stored.values():
             return
         for module in self.base.modules():
             if isinstance(module, BaseTunerLayer):
                 module._active_adapter = []  # otherwise, peft would activate another adapter and print a warning
-                module.delete_adapter(stored)
-        for known in (self.configs, self.trainable, self._parameters_by_key, self.heads):
-            if stored in known:
-                del known[stored]
+                module.delete_adapter(adapter)
+        for table in (self.configs, self.trainable, self._parameters_by_key, self.heads):
+            if adapter in table:
+                del table[adapter]
         self._layers_changed()
 
     def _switch(self, role: str | None) -> None:
-        stored = None if role is None else self._stored[role]
+        adapter = None if role is None else self._stored[role]
         self.role = role
         for layer in self._layers:
             # Sets private attributes, because layer.set_adapter and enable_adapters change requires_grad. Use public methods when
             # peft can switch adapters without changing requires_grad (https://github.com/huggingface/peft/issues/2759).
-            layer._disable_adapters = stored is None
-            if stored is not None:
-                layer._active_adapter = [stored]
+            layer._disable_adapters = adapter is None
+            if adapter is not None:
+                layer._active_adapter = [adapter]
 
     @torch.no_grad()
     def average(self, dst: str, src: str, decay: float) -> None:
@@ -325,23 +325,23 @@ class SharedBase(nn.Module):
         """
         adapter_files.read_shapes(folder)
         path = Path(folder) / TENSORS
-        found = tensors_in(folder, self.base)
-        tensors = {HEAD if is_head(key) else key: tensor for key, tensor in found.items()}
+        actual = tensors_in(folder, self.base)
+        tensors = {HEAD if is_head(key) else key: tensor for key, tensor in actual.items()}
         if HEAD in tensors and self._head_of(role) is None:
             self._new_head(role)
-        expected, found = (
-            {key: tuple(tensor.shape) for key, tensor in each.items()}
-            for each in (self._named(role), tensors)
+        expected, actual = (
+            {key: tuple(tensor.shape) for key, tensor in group.items()}
+            for group in (self._named(role), tensors)
         )
-        if different := sorted(k for k in expected | found if expected.get(k) != found.get(k)):
-            key = different[0]
+        if names := sorted(k for k in expected | actual if expected.get(k) != actual.get(k)):
+            key = names[0]
             raise InputError(
-                f"{path}: not an adapter for this role and base ({type(self.base).__name__}): {len(different)} tensors differ, for "
-                f"example {key} has shape {found.get(key, 'none')}; expected {expected.get(key, 'none')}; use the base that it "
+                f"{path}: not an adapter for this role and base ({type(self.base).__name__}): {len(names)} tensors differ, for "
+                f"example {key} has shape {actual.get(key, 'none')}; expected {expected.get(key, 'none')}; use the base that it "
                 "was trained on"
             )
-        if damaged := [key for key, tensor in tensors.items() if not tensor.isfinite().all()]:
-            raise InputError(f"{path}: {damaged[0]} contains NaN or infinity: its training diverged")
+        if keys := [key for key, tensor in tensors.items() if not tensor.isfinite().all()]:
+            raise InputError(f"{path}: {keys[0]} contains NaN or infinity: its training diverged")
         self.fill(role, tensors)
 
     # ------------------------------------------------------------------------------------------- computing
@@ -385,7 +385,7 @@ class SharedBase(nn.Module):
         with self.use(role):
             hidden = self.body(**inputs).last_hidden_state
         # With plain indexing, backward would add the gradients of a shared prompt in an order that varies with thread timing.
-        return nn.functional.embedding(batch.at, hidden.reshape(-1, hidden.shape[-1]))
+        return nn.functional.embedding(batch.indices, hidden.reshape(-1, hidden.shape[-1]))
 
     def _mask(self, allowed: Tensor) -> Tensor:
         """Converts `Batch.allowed` to the (P, 1, T, T) mask that the base's attention expects."""
@@ -402,19 +402,19 @@ class SharedBase(nn.Module):
         """
         config = self.base.config.get_text_config()
         windows = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-        full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-        if windows or not full or self._attention not in ("sdpa", "eager"):
+        is_full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+        if windows or not is_full or self._attention not in ("sdpa", "eager"):
             return False
         ids = torch.tensor([[0, 1, 2, 3], [0, 1, 6, 7]], device=self.device)
-        two = torch.full((2,), 2, device=self.device)
+        sizes = torch.full((2,), 2, device=self.device)
         with torch.no_grad():
             try:
-                together = self.states(None, pack_together(ids, two, two, 2, [[0, 1]]))
+                together = self.states(None, pack_together(ids, sizes, sizes, 2, [[0, 1]]))
             except torch.OutOfMemoryError:
                 raise
             except (TypeError, ValueError, RuntimeError):  # the base rejects the mask or the position ids
                 return False
-            apart = self.states(None, pack_alone(ids, two, two, 2))
+            apart = self.states(None, pack_alone(ids, sizes, sizes, 2))
         rounding = 1e-5 if self.autocast is None and self.base.dtype == torch.float32 else 3e-2
         return bool(((together - apart).norm(dim=-1) <= rounding * apart.norm(dim=-1)).all())
 
@@ -453,12 +453,12 @@ class SharedBase(nn.Module):
         if states is None:
             states = self.states(role, pack_alone(input_ids, starts, mask.bool().sum(-1), mask.shape[1]))
         rows, steps = mask.nonzero(as_tuple=True)
-        of_actions = (states[rows, steps], input_ids[rows, starts[rows] + steps], steps < barred_steps)
-        blank = torch.zeros(mask.shape, device=mask.device)
+        operands = (states[rows, steps], input_ids[rows, starts[rows] + steps], steps < barred_steps)
+        zeros = torch.zeros(mask.shape, device=mask.device)
         with self.use(role):
             barred = tuple(barred) if barred_steps else ()
-            found = per_action(self, *of_actions, temperature, barred, want_entropy=entropy)
-        logprobs, *entropies = (blank.index_put((rows, steps), values) for values in found)
+            results = per_action(self, *operands, temperature, barred, want_entropy=entropy)
+        logprobs, *entropies = (zeros.index_put((rows, steps), values) for values in results)
         return logprobs, entropies[0] if entropy else None
 
     @torch.no_grad()
@@ -504,9 +504,9 @@ class SharedBase(nn.Module):
         ids = torch.arange(4, device=self.device).unsqueeze(0)
         with self._precision():
             expected = self.base(input_ids=ids).logits.float()
-        ours = self.logits(self.body(input_ids=ids, use_cache=False).last_hidden_state)
+        actual = self.logits(self.body(input_ids=ids, use_cache=False).last_hidden_state)
         # The tolerance is relative to the largest logit, because in half precision the errors of all logits are similarly large.
-        if not (expected - ours).abs().max() <= 1e-2 * max(1.0, float(expected.abs().max())):
+        if not (expected - actual).abs().max() <= 1e-2 * max(1.0, float(expected.abs().max())):
             raise InputError(
                 f"{type(self.base).__name__} changes its logits after the lm head in an unknown way; expected a plain, a "
                 "soft-capped or a scaled head",
@@ -531,16 +531,16 @@ def tensors_in(folder: str | Path, base: nn.Module) -> dict[str, Tensor]:
     tensors = load_file(path)
     if not (names := {key: name for key in tensors if (name := adapter_files.in_base(key))}):
         return tensors
-    known = {
+    weights = {
         name.removeprefix(adapter_files.PREFIX).replace(".base_layer.", "."): weight
         for name, weight in base.named_parameters(remove_duplicate=False)
     }
     for key, name in names.items():
-        if (weight := known.get(name)) is None:
+        if (weight := weights.get(name)) is None:
             continue
-        own = (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().cpu()
-        given = tensors.pop(key)
-        if not any(torch.equal(own.to(dtype), given.to(dtype)) for dtype in (own.dtype, given.dtype)):
+        value = (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().cpu()
+        copy = tensors.pop(key)
+        if not any(torch.equal(value.to(dtype), copy.to(dtype)) for dtype in (value.dtype, copy.dtype)):
             raise InputError(
                 f"{path}: {key} differs from the base's weight: the adapter was trained on another base, or changes the base, "
                 "which all roles share; set model.name_or_path to the base that it was trained on, or merge the adapter into that "
@@ -574,14 +574,14 @@ def base_unchanged(base: nn.Module) -> Iterator[None]:
     """
 
     def state() -> list[tuple[int, int, str]]:
-        found = []
+        fingerprints = []
         for name, weight in base.named_parameters():
             if "lora_" not in name and "modules_to_save" not in name and weight.device.type != "meta":
-                local = weight.to_local() if isinstance(weight, DTensor) else weight
+                shard = weight.to_local() if isinstance(weight, DTensor) else weight
                 # The stride is odd, so that the sample covers different columns of the matrix.
-                sample = local.detach().flatten()[:: local.numel() // 64 | 1]
-                found.append((local.data_ptr(), local._version, str(sample.tolist())))
-        return found
+                sample = shard.detach().flatten()[:: shard.numel() // 64 | 1]
+                fingerprints.append((shard.data_ptr(), shard._version, str(sample.tolist())))
+        return fingerprints
 
     before = state()
     yield
@@ -592,8 +592,8 @@ def base_unchanged(base: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def errors_of_peft(where: str) -> Iterator[None]:
-    """Turns peft's errors about an adapter's settings into an InputError. `where` names the file or key of the settings."""
+def errors_of_peft(location: str) -> Iterator[None]:
+    """Turns peft's errors about an adapter's settings into an InputError. `location` names the file or key of the settings."""
     try:
         yield
     except (torch.OutOfMemoryError, InputError, Failure):
@@ -602,4 +602,4 @@ def errors_of_peft(where: str) -> Iterator[None]:
         frames = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
         if not any(name.startswith("peft.") for name in frames):
             raise
-        raise InputError(f"{where}: peft rejects these settings ({in_brief(error)}); fix them") from error
+        raise InputError(f"{location}: peft rejects these settings ({in_brief(error)}); fix them") from error

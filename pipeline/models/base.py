@@ -48,11 +48,11 @@ def base_identity(name_or_path: str, revision: str | None = None) -> dict[str, A
     config = base_config(name_or_path, revision)
     folder = local(name_or_path)
     if os.path.isdir(folder):
-        lasting = {key: value for key, value in config.items() if key not in VOLATILE_KEYS}
-        covered = hashlib.sha256(json.dumps(lasting, sort_keys=True).encode())
+        settings = {key: value for key, value in config.items() if key not in VOLATILE_KEYS}
+        hasher = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         for weights in weight_files(folder):
-            covered.update(weights.name.encode() + _file_digest(weights))
-        digest = f"sha256:{covered.hexdigest()}"
+            hasher.update(weights.name.encode() + _file_digest(weights))
+        digest = f"sha256:{hasher.hexdigest()}"
     else:
         path = base_file(name_or_path, "config.json", revision)
         assert path is not None
@@ -126,25 +126,25 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
         options["attn_implementation"] = model.attn_implementation
     if model.load_in_4bit:
         options["quantization_config"] = _nf4(dtype)
-    where = source(model.name_or_path)
+    path = source(model.name_or_path)
     with without_load_report(), loading_shown(), errors_of_files(model):
-        loaded, info = auto.from_pretrained(where, **options)
+        base, info = auto.from_pretrained(path, **options)
     # If weights are missing, transformers only prints a warning and initializes these weights randomly.
-    wrong = {f"{key} (another shape)" for key, *_ in info["mismatched_keys"]}
-    wrong |= {key for key in info["missing_keys"] if not (scorer and key.startswith(HEAD_NAMES))}
-    if wrong:
+    problems = {f"{key} (another shape)" for key, *_ in info["mismatched_keys"]}
+    problems |= {key for key in info["missing_keys"] if not (scorer and key.startswith(HEAD_NAMES))}
+    if problems:
         raise InputError(
-            f"the weight files of {where!r} do not match config.json: {len(wrong)} tensors are missing or have another shape, for "
-            f"example {min(wrong)}; fetch or save the model again",
+            f"the weight files of {path!r} do not match config.json: {len(problems)} tensors are missing or have another shape, for "
+            f"example {min(problems)}; fetch or save the model again",
             KEY,
         )
-    freeze(loaded)
-    check_finite(loaded)
+    freeze(base)
+    check_finite(base)
     if model.load_in_4bit:
-        _one_nf4_path(loaded)
+        _one_nf4_path(base)
     if scorer:
-        fp32_head(loaded)
-    return loaded
+        fp32_head(base)
+    return base
 
 
 def check_base(model: Model, scorer: bool = False, weights: bool = True) -> Base:
@@ -227,10 +227,10 @@ def check_finite(model: torch.nn.Module) -> None:
     import torch
 
     for name, weight in model.named_parameters():
-        local = weight.to_local() if hasattr(weight, "to_local") else weight  # the local shard
+        shard = weight.to_local() if hasattr(weight, "to_local") else weight  # the local shard
         # aminmax takes no longer than reading the weight from memory. On a CPU, isfinite would take 20 times as long.
-        known = local.is_floating_point() and local.numel() and local.device.type != "meta"
-        if known and not torch.stack(torch.aminmax(local)).isfinite().all():
+        checkable = shard.is_floating_point() and shard.numel() and shard.device.type != "meta"
+        if checkable and not torch.stack(torch.aminmax(shard)).isfinite().all():
             raise InputError(f"{name} contains NaN or infinity; fetch or save the model again", KEY)
 
 
@@ -285,8 +285,8 @@ def check_ends(model: torch.nn.Module, tokenizer: Any, ends: set[int]) -> None:
     weight = head.weight if head.bias is None else torch.cat([head.weight, head.bias[:, None]], dim=1)
     for end in sorted(ends):
         row = weight[end].float()
-        apart = torch.cat([(part.float() - row).norm(dim=1) for part in weight.split(4096)])
-        others = set((apart <= MIN_DISTANCE * row.norm()).nonzero().flatten().tolist()) - ends
+        distances = torch.cat([(part.float() - row).norm(dim=1) for part in weight.split(4096)])
+        others = set((distances <= MIN_DISTANCE * row.norm()).nonzero().flatten().tolist()) - ends
         if others:
             token = tokenizer.convert_ids_to_tokens(end)
             raise InputError(

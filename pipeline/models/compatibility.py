@@ -95,8 +95,8 @@ def safetensors_files(model: Model, fetch: bool) -> list[Path]:
         fetch: whether to download Hub weights that are split into several files. If False, returns [] for split weights.
     """
     name, revision = model.name_or_path, model.revision
-    if single := base_file(name, SINGLE, revision):  # transformers prefers a single file to an index
-        return [single]
+    if path := base_file(name, SINGLE, revision):  # transformers prefers a single file to an index
+        return [path]
     index = base_json(name, INDEX, revision)
     if index is None and not model.allow_pickle:
         raise InputError(
@@ -107,8 +107,8 @@ def safetensors_files(model: Model, fetch: bool) -> list[Path]:
     files = sorted(set((index or {}).get("weight_map", {}).values()))
     if os.path.isdir(local(name)):
         return [local(name) / file for file in files]
-    fetched = [base_file(name, file, revision) for file in files] if fetch else []
-    return [file for file in fetched if file]
+    paths = [base_file(name, file, revision) for file in files] if fetch else []
+    return [file for file in paths if file]
 
 
 def check_lora(base: Base, lora: dict[str, Any], scores: bool = False) -> None:
@@ -120,38 +120,38 @@ def check_lora(base: Base, lora: dict[str, Any], scores: bool = False) -> None:
         lora: the job's `lora` section.
         scores: whether the adapter is a reward model's.
     """
-    modules, wanted = base.modules, lora.get("target_modules")
+    modules, targets = base.modules, lora.get("target_modules")
     endings = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
     for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern") if modules else ():
-        given = lora.get(key)
-        for name in lora_section.listed_modules(given):
+        value = lora.get(key)
+        for name in lora_section.listed_modules(value):
             try:
-                found = any(lora_section.matches_module(name, given, module) for module in modules)
+                is_match = any(lora_section.matches_module(name, value, module) for module in modules)
             except re.error as error:
                 raise InputError(f"{name!r} is no regular expression ({error})", f"lora.{key}") from error
-            if not found and name != "all-linear":
+            if not is_match and name != "all-linear":
                 raise InputError(
                     f"{name!r} matches no module of this base; expected some of {endings}", f"lora.{key}"
                 )
-    if wanted in (None, "all-linear"):
+    if targets in (None, "all-linear"):
         adapted = [name for name in modules if not name.endswith((*LM_HEADS, *EMBEDDINGS, "wpe"))]
     else:
         adapted = [
             name
-            for name in modules or lora_section.listed_modules(wanted)
-            if lora_section.is_named(wanted, name)
+            for name in modules or lora_section.listed_modules(targets)
+            if lora_section.is_named(targets, name)
         ]
     adapted = [name for name in adapted if not lora_section.is_named(lora.get("exclude_modules"), name)]
-    if not adapted and (modules or wanted == []):
-        why = f"found {show_value(wanted)}, so no module would be adapted; expected some of {endings or 'its modules'}"
-        raise InputError(why, "lora.target_modules")
-    lists = "|".join(lora_section.listed_modules(lora.get("layers_pattern"))) or "[^.]*"
-    numbered = (re.search(rf"(?:^|\.)(?:{lists})\.(?P<index>\d+)\.", name) for name in adapted)
-    layers = sorted({int(one["index"]) for one in numbered if one})
+    if not adapted and (modules or targets == []):
+        message = f"found {show_value(targets)}, so no module would be adapted; expected some of {endings or 'its modules'}"
+        raise InputError(message, "lora.target_modules")
+    layer_names = "|".join(lora_section.listed_modules(lora.get("layers_pattern"))) or "[^.]*"
+    matches = (re.search(rf"(?:^|\.)(?:{layer_names})\.(?P<index>\d+)\.", name) for name in adapted)
+    layers = sorted({int(match["index"]) for match in matches if match})
     for index in lora_section.listed_modules(lora.get("layers_to_transform")) if modules else ():
         if index not in layers:
-            has = f"layers {layers[0]} to {layers[-1]}" if layers else "no layers of that name"
-            raise InputError(f"found {index}, but these modules have {has}", "lora.layers_to_transform")
+            available = f"layers {layers[0]} to {layers[-1]}" if layers else "no layers of that name"
+            raise InputError(f"found {index}, but these modules have {available}", "lora.layers_to_transform")
     if problem := find_unmergeable(base, adapted, bool(lora.get("lora_bias")), scores):
         raise problem
 
@@ -168,10 +168,10 @@ def find_unmergeable(base: Base, adapted: Iterable[str], bias: bool, scores: boo
         if base.tied and not scores and name in (*LM_HEADS, *EMBEDDINGS):
             twin = "embeddings" if name in LM_HEADS else "lm head"
             fix = "merging the adapter would change both weights; train an adapter without this module"
-            why = f"adapts {name}, which this base ties to its {twin}: {fix}"
-            return InputError(why, "lora.target_modules")
+            problem = f"adapts {name}, which this base ties to its {twin}: {fix}"
+            return InputError(problem, "lora.target_modules")
         if bias and base.shape_of(module) and not base.shape_of(module, "bias"):
             fix = "train an adapter with lora.lora_bias=false"
-            why = f"adds a bias to {name}, which has none in this base, so the adapter could not be merged; {fix}"
-            return InputError(why, "lora.lora_bias")
+            problem = f"adds a bias to {name}, which has none in this base, so the adapter could not be merged; {fix}"
+            return InputError(problem, "lora.lora_bias")
     return None

@@ -50,8 +50,8 @@ class ControlTokens:
         """Returns an Escaping for the contents of one row, or None if the contents have no control tokens."""
         if not self.as_text or not any(self.pattern.search(text) for text in contents):
             return None
-        used = set("".join(contents))
-        return Escaping(self, next(mark for mark in map(chr, PRIVATE) if mark not in used))
+        characters = set("".join(contents))
+        return Escaping(self, next(mark for mark in map(chr, PRIVATE) if mark not in characters))
 
 
 class Encoded(NamedTuple):
@@ -69,24 +69,24 @@ class Escaping:
 
     def escape(self, content: str) -> str:
         """Returns the content with a mark after the first character of each control token."""
-        pieces, at = [], 0
+        pieces, position = [], 0
         for match in self.control.pattern.finditer(content):
-            pieces.append(content[at : match.start() + 1])
-            at = match.start() + 1
-        return self.mark.join([*pieces, content[at:]])
+            pieces.append(content[position : match.start() + 1])
+            position = match.start() + 1
+        return self.mark.join([*pieces, content[position:]])
 
     def escape_message(self, message: dict[str, Any]) -> dict[str, Any]:
-        return {key: self.escape(one) if isinstance(one, str) else one for key, one in message.items()}
+        return {k: self.escape(v) if isinstance(v, str) else v for k, v in message.items()}
 
     def encode(self, rendered: str, add_special_tokens: bool = False) -> Encoded:
         """Encodes a text rendered from escaped contents. The returned offsets are positions in `rendered`."""
         backend = self.control.tokenizer.backend_tokenizer
-        first, *others = rendered.split(self.mark)
-        begin = backend.encode(first, add_special_tokens=add_special_tokens)
+        first_piece, *pieces = rendered.split(self.mark)
+        head = backend.encode(first_piece, add_special_tokens=add_special_tokens)
         # The tokenizer may add an end token, such as BERT's [SEP], which must come after the last piece of the text.
-        stop = 1 + max((i for i, added in enumerate(begin.special_tokens_mask) if not added), default=-1)
-        ids, offsets, start = begin.ids[:stop], begin.offsets[:stop], len(first)
-        for piece in others:
+        stop = 1 + max((i for i, added in enumerate(head.special_tokens_mask) if not added), default=-1)
+        ids, offsets, start = head.ids[:stop], head.offsets[:stop], len(first_piece)
+        for piece in pieces:
             # Some tokenizers add a space at the start of a text. After a line break, no tokenizer adds a space, so each piece is
             # encoded after a line break. The loop drops the line break's token.
             encoding = backend.encode(f"\n{piece}", add_special_tokens=False)
@@ -95,7 +95,7 @@ class Escaping:
                     ids.append(token)
                     offsets.append((start + left, start + right))
             start += 1 + len(piece)
-        return Encoded(ids + begin.ids[stop:], offsets + begin.offsets[stop:])
+        return Encoded(ids + head.ids[stop:], offsets + head.offsets[stop:])
 
 
 def text_ids(control: ControlTokens, text: str) -> list[int]:
@@ -107,7 +107,7 @@ def text_ids(control: ControlTokens, text: str) -> list[int]:
 
 
 def texts_of(messages: Sequence[dict[str, Any]]) -> list[str]:
-    return [one for message in messages for one in message.values() if isinstance(one, str)]
+    return [value for message in messages for value in message.values() if isinstance(value, str)]
 
 
 def chat_ids(control: ControlTokens, messages: Sequence[dict[str, Any]]) -> list[int]:

@@ -45,24 +45,24 @@ class Lockstep:
     def _before(self, body: nn.Module, args: Any) -> None:
         if self.joining:
             return
-        mine = WITHOUT_GRADIENTS
+        own_code = WITHOUT_GRADIENTS
         if torch.is_grad_enabled():
-            mine = 1 + (self._roles.index(self.shared.role) if self.shared else 0)
-        while (wanted := self._agree(mine)) != mine:
-            self._join(wanted)
+            own_code = 1 + (self._roles.index(self.shared.role) if self.shared else 0)
+        while (code := self._agree(own_code)) != own_code:
+            self._join(code)
 
     @property
     def _roles(self) -> list[str | None]:
         return [None, *(self.shared.roles if self.shared else ())]
 
-    def _agree(self, mine: int) -> int:
+    def _agree(self, own_code: int) -> int:
         """Returns the largest code over all ranks. Forwards without gradients have the largest code, so the ranks run them first.
 
         Raises:
             RuntimeError: on every rank, if two ranks are about to train different roles.
         """
-        learns = NOTHING < mine < WITHOUT_GRADIENTS
-        codes = torch.tensor([mine, -mine if learns else -WITHOUT_GRADIENTS])
+        learns = NOTHING < own_code < WITHOUT_GRADIENTS
+        codes = torch.tensor([own_code, -own_code if learns else -WITHOUT_GRADIENTS])
         dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=self.group)
         largest, smallest_learning = codes[0].item(), -codes[1].item()
         if smallest_learning < largest < WITHOUT_GRADIENTS:
@@ -72,13 +72,13 @@ class Lockstep:
 
     def catch_up(self) -> None:
         """Joins the other ranks' forwards until no rank has a forward left to run. Every rank must call this method."""
-        while wanted := self._agree(NOTHING):
-            self._join(wanted)
+        while code := self._agree(NOTHING):
+            self._join(code)
 
-    def _join(self, wanted: int) -> None:
+    def _join(self, code: int) -> None:
         """Runs a forward of one token. If the forward needs gradients, also runs its backward, which adds 0 to the gradients."""
-        learns = wanted != WITHOUT_GRADIENTS
-        role = self.shared.use(self._roles[wanted - 1]) if self.shared and learns else nullcontext()
+        learns = code != WITHOUT_GRADIENTS
+        role = self.shared.use(self._roles[code - 1]) if self.shared and learns else nullcontext()
         ids = torch.zeros(1, 1, dtype=torch.long, device=next(self.body.parameters()).device)
         self.joining = True
         try:

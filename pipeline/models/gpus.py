@@ -14,8 +14,8 @@ def list_local_gpus() -> list[tuple[str, float]]:
     """Returns (name, bytes of memory) for each GPU that torch can use."""
     import torch
 
-    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return [(gpu.name, float(gpu.total_memory)) for gpu in found]
+    devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [(gpu.name, float(gpu.total_memory)) for gpu in devices]
 
 
 def peak_flops(device: Any) -> float | None:

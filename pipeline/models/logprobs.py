@@ -39,15 +39,15 @@ def per_action(
     # If there are no actions, the result is empty, but must still be connected to autograd's graph.
     chunks = [hidden.new_zeros(1 + want_entropy, 0).float() + hidden.sum() * 0.0] if len(hidden) == 0 else []
     for start in range(0, len(hidden), size):
-        part = slice(start, start + size)
-        run = partial(_from_logits, shared, targets[part], early[part], temperature, barred, want_entropy)
+        rows = slice(start, start + size)
+        run = partial(_from_logits, shared, targets[rows], early[rows], temperature, barred, want_entropy)
         if not torch.is_grad_enabled():
-            chunks.append(run(hidden[part]))
+            chunks.append(run(hidden[rows]))
         elif isinstance(head, BaseTunerLayer):  # the adapter on the lm head may need gradients
             contexts = shared.checkpoint_contexts
-            chunks.append(checkpoint(run, hidden[part], use_reentrant=False, context_fn=contexts))
+            chunks.append(checkpoint(run, hidden[rows], use_reentrant=False, context_fn=contexts))
         else:
-            chunks.append(_RowWise.apply(hidden[part], run))
+            chunks.append(_RowWise.apply(hidden[rows], run))
     return torch.cat(chunks, dim=1)
 
 
@@ -99,7 +99,7 @@ def _from_logits(
     logprobs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizer
     if not want_entropy:
         return logprobs.unsqueeze(0)
-    of_all = logits - normalizer.unsqueeze(-1)
+    all_logprobs = logits - normalizer.unsqueeze(-1)
     # For a token with probability 0, probability * logit would be 0 * -inf = NaN.
-    entropies = -(of_all.exp() * of_all.masked_fill(of_all == float("-inf"), 0.0)).sum(-1)
+    entropies = -(all_logprobs.exp() * all_logprobs.masked_fill(all_logprobs == float("-inf"), 0.0)).sum(-1)
     return torch.stack([logprobs, entropies])

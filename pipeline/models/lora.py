@@ -35,7 +35,7 @@ def fuse_lora_layers(model: nn.Module) -> None:
             layer.__class__ = FusedLinear
 
 
-_kept: dict[tuple[int, torch.dtype], Tensor] | None = None
+_casts: dict[tuple[int, torch.dtype], Tensor] | None = None
 
 
 @contextmanager
@@ -44,21 +44,21 @@ def cast_once() -> Iterator[None]:
 
     No adapter may change within the block. PPO uses `cast_once` for a rollout, and for the micro-batches of an optimizer step.
     """
-    global _kept
-    outer, _kept = _kept, {} if _kept is None else _kept
+    global _casts
+    outer, _casts = _casts, {} if _casts is None else _casts
     try:
         yield
     finally:
-        _kept = outer
+        _casts = outer
 
 
 def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    if _kept is None or weight.dtype == dtype:
+    if _casts is None or weight.dtype == dtype:
         return weight.to(dtype)
     key = (weight.data_ptr(), dtype)
-    if key not in _kept:
-        _kept[key] = weight.detach().to(dtype)
-    return _kept[key]
+    if key not in _casts:
+        _casts[key] = weight.detach().to(dtype)
+    return _casts[key]
 
 
 class MixedBatch(NamedTuple):
@@ -100,8 +100,8 @@ class FusedLinear(Linear):
         for name, index in batch.rows_of.items():
             if name in self.lora_A:
                 rows = self._cast_input_dtype(x[index], self.lora_A[name].weight.dtype)
-                more = self.lora_B[name](self.lora_A[name](rows)).mul_(self.scaling[name])
-                y.index_add_(0, index, more.to(y.dtype))
+                update = self.lora_B[name](self.lora_A[name](rows)).mul_(self.scaling[name])
+                y.index_add_(0, index, update.to(y.dtype))
         return y
 
     def _plain(self, name: str) -> bool:
@@ -140,7 +140,7 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         y, rows, low = _product(x, W, A, B, scale, dtype)
         ctx.save_for_backward(rows, low, W, A, B)
-        ctx.scale, ctx.dtype, ctx.of_x = scale, dtype, x.dtype
+        ctx.scale, ctx.dtype, ctx.x_dtype = scale, dtype, x.dtype
         return y
 
     @staticmethod
@@ -149,15 +149,15 @@ class _Product(torch.autograd.Function):
     ) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None, None]:
         rows, low, W, A, B = ctx.saved_tensors
         # In the first layer, x needs no gradient. In a frozen role, A and B need no gradients.
-        for_x, _, for_A, for_B, _, _ = ctx.needs_input_grad
-        flat = grad.reshape(-1, grad.shape[-1])
-        low_grad = (flat @ _cast(B, ctx.dtype)).mul_(ctx.scale)
+        needs_x, _, needs_A, needs_B, _, _ = ctx.needs_input_grad
+        grad_rows = grad.reshape(-1, grad.shape[-1])
+        low_grad = (grad_rows @ _cast(B, ctx.dtype)).mul_(ctx.scale)
         x_grad = A_grad = B_grad = None
-        if for_x:
-            x_grad = (flat @ W.to(ctx.dtype)).addmm_(low_grad, _cast(A, ctx.dtype))
-            x_grad = x_grad.to(ctx.of_x).view(*grad.shape[:-1], -1)
-        if for_A:
+        if needs_x:
+            x_grad = (grad_rows @ W.to(ctx.dtype)).addmm_(low_grad, _cast(A, ctx.dtype))
+            x_grad = x_grad.to(ctx.x_dtype).view(*grad.shape[:-1], -1)
+        if needs_A:
             A_grad = mm_fp32(low_grad.t(), rows).to(A.dtype)
-        if for_B:
-            B_grad = mm_fp32(low.t(), flat).mul_(ctx.scale).t().to(B.dtype)
+        if needs_B:
+            B_grad = mm_fp32(low.t(), grad_rows).mul_(ctx.scale).t().to(B.dtype)
         return x_grad, None, A_grad, B_grad, None, None

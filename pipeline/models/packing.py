@@ -25,14 +25,14 @@ class Batch:
     input_ids: Tensor  # (P, T)
     # (B, R + 1) indices into the P * T hidden states: the position before each action, and then the last action's position.
     # If a completion has fewer than R actions, its last index is repeated.
-    at: Tensor
+    indices: Tensor
     position_ids: Tensor | None = None  # (P, T), or None if the positions of each row count from 0
     # (P, T, T) bool, True for the tokens that each token attends to, or None for all earlier tokens.
     allowed: Tensor | None = None
 
     def ends(self) -> Batch:
-        """Returns the same batch, but with only the last index of each completion in `at`."""
-        return replace(self, at=self.at[:, -1:])
+        """Returns the same batch, but with only the last index of each completion in `indices`."""
+        return replace(self, indices=self.indices[:, -1:])
 
 
 def pack_alone(input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int) -> Batch:
@@ -57,17 +57,17 @@ def pack_together(
         packs: for each row, the indices of its completions. All completions of a row have the same prompt.
     """
     device = input_ids.device
-    ids, prompt_of, count_of = input_ids.tolist(), starts.tolist(), counts.tolist()
+    ids, prompt_sizes, sizes = input_ids.tolist(), starts.tolist(), counts.tolist()
     rows, positions, parts = [], [], []  # `parts`: 0 for tokens of the prompt, i for the i-th completion
-    at = torch.zeros(len(ids), actions + 1, dtype=torch.long)
-    width = max(prompt_of[pack[0]] + sum(count_of[i] for i in pack) for pack in packs)
+    indices = torch.zeros(len(ids), actions + 1, dtype=torch.long)
+    width = max(prompt_sizes[pack[0]] + sum(sizes[i] for i in pack) for pack in packs)
     for number, pack in enumerate(packs):
-        start = prompt_of[pack[0]]
+        start = prompt_sizes[pack[0]]
         row, position, part = ids[pack[0]][:start], list(range(start)), [0] * start
         for order, i in enumerate(pack, 1):
-            first, count = number * width + len(row), count_of[i]
+            first, count = number * width + len(row), sizes[i]
             steps = torch.arange(actions + 1).clamp(max=count)
-            at[i] = (first - 1 + steps).where(steps > 0, torch.tensor(number * width + start - 1))
+            indices[i] = (first - 1 + steps).where(steps > 0, torch.tensor(number * width + start - 1))
             row = row + ids[i][start : start + count]
             position += range(start, start + count)
             part += [order] * count
@@ -75,11 +75,11 @@ def pack_together(
         rows.append(row + fill)
         positions.append(position + fill)
         parts.append(part + [-1] * len(fill))
-    of = torch.tensor(parts, device=device)
+    owner = torch.tensor(parts, device=device)
     causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-    allowed = causal & ((of.unsqueeze(-1) == of.unsqueeze(-2)) | (of == 0).unsqueeze(-2))
+    allowed = causal & ((owner.unsqueeze(-1) == owner.unsqueeze(-2)) | (owner == 0).unsqueeze(-2))
     return Batch(
-        torch.tensor(rows, device=device), at.to(device), torch.tensor(positions, device=device), allowed
+        torch.tensor(rows, device=device), indices.to(device), torch.tensor(positions, device=device), allowed
     )
 
 
@@ -108,21 +108,21 @@ def packs_that_pay(
         return tokens * (6 * width + tokens)
 
     packs: dict[int, list[list[int]]] = {}
-    newest: dict[int, int] = {}  # prompt -> tokens of its newest pack
+    pack_tokens: dict[int, int] = {}  # prompt -> tokens of its newest pack
     for i, prompt in enumerate(prompts):
-        by_itself, longer = starts[i] + counts[i], newest.get(prompt, 0) + counts[i]
+        single, joint = starts[i] + counts[i], pack_tokens.get(prompt, 0) + counts[i]
         if (
             prompt in packs
-            and cost(longer) < cost(newest[prompt]) + cost(by_itself)
+            and cost(joint) < cost(pack_tokens[prompt]) + cost(single)
             and (completions is None or len(packs[prompt][-1]) < completions)
-            and (tokens is None or longer <= tokens)
+            and (tokens is None or joint <= tokens)
         ):
             packs[prompt][-1].append(i)
-            newest[prompt] = longer
+            pack_tokens[prompt] = joint
         else:
             packs.setdefault(prompt, []).append([i])
-            newest[prompt] = by_itself
-    return [pack for of_prompt in packs.values() for pack in of_prompt]
+            pack_tokens[prompt] = single
+    return [pack for prompt_packs in packs.values() for pack in prompt_packs]
 
 
 def micro_batches(
@@ -143,16 +143,16 @@ def micro_batches(
         device: type of the device on which the batches run.
         completions: completions in each row, or None if each row has one completion.
     """
-    held = completions or [1] * len(lengths)
+    counts = completions or [1] * len(lengths)
     batches: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         batch = batches[-1] if batches else []
-        used = sum(lengths[j] for j in batch)
+        total = sum(lengths[j] for j in batch)
         padded = (len(batch) + 1) * lengths[i]  # the next row would be the longest of the batch
-        full = rows is not None and sum(held[j] for j in batch) + held[i] > rows
-        full |= tokens is not None and padded > tokens
-        sparse = used >= BUSY_TOKENS[device] and padded - used - lengths[i] > padded / 8
-        if not batch or full or sparse:
+        is_full = rows is not None and sum(counts[j] for j in batch) + counts[i] > rows
+        is_full |= tokens is not None and padded > tokens
+        is_sparse = total >= BUSY_TOKENS[device] and padded - total - lengths[i] > padded / 8
+        if not batch or is_full or is_sparse:
             batches.append([])
         batches[-1].append(i)
     return batches

@@ -29,8 +29,8 @@ def mm_fp32(a: Tensor, b: Tensor) -> Tensor:
         return torch.mm(a, b, out_dtype=torch.float32)
     # torch supports `out_dtype` only on CUDA. On other devices, a second product computes the rounding error of the first
     # product. The rounding error is small, so rounding it in turn hardly matters.
-    rounded = a @ b
-    return rounded.float().add_(rounded.addmm_(a, b, beta=-1))
+    product = a @ b
+    return product.float().add_(product.addmm_(a, b, beta=-1))
 
 
 def linear_fp32(x: Tensor, layer: nn.Linear, dtype: torch.dtype | None) -> Tensor:
@@ -54,12 +54,12 @@ class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, W: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(W)
-        ctx.dtype, ctx.of_x = dtype, x.dtype
+        ctx.dtype, ctx.x_dtype = dtype, x.dtype
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
         return mm_fp32(rows, W.to(dtype).t()).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (W,) = ctx.saved_tensors
-        flat = grads[0].reshape(-1, W.shape[0]).to(ctx.dtype)
-        return (flat @ W.to(ctx.dtype)).to(ctx.of_x).view(*grads[0].shape[:-1], -1), None, None
+        grad_rows = grads[0].reshape(-1, W.shape[0]).to(ctx.dtype)
+        return (grad_rows @ W.to(ctx.dtype)).to(ctx.x_dtype).view(*grads[0].shape[:-1], -1), None, None

@@ -75,8 +75,8 @@ def load_shards(
     elif base_file(model.name_or_path, "generation_config.json", model.revision) is not None:
         # generation_config.json may name additional tokens that end a completion
         with errors_of_files(model):
-            where = source(model.name_or_path)
-            base.generation_config = GenerationConfig.from_pretrained(where, revision=model.revision)
+            path = source(model.name_or_path)
+            base.generation_config = GenerationConfig.from_pretrained(path, revision=model.revision)
     fsdp_sync.current = fsdp_sync.Lockstep(base.base_model)
     return base
 
@@ -85,22 +85,22 @@ def _allocate(base: nn.Module, device: torch.device) -> None:
     """Allocates memory for the shards, and computes the buffers that no file contains, such as rotary frequencies."""
     base.to_empty(device=device)
     for name, module in base.named_modules():
-        computed = dict(module.named_buffers(recurse=False))
-        if computed and not hasattr(module, "config"):
+        buffers = dict(module.named_buffers(recurse=False))
+        if buffers and not hasattr(module, "config"):
             raise InputError(
-                f"{type(base).__name__}: {name} has buffers that no file contains, such as {min(computed)!r}, and these cannot be "
+                f"{type(base).__name__}: {name} has buffers that no file contains, such as {min(buffers)!r}, and these cannot be "
                 "computed from the model's configuration; set model.fsdp=false",
                 key="model.fsdp",
             )
-        if computed:
+        if buffers:
             with torch.device(device):
-                fresh = type(module)(module.config)
-            for key, value in fresh.named_buffers(recurse=False):
-                computed[key].copy_(value)
+                module_copy = type(module)(module.config)
+            for key, value in module_copy.named_buffers(recurse=False):
+                buffers[key].copy_(value)
 
 
 @torch.no_grad()
-def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
+def _fill(base: PreTrainedModel, files: list[Path], base_name: str) -> None:
     """Reads this rank's rows of each parameter. safetensors memory-maps the files, so other ranks' rows are not read."""
     head, embedding, twins = base.get_output_embeddings(), base.get_input_embeddings(), dict[str, str]()
     if head is not None and base.config.get_text_config().tie_word_embeddings:
@@ -109,13 +109,13 @@ def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
         twins = dict(zip(pair, pair[::-1], strict=True))
     missing = []
     with ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
+        readers = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
         # If several files contain a tensor of the same name, the last file is used, as in transformers.
-        place = {name: tensors for tensors in opened for name in tensors.keys()}  # noqa: SIM118  (not a dict)
+        sources = {name: tensors for tensors in readers for name in tensors.keys()}  # noqa: SIM118  (not a dict)
         for name, parameter in base.named_parameters():
-            stored = name if name in place else twins.get(name, name)
-            if stored in place:
-                _read(place[stored].get_slice(stored), parameter, f"{where}: {stored}")
+            tensor_name = name if name in sources else twins.get(name, name)
+            if tensor_name in sources:
+                _read(sources[tensor_name].get_slice(tensor_name), parameter, f"{base_name}: {tensor_name}")
             elif not name.startswith(HEAD_NAMES):
                 missing.append(name)
             else:
@@ -123,23 +123,23 @@ def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
                 base._init_weights(score_head(base))
     if missing:
         raise InputError(
-            f"the safetensors of {where!r} lack {len(missing)} tensors, for example {min(missing)!r}. Fetch the model again; if "
+            f"the safetensors of {base_name!r} lack {len(missing)} tensors, for example {min(missing)!r}. Fetch the model again; if "
             "they are pickles, or transformers renames their tensors, set model.fsdp=false",
             key="model.name_or_path",
         )
 
 
-def _read(stored: Any, parameter: nn.Parameter, name: str) -> None:
+def _read(tensor: Any, parameter: nn.Parameter, name: str) -> None:
     """Copies this rank's rows of a tensor in a file into a parameter. FSDP2 splits rows in the same way as torch.chunk."""
-    if tuple(stored.get_shape()) != tuple(parameter.shape):
+    if tuple(tensor.get_shape()) != tuple(parameter.shape):
         raise InputError(
-            f"{name} has shape {tuple(stored.get_shape())} but config.json says {tuple(parameter.shape)}; fetch or save the "
+            f"{name} has shape {tuple(tensor.get_shape())} but config.json says {tuple(parameter.shape)}; fetch or save the "
             "model again",
             key="model.name_or_path",
         )
-    mine, begin = parameter.data, 0
+    shard, start = parameter.data, 0
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
-        mine, begin = parameter.to_local(), int(mesh.get_local_rank()) * -(-len(parameter) // mesh.size())
-    if mine.numel():
-        mine.copy_(stored[begin : begin + len(mine)])
+        shard, start = parameter.to_local(), int(mesh.get_local_rank()) * -(-len(parameter) // mesh.size())
+    if shard.numel():
+        shard.copy_(tensor[start : start + len(shard)])

@@ -27,7 +27,7 @@ PROBES = [
 ]
 
 
-def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
+def set_template(tokenizer: Any, chat_template: str | None, base_name: str) -> None:
     """Sets the tokenizer's `chat_template`. Raises InputError if the template cannot be read or renders none of the PROBES.
 
     Also sets the attribute `text_as_chat`, which specifies whether a plain-text prompt becomes a user message. `text_as_chat` is
@@ -35,27 +35,27 @@ def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
 
     Args:
         chat_template: a Jinja file, "plain" (built in), or None for the tokenizer's own template ("plain" if it has none).
-        where: the base's name in messages.
+        base_name: the base's name in messages.
     """
-    plain, own = _plain(tokenizer), tokenizer.chat_template
-    if isinstance(own, dict):  # the tokenizer has several named templates
-        names, own = ", ".join(sorted(own)), own.get("default")
-        if own is None and chat_template is None:
+    plain, own_template = _plain(tokenizer), tokenizer.chat_template
+    if isinstance(own_template, dict):  # the tokenizer has several named templates
+        names, own_template = ", ".join(sorted(own_template)), own_template.get("default")
+        if own_template is None and chat_template is None:
             raise InputError(
-                f"{where!r} has several chat templates ({names}) and none is called default; set model.chat_template=FILE",
+                f"{base_name!r} has several chat templates ({names}) and none is called default; set model.chat_template=FILE",
                 key="model.name_or_path",
             )
-    tokenizer.text_as_chat = chat_template is not None or own not in (None, plain)
+    tokenizer.text_as_chat = chat_template is not None or own_template not in (None, plain)
     if chat_template is None:
-        tokenizer.chat_template = own or plain
-        key, named = "model.name_or_path", f"the chat template of {where!r}"
+        tokenizer.chat_template = own_template or plain
+        key, label = "model.name_or_path", f"the chat template of {base_name!r}"
     else:
         tokenizer.chat_template = plain if chat_template == "plain" else _read(chat_template)
-        key, named = "model.chat_template", chat_template
+        key, label = "model.chat_template", chat_template
     if tokenizer.chat_template != plain and (error := _error(tokenizer)):
         line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
         raise InputError(
-            f"{named} cannot be rendered ({in_brief(error)}{line}); fix it, or set another model.chat_template (plain is built in)",
+            f"{label} cannot be rendered ({in_brief(error)}{line}); fix it, or set another model.chat_template (plain is built in)",
             key,
         ) from error
 
@@ -63,8 +63,8 @@ def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
 def _plain(tokenizer: Any) -> str:
     """Returns the built-in template. The template writes a bos token only if the tokenizer also adds one to every text."""
     text = PLAIN.read_text(encoding="utf-8")
-    first = tokenizer("a").input_ids[:1]
-    if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]:
+    prefix = tokenizer("a").input_ids[:1]
+    if tokenizer.bos_token_id is not None and prefix == [tokenizer.bos_token_id]:
         return text
     return text.replace(BOS_LINE, "")
 
@@ -109,8 +109,8 @@ def _error(tokenizer: Any) -> Exception | None:
         options = {"tokenize": False, "add_generation_prompt": turns[-1]["role"] == "user"}
         try:
             text = call_with_deadline(partial(tokenizer.apply_chat_template, turns, **options))
-            many = ValueError(f"{len(text):,} characters for a conversation of a few words")
-            return many if len(text) > MAX_CHARACTERS else None
+            problem = ValueError(f"{len(text):,} characters for a conversation of a few words")
+            return problem if len(text) > MAX_CHARACTERS else None
         except TimeoutError as error:
             return error
         except Exception as error:
@@ -135,5 +135,5 @@ def user_header_and_generation_prompt(tokenizer: Any) -> tuple[str, str]:
         )
     except Exception:  # no template, or a template that requires a system message
         return "", ""
-    before = plain.partition("?")[0].removeprefix(tokenizer.bos_token or "").strip()
-    return before, asking[len(plain) :].strip() if asking.startswith(plain) else ""
+    header = plain.partition("?")[0].removeprefix(tokenizer.bos_token or "").strip()
+    return header, asking[len(plain) :].strip() if asking.startswith(plain) else ""

@@ -108,7 +108,7 @@ def _read(name_or_path: str, revision: str | None, trust_remote_code: bool) -> A
     return tokenizer
 
 
-def _check_ids(tokenizer: Any, rows: int | None, where: str) -> None:
+def _check_ids(tokenizer: Any, rows: int | None, base_name: str) -> None:
     """Raises InputError if a token in use has no row in the embedding.
 
     A special token without a row is harmless, unless it is the bos or eos token, or the template uses it.
@@ -124,7 +124,7 @@ def _check_ids(tokenizer: Any, rows: int | None, where: str) -> None:
     if beyond:
         token, index = beyond[0]
         raise InputError(
-            f"the tokenizer of {where!r} has {len(beyond)} tokens beyond the {rows} rows of the embedding (vocab_size in "
+            f"the tokenizer of {base_name!r} has {len(beyond)} tokens beyond the {rows} rows of the embedding (vocab_size in "
             f"config.json), for example {token!r:.80} with id {index}; use the tokenizer that belongs to these weights",
             KEY,
         )
@@ -161,10 +161,10 @@ def warn_of_endless(ended: float, completions: str) -> None:
 
 def _as_list(value: Any) -> list[int]:
     """Returns the ids of an `eos_token_id`, which may be one id, a list or None."""
-    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)]
+    return [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]
 
 
-def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> str:
+def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, base_name: str) -> str:
     """Returns the pad token: the first candidate that does not end a completion and has a row in the embedding.
 
     The candidates are, in this order: the tokenizer's own pad token, Llama 3.1's pad token, a special token with "pad" in its
@@ -190,7 +190,7 @@ def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> 
         if index is not None and index not in ends and (rows is None or index < rows):
             return token
     raise InputError(
-        f"the tokenizer of {where!r} has no pad token, and each token that could be one also ends a completion; set pad_token "
+        f"the tokenizer of {base_name!r} has no pad token, and each token that could be one also ends a completion; set pad_token "
         "in its tokenizer_config.json to a token that no text produces",
         KEY,
     )

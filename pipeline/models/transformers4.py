@@ -39,8 +39,8 @@ def add_old_names(folder: str | Path, base: dict[str, Any]) -> None:
     """Adds the keys of transformers 4 to a folder's config.json, copied from `base` or converted from the new keys."""
     path = Path(folder, "config.json")
     config = json.loads(path.read_text(encoding="utf-8"))
-    for new, own in ((config, base), (config.get("text_config") or {}, base.get("text_config") or {})):
-        old = old_rope(new) | {key: own[key] for key in own if OF_ROPE.search(key)}
+    for new, original in ((config, base), (config.get("text_config") or {}, base.get("text_config") or {})):
+        old = old_rope(new) | {key: original[key] for key in original if OF_ROPE.search(key)}
         old |= {"torch_dtype": new["dtype"]} if "dtype" in new else {}
         new |= {key: value for key, value in old.items() if key not in new}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -99,7 +99,7 @@ class Plan:
     trainable: int
     items: list[Item]
     device: str  # cpu, cuda
-    asked: MemorySettings
+    settings: MemorySettings
     tokens: tuple[int, int]  # maximum tokens of (prompt, completion), or (row, 0) in TRL's stages
     in_shards: bool  # whether each worker has only a shard of the base
 
@@ -115,8 +115,8 @@ class Plan:
         """Returns the bytes of a checkpoint: trained parameters, Adam's moments, and the best parameters if they are kept."""
         # TRL's trainer also saves the adapter of the reference model.
         reference = self.work.spec.trl and _has_reference(self.work)
-        kept = 4.0 * reference + 4.0 * self.work.run.load_best_model_at_end
-        return (4.0 + _moments(self.work.trainer) + kept) * self.trainable
+        extra = 4.0 * reference + 4.0 * self.work.run.load_best_model_at_end
+        return (4.0 + _moments(self.work.trainer) + extra) * self.trainable
 
 
 def memory_settings(work: Sections, context: int) -> MemorySettings:
@@ -166,26 +166,26 @@ def make_plan(work: Sections, loras: Loras | None = None, learns: bool = True) -
     roles, learning = _roles(work)
     if not learns:
         roles, learning = [role for role in roles if role != "critic"], []
-    starts = {"reference": "policy", "critic": "reward"}
+    origins = {"reference": "policy", "critic": "reward"}
     try:
         shape = Shape(model, work.lora, "reward" in (spec.learns, *spec.inputs))
-        lora_of = {role: (loras or {}).get(starts.get(role, role), work.lora) for role in roles}
-        size = {role: 4.0 * (lora.get("parameters") or shape.adapter(lora)) for role, lora in lora_of.items()}
+        configs = {role: (loras or {}).get(origins.get(role, role), work.lora) for role in roles}
+        size = {role: 4.0 * (lora.get("parameters") or shape.adapter(lora)) for role, lora in configs.items()}
     except ValueError as error:  # peft found no modules to adapt, or contradictory settings
-        why = f"peft rejects it for {model.name_or_path}: {str(error).splitlines()[0]}"
-        raise InputError(why, key="lora") from error
+        problem = f"peft rejects it for {model.name_or_path}: {str(error).splitlines()[0]}"
+        raise InputError(problem, key="lora") from error
     room_for_prompts(work.writes, work.data.max_length, shape.context)
-    asked, workers = memory_settings(work, shape.context), work.places.workers.fewest
+    settings, workers = memory_settings(work, shape.context), work.places.workers.fewest
     trainable = sum(size[role] for role in learning)
     in_shards = learns and model.fsdp and workers > 1  # rollout workers load the full base
     if in_shards:
-        at_hand = shape.embedding + GATHERED * shape.layer
+        gathered = shape.embedding + GATHERED * shape.layer
         items = [
             Item(
                 f"base, {model.dtype}: a shard of {workers}, and the lm head",
                 shape.sharded(workers, spec.learns != "reward"),
             ),
-            Item("gathered while computing: the embedding and the current layers", at_hand),
+            Item("gathered while computing: the embedding and the current layers", gathered),
         ]
     else:
         items = [Item(f"base, {'nf4' if model.load_in_4bit else model.dtype}, once", shape.weights)]
@@ -198,25 +198,27 @@ def make_plan(work: Sections, loras: Loras | None = None, learns: bool = True) -
     runtime = "Python, torch, Ray" if device == "cpu" else "CUDA context and workspaces"
     items.append(Item(runtime, RUNTIME[device]))
     if learning:
-        tokens = asked.rows * asked.sequences * asked.width
-        kind = "layer inputs and one layer" if asked.checkpointing else "all layers"
-        saved = shape.activations(asked.rows * asked.sequences, asked.width, asked.bf16, asked.checkpointing)
-        items.append(Item(f"activations for backward: {tokens:,} tokens, {kind}", saved, "update"))
+        tokens = settings.rows * settings.sequences * settings.width
+        kind = "layer inputs and one layer" if settings.checkpointing else "all layers"
+        activations = shape.activations(
+            settings.rows * settings.sequences, settings.width, settings.bf16, settings.checkpointing
+        )
+        items.append(Item(f"activations for backward: {tokens:,} tokens, {kind}", activations, "update"))
         items.append(Item("logits and their gradients", _logits(spec, shape, tokens, device), "update"))
-    if spec.online and asked.bf16:
+    if spec.online and settings.bf16:
         items.append(Item("copies of the trained adapters in bfloat16", trainable / 2, "update"))
     vllm = spec.online and rollout.engine == "vllm"
-    if asked.rollout_rows and not (learning and vllm and rollout.num_workers):
+    if settings.rollout_rows and not (learning and vllm and rollout.num_workers):
         gpus = rollout.tensor_parallel_size if vllm and not learning else 1
-        items += _rollout_items(shape, asked, device, vllm, gpus)
-    if asked.scored:
-        what = f"activations of a forward without gradients: {asked.scored:,} tokens"
-        items.append(Item(what, asked.scored * shape.forward(asked.bf16), "score"))
-    lengths = (asked.prompt, asked.completion) if asked.rollout_rows else (asked.width, 0)
-    return Plan(work, shape, int(trainable / 4), items, device, asked, lengths, in_shards)
+        items += _rollout_items(shape, settings, device, vllm, gpus)
+    if settings.scored:
+        label = f"activations of a forward without gradients: {settings.scored:,} tokens"
+        items.append(Item(label, settings.scored * shape.forward(settings.bf16), "score"))
+    lengths = (settings.prompt, settings.completion) if settings.rollout_rows else (settings.width, 0)
+    return Plan(work, shape, int(trainable / 4), items, device, settings, lengths, in_shards)
 
 
-def _rollout_items(shape: Shape, asked: MemorySettings, device: str, vllm: bool, gpus: int) -> list[Item]:
+def _rollout_items(shape: Shape, settings: MemorySettings, device: str, vllm: bool, gpus: int) -> list[Item]:
     """Returns the memory that sampling needs in addition to the base.
 
     Args:
@@ -224,19 +226,19 @@ def _rollout_items(shape: Shape, asked: MemorySettings, device: str, vllm: bool,
     """
     from pipeline.writing.decoder import PREFILL_TOKENS
 
-    rows, width = asked.rollout_rows, asked.width
-    cache, size = f"KV cache: {rows} rows of {width} tokens", rows * width * shape.cache(asked.bf16)
+    rows, width = settings.rollout_rows, settings.width
+    cache, size = f"KV cache: {rows} rows of {width} tokens", rows * width * shape.cache(settings.bf16)
     if vllm:
         return [
             Item("vLLM: a second copy of the base in bfloat16", 2.0 * shape.parameters / gpus),
             Item("vLLM: work space", VLLM_WORKSPACE),
             Item(f"vLLM: {cache}", size / gpus),
         ]
-    tokens = rows * asked.prompt
-    if asked.completion and not shape.keeps_other_state:
-        tokens = min(tokens, max(asked.prompt, PREFILL_TOKENS[device]))
-    forward = Item("activations of the prompts' forward", tokens * shape.forward(asked.bf16), "rollout")
-    if not asked.completion:
+    tokens = rows * settings.prompt
+    if settings.completion and not shape.keeps_other_state:
+        tokens = min(tokens, max(settings.prompt, PREFILL_TOKENS[device]))
+    forward = Item("activations of the prompts' forward", tokens * shape.forward(settings.bf16), "rollout")
+    if not settings.completion:
         return [forward]
     logits = rows * shape.vocabulary * float(SAMPLING_BYTES)
     return [
@@ -250,14 +252,14 @@ def _roles(work: Sections) -> tuple[list[str], list[str]]:
     """Returns the roles that have an adapter in memory, and the subset of these roles that is trained."""
     spec, named = work.spec, work.named
     if spec.learns is None:
-        models = [name for name, at in named.items() if at != "base" and InputURI.parse(at).is_model]
+        models = [name for name, ref in named.items() if ref != "base" and InputURI.parse(ref).is_model]
         return list(dict.fromkeys(name.split(".")[0] for name in models)), []
     learning = [spec.learns]
     roles = learning + ["reference"] * _has_reference(work)
     if spec.trl:
         return roles, learning
     rewards = [
-        name for name, at in named.items() if name.startswith("reward.") and InputURI.parse(at).is_model
+        name for name, ref in named.items() if name.startswith("reward.") and InputURI.parse(ref).is_model
     ]
     roles += [f"reward_{i}" if i else "reward" for i in range(len(rewards))]
     roles += ["teacher"] * (named.get("teacher") not in (None, "base"))
@@ -312,34 +314,34 @@ def fit_into(work: Sections, memory: float, loras: Loras | None = None) -> tuple
 
     If all overrides together are not enough, returns all of them.
     """
-    made: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for key, value in _changes(work, loras):
-        made[key] = value
+        changes[key] = value
         if key == "model.load_in_4bit":  # a sharded base cannot be quantized
-            made["model.fsdp"] = False
-        if make_plan(_with(work, made), loras).peak <= memory:
+            changes["model.fsdp"] = False
+        if make_plan(_with(work, changes), loras).peak <= memory:
             break
-    made = {key: value for key, value in made.items() if _with(work, {key: value}) != work}
+    changes = {key: value for key, value in changes.items() if _with(work, {key: value}) != work}
     # A later change may make an earlier change unnecessary.
-    for key in [key for key in made if key != "model.fsdp"]:
-        fewer = {k: v for k, v in made.items() if k != key}
+    for key in [key for key in changes if key != "model.fsdp"]:
+        fewer = {k: v for k, v in changes.items() if k != key}
         if make_plan(_with(work, fewer), loras).peak <= memory:
-            made = fewer
-    overrides = [f"{key}={str(value).lower()}" for key, value in made.items()]
-    return overrides, make_plan(_with(work, made), loras)
+            changes = fewer
+    overrides = [f"{key}={str(value).lower()}" for key, value in changes.items()]
+    return overrides, make_plan(_with(work, changes), loras)
 
 
 def _changes(work: Sections, loras: Loras | None = None) -> list[tuple[str, Any]]:
     """Returns overrides that reduce the memory, least disruptive first. The last override, NF4, changes the result of the run."""
-    asked, spec, workers = memory_settings(work, 1 << 20), work.spec, work.places.workers.fewest
+    settings, spec, workers = memory_settings(work, 1 << 20), work.spec, work.places.workers.fewest
     # Considers only divisors of the current size, so that the batch remains divisible.
-    fewer = [n for n in range(asked.rows - 1, spec.fewest_rows - 1, -1) if asked.rows % n == 0]
+    fewer = [n for n in range(settings.rows - 1, spec.fewest_rows - 1, -1) if settings.rows % n == 0]
     changes: list[tuple[str, Any]] = []
-    now = work.args.planned_rows(workers) if spec.online else asked.rollout_rows
-    changes += [("trainer.local_rollout_forward_batch_size", now >> i) for i in (1, 2, 3, 4) if now >> i]
+    rows = work.args.planned_rows(workers) if spec.online else settings.rollout_rows
+    changes += [("trainer.local_rollout_forward_batch_size", rows >> i) for i in (1, 2, 3, 4) if rows >> i]
     if spec.online:
-        training = asked.rows * asked.width  # tokens of a micro-batch
-        if work.args.max_tokens_per_micro_batch is None and training < asked.scored:
+        training = settings.rows * settings.width  # tokens of a micro-batch
+        if work.args.max_tokens_per_micro_batch is None and training < settings.scored:
             changes.append(("trainer.max_tokens_per_micro_batch", training))
     changes += [("trainer.per_device_train_batch_size", n) for n in fewer[:2]]
     if spec.learns:
@@ -347,7 +349,7 @@ def _changes(work: Sections, loras: Loras | None = None) -> list[tuple[str, Any]
     changes += [("trainer.per_device_train_batch_size", n) for n in fewer[2:]]
     if work.places.on_gpu:
         changes += [("trainer.bf16", True), ("model.dtype", "bfloat16")]
-    dora = any(one.get("use_dora") for one in (work.lora, *(loras or {}).values()))
+    dora = any(lora.get("use_dora") for lora in (work.lora, *(loras or {}).values()))
     vllm = work.rollout.engine == "vllm"  # vLLM loads the full base
     if workers > 1 and not ("model.fsdp" in spec.unused or work.model.load_in_4bit or dora or vllm):
         changes.append(("model.fsdp", True))
@@ -379,9 +381,9 @@ def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
         name: a key of GPUS.
         rows: number and mean length of the training rows of an epoch.
     """
-    gpu, work, asked, spec = GPUS[name], plan.work, plan.asked, plan.work.spec
+    gpu, work, settings, spec = GPUS[name], plan.work, plan.settings, plan.work.spec
     workers, (longest, completion) = work.places.workers.most, plan.tokens
-    row, read = min(rows.tokens, longest), 0.0
+    row, bytes_read = min(rows.tokens, longest), 0.0
     if spec.online:
         args = work.args
         episodes = args.total_updates(rows.count) * args.batch_size
@@ -392,11 +394,11 @@ def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
         # Forwards for the reward, the reference, old log-probs and old values, then forwards and backwards of all epochs.
         passes = 2 + models * (1 + args.num_ppo_epochs * learning)
         at_once = args.decoded(workers)
-        filled = at_once * (row + completion / 2) * plan.shape.cache(asked.bf16)
-        read = math.ceil(episodes / at_once) * completion * (plan.shape.moved + filled)
+        cache_bytes = at_once * (row + completion / 2) * plan.shape.cache(settings.bf16)
+        bytes_read = math.ceil(episodes / at_once) * completion * (plan.shape.moved + cache_bytes)
     else:
         # Forwards of the reference, and other forwards of the stage without gradients, have no backward.
-        passes = (3 if asked.checkpointing else 2) + spec.keeps_reference + spec.further_forwards
+        passes = (3 if settings.checkpointing else 2) + spec.keeps_reference + spec.further_forwards
         steps = work.trainer.get("max_steps", 0)
         if steps and steps > 0:  # packed rows have the maximum length, other rows the mean length
             width = longest if work.trainer.get("packing") else row
@@ -405,7 +407,7 @@ def estimate_hours(plan: Plan, name: str, rows: Rows) -> float:
             tokens = rows.count * row * work.trainer.get("num_train_epochs", 3.0)
         tokens *= spec.sequences
     products = passes * tokens * 2.0 * plan.shape.parameters
-    seconds = products / (gpu.tflops * 1e12) + read / (gpu.bandwidth * 1e9)
+    seconds = products / (gpu.tflops * 1e12) + bytes_read / (gpu.bandwidth * 1e9)
     return seconds / UTILIZATION / workers / 3600
 
 
@@ -420,16 +422,16 @@ def recomputes_activations(worker: Any) -> bool:
 
     work = worker.work
     default = schema.keys(work.spec.trainer)["gradient_checkpointing"].get("default")
-    given = work.trainer.get("gradient_checkpointing", default)
-    if given is not None:
-        return bool(given)
-    adapters = [name for name, one in work.inputs.items() if one.kind == "adapter"]
+    setting = work.trainer.get("gradient_checkpointing", default)
+    if setting is not None:
+        return bool(setting)
+    adapters = [name for name, job_input in work.inputs.items() if job_input.kind == "adapter"]
     loras = {name.split(".")[0]: adapter_files.describe_adapter(worker.input(name)) for name in adapters}
     peak = make_plan(_with(work, {"trainer.gradient_checkpointing": False}), loras).peak
     memory = free_bytes(torch.device(worker.device))
     why = f"storing all activations needs {peak / GIB:.1f} GiB, and {memory / GIB:.1f} GiB are free"
     needed, why = max(worker.gather((peak > MAX_FILL * memory, why)))  # True if any worker needs to recompute
     if worker.rank == 0:
-        kept = "recomputed" if needed else "kept"
-        print(f"activations are {kept} (gradient_checkpointing: null): {why}", flush=True)
+        action = "recomputed" if needed else "kept"
+        print(f"activations are {action} (gradient_checkpointing: null): {why}", flush=True)
     return needed

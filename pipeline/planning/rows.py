@@ -45,31 +45,31 @@ def estimate_rows(work: Sections, context: int | None) -> tuple[Rows | None, str
         for file in files["train"]:
             for chunk in plan_chunks(file, "train", options.kind_in("train", file.source), CHUNK):
                 sources[chunk.source].append(chunk)
-        seen = [some[:: max(1, -(-len(some) * len(sources) // CHUNKS))] for some in sources]
-        if any(chunk.size > MAX_UNSPLITTABLE for some in seen for chunk in some):
+        samples = [chunks[:: max(1, -(-len(chunks) * len(sources) // CHUNKS))] for chunks in sources]
+        if any(chunk.size > MAX_UNSPLITTABLE for chunks in samples for chunk in chunks):
             return None, "data.train is one large file that cannot be split"
         parts = []
         with tempfile.TemporaryDirectory() as folder:
-            for some in seen:
+            for chunks in samples:
                 tallies = [
-                    tokenize_chunk(chunk, i, tokenizer, options, folder) for i, chunk in enumerate(some)
+                    tokenize_chunk(chunk, i, tokenizer, options, folder) for i, chunk in enumerate(chunks)
                 ]
                 parts.append(split_of("train", tallies))
         sizes, estimated = [], False
-        for part, some, whole in zip(parts, seen, sources, strict=True):
-            share = sum(chunk.size for chunk in some) / max(1, sum(chunk.size for chunk in whole))
+        for part, chunks, all_chunks in zip(parts, samples, sources, strict=True):
+            share = sum(chunk.size for chunk in chunks) / max(1, sum(chunk.size for chunk in all_chunks))
             sizes.append(round(part.kept / share) if share else 0)
             estimated |= share < 1
         if not sum(sizes):
             return None, "none of the first rows of data.train can be used; `validate` shows why"
         mixture = mix_sources(sources_of(work.data.train), sizes, work.data.stopping_strategy)
-        drawn = mixture.draws if mixture else sizes
+        counts = mixture.draws if mixture else sizes
     except InputError as error:
         return None, str(error)
     tokens = desirable = 0.0
-    for part, count in zip(parts, drawn, strict=True):
-        tokens += count / sum(drawn) * part.tokens / max(1, part.kept)
-        desirable += count / sum(drawn) * (part.desirable or 0) / max(1, part.kept)
+    for part, count in zip(parts, counts, strict=True):
+        tokens += count / sum(counts) * part.tokens / max(1, part.kept)
+        desirable += count / sum(counts) * (part.desirable or 0) / max(1, part.kept)
     labels = f", {desirable:.0%} desirable" if any(part.desirable is not None for part in parts) else ""
-    how = f"{sum(drawn):,} rows, {tokens:.0f} tokens on average{labels}" + ", estimated" * estimated
-    return Rows(sum(drawn), tokens), how
+    description = f"{sum(counts):,} rows, {tokens:.0f} tokens on average{labels}" + ", estimated" * estimated
+    return Rows(sum(counts), tokens), description

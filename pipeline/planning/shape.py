@@ -73,13 +73,13 @@ class Shape:
         self.text = text = AutoConfig.for_model(**raw).get_text_config()
         self.layers, self.vocabulary, self.hidden = text.num_hidden_layers, text.vocab_size, text.hidden_size
         self.dtype_bytes = 4 if model.dtype == "float32" else 2
-        one, two = (_count(self.model, self.lora, layers) for layers in (1, 2))
-        whole = {key: one[key] + (self.layers - 1) * (two[key] - one[key]) for key in one}
-        self.parameters = whole["parameters"]
+        single, double = (_count(self.model, self.lora, layers) for layers in (1, 2))
+        totals = {key: single[key] + (self.layers - 1) * (double[key] - single[key]) for key in single}
+        self.parameters = totals["parameters"]
         # Bytes of one layer, in the dtype of the base.
-        self.layer = (two["parameters"] - one["parameters"]) * self.dtype_bytes
+        self.layer = (double["parameters"] - single["parameters"]) * self.dtype_bytes
         self.embedding = self.vocabulary * self.hidden * self.dtype_bytes
-        quantized = whole["linear"] if model.load_in_4bit else 0
+        quantized = totals["linear"] if model.load_in_4bit else 0
         self.weights = (self.parameters - quantized) * self.dtype_bytes + quantized * NF4_BYTES
         # Bytes that a decoding step reads and writes. For a matrix product, bitsandbytes writes and reads a copy of each NF4
         # weight in the compute dtype (functional.dequantize_4bit). Only the kernel for a batch of one row needs no copy.
@@ -93,13 +93,13 @@ class Shape:
     def adapter(self, lora: dict[str, Any]) -> int:
         """Returns the number of parameters of an adapter with the peft settings `lora`, including its head."""
         settings = json.dumps(lora, sort_keys=True)
-        one, two = (_count(self.model, settings, layers)["adapter"] for layers in (1, 2))
-        return one + (self.layers - 1) * (two - one)
+        single, double = (_count(self.model, settings, layers)["adapter"] for layers in (1, 2))
+        return single + (self.layers - 1) * (double - single)
 
     def activations(self, rows: int, width: int, bf16: bool, checkpointing: bool) -> float:
         """Returns the bytes that a forward of one role saves for backward, plus the temporary tensors of one layer."""
-        one, two = (bytes_saved(self.model, self.lora, layers, rows, width, bf16) for layers in (1, 2))
-        layer, rest = two - one, max(0.0, 2 * one - two)
+        single, double = (bytes_saved(self.model, self.lora, layers, rows, width, bf16) for layers in (1, 2))
+        layer, rest = double - single, max(0.0, 2 * single - double)
         passing = rows * width * self.forward(bf16)
         if not checkpointing:
             return rest + layer * self.layers + passing
@@ -158,10 +158,10 @@ def bytes_saved(model: _Model, lora: str, layers: int, rows: int, width: int, bf
 
     import torch
 
-    kept: dict[int, torch.Tensor] = {}
+    saved: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor
+        saved[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
     with _fake(model, lora, layers, bf16) as shared:
@@ -173,7 +173,7 @@ def bytes_saved(model: _Model, lora: str, layers: int, rows: int, width: int, bf
         with unpacked, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             hidden = shared.hidden("policy", ids)
         del hidden
-        return float(sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in parameters))
+        return float(sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in parameters))
 
 
 @contextmanager
@@ -199,12 +199,12 @@ def _fake(model: _Model, lora: str, layers: int, bf16: bool = False) -> Iterator
         shared.add("policy", lora=json.loads(lora), head=model.head, trainable=True)
     with FakeTensorMode():
         # Replace meta tensors by fake tensors on the CPU, which support autocast. Tied weights stay tied.
-        moved: dict[int, Any] = {}
+        fakes: dict[int, Any] = {}
         for module in shared.modules():
             for name, p in module._parameters.items():
                 if p is not None:
-                    new = torch.nn.Parameter(on_cpu(p), requires_grad=p.requires_grad)
-                    module._parameters[name] = moved.setdefault(id(p), new)
+                    fake = torch.nn.Parameter(on_cpu(p), requires_grad=p.requires_grad)
+                    module._parameters[name] = fakes.setdefault(id(p), fake)
             for name, b in module._buffers.items():
                 module._buffers[name] = None if b is None else on_cpu(b)
         shared._parameters_by_key.clear()

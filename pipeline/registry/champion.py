@@ -38,7 +38,7 @@ def champion_of(
     mlflow: Any,
     gate: Gate,
     name: str,
-    own: str | None,
+    own_version: str | None,
     metrics: dict[str, float],
     measured: dict[str, str],
     prefix: str = "",
@@ -46,28 +46,29 @@ def champion_of(
     """Returns the champion of a registered model, compared with a run that has the given metrics.
 
     Args:
-        own: number of the version that has these metrics, or None. If this version is the champion, returns an empty Champion.
+        own_version: number of the version that has these metrics, or None. If this version is the champion, returns an
+            empty Champion.
         measured: tags that describe what the metrics depend on, such as eval rows, reward and tokenizer. The metrics are
             compared only if the champion has the same tags.
         prefix: prefix of the champion's tags to compare, `evaluate.` for tags that `evaluate` has set.
     """
     models = mlflow.search_registered_models(search_filter("name", name))
     number = next((model.aliases.get(gate.alias) for model in models if model.name == name), None)
-    if number is None or str(number) == own:
+    if number is None or str(number) == own_version:
         return Champion()
-    which = f"v{number}, which was {gate.alias}"
+    version = f"v{number}, which was {gate.alias}"
     tags = mlflow.get_model_version(name, number).tags
-    then, measured = _parts(tags, prefix), _parts(measured)
-    if other := [key for key in {**measured, **then} if measured.get(key) != then.get(key)]:
-        return Champion(note=f"not compared with {which}: different {other[0]}")
-    known = {key: float(tags.get(prefix + metric_key(key), "nan")) for key in metrics}
-    known = {key: value for key, value in known.items() if not math.isnan(value)}
+    parts, measured = _parts(tags, prefix), _parts(measured)
+    if differences := [key for key in {**measured, **parts} if measured.get(key) != parts.get(key)]:
+        return Champion(note=f"not compared with {version}: different {differences[0]}")
+    values = {key: float(tags.get(prefix + metric_key(key), "nan")) for key in metrics}
+    values = {key: value for key, value in values.items() if not math.isnan(value)}
     metric = gate.metric
-    if metric not in known:
-        return Champion(known)
-    before, now = known[metric], _rounded(metrics[metric])
+    if metric not in values:
+        return Champion(values)
+    before, now = values[metric], _rounded(metrics[metric])
     worse = now < before if gate.greater_is_better else now > before
-    return Champion(known, f"worse than {which}: {metric} {now:.4g}, not {before:.4g}" if worse else "")
+    return Champion(values, f"worse than {version}: {metric} {now:.4g}, not {before:.4g}" if worse else "")
 
 
 def measured_on(digests: dict[str, str], inputs: dict[str, str], gate: Gate) -> dict[str, str]:
@@ -79,14 +80,14 @@ def measured_on(digests: dict[str, str], inputs: dict[str, str], gate: Gate) -> 
 
 def _parts(tags: Mapping[str, str], prefix: str = "") -> dict[str, str]:
     """Returns {name: value} for the tags of a version that its eval metrics depend on, such as digests, inputs and settings."""
-    same = {name: tags[prefix + name] for name in ("tokenizer", "chat_template") if prefix + name in tags}
+    parts = {name: tags[prefix + name] for name in ("tokenizer", "chat_template") if prefix + name in tags}
     data, inputs, settings = (
         json.loads(tags.get(prefix + key, "{}")) for key in ("data", "parents", "measured_with")
     )
     for key in data:
         if not key.startswith("train"):
-            same[f"{key} rows" if key in SPLITS else f"code of {key}"] = data[key]
-    return same | inputs | settings
+            parts[f"{key} rows" if key in SPLITS else f"code of {key}"] = data[key]
+    return parts | inputs | settings
 
 
 def _rounded(value: float) -> float:
@@ -117,11 +118,11 @@ def evaluate_gate(
     """Returns whether all conditions are met, and a text with the reason."""
     failures = [
         f"{name} = {'missing' if value is None else f'{value:.4g}'}, required {condition}"
-        for name, condition, value, holds in check_conditions(gate, metrics, champion.metrics)
-        if not holds
+        for name, condition, value, is_met in check_conditions(gate, metrics, champion.metrics)
+        if not is_met
     ]
     if failures:
         return False, "failed: " + "; ".join(failures)
-    alone = [key for key, rule in gate.items() if parse_gate(rule)[1] is None and key not in champion.metrics]
+    keys = [key for key, rule in gate.items() if parse_gate(rule)[1] is None and key not in champion.metrics]
     why = "the champion has no such metric" if champion.metrics else champion.note or "no champion yet"
-    return True, f"passed; {', '.join(alone)}: {why}" if alone else "passed" if gate else "none set"
+    return True, f"passed; {', '.join(keys)}: {why}" if keys else "passed" if gate else "none set"

@@ -104,8 +104,8 @@ class WandB(Tracker):
     name = "Weights & Biases"
 
     def __init__(self, run_id: str, tracking: Tracking):
-        self.run_id, self.experiment, self.of = run_id, tracking.experiment, tracking.identity
-        self.remote = storage.is_remote(self.of.folder)
+        self.run_id, self.experiment, self.identity = run_id, tracking.experiment, tracking.identity
+        self.remote = storage.is_remote(self.identity.folder)
         self.run: Any = None
         self.local = ""
         self.next = 0  # the smallest step that W&B still accepts
@@ -122,16 +122,16 @@ class WandB(Tracker):
     def _begin(self) -> None:
         import wandb
 
-        self.local = self.local or (tempfile.mkdtemp() if self.remote else self.of.folder)
+        self.local = self.local or (tempfile.mkdtemp() if self.remote else self.identity.folder)
         for earlier in Path(self.local, "wandb").glob(f"offline-run-*-{self.run_id}"):
             shutil.rmtree(earlier)
         self.run = wandb.init(
             project=self.experiment,
-            name=self.of.name,
+            name=self.identity.name,
             id=self.run_id,
             resume="allow",
-            job_type=self.of.stage,
-            config=self.of.settings,
+            job_type=self.identity.stage,
+            config=self.identity.settings,
             dir=self.local,
             # Prevents W&B from recording the command line, environment and code of this process.
             settings=wandb.Settings(
@@ -155,7 +155,7 @@ class WandB(Tracker):
             self.run.summary.update(final)
         self.run.finish()
         if self.remote and os.path.isdir(files := os.path.join(self.local, "wandb")):
-            storage.store_folder(files, storage.join(self.of.folder, "wandb"))
+            storage.store_folder(files, storage.join(self.identity.folder, "wandb"))
             shutil.rmtree(self.local)
 
 
@@ -175,7 +175,7 @@ class Queue:
     def __init__(self, tracker: Tracker):
         self.tracker, self.failed = tracker, False
         self.pending: deque[Point] = deque()
-        self.known: dict[str, dict[int, float]] = {}  # metric -> its recorded {step: value}
+        self.recorded: dict[str, dict[int, float]] = {}  # metric -> its recorded {step: value}
 
     def send(self, final: dict[str, float] | None = None) -> bool:
         """Sends the pending points. Ends the recording if `final` is given. Returns False if the tracker raises an error."""
@@ -189,8 +189,8 @@ class Queue:
                 self.tracker.close(final)
         except Exception as error:  # a logging error must not end a long run
             if not self.failed:
-                why = f"{self.tracker.name} does not answer ({error_summary(error)})"
-                print(f"warning: {why}; training continues, its metrics are sent later", flush=True)
+                problem = f"{self.tracker.name} does not answer ({error_summary(error)})"
+                print(f"warning: {problem}; training continues, its metrics are sent later", flush=True)
             self.failed = True
             return False
         self.failed = False
@@ -201,16 +201,16 @@ class Queue:
         new: dict[str, dict[int, float]] = defaultdict(dict)
         points = []
         for point in batch:
-            if point.key not in self.known:
-                self.known[point.key] = self.tracker.recorded(point.key)
-            before = new[point.key].get(point.step, self.known[point.key].get(point.step))
-            if before is None or (point.final and before != point.value):
+            if point.key not in self.recorded:
+                self.recorded[point.key] = self.tracker.recorded(point.key)
+            previous = new[point.key].get(point.step, self.recorded[point.key].get(point.step))
+            if previous is None or (point.final and previous != point.value):
                 points.append(point)
                 new[point.key][point.step] = point.value
         if points:
             self.tracker.write(points)
         for key, values in new.items():
-            self.known[key] |= values
+            self.recorded[key] |= values
 
 
 class Curves:
@@ -257,32 +257,32 @@ class Curves:
                 )
 
     def _send_rounds(self) -> None:
-        left = self.queues
-        while left and not self.abandoned:
+        queues = self.queues
+        while queues and not self.abandoned:
             if self.closing.wait(self.INTERVAL_S):  # no points are queued after `closing` is set
-                left = [queue for queue in left if not queue.send(self.final)]
-                time.sleep(self.INTERVAL_S if left else 0)
+                queues = [queue for queue in queues if not queue.send(self.final)]
+                time.sleep(self.INTERVAL_S if queues else 0)
             else:
-                for queue in left:
+                for queue in queues:
                     queue.send()
 
 
 def open_curves(tracking: Tracking, run_id: str) -> Curves:
     """Returns a Curves object that sends a run's metrics to MLflow and to the trackers of mlflow.report_to."""
-    others = [TRACKERS[name](tracking, run_id) for name in dict.fromkeys(tracking.also)]
-    return Curves(MLflowRun(tracking.uri, run_id), *others)
+    trackers = [TRACKERS[name](tracking, run_id) for name in dict.fromkeys(tracking.trackers)]
+    return Curves(MLflowRun(tracking.uri, run_id), *trackers)
 
 
-def check_trackers(also: list[str]) -> None:
+def check_trackers(names: list[str]) -> None:
     """Raises InputError if a package for `mlflow.report_to` is not installed, or if there are no credentials for W&B."""
-    for name in also:
+    for name in names:
         if importlib.util.find_spec(name) is None:
             raise InputError(
                 f"found {name}, which is not installed here; run .venv/bin/pip install -c constraints.txt -e "
                 f'".[{name}]" (on every node), or remove it',
                 key="mlflow.report_to",
             )
-    if "wandb" not in also or os.environ.get("WANDB_MODE", "online") != "online":
+    if "wandb" not in names or os.environ.get("WANDB_MODE", "online") != "online":
         return
     from requests.utils import get_netrc_auth  # reads the file that `wandb login` writes
 

@@ -27,9 +27,9 @@ def describe(
     tokenizer: Any,
     parents: dict[str, str],
     data: dict[str, str],
-    **more: Any,
+    **extra: Any,
 ) -> dict[str, Any]:
-    """Returns the lineage of an adapter. `more` adds entries, for example mean and std of the reward."""
+    """Returns the lineage of an adapter. `extra` adds entries, for example mean and std of the reward."""
     from pipeline.models.tokenizer import template_digest, tokenizer_digest
 
     return {
@@ -40,7 +40,7 @@ def describe(
         "parents": parents,
         "data": data,
         "versions": versions(),
-        **more,
+        **extra,
     }
 
 
@@ -92,13 +92,13 @@ def check_base_name(folder: str, base: dict[str, Any], reference: str) -> None:
 
     trained_on = str(adapter_files.read_settings(folder).get("base_model_name_or_path") or "")
     name = base["name_or_path"]
-    other, fix = False, ""
+    differs, fix = False, ""
     if hub.is_reference(trained_on) and base["digest"].startswith("commit:"):
-        other = trained_on.lower() != name.lower()
+        differs = trained_on.lower() != name.lower()
         fix = f". If {name} has the same weights, download it and set model.name_or_path to the folder"
     elif os.path.exists(os.path.join(trained_on, "config.json")) and base["digest"].startswith("sha256:"):
-        other = base_identity(trained_on)["digest"] != base["digest"]
-    if other:
+        differs = base_identity(trained_on)["digest"] != base["digest"]
+    if differs:
         raise InputError(
             f"{reference} was trained on base {trained_on}, but model.name_or_path is {name}. An adapter works on its own base "
             f"only: use model.name_or_path={trained_on}{fix}"

@@ -57,14 +57,14 @@ def mlflow_run(tracking: Tracking, digests: dict[str, str], new_run: bool = Fals
     try:
         yield run_id
     except BaseException as failure:
-        if any(isinstance(one, LeaseLost) for one in causes_of(failure)):
+        if any(isinstance(cause, LeaseLost) for cause in causes_of(failure)):
             raise  # the run continues in another process
         with process.signals_ignored():
             try:
                 mlflow.set_terminated(run_id, "FAILED" if isinstance(failure, Exception) else "KILLED")
             except Exception as error:  # an error of MLflow must not hide the error of the run
-                why = f"server unreachable ({type(error).__name__})"
-                print(f"warning: cannot mark MLflow run {run_id} as ended: {why}", flush=True)
+                problem = f"server unreachable ({type(error).__name__})"
+                print(f"warning: cannot mark MLflow run {run_id} as ended: {problem}", flush=True)
         raise
     store.call_persistently(tracking.uri, run.folder, lambda: mlflow.set_terminated(run_id, "FINISHED"))
 
@@ -122,10 +122,10 @@ def _log_inputs(mlflow: Any, run_id: str, tracking: Tracking, digests: dict[str,
     from mlflow.data.meta_dataset import MetaDataset
     from mlflow.entities import Dataset, DatasetInput, InputTag, Param
 
-    resolved = tracking.identity.settings
-    mlflow.log_dict(run_id, resolved, run_folder.JOB)
+    settings = tracking.identity.settings
+    mlflow.log_dict(run_id, settings, run_folder.JOB)
     params = [
-        Param(store.metric_key(key), str(value)[:500]) for key, value in store.flatten(resolved).items()
+        Param(store.metric_key(key), str(value)[:500]) for key, value in store.flatten(settings).items()
     ]
     for start in range(0, len(params), 100):  # maximum number of parameters in one call
         mlflow.log_batch(run_id, params=params[start : start + 100])
@@ -178,12 +178,12 @@ def read_mlflow_run(uri: str, run_id: str) -> dict[str, Any]:
         run = mlflow.get_run(run_id)
         stage = run.data.tags["stage"]  # raises KeyError if another program made the run
     except Exception as error:  # the database driver and the network raise many types of errors
-        why = f"cannot find this run in {uri} ({error_summary(error)}); name the run's folder, or set MLFLOW_TRACKING_URI to its server"
-        raise InputError(f"{run_id}: {why}") from error
-    logged = {file.path for file in mlflow.list_artifacts(run_id)}
+        problem = f"cannot find this run in {uri} ({error_summary(error)}); name the run's folder, or set MLFLOW_TRACKING_URI to its server"
+        raise InputError(f"{run_id}: {problem}") from error
+    paths = {file.path for file in mlflow.list_artifacts(run_id)}
 
     def content(file: str) -> dict[str, Any]:
-        return storage.read_json(mlflow.download_artifacts(run_id, file)) if file in logged else {}
+        return storage.read_json(mlflow.download_artifacts(run_id, file)) if file in paths else {}
 
     return {
         "name": run.info.run_name,

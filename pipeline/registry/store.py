@@ -27,17 +27,17 @@ class Tracking:
 
     uri: str  # tracking URI of MLflow
     experiment: str
-    also: list[str]  # other trackers that get the same metrics
+    trackers: list[str]  # other trackers that get the same metrics
     identity: Identity
     sources: dict[str, str]  # {split, e.g. train: paths of its rows}
 
 
-def uri_of(given: str | None, storage_path: str) -> str:
-    """Returns the tracking URI: `given` (from the job), or MLFLOW_TRACKING_URI, or a SQLite file in run.storage_path.
+def uri_of(tracking_uri: str | None, storage_path: str) -> str:
+    """Returns the tracking URI: `tracking_uri` (from the job), or MLFLOW_TRACKING_URI, or a SQLite file in run.storage_path.
 
     Credentials are removed (see `client`).
     """
-    if uri := given or os.environ.get("MLFLOW_TRACKING_URI"):
+    if uri := tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"):
         return without_credentials(uri)
     if storage.is_remote(storage_path):
         raise InputError(
@@ -65,8 +65,8 @@ def import_mlflow() -> None:
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     from mlflow import MlflowClient  # noqa: F401
 
-    for noisy in ("mlflow", "alembic"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    for library in ("mlflow", "alembic"):
+        logging.getLogger(library).setLevel(logging.WARNING)
     # MLflow logs each database error with traceback and SQL before it raises the error
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
@@ -80,13 +80,13 @@ def client(uri: str) -> Any:
     import_mlflow()
     from mlflow import MlflowClient
 
-    given = os.environ.get("MLFLOW_TRACKING_URI", "")
-    if has_credentials(given) and without_credentials(given) == uri:
-        if given.startswith(("http://", "https://")):
-            user, password = user_and_password(given)
+    env_uri = os.environ.get("MLFLOW_TRACKING_URI", "")
+    if has_credentials(env_uri) and without_credentials(env_uri) == uri:
+        if env_uri.startswith(("http://", "https://")):
+            user, password = user_and_password(env_uri)
             os.environ.update(MLFLOW_TRACKING_USERNAME=user, MLFLOW_TRACKING_PASSWORD=password)
         else:
-            uri = given
+            uri = env_uri
     # mlflow.set_tracking_uri would set MLFLOW_TRACKING_URI for this process and all later jobs.
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
@@ -107,8 +107,8 @@ def check_store(tracking: Tracking) -> None:
         fix += " remove the key to use a SQLite file in run.storage_path"
         if file and "database schema" in str(error):
             fix = "install the MLflow version that wrote the file, or copy the file and run the migration that MLflow proposes"
-        why = f"{uri!r} does not answer ({error_summary(error)}); {fix}"
-        raise InputError(why, key="mlflow.tracking_uri") from error
+        problem = f"{uri!r} does not answer ({error_summary(error)}); {fix}"
+        raise InputError(problem, key="mlflow.tracking_uri") from error
     if experiment and experiment.lifecycle_stage == "deleted":
         raise InputError(
             f"{name!r} was deleted in {uri}; name another experiment, e.g. mlflow.experiment={name}-2, or run "
@@ -149,11 +149,11 @@ def empty_database() -> str:
         from mlflow.store.db import utils
 
         with tempfile.TemporaryDirectory(dir=os.path.dirname(path)) as folder:
-            new = os.path.join(folder, "mlflow.db")
-            engine = utils.create_sqlalchemy_engine(f"sqlite:///{new}")
+            new_path = os.path.join(folder, "mlflow.db")
+            engine = utils.create_sqlalchemy_engine(f"sqlite:///{new_path}")
             utils._initialize_tables(engine)  # private in mlflow 3.17
             engine.dispose()
-            os.replace(new, path)
+            os.replace(new_path, path)
     return path
 
 
@@ -166,17 +166,17 @@ def _is_intact(path: str) -> bool:
     return False
 
 
-def _try(path: str, mode: str, begin: str) -> None:
+def _try(path: str, mode: str, statement: str) -> None:
     """Raises sqlite3.Error if the file is not a SQLite database, or is locked. MLflow itself would retry for more than a minute.
 
     Args:
         mode: the mode of a SQLite URI (ro or rwc).
-        begin: the SQL statement to try. BEGIN IMMEDIATE fails if the file cannot be written.
+        statement: the SQL statement to try. BEGIN IMMEDIATE fails if the file cannot be written.
     """
     uri = f"file:{quote(os.path.abspath(path))}?mode={mode}"
     connection = sqlite3.connect(uri, deadline.SECONDS, isolation_level=None, uri=True)
     with contextlib.closing(connection) as database:
-        database.execute(begin)
+        database.execute(statement)
         database.execute("SELECT name FROM sqlite_master").fetchall()
 
 
@@ -192,7 +192,7 @@ def call_persistently(uri: str, folder: str, call: Callable[[], Any]) -> Any:
     while True:
         error: Exception | None = None
         try:
-            found = call()
+            result = call()
         except Exception as caught:  # the database driver raises many types of errors
             error = caught
         file = file_of_uri(uri)
@@ -201,7 +201,7 @@ def call_persistently(uri: str, folder: str, call: Callable[[], Any]) -> Any:
                 f"{file} was deleted by another process. Run the same command again to create a new file"
             ) from error
         if error is None:
-            return found
+            return result
         if time.monotonic() > give_up or not _is_away(uri, error):
             raise error
         if pause == 1.0:
@@ -218,13 +218,13 @@ def _is_away(uri: str, error: Exception) -> bool:
     from mlflow.exceptions import MlflowException
     from requests import RequestException
 
-    for one in causes_of(error):
-        if file_of_uri(uri) and "database is locked" in str(one):
+    for cause in causes_of(error):
+        if file_of_uri(uri) and "database is locked" in str(cause):
             return True
-        if isinstance(one, MlflowException) and not file_of_uri(uri):
-            return one.get_http_status_code() >= 500  # MLflow sets status 500 if a request got no answer
-        if isinstance(one, RequestException):  # raised by the artifact store
-            return one.response is None or one.response.status_code >= 500
+        if isinstance(cause, MlflowException) and not file_of_uri(uri):
+            return cause.get_http_status_code() >= 500  # MLflow sets status 500 if a request got no answer
+        if isinstance(cause, RequestException):  # raised by the artifact store
+            return cause.response is None or cause.response.status_code >= 500
     return False
 
 

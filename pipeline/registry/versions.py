@@ -65,17 +65,17 @@ def publish(
     from mlflow.exceptions import MlflowException
 
     mlflow, name = client(uri), str(gate.model)
-    known = [one for one in mlflow.search_model_versions(f"run_id = '{run_id}'") if one.name == name]
-    own = str(known[0].version) if known else None
+    versions = [v for v in mlflow.search_model_versions(f"run_id = '{run_id}'") if v.name == name]
+    own_version = str(versions[0].version) if versions else None
     tags = _tags(lineage, gate)
-    champion = champion_of(mlflow, gate, name, own, metrics, tags)
+    champion = champion_of(mlflow, gate, name, own_version, metrics, tags)
     ok, reason = (
         (False, f"failed: {problem}") if problem else evaluate_gate(gate.conditions, metrics, champion)
     )
     run = mlflow.get_run(run_id).info
     description = describe_version(stage, metrics, lineage, reason, run)
-    if known:
-        version = known[0].version
+    if versions:
+        version = versions[0].version
         mlflow.set_model_version_tag(name, version, "gate", reason)  # the job's gate may have changed
         mlflow.update_model_version(name, version, description)
     else:
@@ -111,10 +111,10 @@ def promote(
     ref = InputURI.parse(reference)
     champion = champion_of(mlflow, gate, ref.name, ref.version, metrics, measured, "evaluate.")
     ok, reason = evaluate_gate(gate.conditions, metrics, champion)
-    trained = mlflow.get_model_version(ref.name, ref.version).tags.get("gate", "")
-    if ok and trained.startswith("failed"):
-        why = trained.removeprefix("failed: ")
-        ok, reason = False, f"failed: the gate of the training job failed, too ({why})"
+    training_gate = mlflow.get_model_version(ref.name, ref.version).tags.get("gate", "")
+    if ok and training_gate.startswith("failed"):
+        cause = training_gate.removeprefix("failed: ")
+        ok, reason = False, f"failed: the gate of the training job failed, too ({cause})"
     for key, value in (_held_out(metrics) | measured | {"gate": reason}).items():
         mlflow.set_model_version_tag(ref.name, ref.version, f"evaluate.{key}", value)
     if ok:
@@ -126,29 +126,29 @@ def _store(mlflow: Any, stage: str, run: Any, folder: str, tags: dict[str, str])
     """Uploads the folder as a LoggedModel, downloads it again and compares all files. Returns (model id, artifact location)."""
     sent = folder_digests(folder)
     # models that an earlier attempt uploaded
-    left = mlflow.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'")
-    for model in left:
+    models = mlflow.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'")
+    for model in models:
         if model.status == "READY" and _received(mlflow, model) == sent:
             return model.model_id, model.artifact_location
-    if begun := [model for model in left if model.status == "PENDING"]:
-        model = begun[0]
+    if pending := [model for model in models if model.status == "PENDING"]:
+        model = pending[0]
     else:
-        named = {"name": stage, "model_type": f"lora-{stage}", "tags": tags}
-        model = mlflow.create_logged_model(run.experiment_id, source_run_id=run.run_id, **named)
+        fields = {"name": stage, "model_type": f"lora-{stage}", "tags": tags}
+        model = mlflow.create_logged_model(run.experiment_id, source_run_id=run.run_id, **fields)
     mlflow.log_model_artifacts(model.model_id, folder)
     received = _received(mlflow, model)
     if sent != received:
         mlflow.finalize_logged_model(model.model_id, "FAILED")
-        different = sorted(k for k in {*sent, *received} if sent.get(k) != received.get(k))
-        raise RuntimeError(f"files in the artifact store differ from the saved files: {', '.join(different)}")
+        paths = sorted(k for k in {*sent, *received} if sent.get(k) != received.get(k))
+        raise RuntimeError(f"files in the artifact store differ from the saved files: {', '.join(paths)}")
     mlflow.finalize_logged_model(model.model_id, "READY")
     return model.model_id, model.artifact_location
 
 
 def _received(mlflow: Any, model: Any) -> dict[str, dict[str, Any]]:
     """Downloads the files of a LoggedModel and returns their digests."""
-    with tempfile.TemporaryDirectory() as into:
-        return folder_digests(_download(mlflow, model.artifact_location, into))
+    with tempfile.TemporaryDirectory() as folder:
+        return folder_digests(_download(mlflow, model.artifact_location, folder))
 
 
 def _tags(lineage: dict[str, Any], gate: Gate) -> dict[str, str]:
@@ -172,10 +172,10 @@ def describe_version(
     """Returns a Markdown description of a version. `run` is the RunInfo of the MLflow run that trained the version."""
     base, parents = lineage.get("base", {}), lineage.get("parents", {})
     lines = [
-        f"- {one.label}: "
-        + (f"{_shown(metrics[one.before], one)} → " if one.before in metrics else "")
-        + f"**{_shown(metrics[one.name], one)}**"
-        for one in headline_metrics(stage, metrics)
+        f"- {metric.label}: "
+        + (f"{_shown(metrics[metric.before], metric)} → " if metric.before in metrics else "")
+        + f"**{_shown(metrics[metric.name], metric)}**"
+        for metric in headline_metrics(stage, metrics)
     ]
     lines += [
         f"- gate: {gate}",
@@ -190,13 +190,13 @@ def describe_version(
         lines += [f"- {_link(version)}: {with_unit(rows)}" for version, rows in rows_from.items()]
     lines.append("")
     for title, entry in (("Data", "data"), ("Libraries", "versions")):
-        if named := lineage.get(entry):
-            lines.append(f"{title}: {', '.join(f'{key} {value[:12]}' for key, value in named.items())}  ")
+        if values := lineage.get(entry):
+            lines.append(f"{title}: {', '.join(f'{key} {value[:12]}' for key, value in values.items())}  ")
     return "\n".join(lines).strip()
 
 
-def _shown(value: float, of: Metric) -> str:
-    return f"{100 * value:.1f} %" if of.is_share else f"{value:.4g} {of.unit_shown}".strip()
+def _shown(value: float, metric: Metric) -> str:
+    return f"{100 * value:.1f} %" if metric.is_share else f"{value:.4g} {metric.unit_shown}".strip()
 
 
 def _link(source: str) -> str:
@@ -226,28 +226,28 @@ def pin(reference: str, uri: str, job_file: str = "") -> str:
     mlflow = client(uri)
     try:
         if ref.alias:
-            found = mlflow.get_model_version_by_alias(ref.name, ref.alias)
+            model_version = mlflow.get_model_version_by_alias(ref.name, ref.alias)
         else:
-            found = mlflow.get_model_version(ref.name, ref.version)
-        return str(InputURI(ref.name, version=str(found.version)))
+            model_version = mlflow.get_model_version(ref.name, ref.version)
+        return str(InputURI(ref.name, version=str(model_version.version)))
     except MlflowException as error:
         newest, stage = _newest(mlflow, ref.name), ref.name.rpartition("-")[2]
         if newest is None:
-            known = ", ".join(sorted(m.name for m in mlflow.search_registered_models())) or "none yet"
+            listing = ", ".join(sorted(m.name for m in mlflow.search_registered_models())) or "none yet"
             fix = (
                 f"run `{make_target(stage, job_file)}` first"
                 if stage in TRAINED
                 else "train and register it first"
             )
-            why = f"no registered model {ref.name!r} in {uri} (registered: {known}); {fix}"
+            problem = f"no registered model {ref.name!r} in {uri} (registered: {listing}); {fix}"
         else:
-            named = mlflow.get_registered_model(ref.name).aliases
-            known = ", ".join(f"@{alias} -> v{number}" for alias, number in named.items()) or "none"
-            why = (
-                f"no such alias or version of {ref.name!r} (aliases: {known}); the newest is models:/{ref.name}/"
+            aliases = mlflow.get_registered_model(ref.name).aliases
+            listing = ", ".join(f"@{alias} -> v{number}" for alias, number in aliases.items()) or "none"
+            problem = (
+                f"no such alias or version of {ref.name!r} (aliases: {listing}); the newest is models:/{ref.name}/"
                 f"{newest.version} (gate {newest.tags.get('gate', '?')}); name this version to use it anyway"
             )
-        raise Missing(f"{ref}: {why}") from error
+        raise Missing(f"{ref}: {problem}") from error
 
 
 def read_parameters(reference: str, uri: str) -> dict[str, str]:
@@ -267,11 +267,11 @@ def read_parameters(reference: str, uri: str) -> dict[str, str]:
 def read_version(reference: str, uri: str) -> dict[str, Any]:
     """Returns the aliases and tags of a pinned version. Parses the JSON in the tags `parents`, `data` and `rows_from`."""
     ref = InputURI.parse(reference)
-    registered = client(uri).get_model_version(ref.name, ref.version)
-    tags: dict[str, Any] = dict(registered.tags)
+    version = client(uri).get_model_version(ref.name, ref.version)
+    tags: dict[str, Any] = dict(version.tags)
     for key in ("parents", "data", "rows_from"):
         tags[key] = json.loads(tags.get(key, "{}"))
-    return {"aliases": sorted(registered.aliases), "tags": tags}
+    return {"aliases": sorted(version.aliases), "tags": tags}
 
 
 def _newest(mlflow: Any, name: str) -> Any:
@@ -303,8 +303,8 @@ def fetch(reference: str, uri: str) -> str:
         # the URI is part of the hash, because an mlflow-artifacts:/ location does not name its server
         copy = storage.cache("versions", hashlib.sha256(f"{uri} {location}".encode()).hexdigest()[:32])
         if not os.path.isdir(copy):  # os.rename makes the complete folder appear at once
-            with tempfile.TemporaryDirectory(dir=os.path.dirname(copy)) as into:
-                folder = _download(mlflow, location, into)
+            with tempfile.TemporaryDirectory(dir=os.path.dirname(copy)) as scratch:
+                folder = _download(mlflow, location, scratch)
                 try:
                     os.rename(folder, copy)
                 except OSError:
@@ -322,7 +322,7 @@ def _is_here(location: str) -> bool:
     return urlsplit(location).scheme in ("", "file")
 
 
-def _download(mlflow: Any, location: str, into: str | None = None) -> str:
+def _download(mlflow: Any, location: str, folder: str | None = None) -> str:
     """Downloads an artifact location and returns the local folder. For a local store, returns the stored folder without a copy.
 
     `location` must not be a `models:/` reference, because MLflow would look it up on the server of this process's environment
@@ -330,5 +330,5 @@ def _download(mlflow: Any, location: str, into: str | None = None) -> str:
     """
     from mlflow import artifacts
 
-    into = None if _is_here(location) else into
-    return artifacts.download_artifacts(location, dst_path=into, tracking_uri=mlflow.tracking_uri)
+    folder = None if _is_here(location) else folder
+    return artifacts.download_artifacts(location, dst_path=folder, tracking_uri=mlflow.tracking_uri)

@@ -55,8 +55,8 @@ class Best:
         for metric in (self.metric, *self.stop_if):
             if metric not in metrics:
                 key = "metric_for_best_model" if metric == self.metric else "stop_if"
-                known = ", ".join(sorted(name for name in metrics if name.startswith("eval_")))
-                raise Failure(f"run.{key}: the evaluation has no metric {metric}, but {known}")
+                eval_metrics = ", ".join(sorted(name for name in metrics if name.startswith("eval_")))
+                raise Failure(f"run.{key}: the evaluation has no metric {metric}, but {eval_metrics}")
         value = float(metrics[self.metric])
         if self.report:
             if not math.isfinite(value):
@@ -64,9 +64,9 @@ class Best:
             self.stopped = self.report(value, step)
         for metric, condition in self.stop_if.items():
             symbol, threshold = gates.parse_gate(condition)
-            found = float(metrics[metric])
-            if threshold is not None and gates.OPERATORS[symbol](found, threshold):
-                self.stopped = f"{metric} is {found:.4g} (run.stop_if: {condition})"
+            metric_value = float(metrics[metric])
+            if threshold is not None and gates.OPERATORS[symbol](metric_value, threshold):
+                self.stopped = f"{metric} is {metric_value:.4g} (run.stop_if: {condition})"
         sign = 1.0 if self.greater_is_better else -1.0
         if sign * value > (-math.inf if self.value is None else sign * self.value):
             self.step, self.value, self.stale = step, value, 0
@@ -99,8 +99,8 @@ class Best:
         self.weights = load_file(os.path.join(folder, WEIGHTS))
 
     def reason(self) -> str:
-        what = "was no number in" if self.step is None else "has not improved for"
-        return self.stopped or f"{self.metric} {what} {self.stale} evaluation{'s' * (self.stale != 1)}"
+        predicate = "was no number in" if self.step is None else "has not improved for"
+        return self.stopped or f"{self.metric} {predicate} {self.stale} evaluation{'s' * (self.stale != 1)}"
 
 
 def make_tracker(
@@ -114,20 +114,20 @@ def make_tracker(
         and report is None
     ):
         return None
-    kept = parameters if run.load_best_model_at_end else {}
-    return Best(gate.metric, gate.greater_is_better, run.early_stopping_patience, kept, report, run.stop_if)
+    params = parameters if run.load_best_model_at_end else {}
+    return Best(gate.metric, gate.greater_is_better, run.early_stopping_patience, params, report, run.stop_if)
 
 
-def describe_end(best: Best | None, kept: int | None, last: int, total: int) -> dict[str, Any]:
+def describe_end(best: Best | None, best_step: int | None, last_step: int, total: int) -> dict[str, Any]:
     """Returns the entries of result.json about the step whose weights were kept, and about the end of training.
 
     Args:
-        kept: the best step, or None if the run keeps the last step.
-        last, total: the last step of this run, and the number of steps that the job sets.
+        best_step: the best step, or None if the run keeps the last step.
+        last_step, total: the last step of this run, and the number of steps that the job sets.
     """
-    by = {"by": best.metric, "value": best.value} if best and kept is not None else {"by": None}
-    reason = best.reason() if best and best.exhausted and last < total else None
+    criterion = {"by": best.metric, "value": best.value} if best and best_step is not None else {"by": None}
+    reason = best.reason() if best and best.exhausted and last_step < total else None
     return {
-        "kept": {"step": last if kept is None else kept, **by},
-        "ended": {"step": last, "of": total, "early": reason},
+        "kept": {"step": last_step if best_step is None else best_step, **criterion},
+        "ended": {"step": last_step, "of": total, "early": reason},
     }

@@ -30,12 +30,12 @@ def unused_name(folder: str, name: str, attempt: int = 1) -> str:
 
     An attempt that has lost its lease without noticing therefore cannot write into the folders of the next attempt.
     """
-    mine = name if attempt == 1 else f"{name}-{attempt}"
-    free, number = mine, 1
-    while storage.exists(storage.join(folder, free)):
+    base_name = name if attempt == 1 else f"{name}-{attempt}"
+    candidate, number = base_name, 1
+    while storage.exists(storage.join(folder, candidate)):
         number += 1
-        free = f"{name}-{attempt}.{number}"
-    return free
+        candidate = f"{name}-{attempt}.{number}"
+    return candidate
 
 
 def store_checkpoint(source: str, run_folder: str, name: str) -> dict[str, dict[str, Any]]:
@@ -53,9 +53,9 @@ def seal_checkpoint(run_folder: str, name: str, files: dict[str, dict[str, Any]]
 
 def prune_checkpoints(run_folder: str, num_to_keep: int | None) -> None:
     """Removes all checkpoints except the newest `num_to_keep` complete ones, or except all complete ones if it is None."""
-    kept = complete_checkpoints(run_folder)[-(num_to_keep or 0) :]
+    newest = complete_checkpoints(run_folder)[-(num_to_keep or 0) :]
     for name in _names(run_folder):
-        if name not in kept:
+        if name not in newest:
             storage.remove(storage.join(run_folder, name))
 
 
@@ -70,7 +70,7 @@ def newest_checkpoint(run_folder: str) -> str | None:
     Deletes newer checkpoints that are unfinished, and moves damaged ones to `damaged/`. Raises InputError if all checkpoints
     are damaged, because only the user may decide to start over.
     """
-    aside = storage.join(run_folder, DAMAGED)
+    damaged = storage.join(run_folder, DAMAGED)
     for name in reversed(_names(run_folder)):
         path = storage.join(run_folder, name)
         problem = find_damage(path)
@@ -80,9 +80,9 @@ def newest_checkpoint(run_folder: str) -> str | None:
             storage.remove(path)
             terminal.say(f"{name} was never finished ({problem}): deleted")
         else:
-            storage.move(path, storage.join(aside, unused_name(aside, name)))
+            storage.move(path, storage.join(damaged, unused_name(damaged, name)))
             print(f"warning: {run_folder}: {name} is damaged ({problem}): moved to {DAMAGED}/", flush=True)
-    if storage.folders(aside):  # an earlier attempt may have moved some checkpoints
+    if storage.folders(damaged):  # an earlier attempt may have moved some checkpoints
         raise InputError(
             f"all checkpoints of {run_folder} are damaged, see {DAMAGED}/; restore their files, or set run.overwrite=true to start "
             "over. With run.num_to_keep=2 or more, an earlier checkpoint is kept as a reserve",
@@ -97,8 +97,8 @@ def find_damage(path: str) -> str | None:
         return f"{DIGESTS} is missing, so the checkpoint is incomplete"
     fs, folder = storage.filesystem(path)
     try:
-        listed = storage.read_json(f"{path}/{DIGESTS}")["files"]
-        expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in listed.items()}
+        entries = storage.read_json(f"{path}/{DIGESTS}")["files"]
+        expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         return f"{DIGESTS} cannot be read ({in_brief(error)})"
     if not expected:
@@ -119,6 +119,6 @@ def find_damage(path: str) -> str | None:
 
 def _names(run_folder: str) -> list[str]:
     """Returns the names of all checkpoints, complete or not, oldest first and the final one last."""
-    found = filter(None, map(NAME.fullmatch, storage.folders(run_folder)))
-    ordered = sorted(found, key=lambda name: (float(name[1] or "inf"), int(name[2] or 1), int(name[3] or 1)))
-    return [name[0] for name in ordered]
+    matches = filter(None, map(NAME.fullmatch, storage.folders(run_folder)))
+    ordered = sorted(matches, key=lambda m: (float(m[1] or "inf"), int(m[2] or 1), int(m[3] or 1)))
+    return [match[0] for match in ordered]

@@ -61,8 +61,8 @@ def fit(
 
 def _trainer(places: Places, run: Run, loop: Any, config: dict[str, Any], rows: dict[str, Any]) -> Any:
     if places.in_process:  # in local mode, Ray Train calls the loop in this process, without Ray
-        local = ScalingConfig(num_workers=0)
-        return TorchTrainer(loop, train_loop_config=config, datasets=rows, scaling_config=local)
+        local_scaling = ScalingConfig(num_workers=0)
+        return TorchTrainer(loop, train_loop_config=config, datasets=rows, scaling_config=local_scaling)
     scaling, folder = dict(places.scaling), session_folder()
     workers = scaling.pop("num_workers", 1) or 1
     torch_config = TorchConfig(timeout_s=COLLECTIVE_TIMEOUT_S)

@@ -21,18 +21,18 @@ def estimate_costs(work: Work, rows: Mapping[str, Any], counts: Mapping[str, int
         rows: {split: token rows}.
         counts: {split: number of rows}.
     """
-    for name, given in _judges(work).items():
+    for name, config in _judges(work).items():
         completions, group = count_judged(work, counts, name)
-        shared = group if given.form == "rank" else 1
-        orders = 2 if given.form == "rank" and given.orders == "both" else 1
-        questions = -(-completions // shared) * orders * given.draws
-        first = next(iter(rows.values()))
-        some = first.slice(0, SAMPLED).to_pylist() if hasattr(first, "slice") else first.take(SAMPLED)
-        prompt = mean([len(row.get("input_ids") or row.get("prompt_ids") or ()) for row in some])
-        sent = len(given.asks) / CHARACTERS + prompt + shared * getattr(work.args, "response_length", prompt)
-        dollars = questions * given.dollars(sent, given.longest)
-        budgets = [f"{given.most_calls:,} answers"] if given.most_calls else []
-        budgets += [prices.in_dollars(given.most_dollars)] if given.most_dollars else []
+        batch = group if config.form == "rank" else 1
+        orders = 2 if config.form == "rank" and config.orders == "both" else 1
+        questions = -(-completions // batch) * orders * config.draws
+        dataset = next(iter(rows.values()))
+        sample = dataset.slice(0, SAMPLED).to_pylist() if hasattr(dataset, "slice") else dataset.take(SAMPLED)
+        prompt = mean([len(row.get("input_ids") or row.get("prompt_ids") or ()) for row in sample])
+        sent = len(config.asks) / CHARACTERS + prompt + batch * getattr(work.args, "response_length", prompt)
+        dollars = questions * config.dollars(sent, config.longest)
+        budgets = [f"{config.most_calls:,} answers"] if config.most_calls else []
+        budgets += [prices.in_dollars(config.most_dollars)] if config.most_dollars else []
         cost = f", about {prices.in_dollars(dollars)} with the longest answers" if dollars else ""
         yield (
             f"judge {judge.at_version(work.inputs[name].version)[0]}: at most {questions:,} questions{cost}, minus the "
@@ -50,11 +50,11 @@ def count_judged(work: Work, rows: Mapping[str, int], name: str) -> tuple[int, i
     if stage == "ppo":
         updates = args.total_updates(rows["train"])
         evaluations = 1 + (updates // args.eval_steps if args.eval_steps else 0)
-        alone = held_out * (1 + evaluations)
+        eval_completions = held_out * (1 + evaluations)
         if name == "judge":
-            return alone, 1
+            return eval_completions, 1
         greedy = updates * args.batch_size // args.num_generations * args.estimator.needs_greedy
-        return updates * args.batch_size + greedy + alone, args.num_generations
+        return updates * args.batch_size + greedy + eval_completions, args.num_generations
     if stage == "evaluate":
         return held_out * (2 + args.best_of_n) + 2 * rows.get("pairs", 0), 2
     if stage == "collect":
@@ -66,9 +66,9 @@ def read_costs(work: Work) -> dict[str, dict[str, float]]:
     """Returns {input: number of its judge's answers, and their cost in dollars, over all attempts at the run}."""
     run = work.identity
     judges = _judges(work).items()
-    return {name: Store(answers_folder(run.storage_path, one), run.name).costs(one) for name, one in judges}
+    return {name: Store(answers_folder(run.storage_path, d), run.name).costs(d) for name, d in judges}
 
 
 def _judges(work: Work) -> dict[str, Definition]:
     """Returns {input: definition} of the run's judges."""
-    return {name: one.definition for name, one in work.inputs.items() if one.definition}
+    return {name: job_input.definition for name, job_input in work.inputs.items() if job_input.definition}

@@ -54,10 +54,10 @@ def publish_adapter(work: Work, result: dict[str, Any]) -> registry.Version | No
     with storage.local_copy(adapter) as folder:
         unchanged = None
         if not adapter_files.was_trained(folder, start.folder if start else None):
-            why = "The learning rate was 0 at every step, as in a run that ends within its warm-up, or no gradient reached the adapter"
+            cause = "The learning rate was 0 at every step, as in a run that ends within its warm-up, or no gradient reached the adapter"
             if result["metrics"].get("grad_norm/policy") == 0:
-                why = "No gradient reached the adapter, because every advantage was 0, as if all completions of a prompt get the same score"
-            unchanged = f"nothing was learned: after training the adapter equals {start.version if start else 'its initialization'}. {why}"
+                cause = "No gradient reached the adapter, because every advantage was 0, as if all completions of a prompt get the same score"
+            unchanged = f"nothing was learned: after training the adapter equals {start.version if start else 'its initialization'}. {cause}"
             print(f"warning: {unchanged}", flush=True)
         if not work.gate.model:
             return None
@@ -102,15 +102,15 @@ def _train_and_register(
             log_into(work.folder)
             terminal.say(text.row("data", report.headline()))
             work = replace(work, sweep=sweep)
-            with recipe.companion(work) as running:
-                outcome = train_in_workers(work, rows, recipe.train, running)
+            with recipe.companion(work) as companion:
+                outcome = train_in_workers(work, rows, recipe.train, companion)
             outcome |= {"mlflow_run_id": work.run_id, "tracking_uri": work.uri}
             outcome |= {"inputs": work.versions, "digests": work.digests}
             work.lease.require()
             version = call_persistently(work.uri, work.folder, lambda: recipe.register(work, outcome))
-            if ended := how_it_ended(outcome):
-                tag = registry.client(work.uri).set_tag
-                call_persistently(work.uri, work.folder, lambda: tag(work.run_id, "ended", ended))
+            if ending := how_it_ended(outcome):
+                set_tag = registry.client(work.uri).set_tag
+                call_persistently(work.uri, work.folder, lambda: set_tag(work.run_id, "ended", ending))
             cost = cost_of(work.places, outcome.pop("usage"), outcome["train_seconds"])
             outcome |= {**version_entries(version), "cost": cost, "versions": lineage.versions()}
             result = write_result(work, report, outcome)
@@ -139,20 +139,22 @@ def open_run(job: Job, earlier: Earlier) -> Iterator[tuple[Work, dict[str, Any],
     its data or an input is wrong, or if the run cannot resume.
     """
     started, tracking = time.monotonic(), tracking_of(job)
-    left = _check_before_start(job, earlier, tracking)
+    old_job = _check_before_start(job, earlier, tracking)
     with contextlib.ExitStack() as stack:
-        pinned = resume.pinned_inputs(left, tracking.identity)
+        pinned = resume.pinned_inputs(old_job, tracking.identity)
         work, rows, report = stack.enter_context(prepared_run(job, pinned))
         if report:
             print(report.render(samples=False), flush=True)
             counts = {name: split.kept for name, split in report.splits.items()}
             for line in judging.estimate_costs(work, rows, counts):
                 terminal.say(line)
-        continues = bool(left) and resume.same_content(left, work.identity, work.base["digest"], work.digests)
+        resumed = bool(old_job) and resume.same_content(
+            old_job, work.identity, work.base["digest"], work.digests
+        )
         lease = stack.enter_context(resume.owned_folder(work.folder, earlier.files, work.identity.overwrite))
         checkpoints.newest_checkpoint(work.folder)  # moves damaged checkpoints away before a worker starts
         resume.record_start(work.identity, work.versions, work.base["digest"], work.digests)
-        run_id = stack.enter_context(_mlflow_run(work, new_run=not continues))
+        run_id = stack.enter_context(_mlflow_run(work, new_run=not resumed))
         work = replace(work, lease=lease, started=started, run_id=run_id)
         stack.enter_context(failure_recorded(work))
         yield work, rows, report
@@ -163,13 +165,13 @@ def _check_before_start(job: Job, earlier: Earlier, tracking: registry.Tracking)
     prices.read_prices()  # raises an error early if the price file is invalid
     check_paths(job)
     print_header(f"{job.stage}  run {job.run.name}  {job.source}")
-    registry.check_trackers(tracking.also)
+    registry.check_trackers(tracking.trackers)
     with console.print_if_slow("opening MLflow"):
         registry.check_store(tracking)
-    left = resume.resumable_job(earlier)
+    old_job = resume.resumable_job(earlier)
     for warning in find_warnings(job):
         print(f"warning: {warning}", flush=True)
-    return left
+    return old_job
 
 
 def _mlflow_run(work: Work, new_run: bool) -> contextlib.AbstractContextManager[str | None]:
@@ -190,8 +192,8 @@ def write_result(work: Work, report: Any, entries: dict[str, Any]) -> dict[str, 
         entries = entries | {"data": {"digests": work.digests, "report": report.to_dict()}}
     if judges := judging.read_costs(work):
         entries = entries | {"judges": judges}
-        for name, one in judges.items():
-            numbers = "  ".join(f"{key} {value:g}" for key, value in one.items())
+        for name, costs in judges.items():
+            numbers = "  ".join(f"{key} {value:g}" for key, value in costs.items())
             terminal.say(f"judge of {name}: {numbers}", result=True)
     work.lease.require()
     run = work.identity
@@ -223,11 +225,11 @@ def failure_recorded(work: Work) -> Iterator[None]:
     storage.remove(path)  # the attempt that this run continues may have left failed.json
     try:
         yield
-    except (KeyboardInterrupt, SystemExit) as stop:
-        stop.add_note(f"run.name={work.identity.name}")
+    except (KeyboardInterrupt, SystemExit) as interrupt:
+        interrupt.add_note(f"run.name={work.identity.name}")
         raise
     except Exception as error:
-        if any(isinstance(one, LeaseLost) for one in causes_of(error)):
+        if any(isinstance(cause, LeaseLost) for cause in causes_of(error)):
             raise  # another process owns the folder now
         failure = {
             "error": without_secrets(error_summary(error)),
@@ -248,20 +250,20 @@ def train_in_workers(work: Work, rows: dict[str, Any], train: Train, companion: 
 
     places, run = work.places, work.identity
     if not places.in_process:
-        many = "s" * (places.workers.most > 1)
-        print(f"starting {places.count} worker{many}: importing torch and transformers", flush=True)
+        plural = "s" * (places.workers.most > 1)
+        print(f"starting {places.count} worker{plural}: importing torch and transformers", flush=True)
     started = time.monotonic()
     try:
         config = {"train": train, "work": work, "companion": companion}
         outcome = fit(places, work.run, run_worker, config, rows)
     except Exception as error:
-        if any(isinstance(one, InputError | LeaseLost) for one in causes_of(error)):
+        if any(isinstance(cause, InputError | LeaseLost) for cause in causes_of(error)):
             raise  # the user cannot resume with the same command
         with contextlib.suppress(OSError):  # reading the run's folder may fail too
             newest = next(reversed(checkpoints.complete_checkpoints(run.folder)), None)
-            does = f"continues from {newest}" if newest else "starts it over: no checkpoint is complete yet"
-            again = f"the same command with run.name={run.name} {does}"
-            terminal.say(f"run {run.name} failed; {again}", result=True)
+            effect = f"continues from {newest}" if newest else "starts it over: no checkpoint is complete yet"
+            advice = f"the same command with run.name={run.name} {effect}"
+            terminal.say(f"run {run.name} failed; {advice}", result=True)
         raise
     checkpoint = storage.join(run.folder, checkpoints.complete_checkpoints(run.folder)[-1])
     adapter = storage.join(checkpoint, "adapter")

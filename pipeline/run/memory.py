@@ -31,18 +31,18 @@ def memory_errors_explained(work: Work) -> Iterator[None]:
 
 def memory_advice(work: Work, phase: str) -> str:
     """Returns the settings to change, each with its current value. Changes that affect the run least come first."""
-    spec, loading, lighter, new_run = work.spec, phase == "loading the base", [], []
+    spec, loading, overrides, new_run = work.spec, phase == "loading the base", [], []
     if not loading:
-        lighter += _halved(work, _limit(work, phase))
+        overrides += _halved(work, _limit(work, phase))
         new_run += _switched(work, "trainer.bf16", True)
     if spec.learns and not loading and phase not in ROLLOUT:
         if work.trainer.get("gradient_checkpointing", False) is None:  # the run has chosen the value
-            lighter += ["trainer.gradient_checkpointing=true (now null)"]
-        lighter += _switched(work, "trainer.gradient_checkpointing", True)
+            overrides += ["trainer.gradient_checkpointing=true (now null)"]
+        overrides += _switched(work, "trainer.gradient_checkpointing", True)
     new_run += _switched(work, "model.dtype", "bfloat16")
     if not work.model.fsdp:  # a sharded base cannot be quantized
         new_run += _switched(work, "model.load_in_4bit", True)
-    advice = [f"set, in this order, {', '.join(lighter)}"] if lighter else []
+    advice = [f"set, in this order, {', '.join(overrides)}"] if overrides else []
     advice += [f"if that fails, start a new run with {', '.join(new_run)}"] if new_run else []
     advice += [f"`make plan JOB={work.identity.source}` computes which settings fit"] if spec.learns else []
     return "; ".join(advice)
@@ -60,29 +60,29 @@ def _limit(work: Work, phase: str) -> str:
 
 
 def _halved(work: Work, key: str) -> list[str]:
-    now = _value(work, key)
+    value = _value(work, key)
     # if the key is null, the free memory decides
-    if now is None and key == "local_rollout_forward_batch_size":
-        now = work.args.planned_rows(work.places.workers.fewest)
-    if now is None and key == "max_tokens_per_micro_batch":
+    if value is None and key == "local_rollout_forward_batch_size":
+        value = work.args.planned_rows(work.places.workers.fewest)
+    if value is None and key == "max_tokens_per_micro_batch":
         from pipeline.scoring.forward import FORWARD_TOKENS
 
         limit = FORWARD_TOKENS["cuda" if work.places.on_gpu else "cpu"]
         # The key also limits training, so the proposed value is at most the tokens of a training step.
         training = work.args.per_device_train_batch_size * (work.data.max_length or 0) or limit
         return [f"trainer.{key}={min(limit // 2, training)} (now null: {limit} without gradients)"]
-    return [f"trainer.{key}={now // 2} (now {now})"] if isinstance(now, int) and now > 1 else []
+    return [f"trainer.{key}={value // 2} (now {value})"] if isinstance(value, int) and value > 1 else []
 
 
-def _switched(work: Work, key: str, to: Any) -> list[str]:
+def _switched(work: Work, key: str, value: Any) -> list[str]:
     section, name = key.split(".")
-    now = _value(work, name) if section == "trainer" else getattr(work.model, name)
-    if now is None or now == to or (key == "model.dtype" and now != "float32"):
+    current = _value(work, name) if section == "trainer" else getattr(work.model, name)
+    if current is None or current == value or (key == "model.dtype" and current != "float32"):
         return []
-    return [f"{key}={str(to).lower()} (now {str(now).lower()})"]
+    return [f"{key}={str(value).lower()} (now {str(current).lower()})"]
 
 
 def _value(work: Work, name: str) -> Any:
     """Returns a key of the `trainer` section or its default, or None if the stage has no such key."""
-    known = schema.keys(work.spec.trainer)
-    return work.trainer.get(name, known.get(name, {}).get("default"))
+    keys = schema.keys(work.spec.trainer)
+    return work.trainer.get(name, keys.get(name, {}).get("default"))

@@ -56,7 +56,7 @@ class ModelHost:
 
     def input(self, name: str) -> str:
         """Returns the local folder of an input (`policy`, `reward.0`, ...). Fetches the files if they are not on this machine."""
-        one = self.work.inputs[name]
+        job_input = self.work.inputs[name]
         # On other machines, the Hub's cache may have a folder with the same path, in which files are missing.
-        there = os.path.isdir(one.folder) and not one.version.startswith(hub.SCHEME)
-        return one.folder if there else registry.fetch(one.version, self.work.uri)
+        is_local = os.path.isdir(job_input.folder) and not job_input.version.startswith(hub.SCHEME)
+        return job_input.folder if is_local else registry.fetch(job_input.version, self.work.uri)

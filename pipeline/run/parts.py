@@ -65,10 +65,10 @@ def launch_rows(job: Job, recipe: RowRecipe) -> dict[str, Any]:
     with open_run(job, earlier) as (work, rows, report):
         count = report.splits["train"].kept
         chosen = recipe.choose(count) if recipe.choose else range(count)
-        fresh = compute_missing_parts(work, rows["train"], chosen, recipe.load)
+        computed = compute_missing_parts(work, rows["train"], chosen, recipe.load)
         path = storage.join(work.folder, recipe.output)
         outcome = join_parts(work, len(chosen), recipe, path)
-        entries = {"output": path, "rows": len(chosen), "rows_done_now": fresh, **outcome}
+        entries = {"output": path, "rows": len(chosen), "rows_done_now": computed, **outcome}
         result = write_result(work, report, entries)
     numbers = {**outcome["metrics"], **outcome["counts"]}
     print("\n" + "\n".join(f"   {name:<28}{value:.4g}" for name, value in numbers.items()))
@@ -76,27 +76,29 @@ def launch_rows(job: Job, recipe: RowRecipe) -> dict[str, Any]:
     return result
 
 
-def part_file(folder: str, part: int, of: str = "") -> str:
-    return storage.join(folder, run_folder.PARTS, f"{of}{part:06d}.jsonl")
+def part_file(folder: str, part: int, prefix: str = "") -> str:
+    return storage.join(folder, run_folder.PARTS, f"{prefix}{part:06d}.jsonl")
 
 
 def part_size(args: Any) -> int:
     return BATCHES * args.rows_per_forward
 
 
-def in_parts(worker: Worker, of: str, count: int, answer: Callable[[range], Iterable[Any]]) -> Iterator[Any]:
+def in_parts(
+    worker: Worker, prefix: str, count: int, answer: Callable[[range], Iterable[Any]]
+) -> Iterator[Any]:
     """Computes the missing part files on all workers. Then yields the records of all `count` rows, in order.
 
     Every rank must iterate to the end, and every rank gets the same records.
 
     Args:
-        of: prefix of the part files' names.
+        prefix: prefix of the part files' names.
         answer: f(numbers of consecutive rows) -> their records, which must be JSON.
     """
     size = part_size(worker.args)
     parts = range(-(-count // size))
     for part in parts[worker.rank :: worker.world]:
-        path = part_file(worker.work.folder, part, of)
+        path = part_file(worker.work.folder, part, prefix)
         if not storage.exists(path):
             numbers = range(count)[part * size : (part + 1) * size]
             records = list(answer(numbers))
@@ -104,7 +106,7 @@ def in_parts(worker: Worker, of: str, count: int, answer: Callable[[range], Iter
             storage.write_lines(path, map(json.dumps, records))
     worker.gather(None)  # after this barrier, all part files exist
     for part in parts:
-        yield from map(json.loads, storage.read_lines(part_file(worker.work.folder, part, of)))
+        yield from map(json.loads, storage.read_lines(part_file(worker.work.folder, part, prefix)))
 
 
 def share_rows(worker: Worker, count: int, answer: Callable[[range], list[Any]]) -> list[Any]:
@@ -113,43 +115,43 @@ def share_rows(worker: Worker, count: int, answer: Callable[[range], list[Any]])
     Args:
         answer: f(numbers of rows) -> their records.
     """
-    by_rank = worker.gather(answer(range(worker.rank, count, worker.world)))
-    return [by_rank[i % worker.world][i // worker.world] for i in range(count)]
+    shares = worker.gather(answer(range(worker.rank, count, worker.world)))
+    return [shares[i % worker.world][i // worker.world] for i in range(count)]
 
 
 def compute_missing_parts(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
     """Computes the missing part files. Returns the number of rows in the new files."""
     size, count = part_size(work.args), len(chosen)
     missing = [i for i in range(-(-count // size)) if not storage.exists(part_file(work.folder, i))]
-    there = count - sum(min(size, count - i * size) for i in missing)
-    if there:
-        print(f"{there} of {count} rows are already done", flush=True)
+    done = count - sum(min(size, count - i * size) for i in missing)
+    if done:
+        print(f"{done} of {count} rows are already done", flush=True)
     if not missing:
         return 0
     make = _here if work.places.in_process else _actors
     batches = make(work, (load, work, rows, chosen), missing)
-    started, now = time.monotonic(), 0
+    started, computed = time.monotonic(), 0
     # Ends the actors before this process releases the lease of the run's folder, even after an error.
     with console.native_lines_filtered(), contextlib.closing(batches):
         for batch in batches:
             if problem := next(filter(None, batch["problem"]), None):
                 raise pickle.loads(problem)
-            now += int(sum(batch["rows"]))
-            rate = now / (time.monotonic() - started)
-            print(f"{work.identity.stage}  {there + now}/{count} rows  {rate:.1f} rows/s", flush=True)
-    return now
+            computed += int(sum(batch["rows"]))
+            rate = computed / (time.monotonic() - started)
+            print(f"{work.identity.stage}  {done + computed}/{count} rows  {rate:.1f} rows/s", flush=True)
+    return computed
 
 
-def _here(work: Work, given: tuple[Any, ...], missing: list[int]) -> Batches:
+def _here(work: Work, arguments: tuple[Any, ...], missing: list[int]) -> Batches:
     """Computes the missing part files in this process. Yields the result of Parts.__call__ for each batch."""
     console.silence_libraries()
     with like_a_worker(work.places):
-        parts = Parts(*given)
+        parts = Parts(*arguments)
         for part in missing:
             yield parts({"part": [part]})
 
 
-def _actors(work: Work, given: tuple[Any, ...], missing: list[int]) -> Batches:
+def _actors(work: Work, arguments: tuple[Any, ...], missing: list[int]) -> Batches:
     """Computes the missing part files in Ray Data actors. Yields the result of Parts.__call__ for each batch."""
     import ray
 
@@ -157,16 +159,16 @@ def _actors(work: Work, given: tuple[Any, ...], missing: list[int]) -> Batches:
     low, high = (min(count, len(missing)) for count in (workers.fewest, workers.most))
     print(f"starting {high} worker{'s' * (high > 1)} and loading {work.model.name_or_path}", flush=True)
     placement.wait_for_one(work.places)
-    asked = ray.data.from_items([{"part": i} for i in missing], override_num_blocks=len(missing))
-    done = asked.map_batches(
+    dataset = ray.data.from_items([{"part": i} for i in missing], override_num_blocks=len(missing))
+    results = dataset.map_batches(
         Parts,
-        fn_constructor_args=given,
+        fn_constructor_args=arguments,
         batch_size=None,
         batch_format="numpy",
         compute=ray.data.ActorPoolStrategy(min_size=low, max_size=high),
         **workers.each.options(),
     )
-    batches: Any = iter(done.iter_batches(batch_size=None, batch_format="numpy"))
+    batches: Any = iter(results.iter_batches(batch_size=None, batch_format="numpy"))
     with contextlib.closing(batches):
         yield from batches
 
@@ -198,10 +200,10 @@ class Parts:
 
     def _write(self, part: int) -> int:
         size = part_size(self.work.args)
-        first = part * size
-        chosen = self.chosen[first : first + size]
+        start = part * size
+        chosen = self.chosen[start : start + size]
         assert self.answer is not None
-        records = self.answer([dict(row) for row in self.rows.select(chosen)], first)
+        records = self.answer([dict(row) for row in self.rows.select(chosen)], start)
         lines = (json.dumps(record, ensure_ascii=False) for record in records)
         self.work.lease.require()
         storage.write_lines(part_file(self.work.folder, part), lines)
@@ -210,25 +212,25 @@ class Parts:
 
 def join_parts(work: Work, count: int, recipe: RowRecipe, path: str) -> dict[str, Any]:
     """Joins all part files in the order of the rows. Returns the means of the metrics and the sums of the counts."""
-    sums, measured, counts = defaultdict[str, float](float), Counter[str](), Counter[str]()
-    seen = 0
+    sums, occurrences, counts = defaultdict[str, float](float), Counter[str](), Counter[str]()
+    total = 0
 
     def lines() -> Iterator[str]:
-        nonlocal seen
+        nonlocal total
         for part in range(-(-count // part_size(work.args))):
             for record in map(json.loads, storage.read_lines(part_file(work.folder, part))):
                 for name, value in recipe.measure(record).items():
                     sums[name] += value
-                    measured[name] += 1
+                    occurrences[name] += 1
                 counts.update(recipe.count(record))
-                seen += 1
+                total += 1
                 yield from (json.dumps(line, ensure_ascii=False) for line in recipe.lines(record))
-        if seen != count:  # another version of the pipeline may have written the parts
+        if total != count:  # another version of the pipeline may have written the parts
             raise InputError(
-                f"{work.folder}/{run_folder.PARTS} contains {seen} rows instead of {count}; set run.overwrite=true to start over",
+                f"{work.folder}/{run_folder.PARTS} contains {total} rows instead of {count}; set run.overwrite=true to start over",
                 key="run.name",
             )
 
     work.lease.require()
     storage.write_lines(path, lines())
-    return {"metrics": {name: sums[name] / measured[name] for name in sums}, "counts": dict(counts)}
+    return {"metrics": {name: sums[name] / occurrences[name] for name in sums}, "counts": dict(counts)}

@@ -1,8 +1,8 @@
 """Reads the folder of a run or sweep: who owns the folder, what an earlier process left, and which keys may differ on a resume.
 
     earlier = find_earlier(run)                         # reads the folder once
-    left = resumable(earlier)                           # raises InputError if this job would give different results
-    with owned(folder, seen, overwrite) as lease:       # one driver at a time (lease.py)
+    old_job = resumable(earlier)                        # raises InputError if this job would give different results
+    with owned(folder, files, overwrite) as lease:      # one driver at a time (lease.py)
         ...
 
 A run writes job.json before the work begins. job.json has the resolved job, and the state of its inputs when the work began: the
@@ -65,15 +65,15 @@ def check_folder(folder: str, owner: str, example: str) -> dict[str, str]:
     storage_path, _, name = folder.rpartition("/")
     storage.require_writable(storage_path)
     if not storage.is_remote(folder) and os.path.lexists(folder) and not os.path.isdir(folder):
-        why = f"{folder} is not a folder, or is a broken link; remove it, or choose another run.name"
-        raise InputError(why, "run.name")
-    for file in (seen := owner_files(folder)):
+        problem = f"{folder} is not a folder, or is a broken link; remove it, or choose another run.name"
+        raise InputError(problem, "run.name")
+    for file in (files := owner_files(folder)):
         if OWNERS[file] != owner:
             raise InputError(
                 f"{name!r} is the name of {OWNERS[file]} ({folder}); choose another name, for example run.name={example}-{name}",
                 key="run.name",
             )
-    return seen
+    return files
 
 
 def owner_files(folder: str) -> dict[str, str]:
@@ -83,24 +83,24 @@ def owner_files(folder: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def owned_folder(folder: str, seen: dict[str, str], overwrite: bool) -> Iterator[lease.Lease]:
+def owned_folder(folder: str, files: dict[str, str], overwrite: bool) -> Iterator[lease.Lease]:
     """Yields the lease of a folder. This process holds the lease until the block ends.
 
     Raises InputError if another process has the lease, or has changed the folder.
 
     Args:
-        seen: owner_files() of the folder when this process read it.
+        files: owner_files() of the folder when this process read it.
         overwrite: whether to empty the folder.
     """
-    with lease.held(folder) as mine:
-        if not overwrite and owner_files(folder) != seen:
+    with lease.held(folder) as folder_lease:
+        if not overwrite and owner_files(folder) != files:
             raise InputError(
                 f"another process has run {folder} meanwhile; run the same command again", key="run.name"
             )
         if overwrite:  # deletes the old run only after the new job was checked
             for name in storage.names(folder).keys() - {lease.FOLDER}:
                 storage.remove(storage.join(folder, name))
-        yield mine
+        yield folder_lease
 
 
 # --------------------------------------------------------------------------------------- what a run has left
@@ -112,27 +112,27 @@ def record_start(run: Identity, inputs: dict[str, str], base: str, rows: dict[st
     storage.write_json(storage.join(run.folder, run_folder.JOB), run.settings | {"begun_with": facts})
 
 
-def read_left(folder: str, seen: dict[str, str], file: str, *keys: str) -> dict[str, Any]:
+def read_left(folder: str, files: dict[str, str], file: str, *keys: str) -> dict[str, Any]:
     """Returns a JSON object that an earlier process left in a folder, or {} if there is none.
 
     Raises InputError if the file is unreadable, or lacks one of `keys`.
 
     Args:
-        seen: owner_files() of the folder.
+        files: owner_files() of the folder.
     """
-    if file not in seen:
+    if file not in files:
         return {}
     try:
-        left = json.loads(seen[file])
+        content = json.loads(files[file])
         for key in keys:
-            left[key]
+            content[key]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
             f"{storage.join(folder, file)} cannot be read ({in_brief(error)}); restore it, choose another run.name, or set run.overwrite=true to start "
             "over",
             key="run.name",
         ) from error
-    return left
+    return content
 
 
 @dataclass(frozen=True)
@@ -157,17 +157,17 @@ def find_earlier(run: Identity) -> Earlier:
     return Earlier(run, files, {} if result else _read(run, files, run_folder.JOB), result)
 
 
-def _read(run: Identity, seen: dict[str, str], file: str) -> dict[str, Any]:
+def _read(run: Identity, files: dict[str, str], file: str) -> dict[str, Any]:
     """Returns job.json or result.json, or {} if the file is missing. Raises InputError if another stage wrote the file."""
-    left = read_left(run.folder, seen, file, "stage")
-    if left and left["stage"] != run.stage:
+    content = read_left(run.folder, files, file, "stage")
+    if content and content["stage"] != run.stage:
         kind = "an unfinished" if file == run_folder.JOB else "a finished"
         raise InputError(
-            f"{run.name!r} is the name of {kind} {left['stage']} run in {run.storage_path}; choose another name, for "
+            f"{run.name!r} is the name of {kind} {content['stage']} run in {run.storage_path}; choose another name, for "
             f"example run.name={run.stage}-{run.name}",
             key="run.name",
         )
-    return left
+    return content
 
 
 def resumable_job(earlier: Earlier) -> dict[str, Any]:
@@ -176,44 +176,44 @@ def resumable_job(earlier: Earlier) -> dict[str, Any]:
     A run without a checkpoint or a part file has nothing to resume, so its job may still be edited. Raises InputError if this job
     would give different results from the job that began the run.
     """
-    run, left = earlier.identity, earlier.job
-    if not left:
+    run, old_job = earlier.identity, earlier.job
+    if not old_job:
         return {}
-    changes = blocking_changes(left, run)
-    different = [f"{key}={_shown(then)} (now {_shown(now)})" for key, (then, now) in changes.items()]
+    changes = blocking_changes(old_job, run)
+    differences = [f"{key}={_shown(old)} (now {_shown(new)})" for key, (old, new) in changes.items()]
     if changes and not _has_progress(run.folder):
-        print(f"run {run.name} starts over: it began with {', '.join(different)}, and left no checkpoint")
+        print(f"run {run.name} starts over: it began with {', '.join(differences)}, and left no checkpoint")
         return {}
     if changes:
         raise InputError(
-            f"{run.name!r} began with {', '.join(different)} and cannot resume with different settings. Restore them, choose "
+            f"{run.name!r} began with {', '.join(differences)} and cannot resume with different settings. Restore them, choose "
             "another run.name, or set run.overwrite=true. Keys that do not affect the results may change: run, mlflow, gate, ..., and scaling if data.batch_size is set",
             key="run.name",
         )
-    then, now = left.get("begun_with", {}).get("versions", {}), lineage.versions()
-    if other := [
-        f"{name} {then[name]} (now {now.get(name)})" for name in then if then[name] != now.get(name)
+    old, new = old_job.get("begun_with", {}).get("versions", {}), lineage.versions()
+    if libraries := [
+        f"{name} {old[name]} (now {new.get(name)})" for name in old if old[name] != new.get(name)
     ]:
         print(
-            f"warning: {run.name!r} began with {', '.join(other)}, so its results may differ from here on",
+            f"warning: {run.name!r} began with {', '.join(libraries)}, so its results may differ from here on",
             flush=True,
         )
-    return left
+    return old_job
 
 
-def blocking_changes(left: dict[str, Any], run: Identity) -> dict[str, tuple[Any, Any]]:
+def blocking_changes(old_job: dict[str, Any], run: Identity) -> dict[str, tuple[Any, Any]]:
     """Returns {section.key: (value then, value now)} for the changed settings that prevent an unfinished run from resuming.
 
     Args:
-        left: job.json of the unfinished run.
+        old_job: job.json of the unfinished run.
     """
     spec, settings = run.spec, run.settings
-    free = [*MAY_CHANGE, *_resolved(run), "begun_with"]
+    ignored = [*MAY_CHANGE, *_resolved(run), "begun_with"]
     if settings["data"]["batch_size"] or spec.online:  # the key only limits the rows in memory
-        free.append("trainer.per_device_train_batch_size")
+        ignored.append("trainer.per_device_train_batch_size")
     if spec.learns:  # in other stages, these keys set the judge of the output and the size of the parts
-        free += ["judge", "trainer.local_rollout_forward_batch_size"]
-    sections = (left.get("run", {}), settings["run"])
+        ignored += ["judge", "trainer.local_rollout_forward_batch_size"]
+    sections = (old_job.get("run", {}), settings["run"])
     compares = any(
         section.get(key)
         for section in sections
@@ -221,27 +221,27 @@ def blocking_changes(left: dict[str, Any], run: Identity) -> dict[str, tuple[Any
     )
     changes = {
         key: values
-        for key, values in changed_settings(left, run).items()
-        if not _among(key, free) or (compares and _among(key, COMPARISON))
+        for key, values in changed_settings(old_job, run).items()
+        if not _among(key, ignored) or (compares and _among(key, COMPARISON))
     }
     # Without data.batch_size, each worker adds rows to the batch of a step.
-    then, now = (one.get("scaling", {}).get("num_workers") for one in (left, settings))
-    if spec.trl and not settings["data"]["batch_size"] and (then or 1) != (now or 1):
-        changes["scaling.num_workers"] = (then, now)
+    old, new = (job.get("scaling", {}).get("num_workers") for job in (old_job, settings))
+    if spec.trl and not settings["data"]["batch_size"] and (old or 1) != (new or 1):
+        changes["scaling.num_workers"] = (old, new)
     return changes
 
 
-def pinned_inputs(left: dict[str, Any], run: Identity) -> dict[str, str]:
+def pinned_inputs(old_job: dict[str, Any], run: Identity) -> dict[str, str]:
     """Returns {input: version} that the run began with, for the inputs whose references in the job have not changed."""
-    inputs = left.get("begun_with", {}).get("inputs", {})
+    inputs = old_job.get("begun_with", {}).get("inputs", {})
     return {
         key: version
         for key, version in inputs.items()
-        if left.get(name := key.partition(".")[0]) == run.settings[name]
+        if old_job.get(name := key.partition(".")[0]) == run.settings[name]
     }
 
 
-def same_content(left: dict[str, Any], run: Identity, base: str, rows: dict[str, str]) -> bool:
+def same_content(old_job: dict[str, Any], run: Identity, base: str, rows: dict[str, str]) -> bool:
     """Returns True if the run began with this base and these rows, or False if the run must start over.
 
     Raises InputError if the run must start over, but has left checkpoints or part files.
@@ -250,16 +250,16 @@ def same_content(left: dict[str, Any], run: Identity, base: str, rows: dict[str,
         base: digest of the base.
         rows: digests of the rows and of Python functions.
     """
-    was = left.get("begun_with", {})
-    begun_on = was.get("base", base)
-    changed = [f"model.name_or_path ({run.settings['model']['name_or_path']})"] if begun_on != base else []
-    names = [name for name, digest in was.get("rows", {}).items() if rows.get(name, digest) != digest]
+    start = old_job.get("begun_with", {})
+    old_base = start.get("base", base)
+    changed = [f"model.name_or_path ({run.settings['model']['name_or_path']})"] if old_base != base else []
+    names = [name for name, digest in start.get("rows", {}).items() if rows.get(name, digest) != digest]
     changed += [name if name in INPUTS or "." in name else f"data.{name}" for name in names]
     if changed and _has_progress(run.folder):
-        commit = begun_on.partition("commit:")[2]
-        restore = f"Set model.revision={commit}" if commit and begun_on != base else "Restore the files"
+        commit = old_base.partition("commit:")[2]
+        advice = f"Set model.revision={commit}" if commit and old_base != base else "Restore the files"
         raise InputError(
-            f"the content of {', '.join(changed)} has changed since {run.name!r} began, so it cannot resume. {restore}, "
+            f"the content of {', '.join(changed)} has changed since {run.name!r} began, so it cannot resume. {advice}, "
             "choose another run.name, or set run.overwrite=true",
             key="run.name",
         )
@@ -279,34 +279,34 @@ def deciding_settings(run: Identity) -> dict[str, Any]:
 
 
 def changed_settings(
-    left: dict[str, Any], run: Identity, but: Sequence[str] = ()
+    old_job: dict[str, Any], run: Identity, excluded: Sequence[str] = ()
 ) -> dict[str, tuple[Any, Any]]:
-    """Returns {section.key: (value in a recorded job, value in this run)} of different values, except for keys in `but`."""
-    then, now = flatten(left), flatten(run.settings)
+    """Returns {section.key: (value in a recorded job, value in this run)} of different values, except for keys in `excluded`."""
+    old, new = flatten(old_job), flatten(run.settings)
     return {
-        key: (then.get(key), now.get(key))
-        for key in sorted(then.keys() | now.keys())
-        if then.get(key) != now.get(key) and not _among(key, but)
+        key: (old.get(key), new.get(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not _among(key, excluded)
     }
 
 
 def _among(key: str, keys: Sequence[str]) -> bool:
-    return any(key == one or key.startswith(f"{one}.") for one in keys)
+    return any(key == prefix or key.startswith(f"{prefix}.") for prefix in keys)
 
 
-def print_differences(left: dict[str, Any], run: Identity) -> None:
+def print_differences(old_job: dict[str, Any], run: Identity) -> None:
     """Prints the settings of this command that differ from those of a finished run."""
-    changed = changed_settings(left, run, ("run", "source", *_resolved(run)))
+    changed = changed_settings(old_job, run, ("run", "source", *_resolved(run)))
     if changed:
         print("the run used other settings; the settings of this command are ignored:")
-    for key, (then, now) in changed.items():
-        print(f"   {key}: was {_shown(then)}, is {_shown(now)}")
+    for key, (old, new) in changed.items():
+        print(f"   {key}: was {_shown(old)}, is {_shown(new)}")
 
 
 def _resolved(run: Identity) -> tuple[str, ...]:
     """Returns the keys of section `model` that a run records in resolved form. `same_content` compares the base itself."""
-    named = InputURI.parse(run.settings["model"]["name_or_path"]).is_registered
-    return ("model.name_or_path", "model.revision") if named else ("model.revision",)
+    registered = InputURI.parse(run.settings["model"]["name_or_path"]).is_registered
+    return ("model.name_or_path", "model.revision") if registered else ("model.revision",)
 
 
 def _has_progress(folder: str) -> bool:
@@ -320,5 +320,5 @@ def _has_progress(folder: str) -> bool:
 
 
 def _shown(value: Any) -> str:
-    shown = "not given" if value is None else json.dumps(value)
-    return shown if len(shown) <= 200 else f"{shown[:197]}..."
+    text = "not given" if value is None else json.dumps(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."

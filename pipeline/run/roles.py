@@ -48,14 +48,14 @@ def add_rewards(worker: ModelHost, shared: SharedBase) -> list[Reward]:
 
 def load_reward(worker: ModelHost, shared: SharedBase | None, name: str, role: str) -> Reward:
     """Returns the reward of the input `name`. If the input is an adapter, it becomes the role `role` of `shared`."""
-    given, args = worker.work.inputs[name], worker.args
-    weight = given.weight
-    if given.kind == "function":
-        return FunctionReward(import_function(given.version), args.reward_timeout_s, weight=weight, name=role)
-    if given.kind == "judge":
-        assert given.definition is not None
+    entry, args = worker.work.inputs[name], worker.args
+    weight = entry.weight
+    if entry.kind == "function":
+        return FunctionReward(import_function(entry.version), args.reward_timeout_s, weight=weight, name=role)
+    if entry.kind == "judge":
+        assert entry.definition is not None
         run, timeout_s = worker.work.identity, args.reward_timeout_s
-        return JudgeReward(given.definition, run.storage_path, run.name, timeout_s, weight=weight, name=role)
+        return JudgeReward(entry.definition, run.storage_path, run.name, timeout_s, weight=weight, name=role)
     # In training, the number of tokens limits a forward pass. In other subcommands, the number of rows limits a forward pass.
     by_tokens = bool(worker.work.spec.learns)
     limits = (
@@ -64,20 +64,20 @@ def load_reward(worker: ModelHost, shared: SharedBase | None, name: str, role: s
         else {"rows": args.local_rollout_forward_batch_size}
     )
     folder = worker.input(name)
-    if given.kind == "adapter":
+    if entry.kind == "adapter":
         assert shared is not None
         shared.add(role, folder=folder, head=True)
-        constants = given.lineage.get("reward") or {"mean": 0.0, "std": 1.0}
+        constants = entry.lineage.get("reward") or {"mean": 0.0, "std": 1.0}
         return AdapterReward(shared, role, **limits, weight=weight, **constants)
     # The input is a full model, which is loaded in addition to the base.
     model_name, revision = hub.split_revision(folder)
     settings = replace(worker.work.model, name_or_path=model_name, revision=revision, load_in_4bit=False)
     tokenizer = load_tokenizer(model_name, revision, trust_remote_code=settings.trust_remote_code)
     model = load_base(settings, tokenizer, worker.device)
-    same = tokenizer_digest(tokenizer) == tokenizer_digest(worker.tokenizer)
+    same_tokenizer = tokenizer_digest(tokenizer) == tokenizer_digest(worker.tokenizer)
     control = worker.work.data.parse_special_tokens
     return ModelReward(
-        model, None if same else tokenizer, **limits, weight=weight, name=role, control=control
+        model, None if same_tokenizer else tokenizer, **limits, weight=weight, name=role, control=control
     )
 
 
@@ -129,10 +129,10 @@ def add_critic(worker: ModelHost, shared: SharedBase, args: PPOConfig) -> str | 
         shared.add("critic", head_on="policy", trainable=True)
         return None
     rewards = map(_reward_role, range(len(worker.work.rewards)))
-    copied = next((role for role in rewards if role in shared.roles), None)
-    lora = None if copied else worker.work.lora
-    shared.add("critic", lora=lora, copy_of=copied, head=True, trainable=True)
-    return copied
+    reward_role = next((role for role in rewards if role in shared.roles), None)
+    lora = None if reward_role else worker.work.lora
+    shared.add("critic", lora=lora, copy_of=reward_role, head=True, trainable=True)
+    return reward_role
 
 
 def _reward_role(index: int) -> str:
@@ -152,18 +152,18 @@ def trainers_decoder(worker: Worker, shared: SharedBase, args: PPOConfig) -> Ite
         yield decoder
 
 
-def make_decoder(host: ModelHost, shared: SharedBase, wanted: Sequence[str | None]) -> Decoder:
+def make_decoder(host: ModelHost, shared: SharedBase, roles: Sequence[str | None]) -> Decoder:
     """Returns the decoder that `rollout.engine` names, for a job that does not train. A vLLM decoder stops with this process.
 
     Args:
-        wanted: frozen roles that the decoder may sample from, with None for the bare base.
+        roles: frozen roles that the decoder may sample from, with None for the bare base.
     """
     rows = host.args.local_rollout_forward_batch_size
     if host.work.rollout.engine != "vllm":
         return SlotDecoder(shared, rows, host.tokenizer.pad_token_id)
     stack = ExitStack()
     atexit.register(stack.close)
-    return stack.enter_context(vllm_decoder(host, shared, wanted, longest_row(host), rows))
+    return stack.enter_context(vllm_decoder(host, shared, roles, longest_row(host), rows))
 
 
 def longest_row(host: ModelHost) -> int:
@@ -176,7 +176,7 @@ def longest_row(host: ModelHost) -> int:
 def vllm_decoder(
     host: ModelHost,
     shared: SharedBase,
-    wanted: Sequence[str | None],
+    roles: Sequence[str | None],
     longest: int,
     rows: int,
     scratch: str | None = None,
@@ -184,7 +184,7 @@ def vllm_decoder(
     """Starts vLLM in addition to this process's base, and stops vLLM when the block ends.
 
     Args:
-        wanted: roles that vLLM may sample from.
+        roles: roles that vLLM may sample from.
         longest: maximum tokens of a prompt and its completion together.
         rows: completions of an update that this process samples.
         scratch: folder in which adapters are passed to vLLM, or None for a temporary one.
@@ -192,24 +192,24 @@ def vllm_decoder(
     options = vllm_options(host.work.model, host.work.rollout, min(rows, memory.MAX_VLLM_ROWS))
     if shared.device.type == "cuda":
         cache = memory.kv_bytes(shared.base.config.get_text_config(), shared.base.dtype.itemsize)
-        named = shared.base.named_parameters()
-        weights = sum(p.numel() * p.element_size() for name, p in named if "lora_" not in name)
+        parameters = shared.base.named_parameters()
+        weights = sum(p.numel() * p.element_size() for name, p in parameters if "lora_" not in name)
         total = torch.cuda.get_device_properties(shared.device).total_memory
-        free = memory.free_bytes(shared.device)
-        share = memory.memory_share(total, free, weights, cache, rows, longest)
+        free_memory = memory.free_bytes(shared.device)
+        share = memory.memory_share(total, free_memory, weights, cache, rows, longest)
         options["gpu_memory_utilization"] = host.work.rollout.gpu_memory_utilization or share
         print(f"vLLM takes {options['gpu_memory_utilization']} of the GPU's memory", flush=True)
     # Log-probs include the temperature, as in the trainer.
     options |= {"max_loras": 1, "max_logprobs": 1, "logprobs_mode": "processed_logprobs"}
-    rank = largest_lora_rank(shared, wanted)
+    rank = largest_lora_rank(shared, roles)
     llm = start_llm(host.work.model.name_or_path, shared.device, longest, rank, **options)
-    started = VllmDecoder(llm, rank, shared=shared, folder=tempfile.mkdtemp(prefix="vllm-", dir=scratch))
+    decoder = VllmDecoder(llm, rank, shared=shared, folder=tempfile.mkdtemp(prefix="vllm-", dir=scratch))
     try:
-        for role in wanted:
-            started.changed(role)
-        yield started
+        for role in roles:
+            decoder.changed(role)
+        yield decoder
     finally:
-        started.close()
+        decoder.close()
 
 
 def vllm_options(model: Model, rollout: RolloutConfig, rows: int) -> dict[str, Any]:

@@ -134,20 +134,20 @@ def check_shared_storage(storage_path: str, uri: str) -> None:
         )
     probe = storage.probe_in(storage_path)
     storage.write_json(probe, {})
-    sees = ray.remote(num_cpus=0)(os.path.exists)
-    answers, blind = {}, []
+    path_exists = ray.remote(num_cpus=0)(os.path.exists)
+    answers, addresses = {}, []
     for node in nodes:
-        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        answers[node["NodeManagerAddress"]] = sees.options(scheduling_strategy=there).remote(probe)
+        affinity = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        answers[node["NodeManagerAddress"]] = path_exists.options(scheduling_strategy=affinity).remote(probe)
     for address, answer in answers.items():
         # A spot node may have been terminated since the nodes were listed.
         with contextlib.suppress(ray.exceptions.TaskUnschedulableError, ray.exceptions.WorkerCrashedError):
             if not ray.get(answer, timeout=60):
-                blind.append(address)
+                addresses.append(address)
     os.remove(probe)
-    if blind:
+    if addresses:
         raise InputError(
-            f"{storage_path} is not shared: {', '.join(blind)} do not see the files of the driver; use a bucket or a "
+            f"{storage_path} is not shared: {', '.join(addresses)} do not see the files of the driver; use a bucket or a "
             "network mount, e.g. run.storage_path=s3://BUCKET/runs",
             key="run.storage_path",
         )
@@ -175,7 +175,7 @@ def secured_environment() -> dict[str, str]:
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
     """Sets the environment variables of an embedded session only within the block, because a cluster has another token."""
-    before = dict(os.environ)
+    environment = dict(os.environ)
     os.environ.update({key: value for key, value in EMBEDDED.items() if key not in os.environ})
     os.environ.update(secured_environment())
     _read_by_ray()
@@ -184,7 +184,7 @@ def _environment() -> Iterator[None]:
     finally:
         for key in (*EMBEDDED, *secured_environment()):
             os.environ.pop(key, None)
-            os.environ.update({key: before[key]} if key in before else {})
+            os.environ.update({key: environment[key]} if key in environment else {})
         _read_by_ray()
 
 
@@ -255,10 +255,10 @@ def _session_root() -> Path:
 
     Ray makes its folder accessible to all users, so the parent of that folder is private.
     """
-    private = storage.private(os.environ.get("RAY_TMPDIR", "/tmp"), f"rlhf-{os.getuid()}", "RAY_TMPDIR")
-    root = Path(private, "ray")
+    parent = storage.private(os.environ.get("RAY_TMPDIR", "/tmp"), f"rlhf-{os.getuid()}", "RAY_TMPDIR")
+    root = Path(parent, "ray")
     if len(str(root)) > MAX_ROOT_CHARACTERS:
-        why = f"cannot use {private} (its path is too long for unix sockets); export RAY_TMPDIR=FOLDER, with a short path"
-        raise InputError(why, "RAY_TMPDIR")
+        problem = f"cannot use {parent} (its path is too long for unix sockets); export RAY_TMPDIR=FOLDER, with a short path"
+        raise InputError(problem, "RAY_TMPDIR")
     root.mkdir(exist_ok=True)
     return root

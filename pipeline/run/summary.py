@@ -28,23 +28,23 @@ def print_summary(result: dict[str, Any]) -> None:
     champion = registry.Champion(**(result.get("champion") or {}))
     conditions = registry.check_conditions(result["job"].get("gate") or {}, metrics, champion.metrics)
     gate = {
-        metric: f"{f'gate {condition} ':<14}{'passed' if holds else 'FAILED'}"
-        for metric, condition, _, holds in conditions
+        name: f"{f'gate {condition} ':<14}{'passed' if is_met else 'FAILED'}"
+        for name, condition, _, is_met in conditions
     }
-    for place, one in enumerate(headline_metrics(result["stage"], metrics)):
-        line = text.row(one.label, f"{metric_change(metrics, one):<21} {gate.get(one.name, '')}")
-        shown = place == 0 or one.name in gate
-        terminal.say(line.rstrip(), result=True) if shown else detail(line.rstrip())
-        gate.pop(one.name, None)
+    for index, metric in enumerate(headline_metrics(result["stage"], metrics)):
+        line = text.row(metric.label, f"{metric_change(metrics, metric):<21} {gate.get(metric.name, '')}")
+        is_shown = index == 0 or metric.name in gate
+        terminal.say(line.rstrip(), result=True) if is_shown else detail(line.rstrip())
+        gate.pop(metric.name, None)
     lines = []
-    for metric, condition in gate.items():
-        found = f"{metrics[metric]:.4g}" if metric in metrics else "missing"
-        lines.append(text.row(metric, f"{found:<22}{condition}"))
+    for name, condition in gate.items():
+        value = f"{metrics[name]:.4g}" if name in metrics else "missing"
+        lines.append(text.row(name, f"{value:<22}{condition}"))
     lines += [f"  {warning}" for warning in (how_it_ended(result), not_better(result)) if warning]
     if result["version"]:
         version = registry.Version(*(result[k] for k in ("registered_model", "version", "alias", "gate")))
-        passed = f"gate {version.gate}" if result["job"]["gate"] else "no gate set"
-        lines.append(text.row("registered" if result["adapter"] else "version", f"{version}  ({passed})"))
+        verdict = f"gate {version.gate}" if result["job"]["gate"] else "no gate set"
+        lines.append(text.row("registered" if result["adapter"] else "version", f"{version}  ({verdict})"))
         if result["adapter"] and not version.alias:
             reference = InputURI(version.name, version=version.version)
             lines.append(
@@ -54,8 +54,8 @@ def print_summary(result: dict[str, Any]) -> None:
             lines.append(f"  {champion.note}")
     for line in lines:
         terminal.say(line, result=True)
-    page = text.row("result", storage.relative(f"{result['folder']}/{RESULT}"))
-    print(page) if one_of_several else terminal.say(page, result=True)
+    location = text.row("result", storage.relative(f"{result['folder']}/{RESULT}"))
+    print(location) if one_of_several else terminal.say(location, result=True)
     words = filter(None, (terminal.duration(result["seconds"]), prices.cost_in_words(result["cost"])))
     terminal.say(text.row("time", ", ".join(words)), result=True)
 
@@ -76,10 +76,10 @@ def how_it_ended(result: dict[str, Any]) -> str | None:
     return "; ".join(parts) or None
 
 
-def metric_change(metrics: dict[str, float], one: Metric) -> str:
+def metric_change(metrics: dict[str, float], metric: Metric) -> str:
     """Returns a metric before and after training, for example 0.5465 -> 0.5104."""
-    before = metrics.get(one.before)
-    return (f"{before:.4g} -> " if before is not None else "") + f"{metrics[one.name]:.4g}"
+    before = metrics.get(metric.before)
+    return (f"{before:.4g} -> " if before is not None else "") + f"{metrics[metric.name]:.4g}"
 
 
 def not_better(result: dict[str, Any]) -> str | None:
@@ -106,21 +106,19 @@ def sample_table(samples: list[dict[str, Any]], width: int = 40) -> str:
 
 
 def subsets_table(
-    subsets: dict[str, dict[str, float]], title: str = "subset", of: str = "pairs", value: str = "accuracy"
+    subsets: dict[str, dict[str, float]], title: str = "subset", unit: str = "pairs", value: str = "accuracy"
 ) -> str:
     """Returns a table of the accuracy on each subset of the pairs, or of a benchmark's score on each of its subsets."""
     rows = []
-    for name, one in subsets.items():
-        interval = f"  ({one['low']:.3f} to {one['high']:.3f})" if "low" in one else ""
-        rows.append((name, str(one[of]), f"{one[value]:.3f}{interval}"))
-    return text.table((title, of, f"{value} (95 %)"), rows, "<><")
+    for name, subset in subsets.items():
+        interval = f"  ({subset['low']:.3f} to {subset['high']:.3f})" if "low" in subset else ""
+        rows.append((name, str(subset[unit]), f"{subset[value]:.3f}{interval}"))
+    return text.table((title, unit, f"{value} (95 %)"), rows, "<><")
 
 
 def best_of_n_table(curve: list[dict[str, float]]) -> str:
     """Returns a table of the best-of-n curve, with a warning if a larger n lowers the judge's score."""
-    rows = [
-        (str(at["n"]), f"{at['proxy']:.3f}", f"{at['gold']:.3f}", f"{at['kl_bound']:.2f}") for at in curve
-    ]
+    rows = [(str(p["n"]), f"{p['proxy']:.3f}", f"{p['gold']:.3f}", f"{p['kl_bound']:.2f}") for p in curve]
     table = text.table(("best of n", "reward", "judge", "KL at most"), rows, ">>>>")
     falls = curve[-1]["gold"] < max(point["gold"] for point in curve)
     return (
@@ -133,9 +131,9 @@ def best_of_n_table(curve: list[dict[str, float]]) -> str:
 def probes_table(probes: dict[str, Any]) -> str:
     """Returns a table with the effect of each probe of a reward, in standard deviations of the reward's scores."""
     rows = []
-    for name, one in probes.items():
-        effect = f"{one['effect']:+.2f} ({one['low']:+.2f} to {one['high']:+.2f})"
-        rows.append((name, effect, f"{one['accuracy']:.3f}", one["verdict"]))
+    for name, probe in probes.items():
+        effect = f"{probe['effect']:+.2f} ({probe['low']:+.2f} to {probe['high']:+.2f})"
+        rows.append((name, effect, f"{probe['accuracy']:.3f}", probe["verdict"]))
     return text.table(("probe", "effect (95 %)", "accuracy", "verdict"), rows, "<<><")
 
 

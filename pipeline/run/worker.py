@@ -149,7 +149,7 @@ class PreemptionNotice:
 
     def __init__(self) -> None:
         self.active = False  # whether a notice has arrived, after which the run commits one checkpoint
-        self._next, self._step, self._asked = 0, 0, time.monotonic()
+        self._next, self._step, self._query_time = 0, 0, time.monotonic()
 
     def poll(self, step: int) -> bool:
         """Returns True at the first step after a notice, and False at all other steps."""
@@ -160,11 +160,11 @@ class PreemptionNotice:
         from pipeline.models.fsdp_sync import catch_up
 
         now = time.monotonic()
-        step_s = (now - self._asked) / max(1, step - self._step)
+        step_s = (now - self._query_time) / max(1, step - self._step)
         gap = max(1, int(NOTICE_INTERVAL_S / max(step_s, 1e-3))) if self._step else 1
         catch_up()
         gap = ray.train.collective.broadcast_from_rank_zero(gap)
-        self._next, self._step, self._asked = step + gap, step, now
+        self._next, self._step, self._query_time = step + gap, step, now
         self.active = ray.train.get_preemption_info() is not None
         return self.active
 
@@ -223,11 +223,11 @@ class Worker(ModelHost):
 
         return load_shards(self.work.frozen, scorer_tokenizer, self.device)
 
-    def gather(self, mine: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, in the order of the ranks, on every rank."""
         from pipeline.ppo.episodes import gather
 
-        return gather(mine)
+        return gather(value)
 
     def log(self, metrics: dict[str, float], step: int, total: int) -> None:
         """On rank 0, sends metrics to MLflow, and prints a line at most every PRINT_INTERVAL_S."""
@@ -237,18 +237,18 @@ class Worker(ModelHost):
         now = time.monotonic()
         if self.started is None:
             self.started = (now, step)
-        began, first = self.started
-        left = (now - began) / (step - first) * (total - step) if step > first else 0.0
-        shown = [f"{label} {value:<9.4g}" for label, value in line_of(self.work.identity.stage, metrics)]
-        ends = step in (first, total) or any(key.startswith("eval_") for key in metrics)
-        if ends or now - self.printed >= PRINT_INTERVAL_S:  # MLflow gets every step
+        start_time, first_step = self.started
+        remaining = (now - start_time) / (step - first_step) * (total - step) if step > first_step else 0.0
+        cells = [f"{label} {value:<9.4g}" for label, value in line_of(self.work.identity.stage, metrics)]
+        is_milestone = step in (first_step, total) or any(key.startswith("eval_") for key in metrics)
+        if is_milestone or now - self.printed >= PRINT_INTERVAL_S:  # MLflow gets every step
             self.printed = now
-            ahead = f"  left {terminal.duration(left)}" if step > first else ""
-            print(f"step {step:>{len(str(total))}}/{total}  {'  '.join(shown)}{ahead}".rstrip(), flush=True)
-        if ends or now - self.shown >= LIVE_INTERVAL_S:
+            eta = f"  left {terminal.duration(remaining)}" if step > first_step else ""
+            print(f"step {step:>{len(str(total))}}/{total}  {'  '.join(cells)}{eta}".rstrip(), flush=True)
+        if is_milestone or now - self.shown >= LIVE_INTERVAL_S:
             self.shown = now
-            numbers = "  ".join(one.rstrip() for one in shown[:LIVE_METRICS])
-            terminal.show_progress(text.row("train", f"{step}/{total}"), left, numbers)
+            numbers = "  ".join(cell.rstrip() for cell in cells[:LIVE_METRICS])
+            terminal.show_progress(text.row("train", f"{step}/{total}"), remaining, numbers)
         self.metrics.log(metrics, step)
 
     def _report(self, value: float, step: int) -> str | None:
@@ -296,10 +296,10 @@ class Worker(ModelHost):
         if self.rank == 0:
             self.work.lease.require()
             checkpoints.seal_checkpoint(run_folder, name, dict(ChainMap(checked or {}, *parts)))
-            if checked and (wrong := checkpoints.find_damage(path := storage.join(run_folder, name))):
+            if checked and (damage := checkpoints.find_damage(path := storage.join(run_folder, name))):
                 storage.remove(path)
                 raise Failure(
-                    f"the last checkpoint differs from the trained weights ({wrong}): another program writes to {self.scratch} or "
+                    f"the last checkpoint differs from the trained weights ({damage}): another program writes to {self.scratch} or "
                     f"{run_folder}; stop that program, then run the same command again"
                 )
             self.work.lease.require()

@@ -31,7 +31,7 @@ def new_name() -> str:
 def tracking_of(job: Job) -> Tracking:
     """Returns the Tracking object of a job: its MLflow store, experiment, other trackers and data sources."""
     sources = {name: sources_of(getattr(job.data, name) or job.data.train) for name in SPLITS}
-    locations = {name: ", ".join(one.location for one in given) for name, given in sources.items()}
+    locations = {name: ", ".join(source.location for source in group) for name, group in sources.items()}
     return Tracking(
         uri_of(job.mlflow.tracking_uri, job.run.storage_path),
         job.mlflow.experiment,

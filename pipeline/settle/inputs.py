@@ -39,8 +39,8 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
     """
     tracking = tracking_of(job)
     uri = tracking.uri
-    named = {name: source for name, source in job.inputs.items() if source != "base"}
-    if any(InputURI.parse(name).is_registered for name in (job.model.name_or_path, *named.values())):
+    references = {name: source for name, source in job.inputs.items() if source != "base"}
+    if any(InputURI.parse(name).is_registered for name in (job.model.name_or_path, *references.values())):
         registry.check_store(tracking)
     if InputURI.parse(job.model.name_or_path).is_registered:
         with blame_key("model.name_or_path"):
@@ -53,7 +53,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
         revision = base.get("revision")
         job = replace(job, model=replace(job.model, name_or_path=base["name_or_path"], revision=revision))
     inputs, missing = dict[str, str](), list[str]()
-    for name, source in named.items():
+    for name, source in references.items():
         with blame_key(job.key_of(name)):
             ref = InputURI.parse(source)
             if ref.is_function:
@@ -63,7 +63,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
                 continue
             names = job.policies if name == "policy" else [source]
             try:
-                found = pinned.get(name) or first_that_exists(names, uri, job.source)
+                version = pinned.get(name) or first_that_exists(names, uri, job.source)
             except registry.Missing as error:
                 missing.append(name)
                 if len(missing) >= len(job.serve.inputs):
@@ -71,8 +71,8 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
                 # A server starts without the models that do not exist.
                 print(f"warning: serve.{name} is skipped: {error.message}", flush=True)
                 continue
-        if found != "base":
-            inputs[name] = found
+        if version != "base":
+            inputs[name] = version
     return replace(job, serve=job.serve.without(missing)), inputs
 
 
@@ -81,29 +81,29 @@ def first_that_exists(names: list[str], uri: str, job_file: str) -> str:
     errors: list[registry.Missing] = []
     for name in names:
         try:
-            found = registry.pin(os.path.expanduser(name), uri, job_file)
+            version = registry.pin(os.path.expanduser(name), uri, job_file)
         except registry.Missing as error:
             errors.append(error)
             continue
         if errors:
             terminal.say(
-                f"policy: {', '.join(names[: len(errors)])} does not exist, so the policy is {found}"
+                f"policy: {', '.join(names[: len(errors)])} does not exist, so the policy is {version}"
             )
-        return found
+        return version
     raise errors[0]
 
 
 def by_version(job: Job, inputs: Mapping[str, str]) -> Job:
     """Returns the job with its model and function inputs replaced by their pinned versions."""
     models = {key: version for key, version in inputs.items() if not InputURI.parse(version).is_judge}
-    named: dict[str, Any] = {key: models[key] for key in INPUTS if key in models}
+    changes: dict[str, Any] = {key: models[key] for key in INPUTS if key in models}
     if isinstance(job.reward, list):
-        several = [(models.get(f"reward.{i}"), weight) for i, (_, weight) in enumerate(job.rewards)]
-        pinned = [version and {"reward": version, "weight": weight} for version, weight in several]
-        named["reward"] = [one or given for one, given in zip(pinned, job.reward, strict=True)]
+        weighted = [(models.get(f"reward.{i}"), weight) for i, (_, weight) in enumerate(job.rewards)]
+        pinned = [version and {"reward": version, "weight": weight} for version, weight in weighted]
+        changes["reward"] = [pin or reward for pin, reward in zip(pinned, job.reward, strict=True)]
     elif "reward.0" in models:
-        named["reward"] = models["reward.0"]
-    return replace(job, **named)
+        changes["reward"] = models["reward.0"]
+    return replace(job, **changes)
 
 
 def check_paths(job: Job) -> None:
@@ -134,21 +134,21 @@ def check_paths(job: Job) -> None:
 
 def digests_of_functions(work: Work) -> dict[str, str]:
     """Returns {key of a Python reward, judge or advantage estimator: digest of its module's source code}."""
-    found: dict[str, list[str]] = {}
-    for name, one in work.inputs.items():
+    functions: dict[str, list[str]] = {}
+    for name, job_input in work.inputs.items():
         # A stage that trains does not learn from its judge, so the judge does not affect the adapter.
-        if one.kind == "function" and (name != "judge" or not work.spec.learns):
-            found.setdefault(work.keys[name].partition(".")[0], []).append(one.version)
+        if job_input.kind == "function" and (name != "judge" or not work.spec.learns):
+            functions.setdefault(work.keys[name].partition(".")[0], []).append(job_input.version)
     if (estimator := str(work.trainer.get("advantage_estimator"))).startswith("python:"):
-        found["trainer.advantage_estimator"] = [estimator]
-    return {key: digest_functions(sources) for key, sources in found.items()}
+        functions["trainer.advantage_estimator"] = [estimator]
+    return {key: digest_functions(sources) for key, sources in functions.items()}
 
 
 def missing_parameter(source: str, columns: set[str]) -> str | None:
     """Returns a column that a Python reward needs but the rows lack, or None if the rows have all columns."""
     optional = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
     parameters = inspect.signature(import_function(source)).parameters.values()
-    required = [one.name for one in parameters if one.default is one.empty and one.kind not in optional]
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
     return next((name for name in required if name not in {*columns, *GIVEN}), None)
 
 
@@ -213,24 +213,24 @@ def _checked_model(work: Work, name: str, reference: str, files: Base) -> Input:
             raise InputError(f"{reference} is a full model: there is nothing to merge; {advice}")
         check_reward_model(work.model, folder)
         return Input(reference, "model", folder)
-    recorded = lineage.read(folder, reference)
-    lineage.check_same_base(recorded, work.base, work.keys[name], reference)
-    if "base" not in recorded:
+    facts = lineage.read(folder, reference)
+    lineage.check_same_base(facts, work.base, work.keys[name], reference)
+    if "base" not in facts:
         lineage.check_base_name(folder, work.base, reference)
     adapter_files.check_adapter_fits_base(files, folder, scores, reference)
     _check_supported(work, name, folder, files, scores)
-    return Input(reference, "adapter", folder, recorded)
+    return Input(reference, "adapter", folder, facts)
 
 
 def _scores_alone(work: Work, name: str) -> bool:
     """Returns True if the job scores some completions by themselves, and not together with other completions of the prompt."""
     args, stage = work.args, work.identity.stage
-    alone = name == "judge" or (stage == "evaluate" and bool(work.data.eval))
+    is_alone = name == "judge" or (stage == "evaluate" and bool(work.data.eval))
     if work.spec.online:
-        return alone or args.num_generations < 2 or args.estimator.needs_greedy
+        return is_alone or args.num_generations < 2 or args.estimator.needs_greedy
     if stage in ("generate", "collect"):
-        return alone or getattr(args, "num_generations", 1) < 2
-    return alone
+        return is_alone or getattr(args, "num_generations", 1) < 2
+    return is_alone
 
 
 def _check_supported(work: Work, name: str, folder: str, base: Base, scores: bool) -> None:
@@ -243,8 +243,8 @@ def _check_supported(work: Work, name: str, folder: str, base: Base, scores: boo
     ignored = None if scores or name == "teacher" else lora.ignored_by_vllm(adapter)
     if on_head and spec.trl:
         problem = "adapts lm_head, to which TRL's trainers apply no adapter; train an adapter without lm_head"
-    elif merged and (found := find_unmergeable(base, modules, bool(adapter.get("lora_bias")), scores)):
-        problem = found.message
+    elif merged and (error := find_unmergeable(base, modules, bool(adapter.get("lora_bias")), scores)):
+        problem = error.message
     elif dora and spec.runs_in == "serve":
         problem = (
             "is a DoRA adapter, which peft cannot batch with others; merge it into its base (`export`), name the result as "
@@ -268,16 +268,16 @@ def makes_adapter(spec: StageSpec, args: Any, adapters: Iterable[str]) -> bool:
     started_from = {"policy", "reward"} & spec.inputs.keys()
     if spec.online and not args.has_critic_adapter:  # the critic's adapter is not copied from `reward`
         started_from.discard("reward")
-    given = {name.partition(".")[0] for name in adapters}
-    return spec.learns is not None and not (started_from and given >= started_from)
+    roles = {name.partition(".")[0] for name in adapters}
+    return spec.learns is not None and not (started_from and roles >= started_from)
 
 
-def check_reward_model(model: Model, where: str) -> None:
+def check_reward_model(model: Model, reference: str) -> None:
     """Raises InputError if a model is not a sequence classifier with one label, because its head would be random."""
     from pipeline.models.base import check_base
     from pipeline.models.tokenizer import load_tokenizer
 
-    name, revision = hub.split_revision(where)
+    name, revision = hub.split_revision(reference)
     expected = (
         "expected an adapter that `rm` trained (models:/rlhf-rm@champion, or its folder), a sequence-classification model with "
         "one label, or python:MODULE:FUNCTION"
@@ -289,7 +289,7 @@ def check_reward_model(model: Model, where: str) -> None:
     kind, labels = str((config.get("architectures") or ["unknown"])[0]), len(config.get("id2label") or "01")
     classifies = kind.endswith("ForSequenceClassification") or model.trust_remote_code
     if not classifies or labels != 1:
-        raise InputError(f"{where!r} is a {kind}{f' with {labels} labels' * classifies}; {expected}")
+        raise InputError(f"{reference!r} is a {kind}{f' with {labels} labels' * classifies}; {expected}")
     scorer = replace(model, name_or_path=name, revision=revision, load_in_4bit=False)
     check_base(scorer, scorer=True)
     load_tokenizer(name, revision, trust_remote_code=model.trust_remote_code)
@@ -316,9 +316,9 @@ def room_for_prompts(completion: int, longest: int | None, context: int | None) 
         )
     room = context - completion
     if longest is not None and longest > room:
-        less = f" less trainer.response_length={completion}" if completion else ""
+        suffix = f" less trainer.response_length={completion}" if completion else ""
         raise InputError(
-            f"{longest} is more than the model's context of {context} tokens{less}; use data.max_length={room} or less",
+            f"{longest} is more than the model's context of {context} tokens{suffix}; use data.max_length={room} or less",
             key="data.max_length",
         )
     return room

@@ -42,11 +42,11 @@ class Bundle:
 
     def options(self) -> dict[str, Any]:
         """Returns the resources and the selector as arguments for ray.remote and Ray Data."""
-        named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+        arguments = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
         options: dict[str, Any] = {"num_cpus": 0, "label_selector": self.selector or None}
-        options |= {named[key]: value for key, value in self.resources.items() if key in named}
-        if more := {key: value for key, value in self.resources.items() if key not in named}:
-            options["resources"] = more
+        options |= {arguments[key]: value for key, value in self.resources.items() if key in arguments}
+        if custom := {key: value for key, value in self.resources.items() if key not in arguments}:
+            options["resources"] = custom
         return options
 
     def fits(self, resources: Mapping[str, float], labels: Mapping[str, str]) -> int:
@@ -57,15 +57,15 @@ class Bundle:
         return int(min(shares, default=0))
 
     def __str__(self) -> str:
-        shown = [f"{k}: {v:g}" for k, v in self.resources.items() if not k.startswith(ACCELERATOR_TYPE)]
-        return f"{{{', '.join(shown)}}}" + (f" on nodes with {self.selector}" if self.selector else "")
+        amounts = [f"{k}: {v:g}" for k, v in self.resources.items() if not k.startswith(ACCELERATOR_TYPE)]
+        return f"{{{', '.join(amounts)}}}" + (f" on nodes with {self.selector}" if self.selector else "")
 
 
 class Group(NamedTuple):
     """The training or rollout workers of a job: their minimum and maximum number, and the resources of each worker."""
 
     section: str  # `scaling` or `rollout`
-    who: str  # name in messages
+    label: str  # name in messages
     fewest: int
     most: int
     each: Bundle
@@ -101,7 +101,7 @@ class Places:
 
     def fewer(self, room: float) -> str:
         """Returns an override that lowers scaling.num_workers to at most `room`, or "" if no such number is valid."""
-        count = next((one for one in self.smaller if one <= room), None)
+        count = next((n for n in self.smaller if n <= room), None)
         return f"scaling.num_workers={count}" if count else ""
 
 
@@ -126,24 +126,24 @@ def check_fits(places: Places) -> None:
     This check runs before Ray starts. The check runs again after Ray's start, when Ray reports its memory and the autoscaler's
     limits.
     """
-    has = "this cluster at its maximum size" if on_cluster() else "this machine"
-    there, taken = _limits(), defaultdict[str, float](float)
-    for section, who, count, _, bundle in places.groups if there else ():
+    machine = "this cluster at its maximum size" if on_cluster() else "this machine"
+    limits, usage = _limits(), defaultdict[str, float](float)
+    for section, worker, count, _, bundle in places.groups if limits else ():
         for name, amount in bundle.resources.items():
-            most = there.get(name, 0)
-            if taken[name] + count * amount > most:
-                trainer = f", next to a trainer with {taken[name]:g}" if taken[name] else ""
-                key = "num_workers" if amount <= most else "resources_per_worker"
-                key = "use_gpu" if name == "GPU" and not most else key
-                change = places.fewer(most / amount) if section == "scaling" else ""
+            limit = limits.get(name, 0)
+            if usage[name] + count * amount > limit:
+                trainer = f", next to a trainer with {usage[name]:g}" if usage[name] else ""
+                key = "num_workers" if amount <= limit else "resources_per_worker"
+                key = "use_gpu" if name == "GPU" and not limit else key
+                change = places.fewer(limit / amount) if section == "scaling" else ""
                 advice = f"lower {section}.num_workers or {section}.resources_per_worker, or run the job where more resources are available"
                 raise InputError(
-                    f"{count} {who}{'s' * (count > 1)} with {name}: {amount:g} each{trainer}, but {has} has {most:g}; "
+                    f"{count} {worker}{'s' * (count > 1)} with {name}: {amount:g} each{trainer}, but {machine} has {limit:g}; "
                     f"{f'set {change}' if change else advice}",
                     key=f"{section}.{key}",
                     change=change,
                 )
-            taken[name] += count * amount
+            usage[name] += count * amount
 
 
 def _limits() -> dict[str, float]:
@@ -173,19 +173,19 @@ def side_by_side(places: Places) -> int:
     import ray
 
     nodes = [(node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
-    most = _autoscaler_limits()
-    if most:  # the autoscaler's limits are totals over all nodes, and do not include labels
-        nodes = [(most, {})]
+    limits = _autoscaler_limits()
+    if limits:  # the autoscaler's limits are totals over all nodes, and do not include labels
+        nodes = [(limits, {})]
     elif not on_cluster():  # a local Ray may declare more CPUs than the machine has
         nodes = [({**nodes[0][0], "CPU": float(os.cpu_count() or 1)}, {})]
-    free = [(defaultdict[str, float](float, resources), labels) for resources, labels in nodes]
-    needed: list[Bundle] = []
-    for one in places.groups:
-        needed += [replace(one.each, selector={}) if most else one.each] * one.fewest
+    free_nodes = [(defaultdict[str, float](float, resources), labels) for resources, labels in nodes]
+    bundles: list[Bundle] = []
+    for group in places.groups:
+        bundles += [replace(group.each, selector={}) if limits else group.each] * group.fewest
     runs = 0
     while True:
-        for bundle in needed:
-            node = next((node for node, labels in free if bundle.fits(node, labels)), None)
+        for bundle in bundles:
+            node = next((node for node, labels in free_nodes if bundle.fits(node, labels)), None)
             if node is None:
                 return max(1, runs)
             for name, amount in bundle.resources.items():
@@ -235,10 +235,10 @@ def describe_cluster() -> str:
         ]
         return f"{{{', '.join(amounts)}}}"
 
-    most = _autoscaler_limits()
-    grow = f", and may grow to {shown(most)}" if most else ""
+    limits = _autoscaler_limits()
+    growth = f", and may grow to {shown(limits)}" if limits else ""
     total, free = shown(ray.cluster_resources()), shown(ray.available_resources())
-    return f"the cluster has {total}, of which {free} are free{grow}{launch_failure()}"
+    return f"the cluster has {total}, of which {free} are free{growth}{launch_failure()}"
 
 
 def launch_failure() -> str:
@@ -250,15 +250,15 @@ def launch_failure() -> str:
     import ray
     from ray.autoscaler.v2.sdk import get_cluster_status
 
-    failed = get_cluster_status(ray.get_runtime_context().gcs_address).failed_launches
-    if not failed:
+    launches = get_cluster_status(ray.get_runtime_context().gcs_address).failed_launches
+    if not launches:
         return ""
-    last = max(failed, key=lambda one: one.failed_ts_s or one.request_ts_s)
+    failure = max(launches, key=lambda launch: launch.failed_ts_s or launch.request_ts_s)
     log = Path(ray._private.worker._global_node.get_logs_dir_path(), "monitor.log")
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    reasons = re.findall(rf"Failed to launch \d+ nodes of type {last.ray_node_type_name}: (.+)", text)
-    why = last.details or (reasons[-1] if reasons else "monitor.log on the head has the reason")
-    return f"; {len(failed)} launches of {last.ray_node_type_name} failed, and Ray tries no other type: {why[:300]}"
+    reasons = re.findall(rf"Failed to launch \d+ nodes of type {failure.ray_node_type_name}: (.+)", text)
+    cause = failure.details or (reasons[-1] if reasons else "monitor.log on the head has the reason")
+    return f"; {len(launches)} launches of {failure.ray_node_type_name} failed, and Ray tries no other type: {cause[:300]}"
 
 
 def placement_callback(places: Places) -> Any:
@@ -302,8 +302,8 @@ def wait_for_one(places: Places) -> None:
     """Waits until the cluster has resources for one worker. Ray Data needs only one actor to start."""
     from ray.util import placement_group, remove_placement_group
 
-    wait, one = Wait(places), places.workers.each
-    place = placement_group([one.resources], bundle_label_selector=[one.selector])
+    wait, bundle = Wait(places), places.workers.each
+    place = placement_group([bundle.resources], bundle_label_selector=[bundle.selector])
     try:
         while not place.wait(0.5):
             wait.check()

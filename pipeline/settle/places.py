@@ -37,8 +37,8 @@ def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
 
     config, on_gpu = job.rollout_config, bool(scaling.get("use_gpu"))
     rollout_on_gpu = on_gpu if config.use_gpu is None else config.use_gpu
-    given = {"resources_per_worker": config.resources_per_worker, "use_gpu": rollout_on_gpu}
-    sampler = Bundle(_amounts_of(given, config.tensor_parallel_size), rollout.get("label_selector") or {})
+    section = {"resources_per_worker": config.resources_per_worker, "use_gpu": rollout_on_gpu}
+    sampler = Bundle(_amounts_of(section, config.tensor_parallel_size), rollout.get("label_selector") or {})
     count = config.num_workers
     return Places(
         in_process=job.in_process,
@@ -55,5 +55,5 @@ def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
 def _amounts_of(section: Mapping[str, Any], gpus: int) -> dict[str, float]:
     """Returns {resource: amount} for one worker. If the section sets use_gpu but no number of GPUs, a worker gets `gpus` GPUs."""
     gpu = {"GPU": float(gpus)} if section.get("use_gpu") else {}
-    given = section.get("resources_per_worker") or gpu or {"CPU": 1}
-    return {**{name: amount for name, amount in given.items() if amount}, **({} if given.get("GPU") else gpu)}
+    needs = section.get("resources_per_worker") or gpu or {"CPU": 1}
+    return {**{name: amount for name, amount in needs.items() if amount}, **({} if needs.get("GPU") else gpu)}

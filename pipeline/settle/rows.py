@@ -23,21 +23,21 @@ def tokenize_rows(work: Work, start_ray: Callable[[], Any] | None = None) -> tup
     from pipeline.data import read
 
     print("reading and tokenizing the rows", flush=True)
-    given, context = work.data, work.base["context_length"]
+    data, context = work.data, work.base["context_length"]
     sets: dict[str, tuple[Any, str]] = {}  # {name: (tokenized rows, their split)}
     report: Any = None
     mixture: Any = None
-    cache = given.cache_dir or storage.join(work.identity.storage_path, "data")
+    cache = data.cache_dir or storage.join(work.identity.storage_path, "data")
     prepare = partial(read.prepare_rows, tokenizer=work.tokenizer, cache_root=cache, ray_for_rows=start_ray)
-    if given.train or given.eval:
+    if data.train or data.eval:
         packing = bool(work.trainer.get("packing"))
-        data = prepare(work.identity.stage, given, context_length=work.room, packing=packing)
-        report, mixture = data.report, data.mixture
-        sets = {name: (data, name) for name in ("train", "eval") if getattr(data, name) is not None}
+        prepared = prepare(work.identity.stage, data, context_length=work.room, packing=packing)
+        report, mixture = prepared.report, prepared.mixture
+        sets = {name: (prepared, name) for name in ("train", "eval") if getattr(prepared, name) is not None}
     for name in ("pairs", "benchmarks"):  # `evaluate` only scores these rows
-        if not (scored_rows := getattr(given, name)):
+        if not (scored_rows := getattr(data, name)):
             continue
-        section = replace(given, train=None, eval=scored_rows, max_length=None)
+        section = replace(data, train=None, eval=scored_rows, max_length=None)
         if name == "benchmarks":  # a benchmark's format sets its columns
             section = replace(section, columns=None, label=None, transform=None, group_by=None)
         try:
@@ -45,24 +45,24 @@ def tokenize_rows(work: Work, start_ray: Callable[[], Any] | None = None) -> tup
         except InputError as error:
             key = f"data.{name}" if error.key == "data.eval" else error.key
             raise InputError(error.message, key) from error
-        report, found = report or scored.report, scored.report
-        for into, of in ((report.splits, found.splits), (report.sources, found.sources)):
-            if "eval" in of:
-                into[name] = of.pop("eval")
+        report, new_report = report or scored.report, scored.report
+        for target, source in ((report.splits, new_report.splits), (report.sources, new_report.sources)):
+            if "eval" in source:
+                target[name] = source.pop("eval")
         sets[name] = (scored, "eval")
     rows = {name: getattr(tokenized, split) for name, (tokenized, split) in sets.items()}
     # Checks that need the rows
     if work.spec.scores:
         check_needed_columns(work, rows)
-    check_row_format(given, work.inputs.get("policy"), report.row_format())
-    if given.train and work.identity.stage == "kto":
+    check_row_format(data, work.inputs.get("policy"), report.row_format())
+    if data.train and work.identity.stage == "kto":
         check_labels(work.trainer, *report.labels())
-    if given.train and work.spec.online:
+    if data.train and work.spec.online:
         check_updates(work.args, len(mixture) if mixture else report.splits["train"].kept)
     # Facts about the rows that workers and the registry need
     digests = {name: tokenized.digests[split] for name, (tokenized, split) in sets.items()}
-    if through := transforms_of(given):
-        digests["transform"] = functions.digest_functions(through.values())
+    if transforms := transforms_of(data):
+        digests["transform"] = functions.digest_functions(transforms.values())
     train = report.splits.get("train")
     work = replace(
         work,
@@ -99,10 +99,10 @@ def check_labels(trainer: dict[str, Any], desirable: int, undesirable: int) -> N
             flush=True,
         )
     elif not 1 <= good / bad <= 4 / 3:
-        lowest = bad / desirable
+        weight = bad / desirable
         print(
             f"warning: desirable_weight * desirable rows is {good / bad:.2f} of undesirable_weight * undesirable rows; expected 1 to "
-            f"4/3 (eq. 8 of https://arxiv.org/abs/2402.01306), as with trainer.desirable_weight={lowest:.3g} to {lowest * 4 / 3:.3g}",
+            f"4/3 (eq. 8 of https://arxiv.org/abs/2402.01306), as with trainer.desirable_weight={weight:.3g} to {weight * 4 / 3:.3g}",
             flush=True,
         )
 
@@ -110,16 +110,16 @@ def check_labels(trainer: dict[str, Any], desirable: int, undesirable: int) -> N
 def check_updates(args: Any, prompts: int) -> None:
     """Raises InputError if critic_warmup_steps covers all PPO updates. Warns if the run ends before the LR warmup."""
     updates = args.total_updates(prompts)
-    has = f"the run has {updates} update{'s' * (updates > 1)}"
+    run_length = f"the run has {updates} update{'s' * (updates > 1)}"
     if args.critic_warmup_steps >= updates:
         raise InputError(
-            f"found {args.critic_warmup_steps}, but {has} ({prompts} prompts): the policy would "
+            f"found {args.critic_warmup_steps}, but {run_length} ({prompts} prompts): the policy would "
             f"never learn; expected less than {updates}, or more trainer.total_episodes",
             key="trainer.critic_warmup_steps",
         )
     if args.warmup_steps >= updates:
         print(
-            f"warning: trainer.warmup_steps={args.warmup_steps}, but {has}: the learning rate never reaches "
+            f"warning: trainer.warmup_steps={args.warmup_steps}, but {run_length}: the learning rate never reaches "
             f"trainer.learning_rate={args.learning_rate:g}",
             flush=True,
         )
@@ -127,31 +127,31 @@ def check_updates(args: Any, prompts: int) -> None:
 
 def check_needed_columns(work: Work, rows: dict[str, Any]) -> None:
     """Raises InputError if the first rows lack the column that data.subset names, or a column that a reward or judge needs."""
-    asking = {name: one for name, one in work.inputs.items() if one.kind in ("function", "judge")}
-    for name, some in rows.items():
-        taken = some.slice(0, 100).to_pylist() if hasattr(some, "slice") else some.take(100)
-        first = [json.loads(row["row"]) for row in taken]
-        known = {key for row in first for key in row}
-        if name == "pairs" and work.data.subset and work.data.subset not in known:
+    scorers = {name: scorer for name, scorer in work.inputs.items() if scorer.kind in ("function", "judge")}
+    for name, dataset in rows.items():
+        sample = dataset.slice(0, 100).to_pylist() if hasattr(dataset, "slice") else dataset.take(100)
+        examples = [json.loads(row["row"]) for row in sample]
+        keys = {key for row in examples for key in row}
+        if name == "pairs" and work.data.subset and work.data.subset not in keys:
             raise InputError(
                 f"found {work.data.subset!r}, which the rows of data.pairs do not have; expected one of "
-                f"{', '.join(sorted(known))}",
+                f"{', '.join(sorted(keys))}",
                 key="data.subset",
             )
-        columns = known - {"prompt", "completion"}
-        if any(isinstance(row.get("prompt"), list) for row in first):
+        columns = keys - {"prompt", "completion"}
+        if any(isinstance(row.get("prompt"), list) for row in examples):
             columns.add("messages")
-        for role, one in asking.items():
+        for role, scorer in scorers.items():
             if role == "judge" and name != "eval":
                 continue  # a judge skips pairs and benchmark rows that lack columns
-            if one.definition:
-                source, lacking = at_version(one.version)[0], one.definition.columns - columns
-                wanted = min(lacking, default=None)
+            if scorer.definition:
+                source, missing = at_version(scorer.version)[0], scorer.definition.columns - columns
+                column = min(missing, default=None)
             else:
-                source, wanted = one.version, missing_parameter(one.version, columns)
-            if wanted:
+                source, column = scorer.version, missing_parameter(scorer.version, columns)
+            if column:
                 raise InputError(
-                    f"{source} asks for `{wanted}`, which the rows of data.{name} do not have; "
+                    f"{source} asks for `{column}`, which the rows of data.{name} do not have; "
                     f"expected one of {', '.join((*GIVEN, *sorted(columns)))}. Add the column to the rows, or give the "
                     "parameter a default",
                     key=work.keys[role],

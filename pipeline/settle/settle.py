@@ -40,13 +40,13 @@ def settle_job(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> Wo
     room = room_for_prompts(work.writes, work.data.max_length, base["context_length"])
     inputs = check_inputs(work, versions, files)
     weights = {f"reward.{index}": weight for index, (_, weight) in enumerate(job.rewards)}
-    inputs = {name: replace(one, weight=weights.get(name, 1.0)) for name, one in inputs.items()}
-    adapters = {name: one for name, one in inputs.items() if one.kind == "adapter"}
+    inputs = {name: replace(job_input, weight=weights.get(name, 1.0)) for name, job_input in inputs.items()}
+    adapters = {name: job_input for name, job_input in inputs.items() if job_input.kind == "adapter"}
     if makes_adapter(work.spec, work.args, adapters):
         check_lora(files, work.lora, work.spec.learns == "reward")
-    elif unused := [key for key in job.overridden if key.partition(".")[0] == "lora"]:
+    elif lora_keys := [key for key in job.overridden if key.partition(".")[0] == "lora"]:
         print(
-            f"warning: {', '.join(unused)} changes nothing: the adapters that this job trains are copies of its input adapters; "
+            f"warning: {', '.join(lora_keys)} changes nothing: the adapters that this job trains are copies of its input adapters; "
             "policy=base starts a new adapter",
             flush=True,
         )
@@ -54,9 +54,9 @@ def settle_job(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> Wo
     return replace(work, room=room, inputs=inputs, tokenizer=tokenizer)
 
 
-def work_of(job: Job, places: Places, **known: Any) -> Work:
-    """Returns a job's Work object. `known` sets fields such as `base`; the remaining fields have their defaults."""
-    return Work(**vars(sections_of(job, places)), tracking=tracking_of(job), gate=gate_of(job), **known)
+def work_of(job: Job, places: Places, **values: Any) -> Work:
+    """Returns a job's Work object. `values` sets fields such as `base`; the remaining fields have their defaults."""
+    return Work(**vars(sections_of(job, places)), tracking=tracking_of(job), gate=gate_of(job), **values)
 
 
 def sections_of(job: Job, places: Places) -> Sections:
@@ -87,12 +87,12 @@ def _tokenizer(model: Model, adapters: Mapping[str, Input], names_policy: bool) 
     # Uses the policy's chat template, or the reward model's if the job names no policy.
     policies = [name for name in adapters if name == "policy" or name.startswith("policies.")]
     rewards = [name for name in adapters if name.startswith("reward") and not names_policy]
-    learned = next((adapters[name] for name in policies + rewards), None)
+    adapter = next((adapters[name] for name in policies + rewards), None)
     template = model.chat_template
-    if template is None and learned:
-        saved = os.path.join(learned.folder, "chat_template.jinja")  # template of the adapter's training
-        template = saved if os.path.lexists(saved) else None
+    if template is None and adapter:
+        file = os.path.join(adapter.folder, "chat_template.jinja")  # template of the adapter's training
+        template = file if os.path.lexists(file) else None
     tokenizer = load_tokenizer(model.name_or_path, model.revision, template, model.trust_remote_code)
-    if learned and model.chat_template is None:  # encodes plain-text prompts as in the adapter's training
-        tokenizer.text_as_chat = bool(learned.lineage.get("text_as_chat", not is_plain(tokenizer)))
+    if adapter and model.chat_template is None:  # encodes plain-text prompts as in the adapter's training
+        tokenizer.text_as_chat = bool(adapter.lineage.get("text_as_chat", not is_plain(tokenizer)))
     return tokenizer

@@ -123,4 +123,4 @@ class Work(Sections):
     @property
     def versions(self) -> dict[str, str]:
         """Returns {name of an input: its pinned version}."""
-        return {name: one.version for name, one in self.inputs.items()}
+        return {name: job_input.version for name, job_input in self.inputs.items()}

@@ -237,7 +237,7 @@ def index_on_another_gpu(trainer, monkeypatch):
     states = SharedBase.states
 
     def moved(shared, role, batch):
-        return states(shared, role, dataclasses.replace(batch, at=batch.at.to("cuda:1")))
+        return states(shared, role, dataclasses.replace(batch, indices=batch.indices.to("cuda:1")))
 
     monkeypatch.setattr(SharedBase, "states", moved)
 

@@ -148,7 +148,7 @@ def test_ppo_casts_adapters_once_per_rollout_and_optimizer_step(monkeypatch):
     def counting():
         with lora.cast_once():
             yield
-            kept.append(len(lora._kept))
+            kept.append(len(lora._casts))
 
     kept = []
     assert torch.equal(run(counting), run(nullcontext))

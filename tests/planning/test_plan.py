@@ -142,7 +142,7 @@ def test_plans_for_8b_and_70b_equal_a_calculation_by_hand(
     settings = ["num_workers=2", "use_gpu=true", "tensor_parallel_size=2", "engine=vllm"]
     asked = job(tmp_path, name, *(f"rollout.{one}" for one in settings))
     planned = plan_of(asked)
-    assert planned.shape.parameters == parameters and planned.shape.cache(planned.asked.bf16) == cache
+    assert planned.shape.parameters == parameters and planned.shape.cache(planned.settings.bf16) == cache
     assert not any("vLLM" in item.what or "KV cache" in item.what for item in planned.items)
     base, _, filled = (item for item in plan_of(asked, learns=False).items if "vLLM" in item.what)
     assert base.size == 2 * parameters / 2
