@@ -65,12 +65,12 @@ def fill_advantages(args: PPOConfig, config: RolloutConfig, episodes: Episodes, 
 
 def estimate_advantages(args: PPOConfig, episodes: Episodes, bootstrap: Tensor) -> Tensor:
     """Returns the estimator's advantages (B, R), not whitened, and 0 at masked positions."""
-    mask, known = episodes.mask, {**vars(episodes), "bootstrap": bootstrap}
-    advantages = estimators.call_formula(args.estimator.formula, args, known)
+    mask, inputs = episodes.mask, {**vars(episodes), "bootstrap": bootstrap}
+    advantages = estimators.call_formula(args.estimator.formula, args, inputs)
     if getattr(advantages, "shape", None) != mask.shape:
-        found = getattr(advantages, "shape", type(advantages).__name__)
+        shape = getattr(advantages, "shape", type(advantages).__name__)
         raise Failure(
-            f"{args.advantage_estimator} returned {found}, expected a tensor of shape {tuple(mask.shape)}"
+            f"{args.advantage_estimator} returned {shape}, expected a tensor of shape {tuple(mask.shape)}"
         )
     advantages = advantages.float().where(mask, 0.0)
     if not advantages.isfinite().all():
@@ -129,8 +129,8 @@ def value_objective(
     Args:
         values: (B, R) outputs of the critic, in units of returns normalized by `moments`.
     """
-    old, returns = (moments.normal(x) for x in (part.values, part.returns))
-    loss, stats = value_loss(values, old, returns, part.learn, totals.actions, args.cliprange_value)
+    old_values, returns = (moments.normal(x) for x in (part.values, part.returns))
+    loss, stats = value_loss(values, old_values, returns, part.learn, totals.actions, args.cliprange_value)
     return loss, (loss.detach(), stats["clipfrac"])
 
 
@@ -150,12 +150,12 @@ class RunningMoments:
 
     def update(self, x: Tensor, mask: Tensor) -> None:
         """Adds the values of `x` where `mask` is True, from all workers (parallel variance, Chan et al. 1979)."""
-        added = x[mask.bool()].double()
-        total, count = all_reduce(torch.stack([added.sum(), mask.sum().double()])).tolist()
+        values = x[mask.bool()].double()
+        total, count = all_reduce(torch.stack([values.sum(), mask.sum().double()])).tolist()
         if count == 0:
             return
         mean = total / count
-        squares = float(all_reduce(((added - mean) ** 2).sum()))
+        squares = float(all_reduce(((values - mean) ** 2).sum()))
         new_count = self.count + count
         old_squares = self.std**2 * self.count
         squares += old_squares + (mean - self.mean) ** 2 * self.count * count / new_count

@@ -182,10 +182,10 @@ class PPOTrainer:
             kl = metrics["objective/kl"]
             self.kl_coef = adapted_kl_coef(kl_coef, kl, args.batch_size, args.kl_target, args.kl_horizon)
         if args.normalize_values:
-            before = self.moments.std
+            old_std = self.moments.std
             self.moments.update(episodes.returns, episodes.learn)
             if self.moments.center is not None:  # rescales the head to keep the values (PopArt, 1602.07714)
-                self.shared.heads["critic"].weight.data *= before / self.moments.std
+                self.shared.heads["critic"].weight.data *= old_std / self.moments.std
         self.update += 1
         if args.sync_ref_model and self.update % args.ref_model_sync_steps == 0:
             self.shared.average("reference", "policy", 1.0 - args.ref_model_mixup_alpha)
@@ -209,8 +209,8 @@ class PPOTrainer:
         if peak := peak_flops(self.device):
             adapters = sum(isinstance(reward, AdapterReward) for reward in self.sampler.rewards)
             parameters = self.shared.base.num_parameters()  # counts each 4-bit weight of an NF4 base
-            here = not self.rollouts.workers
-            ideal = seconds_at_peak(self.args, sum(episodes.lengths()), parameters, adapters, here, peak)
+            local = not self.rollouts.workers
+            ideal = seconds_at_peak(self.args, sum(episodes.lengths()), parameters, adapters, local, peak)
             costs["mfu"] = ideal / seconds
         return costs
 
@@ -226,8 +226,8 @@ class PPOTrainer:
             self.reference_logprobs(rollout)
             self.logprobs_and_values(rollout.episodes)
             if teacher := self.sampler.teacher:
-                seen, logprobs = teacher.as_seen(rollout.episodes), rollout.episodes.teacher_logprobs
-                self.sampler.fill_logprobs(teacher.role, seen, logprobs)
+                episodes, logprobs = teacher.as_seen(rollout.episodes), rollout.episodes.teacher_logprobs
+                self.sampler.fill_logprobs(teacher.role, episodes, logprobs)
         losses.fill_advantages(self.args, self.rollout_config, rollout.episodes, self.kl_coef)
         return rollout
 
@@ -244,7 +244,7 @@ class PPOTrainer:
         n, size = args.num_generations, args.decoded(self.workers)
         share = range(self.rank, count, self.workers)  # positions of this worker's prompts in the update
         order = prompt_order(update * count, count, self.prompts.per_epoch, args.seed, self.prompts.draws)
-        rows = [self.prompts.rows[order[place]] for place in share]
+        rows = [self.prompts.rows[order[position]] for position in share]
         prompt_ids = [[int(i) for i in row["input_ids"]] for row in rows]
         first = update * args.batch_size
         return [
@@ -253,12 +253,12 @@ class PPOTrainer:
                 rank=self.rank,
                 number=number,
                 version=max(0, update - self.rollout_config.staleness),
-                rows=[i * n + g for i in places for g in range(n)],
-                prompt_ids=[prompt_ids[i] for i in places],
-                data=[rows[i]["row"] for i in places],
-                episodes=[first + share[i] * n + g for i in places for g in range(n)],
+                rows=[i * n + g for i in indices for g in range(n)],
+                prompt_ids=[prompt_ids[i] for i in indices],
+                data=[rows[i]["row"] for i in indices],
+                episodes=[first + share[i] * n + g for i in indices for g in range(n)],
             )
-            for number, places in enumerate(split_into_chunks([len(ids) for ids in prompt_ids], size, n))
+            for number, indices in enumerate(split_into_chunks([len(ids) for ids in prompt_ids], size, n))
         ]
 
     def score(self, rollout: Rollout) -> None:
@@ -272,11 +272,11 @@ class PPOTrainer:
                 for row, score in zip(chunk.rows, scores, strict=True):
                     raw[name][row] = score
             if (greedy := sampled.greedy) and greedy.raw:
-                paid = self._paid(greedy.raw, [completion.ended for completion in greedy.completions])
-                of_prompts = torch.tensor(paid, device=self.device)
-                episodes.greedy_scores[chunk.rows] = of_prompts.repeat_interleave(chunk.generations)
-        paid = self._paid(raw, episodes.ended.tolist()) if self.sampler.rewards else [0.0] * len(episodes)
-        episodes.scores = torch.tensor(paid, device=self.device, dtype=torch.float64)
+                totals = self._paid(greedy.raw, [completion.ended for completion in greedy.completions])
+                prompt_totals = torch.tensor(totals, device=self.device)
+                episodes.greedy_scores[chunk.rows] = prompt_totals.repeat_interleave(chunk.generations)
+        totals = self._paid(raw, episodes.ended.tolist()) if self.sampler.rewards else [0.0] * len(episodes)
+        episodes.scores = torch.tensor(totals, device=self.device, dtype=torch.float64)
         if self.args.mask_truncated_completions:
             episodes.learn = episodes.mask & episodes.ended.unsqueeze(-1)
 
@@ -353,7 +353,7 @@ class PPOTrainer:
         args, steps = self.args, 0
         sums: dict[str, float] = {}
         first_ratio: dict[str, float] = {}
-        mine, episodes = episodes, episodes.gathered(args.batch_size)
+        local, episodes = episodes, episodes.gathered(args.batch_size)
         actions = episodes.learn.sum(-1).tolist()
         for minibatch in minibatches(args, self.update):
             rows = [row for row in minibatch.tolist() if actions[row]]
@@ -381,7 +381,7 @@ class PPOTrainer:
             steps += 1
         if self.reuses_training_forward and self.workers > 1:
             old = all_reduce(episodes.old_logprobs)  # only one worker has a row's log-probs; all others add 0
-            mine.old_logprobs = old[mine.indices, : mine.mask.shape[1]]
+            local.old_logprobs = old[local.indices, : local.mask.shape[1]]
         counts = {"policy/steps": float(steps), "skipped_steps": float(self.skipped_steps)}
         return {key: value / max(steps, 1) for key, value in sums.items()} | first_ratio | counts
 
@@ -459,8 +459,8 @@ class PPOTrainer:
         completions, tokens = self.limits
         if self.workers > 1:
             lengths = episodes.lengths()
-            fair = sum(lengths[row] for row in rows) // (2 * self.workers)
-            tokens = min(tokens or fair, fair)
+            fair_share = sum(lengths[row] for row in rows) // (2 * self.workers)
+            tokens = min(tokens or fair_share, fair_share)
         return forward.in_packs(self.shared, episodes, rows, completions, tokens)
 
     @property
@@ -511,10 +511,10 @@ class PPOTrainer:
         vars(self.moments).update(state["returns"])
         # Rounding depends on the number of rows decoded at once. Therefore, the checkpoint's number is restored, unless fewer
         # rows fit now.
-        rows, now = state["decoding"]["rows"], self.sampler.rows
+        rows, fitting_rows = state["decoding"]["rows"], self.sampler.rows
         same = state["decoding"]["workers"] == self.workers and not self.args.local_rollout_forward_batch_size
-        if rows and now and same:
-            self.sampler.rows = min(rows, now)
+        if rows and fitting_rows and same:
+            self.sampler.rows = min(rows, fitting_rows)
         if self.rollouts.versions:
             self.rollouts.versions.load(folder)
         random_state = folder / f"rng_{self.rank}_of_{self.workers}.pt"
