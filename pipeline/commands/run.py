@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline import report
 from pipeline.errors import Failure, InputError
-from pipeline.job import STAGES, Job, command_line, load_job
+from pipeline.job import TRAIN_STAGES, Job, command_line, load_job
 from pipeline.job.libraries import check_with_libraries
 from pipeline.job.stages import headline_metrics
 from pipeline.registry import file_of_uri
@@ -141,7 +141,7 @@ def overrides_of(stage: str, overrides: list[str]) -> list[str]:
         first, _, rest = override.partition(".")
         if first == stage:
             mine.append(rest)
-        elif first not in STAGES:
+        elif first not in TRAIN_STAGES:
             mine.append(override)
         elif first not in ORDER:
             raise InputError(f"{override}: `run` has no stage {first!r}; its stages are {', '.join(ORDER)}")

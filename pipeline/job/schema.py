@@ -100,10 +100,11 @@ def find_mismatch(value: Any, schema: Mapping[str, Any]) -> str | None:
     if (error := next(validator.iter_errors(value), None)) is None:
         return None
     part = "".join(f"{shorten(str(key))}: " for key in error.absolute_path)
+    # the mismatched part of the value, and the schema of this part
     found, wanted = (
         error.instance,
         error.schema,
-    )  # the mismatched part of the value, and the schema of this part
+    )
     near = difflib.get_close_matches(str(found), list(map(str, _choices(wanted))), n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     if isinstance(found, (int, float)):
