@@ -175,15 +175,15 @@ class Rollouts:
 
 
 def assemble_episodes(
-    parts: Sequence[tuple[Chunk, Sampled]], first: int, pad: int, device: torch.device
+    parts: Sequence[tuple[Chunk, Sampled]], start: int, pad: int, device: torch.device
 ) -> Episodes:
     """Returns the completions of a trainer's share as episodes, in the order of the share.
 
     Args:
-        first: number of the update's first episode in the run.
+        start: number of the update's first episode in the run.
     """
     rows: list[tuple[int, list[int], Completion]] = []
     for chunk, sampled in parts:
-        rows += zip((e - first for e in chunk.episodes), chunk.prompts, sampled.completions, strict=True)
+        rows += zip((e - start for e in chunk.episodes), chunk.prompts, sampled.completions, strict=True)
     indices, prompts, completions = zip(*sorted(rows, key=lambda row: row[0]), strict=True)
     return collate(prompts, completions, indices, pad, device)

@@ -233,10 +233,10 @@ class PPOTrainer:
 
     def rollout(self) -> Rollout:
         """Samples `num_generations` completions to each prompt of this worker's share of the next update."""
-        parts, first = self.rollouts.chunks_for(self.update), self.update * self.args.batch_size
+        parts, first_episode = self.rollouts.chunks_for(self.update), self.update * self.args.batch_size
         if self.rollouts.workers:
             raise_if_failed(checks.check_rollout_workers(self, parts))
-        return Rollout(parts, assemble_episodes(parts, first, self.sampler.pad, self.device))
+        return Rollout(parts, assemble_episodes(parts, first_episode, self.sampler.pad, self.device))
 
     def _chunks(self, update: int) -> list[Chunk]:
         """Returns this worker's share of an update as chunks, which are sampled and scored one by one."""
@@ -246,7 +246,7 @@ class PPOTrainer:
         order = prompt_order(update * count, count, self.prompts.per_epoch, args.seed, self.prompts.draws)
         rows = [self.prompts.rows[order[position]] for position in share]
         prompt_ids = [[int(i) for i in row["input_ids"]] for row in rows]
-        first = update * args.batch_size
+        first_episode = update * args.batch_size
         return [
             Chunk(
                 update=update,
@@ -256,7 +256,7 @@ class PPOTrainer:
                 rows=[i * n + g for i in indices for g in range(n)],
                 prompt_ids=[prompt_ids[i] for i in indices],
                 data=[rows[i]["row"] for i in indices],
-                episodes=[first + share[i] * n + g for i in indices for g in range(n)],
+                episodes=[first_episode + share[i] * n + g for i in indices for g in range(n)],
             )
             for number, indices in enumerate(split_into_chunks([len(ids) for ids in prompt_ids], size, n))
         ]

@@ -107,8 +107,8 @@ class Pool:
         """Stores a version of the policy: an ObjectRef of its tensors, in a list, so that Ray does not fetch them."""
         if session == self.session:
             self.versions[version] = tensors
-            for old in [v for v in self.versions if v < version - self.config.staleness]:
-                del self.versions[old]
+            for outdated in [v for v in self.versions if v < version - self.config.staleness]:
+                del self.versions[outdated]
             await self._notify()
 
     async def request(self, session: str, chunks: list[tuple[Key, int, bytes]]) -> None:
@@ -157,15 +157,15 @@ class Pool:
 
     async def _keep(self, number: int) -> None:
         """Lets a worker sample one chunk after another until the run ends."""
-        worker, first = self._start(), True
+        worker, is_first = self._start(), True
         while True:
             async with self.changed:
                 await self.changed.wait_for(lambda: not self.broken)
             try:
                 await self._answer(worker, worker.placed.remote(), None)
-                if first:
+                if is_first:
                     self.present.add(number)
-                first = False
+                is_first = False
                 settings = await self._load(worker)
                 self.present.add(number)
                 self.ready.add(number)

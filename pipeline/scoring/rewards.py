@@ -153,15 +153,15 @@ class Reward(ABC):
     def _listed(self, scores: Any, samples: Samples) -> Sequence[Any]:
         """Returns scores as a list. Raises InputError if `scores` is not a list of one value for each sample."""
         # Arrays and tensors, also tensors that require gradients, have the method tolist.
-        listed = scores.tolist() if hasattr(scores, "tolist") else scores
-        is_list = isinstance(listed, (list, tuple))
-        if not is_list or len(listed) != len(samples):
-            result = f"{len(listed)} scores" if is_list else _brief(scores, 100)
+        values = scores.tolist() if hasattr(scores, "tolist") else scores
+        is_list = isinstance(values, (list, tuple))
+        if not is_list or len(values) != len(samples):
+            result = f"{len(values)} scores" if is_list else _brief(scores, 100)
             raise InputError(
                 f"reward {self} returned {result} (samples: {len(samples)}); expected a list of one number for each sample; "
                 f"the first is {samples.show(0)}"
             )
-        return listed
+        return values
 
     def __str__(self) -> str:
         return repr(self.name)

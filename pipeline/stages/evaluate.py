@@ -42,8 +42,8 @@ def promote_policy(work: Work, result: dict[str, Any]) -> registry.Version | Non
     candidate = versions.get("policy") or versions.get("reward.0")
     if not (work.gate.conditions and candidate):
         return None
-    others = {name: version for name, version in versions.items() if version != candidate}
-    measured = registry.measured_on(work.digests, others, work.gate)
+    other_versions = {name: version for name, version in versions.items() if version != candidate}
+    measured = registry.measured_on(work.digests, other_versions, work.gate)
     return registry.promote(work.uri, work.gate, candidate, result["metrics"], measured)
 
 

@@ -29,9 +29,9 @@ class PairedBatchSampler(ExactBatchSampler):
 
         order = self.order()
         steps = order.split(self.step)
-        others = torch.cat([mismatched_rows(*pair) for pair in zip(steps, [None, *steps], strict=False)])
+        partners = torch.cat([mismatched_rows(*pair) for pair in zip(steps, [None, *steps], strict=False)])
         for span in self.places():
-            yield order[span].tolist() + others[span].tolist()
+            yield order[span].tolist() + partners[span].tolist()
 
 
 def mismatched_rows(rows: Any, previous: Any) -> Any:
@@ -41,14 +41,14 @@ def mismatched_rows(rows: Any, previous: Any) -> Any:
     """
     import torch
 
-    others = rows.roll(1)
+    partners = rows.roll(1)
     for shift in range(2, len(rows)):
-        if not (is_same := others == rows).any():
-            return others
-        others = torch.where(is_same, rows.roll(shift), others)
-    if (others == rows).any() and previous is not None and len(distinct := previous[previous != rows[0]]):
-        others = torch.where(others == rows, distinct[-1], others)
-    return others
+        if not (is_same := partners == rows).any():
+            return partners
+        partners = torch.where(is_same, rows.roll(shift), partners)
+    if (partners == rows).any() and previous is not None and len(distinct := previous[previous != rows[0]]):
+        partners = torch.where(partners == rows, distinct[-1], partners)
+    return partners
 
 
 class PairedEvaluationSampler(EvaluationSampler):
@@ -66,13 +66,13 @@ class PairedCollator(CountedCollator):
         super().__init__(collator, pair_rows(filler, filler))
 
     def __call__(self, rows: list[Any]) -> dict[str, Any]:
-        own, others = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-        return super().__call__([pair_rows(row, other) for row, other in zip(own, others, strict=True)])
+        own, partners = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+        return super().__call__([pair_rows(row, partner) for row, partner in zip(own, partners, strict=True)])
 
 
-def pair_rows(row: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def pair_rows(row: dict[str, Any], partner: dict[str, Any]) -> dict[str, Any]:
     """Returns a row with the completion of another row, as TRL's collator expects it."""
-    return {**row, "KL_completion_ids": other["completion_ids"]}
+    return {**row, "KL_completion_ids": partner["completion_ids"]}
 
 
 class PairedBatches(ExactBatches):

@@ -51,14 +51,14 @@ def measure_pairs(
     def answer(numbers: range) -> list[dict[str, Any]]:
         share = [dict(row) for row in rows.select(numbers)]
         data_rows = [json.loads(row["row"]) for row in share]
-        first, tokenizer = numbers.start, worker.tokenizer
-        pairs = score_both_sides(rewards, share, first, tokenizer, ends)
+        start, tokenizer = numbers.start, worker.tokenizer
+        pairs = score_both_sides(rewards, share, start, tokenizer, ends)
         missing = [
             judge and (judge.columns - set(row) or (function and missing_parameter(function, set(row))))
             for row in data_rows
         ]
         if judge is not None and not any(missing):
-            for pair, (c, r) in zip(pairs, score_rows([judge], share, first, tokenizer, ends), strict=True):
+            for pair, (c, r) in zip(pairs, score_rows([judge], share, start, tokenizer, ends), strict=True):
                 pair["judge"] = c - r
         if column:
             for pair, row in zip(pairs, data_rows, strict=True):
@@ -69,14 +69,14 @@ def measure_pairs(
 
 
 def score_both_sides(
-    rewards: list[Any], rows: Sequence[Any], first: int, tokenizer: Any, ends: Collection[int]
+    rewards: list[Any], rows: Sequence[Any], first_row: int, tokenizer: Any, ends: Collection[int]
 ) -> list[dict[str, Any]]:
     """Returns `scores` and `lengths` of the chosen and the rejected completion of each token row.
 
     If a judge sees both completions at once, `orders` has the position and score of the chosen completion in each order.
     """
     notes: dict[str, Any] = {}
-    scores = score_rows(rewards, rows, first, tokenizer, ends, notes)
+    scores = score_rows(rewards, rows, first_row, tokenizer, ends, notes)
     pairs: list[dict[str, Any]] = [
         {"scores": pair_scores, "lengths": [len(row[side]) for side in SIDES]}
         for row, pair_scores in zip(rows, scores, strict=True)
@@ -200,7 +200,7 @@ def metric_name(subset: str) -> str:
 def score_rows(
     rewards: list[Any],
     rows: Sequence[Any],
-    first: int,
+    first_row: int,
     tokenizer: Any,
     ends: Collection[int],
     notes: dict[str, Any] | None = None,
@@ -208,12 +208,12 @@ def score_rows(
     """Returns the weighted scores, in raw units, of the one or two completions of each token row.
 
     Args:
-        first: number of the first row.
+        first_row: number of the first row.
         notes: a dict to which this function adds the rewards' notes on the completions; see Samples.
     """
     entries = [
         (row["prompt_ids"], row[side], json.loads(row["row"]), seed_of(0, number), number)
-        for number, row in enumerate(rows, first)
+        for number, row in enumerate(rows, first_row)
         for side in SIDES
         if row.get(side) is not None
     ]

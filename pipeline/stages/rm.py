@@ -95,17 +95,17 @@ def score_pairs(worker: Worker, trainer: Any, rows: Any) -> list[dict[str, float
 
 def lowest_margins(worker: Worker, rows: Any, pairs: list[dict[str, float]]) -> list[dict[str, Any]]:
     """Returns the distinct pairs with the lowest margins as text. Such pairs show errors of the model or of the data."""
-    worst: dict[tuple[str, str, str], dict[str, Any]] = {}
+    examples: dict[tuple[str, str, str], dict[str, Any]] = {}
     for index in sorted(range(len(pairs)), key=lambda i: pairs[i]["chosen"] - pairs[i]["rejected"]):
-        if len(worst) == WORST:
+        if len(examples) == WORST:
             break
         row, scores = rows[index], pairs[index]
         texts = as_text(worker.tokenizer, row["chosen_ids"], row["rejected_ids"])
         example: dict[str, Any] = {"prompt": texts[0]}
         for side, text in zip(("chosen", "rejected"), texts[1:], strict=True):
             example[side] = {"text": text, "score": scores[side]}
-        worst.setdefault(texts, example)
-    return list(worst.values())
+        examples.setdefault(texts, example)
+    return list(examples.values())
 
 
 def as_text(tokenizer: Any, chosen: list[int], rejected: list[int]) -> tuple[str, str, str]:

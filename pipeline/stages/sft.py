@@ -114,8 +114,8 @@ def greedy_samples(worker: Worker, trainer: Any, ends: list[int]) -> list[dict[s
         return worker.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     with model.disable_adapter():
-        before = completions()
+        base_completions = completions()
     return [
-        {"prompt": prompt, "before": {"completion": base.strip()}, "after": {"completion": ours.strip()}}
-        for prompt, base, ours in zip(prompts, before, completions(), strict=True)
+        {"prompt": prompt, "before": {"completion": base.strip()}, "after": {"completion": tuned.strip()}}
+        for prompt, base, tuned in zip(prompts, base_completions, completions(), strict=True)
     ]

@@ -38,8 +38,8 @@ def first_step_checks(worker: Worker, trainer: Any) -> list[CheckResult]:
 
     Every rank calls this function.
     """
-    first = trainer.train_dataset.select(range(min(CHECKED_ROWS, len(trainer.train_dataset))))
-    rows = [dict(row) for row in first]
+    dataset = trainer.train_dataset.select(range(min(CHECKED_ROWS, len(trainer.train_dataset))))
+    rows = [dict(row) for row in dataset]
     model, stage = trainer.accelerator.unwrap_model(trainer.model), worker.work.identity.stage
     completions = [completion for row in rows for completion in completions_of(row)]
     tokenizer = worker.tokenizer
@@ -59,9 +59,9 @@ def first_step_checks(worker: Worker, trainer: Any) -> list[CheckResult]:
     if stage == "sft":
         results.append(labels_are_tokens(trainer, rows))
     if stage in ("rm", "dpo"):
-        equal = sum(row["chosen_ids"] == row["rejected_ids"] for row in rows)
-        message = f"{equal} of {len(rows)} pairs have the same tokens in chosen and rejected"
-        results.append(CheckResult("chosen and rejected completions differ", message, not equal))
+        equal_pairs = sum(row["chosen_ids"] == row["rejected_ids"] for row in rows)
+        message = f"{equal_pairs} of {len(rows)} pairs have the same tokens in chosen and rejected"
+        results.append(CheckResult("chosen and rejected completions differ", message, not equal_pairs))
     if stage == "kto" and trainer.calculate_KL:
         results.append(pairs_other_rows(trainer))
     training, metrics = model.training, copy.deepcopy(trainer._metrics)
@@ -97,8 +97,8 @@ def compare_with_single_rows(
     if numbers:
         name, batched, single = max(numbers, key=lambda number: abs(number[1] - number[2]))
         text = f"{name} is {batched:.6g} in the trainer's batch, but {single:.6g} from the rows alone"
-        same = all(abs(batched - single) <= limit for _, batched, single in numbers)
-        results.append(CheckResult("the trainer's numbers equal those from the rows alone", text, same))
+        holds = all(abs(batched - single) <= limit for _, batched, single in numbers)
+        results.append(CheckResult("the trainer's numbers equal those from the rows alone", text, holds))
     if stage == "rm":
         scores = torch.tensor([batched for _, batched, _ in numbers])
         text = "the head computes in bfloat16, which rounds close scores to equal numbers"
@@ -114,11 +114,11 @@ def completions_of(row: Row) -> Iterator[Completion]:
     """Yields (prompt, completion) of a row as token ids. In SFT, the completion is the last contiguous span of trained tokens."""
     if "labels" in row:
         for part in _unpacked(row):
-            ids, trained = part["input_ids"], [i for i, label in enumerate(part["labels"]) if label != -100]
-            if trained:
-                untrained = (i for i in reversed(range(trained[-1])) if part["labels"][i] == -100)
+            ids, positions = part["input_ids"], [i for i, label in enumerate(part["labels"]) if label != -100]
+            if positions:
+                untrained = (i for i in reversed(range(positions[-1])) if part["labels"][i] == -100)
                 start = next(untrained, -1) + 1
-                yield ids[:start], ids[start : trained[-1] + 1]
+                yield ids[:start], ids[start : positions[-1] + 1]
     elif "completion_ids" in row:
         yield row["prompt_ids"], row["completion_ids"]
     else:  # a pair; in rm, both completions include the prompt
@@ -136,20 +136,20 @@ def _unpacked(row: Row) -> list[Row]:
 
 def only_adapters_learn(trainer: Any, model: Any) -> CheckResult:
     """Checks that only adapter and head are trainable, and that their parameters are fp32 and in the optimizer."""
-    learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     optimized = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
-    wrong = {
-        "of the base require gradients": [name for name in learning if ".default" not in name],
+    tensors = {
+        "of the base require gradients": [name for name in trainable if ".default" not in name],
         "of the adapter are frozen": [name for name in frozen if ".default." in name],
-        "are not fp32": [name for name, p in learning.items() if p.dtype != torch.float32],
-        "are not in the optimizer": [name for name, p in learning.items() if id(p) not in optimized],
+        "are not fp32": [name for name, p in trainable.items() if p.dtype != torch.float32],
+        "are not in the optimizer": [name for name, p in trainable.items() if id(p) not in optimized],
     }
     faults = [
-        f"{len(names)} tensors {state}, for example {names[0]}" for state, names in wrong.items() if names
+        f"{len(names)} tensors {fault}, for example {names[0]}" for fault, names in tensors.items() if names
     ]
-    message = "; ".join([f"{sum(p.numel() for p in learning.values()):,} parameters learn", *faults])
-    return CheckResult("only adapters and heads learn", message, bool(learning) and not faults)
+    message = "; ".join([f"{sum(p.numel() for p in trainable.values()):,} parameters learn", *faults])
+    return CheckResult("only adapters and heads learn", message, bool(trainable) and not faults)
 
 
 def special_tokens(tokenizer: Any, rows: Sequence[Completion]) -> list[CheckResult]:
@@ -169,10 +169,10 @@ def ends_learned(worker: Worker, rows: Sequence[Completion]) -> CheckResult:
     """Checks that completions end with a trained EOS token. Without a trained EOS, the model never learns to stop."""
     ends, limit = set(eos_ids(worker.tokenizer)), worker.work.data.max_length or float("inf")
     # Leaves out rows that reach the length limit, because they may be truncated.
-    complete = [ids for prompt, ids in rows if len(prompt) + len(ids) < limit]
-    ended = sum(bool(ids) and ids[-1] in ends for ids in complete)
-    message = f"{ended} of {len(complete)} completions end with a trained EOS token"
-    return CheckResult("completions end with a trained EOS", message, ended > 0 or not complete)
+    untruncated = [ids for prompt, ids in rows if len(prompt) + len(ids) < limit]
+    ended = sum(bool(ids) and ids[-1] in ends for ids in untruncated)
+    message = f"{ended} of {len(untruncated)} completions end with a trained EOS token"
+    return CheckResult("completions end with a trained EOS", message, ended > 0 or not untruncated)
 
 
 def loss_after_generation_prompt(tokenizer: Any, rows: Sequence[Completion]) -> CheckResult:
@@ -187,11 +187,11 @@ def loss_after_generation_prompt(tokenizer: Any, rows: Sequence[Completion]) -> 
     # This check does not apply if the chat template marks the trained tokens ({% generation %}).
     marked = GENERATION.search(tokenizer.chat_template or "")
     applies = suffix and not marked and any(suffix in text for _, text in texts)
-    after = sum(suffix in prompt and prompt.rfind(suffix) == text.rfind(suffix) for prompt, text in texts)
+    aligned = sum(suffix in prompt and prompt.rfind(suffix) == text.rfind(suffix) for prompt, text in texts)
     message = (
-        f"in {after} of {len(rows)} completions, training starts right after the template's last {suffix!r}"
+        f"in {aligned} of {len(rows)} completions, training starts right after the template's last {suffix!r}"
     )
-    return CheckResult(name, message, after > 0 or not applies)
+    return CheckResult(name, message, aligned > 0 or not applies)
 
 
 def starts_as_its_file(model: Any, worker: Worker, role: str) -> CheckResult:
@@ -209,11 +209,11 @@ def labels_are_tokens(trainer: Any, rows: list[Row]) -> CheckResult:
     """Checks that a batch has as many trained tokens as its rows, and that each label equals the token at its position."""
     batch = trainer.data_collator([dict(row) for row in rows])
     expected = sum(label != -100 for row in rows for part in _unpacked(row) for label in part["labels"][1:])
-    trained = batch["labels"] != -100
-    trained[:, 0] = False  # nothing predicts the first token of a row
+    is_trained = batch["labels"] != -100
+    is_trained[:, 0] = False  # nothing predicts the first token of a row
     if "position_ids" in batch:  # packed
-        trained &= batch["position_ids"] != 0
-    count, mismatches = int(trained.sum()), int((batch["input_ids"] != batch["labels"])[trained].sum())
+        is_trained &= batch["position_ids"] != 0
+    count, mismatches = int(is_trained.sum()), int((batch["input_ids"] != batch["labels"])[is_trained].sum())
     message = f"{count} tokens are trained in a batch of {len(rows)} rows"
     if count != expected:
         message += f", but {expected} in the rows themselves: the collator masks or adds labels"
@@ -229,16 +229,16 @@ def pairs_other_rows(trainer: Any) -> CheckResult:
     count = len(numbers) // 2  # the second half of a batch has the paired rows
     rows = list(trainer.train_dataset.select(numbers))
     batch = loader.collate_fn([dict(row) for row in rows])
-    self_pairs = wrong = 0
+    self_pairs = mismatches = 0
     for i in range(count):
         self_pairs += numbers[i] == numbers[count + i]
         ids = batch["KL_input_ids"][i][batch["KL_attention_mask"][i].bool()].tolist()
-        wrong += ids != rows[i]["prompt_ids"] + rows[count + i]["completion_ids"]
+        mismatches += ids != rows[i]["prompt_ids"] + rows[count + i]["completion_ids"]
     message = (
-        f"of {count} rows in the first micro-batch, {self_pairs} are paired with their own completion, and {wrong} have "
+        f"of {count} rows in the first micro-batch, {self_pairs} are paired with their own completion, and {mismatches} have "
         "tokens that differ from those of their pair"
     )
-    holds = not wrong and (not self_pairs or len(trainer.train_dataset) == 1)
+    holds = not mismatches and (not self_pairs or len(trainer.train_dataset) == 1)
     return CheckResult("the KL term pairs prompts with other rows' completions", message, holds)
 
 
@@ -340,7 +340,7 @@ def affordable_rows(model: Any, rows: list[Row]) -> list[Row]:
 def collate_rows(trainer: Any, model: Any, rows: list[Row]) -> dict[str, Any]:
     """Returns the trainer's batch of some rows, on the model's device. In kto, each row is paired with the previous row."""
     if "label" in rows[0]:
-        rows = [pair_rows(row, other) for row, other in zip(rows, [*rows[-1:], *rows[:-1]], strict=True)]
+        rows = [pair_rows(row, partner) for row, partner in zip(rows, [*rows[-1:], *rows[:-1]], strict=True)]
     batch = trainer.data_collator([dict(row) for row in rows])
     return {k: value.to(model.device) if isinstance(value, Tensor) else value for k, value in batch.items()}
 

@@ -44,12 +44,12 @@ class Slots(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         cache, count = self.cache, len(key_states)
-        for stored, new in ((self.keys, key_states), (self.values, value_states)):
+        for cached, new in ((self.keys, key_states), (self.values, value_states)):
             if cache.joining is not None:
                 slots, prompts = cache.joining
-                stored[slots, :, : new.shape[2]] = new[prompts]
+                cached[slots, :, : new.shape[2]] = new[prompts]
             else:
-                stored[cache.order[:count], :, cache.lengths[:count]] = new[:, :, 0]
+                cached[cache.order[:count], :, cache.lengths[:count]] = new[:, :, 0]
         if cache.joining is not None:  # the tokens of a prompt attend only to this prompt
             return key_states, value_states
         return self.keys[:count, :, : cache.seen], self.values[:count, :, : cache.seen]
@@ -63,8 +63,8 @@ class Slots(DynamicLayer):
             return
         previous = self.keys, self.values
         self.lazy_initialization(*previous)
-        for stored, states in zip((self.keys, self.values), previous, strict=True):
-            stored[: states.shape[0], :, : states.shape[2]] = states
+        for cached, states in zip((self.keys, self.values), previous, strict=True):
+            cached[: states.shape[0], :, : states.shape[2]] = states
 
 
 class SlotCache(DynamicCache):
@@ -72,11 +72,11 @@ class SlotCache(DynamicCache):
 
     def __init__(self, config: Any, slots: int, positions: int, device: torch.device) -> None:
         super().__init__(config=config)
-        plain = (DynamicLayer, DynamicSlidingWindowLayer)
+        slot_types = (DynamicLayer, DynamicSlidingWindowLayer)
         # Layers without keys and values for each position, such as convolutions.
-        self.other_layers = [layer for layer in self.layers if type(layer) not in plain]
+        self.other_layers = [layer for layer in self.layers if type(layer) not in slot_types]
         self.layers: list[Any] = [
-            Slots(self, layer.is_sliding) if type(layer) in plain else layer for layer in self.layers
+            Slots(self, layer.is_sliding) if type(layer) in slot_types else layer for layer in self.layers
         ]
         self.slot_layers = [layer for layer in self.layers if isinstance(layer, Slots)]
         self.slots, self.positions = slots, positions

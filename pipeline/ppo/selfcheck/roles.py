@@ -60,24 +60,24 @@ def behaves_as_trained(trainer: Learner, role: str, folder: str) -> CheckResult:
     shared, rewards = trainer.shared, {reward.name: reward for reward in trainer.sampler.rewards}
     verb = "scores" if role in rewards else "writes"
     name = f"{role} {verb} as when it was trained"
-    stored = probes.read_probes(folder)
-    if not stored:
+    records = probes.read_probes(folder)
+    if not records:
         return CheckResult(
             name, f"{folder} has no {probes.FILE}: this pipeline did not train the adapter", None
         )
-    recorded, current = stored[0][2], precision_of_base(shared)
+    recorded, current = records[0][2], precision_of_base(shared)
     if recorded is None or ("quantized" in {recorded, current} and recorded != current):
         message = f"not checked: the adapter was trained at precision {recorded or 'unknown'}, but this run's base is {current}"
         return CheckResult(name, message, None)
     limit = LOW_PRECISION if recorded == "half" else logprob_tolerance(shared)
     error = 0.0
-    for ids, output, _ in stored:
+    for ids, output, _ in records:
         if role in rewards:
             error = max(error, abs(shared.score(role, ids) - output) / rewards[role].std)
         else:
             error = max(error, abs(shared.mean_logprob(role, ids) - output))
     unit = "deviations" if role in rewards else "nats a token"
-    message = f"{len(stored)} probes differ by up to {error:.2g} {unit}"
+    message = f"{len(records)} probes differ by up to {error:.2g} {unit}"
     if not error <= limit:
         message += ". Check for another base, scaling (lora_alpha, r) or precision, and for missing tensors"
     return CheckResult(name, message, error <= limit)
@@ -132,14 +132,14 @@ def check_gradients(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
     rows = sorted(learns.nonzero().flatten().tolist(), key=lambda row: lengths[row])[:1]
     if not rows:
         return [CheckResult(name, "the advantage of every completion is 0", None) for name in names]
-    learning = {id(p) for role in trainer.roles for p in shared.parameters_of(role)}
+    role_ids = {id(p) for role in trainer.roles for p in shared.parameters_of(role)}
     checkpointing, gradients = shared.gradient_checkpointing, list[dict[str, Tensor]]()
     for enabled in dict.fromkeys((False, checkpointing)):
         shared.gradient_checkpointing = enabled
         shared.zero_grad()
         trainer.accumulate(episodes, rows, Totals.of(episodes.learn[rows]))
         gradients.append({role: gradient_of(shared, role) for role in trainer.learning})
-    strays = sum(p.grad is not None for p in shared.parameters() if id(p) not in learning)
+    strays = sum(p.grad is not None for p in shared.parameters() if id(p) not in role_ids)
     shared.zero_grad()
     plain, rerun = gradients[0], gradients[-1]
     norms = {role: float(gradient.norm()) for role, gradient in rerun.items()}

@@ -156,10 +156,10 @@ def ends_inside(trainer: Learner, episodes: Episodes) -> CheckResult:
 def only_roles_learn(trainer: Learner) -> CheckResult:
     """Checks that exactly the learning roles are trainable, in fp32 and in the optimizer, and that dropout is off."""
     shared = trainer.shared
-    learning = {id(p) for role in trainer.roles for p in shared.parameters_of(role)}
+    role_ids = {id(p) for role in trainer.roles for p in shared.parameters_of(role)}
     trainable = [p for p in shared.parameters() if p.requires_grad]
-    strays = len(learning ^ {id(p) for p in trainable})
-    forgotten = len(learning ^ {id(p) for group in trainer.optimizer.param_groups for p in group["params"]})
+    strays = len(role_ids ^ {id(p) for p in trainable})
+    forgotten = len(role_ids ^ {id(p) for group in trainer.optimizer.param_groups for p in group["params"]})
     low = sum(p.dtype != torch.float32 for p in [*trainable, *shared.heads.parameters()])
     dropouts = sum(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in shared.modules())
     message = f"{sum(p.numel() for p in trainable):,} parameters learn ({', '.join(trainer.roles)})"
@@ -224,11 +224,11 @@ def each_episode_once(trainer: Learner, episodes: Episodes) -> CheckResult:
     for epoch in range(-(-args.prompts_per_update // size)):
         indices = range(size) if prompts.draws is None else prompts.draws(epoch)
         order += [int(indices[i]) for i in np.random.default_rng([args.seed, epoch]).permutation(size)]
-    wrong = torch.zeros((), device=device)
+    mismatches = torch.zeros((), device=device)
     for index, prompt in zip(episodes.indices.tolist(), _prompts(episodes), strict=True):
         expected = prompts.rows[order[index // args.num_generations]]["input_ids"]
-        wrong += prompt != [int(i) for i in expected]
-    wrong_prompts = int(all_reduce(wrong))
+        mismatches += prompt != [int(i) for i in expected]
+    wrong_prompts = int(all_reduce(mismatches))
     missing, duplicates = int((counts == 0).sum()), int((counts > 1).sum())
     message = f"{args.batch_size} episodes, workers: {trainer.workers}"
     if missing or duplicates or wrong_prompts:
