@@ -82,9 +82,9 @@ class PairedBatches(ExactBatches):
     """
 
     # Return values of TRL's `_compute_kl_logps` in this step: for the policy, and for the reference
-    _of_step: tuple[Any, Any]
+    _step_logps: tuple[Any, Any]
     # The values that TRL has not yet read in this micro-batch. Empty outside of training.
-    _due: Iterator[Any] = iter(())
+    _unread_logps: Iterator[Any] = iter(())
 
     def _parts(self) -> tuple[Any, Any, Any]:
         if not self.calculate_KL:  # the loss has no KL term
