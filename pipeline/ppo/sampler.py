@@ -188,8 +188,8 @@ class Sampler:
     @torch.no_grad()
     def fill_logprobs(self, role: str | None, episodes: Episodes, logprobs: Tensor) -> None:
         """Fills `logprobs` (B, R) with a role's log-probs of the episodes, computed by the code of the training forward."""
-        for rows, part in self.parts_of(episodes):
-            logprobs[rows, : part.mask.shape[1]] = self.logprobs(role, part)[0]
+        for rows, batch in self.parts_of(episodes):
+            logprobs[rows, : batch.mask.shape[1]] = self.logprobs(role, batch)[0]
 
     def parts_of(self, episodes: Episodes) -> Iterator[tuple[list[int], Episodes]]:
         """Yields (row indices, episodes) of each micro-batch of a forward pass without gradients."""
@@ -201,7 +201,7 @@ class Sampler:
         return collate(chunk.prompts, sampled.completions, indices, self.pad, self.shared.device)
 
     def logprobs(
-        self, role: str | None, part: Episodes, entropy: bool = False, states: Tensor | None = None
+        self, role: str | None, episodes: Episodes, entropy: bool = False, states: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Returns a role's log-probs (B, R) of the actions under the sampling settings, and entropies (B, R) if requested.
 
@@ -209,6 +209,8 @@ class Sampler:
             role: a role, or None for the bare base.
             states: the role's hidden states from `forward.action_states`. If None, this method computes the hidden states.
         """
-        states = forward.action_states(self.shared, role, part) if states is None else states
+        states = forward.action_states(self.shared, role, episodes) if states is None else states
         sampling = (self.sampling.temperature, self.sampling.eos, self.sampling.min_new_tokens)
-        return self.shared.logprobs(role, part.input_ids, part.starts, part.mask, *sampling, entropy, states)
+        return self.shared.logprobs(
+            role, episodes.input_ids, episodes.starts, episodes.mask, *sampling, entropy, states
+        )

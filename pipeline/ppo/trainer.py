@@ -307,17 +307,17 @@ class PPOTrainer:
         """
         if self.reuses_training_forward:
             return
-        for rows, part in self.sampler.parts_of(episodes):
-            width = part.mask.shape[1]
-            states = forward.action_states(self.shared, "policy", part)
+        for rows, batch in self.sampler.parts_of(episodes):
+            width = batch.mask.shape[1]
+            states = forward.action_states(self.shared, "policy", batch)
             # Does not use the sampler's log-probs, because they differ by rounding and the first ratio must be exactly 1.
-            episodes.old_logprobs[rows, :width] = self.sampler.logprobs("policy", part, states=states)[0]
+            episodes.old_logprobs[rows, :width] = self.sampler.logprobs("policy", batch, states=states)[0]
             if self.args.uses_critic:
-                values, last_value = self.values(part, None if self.args.has_critic_adapter else states)
+                values, last_value = self.values(batch, None if self.args.has_critic_adapter else states)
                 values, last_value = (self.moments.raw(output) for output in (values, last_value))
-                episodes.values[rows, :width] = values.where(part.mask, 0.0)
+                episodes.values[rows, :width] = values.where(batch.mask, 0.0)
                 # After EOS, the value is 0. A truncated completion would have continued, so the critic's value is used.
-                episodes.bootstrap[rows] = last_value.where(~part.ended, 0.0)
+                episodes.bootstrap[rows] = last_value.where(~batch.ended, 0.0)
 
     @property
     def reuses_training_forward(self) -> bool:
@@ -327,13 +327,13 @@ class PPOTrainer:
         """
         return self.args.learns_in_one_forward and self.update > 0 and not self.rollout_config.corrects
 
-    def values(self, part: Episodes, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def values(self, episodes: Episodes, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns the critic's values (B, R) before each action, and (B,) after the last action.
 
         Args:
             states: the critic's hidden states. If `states` is None, this method computes the hidden states.
         """
-        states = forward.action_states(self.shared, "critic", part) if states is None else states
+        states = forward.action_states(self.shared, "critic", episodes) if states is None else states
         values = self.shared.head("critic", states)
         return values[:, :-1], values[:, -1]
 
@@ -400,25 +400,25 @@ class PPOTrainer:
         names = POLICY_STATS * policy + VALUE_STATS * args.uses_critic
         total = {name: torch.zeros((), device=self.device) for name in names}
         for micro_batch in forward.micro_batches_of(self.shared, episodes, rows, *self.limits):
-            part = episodes.take(micro_batch)
+            batch = episodes.take(micro_batch)
             loss = torch.zeros((), device=self.device)
             stats: tuple[Tensor, ...] = ()
             if policy or not args.has_critic_adapter:
                 with torch.set_grad_enabled(policy):
-                    states = forward.action_states(self.shared, "policy", part)
+                    states = forward.action_states(self.shared, "policy", batch)
             if policy:
-                logprobs, entropy = self.sampler.logprobs("policy", part, args.entropy_coef > 0, states)
+                logprobs, entropy = self.sampler.logprobs("policy", batch, args.entropy_coef > 0, states)
                 if self.reuses_training_forward:
-                    part.old_logprobs = logprobs.detach()
-                    episodes.old_logprobs[micro_batch, : part.mask.shape[1]] = part.old_logprobs
-                loss, stats = losses.policy_objective(args, part, totals, logprobs, entropy, self.kl_coef)
+                    batch.old_logprobs = logprobs.detach()
+                    episodes.old_logprobs[micro_batch, : batch.mask.shape[1]] = batch.old_logprobs
+                loss, stats = losses.policy_objective(args, batch, totals, logprobs, entropy, self.kl_coef)
             if args.has_critic_adapter:
                 if policy:
                     loss.backward()
-                loss, states = torch.zeros_like(loss), forward.action_states(self.shared, "critic", part)
+                loss, states = torch.zeros_like(loss), forward.action_states(self.shared, "critic", batch)
             if args.uses_critic:
-                values, _ = self.values(part, states)
-                value_loss, value_stats = losses.value_objective(args, part, totals, values, self.moments)
+                values, _ = self.values(batch, states)
+                value_loss, value_stats = losses.value_objective(args, batch, totals, values, self.moments)
                 loss, stats = loss + args.vf_coef * value_loss, (*stats, *value_stats)
             loss.backward()
             for name, value in zip(names, stats, strict=True):

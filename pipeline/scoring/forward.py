@@ -90,16 +90,16 @@ def collate_ids(
 AnySequences = TypeVar("AnySequences", bound=Sequences)
 
 
-def action_states(shared: SharedBase, role: str | None, part: Sequences, last: bool = False) -> Tensor:
+def action_states(shared: SharedBase, role: str | None, sequences: Sequences, last: bool = False) -> Tensor:
     """Returns the hidden states (B, R + 1, H) of a role before each action, and after the last action.
 
     Args:
         role: a role, or None for the bare base.
         last: whether to return only the states (B, 1, H) after the last action.
     """
-    rows = (part.input_ids, part.starts, part.counts, part.mask.shape[1])
-    packs = in_packs(shared, part, range(len(part)))
-    batch = pack_together(*rows, packs) if len(packs) < len(part) else pack_alone(*rows)
+    rows = (sequences.input_ids, sequences.starts, sequences.counts, sequences.mask.shape[1])
+    packs = in_packs(shared, sequences, range(len(sequences)))
+    batch = pack_together(*rows, packs) if len(packs) < len(sequences) else pack_alone(*rows)
     return shared.states(role, batch.ends() if last else batch)
 
 

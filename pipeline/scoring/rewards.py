@@ -201,8 +201,8 @@ class AdapterReward(Reward):
     def score(self, samples: Samples) -> list[float]:
         sequences = forward.collate_ids(samples.prompt_ids, samples.completion_ids, self.shared.device)
         scores = torch.zeros(len(sequences))
-        for rows, part in forward.parts_of(self.shared, sequences, self.rows, self.tokens):
-            states = forward.action_states(self.shared, self.role, part, last=True)
+        for rows, batch in forward.parts_of(self.shared, sequences, self.rows, self.tokens):
+            states = forward.action_states(self.shared, self.role, batch, last=True)
             scores[rows] = self.shared.head(self.role, states).squeeze(1).float().cpu()
         return scores.tolist()
 

@@ -285,7 +285,7 @@ def completion_logprobs(
     settings = (sampling.temperature or 1.0, sampling.eos, sampling.min_new_tokens)
     prompts, completions = zip(*token_ids, strict=True)
     sequences, sums = forward.collate_ids(prompts, completions, shared.device), torch.zeros(len(token_ids))
-    for rows, part in forward.parts_of(shared, sequences, size):
-        inputs = (part.input_ids, part.starts, part.mask, *settings)
+    for rows, batch in forward.parts_of(shared, sequences, size):
+        inputs = (batch.input_ids, batch.starts, batch.mask, *settings)
         sums[rows] = shared.logprobs(role, *inputs)[0].sum(-1).cpu()
     return sums.tolist()

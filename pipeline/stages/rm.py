@@ -122,8 +122,8 @@ def as_text(tokenizer: Any, chosen: list[int], rejected: list[int]) -> tuple[str
     texts = [tokenizer.decode(ids).removeprefix(prefix) for ids in (chosen, rejected)]
     if not suffix or not all(suffix in text for text in texts):  # raw text, without a template
         shared = shared_length(chosen, rejected)
-        parts = [chosen[:shared], chosen[shared:], rejected[shared:]]
-        prompt, *completions = tokenizer.batch_decode(parts, skip_special_tokens=True)
+        spans = [chosen[:shared], chosen[shared:], rejected[shared:]]
+        prompt, *completions = tokenizer.batch_decode(spans, skip_special_tokens=True)
         return prompt.strip(), *completions
     completions = [text.rpartition(suffix)[2] for text in texts]
     for token in tokenizer.all_special_tokens:

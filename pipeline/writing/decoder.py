@@ -155,21 +155,21 @@ class SlotDecoder(Decoder):
         slots = list(slots_of.values())
         distinct = [rows[group[0] - first] for group in slots]
         lengths = [len(row.prompt) for row in distinct]
-        parts = micro_batches(lengths, None, PREFILL_TOKENS[device.type], device.type)
+        batches = micro_batches(lengths, None, PREFILL_TOKENS[device.type], device.type)
         if cache.other_layers:  # layers without slots need all prompts in one forward
-            parts = [list(range(len(distinct)))]
+            batches = [list(range(len(distinct)))]
         states: dict[int, Tensor] = {}
-        for part in parts:
-            width = max(lengths[i] for i in part)
+        for batch in batches:
+            width = max(lengths[i] for i in batch)
             ids = torch.tensor(
-                [[*distinct[i].prompt, *[self.pad] * (width - lengths[i])] for i in part], device=device
+                [[*distinct[i].prompt, *[self.pad] * (width - lengths[i])] for i in batch], device=device
             )
-            pairs = sorted((slot, index) for index, i in enumerate(part) for slot in slots[i])
+            pairs = sorted((slot, index) for index, i in enumerate(batch) for slot in slots[i])
             targets, prompts = torch.tensor(pairs, device=device).T
             cache.joining = targets, prompts
-            with self.shared.use_each([distinct[i].role for i in part]):
-                hidden = self._body(ids, None, torch.arange(width, device=device).expand(len(part), -1))
-            last = torch.tensor([lengths[i] - 1 for i in part], device=device)
+            with self.shared.use_each([distinct[i].role for i in batch]):
+                hidden = self._body(ids, None, torch.arange(width, device=device).expand(len(batch), -1))
+            last = torch.tensor([lengths[i] - 1 for i in batch], device=device)
             states |= zip((slot for slot, _ in pairs), hidden[prompts, last[prompts]], strict=True)
             for layer in cache.other_layers:
                 layer.reorder_cache(prompts)

@@ -194,31 +194,31 @@ def losses_pull_the_right_way(trainer: Learner, episodes: Episodes) -> CheckResu
     returns.
     """
     args, moments, problems = trainer.args, trainer.moments, []
-    part = episodes.take(range(min(len(episodes), CHECKED_ROWS)))
-    old, learn, totals = part.old_logprobs, part.learn, Totals.of(part.learn)
+    subset = episodes.take(range(min(len(episodes), CHECKED_ROWS)))
+    old, learn, totals = subset.old_logprobs, subset.learn, Totals.of(subset.learn)
 
-    def policy_gradients(part: Episodes) -> tuple[Tensor, ...]:
+    def policy_gradients(subset: Episodes) -> tuple[Tensor, ...]:
         """Returns gradients (B, R) with respect to log-probs and entropies."""
         logprobs, entropy = old.clone().requires_grad_(), torch.ones_like(old).requires_grad_()
-        loss, _ = losses.policy_objective(args, part, totals, logprobs, entropy, trainer.kl_coef)
+        loss, _ = losses.policy_objective(args, subset, totals, logprobs, entropy, trainer.kl_coef)
         return torch.autograd.grad(loss, (logprobs, entropy))
 
-    if learn.any() and part.advantages[learn].any():
-        by_logprob, by_entropy = policy_gradients(replace(part, ref_logprobs=old))
-        if not float((by_logprob * part.advantages)[learn].sum()) < 0:
+    if learn.any() and subset.advantages[learn].any():
+        by_logprob, by_entropy = policy_gradients(replace(subset, ref_logprobs=old))
+        if not float((by_logprob * subset.advantages)[learn].sum()) < 0:
             problems.append(
                 "rewarded actions become less likely: check the sign of the policy loss and of the advantages"
             )
         if args.entropy_coef > 0 and not float(by_entropy[learn].sum()) < 0:
             problems.append("entropy falls although the loss has an entropy bonus")
     if args.kl_in == "loss" and trainer.kl_coef > 0 and learn.any():
-        likelier = replace(part, ref_logprobs=old - 0.5, advantages=torch.zeros_like(part.advantages))
+        likelier = replace(subset, ref_logprobs=old - 0.5, advantages=torch.zeros_like(subset.advantages))
         if not float(policy_gradients(likelier)[0][learn].sum()) > 0:
             problems.append("the policy moves away from the reference: check the sign of the KL in the loss")
     if args.uses_critic and learn.any():  # uses values above the returns and outside the clip range
-        offset = 1.0 + 2 * (part.values - part.returns).abs().max() / moments.std
-        values = (moments.normal(part.returns) + offset).requires_grad_()
-        loss, _ = losses.value_objective(args, part, totals, values, moments)
+        offset = 1.0 + 2 * (subset.values - subset.returns).abs().max() / moments.std
+        values = (moments.normal(subset.returns) + offset).requires_grad_()
+        loss, _ = losses.value_objective(args, subset, totals, values, moments)
         if not float(torch.autograd.grad(loss, values)[0][learn].sum()) > 0:
             problems.append("values move away from the returns")
     message = "; ".join(problems) or "policy" + (", values" if args.uses_critic else "")

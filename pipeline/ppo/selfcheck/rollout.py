@@ -124,10 +124,10 @@ def sampled_by_its_version(
     generator = np.random.default_rng([trainer.args.seed, trainer.update])
     chunk, sampled = parts[int(generator.integers(len(parts)))]
     episodes = trainer.sampler.episodes(chunk, sampled)
-    part = episodes.take(generator.permutation(len(episodes))[:CHECKED_COMPLETIONS].tolist())
+    subset = episodes.take(generator.permutation(len(episodes))[:CHECKED_COMPLETIONS].tolist())
     with versions.use(chunk.version), torch.no_grad():
-        logprobs, _ = trainer.sampler.logprobs("policy", part)
-    difference = float((logprobs - part.sampler_logprobs)[part.mask].square().mean().sqrt())
+        logprobs, _ = trainer.sampler.logprobs("policy", subset)
+    difference = float((logprobs - subset.sampler_logprobs)[subset.mask].square().mean().sqrt())
     message = f"log-probs of version {chunk.version} differ by {difference:.2g} nats"
     holds = difference <= 3 * logprob_tolerance(trainer.shared)
     if not holds:

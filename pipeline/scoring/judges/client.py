@@ -56,7 +56,7 @@ class JudgeClient:
         self.free_at = 0.0  # time at which the next request may begin
         self.error: BaseException | None = None  # error that ends the call after the open requests
         self.open = 0  # number of open requests
-        self.named = False  # whether the model in the judge's file has answered
+        self.confirmed = False  # whether the model in the judge's file has answered
         self.variable = definition.api_key_variable
         self.key = os.environ.get(self.variable or "", "").strip()
         if self.variable and not self.key:
@@ -282,11 +282,11 @@ class JudgeClient:
         """
         definition = self.definition
         if model == definition.model:
-            self.named = True
+            self.confirmed = True
             return ""
         model = self._quoted(model)
         message = f"{definition.endpoint} answers as {model}"
-        if not (self.named or self.store.answers):  # after an earlier answer, the change may be temporary
+        if not (self.confirmed or self.store.answers):  # after an earlier answer, the change may be temporary
             self.error = self.error or InputError(
                 f"{self.name}: {message}; write `model: {model}` into the judge's file"
             )
