@@ -432,8 +432,8 @@ class PPOTrainer:
             parameters = [p for role in self.learning for p in self.shared.parameters_of(role)]
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             flat = all_reduce(torch.cat([*(g.flatten() for g in grads), values]))
-            *summed, values = flat.split([*(p.numel() for p in parameters), len(values)])
-            for parameter, grad in zip(parameters, summed, strict=True):
+            *sums, values = flat.split([*(p.numel() for p in parameters), len(values)])
+            for parameter, grad in zip(parameters, sums, strict=True):
                 parameter.grad = grad.view_as(parameter)
         return dict(zip(stats, values.tolist(), strict=True))
 

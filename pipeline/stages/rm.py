@@ -121,8 +121,8 @@ def as_text(tokenizer: Any, chosen: list[int], rejected: list[int]) -> tuple[str
     ).partition("?")
     texts = [tokenizer.decode(ids).removeprefix(prefix) for ids in (chosen, rejected)]
     if not suffix or not all(suffix in text for text in texts):  # raw text, without a template
-        shared = shared_length(chosen, rejected)
-        spans = [chosen[:shared], chosen[shared:], rejected[shared:]]
+        length = shared_length(chosen, rejected)
+        spans = [chosen[:length], chosen[length:], rejected[length:]]
         prompt, *completions = tokenizer.batch_decode(spans, skip_special_tokens=True)
         return prompt.strip(), *completions
     completions = [text.rpartition(suffix)[2] for text in texts]
