@@ -32,7 +32,7 @@ def stage(
         path = storage / name / "result.json"
         result = json.loads(path.read_text()) if path.exists() else {}
         if verb in TRAIN_STAGES and result:  # checks that a gate can name each metric of the run
-            spec = load_job(file, settings, verb).metrics
+            spec = load_job(file, settings, verb).measurable
             assert not [m for m in result["metrics"] if m not in spec.lacks and not spec.is_open(m)]
         return result
     finally:
