@@ -50,7 +50,7 @@ def test_a_training_stage_leaves_a_result_a_version_and_small_checkpoints(name, 
     alias = client(storage).get_model_version_by_alias(f"rlhf-{name}", "champion")
     assert str(alias.version) == result["version"]
     assert client(storage).get_run(result["mlflow_run_id"]).info.status == "FINISHED"
-    known = load_job(ROOT / f"jobs/demo/{name}.yaml", [], name).metrics.lacks
+    known = load_job(ROOT / f"jobs/demo/{name}.yaml", [], name).measurable.lacks
     # Metrics that only some jobs log: for mixtures of experts, for token counts, and for rows with reference completions.
     beyond = re.compile("aux_loss|tokens_per_second|perplexity")
     lacking = {metric for metric, lacks in known.items() if not lacks} - set(result["metrics"])
